@@ -12,7 +12,7 @@ from cutekernels import gpu
 from cutekernels.autotune.search import prune_reason
 from cutekernels.autotune.space import MODEL_SEEDS
 from cutekernels.op import ladder
-from cutekernels.ops.gemm import skinny, specialized
+from cutekernels.ops.gemm import skinny, skinny_warpgroup
 from cutekernels.ops.gemm.op import GEMM
 from cutekernels.ops.gemm.problem import GemmConfig, GemmProblem
 from cutekernels.ops.gemm.skinny import SKINNY
@@ -61,7 +61,7 @@ def test_the_default_chooses_among_the_usual(spec: gpu.GpuSpec) -> None:
             default = GEMM.default(problem, spec)
             few = m <= skinny.DEFAULT_TOKENS
             if spec.has_wgmma:
-                few = m < specialized.least_tokens(problem, spec)
+                few = m < skinny_warpgroup.least_tokens(problem, spec)
             beyond = "skinny_warpgroup" if spec.has_wgmma else "multistage"
             assert skinny.usual(default) if few else default.body == beyond
 

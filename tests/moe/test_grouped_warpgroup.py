@@ -15,7 +15,7 @@ from cutekernels.ops.gemm.problem import GemmConfig
 from cutekernels.ops.gemm.warpgroup import groups, sharing
 from cutekernels.ops.moe.grouped import GROUPED_GEMM, GROUPED_GEMM_WGRAD
 from cutekernels.ops.moe.grouped import GroupedProblem as Problem
-from cutekernels.ops.moe.warpgroup import DEPTH_WARPGROUP, GROUPED_WARPGROUP, tile_rows
+from cutekernels.ops.moe.grouped_schedules import DEPTH_WARPGROUP, GROUPED_WARPGROUP, tile_rows
 from tests import compiled
 
 H200, A100 = gpu.lookup("h200"), gpu.lookup("a100")

@@ -224,7 +224,7 @@ def test_the_paths_a_problem_has(op: NormLinear[Any]) -> None:
         NormLinearConfig.parse(str(CHAIN).replace("chain", "both"))
 
 
-def test_what_the_specialized_body_refuses() -> None:
+def test_what_the_skinny_warpgroup_body_refuses() -> None:
     spec = gpu.lookup("h200")
     few = RMS_NORM_LINEAR.Problem.parse("m=64 n=18944 k=3584")
     config = RMS_NORM_LINEAR.default(few, spec)

@@ -212,7 +212,7 @@ def test_dependent_launches_see_what_came_before(body: str) -> None:
     found = fused(RMS_NORM_LINEAR, p, body=body, pdl=True, split_k=1)
     if not found:
         pytest.skip(f"no dependent launch of body={body} here")
-    config = found[-1]  # specialized: one that prefetches
+    config = found[-1]  # skinny_warpgroup: one that prefetches
     x0 = torch.randn(4, 2048, device="cuda", dtype=torch.bfloat16)
     g = torch.randn(2048, device="cuda", dtype=torch.bfloat16)
     ws = [torch.randn(2048, 2048, device="cuda", dtype=torch.bfloat16) / 45 for _ in range(4)]

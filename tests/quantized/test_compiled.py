@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cutekernels import gpu
-from cutekernels.ops.quantized import skinny, warpgroup
+from cutekernels.ops.quantized import packed_skinny, packed_warpgroup
 from cutekernels.ops.quantized.op import QUANTIZED_LINEAR, SCHEDULES
 from cutekernels.ops.quantized.problem import QuantizedConfig, QuantizedProblem
 
@@ -57,12 +57,12 @@ def test_grids_deal_out_all_units_once() -> None:
         p = QuantizedProblem.parse(text)
         for c in list(QUANTIZED_LINEAR.valid(p, spec))[::97]:
             k_tiles, tiles = -(-p.k // c.tile_k), SCHEDULES[c.body].tiles(p, c)
-            if c.body == skinny.NAME:
-                ctas, share = skinny.grid(p, c, spec)
+            if c.body == packed_skinny.NAME:
+                ctas, share = packed_skinny.grid(p, c, spec)
                 assert (ctas - 1) * share < tiles * k_tiles <= ctas * share
                 assert c.stream_k or share % k_tiles == 0, "whole tiles alone"
             else:
-                ctas, rounds, share = warpgroup.grid(p, c, spec)
+                ctas, rounds, share = packed_warpgroup.grid(p, c, spec)
                 assert ctas <= spec.sm_count
                 rest = tiles - rounds * ctas
                 assert not c.stream_k or (rest >= 0 and rest * k_tiles <= ctas * share)

@@ -116,7 +116,7 @@ class AttentionBackward(TilesOp[AttentionBackwardProblem, AttentionBackwardConfi
 
     def _body(self, p: AttentionBackwardProblem, c: AttentionBackwardConfig, gpu: GpuSpec) -> Any:
         """The kernel of ``c.body`` with its parts."""
-        from cutekernels.kernels.cute.attention.backward import AttentionBackward
+        from cutekernels.kernels.cute.attention.multistage_backward import MultistageAttentionBackward
         from cutekernels.kernels.cute.attention.warpgroup_backward import WarpgroupAttentionBackward
         from cutekernels.kernels.cute.parts.heads import HeadRows
         from cutekernels.kernels.cute.parts.mask import BandMask
@@ -142,7 +142,7 @@ class AttentionBackward(TilesOp[AttentionBackwardProblem, AttentionBackwardConfi
                 resident=gpu.sm_count if c.grid == "dynamic" else 0,
                 **shared,
             )
-        return AttentionBackward(
+        return MultistageAttentionBackward(
             own=HeadRows(c.tile_own, p.head_dim, p.width, 1, c.threads),
             walked=HeadRows(c.tile_walked, p.head_dim, p.width, c.stages, c.threads),
             products=warp_products(c.warps, c.in_registers),

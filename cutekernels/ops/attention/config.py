@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from cutekernels import rates
-from cutekernels.kernels.cute.parts.attention_smem import PrefillSmem, WarpgroupAttentionSmem
+from cutekernels.kernels.cute.parts.attention_smem import MultistageAttentionSmem, WarpgroupAttentionSmem
 from cutekernels.op import knob, power_of_two
 from cutekernels.ops.attention.problem import (
     EAGER,
@@ -115,11 +115,11 @@ class AttentionConfig(BodiesConfig):
         """Whether a launch sets up behind the kernel ahead of it: programmatic dependent launch."""
         return self.body == "few" or self.grid == "ahead"
 
-    def smem(self, p: AttentionProblem) -> PrefillSmem | WarpgroupAttentionSmem:
+    def smem(self, p: AttentionProblem) -> MultistageAttentionSmem | WarpgroupAttentionSmem:
         if self.by_groups:
             groups, apart = self.tile_q // GROUP_ROWS, self.grid == "ahead"
             return WarpgroupAttentionSmem(groups, self.tile_kv, p.head_dim, self.stages, apart, self.split)
-        return PrefillSmem(self.tile_q, self.tile_kv, p.head_dim, self.stages)
+        return MultistageAttentionSmem(self.tile_q, self.tile_kv, p.head_dim, self.stages)
 
 
 # ---- the warpgroup body ----------------------------------------------------------------------------------

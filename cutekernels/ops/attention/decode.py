@@ -256,12 +256,12 @@ class DecodeAttention(AttentionOp[DecodeProblem, DecodeConfig]):
 
     def _body(self, p: DecodeProblem, c: DecodeConfig) -> Any:
         """The body with its parts."""
-        from cutekernels.kernels.cute.attention.decode import DecodeAttention
+        from cutekernels.kernels.cute.attention.decode import DecodeAttentionBody
         from cutekernels.kernels.cute.parts.cache import CacheRows
         from cutekernels.kernels.cute.parts.products import warp_products
         from cutekernels.kernels.cute.parts.softmax import OnlineSoftmax
 
-        return DecodeAttention(
+        return DecodeAttentionBody(
             rows_kv=CacheRows(c.rows, p.head_dim, p.width, c.stages, p.page_size),
             products=warp_products(1, p.width <= WIDEST_IN_REGISTERS),
             softmax=OnlineSoftmax(SLACK, p.softcap),

@@ -77,8 +77,8 @@ class PrefillOp(TilesOp[Q, AttentionConfig]):
 
     def body(self, p: Q, c: AttentionConfig, gpu: GpuSpec) -> Any:
         """The kernel of ``c.body`` with its parts."""
-        from cutekernels.kernels.cute.attention.prefill import PrefillAttention
-        from cutekernels.kernels.cute.attention.warpgroup import WarpgroupAttention
+        from cutekernels.kernels.cute.attention.multistage_forward import MultistageAttention
+        from cutekernels.kernels.cute.attention.warpgroup_forward import WarpgroupAttention
         from cutekernels.kernels.cute.parts.cache import CacheTiles
         from cutekernels.kernels.cute.parts.heads import HeadRows
         from cutekernels.kernels.cute.parts.mask import BandMask
@@ -110,7 +110,7 @@ class PrefillOp(TilesOp[Q, AttentionConfig]):
                 **shared,
             )
         tile = (c.tile_kv, p.head_dim, p.width, c.stages, c.threads)
-        return PrefillAttention(
+        return MultistageAttention(
             rows_q=HeadRows(c.tile_q, p.head_dim, p.width, 1, c.threads),
             rows_kv=HeadRows(*tile) if p.page is None else CacheTiles(*tile, p.page, p.limited_left),
             products=warp_products(c.warps, c.q_in_registers),

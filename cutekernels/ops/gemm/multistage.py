@@ -169,7 +169,7 @@ class Multistage(Schedule):
     def body(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> Any:
         import cutlass
 
-        from cutekernels.kernels.cute.gemm.multistage import MultistageGemm
+        from cutekernels.kernels.cute.gemm.multistage_gemm import MultistageGemm
         from cutekernels.kernels.cute.parts.epilogue import Activation, Epilogue
         from cutekernels.kernels.cute.parts.load import OperandLoad
         from cutekernels.kernels.cute.parts.mma import WarpMma

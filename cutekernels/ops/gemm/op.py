@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from cutekernels import rates
 from cutekernels.op import Op, Work
-from cutekernels.ops.gemm import skinny, specialized
+from cutekernels.ops.gemm import skinny, skinny_warpgroup
 from cutekernels.ops.gemm.multistage import MULTISTAGE
 from cutekernels.ops.gemm.problem import (
     BODIES,
@@ -25,7 +25,7 @@ from cutekernels.ops.gemm.problem import (
 )
 from cutekernels.ops.gemm.schedule import Extras, Schedule, summed
 from cutekernels.ops.gemm.skinny import SKINNY
-from cutekernels.ops.gemm.specialized import SPECIALIZED
+from cutekernels.ops.gemm.skinny_warpgroup import SKINNY_WARPGROUP
 from cutekernels.ops.gemm.warpgroup import WARPGROUP
 from cutekernels.ops.shared.dtypes import DTYPES
 
@@ -35,11 +35,13 @@ if TYPE_CHECKING:
     from cutekernels.backends import Artifact
     from cutekernels.gpu import GpuSpec
 
-SCHEDULES: dict[str, Schedule] = {schedule.name: schedule for schedule in (MULTISTAGE, SKINNY, SPECIALIZED, WARPGROUP)}
+SCHEDULES: dict[str, Schedule] = {
+    schedule.name: schedule for schedule in (MULTISTAGE, SKINNY, SKINNY_WARPGROUP, WARPGROUP)
+}
 
 
 # Warpgroup replaces another schedule below a share of its time, less a part of launch_us; the models are 4 to 20 % off.
-CLEARLY = {SPECIALIZED.name: (0.96, 0.4), MULTISTAGE.name: (0.95, 0.0)}
+CLEARLY = {SKINNY_WARPGROUP.name: (0.96, 0.4), MULTISTAGE.name: (0.95, 0.0)}
 
 
 class Gemm(Op[GemmProblem, GemmConfig]):
@@ -275,11 +277,11 @@ def _default(op: Gemm, p: GemmProblem, gpu: GpuSpec) -> GemmConfig:
     """The first choice that has a config: skinny for the fewest tokens, skinny_warpgroup up to MOST_TOKENS; beyond, and
     for other layouts, warpgroup where its model is clearly ahead, else the schedule it would replace.
     """
-    special = takes(SPECIALIZED, p, gpu)
-    few = specialized.least_tokens(p, gpu) if special else skinny.DEFAULT_TOKENS + 1
+    special = takes(SKINNY_WARPGROUP, p, gpu)
+    few = skinny_warpgroup.least_tokens(p, gpu) if special else skinny.DEFAULT_TOKENS + 1
     if p.m < few and (found := _best(op, SKINNY, p, gpu)):
         return found[1]
-    before = _best(op, SPECIALIZED, p, gpu) if special else None
+    before = _best(op, SKINNY_WARPGROUP, p, gpu) if special else None
     before = before or _best(op, MULTISTAGE, p, gpu)
     after = None if special and p.m <= MOST_TOKENS else _best(op, WARPGROUP, p, gpu)
     if before and after:

@@ -1,4 +1,4 @@
-"""``Schedule``: what ops know of a kernel body. One frozen object each: MULTISTAGE, SKINNY, SPECIALIZED,
+"""``Schedule``: what ops know of a kernel body. One frozen object each: MULTISTAGE, SKINNY, SKINNY_WARPGROUP,
 WARPGROUP.
 """
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from cutekernels.kernels.cute.parts.smem import GemmSmem, SkinnySmem, SpecializedSmem, WarpgroupSmem
+from cutekernels.kernels.cute.parts.smem import GemmSmem, SkinnySmem, SkinnyWarpgroupSmem, WarpgroupSmem
 from cutekernels.ops.gemm.problem import WIDEST, GemmConfig, GemmProblem
 
 if TYPE_CHECKING:
@@ -96,7 +96,9 @@ class Schedule(ABC):
         return (str(c),)
 
     @abstractmethod
-    def smem(self, c: GemmConfig, extras: Extras = PLAIN) -> GemmSmem | SkinnySmem | SpecializedSmem | WarpgroupSmem:
+    def smem(
+        self, c: GemmConfig, extras: Extras = PLAIN
+    ) -> GemmSmem | SkinnySmem | SkinnyWarpgroupSmem | WarpgroupSmem:
         """The shared memory of a CTA."""
 
     def threads(self, c: GemmConfig) -> int:

@@ -157,7 +157,7 @@ class Skinny(Schedule):
     def body(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> Any:
         import cutlass
 
-        from cutekernels.kernels.cute.gemm.skinny import SkinnyGemm
+        from cutekernels.kernels.cute.gemm.skinny_gemm import SkinnyGemm
         from cutekernels.kernels.cute.parts.epilogue import Activation, Epilogue
         from cutekernels.kernels.cute.parts.load import OperandLoad
         from cutekernels.kernels.cute.parts.mma import WarpMma

@@ -210,7 +210,7 @@ class Warpgroup(Schedule):
         import cutlass
 
         from cutekernels.backends import cute as backend
-        from cutekernels.kernels.cute.gemm.warpgroup import WarpgroupGemm
+        from cutekernels.kernels.cute.gemm.warpgroup_gemm import WarpgroupGemm
         from cutekernels.kernels.cute.parts.boxes import ResultBoxes
         from cutekernels.kernels.cute.parts.epilogue import Activation, Epilogue
         from cutekernels.kernels.cute.parts.schedule import Raster

@@ -30,8 +30,7 @@ from cutekernels.ops.gemm.problem import (
     spanned,
 )
 from cutekernels.ops.gemm.schedule import Extras, Schedule, extras_of
-from cutekernels.ops.moe.permute import MAX_GROUPS, MAX_PAIRS
-from cutekernels.ops.moe.warpgroup import (
+from cutekernels.ops.moe.grouped_schedules import (
     DEPTH_WARPGROUP,
     GROUPED_WARPGROUP,
     GroupsSchedule,
@@ -39,6 +38,7 @@ from cutekernels.ops.moe.warpgroup import (
     fitting,
     tile_rows,
 )
+from cutekernels.ops.moe.permute import MAX_GROUPS, MAX_PAIRS
 from cutekernels.ops.shared.checks import check_dtype, check_results, present
 from cutekernels.ops.shared.dtypes import DTYPES
 from cutekernels.ops.shared.tensor_op import TensorOp
@@ -187,7 +187,7 @@ class _GroupedOp(TensorOp[GroupedProblem, GemmConfig]):
         from cutlass.cute.runtime import make_fake_tensor
 
         from cutekernels.backends import cute as backend
-        from cutekernels.kernels.cute.moe.grouped import GroupedGemm
+        from cutekernels.kernels.cute.moe.multistage_grouped import MultistageGrouped
 
         dtype = backend.dtype_of(p.dtype)
         sym = cutlass.cute.sym_int
@@ -205,7 +205,7 @@ class _GroupedOp(TensorOp[GroupedProblem, GemmConfig]):
         most, extras = _posed(self, p)
         body = self.schedule(c).body(most, c, gpu, extras)
         if c.body == MULTISTAGE.name:
-            body = GroupedGemm(body, self.along)
+            body = MultistageGrouped(body, self.along)
         if self.along == "k":
             return backend.compile(body, operand(groups, n, k), operand(rows, n), operand(rows, k), ends, None, gpu=gpu)
         bias = None

@@ -22,7 +22,7 @@ from cutekernels.ops.activations.op import SILU_MUL, GluProblem
 from cutekernels.ops.gemm.layouts import alignment
 from cutekernels.ops.gemm.op import GEMM, SCHEDULES, nothing, takes
 from cutekernels.ops.gemm.problem import ACTIVATIONS, ELEMENT_BYTES, MOST_TOKENS, WIDEST, GemmProblem, activated
-from cutekernels.ops.gemm.specialized import SPECIALIZED, weighing_us
+from cutekernels.ops.gemm.skinny_warpgroup import SKINNY_WARPGROUP, weighing_us
 from cutekernels.ops.gemm.warpgroup import WARPGROUP, shortlist
 from cutekernels.ops.norm_linear.problem import (
     CHAIN,
@@ -104,14 +104,14 @@ class NormLinear(TensorOp[N, NormLinearConfig]):
             yield "path=fused needs a K to sum over"
         if p.extras.gated and p.n % _GATE_ROWS:
             yield f"path=fused takes the gate's rows {_GATE_ROWS} at a time; there are {p.n}"
-        if body == SPECIALIZED.name:
-            yield from self._broken_specialized(p)
+        if body == SKINNY_WARPGROUP.name:
+            yield from self._broken_skinny_warpgroup(p)
         if body == "warpgroup" and (p.extras.norm or not p.extras.gated):
             yield "body=warpgroup has a gate behind the product and no norm in front"
         if body == "warpgroup" and p.layout == "inputs":
             yield f"body=warpgroup stores {WIDEST} outputs at a time, aligned: layout={p.layout}"
 
-    def _broken_specialized(self, p: N) -> Iterator[str]:
+    def _broken_skinny_warpgroup(self, p: N) -> Iterator[str]:
         """The rules of the skinny_warpgroup body with a norm that ``p`` breaks."""
         if p.extras.gated or not p.extras.norm:
             yield "body=skinny_warpgroup has a norm in front of the product and no gate behind it"
@@ -136,22 +136,22 @@ class NormLinear(TensorOp[N, NormLinearConfig]):
         Candidates run all of their CTAs at once and hide the weighing of tokens behind their loads.
         """
         product = _product_of(self, p)
-        refused = next(self._broken_specialized(p), None)
-        if refused or p.layout != "aligned" or 0 in (p.m, p.n, p.k) or not takes(SPECIALIZED, product, gpu):
+        refused = next(self._broken_skinny_warpgroup(p), None)
+        if refused or p.layout != "aligned" or 0 in (p.m, p.n, p.k) or not takes(SKINNY_WARPGROUP, product, gpu):
             return CHAIN
-        tile = SPECIALIZED.fitting_tiles(product)[0]
+        tile = SKINNY_WARPGROUP.fitting_tiles(product)[0]
         among = [
             c
             for c in _shortlist(tile, gpu, p.extras)
             if -(-p.n // c.tile_n) * c.split_k <= gpu.sm_count
-            and next(SPECIALIZED.unsuited(product, c.product, gpu, p.extras), None) is None
+            and next(SKINNY_WARPGROUP.unsuited(product, c.product, gpu, p.extras), None) is None
         ]
-        alone_us = min((SPECIALIZED.estimate_us(product, c.product, gpu) for c in among), default=0.0)
+        alone_us = min((SKINNY_WARPGROUP.estimate_us(product, c.product, gpu) for c in among), default=0.0)
         hidden = [c for c in among if weighing_us(product, c.product, gpu) < _HIDDEN * alone_us]
         if not hidden:
             return CHAIN
         fused_us = {c: self.estimate_us(p, c, gpu) for c in hidden}
-        best = min(hidden, key=lambda c: (fused_us[c], SPECIALIZED.preference(product, c.product, p.extras)))
+        best = min(hidden, key=lambda c: (fused_us[c], SKINNY_WARPGROUP.preference(product, c.product, p.extras)))
         rate = rates.of(gpu)
         norm_us = _NORM * rate.launch_us + _NORM_CYCLES / rate.clock_mhz * min(p.m, _NORM_TOKENS)
         chain_us = alone_us + norm_us + _NORM_OF_PRODUCT * alone_us
@@ -181,7 +181,7 @@ class NormLinear(TensorOp[N, NormLinearConfig]):
         dtype = backend.dtype_of(p.dtype)
         kinds = {"same": dtype, "fp32": cutlass.Float32}
         extras, schedule, product = p.extras, SCHEDULES[c.body], _product_of(self, p)
-        out_align = WIDEST if schedule in (SPECIALIZED, WARPGROUP) else 1
+        out_align = WIDEST if schedule in (SKINNY_WARPGROUP, WARPGROUP) else 1
         m, k = cute.sym_int(), cute.sym_int(divisibility=WIDEST)
         rows = cute.sym_int(divisibility=2 * _GATE_ROWS if extras.gated else out_align)
         n = cute.sym_int(divisibility=_GATE_ROWS) if extras.gated else rows
@@ -311,8 +311,9 @@ def _product_of(op: NormLinear[Any], p: NormLinearProblem) -> GemmProblem:
 
 @cache
 def _shortlist(tile_m: int, gpu: GpuSpec, extras: Extras) -> tuple[NormLinearConfig, ...]:
-    among = spanned(SPECIALIZED.name, tile_m=(tile_m,), pdl=(True,), stages=(4, 5, 6, 8, 12), prefetch_l2=(0, 1, 2, 4))
-    return tuple(c for c in among if next(SPECIALIZED.unfit(c.product, gpu, extras), None) is None)
+    stages, prefetched = (4, 5, 6, 8, 12), (0, 1, 2, 4)
+    among = spanned(SKINNY_WARPGROUP.name, tile_m=(tile_m,), pdl=(True,), stages=stages, prefetch_l2=prefetched)
+    return tuple(c for c in among if next(SKINNY_WARPGROUP.unfit(c.product, gpu, extras), None) is None)
 
 
 @cache

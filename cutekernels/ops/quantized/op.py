@@ -10,7 +10,7 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Work
 from cutekernels.ops.gemm.layouts import alignment
 from cutekernels.ops.gemm.problem import ACTIVATIONS, ELEMENT_BYTES, activated
-from cutekernels.ops.quantized import skinny, warpgroup
+from cutekernels.ops.quantized import packed_skinny, packed_warpgroup
 from cutekernels.ops.quantized.decode import check_weight, random_weight, rows_of_scale
 from cutekernels.ops.quantized.problem import (
     GATED,
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from cutekernels.backends import Artifact
     from cutekernels.gpu import GpuSpec
 
-SCHEDULES: dict[str, Any] = {skinny.NAME: skinny, warpgroup.NAME: warpgroup}
+SCHEDULES: dict[str, Any] = {packed_skinny.NAME: packed_skinny, packed_warpgroup.NAME: packed_warpgroup}
 _FEW = 16  # tokens: warp groups are not asked up to here
 
 
@@ -71,10 +71,12 @@ class QuantizedLinear(TensorOp[QuantizedProblem, QuantizedConfig]):
         return next(foreign(c), None) or next(SCHEDULES[c.body].broken(p, c, gpu), None)
 
     def valid(self, p: QuantizedProblem, gpu: GpuSpec) -> Iterator[QuantizedConfig]:
-        among = spanned(skinny.NAME, tile_m=skinny.fitting_tiles(p))
-        yield from (c for c in among if next(skinny.broken(p, c, gpu), None) is None)
-        if next(warpgroup.refused(p, gpu), None) is None:
-            yield from (c for c in spanned(warpgroup.NAME) if next(warpgroup.broken(p, c, gpu), None) is None)
+        among = spanned(packed_skinny.NAME, tile_m=packed_skinny.fitting_tiles(p))
+        yield from (c for c in among if next(packed_skinny.broken(p, c, gpu), None) is None)
+        if next(packed_warpgroup.refused(p, gpu), None) is None:
+            yield from (
+                c for c in spanned(packed_warpgroup.NAME) if next(packed_warpgroup.broken(p, c, gpu), None) is None
+            )
 
     def default(self, p: QuantizedProblem, gpu: GpuSpec) -> QuantizedConfig:
         """The models' best."""
@@ -111,7 +113,7 @@ class QuantizedLinear(TensorOp[QuantizedProblem, QuantizedConfig]):
         if p.bias != "none":
             kind = cutlass.Float32 if p.bias == "fp32" else dtype
             bias = make_fake_tensor(kind, (n,), stride=(1,), assumed_align=kind.width // 8)
-        numbers = [cutlass.Int32(1)] * (2 if c.body == skinny.NAME else 3)
+        numbers = [cutlass.Int32(1)] * (2 if c.body == packed_skinny.NAME else 3)
         return backend.compile(
             SCHEDULES[c.body].body(p, c, gpu),
             matrix(m, n, p.out_align),
@@ -132,7 +134,7 @@ class QuantizedLinear(TensorOp[QuantizedProblem, QuantizedConfig]):
 
         numbers = SCHEDULES[c.body].grid(p, c, detect())
         count, shared = SCHEDULES[c.body].tiles(p, c), c.tile_m * c.tile_n if c.stream_k else 0
-        groups = 1 if c.body == skinny.NAME else warpgroup.groups(c)
+        groups = 1 if c.body == packed_skinny.NAME else packed_warpgroup.groups(c)
         workspace = Workspace(max(4, 2 * numbers[0] * shared), max(4, count * groups * c.stream_k)).get
 
         def launch(*operands: Any) -> None:
@@ -275,16 +277,16 @@ def _rows_aligned(x: Tensor) -> bool:
 @rates.remembered
 def _default(op: QuantizedLinear, p: QuantizedProblem, gpu: GpuSpec) -> QuantizedConfig:
     candidates = [
-        (skinny.estimate_us(p, c, gpu), skinny.preference(c), c)
-        for tile in skinny.fitting_tiles(p)
-        for c in skinny.shortlist(tile, gpu)
-        if next(skinny.broken(p, c, gpu), None) is None
+        (packed_skinny.estimate_us(p, c, gpu), packed_skinny.preference(c), c)
+        for tile in packed_skinny.fitting_tiles(p)
+        for c in packed_skinny.shortlist(tile, gpu)
+        if next(packed_skinny.broken(p, c, gpu), None) is None
     ]
-    if p.m > _FEW and next(warpgroup.refused(p, gpu), None) is None:
+    if p.m > _FEW and next(packed_warpgroup.refused(p, gpu), None) is None:
         candidates += [
-            (warpgroup.estimate_us(p, c, gpu), warpgroup.preference(c), c)
-            for c in warpgroup.shortlist(gpu)
-            if next(warpgroup.broken(p, c, gpu), None) is None
+            (packed_warpgroup.estimate_us(p, c, gpu), packed_warpgroup.preference(c), c)
+            for c in packed_warpgroup.shortlist(gpu)
+            if next(packed_warpgroup.broken(p, c, gpu), None) is None
         ]
     if not candidates:
         raise AssertionError(f"no config for {p} on {gpu.name}")

@@ -85,8 +85,8 @@ class SkinnySmem:
 
 
 @dataclass(frozen=True, slots=True)
-class SpecializedSmem:
-    """Shared memory of a specialized GEMM: stages of X and W, later the results in their place; an inbox for the
+class SkinnyWarpgroupSmem:
+    """Shared memory of a skinny_warpgroup GEMM: stages of X and W, later the results in their place; an inbox for the
     accumulators that the other CTA of a split tile's cluster sends; sums of rows' squares; barriers.
 
     With a norm in front, stages hold its weight too, ``gamma_bytes`` an element, and ``squares`` of rows have a sum for
@@ -230,7 +230,7 @@ class WarpgroupSmem:
 
 
 @dataclass(frozen=True, slots=True)
-class PackedSkinnySmem:
+class SkinnyPackedSmem:
     """Shared memory of a skinny product with a packed weight: stages of weight, tokens, scales and zero points; then
     accumulators of groups of warps; a flag.
     """
@@ -333,7 +333,7 @@ class DequantizeSmem:
 
 
 @dataclass(frozen=True, slots=True)
-class PackedWarpgroupSmem:
+class WarpgroupPackedSmem:
     """Shared memory of a warpgroup product with a packed weight: stages of tokens; stages of packed weight, scales and
     zero points; boxes of results and bias for each consumer group; barriers; a flag for each group.
     """

@@ -13,7 +13,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from cutekernels import rates
-from cutekernels.kernels.cute.parts.smem import SpecializedSmem
+from cutekernels.kernels.cute.parts.smem import SkinnyWarpgroupSmem
 from cutekernels.op import ladder
 from cutekernels.ops.gemm import prefetch
 from cutekernels.ops.gemm.problem import BODIES, ELEMENT_BYTES, GemmConfig, GemmProblem, spanned
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from cutekernels.gpu import GpuSpec
 
 TILES, TOKEN_TILES = BODIES["skinny_warpgroup"]["tile_n"], BODIES["skinny_warpgroup"]["tile_m"]
-GROUP_TOKENS = SpecializedSmem.GROUP_ROWS  # multiplied by a warp group
+GROUP_TOKENS = SkinnyWarpgroupSmem.GROUP_ROWS  # multiplied by a warp group
 USUAL_TOKENS = 128  # of a tile, where there are more
 # The default from this many tokens on, where two CTAs to a tile of 32 columns keep less than _ENOUGH_AT_WORK of the
-# SMs at work; elsewhere from the first: docs/notes/gemm.md#specialized-or-skinny (H200, 2026-11-22).
+# SMs at work; elsewhere from the first: docs/notes/gemm.md#skinny_warpgroup-or-skinny (H200, 2026-11-22).
 LEAST_TOKENS = 8
 _ENOUGH_AT_WORK = 0.45
 LEAST_IN_FLIGHT = 32 * 1024  # bytes of stages
@@ -38,13 +38,13 @@ _OTHER_REGISTERS = 40
 _WEIGHING_REGISTERS = 56  # for k-tiles of 128: fragments as loaded and as multiplied, the norm's weight
 
 _WEIGHED_CYCLES = 3.74  # per k of 64 tokens, weighed on their way to the MMA
-# Bytes of W in flight that are enough for two CTAs to a tile: docs/notes/gemm.md#specialized-ties (H200, 2026-11-22).
+# Bytes of W in flight, enough for two CTAs to a tile: docs/notes/gemm.md#skinny_warpgroup-ties (H200, 2026-11-22).
 _FEW_TOKENS, _FEW_TOKENS_WEIGHTS, _WEIGHTS = 16, 80_000, 70_000
 
 
 @dataclass(frozen=True)
 class Coefficients:
-    """The model's numbers, each a multiple of a rate: docs/notes/gemm.md#specialized-model.
+    """The model's numbers, each a multiple of a rate: docs/notes/gemm.md#skinny_warpgroup-model.
 
     Attributes:
         launch: of launch_us.
@@ -81,7 +81,7 @@ MANY = Coefficients(  # of more (H200, 2026-11-22)
 
 
 @dataclass(frozen=True)
-class Specialized(Schedule):
+class SkinnyWarpgroup(Schedule):
     """One warp loads by TMA, warp groups multiply; takes a norm in front of the product."""
 
     name = "skinny_warpgroup"
@@ -105,8 +105,8 @@ class Specialized(Schedule):
             fitting.add(GROUP_TOKENS)
         return sorted(fitting)
 
-    def smem(self, c: GemmConfig, extras: Extras = PLAIN) -> SpecializedSmem:
-        return SpecializedSmem(
+    def smem(self, c: GemmConfig, extras: Extras = PLAIN) -> SkinnyWarpgroupSmem:
+        return SkinnyWarpgroupSmem(
             c.tile_m, c.tile_n, c.tile_k, c.stages, c.split_k, extras.gamma_bytes, extras.squares, alone(c)
         )
 
@@ -158,7 +158,7 @@ class Specialized(Schedule):
 
     def preference(self, p: GemmProblem, c: GemmConfig, extras: Extras = PLAIN) -> tuple[object, ...]:
         """One CTA to an SM, two to a tile, most bytes in flight, long k-tiles; for two CTAs to a tile just enough
-        bytes of W: docs/notes/gemm.md#specialized-ties (H200, 2026-11-22).
+        bytes of W: docs/notes/gemm.md#skinny_warpgroup-ties (H200, 2026-11-22).
         """
         frame = self.smem(c)
         in_flight = c.stages * frame.stage_bytes
@@ -198,14 +198,14 @@ class Specialized(Schedule):
         return float(fixed + max(busy, dram) - (prefetch.saved_us(c, gpu, own.ahead) if count <= room else 0.0))
 
     def body(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> Any:
-        from cutekernels.kernels.cute.gemm.specialized import SpecializedGemm
+        from cutekernels.kernels.cute.gemm.skinny_warpgroup_gemm import SkinnyWarpgroupGemm
         from cutekernels.kernels.cute.parts.epilogue import Activation, Epilogue
         from cutekernels.kernels.cute.parts.norm import RowNorm
 
         norm = None
         if extras.norm:
             norm = RowNorm(tile_k=c.tile_k, stages=c.stages, weighted=extras.gamma_bytes > 0, statistics=extras.squares)
-        return SpecializedGemm(
+        return SkinnyWarpgroupGemm(
             rows=c.tile_m,
             tile_n=c.tile_n,
             tile_k=c.tile_k,
@@ -222,13 +222,13 @@ class Specialized(Schedule):
         )
 
 
-SPECIALIZED = Specialized()
+SKINNY_WARPGROUP = SkinnyWarpgroup()
 
 
 @cache
 def _shortlist(tile_m: int, gpu: GpuSpec) -> tuple[GemmConfig, ...]:
-    among = spanned(SPECIALIZED.name, tile_m=(tile_m,), stages=(4, 5, 6, 8, 12), prefetch_l2=(0, 1, 2, 4))
-    return tuple(c for c in among if next(SPECIALIZED.unfit(c, gpu), None) is None)
+    among = spanned(SKINNY_WARPGROUP.name, tile_m=(tile_m,), stages=(4, 5, 6, 8, 12), prefetch_l2=(0, 1, 2, 4))
+    return tuple(c for c in among if next(SKINNY_WARPGROUP.unfit(c, gpu), None) is None)
 
 
 def least_tokens(p: GemmProblem, gpu: GpuSpec) -> int:

@@ -31,7 +31,7 @@ Numbers, ``scaled="accumulators"``: codes less their zero points are exact, and 
 
 Ends: the TMA fills tokens behind K with zeros and clips stores at the ends of out. The packed weight is padded to 64.
 
-Refuses (``ops/quantized/warpgroup.py``): GPUs without wgmma; rows of tokens and of out that are not 16-byte aligned.
+Refuses (``ops/quantized/packed_warpgroup.py``): GPUs without wgmma; tokens and out whose rows are not 16-byte aligned.
 
 Source:
     Mixed-input products with the decoded operand in registers are CUTLASS's (example 55) and QuACK's; promotion of
@@ -55,7 +55,7 @@ from cutekernels.kernels.cute.parts.pipeline import Position, StagePipeline
 from cutekernels.kernels.cute.parts.prefetch import prefetch_bulk
 from cutekernels.kernels.cute.parts.ptx import copy_bulk, kept_move
 from cutekernels.kernels.cute.parts.schedule import Raster
-from cutekernels.kernels.cute.parts.smem import ALIGNMENT, PackedWarpgroupSmem
+from cutekernels.kernels.cute.parts.smem import ALIGNMENT, WarpgroupPackedSmem
 from cutekernels.kernels.cute.parts.tile_share import LastArrival, Others, Ticket, add_up, leave
 from cutekernels.kernels.cute.parts.warp_groups import GROUP, ROWS, WarpGroupBody, wgmma
 
@@ -124,7 +124,7 @@ class Consumer:
 
 
 @dataclass(frozen=True)
-class PackedWarpgroup(WarpGroupBody):
+class WarpgroupPacked(WarpGroupBody):
     """The body. ``tile_n`` counts tokens: they are the columns of the MMA."""
 
     weights: PackedWeights
@@ -148,8 +148,8 @@ class PackedWarpgroup(WarpGroupBody):
         return min(self.group, self.tile_k) if self.scaled == "accumulators" else 0
 
     @property
-    def smem(self) -> PackedWarpgroupSmem:
-        return PackedWarpgroupSmem(
+    def smem(self) -> WarpgroupPackedSmem:
+        return WarpgroupPackedSmem(
             self.groups,
             self.tile_n,
             self.tile_k,

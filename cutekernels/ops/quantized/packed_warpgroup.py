@@ -7,7 +7,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from cutekernels import rates
-from cutekernels.kernels.cute.parts.smem import PackedWarpgroupSmem
+from cutekernels.kernels.cute.parts.smem import WarpgroupPackedSmem
 from cutekernels.ops.quantized.problem import (
     DECODE_INSTRUCTIONS,
     SCALE_BYTES,
@@ -39,8 +39,8 @@ def groups(c: QuantizedConfig) -> int:
     return c.tile_n // ROWS
 
 
-def smem(p: QuantizedProblem, c: QuantizedConfig) -> PackedWarpgroupSmem:
-    return PackedWarpgroupSmem(
+def smem(p: QuantizedProblem, c: QuantizedConfig) -> WarpgroupPackedSmem:
+    return WarpgroupPackedSmem(
         groups(c), c.tile_m, c.tile_k, c.stages, _BOXES, p.bias != "none", p.bits, SCALE_BYTES[p.scale], p.group,
         p.scale_rows, p.zeros,
     )  # fmt: skip
@@ -149,7 +149,7 @@ def body(p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec) -> Any:
     from cutekernels.kernels.cute.parts.epilogue import Activation, Epilogue
     from cutekernels.kernels.cute.parts.packed import PackedWeights
     from cutekernels.kernels.cute.parts.schedule import Raster
-    from cutekernels.kernels.cute.quantized.warpgroup import PackedWarpgroup
+    from cutekernels.kernels.cute.quantized.warpgroup_packed import WarpgroupPacked
 
     dtype = backend.dtype_of(p.dtype)
     results = ResultBoxes(
@@ -165,7 +165,7 @@ def body(p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec) -> Any:
         epilogue=Epilogue(Activation(p.activation)),
     )
     folded = (p.code, p.dtype, c.scaled) == ("e4m3", "bf16", "weights") and p.scale != p.dtype
-    return PackedWarpgroup(
+    return WarpgroupPacked(
         weights=PackedWeights(p.code, dtype, folded=folded),
         scale=backend.float_of(p.scale),
         group=p.group,

@@ -1,4 +1,4 @@
-"""GEMM, specialized schedule: ``out = act(alpha * X @ W^T + beta * C + bias)`` by TMA and warpgroup MMA.
+"""GEMM, skinny_warpgroup schedule: ``out = act(alpha * X @ W^T + beta * C + bias)`` by TMA and warpgroup MMA.
 
 For few tokens. A CTA has one tile: ``rows`` of X (tokens, the MMA's side of 64) by ``tile_n`` rows of W, any multiple
 of 8 up to 256, whichever deals N out evenly: docs/notes/gemm.md#tiles. There is no CTA-wide barrier in the loop, and no
@@ -37,8 +37,8 @@ last tile of either operand begins early enough to end where the operand does, a
 not stored. X's ``rows`` come in two boxes, of which the second may overlap the first. Products of whatever lies behind
 them in shared memory, up to whole groups, are not stored either (``TileResults.row_of``).
 
-Refuses (``ops/gemm/specialized.py``): GPUs without wgmma; operands that are not K-major with 16-byte aligned rows; an
-out that is not N-major; a batch, 64-bit strides, fp16 accumulators; K = 0.
+Refuses (``ops/gemm/skinny_warpgroup.py``): GPUs without wgmma; operands that are not K-major with 16-byte aligned
+rows; an out that is not N-major; a batch, 64-bit strides, fp16 accumulators; K = 0.
 
 Source:
     The pairing of full and empty barriers, and a producer warp beside consumer groups, are CUTLASS's "warp
@@ -59,13 +59,13 @@ from cutekernels.kernels.cute.parts.epilogue import Epilogue, EpilogueOperands
 from cutekernels.kernels.cute.parts.norm import RowNorm
 from cutekernels.kernels.cute.parts.pipeline import Position, StagePipeline
 from cutekernels.kernels.cute.parts.results import Place, ResultOperands, ResultTile, TileResults
-from cutekernels.kernels.cute.parts.smem import ALIGNMENT, SWIZZLED, SWIZZLED_ROWS, SpecializedSmem
+from cutekernels.kernels.cute.parts.smem import ALIGNMENT, SWIZZLED, SWIZZLED_ROWS, SkinnyWarpgroupSmem
 from cutekernels.kernels.cute.parts.statistics import StageSquares
 from cutekernels.kernels.cute.parts.warp_groups import wgmma
 
-GROUP = SpecializedSmem.GROUP_THREADS  # a warp group
-SQUARING_WARPS = SpecializedSmem.SQUARING_WARPS
-ROWS = SpecializedSmem.GROUP_ROWS  # of X that it multiplies
+GROUP = SkinnyWarpgroupSmem.GROUP_THREADS  # a warp group
+SQUARING_WARPS = SkinnyWarpgroupSmem.SQUARING_WARPS
+ROWS = SkinnyWarpgroupSmem.GROUP_ROWS  # of X that it multiplies
 Box = tuple[cute.CopyAtom | None, cute.Tensor | None]
 
 
@@ -109,7 +109,7 @@ class Consumer:
 
 
 @dataclass(frozen=True)
-class SpecializedGemm:
+class SkinnyWarpgroupGemm:
     """The body. ``rows`` of X are loaded: whole groups' 64, or about as many as there are where one tile has them all.
     ``out_align`` columns of out are one aligned store.
     """
@@ -166,8 +166,8 @@ class SpecializedGemm:
         return GROUP * self.groups + 32 + 32 * SQUARING_WARPS * self.squaring
 
     @property
-    def smem(self) -> SpecializedSmem:
-        return SpecializedSmem(
+    def smem(self) -> SkinnyWarpgroupSmem:
+        return SkinnyWarpgroupSmem(
             self.rows, self.tile_n, self.tile_k, self.stages, self.split, self.gamma_bytes, self.squaring, self.alone
         )
 

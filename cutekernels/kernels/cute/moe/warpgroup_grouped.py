@@ -20,7 +20,7 @@ Order and ends:
     is filled with zeros by the TMA.
 ``swapped`` puts weight rows on the MMA's side of 64, and tokens on that of 16 to 256.
 
-Refuses (``ops/moe/warpgroup.py``): what ``gemm``'s does; a gate with a bias or a weight that is not K-major.
+Refuses (``ops/moe/grouped_schedules.py``): what ``gemm``'s does; a gate with a bias or a weight that is not K-major.
 
 Source:
     CUTLASS's grouped GEMM finds tiles by a warp that scans the problems' sizes; here sizes are prefix sums already and
@@ -36,7 +36,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from cutekernels.kernels.cute.gemm.warpgroup import Operand, Shared, Side, WarpgroupGemm
+from cutekernels.kernels.cute.gemm.warpgroup_gemm import Operand, Shared, Side, WarpgroupGemm
 from cutekernels.kernels.cute.parts.boxes import BoxOperands, Corner
 from cutekernels.kernels.cute.parts.pipeline import Position
 from cutekernels.kernels.cute.parts.schedule import RingTile, TileRing
@@ -56,7 +56,7 @@ class GroupOperands:
 
 
 @dataclass(frozen=True)
-class GroupedWarpgroup:
+class WarpgroupGrouped:
     """``product`` of each group, whose results are :class:`GroupBoxes`."""
 
     product: WarpgroupGemm

@@ -79,7 +79,7 @@ class GroupsSchedule(Warpgroup):
 
 
 @dataclass(frozen=True)
-class GroupedWarpgroupSchedule(GroupsSchedule):
+class WarpgroupGrouped(GroupsSchedule):
     """Warpgroup over groups of rows."""
 
     tiles_n = TILES_N
@@ -112,16 +112,16 @@ class GroupedWarpgroupSchedule(GroupsSchedule):
         return self.walk_us(c, tiles, p.k, moved, gpu, extras)
 
     def body(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> Any:
-        from cutekernels.kernels.cute.moe.warpgroup import GroupedWarpgroup
+        from cutekernels.kernels.cute.moe.warpgroup_grouped import WarpgroupGrouped
         from cutekernels.kernels.cute.parts.boxes import GroupBoxes
 
         product = super().body(p, c, gpu, extras)
         results = GroupBoxes(**vars(product.results), swapped=c.swap_ab)
-        return GroupedWarpgroup(replace(product, results=results))
+        return WarpgroupGrouped(replace(product, results=results))
 
 
 @dataclass(frozen=True)
-class DepthWarpgroupSchedule(GroupsSchedule):
+class GroupedWarpgroupDepth(GroupsSchedule):
     """Warpgroup over groups along the depth: a matrix for each."""
 
     def refused(self, p: GemmProblem, gpu: GpuSpec, extras: Extras = PLAIN) -> Iterator[str]:
@@ -138,13 +138,13 @@ class DepthWarpgroupSchedule(GroupsSchedule):
         return self.walk_us(c, tiles_m * tiles_n * experts, depth, moved, gpu, extras)
 
     def body(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> Any:
-        from cutekernels.kernels.cute.moe.warpgroup_depth import GroupedDepth
+        from cutekernels.kernels.cute.moe.warpgroup_grouped_depth import WarpgroupGroupedDepth
 
-        return GroupedDepth(super().body(p, c, gpu, extras))
+        return WarpgroupGroupedDepth(super().body(p, c, gpu, extras))
 
 
-GROUPED_WARPGROUP = GroupedWarpgroupSchedule()
-DEPTH_WARPGROUP = DepthWarpgroupSchedule()
+GROUPED_WARPGROUP = WarpgroupGrouped()
+DEPTH_WARPGROUP = GroupedWarpgroupDepth()
 
 
 @cache

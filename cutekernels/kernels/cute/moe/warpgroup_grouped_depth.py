@@ -12,7 +12,7 @@ Ends:
     that is partly the expert's own is zeroed in shared memory behind the expert's end, by each group that reads it, in
     both operands (a NaN stays with its expert), and later steps are not multiplied.
 
-Refuses (``ops/moe/warpgroup.py``): what ``gemm``'s does; matrices of fewer than 32 rows or columns.
+Refuses (``ops/moe/grouped_schedules.py``): what ``gemm``'s does; matrices of fewer than 32 rows or columns.
 
 Source:
     CUTLASS's grouped GEMM of ragged depth writes a descriptor for each group on the device; here one serves all.
@@ -27,7 +27,7 @@ from cutlass import Float32, Int16, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
-from cutekernels.kernels.cute.gemm.warpgroup import Consumer, Operand, Shared, Walk, WarpgroupGemm
+from cutekernels.kernels.cute.gemm.warpgroup_gemm import Consumer, Operand, Shared, Walk, WarpgroupGemm
 from cutekernels.kernels.cute.parts.boxes import FIRST_BARRIER, BoxOperands
 from cutekernels.kernels.cute.parts.fragments import swizzled
 from cutekernels.kernels.cute.parts.heads import WIDEST, shared_vector
@@ -47,7 +47,7 @@ class Ends:
 
 
 @dataclass(frozen=True)
-class GroupedDepth:
+class WarpgroupGroupedDepth:
     """``product`` of each group of rows."""
 
     product: WarpgroupGemm

@@ -1,4 +1,4 @@
-"""The specialized schedule of ``gemm``, without a GPU: whom it takes, its tiles, what the compiler makes of it."""
+"""The skinny_warpgroup schedule of ``gemm``, without a GPU: whom it takes, its tiles, what the compiler makes of it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import pytest
 
 from cutekernels import dispatch, gpu
 from cutekernels.db import snapshot
-from cutekernels.kernels.cute.parts.smem import SpecializedSmem
+from cutekernels.kernels.cute.parts.smem import SkinnyWarpgroupSmem
 from cutekernels.op import ladder
-from cutekernels.ops.gemm import prefetch, specialized
+from cutekernels.ops.gemm import prefetch, skinny_warpgroup
 from cutekernels.ops.gemm.op import GEMM
 from cutekernels.ops.gemm.problem import GemmConfig, GemmProblem
-from cutekernels.ops.gemm.specialized import SPECIALIZED
+from cutekernels.ops.gemm.skinny_warpgroup import SKINNY_WARPGROUP
 
 H200 = gpu.lookup("h200")
 
@@ -55,23 +55,23 @@ def test_refuses_what_the_tma_cannot_load(words: str, rule: str) -> None:
 
 def test_no_k_is_refused() -> None:
     empty = linear(64, k=0)
-    assert "K of 8 or more" in next(SPECIALIZED.refused(empty, H200))
+    assert "K of 8 or more" in next(SKINNY_WARPGROUP.refused(empty, H200))
     assert GEMM.why_not(empty, GEMM.default(empty, H200), H200) is None
 
 
 def test_tokens_choose_the_tile() -> None:
     tokens = (1, 8, 9, 16, 17, 33, 49, 64, 65, 97, 128, 129, 200, 300, 4096)
-    tiles = {m: SPECIALIZED.fitting_tiles(linear(m)) for m in tokens}
+    tiles = {m: SKINNY_WARPGROUP.fitting_tiles(linear(m)) for m in tokens}
     assert tiles == {
         1: [8], 8: [8], 9: [16], 16: [16], 17: [32], 33: [48], 49: [64], 64: [64],
         65: [96, 128], 97: [128], 128: [128], 129: [128, 192], 200: [128, 256], 300: [64, 128, 256], 4096: [128, 256],
     }  # fmt: skip
     for m in range(1, 700):
-        for tile in SPECIALIZED.fitting_tiles(linear(m)):
+        for tile in SKINNY_WARPGROUP.fitting_tiles(linear(m)):
             assert tile >= min(m, 64), m  # all tokens in one tile, or whole groups of 64
             assert tile >= m or tile % 64 == 0, m
-        bucket = set(SPECIALIZED.fitting_tiles(linear(ladder(m))))
-        assert bucket <= set(SPECIALIZED.fitting_tiles(linear(m))), "what a bucket was tuned with serves all of it"
+        bucket = set(SKINNY_WARPGROUP.fitting_tiles(linear(ladder(m))))
+        assert bucket <= set(SKINNY_WARPGROUP.fitting_tiles(linear(m))), "what a bucket was tuned with serves all of it"
 
 
 def test_columns_are_dealt_out_evenly() -> None:
@@ -106,8 +106,8 @@ def test_sums_and_results_lie_within_the_shared_memory() -> None:
     split = [c for m in (64, 80, 96, 128) for c in valid(linear(m)) if c.split_k == 2]
     assert any(c.tile_m == 96 and c.stages == 2 for c in split)
     for c in split:
-        frame = SPECIALIZED.smem(c)
-        sums = 128 * specialized.groups(c) * frame.share * 4  # bytes: threads, sums of each
+        frame = SKINNY_WARPGROUP.smem(c)
+        sums = 128 * skinny_warpgroup.groups(c) * frame.share * 4  # bytes: threads, sums of each
         assert c.split_k * frame.share >= c.tile_n // 2, "all of a thread's sums are somebody's share"
         assert frame.inbox_at >= c.stages * frame.stage_bytes
         assert frame.inbox_at >= c.tile_m * frame.out_pitch * 2
@@ -133,7 +133,7 @@ def test_prefetches_only_as_a_dependent_and_little() -> None:
 def test_two_ctas_to_a_tile_have_their_sms_to_themselves() -> None:
     """Unless the config asks for two to an SM; one CTA to a tile takes what it needs."""
     for c in valid(linear(16)):
-        total, used = SPECIALIZED.smem(c).total_bytes, replace(SPECIALIZED.smem(c), alone=False).total_bytes
+        total, used = SKINNY_WARPGROUP.smem(c).total_bytes, replace(SKINNY_WARPGROUP.smem(c), alone=False).total_bytes
         together = 2 * (total + H200.SMEM_RESERVED_BYTES) <= H200.smem_per_sm_bytes
         if c.split_k == 2 and c.ctas_per_sm == 1:
             assert not together, c
@@ -144,7 +144,7 @@ def test_two_ctas_to_a_tile_have_their_sms_to_themselves() -> None:
 def test_a_norm_s_sums_lie_behind_the_others() -> None:
     """Rows' sums by each CTA of the cluster, whole groups of rows, and three barriers more than stages have."""
     for tile_n, split in ((8, 1), (48, 2), (64, 1), (96, 2), (128, 2)):
-        frame = SpecializedSmem(tile_n, 56, 128, 4, split, gamma_bytes=2, squares=True)
+        frame = SkinnyWarpgroupSmem(tile_n, 56, 128, 4, split, gamma_bytes=2, squares=True)
         assert frame.squares_at >= frame.inbox_at + (split - 1) * frame.share * frame.consumer_threads * 4
         assert frame.barriers_at == frame.squares_at + 4 * split * -(-tile_n // 64) * 64
         assert frame.barriers_at % 8 == 0
@@ -169,13 +169,13 @@ def test_compiles_without_spills() -> None:
     for i, (m, n) in enumerate([(40, 3584), (48, 1000), (64, 18944), (96, 3584), (300, 4096), (4096, 4096)]):
         problem = linear(m, n, words=words[i % len(words)])
         found = valid(problem)
-        chosen = min(found, key=lambda c: (GEMM.estimate_us(problem, c, H200), SPECIALIZED.preference(problem, c)))
+        chosen = min(found, key=lambda c: (GEMM.estimate_us(problem, c, H200), SKINNY_WARPGROUP.preference(problem, c)))
         widest = max(found, key=lambda c: (c.tile_n, c.tile_m))
         for config in {chosen} if i % 2 else {widest, chosen}:
             facts = GEMM.build(problem, config, H200).facts
             assert facts.stack_bytes == 0, config
-            assert facts.smem_bytes == SPECIALIZED.smem(config).total_bytes, config
-            threads = SPECIALIZED.threads(config) * config.ctas_per_sm
+            assert facts.smem_bytes == SKINNY_WARPGROUP.smem(config).total_bytes, config
+            threads = SKINNY_WARPGROUP.threads(config) * config.ctas_per_sm
             assert facts.registers * threads <= H200.REGISTERS_PER_SM, (config, facts)
             if not words[i % len(words)]:
-                assert facts.registers <= specialized.registers_per_thread(config) + 8, (config, facts)
+                assert facts.registers <= skinny_warpgroup.registers_per_thread(config) + 8, (config, facts)

@@ -7,7 +7,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from cutekernels import rates
-from cutekernels.kernels.cute.parts.smem import PackedSkinnySmem
+from cutekernels.kernels.cute.parts.smem import SkinnyPackedSmem
 from cutekernels.ops.quantized.problem import (
     DECODE_INSTRUCTIONS,
     SCALE_BYTES,
@@ -42,8 +42,8 @@ def fitting_tiles(p: QuantizedProblem) -> tuple[int, ...]:
     return (least,) if p.m <= 32 else tuple(sorted({least, 32, 64}))
 
 
-def smem(p: QuantizedProblem, c: QuantizedConfig) -> PackedSkinnySmem:
-    return PackedSkinnySmem(
+def smem(p: QuantizedProblem, c: QuantizedConfig) -> SkinnyPackedSmem:
+    return SkinnyPackedSmem(
         c.tile_m, c.tile_n, c.tile_k, c.stages, c.warps_k, p.bits, SCALE_BYTES[p.scale], p.group, p.scale_rows,
         p.zeros, 2 if p.gated else 1,
     )  # fmt: skip
@@ -145,10 +145,10 @@ def body(p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec) -> Any:
     from cutekernels.kernels.cute.parts.column_scale import ColumnScale
     from cutekernels.kernels.cute.parts.epilogue import Activation, Epilogue
     from cutekernels.kernels.cute.parts.packed import PackedWeights
-    from cutekernels.kernels.cute.quantized.skinny import PackedSkinny
+    from cutekernels.kernels.cute.quantized.skinny_packed import SkinnyPacked
 
     epilogue = ColumnScale if p.group == 0 else Epilogue
-    return PackedSkinny(
+    return SkinnyPacked(
         weights=PackedWeights(p.code, backend.dtype_of(p.dtype)),
         scale=backend.float_of(p.scale),
         group=p.group,
