@@ -133,7 +133,10 @@ def test_prefetches_only_as_a_dependent_and_little() -> None:
 def test_two_ctas_to_a_tile_have_their_sms_to_themselves() -> None:
     """Unless the config asks for two to an SM; one CTA to a tile takes what it needs."""
     for c in valid(linear(16)):
-        total, used = SKINNY_WARPGROUP.smem(c).total_bytes, replace(SKINNY_WARPGROUP.smem(c), alone=False).total_bytes
+        total, used = (
+            SKINNY_WARPGROUP.smem(c).total_bytes,
+            replace(SKINNY_WARPGROUP.smem(c), exclusive=False).total_bytes,
+        )
         together = 2 * (total + H200.SMEM_RESERVED_BYTES) <= H200.smem_per_sm_bytes
         if c.split_k == 2 and c.ctas_per_sm == 1:
             assert not together, c

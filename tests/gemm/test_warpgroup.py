@@ -61,9 +61,9 @@ def test_refuses_what_it_cannot_do(words: str, rule: str) -> None:
     [
         ({"cluster_m": 2, "cluster_n": 2}, "two CTAs at most"),
         ({"pingpong": True, "tile_m": 256, "tile_n": 96}, "a tile of its own"),
-        ({"tile_m": 256, "tile_n": 208, "stages": 3}, "208 sums a thread"),
-        ({"pingpong": True, "tile_n": 208}, "208 sums a thread"),
-        ({"tile_m": 192, "tile_n": 192, "stages": 3}, "96 sums a thread; 3 groups keep 80"),
+        ({"tile_m": 256, "tile_n": 208, "stages": 3}, "208 accumulators a thread"),
+        ({"pingpong": True, "tile_n": 208}, "208 accumulators a thread"),
+        ({"tile_m": 192, "tile_n": 192, "stages": 3}, "96 accumulators a thread; 3 groups keep 80"),
         ({"stages": 8}, "shared memory"),
         ({"tile_n": 64, "stages": 3}, "leaves room for 5"),
     ],
@@ -75,7 +75,7 @@ def test_a_config_breaks_a_rule(change: dict[str, object], rule: str) -> None:
 def test_fp16_sums_take_half_the_registers() -> None:
     half = replace(SQUARE, dtype="fp16", accumulate="fp16")
     large = BASE.replace(tile_m=256, stages=3)
-    assert "256 sums a thread" in broken(SQUARE, large)
+    assert "256 accumulators a thread" in broken(SQUARE, large)
     assert GEMM.why_not(half, large, H200) is None
     assert GEMM.why_not(half, BASE.replace(tile_m=192, stages=3), H200) is None, "three groups"
     assert large in set(GEMM.valid(half, H200))

@@ -80,7 +80,7 @@ class CacheAttention(PrefillOp[CacheProblem]):
         q, cache = (batch, seq_q, heads_q), (layers, room, heads_kv)
         out, queries, k, v = [fakes.rows(p.dtype, p.head_dim, *lead) for lead in (q, q, cache, cache)]
         number, limit = Float32(1.0), Int32(0)
-        counter = fakes.vector(Int32) if c.counted else None
+        counter = fakes.vector(Int32) if c.dynamic_scheduler else None
         return backend.compile(
             self.body(p, c, gpu),
             out,
@@ -101,7 +101,7 @@ class CacheAttention(PrefillOp[CacheProblem]):
         if p.seq_kv == 0:
             return launch_blind(p.lse)
         limits = p.limits
-        counter = Workspace(0, 1) if c.counted else None  # one ticket, no partial sums
+        counter = Workspace(0, 1) if c.dynamic_scheduler else None  # one ticket, no partial sums
 
         def launch(*args: Any) -> None:
             out, lse = args[0], args[1].view(-1) if p.lse else None

@@ -106,7 +106,7 @@ class AttentionConfig(BodiesConfig):
         return self.body != "multistage"
 
     @property
-    def counted(self) -> bool:
+    def dynamic_scheduler(self) -> bool:
         """Whether CTAs draw their tiles from a counter."""
         return self.grid in ("dynamic", "ahead")
 
@@ -117,8 +117,8 @@ class AttentionConfig(BodiesConfig):
 
     def smem(self, p: AttentionProblem) -> MultistageAttentionSmem | WarpgroupAttentionSmem:
         if self.by_groups:
-            groups, apart = self.tile_q // GROUP_ROWS, self.grid == "ahead"
-            return WarpgroupAttentionSmem(groups, self.tile_kv, p.head_dim, self.stages, apart, self.split)
+            groups, separate = self.tile_q // GROUP_ROWS, self.grid == "ahead"
+            return WarpgroupAttentionSmem(groups, self.tile_kv, p.head_dim, self.stages, separate, self.split)
         return MultistageAttentionSmem(self.tile_q, self.tile_kv, p.head_dim, self.stages)
 
 
@@ -151,16 +151,16 @@ def warpgroup_unfit(p: AttentionProblem, c: AttentionConfig, gpu: GpuSpec) -> It
 
 def few_unfit(p: AttentionProblem, c: AttentionConfig, groups: int) -> Iterator[str]:
     """Those of ``body="few"``."""
-    folded = c.order == "paired"
+    paired = c.order == "paired"
     if p.varlen or p.mask or p.page is not None:
         yield "body=few takes batches of one length without a mask, and no cache"
-    if c.split == 1 and c.ctas_per_sm == 1 and not folded:
+    if c.split == 1 and c.ctas_per_sm == 1 and not paired:
         yield "body=few without split, ctas_per_sm or order=paired is body=warpgroup"
     if c.ctas_per_sm > 1 and groups > 1:
         yield f"ctas_per_sm={c.ctas_per_sm} leaves registers for one group, tile_q={GROUP_ROWS}"
-    if folded and (groups != 2 or c.split > 1):
+    if paired and (groups != 2 or c.split > 1):
         yield "order=paired is for two groups that see the same keys: tile_q=128 split=1"
-    if folded and (p.limited_left or not p.limited_right):
+    if paired and (p.limited_left or not p.limited_right):
         yield "order=paired is for rows that see more keys the later they are: causal or window=right"
 
 
@@ -187,7 +187,7 @@ def tiles(p: AttentionProblem, c: AttentionConfig) -> int:
 
 
 def blocks_of(p: AttentionProblem, c: AttentionConfig) -> tuple[float, float]:
-    """Blocks of keys that a tile walks, on average, and those of the longest walk; a folded CTA's are both groups'."""
+    """Blocks of keys that a tile walks, on average, and those of the longest walk; a paired CTA's are both groups'."""
     rows = GROUP_ROWS if c.order == "paired" else c.tile_q
     uneven = p.limited_left or p.limited_right
     seen = min(p.pairs / p.seq_q + (0.5 * rows if uneven else 0), p.seq_kv)
@@ -206,18 +206,18 @@ def warpgroup_us(p: AttentionProblem, c: AttentionConfig, gpu: GpuSpec) -> float
     count = tiles(p, c)
     if count == 0 or p.seq_kv == 0:
         return _LAUNCH * rate.launch_us
-    folded = c.order == "paired"
-    uneven = (p.limited_left or p.limited_right) and not folded
+    paired = c.order == "paired"
+    uneven = (p.limited_left or p.limited_right) and not paired
     per_sm = count * c.split / (_ROOM[c.split] * gpu.sm_count)
     # CTAs of a cluster share an SM even where others are idle.
     together = c.ctas_per_sm if c.split > 1 else min(c.ctas_per_sm, math.ceil(per_sm))
     per_sm = max(per_sm, together if c.split > 1 else 1.0)
-    if not (c.counted or uneven):
+    if not (c.dynamic_scheduler or uneven):
         per_sm = math.ceil(per_sm)
     blocks, longest = blocks_of(p, c)
     if c.split > 1:
         blocks, longest = blocks / c.split, math.ceil(longest / c.split)
-    groups = 1 if folded else c.tile_q // GROUP_ROWS  # a folded CTA's walks are in turn, mostly
+    groups = 1 if paired else c.tile_q // GROUP_ROWS  # a paired CTA's walks are in turn, mostly
     multiply = 4.0 * GROUP_ROWS * c.tile_kv * p.width / (_MMA * rate.warpgroup_flops_per_us)
     exponents = GROUP_ROWS * c.tile_kv / (EXPONENTS_PER_CLOCK * rate.clock_mhz) * (1.0 if c.lazy else EAGER)
     step = groups * together * (multiply + EXPONENTS * exponents)  # a block of each tile of the SM
@@ -228,7 +228,7 @@ def warpgroup_us(p: AttentionProblem, c: AttentionConfig, gpu: GpuSpec) -> float
     edges = _CTA * rate.dram_latency_us + (moved + exchanged) / (_PORT * rate.sm_bytes_per_us)
     further = {"tiles": _AGAIN, "ahead": _AHEAD}.get(c.grid, _NEXT) * rate.dram_latency_us
     more = max(0.0, per_sm - together) / together if c.grid == "tiles" else math.ceil(per_sm) - 1
-    busy = (per_sm * blocks * step / together + edges + more * further) * ORDER[uneven]["rows" if folded else c.order]
+    busy = (per_sm * blocks * step / together + edges + more * further) * ORDER[uneven]["rows" if paired else c.order]
     if uneven and c.grid == "persistent":
         busy *= _DEALT
     busy = max(busy, longest * step + edges)

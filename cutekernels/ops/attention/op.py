@@ -101,7 +101,7 @@ class PrefillOp(TilesOp[Q, AttentionConfig]):
                 stages=c.stages,
                 turns=c.turns,
                 resident=0 if c.grid == "tiles" else gpu.sm_count,
-                dynamic_scheduler=c.counted,
+                dynamic_scheduler=c.dynamic_scheduler,
                 separate_output_smem=c.grid == "ahead",
                 ctas_per_sm=c.ctas_per_sm,
                 split=c.split,
@@ -151,7 +151,7 @@ class Attention(PrefillOp[AttentionProblem]):
         from cutekernels.ops.attention import fakes
 
         batch, number, limit = fakes.Batch(p.dtype, p.head_dim, p.varlen), Float32(1.0), Int32(0)
-        counter = fakes.vector(Int32) if c.counted else None
+        counter = fakes.vector(Int32) if c.dynamic_scheduler else None
         return backend.compile(
             self.body(p, c, gpu),
             batch.q(),
@@ -173,7 +173,7 @@ class Attention(PrefillOp[AttentionProblem]):
         if p.seq_kv == 0:
             return launch_blind(p.lse)
         limits = p.limits
-        counter = Workspace(0, 1) if c.counted else None  # one ticket, no partial sums
+        counter = Workspace(0, 1) if c.dynamic_scheduler else None  # one ticket, no partial sums
 
         def launch(*args: Any) -> None:
             out, lse = args[0], args[1].view(-1) if p.lse else None

@@ -29,7 +29,7 @@ class Extras:
     gated: bool = False  # two weight rows to an output, silu(gate) * up
     source: bool = False  # C is added
     biased: bool = False
-    half_sums: bool = False  # fp16, two in a register
+    half_accumulators: bool = False  # fp16, two in a register
 
     @property
     def weighs(self) -> bool:
@@ -37,7 +37,7 @@ class Extras:
         return self.gamma_bytes > 0 or self.squares
 
 
-PLAIN, HALF_SUMS = Extras(), Extras(half_sums=True)
+PLAIN, HALF_ACCUMULATORS = Extras(), Extras(half_accumulators=True)
 
 
 def extras_of(p: GemmProblem) -> Extras:
@@ -46,13 +46,13 @@ def extras_of(p: GemmProblem) -> Extras:
 
 
 @cache
-def _extras(half_sums: bool, source: bool, biased: bool) -> Extras:
-    return Extras(half_sums=half_sums, source=source, biased=biased)
+def _extras(half_accumulators: bool, source: bool, biased: bool) -> Extras:
+    return Extras(half_accumulators=half_accumulators, source=source, biased=biased)
 
 
 def summed(p: GemmProblem) -> Extras:
     """What of ``p`` decides which configs are fit, whatever the extents and the epilogue: the type of its sums."""
-    return HALF_SUMS if p.accumulate == "fp16" else PLAIN
+    return HALF_ACCUMULATORS if p.accumulate == "fp16" else PLAIN
 
 
 class Schedule(ABC):

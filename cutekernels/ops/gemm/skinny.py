@@ -32,7 +32,10 @@ FP16_SCALE = 16.0
 # Limits beyond which ptxas spills: docs/notes/gemm.md#registers (sm_80 to sm_120a, 2026-11).
 _OTHER_REGISTERS, _OTHER_REGISTERS_CLOSE = 48, 40
 _MOST_SUMMED, _MOST_OF_MANY_WARPS = 240, 96
-_MOST_SUMS = {True: 96, False: 88}  # accumulators where groups of warps share K, by whether the tile is a usual one
+_MOST_ACCUMULATORS = {
+    True: 96,
+    False: 88,
+}  # accumulators where groups of warps share K, by whether the tile is a usual one
 
 # Coefficients of the model, each a multiple of a rate: docs/notes/gemm.md#skinny-model (H200, 2026-11-21).
 _LAUNCH = 1.4 / 1.5  # of launch_us
@@ -89,7 +92,7 @@ class Skinny(Schedule):
         registers, sums = registers_per_thread(c, extras), accumulators(c)
         if registers > gpu.MAX_REGISTERS_PER_THREAD:
             yield f"a thread needs about {registers} registers"
-        if c.warps_k > 1 and sums > _MOST_SUMS[usual(c)]:
+        if c.warps_k > 1 and sums > _MOST_ACCUMULATORS[usual(c)]:
             yield f"a thread holds {sums} sums, and spills: take more warps along the rows"
         if not usual(c) and (
             (c.split_k > 1 and sums * c.split_k > _MOST_SUMMED) or (c.warps_k > 2 and sums > _MOST_OF_MANY_WARPS)
@@ -180,7 +183,7 @@ class Skinny(Schedule):
             dependent=c.pdl,
             epilogue=Epilogue(Activation("silu" if extras.gated else p.activation)),
             ctas_per_sm=c.ctas_per_sm,
-            ahead=c.prefetch_l2,
+            prefetch_tiles=c.prefetch_l2,
             norm=norm,
             gated=extras.gated,
         )

@@ -107,7 +107,7 @@ class SkinnyWarpgroup(Schedule):
 
     def smem(self, c: GemmConfig, extras: Extras = PLAIN) -> SkinnyWarpgroupSmem:
         return SkinnyWarpgroupSmem(
-            c.tile_m, c.tile_n, c.tile_k, c.stages, c.split_k, extras.gamma_bytes, extras.squares, alone(c)
+            c.tile_m, c.tile_n, c.tile_k, c.stages, c.split_k, extras.gamma_bytes, extras.squares, exclusive(c)
         )
 
     def threads(self, c: GemmConfig) -> int:
@@ -215,8 +215,8 @@ class SkinnyWarpgroup(Schedule):
             epilogue=Epilogue(Activation(p.activation)),
             out_align=p.out_align,
             ctas_per_sm=c.ctas_per_sm,
-            alone=alone(c),
-            ahead=c.prefetch_l2,
+            exclusive=exclusive(c),
+            prefetch_tiles=c.prefetch_l2,
             norm=norm,
             gamma_bytes=extras.gamma_bytes,
         )
@@ -249,7 +249,7 @@ def ctas(p: GemmProblem, c: GemmConfig) -> int:
     return -(-p.n // c.tile_n) * -(-p.m // (GROUP_TOKENS * groups(c))) * c.split_k
 
 
-def alone(c: GemmConfig) -> bool:
+def exclusive(c: GemmConfig) -> bool:
     """Whether shared memory keeps a second CTA from an SM, though it would fit. Two CTAs to a tile are about as many
     as there are SMs; where two of them shared one, others had none: docs/notes/gemm.md#alone (H200, 2026-11-22).
     """

@@ -34,10 +34,11 @@ if TYPE_CHECKING:
 GROUP_ROWS, COLUMNS = 64, 8  # of an MMA; it has more columns by as many
 SWIZZLED = 64  # elements of a swizzled line: what an operand that is not K-major advances by
 LEAST_EXTENT = 32  # rows and columns of out; fewer leave most of a tile idle
-# Registers of a thread's sums: more spill, whatever setmaxnreg gives; 208 took 15 times as long (H200, 2026-11-23).
-MOST_SUMS = 192
-MOST_SUMS_FINISHED = 176  # with C, a bias or an activation
-MOST_SUMS_OF_THREE = 80  # where three groups leave a thread 160 registers
+# Registers of a thread's accumulators: more spill, whatever setmaxnreg gives; 208 took 15 times as long (H200,
+# 2026-11-23).
+MOST_ACCUMULATORS = 192
+MOST_FINISHED = 176  # with C, a bias or an activation
+MOST_OF_THREE = 80  # where three groups leave a thread 160 registers
 # Buffers of a group's results: two, or one where that leaves room for the stages; where C comes in through them, four.
 BOXES, SOURCE_BOXES = (2, 1), 4
 
@@ -117,10 +118,11 @@ class Warpgroup(Schedule):
             yield "a cluster has two CTAs at most: take cluster_m=1 or cluster_n=1"
         if c.pingpong and c.mma_tile[0] > 2 * GROUP_ROWS:
             yield f"pingpong=1 gives each group a tile of its own, of 64 or 128 rows; {rows_knob(c)}={c.mma_tile[0]}"
-        sums, most = sums_of(c, extras.half_sums), MOST_SUMS_OF_THREE if groups(c) == 3 else MOST_SUMS
-        if sums > most:
-            what = "pairs of fp16 sums" if extras.half_sums else "sums"
-            yield f"{c.tile_m}x{c.tile_n} are {sums} {what} a thread; {groups(c)} groups keep {most} at most"
+        accumulators = accumulators_of(c, extras.half_accumulators)
+        most = MOST_OF_THREE if groups(c) == 3 else MOST_ACCUMULATORS
+        if accumulators > most:
+            what = "pairs of fp16 accumulators" if extras.half_accumulators else "accumulators"
+            yield f"{c.tile_m}x{c.tile_n} are {accumulators} {what} a thread; {groups(c)} groups keep {most} at most"
         if extras.gated:
             yield from self.ungated(c)
         yield from prefetch.broken(c, gpu)
@@ -135,9 +137,10 @@ class Warpgroup(Schedule):
 
     def unsuited(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> Iterator[str]:
         plain = (p.c, p.bias, p.activation) == ("none", "none", "none") and not extras.gated
-        sums = sums_of(c, p.accumulate == "fp16")
-        if not plain and sums > MOST_SUMS_FINISHED:
-            yield f"{sums} sums a thread; with c, a bias, an activation or a gate it keeps {MOST_SUMS_FINISHED} at most"
+        accumulators = accumulators_of(c, p.accumulate == "fp16")
+        if not plain and accumulators > MOST_FINISHED:
+            kept = f"with c, a bias, an activation or a gate it keeps {MOST_FINISHED} at most"
+            yield f"{accumulators} accumulators a thread; {kept}"
         a, b = p.operands()
         for name, tile, side, shared in (("m", c.tile_m, a, c.cluster_n), ("n", c.tile_n, b, c.cluster_m)):
             if not side.k_major and tile % (SWIZZLED * shared):
@@ -245,7 +248,7 @@ class Warpgroup(Schedule):
             columns_k_major=columns.k_major,
             accumulate=cutlass.Float16 if p.accumulate == "fp16" else cutlass.Float32,
             results=results,
-            swapped=c.swap_ab,
+            swap_ab=c.swap_ab,
             dependent=c.pdl,
             resident=gpu.sm_count // (c.cluster_m * c.cluster_n) * (c.cluster_m * c.cluster_n),
         )
@@ -300,8 +303,8 @@ def groups(c: GemmConfig) -> int:
     return 2 if c.pingpong else sharing(c)
 
 
-def sums_of(c: GemmConfig, half: bool = False) -> int:
-    """Registers of a thread's sums, which hold two each where those are fp16."""
+def accumulators_of(c: GemmConfig, half: bool = False) -> int:
+    """Registers of a thread's accumulators, which hold two each where those are fp16."""
     return c.tile_m * c.tile_n // (128 * sharing(c)) // (2 if half else 1)
 
 

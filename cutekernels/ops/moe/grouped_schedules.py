@@ -116,7 +116,7 @@ class WarpgroupGrouped(GroupsSchedule):
         from cutekernels.kernels.cute.parts.boxes import GroupBoxes
 
         product = super().body(p, c, gpu, extras)
-        results = GroupBoxes(**vars(product.results), swapped=c.swap_ab)
+        results = GroupBoxes(**vars(product.results), swap_ab=c.swap_ab)
         return WarpgroupGrouped(replace(product, results=results))
 
 

@@ -162,7 +162,7 @@ def body(p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec) -> Any:
         stages=c.stages,
         epilogue=epilogue(Activation("silu_approx" if p.gated else p.activation)),
         dependent=c.pdl,
-        ahead=c.prefetch_l2,
+        prefetch_tiles=c.prefetch_l2,
         ctas_per_sm=c.ctas_per_sm,
         gated=p.gated,
     )

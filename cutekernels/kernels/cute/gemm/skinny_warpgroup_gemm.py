@@ -29,8 +29,8 @@ Cluster: with ``split`` = 2 the two CTAs of a cluster share a tile's K. Each sen
 one's half of the columns, into shared memory there, and adds up its own half, so the result is the same each time. The
 stores arrive on the receiver's barrier, without barriers of the cluster: docs/notes/gemm.md#clusters.
 
-Dependent launch (PDL): the producer prefetches the first ``ahead`` k-tiles of W into the L2 while the previous kernel
-still runs, and lets the next kernel start when its own last loads are under way (``ops/gemm/prefetch.py``).
+Dependent launch (PDL): the producer prefetches the first ``prefetch_tiles`` k-tiles of W into the L2 while the previous
+kernel still runs, and lets the next kernel start when its own last loads are under way (``ops/gemm/prefetch.py``).
 
 Ends: the TMA fills a ragged K with zeros. It is slow over rows that do not exist (docs/notes/gemm.md#boxes), so the
 last tile of either operand begins early enough to end where the operand does, and rows that another tile has too are
@@ -123,8 +123,8 @@ class SkinnyWarpgroupGemm:
     epilogue: Epilogue
     out_align: int
     ctas_per_sm: int
-    alone: bool  # on its SM, whatever would fit
-    ahead: int  # k-tiles of W prefetched before pdl_wait
+    exclusive: bool  # on its SM, whatever would fit
+    prefetch_tiles: int  # k-tiles of W prefetched before pdl_wait
     norm: RowNorm | None = None  # of X's rows
     gamma_bytes: int = 0  # an element of its weight
 
@@ -168,7 +168,14 @@ class SkinnyWarpgroupGemm:
     @property
     def smem(self) -> SkinnyWarpgroupSmem:
         return SkinnyWarpgroupSmem(
-            self.rows, self.tile_n, self.tile_k, self.stages, self.split, self.gamma_bytes, self.squaring, self.alone
+            self.rows,
+            self.tile_n,
+            self.tile_k,
+            self.stages,
+            self.split,
+            self.gamma_bytes,
+            self.squaring,
+            self.exclusive,
         )
 
     @property
@@ -424,13 +431,13 @@ class SkinnyWarpgroupGemm:
     @cute.jit
     def prefetch_l2(self, boxes: list[BoxLoad], number: Int32, k_tiles: Int32, first: Int32, end: Int32):
         """Before pdl_wait: the first CTAs prefetch a k-tile each of what all read, and each CTA its first of W."""
-        if const_expr(self.ahead > 0):
+        if const_expr(self.prefetch_tiles > 0):
             # X and gamma, which all CTAs read: a k-tile each of the first CTAs.
             if number < k_tiles:
                 for box in boxes[1:]:
                     cute.prefetch(box.tma, box.source[None, number])
             # W, of which each CTA reads its own rows.
-            for k_tile in cutlass.range(first, cutlass.min(first + self.ahead, end), unroll=1):
+            for k_tile in cutlass.range(first, cutlass.min(first + self.prefetch_tiles, end), unroll=1):
                 cute.prefetch(boxes[0].tma, boxes[0].source[None, k_tile])
 
     @cute.jit

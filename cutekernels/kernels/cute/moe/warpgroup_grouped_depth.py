@@ -63,9 +63,9 @@ class WarpgroupGroupedDepth:
         stream: cuda.CUstream,
     ):
         body, dtype = self.product, mA.element_type
-        mR = body.prepared(mA if const_expr(not body.swapped) else mB, True, True)  # (M, T)
-        mS = body.prepared(mB if const_expr(not body.swapped) else mA, True, True)  # (N, T)
-        mD = body.prepared(mD, body.swapped, body.results.rows_contiguous)  # (M, N, G)
+        mR = body.prepared(mA if const_expr(not body.swap_ab) else mB, True, True)  # (M, T)
+        mS = body.prepared(mB if const_expr(not body.swap_ab) else mA, True, True)  # (N, T)
+        mD = body.prepared(mD, body.swap_ab, body.results.rows_contiguous)  # (M, N, G)
         layout_r, layout_s = body.layouts(dtype)
         # One descriptor serves all experts: a load moves its coordinates to the expert's first row.
         tma_r, tR = body.boxed(mR, layout_r, body.of_rows)

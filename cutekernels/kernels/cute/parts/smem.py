@@ -90,7 +90,7 @@ class SkinnyWarpgroupSmem:
     accumulators that the other CTA of a split tile's cluster sends; sums of rows' squares; barriers.
 
     With a norm in front, stages hold its weight too, ``gamma_bytes`` an element, and ``squares`` of rows have a sum for
-    each CTA of the cluster. ``alone`` is exclusive: it takes more than half of an SM's, so that no second CTA fits.
+    each CTA of the cluster. ``exclusive`` takes more than half of an SM's, so that no second CTA fits.
     """
 
     tile_m: int
@@ -100,12 +100,12 @@ class SkinnyWarpgroupSmem:
     split: int
     gamma_bytes: int = 0
     squares: bool = False
-    alone: bool = False
+    exclusive: bool = False
     element_bytes: int = 2
     GROUP_ROWS = 64  # of the MMA; a tile_m that is no multiple is rounded up
     GROUP_THREADS = 128  # that share those rows
     ACCUMULATORS_PER_BLOCK = 4  # of a thread, in 8 columns
-    ALONE_BYTES = 114 * 1024  # of an SM's 228 KiB; a CTA's own reserve comes on top
+    EXCLUSIVE_BYTES = 114 * 1024  # of an SM's 228 KiB; a CTA's own reserve comes on top
     SQUARING_WARPS = 3  # beside the one that loads: registers are allocated for four
 
     @property
@@ -163,7 +163,7 @@ class SkinnyWarpgroupSmem:
 
     @property
     def total_bytes(self) -> int:
-        return max(self.squares_barrier_at + 8 * self.squares, self.ALONE_BYTES * self.alone)
+        return max(self.squares_barrier_at + 8 * self.squares, self.EXCLUSIVE_BYTES * self.exclusive)
 
 
 @dataclass(frozen=True, slots=True)

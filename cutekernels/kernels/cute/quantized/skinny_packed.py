@@ -34,8 +34,8 @@ Ends: behind K, where no k-tile divides it, tokens are zeros, the buffer keeps w
     decodes to a finite number), and scales are those of the last group. Tokens beyond the last are not copied: their
     columns of the accumulators are never stored.
 
-Dependent launch (PDL): CTAs are set up while the previous kernel still runs, and prefetch ``ahead`` units of the weight
-    into the L2. The next may start when the last loads are under way.
+Dependent launch (PDL): CTAs are set up while the previous kernel still runs, and bring ``prefetch_tiles`` units of
+    the weight into the L2. The next may start when the last loads are under way.
 
 Refuses (``ops/quantized/packed_skinny.py``): tokens whose rows are not 16-byte aligned, K no multiple of 8.
 
@@ -139,7 +139,7 @@ class SkinnyPacked:
     stages: int
     epilogue: Epilogue  # with scales of all of K a ColumnScale
     dependent: bool
-    ahead: int  # units of W prefetched before pdl_wait
+    prefetch_tiles: int  # units of W prefetched before pdl_wait
     ctas_per_sm: int
     gated: bool = False
 
@@ -255,9 +255,9 @@ class SkinnyPacked:
 
         at = self.unit(of, first)
         if const_expr(self.dependent):
-            if const_expr(self.ahead > 0):  # noqa: SIM102  known when compiled
+            if const_expr(self.prefetch_tiles > 0):  # noqa: SIM102  known when compiled
                 # PDL: before the wait only prefetches, right whatever is written meanwhile.
-                if tid < self.ahead and at.k_tile + tid < k_tiles:
+                if tid < self.prefetch_tiles and at.k_tile + tid < k_tiles:
                     self.prefetch(given, of, Unit(at.n, at.m, at.k_tile + tid))
             # PDL: all threads wait until the previous kernel has ended and its writes are visible.
             cute.arch.griddepcontrol_wait()
