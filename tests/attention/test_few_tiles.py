@@ -30,7 +30,7 @@ AHEAD = AttentionConfig.parse(
 
 
 def broken(p: AttentionProblem, c: AttentionConfig) -> str:
-    return "; ".join(ATTENTION.broken(p, c, H200))
+    return "; ".join(ATTENTION.schedule(c).failures(p, c, H200, p))
 
 
 # ---- rules ----------------------------------------------------------------------------------------------

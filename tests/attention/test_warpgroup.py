@@ -18,7 +18,7 @@ LONG = AttentionProblem.parse("batch=4 seq_q=4096 seq_kv=4096 heads_q=16 heads_k
 
 
 def broken(p: AttentionProblem, c: AttentionConfig) -> str:
-    return "; ".join(ATTENTION.broken(p, c, H200))
+    return "; ".join(ATTENTION.schedule(c).failures(p, c, H200, p))
 
 
 def test_the_base_is_valid_where_there_is_warpgroup_mma() -> None:

@@ -17,7 +17,7 @@ from cutekernels.ops import registry
 from cutekernels.ops.gemm.api import pose
 from cutekernels.ops.gemm.op import GEMM, SCHEDULES
 from cutekernels.ops.gemm.problem import ACTIVATIONS, WIDEST, GemmConfig, GemmProblem
-from cutekernels.ops.gemm.schedule import extras_of
+from cutekernels.ops.gemm.schedule import extras_of, summed
 from cutekernels.ops.shared.dtypes import DTYPES
 from tests.gemm.cases import random_problem
 
@@ -91,8 +91,9 @@ class TestDefault:
         for problem in SUITE[::3]:
             for schedule in SCHEDULES.values():
                 found = [c for c in schedule.shortlist(problem, spec) if GEMM.why_not(problem, c, spec) is None]
-                fit = [c for c in schedule.shortlist(problem, spec) if not [*schedule.unsuited(problem, c, spec)]]
-                assert found == (fit if not [*schedule.refused(problem, spec)] else [])
+                x = summed(problem)
+                fit = [*schedule.suiting(problem, spec, x, schedule.shortlist(problem, spec))]
+                assert found == (fit if schedule.refusal(problem, spec, x) is None else [])
 
     def test_it_fits_a_gpu_that_is_not_in_the_table(self) -> None:
         class Properties:
@@ -248,11 +249,11 @@ class TestProblem:
 
     def test_sides_swap_for_a_transposed_result(self) -> None:
         p = GemmProblem.parse("m=24 n=16 k=8 a_major=m b_major=k a_align=4 out_major=m")
-        rows, columns = p.sides()
+        rows, columns = p.sides
         assert p.transposed
         assert (rows.extent, rows.k_major, rows.align) == (16, True, 8)
         assert (columns.extent, columns.k_major, columns.align) == (24, False, 4)
-        rows, columns = p.replace(out_major="n").sides()
+        rows, columns = p.replace(out_major="n").sides
         assert (rows.extent, columns.extent) == (24, 16)
 
 

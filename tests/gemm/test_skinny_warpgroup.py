@@ -15,6 +15,7 @@ from cutekernels.op import ladder
 from cutekernels.ops.gemm import prefetch, skinny_warpgroup
 from cutekernels.ops.gemm.op import GEMM
 from cutekernels.ops.gemm.problem import GemmConfig, GemmProblem
+from cutekernels.ops.gemm.schedule import PLAIN
 from cutekernels.ops.gemm.skinny_warpgroup import SKINNY_WARPGROUP
 
 H200 = gpu.lookup("h200")
@@ -55,7 +56,7 @@ def test_refuses_what_the_tma_cannot_load(words: str, rule: str) -> None:
 
 def test_no_k_is_refused() -> None:
     empty = linear(64, k=0)
-    assert "K of 8 or more" in next(SKINNY_WARPGROUP.refused(empty, H200))
+    assert "K of 8 or more" in str(SKINNY_WARPGROUP.refusal(empty, H200, PLAIN))
     assert GEMM.why_not(empty, GEMM.default(empty, H200), H200) is None
 
 

@@ -10,7 +10,7 @@ import pytest
 from cutekernels import gpu
 from cutekernels.ops.gemm.op import GEMM
 from cutekernels.ops.gemm.problem import GemmConfig, GemmProblem
-from cutekernels.ops.gemm.schedule import Extras, extras_of
+from cutekernels.ops.gemm.schedule import PLAIN, Extras, extras_of
 from cutekernels.ops.gemm.warpgroup import WARPGROUP, cluster_tiles, groups, sharing
 from tests import compiled
 
@@ -22,7 +22,7 @@ BASE = GemmConfig.parse(
 
 
 def broken(p: GemmProblem, c: GemmConfig) -> str:
-    return "; ".join(WARPGROUP.broken(p, c, H200))
+    return "; ".join(WARPGROUP.failures(p, c, H200, PLAIN))
 
 
 # ---- rules ----------------------------------------------------------------------------------------------
@@ -87,19 +87,19 @@ def test_fp16_sums_take_half_the_registers() -> None:
 def test_a_gate_takes_whole_boxes_of_both_and_rows_that_stay_rows() -> None:
     gated = Extras(gated=True)
     for change in ({"tile_n": 112}, {"swap_ab": True}):
-        assert "a gate takes" in "; ".join(WARPGROUP.unfit(BASE.replace(**change), H200, gated))
-        assert not list(WARPGROUP.unfit(BASE.replace(**change), H200))
-    assert not list(WARPGROUP.unfit(BASE, H200, gated))
+        assert "a gate takes" in "; ".join(WARPGROUP.failures_of("config", BASE.replace(**change), H200, gated))
+        assert not list(WARPGROUP.failures_of("config", BASE.replace(**change), H200, PLAIN))
+    assert not list(WARPGROUP.failures_of("config", BASE, H200, gated))
     most = BASE.replace(tile_m=256, tile_n=192, stages=3)
-    assert "or a gate" in "; ".join(WARPGROUP.unsuited(SQUARE, most, H200, gated))
-    assert not list(WARPGROUP.unsuited(SQUARE, most, H200))
+    assert "or a gate" in "; ".join(WARPGROUP.failures_of("both", SQUARE, most, H200, gated))
+    assert not list(WARPGROUP.failures_of("both", SQUARE, most, H200, PLAIN))
 
 
 def test_the_columns_of_a_gate_come_by_sixteens() -> None:
     gated, odd = Extras(gated=True), BASE.replace(tile_n=136)
-    assert "in steps of 16" in "; ".join(WARPGROUP.unfit(odd, H200, gated))
-    assert not list(WARPGROUP.unfit(odd, H200))
-    assert not list(WARPGROUP.unfit(odd.replace(tile_n=144), H200, gated))
+    assert "in steps of 16" in "; ".join(WARPGROUP.failures_of("config", odd, H200, gated))
+    assert not list(WARPGROUP.failures_of("config", odd, H200, PLAIN))
+    assert not list(WARPGROUP.failures_of("config", odd.replace(tile_n=144), H200, gated))
 
 
 def test_results_leave_by_two_boxes_where_those_leave_room_for_the_stages() -> None:
@@ -110,7 +110,7 @@ def test_results_leave_by_two_boxes_where_those_leave_room_for_the_stages() -> N
     assert not broken(problem, narrow.replace(stages=7, raster=1))
     assert "shared memory" in broken(problem, narrow.replace(stages=8, raster=1))
     few = GEMM.default(problem, H200)
-    assert (few.tile_m, few.tile_n, few.stages) == (128, 104, 7), "200 tokens in two tiles, as deep as they go"
+    assert (few.tile_m, few.tile_n, few.stages) == (104, 128, 7), "200 tokens in two tiles, as deep as they go"
 
 
 def test_operands_that_are_not_k_major_come_in_whole_swizzled_lines() -> None:
@@ -139,7 +139,7 @@ def test_the_default_is_chosen_among_two_depths_of_every_tile(c: str) -> None:
     depths: dict[tuple[int, int], set[int]] = {}
     for config in WARPGROUP.shortlist(problem, H200):
         if WARPGROUP.smem(config, extras_of(problem)).total_bytes <= H200.smem_per_block_bytes:
-            depths.setdefault((config.tile_m, config.tile_n), set()).add(config.stages)
+            depths.setdefault(config.mma_tile, set()).add(config.stages)
     assert depths[192, 64] == ({5, 6} if c == "none" else {3, 4})
     assert depths[128, 256] == ({3, 4} if c == "none" else {3})
 

@@ -17,6 +17,7 @@ from cutekernels.db.snapshot import Snapshot, Winner
 from cutekernels.errors import InvalidConfig, UnsupportedProblem
 from cutekernels.ops.activations.op import SILU_MUL
 from cutekernels.ops.gemm.api import pose
+from cutekernels.ops.norm_linear.fused import FUSED_SCHEDULES
 from cutekernels.ops.norm_linear.op import LINEAR_SILU_MUL, RMS_NORM_LINEAR, NormLinear
 from cutekernels.ops.norm_linear.problem import CHAIN, NormLinearConfig, RmsNormLinearProblem
 from cutekernels.ops.norms.op import RMS_NORM
@@ -236,7 +237,7 @@ def test_what_the_skinny_warpgroup_body_refuses() -> None:
         ("m=64 n=18944 k=3584 layout=any", "16-byte aligned"),
     ):
         problem = RMS_NORM_LINEAR.Problem.parse(words)
-        assert said in " ".join(RMS_NORM_LINEAR._broken(problem, config, spec))
+        assert said in " ".join(FUSED_SCHEDULES[config.body].failures(problem, config, spec, problem.extras))
         assert RMS_NORM_LINEAR.default(problem, spec) == CHAIN
     unweighted = RMS_NORM_LINEAR.Problem.parse("m=64 n=18944 k=3584 dtype=fp16 norm_weight=none")
     assert RMS_NORM_LINEAR.why_not(unweighted, config, spec) is None, "nothing multiplies x"

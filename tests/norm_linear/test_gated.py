@@ -16,6 +16,7 @@ from bench.replay import SWEEPS
 from cutekernels import gpu
 from cutekernels.ops.gemm.warpgroup import WARPGROUP, sharing
 from cutekernels.ops.norm_linear import api
+from cutekernels.ops.norm_linear.fused import FUSED_SCHEDULES
 from cutekernels.ops.norm_linear.op import LINEAR_SILU_MUL, RMS_NORM_LINEAR
 from cutekernels.ops.norm_linear.problem import CHAIN, LinearSiluMulProblem, NormLinearConfig, RmsNormLinearProblem
 from tests import compiled
@@ -47,7 +48,7 @@ BASE = warpgroup("tile_m=128 tile_n=256 stages=4 raster=8 cluster_m=2 pdl=1")
 )
 def test_problems_that_are_for_others(change: dict[str, Any], said: str) -> None:
     problem = PREFILL.replace(**change)
-    assert said in "; ".join(LINEAR_SILU_MUL._broken(problem, BASE, H200))
+    assert said in "; ".join(FUSED_SCHEDULES[BASE.body].failures(problem, BASE, H200, problem.extras))
     assert LINEAR_SILU_MUL.default(problem, H200) == CHAIN
     assert all(c.body != "warpgroup" for c in LINEAR_SILU_MUL.valid(problem, H200))
 
@@ -63,7 +64,7 @@ def test_problems_that_are_for_others(change: dict[str, Any], said: str) -> None
     ],
 )
 def test_configs_that_break_a_rule(change: dict[str, Any], said: str) -> None:
-    assert said in "; ".join(LINEAR_SILU_MUL._broken(PREFILL, BASE.replace(**change), H200))
+    assert said in "; ".join(FUSED_SCHEDULES[BASE.body].failures(PREFILL, BASE.replace(**change), H200, PREFILL.extras))
 
 
 def test_rows_of_a_norm_s_product_have_no_gate() -> None:
@@ -130,9 +131,7 @@ def test_halves_of_a_stage_and_pairs_of_sums(tile_n: int) -> None:
     from cutlass.cute.nvgpu import OperandMajorMode
     from cutlass.utils import hopper_helpers
 
-    body = WARPGROUP.body(
-        LINEAR_SILU_MUL.epilogue(PREFILL), BASE.replace(tile_n=tile_n, stages=3).product, H200, PREFILL.extras
-    )
+    body = WARPGROUP.body(PREFILL.epilogue, BASE.replace(tile_n=tile_n, stages=3).product, H200, PREFILL.extras)
     assert body.results.columns == tile_n // 2
     half, sums = tile_n // 2, body.results.panel_accumulators
     lies, held = [], []

@@ -47,6 +47,11 @@ class CacheProblem(AttentionProblem):
     def page(self) -> int | None:
         return self.page_size
 
+    @property
+    def work_bytes(self) -> int:
+        table = 4 * self.batch * -(-self.seq_kv // self.page_size) if self.page_size else 0
+        return self.bytes_moved + 4 * self.batch + table
+
 
 class CacheAttention(PrefillOp[CacheProblem]):
     """Arguments: q, k and v caches, lengths int32 (B,), page table int32 or None, sinks or None, scale, softcap or 0.
@@ -129,8 +134,7 @@ class CacheAttention(PrefillOp[CacheProblem]):
 
     def work(self, p: CacheProblem) -> Work:
         flops = 4.0 * p.batch * p.heads_q * p.pairs * p.head_dim
-        table = 4 * p.batch * -(-p.seq_kv // p.page_size) if p.page_size else 0
-        return Work(flops=flops, bytes=float(p.bytes_moved + 4 * p.batch + table), depth=depth(p))
+        return Work(flops=flops, bytes=float(p.work_bytes), depth=depth(p))
 
 
 CACHE_ATTENTION = CacheAttention()

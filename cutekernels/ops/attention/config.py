@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from cutekernels import rates
 from cutekernels.kernels.cute.parts.attention_smem import MultistageAttentionSmem, WarpgroupAttentionSmem
@@ -17,8 +16,10 @@ from cutekernels.ops.attention.problem import (
     ORDER,
     AttentionProblem,
     BodiesConfig,
+    BodySchedule,
 )
 from cutekernels.ops.shared.occupancy import no_warpgroups
+from cutekernels.rules import of_both, of_config, of_problem
 
 if TYPE_CHECKING:
     from cutekernels.gpu import GpuSpec
@@ -125,60 +126,125 @@ class AttentionConfig(BodiesConfig):
 # ---- the warpgroup body ----------------------------------------------------------------------------------
 
 
-def warpgroup_unfit(p: AttentionProblem, c: AttentionConfig, gpu: GpuSpec) -> Iterator[str]:
-    """The rules that ``c`` breaks whatever the extents of ``p``."""
-    groups = c.tile_q // GROUP_ROWS
-    if p.page and p.page % c.tile_kv and c.tile_kv % p.page:
-        yield f"tile_kv={c.tile_kv} is neither part nor multiple of a page of {p.page} keys"
-    yield from no_warpgroups(gpu)
-    if c.warps != GROUP_WARPS * groups:
-        yield f"body=warpgroup has {GROUP_WARPS} warps for {GROUP_ROWS} queries: tile_q={c.tile_q} takes {4 * groups}"
-        return
-    values = (p.width + c.tile_kv) // 2 + c.tile_kv // 4
-    most = min(MOST_VALUES[groups], FEW_VALUES) if c.body == "few" else MOST_VALUES[groups]
-    if values > most:
-        yield f"a thread has {values} sums and probabilities; {groups} groups of body={c.body} leave room for {most}"
-    need = c.smem(p).total_bytes
-    if need > gpu.smem_per_block_bytes:
-        yield f"{need} bytes of shared memory are more than a block's {gpu.smem_per_block_bytes}"
-    elif c.ctas_per_sm * (need + gpu.SMEM_RESERVED_BYTES) > gpu.smem_per_sm_bytes:
-        yield f"{c.ctas_per_sm} CTAs of {need} bytes of shared memory do not fit an SM"
-    if c.turns and groups == 1:
-        yield "turns=1 is for two groups or more"
-    if c.body == "few":
-        yield from few_unfit(p, c, groups)
+class WarpgroupForward(BodySchedule[Any, AttentionConfig]):
+    """TMA and warpgroup MMA."""
+
+    name = "warpgroup"
+    config = AttentionConfig
+    most_values: ClassVar = MOST_VALUES
+
+    warpgroup_mma = of_problem(no_warpgroups)
+
+    @of_config
+    def pages(self, c: AttentionConfig, gpu: GpuSpec, x: AttentionProblem) -> str | None:
+        if x.page and x.page % c.tile_kv and c.tile_kv % x.page:
+            return f"tile_kv={c.tile_kv} is neither part nor multiple of a page of {x.page} keys"
+        return None
+
+    @of_config
+    def warps_of_groups(self, c: AttentionConfig, gpu: GpuSpec, x: AttentionProblem) -> str | None:
+        groups = c.tile_q // GROUP_ROWS
+        if c.warps != GROUP_WARPS * groups:
+            takes = f"tile_q={c.tile_q} takes {GROUP_WARPS * groups}"
+            return f"body=warpgroup has {GROUP_WARPS} warps for {GROUP_ROWS} queries: {takes}"
+        return None
+
+    @of_config
+    def registers(self, c: AttentionConfig, gpu: GpuSpec, x: AttentionProblem) -> str | None:
+        groups = c.tile_q // GROUP_ROWS
+        values, most = (x.width + c.tile_kv) // 2 + c.tile_kv // 4, self.most_values.get(groups, 0)
+        if values > most:
+            room = f"{groups} groups of body={c.body} leave room for {most}"
+            return f"a thread has {values} accumulators and probabilities; {room}"
+        return None
+
+    @of_config
+    def shared_memory(self, c: AttentionConfig, gpu: GpuSpec, x: AttentionProblem) -> str | None:
+        need = c.smem(x).total_bytes
+        if need > gpu.smem_per_block_bytes:
+            return f"{need} bytes of shared memory are more than a block's {gpu.smem_per_block_bytes}"
+        if c.ctas_per_sm * (need + gpu.SMEM_RESERVED_BYTES) > gpu.smem_per_sm_bytes:
+            return f"{c.ctas_per_sm} CTAs of {need} bytes of shared memory do not fit an SM"
+        return None
+
+    @of_config
+    def turns(self, c: AttentionConfig, gpu: GpuSpec, x: AttentionProblem) -> str | None:
+        return "turns=1 is for two groups or more" if c.turns and c.tile_q == GROUP_ROWS else None
+
+    @of_both
+    def tile_rows(self, p: AttentionProblem, c: AttentionConfig, gpu: GpuSpec, x: object) -> str | None:
+        for name, tile, seq in (("tile_q", c.tile_q, p.seq_q), ("tile_kv", c.tile_kv, p.seq_kv)):
+            if tile > max(64, power_of_two(seq)):
+                return f"{name}={tile} idles most of a tile over {seq} rows"
+        return None
+
+    @of_both
+    def order(self, p: AttentionProblem, c: AttentionConfig, gpu: GpuSpec, x: object) -> str | None:
+        if c.order != "rows" and p.seq_q <= (GROUP_ROWS if c.order == "paired" else c.tile_q):
+            return f"order={c.order} needs more than one tile of rows"
+        return None
+
+    @of_both
+    def grid(self, p: AttentionProblem, c: AttentionConfig, gpu: GpuSpec, x: object) -> str | None:
+        if c.grid != "tiles" and tiles(p, c) <= gpu.sm_count:
+            return f"grid={c.grid} is for more tiles than SMs"
+        return None
+
+    def estimate_us(self, p: AttentionProblem, c: AttentionConfig, gpu: GpuSpec, x: object) -> float:
+        return warpgroup_us(p, c, gpu)
 
 
-def few_unfit(p: AttentionProblem, c: AttentionConfig, groups: int) -> Iterator[str]:
-    """Those of ``body="few"``."""
-    paired = c.order == "paired"
-    if p.varlen or p.mask or p.page is not None:
-        yield "body=few takes batches of one length without a mask, and no cache"
-    if c.split == 1 and c.ctas_per_sm == 1 and not paired:
-        yield "body=few without split, ctas_per_sm or order=paired is body=warpgroup"
-    if c.ctas_per_sm > 1 and groups > 1:
-        yield f"ctas_per_sm={c.ctas_per_sm} leaves registers for one group, tile_q={GROUP_ROWS}"
-    if paired and (groups != 2 or c.split > 1):
-        yield "order=paired is for two groups that see the same keys: tile_q=128 split=1"
-    if paired and (p.limited_left or not p.limited_right):
-        yield "order=paired is for rows that see more keys the later they are: causal or window=right"
+class FewForward(WarpgroupForward):
+    """The same for few tiles."""
 
+    name = "few"
+    most_values: ClassVar = {groups: min(most, FEW_VALUES) for groups, most in MOST_VALUES.items()}
 
-def warpgroup_unsuited(p: AttentionProblem, c: AttentionConfig, gpu: GpuSpec) -> Iterator[str]:
-    """The other rules that ``c`` breaks."""
-    for name, tile, seq, least in (("tile_q", c.tile_q, p.seq_q, 64), ("tile_kv", c.tile_kv, p.seq_kv, 64)):
-        if tile > max(least, power_of_two(seq)):
-            yield f"{name}={tile} idles most of a tile over {seq} rows"
-    if c.order != "rows" and p.seq_q <= (GROUP_ROWS if c.order == "paired" else c.tile_q):
-        yield f"order={c.order} needs more than one tile of rows"
-    if c.body == "few" and c.split == 1 and c.order != "paired" and tiles(p, c) <= gpu.sm_count:
-        yield f"ctas_per_sm={c.ctas_per_sm} without split is for more tiles than SMs"
-    if c.split > 1 and p.seq_kv < c.split * c.tile_kv:
-        yield f"split={c.split} leaves CTAs without one of {-(-p.seq_kv // c.tile_kv)} blocks of keys"
-    if c.body == "few" and tiles(p, c) * c.split > 2 * c.ctas_per_sm * gpu.sm_count:
-        yield f"body=few is for few tiles: at most two of {c.ctas_per_sm * gpu.sm_count} CTAs at once"
-    if c.grid != "tiles" and tiles(p, c) <= gpu.sm_count:
-        yield f"grid={c.grid} is for more tiles than SMs"
+    @of_problem
+    def plain_batches(self, p: AttentionProblem, gpu: GpuSpec, x: object) -> str | None:
+        if p.varlen or p.mask or p.page is not None:
+            return "body=few takes batches of one length without a mask, and no cache"
+        return None
+
+    @of_config
+    def some_way(self, c: AttentionConfig, gpu: GpuSpec, x: AttentionProblem) -> str | None:
+        if c.split == 1 and c.ctas_per_sm == 1 and c.order != "paired":
+            return "body=few without split, ctas_per_sm or order=paired is body=warpgroup"
+        return None
+
+    @of_config
+    def two_ctas(self, c: AttentionConfig, gpu: GpuSpec, x: AttentionProblem) -> str | None:
+        if c.ctas_per_sm > 1 and c.tile_q > GROUP_ROWS:
+            return f"ctas_per_sm={c.ctas_per_sm} leaves registers for one group, tile_q={GROUP_ROWS}"
+        return None
+
+    @of_config
+    def paired_tiles(self, c: AttentionConfig, gpu: GpuSpec, x: AttentionProblem) -> str | None:
+        if c.order != "paired":
+            return None
+        if c.tile_q != 2 * GROUP_ROWS or c.split > 1:
+            return "order=paired is for two groups that see the same keys: tile_q=128 split=1"
+        if x.limited_left or not x.limited_right:
+            return "order=paired is for rows that see more keys the later they are: causal or window=right"
+        return None
+
+    @of_both
+    def several_ctas(self, p: AttentionProblem, c: AttentionConfig, gpu: GpuSpec, x: object) -> str | None:
+        if c.split == 1 and c.order != "paired" and tiles(p, c) <= gpu.sm_count:
+            return f"ctas_per_sm={c.ctas_per_sm} without split is for more tiles than SMs"
+        return None
+
+    @of_both
+    def splits(self, p: AttentionProblem, c: AttentionConfig, gpu: GpuSpec, x: object) -> str | None:
+        if c.split > 1 and p.seq_kv < c.split * c.tile_kv:
+            return f"split={c.split} leaves CTAs without one of {-(-p.seq_kv // c.tile_kv)} blocks of keys"
+        return None
+
+    @of_both
+    def few_tiles(self, p: AttentionProblem, c: AttentionConfig, gpu: GpuSpec, x: object) -> str | None:
+        if tiles(p, c) * c.split > 2 * c.ctas_per_sm * gpu.sm_count:
+            return f"body=few is for few tiles: at most two of {c.ctas_per_sm * gpu.sm_count} CTAs at once"
+        return None
 
 
 def tiles(p: AttentionProblem, c: AttentionConfig) -> int:

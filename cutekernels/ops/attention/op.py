@@ -6,24 +6,19 @@ batch, ``(TOTAL, H, D)``, with the sequences' ends in ``cu_seqlens``. Head dims 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from cutekernels.op import Work
-from cutekernels.ops.attention.config import (
-    GROUP_ROWS,
-    AttentionConfig,
-    warpgroup_unfit,
-    warpgroup_unsuited,
-    warpgroup_us,
-)
+from cutekernels.ops.attention.config import GROUP_ROWS, AttentionConfig, FewForward, WarpgroupForward
 from cutekernels.ops.attention.problem import (
     EAGER,
     EXPONENTS,
     SLACK,
+    AttentionOp,
     AttentionProblem,
     Q,
-    TilesOp,
+    TilesSchedule,
     depth,
     launch_blind,
     sample_sinks,
@@ -46,32 +41,32 @@ _BLOCK = 0.17 / 0.08  # of barrier_us: a block of keys, whatever its size
 _ONE_STAGE = 1.05  # of the same: 1 % faster where both were timed, and spills (bf16, head dim 128)
 
 
-class PrefillOp(TilesOp[Q, AttentionConfig]):
-    """Rules, model and kernels of tiles of queries that walk keys."""
+class MultistageForward(TilesSchedule[Any, AttentionConfig]):
+    """cp.async and warp MMA."""
 
-    Config = AttentionConfig
+    name = "multistage"
+    config = AttentionConfig
 
-    # -- rules and choice
+    def registers(self, p: AttentionProblem, c: AttentionConfig) -> int:
+        return registers_per_thread(p, c)
 
-    def unfit(self, p: Q, c: AttentionConfig, gpu: GpuSpec) -> Iterator[str]:
-        yield from c.foreign()
-        if c.by_groups:
-            yield from warpgroup_unfit(p, c, gpu)
-        else:
-            yield from self.unfit_tiles(p, c, gpu, registers_per_thread(p, c), c.smem(p).total_bytes)
+    def smem_bytes(self, p: AttentionProblem, c: AttentionConfig) -> int:
+        return c.smem(p).total_bytes
 
-    def unsuited(self, p: Q, c: AttentionConfig, gpu: GpuSpec) -> Iterator[str]:
-        return warpgroup_unsuited(p, c, gpu) if c.by_groups else super().unsuited(p, c, gpu)
-
-    def estimate_us(self, p: Q, c: AttentionConfig, gpu: GpuSpec) -> float:
-        """See :meth:`TilesOp.tiles_us`."""
-        if c.by_groups:
-            return warpgroup_us(p, c, gpu)
+    def estimate_us(self, p: AttentionProblem, c: AttentionConfig, gpu: GpuSpec, x: object) -> float:
+        """See :meth:`TilesSchedule.tiles_us`."""
         return self.tiles_us(
             p, c, gpu, products=2, read_rows=0 if c.q_in_registers else c.rows,
             exponents=EXPONENTS * (1.0 if c.lazy else EAGER), fixed=_BLOCK * (1.0 if c.stages > 1 else _ONE_STAGE),
             crowd=1.0, uneven=p.limited_right,
         )  # fmt: skip
+
+
+class PrefillOp(AttentionOp[Q, AttentionConfig]):
+    """Rules, model and kernels of tiles of queries that walk keys."""
+
+    Config = AttentionConfig
+    schedules = (MultistageForward(), WarpgroupForward(), FewForward())
 
     # -- kernel
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from itertools import product
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from cutekernels import rules
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Config, Problem, extent, knob, ladder, plain, respelled
 
@@ -115,13 +116,15 @@ class GemmProblem(Problem):
         """The contiguous extents of out, a and b, 0 or 1."""
         return int(self.out_major == "n"), int(self.a_major == "k"), int(self.b_major == "n")
 
+    @cached_property
     def operands(self) -> tuple[Side, Side]:
         """a and b."""
         return Side(self.m, self.a_major == "k", self.a_align), Side(self.n, self.b_major == "k", self.b_align)
 
+    @cached_property
     def sides(self) -> tuple[Side, Side]:
         """The operand of the kernel's tile rows and that of its columns: where it computes ``out^T``, b and a."""
-        a, b = self.operands()
+        a, b = self.operands
         return (b, a) if self.transposed else (a, b)
 
 
@@ -257,20 +260,16 @@ BODIES: dict[str, dict[str, tuple[Any, ...]]] = {
     },
     VENDOR: {},
 }
-# Allowed values of every knob under each body, in the order of the fields.
-_VALUES: dict[str, dict[str, tuple[Any, ...]]] = {
-    body: {name: own.get(name, values[:1]) for name, values in GemmConfig.space().items()} | {"body": (body,)}
-    for body, own in BODIES.items()
-}
+# Allowed values of every knob under each body.
+_VALUES = {body: rules.values_of(GemmConfig, **own, body=(body,)) for body, own in BODIES.items()}
 
 
 def foreign(c: GemmConfig, **among: tuple[Any, ...]) -> Iterator[str]:
     """The knobs of ``c`` whose values belong to other bodies than its own; ``among`` replaces those of some knobs."""
-    seen, names = (c.transposed, ACROSS) if c.swap_ab else (c, {})
-    for name, allowed in (_VALUES[c.body] | among).items():
-        if (value := getattr(seen, name)) not in allowed:
-            body, named = f"{c.body}{' swap_ab=1' if c.swap_ab else ''}", names.get(name, name)
-            yield f"body={body} takes {named} from {', '.join(map(str, allowed))}; it is {value}"
+    values = _VALUES[c.body] | among
+    if not c.swap_ab:
+        return rules.foreign(c, values)
+    return rules.foreign(c, {ACROSS.get(name, name): allowed for name, allowed in values.items()})
 
 
 def spanned(body: str, **among: tuple[Any, ...]) -> Iterator[GemmConfig]:
@@ -278,10 +277,12 @@ def spanned(body: str, **among: tuple[Any, ...]) -> Iterator[GemmConfig]:
     ``prefetch_l2`` is for ``pdl`` alone.
     """
     values = _VALUES[body] | among
+    names = tuple(values)
+    across = tuple(ACROSS.get(name, name) for name in names)
+    pdl, prefetch_l2, swap_ab = (names.index(name) for name in ("pdl", "prefetch_l2", "swap_ab"))
     for chosen in product(*values.values()):
-        c = GemmConfig.drawn(zip(values, chosen, strict=True))
-        if c.pdl or not c.prefetch_l2:
-            yield c.transposed if c.swap_ab else c
+        if chosen[pdl] or not chosen[prefetch_l2]:
+            yield GemmConfig.drawn(zip(across if chosen[swap_ab] else names, chosen, strict=True))
 
 
 # ---- texts of earlier revisions ---------------------------------------------------------------------------

@@ -6,17 +6,18 @@ The body computes ``out^T``: weight rows, ``tile_n``, take the MMA's 16 rows, to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from cutekernels import rates
 from cutekernels.kernels.cute.parts.smem import SkinnySmem
 from cutekernels.op import ladder, power_of_two
 from cutekernels.ops.gemm import prefetch
-from cutekernels.ops.gemm.problem import ELEMENT_BYTES, MOST_TOKENS, WIDEST, GemmConfig, GemmProblem, spanned
-from cutekernels.ops.gemm.schedule import GRID_AXIS, PLAIN, Extras, Schedule, refused_layout, vector_type
+from cutekernels.ops.gemm.prefetch import Prefetches
+from cutekernels.ops.gemm.problem import ELEMENT_BYTES, MOST_TOKENS, WIDEST, GemmConfig, GemmProblem
+from cutekernels.ops.gemm.schedule import GRID_AXIS, PLAIN, Extras, TokensSchedule, vector_type
+from cutekernels.rules import of_both, of_config, of_problem
 
 if TYPE_CHECKING:
     from cutekernels.gpu import GpuSpec
@@ -50,15 +51,18 @@ _SQUARES_CYCLES = 34.0  # per token, for 4096 of K
 
 
 @dataclass(frozen=True)
-class Skinny(Schedule):
+class Skinny(TokensSchedule, Prefetches):
     """cp.async and warp MMA; takes a norm in front of the product and a gate behind it."""
 
     name = "skinny"
 
-    def refused(self, p: GemmProblem, gpu: GpuSpec) -> Iterator[str]:
+    # -- rules
+
+    @of_problem
+    def most_tokens(self, p: GemmProblem, gpu: GpuSpec, x: Extras) -> str | None:
         if p.m > MOST_TOKENS:
-            yield f"skinny is for at most {MOST_TOKENS} rows of a; there are {p.m}"
-        yield from refused_layout(self.name, p)
+            return f"skinny is for at most {MOST_TOKENS} rows of a; there are {p.m}"
+        return None
 
     def fitting_tiles(self, p: GemmProblem) -> Sequence[int]:
         """The usual tile, and what covers the bucket of ``p`` exactly, in one tile or, if wide, in two.
@@ -75,48 +79,78 @@ class Skinny(Schedule):
             c.tile_n, c.tile_m, c.tile_k, c.stages, c.warps_k, squaring=squaring, gamma_bytes=extras.gamma_bytes
         )
 
-    def unfit(self, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> Iterator[str]:
+    @of_config
+    def short_k_tiles(self, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
         if c.tile_k < 128 and c.tile_m <= 16:
-            yield f"tile_k={c.tile_k} is little between barriers for {c.tile_m} tokens: take 128 or more"
-        if c.warps not in (4, 8):
-            yield f"{c.warps_n}x{c.warps_k} warps: take 4 or 8"
-        if c.tile_n % (16 * c.warps_n):
-            yield f"tile_n={c.tile_n} does not divide among {c.warps_n} warps of 16"
-        if c.tile_k // 16 % c.warps_k:
-            yield f"tile_k={c.tile_k} does not deal out among {c.warps_k} warps"
-        frame = self.smem(c, extras)
-        if frame.total_bytes > gpu.smem_per_block_bytes:
-            yield f"{frame.total_bytes} bytes of shared memory are more than a block's {gpu.smem_per_block_bytes}"
-        if frame.staged_bytes < LEAST_IN_FLIGHT:
-            yield f"{frame.staged_bytes} bytes of stages keep too few in flight: take {LEAST_IN_FLIGHT} or more"
-        registers, sums = registers_per_thread(c, extras), accumulators(c)
-        if registers > gpu.MAX_REGISTERS_PER_THREAD:
-            yield f"a thread needs about {registers} registers"
-        if c.warps_k > 1 and sums > _MOST_ACCUMULATORS[usual(c)]:
-            yield f"a thread holds {sums} sums, and spills: take more warps along the rows"
-        if not usual(c) and (
-            (c.split_k > 1 and sums * c.split_k > _MOST_SUMMED) or (c.warps_k > 2 and sums > _MOST_OF_MANY_WARPS)
-        ):
-            yield f"{c.split_k} splits and {c.warps_k} groups of warps sum {sums} accumulators: spills"
-        if c.tile_m > USUAL_TILES[-1] and c.warps < WIDE_WARPS:
-            yield f"tile_m={c.tile_m} takes {WIDE_WARPS} warps; there are {c.warps}"
-        yield from prefetch.broken(c, gpu)
+            return f"tile_k={c.tile_k} is little between barriers for {c.tile_m} tokens: take 128 or more"
+        return None
 
-    def unsuited(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> Iterator[str]:
+    @of_config
+    def number_of_warps(self, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
+        if c.warps not in (4, 8):
+            return f"{c.warps_n}x{c.warps_k} warps: take 4 or 8"
+        if c.tile_m > USUAL_TILES[-1] and c.warps < WIDE_WARPS:
+            return f"tile_m={c.tile_m} takes {WIDE_WARPS} warps; there are {c.warps}"
+        return None
+
+    @of_config
+    def warps_divide(self, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
+        if c.tile_n % (16 * c.warps_n):
+            return f"tile_n={c.tile_n} does not divide among {c.warps_n} warps of 16"
+        if c.tile_k // 16 % c.warps_k:
+            return f"tile_k={c.tile_k} does not deal out among {c.warps_k} warps"
+        return None
+
+    @of_config
+    def shared_memory(self, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
+        frame = self.smem(c, x)
+        if frame.total_bytes > gpu.smem_per_block_bytes:
+            return f"{frame.total_bytes} bytes of shared memory are more than a block's {gpu.smem_per_block_bytes}"
+        if frame.staged_bytes < LEAST_IN_FLIGHT:
+            return f"{frame.staged_bytes} bytes of stages keep too few in flight: take {LEAST_IN_FLIGHT} or more"
+        return None
+
+    @of_config
+    def registers(self, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
+        needed, held = registers_per_thread(c, x), accumulators(c)
+        if needed > gpu.MAX_REGISTERS_PER_THREAD:
+            return f"a thread needs about {needed} registers"
+        if c.warps_k > 1 and held > _MOST_ACCUMULATORS[usual(c)]:
+            return f"a thread holds {held} accumulators, and spills: take more warps along the rows"
+        if not usual(c) and (
+            (c.split_k > 1 and held * c.split_k > _MOST_SUMMED) or (c.warps_k > 2 and held > _MOST_OF_MANY_WARPS)
+        ):
+            return f"{c.split_k} splits and {c.warps_k} groups of warps sum {held} accumulators: spills"
+        return None
+
+    @of_both
+    def tile_of_tokens(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
         fitting = self.fitting_tiles(p)
         if c.tile_m not in fitting:
-            yield f"tile_m={c.tile_m} does not suit {p.m} tokens: take {' or '.join(map(str, fitting))}"
-        if c.split_k > 1 and tiles(p, c) > 2 * gpu.sm_count:
-            yield f"split_k={c.split_k}: {tiles(p, c)} tiles fill the GPU without"
-        if c.split_k > 1 and c.split_k * 2 > -(-p.k // c.tile_k):
-            yield f"split_k={c.split_k} leaves less than two k-tiles of {c.tile_k} to each"
-        if -(-p.n // c.tile_n) > GRID_AXIS:
-            yield f"{p.n} weight rows are more than {GRID_AXIS} tiles of {c.tile_n}"
-        if c.tile_n > max(32, p.n):
-            yield f"tile_n={c.tile_n} idles most of a tile over {p.n} weight rows"
+            return f"tile_m={c.tile_m} does not suit {p.m} tokens: take {' or '.join(map(str, fitting))}"
+        return None
 
-    def shortlist(self, p: GemmProblem, gpu: GpuSpec) -> Iterable[GemmConfig]:
-        return _shortlist(usual_tile(p), gpu)
+    @of_both
+    def splits(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
+        if c.split_k > 1 and tiles(p, c) > 2 * gpu.sm_count:
+            return f"split_k={c.split_k}: {tiles(p, c)} tiles fill the GPU without"
+        if c.split_k > 1 and c.split_k * 2 > -(-p.k // c.tile_k):
+            return f"split_k={c.split_k} leaves less than two k-tiles of {c.tile_k} to each"
+        return None
+
+    @of_both
+    def weight_rows(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
+        if -(-p.n // c.tile_n) > GRID_AXIS:
+            return f"{p.n} weight rows are more than {GRID_AXIS} tiles of {c.tile_n}"
+        if c.tile_n > max(32, p.n):
+            return f"tile_n={c.tile_n} idles most of a tile over {p.n} weight rows"
+        return None
+
+    # -- choice
+
+    def shortlist(self, p: GemmProblem, gpu: GpuSpec, x: Extras = PLAIN) -> Iterable[GemmConfig]:
+        among = {"tile_k": (128, 256), "stages": (3, 5, 8), "prefetch_l2": (0, 2, 4)}
+        return self.fitting(gpu, PLAIN, tile_m=(usual_tile(p),), **among)
 
     def preference(self, p: GemmProblem, c: GemmConfig, extras: Extras = PLAIN) -> tuple[object, ...]:
         """Small tiles, then many warps, most of them along the rows: docs/notes/gemm.md#skinny-ties."""
@@ -209,12 +243,6 @@ class Skinny(Schedule):
 
 
 SKINNY = Skinny()
-
-
-@cache
-def _shortlist(tile_m: int, gpu: GpuSpec) -> tuple[GemmConfig, ...]:
-    among = spanned(SKINNY.name, tile_m=(tile_m,), tile_k=(128, 256), stages=(3, 5, 8), prefetch_l2=(0, 2, 4))
-    return tuple(c for c in among if next(SKINNY.unfit(c, gpu), None) is None)
 
 
 # ---- arithmetic of the rules ----------------------------------------------------------------------------

@@ -6,9 +6,9 @@ tile's K.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +16,11 @@ from cutekernels import rates
 from cutekernels.kernels.cute.parts.smem import SkinnyWarpgroupSmem
 from cutekernels.op import ladder
 from cutekernels.ops.gemm import prefetch
-from cutekernels.ops.gemm.problem import BODIES, ELEMENT_BYTES, GemmConfig, GemmProblem, spanned
-from cutekernels.ops.gemm.schedule import GRID_AXIS, PLAIN, Extras, Schedule, refused_layout
+from cutekernels.ops.gemm.prefetch import Prefetches
+from cutekernels.ops.gemm.problem import BODIES, ELEMENT_BYTES, GemmConfig, GemmProblem
+from cutekernels.ops.gemm.schedule import GRID_AXIS, PLAIN, Extras, TokensSchedule
 from cutekernels.ops.shared.occupancy import no_warpgroups
+from cutekernels.rules import of_both, of_config, of_problem
 
 if TYPE_CHECKING:
     from cutekernels.gpu import GpuSpec
@@ -81,16 +83,18 @@ MANY = Coefficients(  # of more (H200, 2026-11-22)
 
 
 @dataclass(frozen=True)
-class SkinnyWarpgroup(Schedule):
+class SkinnyWarpgroup(TokensSchedule, Prefetches):
     """One warp loads by TMA, warp groups multiply; takes a norm in front of the product."""
 
     name = "skinny_warpgroup"
 
-    def refused(self, p: GemmProblem, gpu: GpuSpec) -> Iterator[str]:
-        yield from no_warpgroups(gpu)
-        yield from refused_layout(self.name, p)
-        if p.k == 0:
-            yield f"{self.name} takes a K of 8 or more"
+    # -- rules
+
+    warpgroup_mma = of_problem(no_warpgroups)
+
+    @of_problem
+    def least_depth(self, p: GemmProblem, gpu: GpuSpec, x: Extras) -> str | None:
+        return f"{self.name} takes a K of 8 or more" if p.k == 0 else None
 
     def fitting_tiles(self, p: GemmProblem) -> Sequence[int]:
         """The least tile that covers the bucket of ``p``, whole groups; beyond, USUAL_TOKENS or twice as many, or one
@@ -114,47 +118,71 @@ class SkinnyWarpgroup(Schedule):
         """Groups that multiply, and the warp that loads."""
         return 128 * groups(c) + 32
 
-    def unfit(self, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> Iterator[str]:
-        frame = self.smem(c, extras)
+    @of_config
+    def shared_memory(self, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
+        frame = self.smem(c, x)
         if frame.total_bytes > gpu.smem_per_block_bytes:
-            yield f"{frame.total_bytes} bytes of shared memory are more than a block's {gpu.smem_per_block_bytes}"
+            return f"{frame.total_bytes} bytes of shared memory are more than a block's {gpu.smem_per_block_bytes}"
         taken = c.ctas_per_sm * (frame.total_bytes + gpu.SMEM_RESERVED_BYTES)
         if taken > gpu.smem_per_sm_bytes:
-            yield f"{c.ctas_per_sm} CTAs take {taken} bytes of an SM's {gpu.smem_per_sm_bytes} of shared memory"
+            return f"{c.ctas_per_sm} CTAs take {taken} bytes of an SM's {gpu.smem_per_sm_bytes} of shared memory"
         in_flight = c.ctas_per_sm * c.stages * frame.stage_bytes
         if in_flight < LEAST_IN_FLIGHT:
-            yield f"{in_flight} bytes of stages keep too few in flight: take {LEAST_IN_FLIGHT} or more"
+            return f"{in_flight} bytes of stages keep too few in flight: take {LEAST_IN_FLIGHT} or more"
+        return None
+
+    @of_config
+    def registers(self, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
         # Registers are allocated for whole groups of warps: ptxas gives 96 a thread to 544 threads, not 120.
         reserved_threads = -(-self.threads(c) // 128) * 128
         available = min(gpu.MAX_REGISTERS_PER_THREAD, gpu.REGISTERS_PER_SM // (reserved_threads * c.ctas_per_sm))
-        needed = registers_per_thread(c) + (_WEIGHING_REGISTERS * c.tile_k // 128 if extras.weighs else 0)
+        needed = registers_per_thread(c) + (_WEIGHING_REGISTERS * c.tile_k // 128 if x.weighs else 0)
         if needed > available:
-            yield f"a thread needs about {needed} registers; it has {available}"
-        yield from prefetch.broken(c, gpu)
+            return f"a thread needs about {needed} registers; it has {available}"
+        return None
 
-    def unsuited(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> Iterator[str]:
+    @of_both
+    def tile_of_tokens(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
         fitting = self.fitting_tiles(p)
         if c.tile_m not in fitting:
-            yield f"tile_m={c.tile_m} does not suit {p.m} tokens: take {' or '.join(map(str, fitting))}"
-        by_tile = waves(p, c, gpu)
-        if c.tile_n in TILES:
-            count, busy = by_tile[c.tile_n]
-            least = next(tile for tile in TILES if by_tile[tile][0] == count)
-            if least < c.tile_n:
-                yield f"tile_n={c.tile_n} makes as many waves of CTAs as tile_n={least}"
-            best = max(TILES, key=lambda tile: by_tile[tile][1])
-            if busy < LEAST_BUSY * by_tile[best][1]:
-                best_busy = by_tile[best][1]
-                yield f"tile_n={c.tile_n} has {busy:.0%} of the GPU at work where tile_n={best} has {best_busy:.0%}"
-        if -(-p.n // c.tile_n) > GRID_AXIS or -(-p.m // GROUP_TOKENS) > GRID_AXIS:
-            yield f"{p.m} x {p.n} are more tiles than an axis of a grid has, {GRID_AXIS}"
-        if c.split_k > 1 and by_tile[c.tile_n][0] > 1:
-            yield f"split_k={c.split_k}: the tiles fill the GPU without"
-        if c.split_k * 2 > -(-p.k // c.tile_k) and c.split_k > 1:
-            yield f"split_k={c.split_k} leaves less than two k-tiles of {c.tile_k} to each"
+            return f"tile_m={c.tile_m} does not suit {p.m} tokens: take {' or '.join(map(str, fitting))}"
+        return None
 
-    def shortlist(self, p: GemmProblem, gpu: GpuSpec) -> Iterable[GemmConfig]:
-        return chain.from_iterable(_shortlist(tile, gpu) for tile in self.fitting_tiles(p))
+    @of_both
+    def busy_gpu(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
+        if c.tile_n not in TILES:
+            return None
+        by_tile = waves(p, c, gpu)
+        count, busy = by_tile[c.tile_n]
+        least = next(tile for tile in TILES if by_tile[tile][0] == count)
+        if least < c.tile_n:
+            return f"tile_n={c.tile_n} makes as many waves of CTAs as tile_n={least}"
+        best = max(TILES, key=lambda tile: by_tile[tile][1])
+        if busy < LEAST_BUSY * by_tile[best][1]:
+            best_busy = by_tile[best][1]
+            return f"tile_n={c.tile_n} has {busy:.0%} of the GPU at work where tile_n={best} has {best_busy:.0%}"
+        return None
+
+    @of_both
+    def grid_axes(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
+        if -(-p.n // c.tile_n) > GRID_AXIS or -(-p.m // GROUP_TOKENS) > GRID_AXIS:
+            return f"{p.m} x {p.n} are more tiles than an axis of a grid has, {GRID_AXIS}"
+        return None
+
+    @of_both
+    def splits(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
+        if c.split_k > 1 and waves(p, c, gpu)[c.tile_n][0] > 1:
+            return f"split_k={c.split_k}: the tiles fill the GPU without"
+        if c.split_k > 1 and c.split_k * 2 > -(-p.k // c.tile_k):
+            return f"split_k={c.split_k} leaves less than two k-tiles of {c.tile_k} to each"
+        return None
+
+    # -- choice
+
+    def shortlist(self, p: GemmProblem, gpu: GpuSpec, x: Extras = PLAIN) -> Iterable[GemmConfig]:
+        among = {"stages": (4, 5, 6, 8, 12), "prefetch_l2": (0, 1, 2, 4)}
+        tiles = self.fitting_tiles(p)
+        return chain.from_iterable(self.fitting(gpu, PLAIN, tile_m=(tile,), **among) for tile in tiles)
 
     def preference(self, p: GemmProblem, c: GemmConfig, extras: Extras = PLAIN) -> tuple[object, ...]:
         """One CTA to an SM, two to a tile, most bytes in flight, long k-tiles; for two CTAs to a tile just enough
@@ -223,12 +251,6 @@ class SkinnyWarpgroup(Schedule):
 
 
 SKINNY_WARPGROUP = SkinnyWarpgroup()
-
-
-@cache
-def _shortlist(tile_m: int, gpu: GpuSpec) -> tuple[GemmConfig, ...]:
-    among = spanned(SKINNY_WARPGROUP.name, tile_m=(tile_m,), stages=(4, 5, 6, 8, 12), prefetch_l2=(0, 1, 2, 4))
-    return tuple(c for c in among if next(SKINNY_WARPGROUP.unfit(c, gpu), None) is None)
 
 
 def least_tokens(p: GemmProblem, gpu: GpuSpec) -> int:

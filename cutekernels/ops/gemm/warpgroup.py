@@ -6,7 +6,7 @@ other way round.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -14,19 +14,19 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from cutekernels import rates
 from cutekernels.gpu import ARCHITECTURES
 from cutekernels.kernels.cute.parts.smem import WarpgroupSmem
-from cutekernels.ops.gemm import prefetch
+from cutekernels.ops.gemm.prefetch import Prefetches
 from cutekernels.ops.gemm.problem import (
-    BODIES,
     ELEMENT_BYTES,
     MOST_TOKENS,
     WIDEST,
     GemmConfig,
     GemmProblem,
     Side,
-    spanned,
 )
-from cutekernels.ops.gemm.schedule import PLAIN, Extras, Schedule, extras_of, refused_layout
+from cutekernels.ops.gemm.schedule import HALF_ACCUMULATORS, PLAIN, Extras, GemmSchedule, extras_of
+from cutekernels.ops.gemm.skinny_warpgroup import SKINNY_WARPGROUP
 from cutekernels.ops.shared.occupancy import no_warpgroups
+from cutekernels.rules import of_both, of_config, of_problem
 
 if TYPE_CHECKING:
     from cutekernels.gpu import GpuSpec
@@ -81,30 +81,48 @@ _HIDDEN = 3.0  # exponent of the mean of the busiest SM's time and DRAM's
 
 
 @dataclass(frozen=True)
-class Warpgroup(Schedule):
+class Warpgroup(GemmSchedule, Prefetches):
     """One warp loads by TMA, groups of four warps multiply from shared memory; takes a gate behind the product."""
 
     name = "warpgroup"
     coefficients: ClassVar[Coefficients] = Coefficients()
     places: ClassVar[int] = 0  # of a ring of tiles in shared memory
 
-    def refused(self, p: GemmProblem, gpu: GpuSpec) -> Iterator[str]:
-        yield from no_warpgroups(gpu)
-        if min(p.a_align, p.b_align, p.out_align) < WIDEST:
-            yield f"{self.name} takes operands with 16-byte aligned rows"
-        if p.c != "none" and (p.c != p.out_major or p.c_align < WIDEST):
-            yield f"{self.name} takes a c with 16-byte aligned rows, whose contiguous extent is out's"
-        if p.wide:
-            yield f"{self.name} takes no 64-bit strides"
-        if p.k == 0:
-            yield f"{self.name} takes a K of 1 or more"
-        if p.m <= MOST_TOKENS and next(refused_layout(self.name, p), None) is None:
-            yield f"up to {MOST_TOKENS} tokens of a K-major weight are for body=skinny_warpgroup"
-        if min(p.m, p.n) < LEAST_EXTENT:
-            yield f"{self.name} takes {LEAST_EXTENT} rows and columns or more; they are {p.m} and {p.n}"
+    # -- rules
 
-    def fitting_tiles(self, p: GemmProblem) -> Sequence[int]:
-        return BODIES[self.name]["tile_m"]
+    warpgroup_mma = of_problem(no_warpgroups)
+
+    @of_problem
+    def alignment(self, p: GemmProblem, gpu: GpuSpec, x: Extras) -> str | None:
+        if min(p.a_align, p.b_align, p.out_align) < WIDEST:
+            return f"{self.name} takes operands with 16-byte aligned rows"
+        return None
+
+    @of_problem
+    def layout_of_c(self, p: GemmProblem, gpu: GpuSpec, x: Extras) -> str | None:
+        if p.c != "none" and (p.c != p.out_major or p.c_align < WIDEST):
+            return f"{self.name} takes a c with 16-byte aligned rows, whose contiguous extent is out's"
+        return None
+
+    @of_problem
+    def strides(self, p: GemmProblem, gpu: GpuSpec, x: Extras) -> str | None:
+        return f"{self.name} takes no 64-bit strides" if p.wide else None
+
+    @of_problem
+    def least_depth(self, p: GemmProblem, gpu: GpuSpec, x: Extras) -> str | None:
+        return f"{self.name} takes a K of 1 or more" if p.k == 0 else None
+
+    @of_problem
+    def few_tokens(self, p: GemmProblem, gpu: GpuSpec, x: Extras) -> str | None:
+        if p.k and p.m <= MOST_TOKENS and SKINNY_WARPGROUP.refusal(p, gpu, x) is None:
+            return f"up to {MOST_TOKENS} tokens of a K-major weight are for body={SKINNY_WARPGROUP.name}"
+        return None
+
+    @of_problem
+    def least_extents(self, p: GemmProblem, gpu: GpuSpec, x: Extras) -> str | None:
+        if min(p.m, p.n) < LEAST_EXTENT:
+            return f"{self.name} takes {LEAST_EXTENT} rows and columns or more; they are {p.m} and {p.n}"
+        return None
 
     def smem(self, c: GemmConfig, extras: Extras = PLAIN) -> WarpgroupSmem:
         return frame(*c.mma_tile, c.tile_k, c.stages, groups(c), extras.source, extras.biased, self.places)
@@ -113,55 +131,85 @@ class Warpgroup(Schedule):
         """The groups that multiply, and the one that loads."""
         return 128 * (groups(c) + 1)
 
-    def unfit(self, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> Iterator[str]:
+    @of_config
+    def clusters(self, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
         if c.cluster_m * c.cluster_n > 2:
-            yield "a cluster has two CTAs at most: take cluster_m=1 or cluster_n=1"
-        if c.pingpong and c.mma_tile[0] > 2 * GROUP_ROWS:
-            yield f"pingpong=1 gives each group a tile of its own, of 64 or 128 rows; {rows_knob(c)}={c.mma_tile[0]}"
-        accumulators = accumulators_of(c, extras.half_accumulators)
-        most = MOST_OF_THREE if groups(c) == 3 else MOST_ACCUMULATORS
-        if accumulators > most:
-            what = "pairs of fp16 accumulators" if extras.half_accumulators else "accumulators"
-            yield f"{c.tile_m}x{c.tile_n} are {accumulators} {what} a thread; {groups(c)} groups keep {most} at most"
-        if extras.gated:
-            yield from self.ungated(c)
-        yield from prefetch.broken(c, gpu)
+            return "a cluster has two CTAs at most: take cluster_m=1 or cluster_n=1"
+        return None
 
-    def ungated(self, c: GemmConfig) -> Iterator[str]:
-        """What keeps ``c`` from a gate."""
-        if c.swap_ab or c.tile_n < 2 * WarpgroupSmem.BOX or c.tile_n % (2 * COLUMNS):
-            yield (
+    @of_config
+    def ping_pong(self, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
+        if c.pingpong and c.mma_tile[0] > 2 * GROUP_ROWS:
+            return f"pingpong=1 gives each group a tile of its own, of 64 or 128 rows; {rows_knob(c)}={c.mma_tile[0]}"
+        return None
+
+    @of_config
+    def registers(self, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
+        shared = sharing(c)  # three groups are never in ping-pong
+        accumulators = c.tile_m * c.tile_n // (128 * shared) // (2 if x.half_accumulators else 1)
+        most = MOST_OF_THREE if shared == 3 else MOST_ACCUMULATORS
+        if accumulators > most:
+            what = "pairs of fp16 accumulators" if x.half_accumulators else "accumulators"
+            return f"{c.tile_m}x{c.tile_n} are {accumulators} {what} a thread; {groups(c)} groups keep {most} at most"
+        return None
+
+    @of_config
+    def gate(self, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
+        if x.gated and (c.swap_ab or c.tile_n < 2 * WarpgroupSmem.BOX or c.tile_n % (2 * COLUMNS)):
+            return (
                 f"a gate takes swap_ab=0, and tiles of {2 * WarpgroupSmem.BOX} columns or more in steps of "
                 f"{2 * COLUMNS}, half of them gates; swap_ab={int(c.swap_ab)}, tile_n={c.tile_n}"
             )
+        return None
 
-    def unsuited(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> Iterator[str]:
-        plain = (p.c, p.bias, p.activation) == ("none", "none", "none") and not extras.gated
+    @of_both
+    def registers_at_the_end(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
+        plain = (p.c, p.bias, p.activation) == ("none", "none", "none") and not x.gated
         accumulators = accumulators_of(c, p.accumulate == "fp16")
         if not plain and accumulators > MOST_FINISHED:
             kept = f"with c, a bias, an activation or a gate it keeps {MOST_FINISHED} at most"
-            yield f"{accumulators} accumulators a thread; {kept}"
-        a, b = p.operands()
+            return f"{accumulators} accumulators a thread; {kept}"
+        return None
+
+    @of_both
+    def operand_tiles(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
+        a, b = p.operands
         for name, tile, side, shared in (("m", c.tile_m, a, c.cluster_n), ("n", c.tile_n, b, c.cluster_m)):
             if not side.k_major and tile % (SWIZZLED * shared):
-                yield f"tile_{name}={tile} is loaded in {shared} parts, along M or N by {SWIZZLED} elements"
+                return f"tile_{name}={tile} is loaded in {shared} parts, along M or N by {SWIZZLED} elements"
             if tile > 2 * max(GROUP_ROWS, side.extent):
-                yield f"tile_{name}={tile} idles most of a tile over an extent of {side.extent}"
+                return f"tile_{name}={tile} idles most of a tile over an extent of {side.extent}"
+        return None
+
+    @of_both
+    def boxes_of_c(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
         if p.c != "none" and (width := c.mma_tile[1]) % WarpgroupSmem.BOX:
-            yield f"{columns_knob(c)}={width}: with c, results leave by whole boxes of {WarpgroupSmem.BOX} columns"
+            return f"{columns_knob(c)}={width}: with c, results leave by whole boxes of {WarpgroupSmem.BOX} columns"
+        return None
+
+    @of_both
+    def shared_memory(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
         smem = self.smem(c, extras_of(p))
         if smem.total_bytes > gpu.smem_per_block_bytes:
-            yield f"{smem.total_bytes} bytes of shared memory are more than a block's {gpu.smem_per_block_bytes}"
-        elif c.stages < 6 and smem.total_bytes + 2 * smem.stage_bytes <= gpu.smem_per_block_bytes:
-            yield f"stages={c.stages} leaves room for {c.stages + 2}"
+            return f"{smem.total_bytes} bytes of shared memory are more than a block's {gpu.smem_per_block_bytes}"
+        if c.stages < 6 and smem.total_bytes + 2 * smem.stage_bytes <= gpu.smem_per_block_bytes:
+            return f"stages={c.stages} leaves room for {c.stages + 2}"
+        return None
+
+    @of_both
+    def several_tiles(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
         tiles_m, tiles_n = cluster_tiles(p, c)
         if c.cluster_m * c.cluster_n > 1 and tiles_m * tiles_n * p.batch == 1:
-            yield "a cluster is for more than two tiles"
+            return "a cluster is for more than two tiles"
         if c.raster > 1 and tiles_m == 1:
-            yield f"raster={c.raster} does not suit one row of tiles: take 1"
+            return f"raster={c.raster} does not suit one row of tiles: take 1"
+        return None
 
-    def shortlist(self, p: GemmProblem, gpu: GpuSpec) -> Iterable[GemmConfig]:
-        return shortlist(gpu, extras_of(p))
+    # -- choice
+
+    def shortlist(self, p: GemmProblem, gpu: GpuSpec, x: Extras = PLAIN) -> Iterable[GemmConfig]:
+        """The two deepest pipelines of every tile."""
+        return deepest(self, gpu, extras_of(p) if x in (PLAIN, HALF_ACCUMULATORS) else x, raster=(1, 8), pdl=(True,))
 
     def preference(self, p: GemmProblem, c: GemmConfig, extras: Extras = PLAIN) -> tuple[object, ...]:
         """More stages, bands of 8 tile rows, rows that stay rows."""
@@ -258,19 +306,11 @@ WARPGROUP = Warpgroup()
 
 
 @cache
-def shortlist(gpu: GpuSpec, extras: Extras) -> tuple[GemmConfig, ...]:
-    """The two deepest pipelines of every tile."""
-    return deepest(WARPGROUP, spanned(WARPGROUP.name, raster=(1, 8), pdl=(True,)), gpu, extras)
-
-
-def deepest(
-    schedule: Warpgroup, among: Iterable[GemmConfig], gpu: GpuSpec, extras: Extras = PLAIN
-) -> tuple[GemmConfig, ...]:
-    """The two deepest pipelines of each tile ``among`` the configs."""
+def deepest(schedule: Warpgroup, gpu: GpuSpec, x: Extras, **among: tuple[Any, ...]) -> tuple[GemmConfig, ...]:
+    """The two deepest pipelines of each tile that fits."""
     by_tile: dict[tuple[Any, ...], list[GemmConfig]] = {}
-    for c in among:
-        fits = next(schedule.unfit(c, gpu, extras), None) is None
-        if fits and schedule.smem(c, extras).total_bytes <= gpu.smem_per_block_bytes:
+    for c in schedule.fitting(gpu, x, **among):
+        if schedule.smem(c, x).total_bytes <= gpu.smem_per_block_bytes:
             tile = tuple(value for name, value in vars(c).items() if name != "stages")
             by_tile.setdefault(tile, []).append(c)
     return tuple(c for own in by_tile.values() for c in sorted(own, key=lambda c: -c.stages)[:2])
@@ -292,10 +332,7 @@ def frame(
 
 def sharing(c: GemmConfig) -> int:
     """Groups that share a tile."""
-    if c.pingpong:
-        return 1
-    rows, _ = c.mma_tile
-    return rows // GROUP_ROWS if rows <= 3 * GROUP_ROWS else 2
+    return WarpgroupSmem.sharing(c.tile_n if c.swap_ab else c.tile_m, c.pingpong)
 
 
 def groups(c: GemmConfig) -> int:
@@ -310,7 +347,7 @@ def accumulators_of(c: GemmConfig, half: bool = False) -> int:
 
 def sides(p: GemmProblem, c: GemmConfig) -> tuple[Side, Side]:
     """The operand of the MMA's rows and that of its columns."""
-    a, b = p.operands()
+    a, b = p.operands
     return (b, a) if c.swap_ab else (a, b)
 
 

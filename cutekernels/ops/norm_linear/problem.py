@@ -70,6 +70,11 @@ class NormLinearProblem(Problem):
         )
 
     @property
+    def epilogue(self) -> GemmProblem:
+        """The product with what follows it."""
+        return self.product
+
+    @property
     def gamma_bytes(self) -> int:
         return {"none": 0, "same": ELEMENT_BYTES, "fp32": 4}[self.weight]
 
@@ -90,6 +95,10 @@ class RmsNormLinearProblem(NormLinearProblem):
     @property
     def weight(self) -> str:
         return self.norm_weight
+
+    @property
+    def epilogue(self) -> GemmProblem:
+        return self.product.replace(bias=self.bias, activation=self.activation)
 
     @property
     def extras(self) -> Extras:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from cutekernels import rates
@@ -13,8 +12,9 @@ from cutekernels.ops.quantized.problem import (
     SCALE_BYTES,
     QuantizedConfig,
     QuantizedProblem,
-    spanned,
 )
+from cutekernels.ops.quantized.schedule import QuantizedSchedule
+from cutekernels.rules import of_both
 
 if TYPE_CHECKING:
     from cutekernels.gpu import GpuSpec
@@ -54,40 +54,107 @@ def accumulators(c: QuantizedConfig) -> int:
     return c.tile_n // 16 // c.warps_n * c.tile_m // 2
 
 
-def broken(p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec) -> Iterator[str]:
-    """The rules that are broken."""
-    warps = c.warps_n * c.warps_k
-    if warps not in (4, 8):
-        yield f"{c.warps_n}x{c.warps_k} warps: take 4 or 8"
-    if c.tile_k // c.warps_k < 64:
-        yield f"tile_k={c.tile_k} leaves less than 64 to each of {c.warps_k} groups of warps"
-    if c.tile_n // 16 % c.warps_n or c.tile_n // 16 < c.warps_n:
-        yield f"tile_n={c.tile_n} does not divide among {c.warps_n} warps of 16 rows"
-    if p.gated and (c.tile_n < 32 or c.tile_n // 16 // c.warps_n % 2):
-        yield f"tile_n={c.tile_n} of {c.warps_n} warps has no strip of gates and one of up for each: take more rows"
-    sums = accumulators(c)
-    if sums > _MOST_ACCUMULATORS or c.tile_n // 16 // c.warps_n > 4:
-        yield f"a thread holds {sums} sums of {c.tile_n // 16 // c.warps_n} strips: take more warps along the rows"
-    most = next((warps for limit, warps in _MOST_WARPS.items() if sums <= limit), 16)
-    if warps * c.ctas_per_sm > min(most, gpu.max_warps):
-        yield f"{c.ctas_per_sm} CTAs of {warps} warps with {sums} sums a thread: take {most} warps an SM or fewer"
-    longest = next((k for limit, k in _MOST_CHUNK.items() if sums <= limit), 128)
-    if c.tile_k // c.warps_k > longest:
-        yield f"a warp has {c.tile_k // c.warps_k} of K at a time with {sums} sums a thread: take {longest} or less"
-    frame = smem(p, c)
-    if frame.total_bytes > gpu.smem_per_block_bytes:
-        yield f"{frame.total_bytes} bytes of shared memory are more than a block's {gpu.smem_per_block_bytes}"
-    elif c.ctas_per_sm * (frame.total_bytes + gpu.SMEM_RESERVED_BYTES) > gpu.smem_per_sm_bytes:
-        yield f"{c.ctas_per_sm} CTAs of {frame.total_bytes} bytes do not fit in an SM's shared memory"
-    if c.ctas_per_sm * frame.sums_at < _LEAST_IN_FLIGHT:
-        yield f"{frame.sums_at} bytes of stages keep too few in flight: take {_LEAST_IN_FLIGHT} an SM or more"
-    if c.pdl and not gpu.has_pdl:
-        yield f"pdl=1 needs programmatic dependent launch, which {gpu.name} lacks"
-    fitting = fitting_tiles(p)
-    if c.tile_m not in fitting:
-        yield f"tile_m={c.tile_m} does not suit {p.m} tokens: take {' or '.join(map(str, fitting))}"
-    if c.stream_k and tiles(p, c) % (gpu.sm_count * c.ctas_per_sm) == 0:
-        yield f"stream_k=1: {tiles(p, c)} tiles fill whole waves without"
+class PackedSkinny(QuantizedSchedule):
+    """cp.async and warp MMA; weights are decoded in registers."""
+
+    name = NAME
+
+    @of_both
+    def number_of_warps(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec, x: None) -> str | None:
+        if c.warps_n * c.warps_k not in (4, 8):
+            return f"{c.warps_n}x{c.warps_k} warps: take 4 or 8"
+        return None
+
+    @of_both
+    def warps_divide(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec, x: None) -> str | None:
+        if c.tile_k // c.warps_k < 64:
+            return f"tile_k={c.tile_k} leaves less than 64 to each of {c.warps_k} groups of warps"
+        if c.tile_n // 16 % c.warps_n or c.tile_n // 16 < c.warps_n:
+            return f"tile_n={c.tile_n} does not divide among {c.warps_n} warps of 16 rows"
+        if p.gated and (c.tile_n < 32 or c.tile_n // 16 // c.warps_n % 2):
+            return f"tile_n={c.tile_n} of {c.warps_n} warps has no strips of gate and up for each: take more rows"
+        return None
+
+    @of_both
+    def registers(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec, x: None) -> str | None:
+        warps, held = c.warps_n * c.warps_k, accumulators(c)
+        if held > _MOST_ACCUMULATORS or c.tile_n // 16 // c.warps_n > 4:
+            strips = c.tile_n // 16 // c.warps_n
+            return f"a thread holds {held} accumulators of {strips} strips: take more warps along the rows"
+        most = next((warps for limit, warps in _MOST_WARPS.items() if held <= limit), 16)
+        if warps * c.ctas_per_sm > min(most, gpu.max_warps):
+            many = f"{c.ctas_per_sm} CTAs of {warps} warps with {held} accumulators a thread"
+            return f"{many}: take {most} warps an SM or fewer"
+        longest = next((k for limit, k in _MOST_CHUNK.items() if held <= limit), 128)
+        if (chunk := c.tile_k // c.warps_k) > longest:
+            return f"a warp has {chunk} of K at a time with {held} accumulators a thread: take {longest} or less"
+        return None
+
+    @of_both
+    def shared_memory(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec, x: None) -> str | None:
+        frame = smem(p, c)
+        if frame.total_bytes > gpu.smem_per_block_bytes:
+            return f"{frame.total_bytes} bytes of shared memory are more than a block's {gpu.smem_per_block_bytes}"
+        if c.ctas_per_sm * (frame.total_bytes + gpu.SMEM_RESERVED_BYTES) > gpu.smem_per_sm_bytes:
+            return f"{c.ctas_per_sm} CTAs of {frame.total_bytes} bytes do not fit in an SM's shared memory"
+        if c.ctas_per_sm * frame.sums_at < _LEAST_IN_FLIGHT:
+            return f"{frame.sums_at} bytes of stages keep too few in flight: take {_LEAST_IN_FLIGHT} an SM or more"
+        return None
+
+    @of_both
+    def dependent_launch(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec, x: None) -> str | None:
+        if c.pdl and not gpu.has_pdl:
+            return f"pdl=1 needs programmatic dependent launch, which {gpu.name} lacks"
+        return None
+
+    @of_both
+    def tile_of_tokens(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec, x: None) -> str | None:
+        fitting = fitting_tiles(p)
+        if c.tile_m not in fitting:
+            return f"tile_m={c.tile_m} does not suit {p.m} tokens: take {' or '.join(map(str, fitting))}"
+        return None
+
+    @of_both
+    def waves(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec, x: None) -> str | None:
+        if c.stream_k and tiles(p, c) % (gpu.sm_count * c.ctas_per_sm) == 0:
+            return f"stream_k=1: {tiles(p, c)} tiles fill whole waves without"
+        return None
+
+    # -- choice
+
+    def confined(self, p: QuantizedProblem) -> dict[str, tuple[Any, ...]]:
+        return {"tile_m": fitting_tiles(p)}
+
+    def shortlist(self, p: QuantizedProblem, gpu: GpuSpec, x: None) -> Iterator[QuantizedConfig]:
+        ahead = (2 if gpu.has_pdl else 0,)
+        for tile in fitting_tiles(p):
+            yield from self.fitting(gpu, x, tile_m=(tile,), pdl=(gpu.has_pdl,), prefetch_l2=ahead)
+
+    def estimate_us(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec, x: None) -> float:
+        return estimate_us(p, c, gpu)
+
+    def preference(self, p: QuantizedProblem, c: QuantizedConfig, x: None) -> tuple[object, ...]:
+        return c.stream_k, -c.tile_k, c.tile_n, -c.stages, str(c)
+
+    # -- kernel
+
+    def groups(self, c: QuantizedConfig) -> int:
+        return 1
+
+    def smem(self, p: QuantizedProblem, c: QuantizedConfig) -> SkinnyPackedSmem:
+        return smem(p, c)
+
+    def tiles(self, p: QuantizedProblem, c: QuantizedConfig) -> int:
+        return tiles(p, c)
+
+    def grid(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec) -> tuple[int, ...]:
+        return grid(p, c, gpu)
+
+    def body(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec) -> Any:
+        return body(p, c, gpu)
+
+
+PACKED_SKINNY = PackedSkinny()
 
 
 def tiles(p: QuantizedProblem, c: QuantizedConfig) -> int:
@@ -100,13 +167,6 @@ def grid(p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec) -> tuple[int, in
     units = max(1, tiles(p, c) * k_tiles)
     share = -(-units // resident) if c.stream_k else k_tiles * max(1, -(-tiles(p, c) // resident))
     return -(-units // share), share
-
-
-@cache
-def shortlist(tile_m: int, gpu: GpuSpec) -> tuple[QuantizedConfig, ...]:
-    """What the default is chosen among."""
-    pdl = (gpu.has_pdl,)
-    return tuple(spanned(NAME, tile_m=(tile_m,), pdl=pdl, prefetch_l2=(2 if gpu.has_pdl else 0,)))
 
 
 def estimate_us(p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec) -> float:
@@ -133,11 +193,6 @@ def estimate_us(p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec) -> float:
     if c.stream_k and share % k_tiles:
         fixed += _SHARED * rate.exchange_us
     return float(fixed + busy + (0.0 if c.pdl else rate.dependent_us))
-
-
-def preference(c: QuantizedConfig) -> tuple[object, ...]:
-    """Among configs of one estimate."""
-    return c.stream_k, -c.tile_k, c.tile_n, -c.stages, str(c)
 
 
 def body(p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec) -> Any:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import product
 from typing import Any
 
+from cutekernels import rules
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Config, Problem, extent, knob, ladder, plain, respelled
 from cutekernels.ops.gemm.problem import ACTIVATIONS
@@ -136,24 +136,17 @@ BODIES: dict[str, dict[str, tuple[Any, ...]]] = {
         "raster": (1, 8),
     },
 }
-_VALUES: dict[str, dict[str, tuple[Any, ...]]] = {
-    body: {name: own.get(name, values[:1]) for name, values in QuantizedConfig.space().items()} | {"body": (body,)}
-    for body, own in BODIES.items()
-}
+_VALUES = {body: rules.values_of(QuantizedConfig, **own, body=(body,)) for body, own in BODIES.items()}
 
 
 def foreign(c: QuantizedConfig) -> Iterator[str]:
     """The knobs of ``c`` whose values belong to the other body."""
-    for name, allowed in _VALUES[c.body].items():
-        if getattr(c, name) not in allowed:
-            yield f"body={c.body} takes {name} from {', '.join(map(str, allowed))}; it is {getattr(c, name)}"
+    return rules.foreign(c, _VALUES[c.body])
 
 
 def spanned(body: str, **among: tuple[Any, ...]) -> Iterator[QuantizedConfig]:
     """Every config of ``body``, some knobs confined to ``among``; ``prefetch_l2`` is for ``pdl`` alone."""
-    values = _VALUES[body] | among
-    for chosen in product(*values.values()):
-        c = QuantizedConfig.drawn(zip(values, chosen, strict=True))
+    for c in rules.combinations(QuantizedConfig, _VALUES[body] | among):
         if c.pdl or not c.prefetch_l2:
             yield c
 

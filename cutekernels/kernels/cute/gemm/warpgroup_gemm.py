@@ -163,9 +163,7 @@ class WarpgroupGemm(WarpGroupBody):
     @property
     def sharing(self) -> int:
         """Consumer groups that share a tile."""
-        if self.pingpong:
-            return 1
-        return self.tile_m // ROWS if self.tile_m <= 3 * ROWS else 2
+        return WarpgroupSmem.sharing(self.tile_m, self.pingpong)
 
     @property
     def groups(self) -> int:

@@ -188,6 +188,13 @@ class WarpgroupSmem:
     PLACE_BYTES = 32  # two barriers and four numbers
     PLACES = 4  # of a ring: tiles found ahead
 
+    @staticmethod
+    def sharing(tile_m: int, pingpong: bool) -> int:
+        """Consumer groups that share a tile: one for each 64 rows up to three; of 256 rows two, with 128 each."""
+        if pingpong:
+            return 1
+        return tile_m // 64 if tile_m <= 3 * 64 else 2
+
     @property
     def rows_bytes(self) -> int:
         return self.tile_m * self.tile_k * self.element_bytes
