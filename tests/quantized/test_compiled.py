@@ -12,8 +12,14 @@ from cutekernels.ops.quantized.problem import QuantizedConfig, QuantizedProblem
 GPUS = ("a100-sxm-80gb", "l40s", "h200", "rtx5090")
 # One of each way through the warpgroup body: sums of groups, two batches under way, scales of both kinds, shared tiles.
 WARPGROUP = (
-    ("m=512 n=4096 k=4096 zeros=1", "tile_m=128 tile_n=128 tile_k=128 stages=5 stream_k=1 scaled=sums raster=1"),
-    ("m=512 n=4096 k=4096 group=32", "tile_m=64 tile_n=192 tile_k=128 stages=6 stream_k=0 scaled=sums raster=8"),
+    (
+        "m=512 n=4096 k=4096 zeros=1",
+        "tile_m=128 tile_n=128 tile_k=128 stages=5 stream_k=1 scaled=accumulators raster=1",
+    ),
+    (
+        "m=512 n=4096 k=4096 group=32",
+        "tile_m=64 tile_n=192 tile_k=128 stages=6 stream_k=0 scaled=accumulators raster=8",
+    ),
     ("m=512 n=4096 k=4096 scale=bf16", "tile_m=256 tile_n=128 tile_k=64 stages=5 stream_k=1 scaled=weights raster=1"),
     (
         "m=512 n=4096 k=4096 code=e4m3 scale_rows=128 scale=fp32",
@@ -21,7 +27,7 @@ WARPGROUP = (
     ),
     (
         "m=512 n=4096 k=4096 code=int8 group=0 scale=fp32 bias=fp32",
-        "tile_m=256 tile_n=128 tile_k=64 stages=5 stream_k=0 scaled=sums raster=8",
+        "tile_m=256 tile_n=128 tile_k=64 stages=5 stream_k=0 scaled=accumulators raster=8",
     ),
 )
 

@@ -54,7 +54,7 @@ def accumulators(c: QuantizedConfig) -> int:
     return c.tile_n // 16 // c.warps_n * c.tile_m // 2
 
 
-class PackedSkinny(QuantizedSchedule):
+class SkinnyPacked(QuantizedSchedule):
     """cp.async and warp MMA; weights are decoded in registers."""
 
     name = NAME
@@ -154,7 +154,7 @@ class PackedSkinny(QuantizedSchedule):
         return body(p, c, gpu)
 
 
-PACKED_SKINNY = PackedSkinny()
+PACKED_SKINNY = SkinnyPacked()
 
 
 def tiles(p: QuantizedProblem, c: QuantizedConfig) -> int:

@@ -52,7 +52,7 @@ def registers(p: QuantizedProblem, c: QuantizedConfig) -> int:
     return c.tile_m // 2 * (2 if twice else 1) + _BESIDE_REGISTERS
 
 
-class PackedWarpgroup(QuantizedSchedule):
+class WarpgroupPacked(QuantizedSchedule):
     """TMA and warpgroup MMA; weights are decoded in registers."""
 
     name = NAME
@@ -140,7 +140,7 @@ class PackedWarpgroup(QuantizedSchedule):
         return body(p, c, gpu)
 
 
-PACKED_WARPGROUP = PackedWarpgroup()
+PACKED_WARPGROUP = WarpgroupPacked()
 
 
 def tiles(p: QuantizedProblem, c: QuantizedConfig) -> int:
