@@ -70,7 +70,7 @@ class GroupsSchedule(Warpgroup):
 
 
 @dataclass(frozen=True)
-class WarpgroupGrouped(GroupsSchedule):
+class GroupedWarpgroupSchedule(GroupsSchedule):
     """Warpgroup over groups of rows."""
 
     narrowed: ClassVar = {"tile_n": TILES_N}
@@ -121,7 +121,7 @@ class WarpgroupGrouped(GroupsSchedule):
 
 
 @dataclass(frozen=True)
-class GroupedWarpgroupDepth(GroupsSchedule):
+class DepthWarpgroupSchedule(GroupsSchedule):
     """Warpgroup over groups along the depth: a matrix for each."""
 
     @of_problem
@@ -146,8 +146,8 @@ class GroupedWarpgroupDepth(GroupsSchedule):
         return WarpgroupGroupedDepth(super().body(p, c, gpu, extras))
 
 
-GROUPED_WARPGROUP = WarpgroupGrouped()
-DEPTH_WARPGROUP = GroupedWarpgroupDepth()
+GROUPED_WARPGROUP = GroupedWarpgroupSchedule()
+DEPTH_WARPGROUP = DepthWarpgroupSchedule()
 
 
 # ---- arithmetic of the model ----------------------------------------------------------------------------

@@ -54,7 +54,7 @@ def accumulators(c: QuantizedConfig) -> int:
     return c.tile_n // 16 // c.warps_n * c.tile_m // 2
 
 
-class SkinnyPacked(QuantizedSchedule):
+class PackedSkinnySchedule(QuantizedSchedule):
     """cp.async and warp MMA; weights are decoded in registers."""
 
     name = NAME
@@ -154,7 +154,7 @@ class SkinnyPacked(QuantizedSchedule):
         return body(p, c, gpu)
 
 
-PACKED_SKINNY = SkinnyPacked()
+PACKED_SKINNY = PackedSkinnySchedule()
 
 
 def tiles(p: QuantizedProblem, c: QuantizedConfig) -> int:

@@ -52,7 +52,7 @@ def registers(p: QuantizedProblem, c: QuantizedConfig) -> int:
     return c.tile_m // 2 * (2 if twice else 1) + _BESIDE_REGISTERS
 
 
-class WarpgroupPacked(QuantizedSchedule):
+class PackedWarpgroupSchedule(QuantizedSchedule):
     """TMA and warpgroup MMA; weights are decoded in registers."""
 
     name = NAME
@@ -140,7 +140,7 @@ class WarpgroupPacked(QuantizedSchedule):
         return body(p, c, gpu)
 
 
-PACKED_WARPGROUP = WarpgroupPacked()
+PACKED_WARPGROUP = PackedWarpgroupSchedule()
 
 
 def tiles(p: QuantizedProblem, c: QuantizedConfig) -> int:
