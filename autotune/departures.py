@@ -35,8 +35,11 @@ def departures(job: Job, spec: GpuSpec, store: Store) -> list[Departure]:
     found = []
     for task in job.tasks:
         op, problem = task.op, task.problem
-        for winner in store.winners(gpu=spec.name, op=op.name, revision=op.revision, problem=str(problem)):
-            default, chosen = op.default(problem, spec), op.Config.parse(winner.config)
+        for winner in store.winners(gpu=spec.name, op=op.name, problem=str(problem)):
+            if winner.revision not in op.revisions:
+                continue
+            text = op.spelled(winner.revision, winner.problem, winner.config)
+            default, chosen = op.default(problem, spec), op.Config.parse(text)
             times = [op.estimate_us(problem, c, spec) for c in (default, chosen)]
             why = tuple(_reasons(op, problem, spec, default, chosen))
             found.append(Departure(task, default, chosen, times[0], times[1], why))

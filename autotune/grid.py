@@ -243,14 +243,15 @@ def _measured(
     """Problems with a measured winner by their static fields, each with the regret of its default."""
     op = registry.get(family.op)
     found: dict[tuple[object, ...], list[tuple[object, float]]] = {}
-    for text, winner in known.table.get((op.name, op.revision), {}).items():
+    for text, winner in known.of(op.name, op.revisions).items():
         if winner.origin != "measured":
             continue
         try:
             problem = op.Problem.parse(text)
         except UnsupportedProblem:
             continue  # stored before a field changed
-        if gpu is not None and isinstance(adopted(op, problem, gpu, winner.config), str):
+        revision = op.revision if winner.revision is None else winner.revision
+        if gpu is not None and isinstance(adopted(op, problem, gpu, winner.config, revision, winner.problem), str):
             continue  # stored before a rule changed
         found.setdefault(problem.static(), []).append((problem, max(0.0, (winner.ratio or 1.0) - 1)))
     return found

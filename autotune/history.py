@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from itertools import chain
 from typing import Any
 
 from cutekernels.autotune.runtime import NotPrepared
@@ -66,8 +67,12 @@ class TaskHistory:
     # -- reading
 
     def stored(self) -> list[Trial]:
-        """Rows of this task and origin, oldest first."""
-        return self._store.trials(**self._key, origin=self.origin)
+        """Rows of this task and origin, under any revision that serves, oldest first."""
+        return self._trials(origin=self.origin)
+
+    def _trials(self, **wanted: Any) -> list[Trial]:
+        found = [self._store.trials(**self._key | {"revision": r}, **wanted) for r in self.op.revisions]
+        return found[0] if len(found) == 1 else sorted(chain(*found), key=lambda t: (t.created_at, t.id))
 
     def earlier(self) -> list[Trial]:
         """Those that hold for today's kernels and versions."""
@@ -79,26 +84,28 @@ class TaskHistory:
 
     def predicted(self, count: int) -> list[Config]:
         """The ``count`` best predicted configs, the fastest first; none where nothing was predicted."""
-        rows = self._store.trials(**self._key, origin="predicted", status="ok")
+        rows = self._trials(origin="predicted", status="ok")
         rows.sort(key=lambda t: (t.median_us or math.inf, t.config))
         configs = (self.config_of(t) for t in rows)
         return list(dict.fromkeys(c for c in configs if c is not None))[:count]
 
     def serving(self) -> list[Config]:
         """Measured configs that serve this problem today: this database's winner, then the shipped one."""
-        shipped = (t for t in snapshot.shipped(self.gpu.name) if (t.op, t.revision) == (self.op.name, self.op.revision))
+        rows = snapshot.shipped(self.gpu.name)
+        shipped = (t for t in rows if t.op == self.op.name and t.revision in self.op.revisions)
         found = [self.winner(), *(t for t in shipped if t.problem == str(self.problem))]
         configs = [self.config_of(t) for t in found if t is not None and t.origin == "measured"]
         return list(dict.fromkeys(c for c in configs if c is not None))
 
     def winner(self) -> Trial | None:
-        winners = self._store.winners(**self._key)
-        return winners[0] if winners else None
+        """The winner that serves: a measured one, of the latest revision."""
+        winners = chain(*(self._store.winners(**self._key | {"revision": r}) for r in self.op.revisions))
+        return max(winners, key=lambda t: (t.origin == "measured", t.revision), default=None)
 
     def config_of(self, trial: Trial) -> Config | None:
         """The trial's config, or None where the op's current declaration cannot parse it."""
         try:
-            config: Config = self.op.Config.parse(trial.config)
+            config: Config = self.op.Config.parse(self.op.spelled(trial.revision, trial.problem, trial.config))
         except InvalidConfig:
             return None
         return config
@@ -106,14 +113,16 @@ class TaskHistory:
     def seeds(self) -> list[Config]:
         """Configs to try first: what serves this problem, then winners of the nearest with the same static fields."""
         found: list[tuple[float, str, Trial]] = []
-        for trial in self._store.winners(gpu=self.gpu.name, op=self.op.name, revision=self.op.revision):
+        for trial in self._store.winners(gpu=self.gpu.name, op=self.op.name):
+            if trial.revision not in self.op.revisions:
+                continue
             try:
                 other = self.op.Problem.parse(trial.problem)
             except UnsupportedProblem:
                 continue  # stored before a field changed
             if other.static() == self.problem.static():
                 found.append((octaves(self.problem, other), trial.problem, trial))
-        found.sort(key=lambda row: row[:2])
+        found.sort(key=lambda row: (*row[:2], -row[2].revision))
         configs = [self.config_of(trial) for _, _, trial in found[: _NEIGHBOURS + 1]]
         return list(dict.fromkeys([*self.serving(), *(c for c in configs if c is not None)]))
 

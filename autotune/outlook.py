@@ -71,7 +71,7 @@ def _left(
         "state": state,
         "stored": done,
         "to_do": wanted if force else wanted - done,
-        "winner": None if winner is None else winner.config,
+        "winner": None if winner is None else task.op.spelled(winner.revision, winner.problem, winner.config),
     }
 
 

@@ -46,16 +46,24 @@ class TaskReport:
         """Attempts of this run that reached the compiler or the GPU."""
         return sum(count for status, count in self.attempts.items() if status != "invalid")
 
+    @property
+    def config(self) -> str | None:
+        """The winner's config in the words of the op's revision."""
+        from cutekernels.db.query import spelled
+
+        w = self.winner
+        return None if w is None else spelled(self.op, w.revision, w.problem, w.config)
+
     def as_row(self) -> dict[str, Any]:
         """Plain values, for JSON and CSV."""
-        w = self.winner
+        w, config = self.winner, self.config
         return {
             "gpu": self.gpu,
             "op": self.op,
             "problem": self.problem,
             "state": self.state,
-            "config": w.config if w else None,
-            "is_default": w.config == self.default if w else None,
+            "config": config,
+            "is_default": config == self.default if w else None,
             "origin": w.origin if w else None,
             "median_us": w.median_us if w else None,
             "ratio": w.ratio if w else None,
@@ -120,7 +128,8 @@ class TuneReport:
         table.add_column("this run", overflow="fold")
         for task in self.tasks:
             w = task.winner
-            config = "no winner" if w is None else ("default: " if w.config == task.default else "") + w.config
+            config = task.config or "no winner"
+            config = f"default: {config}" if config == task.default else config
             origin = "" if w is None else f"\n{w.origin}"
             done = [task.state, counts(task.attempts), f"{task.resumed} resumed" if task.resumed else "", task.message]
             table.add_row(

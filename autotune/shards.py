@@ -78,7 +78,8 @@ def requested(requests: Iterable[Request], gpu: GpuSpec, trials: int | None = No
     """The queue of missed problems as a job: most GPU time per tuning second first.
 
     A problem's worth is its hits times the model's time of the default, over the expected cost of its task. Requests
-    for another GPU, an earlier revision, an op or problem that this version lacks, or nothing at all are left out.
+    for another GPU, a revision that serves no more, an op or problem that this version lacks, or nothing at all are
+    left out.
     """
     from cutekernels.ops import registry
 
@@ -90,7 +91,7 @@ def requested(requests: Iterable[Request], gpu: GpuSpec, trials: int | None = No
             problem = op.Problem.parse(request.problem).bucket()
         except UnsupportedProblem:
             continue
-        if request.gpu != gpu.name or request.revision != op.revision or is_empty(problem):
+        if request.gpu != gpu.name or request.revision not in op.revisions or is_empty(problem):
             continue
         task = Task(op, problem, wanted)
         worth = request.hits * op.estimate_us(problem, op.default(problem, gpu), gpu) / expected_s(task)

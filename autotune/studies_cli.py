@@ -37,6 +37,7 @@ def command(
     rows = []
     with Store(url_of(db), readonly=True) as store, closing(Studies(store.url)) as studies:
         wanted = None if gpu is None else gpus.lookup(gpu).name
+        told: set[tuple[str, str, str]] = set()
         for key in store.tasks(gpu=wanted, op=None if op is None else registry.get(op).name, origin="measured"):
             if is_guest(key.op):
                 terminal.say(f"{key.gpu} {key.op} [{key.problem}] is left out: only its own runs import a guest")
@@ -47,8 +48,10 @@ def command(
             except (UnknownGpu, UnsupportedProblem) as error:
                 terminal.say(f"{key.gpu} {key.op} [{key.problem}] is left out: {error}")
                 continue
-            if key.revision != declared.revision:
-                continue  # its configs mean something else today
+            task = key.gpu, key.op, key.problem
+            if key.revision not in declared.revisions or task in told:
+                continue  # its configs mean something else today, or stand with those of another revision
+            told.add(task)
             history = TaskHistory(store, declared, problem, spec, Environment(), "measured")
             stored = history.stored()
             study = studies.study(history, space(declared, problem, spec), stored)

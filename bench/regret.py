@@ -50,9 +50,12 @@ def judge(name: str, text: str, measured: dict[str, float], gpu: GpuSpec, known:
     if len(us) < LEAST_CONFIGS:
         return
     best = min(us, key=lambda config: (us[config], config))
-    key, bucket = (op.name, op.revision), str(problem.bucket())
-    others = {other: row for other, row in known.table.get(key, {}).items() if other != bucket}
-    for kind, rows in (("held out", replace(known, table={**known.table, key: others})), ("all", known)):
+    bucket = str(problem.bucket())
+    others = {
+        key: {other: row for other, row in table.items() if other != bucket} if key[0] == op.name else table
+        for key, table in known.table.items()
+    }
+    for kind, rows in (("held out", replace(known, table=others)), ("all", known)):
         choice = dispatch.resolve(op, problem, gpu, rows)
         if kind == "held out" or choice.origin == "tuned":
             mine = us.get(str(choice.config))

@@ -30,10 +30,11 @@ from cutekernels.autotune.studies import Studies
 from cutekernels.autotune.study import PATIENCE, Attempt, Study, since_improved
 from cutekernels.errors import CuteKernelsError, JobError
 from cutekernels.op import Scalar
+from cutekernels.ops import registry
 from cutekernels.terminal import As, Format
 
 SWEEPS = Path(__file__).parent / "sweeps"
-READS = ("op", "problem", "config", "default", "us", "p20", "p80", "model_us")
+READS = ("op", "revision", "problem", "config", "default", "us", "p20", "p80", "model_us")
 MARKS = (16, 32)
 ORDERS = "chance,model,process,random,tpe"
 
@@ -87,6 +88,10 @@ def _sound(row: object) -> dict[str, Any]:
     for name in ("op", "problem", "config"):
         if not isinstance(row.get(name, ""), str):
             raise ValueError(f"{name} is a text; it is {row[name]!r:.40}")
+    if type(row.get("revision", 1)) is not int:
+        raise ValueError(f"revision is a whole number; it is {row['revision']!r:.40}")
+    if "config" in row and (op := registry.find(row.get("op", ""))):
+        row["config"] = op.spelled(row.get("revision", 1), row.get("problem", ""), row["config"])
     for name in ("us", "p20", "p80", "model_us") if "config" in row else ():
         value = row.get(name)
         if value is not None and not (type(value) in (int, float) and 0 < value < math.inf):

@@ -338,7 +338,7 @@ def _compile_ahead(posed: Sequence[_Posed], gpu: GpuSpec, jobs: int | None) -> d
 
 def _forced(op: Op[Any, Any], p: Any, gpu: GpuSpec, config: Config | str) -> Choice:
     if isinstance(config, str):
-        config = op.Config.parse(config)
+        return Choice(op.read(p, config, gpu), "forced", "the caller's config=")
     if not isinstance(config, op.Config):
         raise InvalidConfig(f"{op.name} takes a {op.Config.__name__} or its text; got {config!r}")
     return Choice(op.check(p, config, gpu), "forced", "the caller's config=")
@@ -346,7 +346,7 @@ def _forced(op: Op[Any, Any], p: Any, gpu: GpuSpec, config: Config | str) -> Cho
 
 def _sources(op: Op[Any, Any], p: Any, gpu: GpuSpec, snapshot: Snapshot) -> Iterator[tuple[str, Choice | str]]:
     """Each source in order, with its choice or the reason it has none."""
-    table = snapshot.table.get((op.name, op.revision), {})
+    table = _table(op, gpu, snapshot)
     bucket = p.bucket()
     at_bucket = table.get(str(bucket))
     if at_bucket is None:
@@ -367,6 +367,19 @@ def _sources(op: Op[Any, Any], p: Any, gpu: GpuSpec, snapshot: Snapshot) -> Iter
             f"the model has its bucket's best less than {LEAST_GAIN} times as fast as the default, too little to serve",
         )
     yield "default", Choice(op.default(p, gpu), "default", "the op's analytical choice")
+
+
+_tables: dict[tuple[str, str], tuple[Snapshot, Mapping[str, Winner]]] = {}
+
+
+def _table(op: Op[Any, Any], gpu: GpuSpec, snapshot: Snapshot) -> Mapping[str, Winner]:
+    """The winners that may serve ``op``, by problem; the same object for the same snapshot."""
+    if not op.earlier:
+        return snapshot.table.get((op.name, op.revision), {})
+    known = _tables.get((gpu.name, op.name))
+    if known is None or known[0] is not snapshot:
+        known = _tables[gpu.name, op.name] = snapshot, snapshot.of(op.name, op.revisions)
+    return known[1]
 
 
 def _nearest(
@@ -465,17 +478,20 @@ def octaves(a: Problem, b: Problem) -> float:
     return sum(abs(_octave(x) - _octave(y)) for x, y in zip(a.extents(), b.extents(), strict=True))
 
 
-def adopted(op: Op[Any, Any], p: Any, gpu: GpuSpec, text: str) -> Config | str:
-    """A stored config, if it parses and solves this exact problem; else the reason for which calls refuse it."""
+def adopted(op: Op[Any, Any], p: Any, gpu: GpuSpec, text: str, revision: int, problem: str) -> Config | str:
+    """A config stored under ``revision`` for ``problem``, if it parses and solves ``p`` itself; else the reason for
+    which calls refuse it.
+    """
     try:
-        config = op.Config.parse(text)
+        config = op.Config.parse(op.spelled(revision, problem, text))
     except InvalidConfig as error:
         return f"its config is not one of this version's: {error}"
     return op.why_not(p, config, gpu) or config
 
 
 def _adopt(op: Op[Any, Any], p: Any, gpu: GpuSpec, row: Winner, origin: str, note: str) -> Choice | str:
-    found = adopted(op, p, gpu, row.config)
+    revision = op.revision if row.revision is None else row.revision
+    found = adopted(op, p, gpu, row.config, revision, row.problem)
     return f"{note}, but {found}" if isinstance(found, str) else Choice(found, origin, note, row)
 
 

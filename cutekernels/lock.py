@@ -81,17 +81,19 @@ def write(target: str, gpus: Iterable[str], database: str | None = None) -> tupl
     """Freeze what calls on ``gpus`` use into the file ``target``; its hash, and how many rows it has."""
     from cutekernels.db.engine import file_errors
     from cutekernels.db.store import replace_file
+    from cutekernels.ops import registry
 
     if not is_one(target):
         raise StoreError(f"a lock's name ends with .lock; {target!r} does not")
     rows: list[tuple[Any, ...]] = []
     for gpu in gpus:
         known = snapshot.load(gpu, database, strict=True)
-        for (op, revision), table in known.table.items():
-            for w in table.values():
-                rows.append(
-                    ("winner", gpu, op, revision, w.problem, w.config, w.origin, w.median_us, w.ratio, w.reason)
-                )
+        for name in dict.fromkeys(op for op, _ in known.table):
+            op = registry.find(name)
+            revisions = op.revisions if op else ()
+            tables = [known.of(name, revisions)]  # of a problem's rows under several revisions, the one that serves
+            tables += [table for (of, r), table in known.table.items() if of == name and r not in revisions]
+            rows += [("winner", gpu, name, w.revision, *w[:5], w.reason) for table in tables for w in table.values()]
         rows += [("rate", gpu, name, revision, value) for (name, revision), value in known.rates.items()]
     path = path_of(settings.database_url(target))
     with file_errors(target):

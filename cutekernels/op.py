@@ -17,7 +17,7 @@ dataclass does not allow.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from functools import cache
 from itertools import product
@@ -120,6 +120,15 @@ class _Record:
     def replace(self, **changes: Scalar) -> Self:
         """A copy with some fields changed."""
         return replace(self, **changes)  # type: ignore[type-var]
+
+
+def respelled(text: str, words: Mapping[str, str]) -> str:
+    """``text`` with other names of fields, and other values where ``words`` has a whole word: ``"body=old"``."""
+    found = []
+    for word in text.split():
+        name, eq, value = word.partition("=")
+        found.append(words.get(word) or f"{words.get(name, name)}{eq}{value}")
+    return " ".join(found)
 
 
 def _parse(f: Field[Any], raw: str, error: type[ValueError]) -> Scalar:
@@ -248,6 +257,9 @@ class Op(ABC, Generic[P, C]):
     name: ClassVar[str]
     revision: ClassVar[int]
     """Incremented by hand when stored winners no longer apply (a kernel rewritten, a knob's meaning changed)."""
+    earlier: ClassVar[Mapping[int, Callable[[str, str], str]]] = {}
+    """Revisions that had other words for the same configs of the same kernels. For each a function of a problem's and a
+    config's stored texts: the config's text in today's words. Rows of theirs serve as this revision's own do."""
     suite: ClassVar[tuple[str, ...]]
     """Typical problems for tests, ``bench`` and documentation, in text form."""
     Problem: type[P]
@@ -318,6 +330,39 @@ class Op(ABC, Generic[P, C]):
 
     def __repr__(self) -> str:  # the same in every process, for test ids and messages
         return f"<op {self.name}>"
+
+    @property
+    def revisions(self) -> tuple[int, ...]:
+        """Revisions whose stored rows serve, the newest first."""
+        return self.revision, *sorted(self.earlier, reverse=True)
+
+    def spelled(self, revision: int, problem: str, config: str) -> str:
+        """The text of a config stored under ``revision``, in this revision's words. Stored rows are never rewritten."""
+        translate = self.earlier.get(revision)
+        if translate is None:
+            return config
+        text = translate(problem, config)
+        try:
+            return str(self.Config.parse(text))  # words in the order of the fields
+        except InvalidConfig:
+            return text  # for whoever reads it to refuse
+
+    def read(self, p: P, text: str, gpu: GpuSpec) -> C:
+        """The config that a caller names.
+
+        Raises:
+            InvalidConfig: the rule it breaks; where ``text`` is in the words of an earlier revision, today's too.
+        """
+        try:
+            return self.check(p, self.Config.parse(text), gpu)
+        except InvalidConfig as error:
+            for revision in self.earlier:
+                try:
+                    now = self.check(p, self.Config.parse(self.spelled(revision, str(p), text)), gpu)
+                except InvalidConfig:
+                    continue
+                raise InvalidConfig(f"{error}. Revision {revision} spelled it so; now write [{now}]") from None
+            raise
 
     def check(self, p: P, c: C, gpu: GpuSpec) -> C:
         """``c`` itself, or InvalidConfig with the rule it breaks."""

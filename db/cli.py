@@ -29,7 +29,7 @@ from cutekernels import settings, terminal
 from cutekernels.db import listing, snapshot, sqlite
 from cutekernels.db import query as query_
 from cutekernels.db.engine import file_errors
-from cutekernels.db.query import is_default, revision
+from cutekernels.db.query import is_default, revisions
 from cutekernels.db.reader import SHIPPED, TRIAL_COLUMNS, Database, Winner, diff
 from cutekernels.db.store import ImportReport, Store, replace_file
 from cutekernels.errors import CuteKernelsError, StoreError, UnknownGpu, UnsupportedProblem
@@ -315,7 +315,7 @@ def prune(
     days: Annotated[
         int | None, typer.Option(min=0, max=36500, help="Trials older than this that are no winners.")
     ] = None,
-    stale: Annotated[bool, typer.Option("--stale", help="All trials of an op's earlier revisions.")] = False,
+    stale: Annotated[bool, typer.Option("--stale", help="All trials of revisions that serve no more.")] = False,
     gpu: GpuName = None,
     op: OpName = None,
     yes: Annotated[bool, typer.Option("--yes", help="Delete them; otherwise they are counted.")] = False,
@@ -328,7 +328,7 @@ def prune(
         gpu, op = opened.gpu(gpu), opened.op(op)
         assert opened.store is not None
         ops = {row.op for row in opened.store.stats()} if stale else ()
-        current = {name: found for name in ops if (found := revision(name)) is not None}
+        current = {name: min(found) for name in ops if (found := revisions(name))}
     with _store(db, writing=yes) as store:
         older = None if days is None else timedelta(days=days)
         count = store.prune(older_than=older, stale=current, gpu=gpu, op=op, count_only=not yes)
@@ -354,8 +354,8 @@ def doctor(
         assert opened.store is not None
         broken = opened.store.broken_rows()
         winners = opened.store.winners()
-        stale = [t for t in winners if revision(t.op) not in (None, t.revision)]
-        unknown = [t for t in winners if revision(t.op) is None and not is_guest(t.op)]
+        unknown = [t for t in winners if not revisions(t.op) and not is_guest(t.op)]
+        stale = [t for t in winners if revisions(t.op) and t.revision not in revisions(t.op)]
         refused = opened.refused(winners)
         count = opened.store.count()
     rows.append({"what": "database", "state": "ok", "found": f"{count} trials"})

@@ -165,8 +165,14 @@ def problem(op: str, text: str) -> dict[str, Scalar]:
     return _typed(text, _problem(op))
 
 
+def spelled(op: str, revision: int, problem: str, config: str) -> str:
+    """A config's stored text in the words of the op's revision here."""
+    declared = registry.find(op)
+    return config if declared is None else declared.spelled(revision, problem, config)
+
+
 def config(op: str, text: str) -> dict[str, Scalar]:
-    """The knobs of a config's text, typed, defaults written out."""
+    """The knobs of a config's text in today's words, typed, defaults written out."""
     declared = registry.find(op)
     return _typed(text, _fields(declared.Config) if declared else {})  # type: ignore[arg-type]
 
@@ -177,10 +183,10 @@ def is_default(op: str, name: str, value: Scalar) -> bool:
     return declared is not None and declared.default == value
 
 
-def revision(op: str) -> int | None:
-    """The op's revision; None for an op that this version lacks."""
+def revisions(op: str) -> tuple[int, ...]:
+    """The op's revisions whose rows serve, the newest first; none for an op that this version lacks."""
     declared = registry.find(op)
-    return None if declared is None else declared.revision
+    return () if declared is None else declared.revisions
 
 
 def rates(gpu: str, op: str, text: str, us: float | None) -> dict[str, float | None]:
@@ -196,19 +202,19 @@ def rates(gpu: str, op: str, text: str, us: float | None) -> dict[str, float | N
     return {name: rate if rate is not None and math.isfinite(rate) else None for name, rate in found.items()}
 
 
-def refusal(gpu: str, op: str, text: str, config: str) -> str:
-    """Why calls refuse a winner of the op's current revision, by the dispatcher's rule; "" where they take it."""
+def refusal(gpu: str, op: str, revision: int, text: str, config: str) -> str:
+    """Why calls refuse a winner of a revision that serves, by the dispatcher's rule; "" where they take it."""
     declared = registry.find(op)
     if declared is None:
         return ""
     found: Any
     try:
-        found = dispatch.adopted(declared, declared.Problem.parse(text), gpus.lookup(gpu), config)
+        found = dispatch.adopted(declared, declared.Problem.parse(text), gpus.lookup(gpu), config, revision, text)
     except UnsupportedProblem as error:
         return f"its problem is not one of this version's: {error}"
     except UnknownGpu:  # described on its own machine, not in the table: only the knobs can be looked at
         try:
-            found = declared.Config.parse(config)
+            found = declared.Config.parse(declared.spelled(revision, text, config))
         except InvalidConfig as error:
             found = str(error)
     return found if isinstance(found, str) else ""

@@ -6,7 +6,7 @@ The fields of problems and configs are those that the ops declare (``query.py``)
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import datetime
 from types import TracebackType
@@ -31,7 +31,8 @@ class Winner:
 
     Attributes:
         problem: the fields of the problem, defaults written out; ``problem_text`` is the form that is stored.
-        config: the knobs, likewise.
+        config: the knobs, likewise; ``config_text`` and the certificate's configs, too, are in the words of the op's
+            revision here, whatever the row's own.
         source: ``"local"`` or ``"shipped"``.
         serves: whether calls use this row.
         reason: why they do not, ``""`` where they do: another source's row precedes it, the op's revision was
@@ -149,7 +150,7 @@ class Database:
 
     def op(self, name: str | None) -> str | None:
         """``name``, where an op or a stored row is called so, or it is a guest's."""
-        if name is None or is_guest(name) or query.revision(name) is not None:
+        if name is None or is_guest(name) or query.revisions(name):
             return name
         return query.op_name(name, {row.op for row in (*self._stats(), *_shipped(None, None))})
 
@@ -185,20 +186,25 @@ class Database:
         conditions = query.conditions(" ".join(words), op)
         local = [] if self.store is None else self.store.winners(gpu=gpu, op=op)
         shipped = [] if not self._shipped else _shipped(gpu, op)
-        here = {t.key: t.origin for t in local}
-        below = {t.key: t.origin for t in shipped}
-        found = Winners()
         both = [*((t, True) for t in local), *((t, False) for t in shipped)]
+        first: dict[Any, tuple[Trial, bool]] = {}
+        for t, is_local in both:
+            if t.revision in query.revisions(t.op):
+                key = t.gpu.name, t.op, t.problem
+                first[key] = max(first.get(key, (t, is_local)), (t, is_local), key=_precedence)
+        found = Winners()
         for t, is_local in sorted(both, key=lambda row: (row[0].key, not row[1])):
             if origin in (None, t.origin) and self._matches(t, conditions):
-                found.append(self._winner(t, is_local, here, below))
+                found.append(self._winner(t, is_local, first.get((t.gpu.name, t.op, t.problem))))
         return found
 
     def _matches(self, t: Trial, conditions: Sequence[query.Condition]) -> bool:
         return not conditions or query.matches(t.op, query.problem(t.op, t.problem), conditions)
 
-    def _winner(self, t: Trial, local: bool, here: Mapping[Any, str], below: Mapping[Any, str]) -> Winner:
-        reason = self._why_idle(t, local, t.key in here and snapshot.serves_over(here[t.key], below.get(t.key)))
+    def _winner(self, t: Trial, local: bool, first: tuple[Trial, bool] | None) -> Winner:
+        """``first``: of the rows of its problem the one that serves, where it may."""
+        reason = self._why_idle(t, local, first)
+        text = query.spelled(t.op, t.revision, t.problem, t.config)
         environment = {f.name: getattr(t.environment, f.name) for f in fields(t.environment)}
         return Winner(
             gpu=t.gpu.name,
@@ -208,7 +214,7 @@ class Database:
             serves=not reason,
             reason=reason,
             problem=query.problem(t.op, t.problem),
-            config=self._config(t.op, t.config),
+            config=self._config(t.op, text),
             origin=t.origin,
             median_us=t.median_us,
             p20_us=t.p20_us,
@@ -220,7 +226,7 @@ class Database:
             vendor_us=t.baseline_us,
             error=t.error,
             sources=t.sources,
-            certificate={} if t.certificate is None else t.certificate.as_row(),
+            certificate=_certificate(t),
             version=environment.pop("version"),
             commit=environment.pop("commit"),
             host=environment.pop("host"),
@@ -228,29 +234,31 @@ class Database:
             created_at=t.created_at,
             id=t.id,
             problem_text=t.problem,
-            config_text=t.config,
+            config_text=text,
         )
 
-    def _why_idle(self, t: Trial, local: bool, local_wins: bool) -> str:
+    def _why_idle(self, t: Trial, local: bool, first: tuple[Trial, bool] | None) -> str:
         """Why calls do not use a winner; ``""`` where they do."""
         if is_guest(t.op):
             return "it is a guest's: `db export --format` writes its table"
-        revision = query.revision(t.op)
-        if revision is None:
+        revisions = query.revisions(t.op)
+        if not revisions:
             return "this version has no such op"
-        if revision != t.revision:
-            return f"calls use winners of revision {revision}"
-        if local_wins != local:
+        if t.revision not in revisions or first is None:
+            return f"calls use winners of revision {' and '.join(map(str, sorted(revisions)))}"
+        if first[1] != local:
             return "a shipped measurement precedes it" if local else "a local winner precedes it"
+        if first[0].revision != t.revision:
+            return f"one of revision {first[0].revision} precedes it"
         if not snapshot.may_serve(t.origin, t.message):
             return "its predicted gain is too small"
-        return query.refusal(t.gpu.name, t.op, t.problem, t.config)
+        return query.refusal(t.gpu.name, t.op, t.revision, t.problem, t.config)
 
     def refused(self, local: Sequence[Trial]) -> list[Refused]:
         """Winners of current revisions that calls refuse: among ``local``, the store's, and the shipped ones."""
         sources = (("local", local), (SHIPPED, _shipped(None, None) if self._shipped else []))
-        current = ((source, t) for source, found in sources for t in found if query.revision(t.op) == t.revision)
-        judged = (Refused(s, t, query.refusal(t.gpu.name, t.op, t.problem, t.config)) for s, t in current)
+        current = ((source, t) for source, found in sources for t in found if t.revision in query.revisions(t.op))
+        judged = (Refused(s, t, query.refusal(t.gpu.name, t.op, t.revision, t.problem, t.config)) for s, t in current)
         return [found for found in judged if found.reason]
 
     def _config(self, op: str, text: str) -> Mapping[str, Scalar]:
@@ -280,8 +288,10 @@ class Database:
     def columns(self, t: Trial) -> dict[str, Any]:
         """A trial's plain values under the names that a winner's have."""
         row = t.as_row()
-        row |= {"gpu": t.gpu.name, "problem_text": t.problem, "config_text": t.config, "vendor_us": t.baseline_us}
-        row |= {"problem": query.problem(t.op, t.problem), "config": self._config(t.op, t.config)}
+        text = query.spelled(t.op, t.revision, t.problem, t.config)
+        row |= {"gpu": t.gpu.name, "problem_text": t.problem, "config_text": text, "vendor_us": t.baseline_us}
+        row |= {"problem": query.problem(t.op, t.problem), "config": self._config(t.op, text)}
+        row |= {"certificate": _certificate(t) or None}
         return {
             name: row[name] for name in (*TRIAL_COLUMNS, "problem_text", "config_text") if row.get(name) is not None
         }
@@ -297,7 +307,7 @@ class Database:
 
 def diff(a: Database, b: Database, *, gpu: str | None = None, op: str | None = None) -> list[Difference]:
     """Where the winners of two databases differ, in config or by more than 1 % in time."""
-    mine, theirs = ({_key(w): w for w in database.winners(gpu=gpu, op=op)} for database in (a, b))
+    mine, theirs = (_latest(database.winners(gpu=gpu, op=op)) for database in (a, b))
     found = []
     for key in sorted(mine.keys() | theirs.keys()):
         x, y = mine.get(key), theirs.get(key)
@@ -312,7 +322,10 @@ def diff(a: Database, b: Database, *, gpu: str | None = None, op: str | None = N
             continue
         found.append(
             Difference(
-                *key,
+                key[0],
+                key[1],
+                max(w.revision for w in (x, y) if w),
+                key[-1],
                 state=state,
                 a_us=x.median_us if x else None,
                 b_us=y.median_us if y else None,
@@ -324,8 +337,29 @@ def diff(a: Database, b: Database, *, gpu: str | None = None, op: str | None = N
     return found
 
 
-def _key(winner: Winner) -> tuple[str, str, int, str]:
-    return winner.gpu, winner.op, winner.revision, winner.problem_text
+def _latest(winners: Iterable[Winner]) -> dict[tuple[Any, ...], Winner]:
+    """Winners by GPU, op and problem, and by revision where that does not serve; of those that may, the latest."""
+    found: dict[tuple[Any, ...], Winner] = {}
+    for w in winners:
+        serving = w.revision in query.revisions(w.op)
+        key = w.gpu, w.op, -1 if serving else w.revision, w.problem_text
+        found[key] = max(found.get(key, w), w, key=lambda w: w.revision)
+    return found
+
+
+def _precedence(row: tuple[Trial, bool]) -> tuple[bool, bool, int]:
+    """As :attr:`cutekernels.db.snapshot.Winner.precedence`, of a row and whether it is local."""
+    t, local = row
+    return t.origin == "measured", local, t.revision
+
+
+def _certificate(t: Trial) -> dict[str, Any]:
+    if t.certificate is None:
+        return {}
+    found = t.certificate.as_row()
+    found["default"] = query.spelled(t.op, t.revision, t.problem, found["default"])
+    found["tied"] = [query.spelled(t.op, t.revision, t.problem, text) for text in found["tied"]]
+    return found
 
 
 def _absent() -> bool:

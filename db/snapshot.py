@@ -12,7 +12,7 @@ import logging
 import os
 import sqlite3
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from importlib.resources import files
@@ -47,7 +47,9 @@ _said: set[str] = set()
 
 
 class Winner(NamedTuple):
-    """A tuned config. ``reason`` says why a predicted one is better; ``source``: shipped, database or lock."""
+    """A tuned config, in the words of its ``revision`` (None: the op's own). ``reason`` says why a predicted one is
+    better; ``source``: shipped, database or lock.
+    """
 
     problem: str
     config: str
@@ -56,6 +58,12 @@ class Winner(NamedTuple):
     ratio: float | None
     source: str
     reason: str = ""
+    revision: int | None = None
+
+    @property
+    def precedence(self) -> tuple[bool, bool, int]:
+        """Of winners of one problem the greatest serves: a measured one, then the user's, then the later revision's."""
+        return self.origin == "measured", self.source != "shipped", self.revision or 0
 
 
 class Table(Mapping[str, Winner]):
@@ -70,14 +78,35 @@ class Table(Mapping[str, Winner]):
         row = self._rows[problem]
         if isinstance(row, Winner):
             return row
-        _, _, problem, config, origin, median_us, ratio, reason = row
-        return Winner(problem, config, origin, median_us, ratio, "database", reason)
+        _, revision, problem, config, origin, median_us, ratio, reason = row
+        return Winner(problem, config, origin, median_us, ratio, "database", reason, revision)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._rows)
 
     def __len__(self) -> int:
         return len(self._rows)
+
+
+class Tables(Mapping[str, Winner]):
+    """Winners by problem, those of several revisions of an op together."""
+
+    __slots__ = ("_tables",)
+
+    def __init__(self, tables: Sequence[Mapping[str, Winner]]) -> None:
+        self._tables = tables
+
+    def __getitem__(self, problem: str) -> Winner:
+        found = [row for row in (table.get(problem) for table in self._tables) if row is not None]
+        if not found:
+            raise KeyError(problem)
+        return max(found, key=lambda row: row.precedence)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict.fromkeys(problem for table in self._tables for problem in table))
+
+    def __len__(self) -> int:
+        return len({problem for table in self._tables for problem in table})
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +119,11 @@ class Snapshot:
     table: Mapping[tuple[str, int], Mapping[str, Winner]]
     rates: Mapping[tuple[str, int], float] = field(default_factory=dict)
     digest: str = ""
+
+    def of(self, op: str, revisions: Sequence[int]) -> Mapping[str, Winner]:
+        """The winners of ``op`` by problem, under any of the revisions whose rows serve."""
+        found = [table for revision in revisions if (table := self.table.get((op, revision))) is not None]
+        return {} if not found else found[0] if len(found) == 1 else Tables(found)
 
 
 _lock = threading.RLock()
@@ -136,7 +170,8 @@ def load(gpu: str, url: str | None = None, *, strict: bool = False) -> Snapshot:
         above = table.get(t.problem)
         if above is None or not serves_over(above[4], t.origin):
             reason = t.message if t.origin == "predicted" else ""
-            table[t.problem] = Winner(t.problem, t.config, t.origin, t.median_us, t.ratio, "shipped", reason)
+            made = Winner(t.problem, t.config, t.origin, t.median_us, t.ratio, "shipped", reason, t.revision)
+            table[t.problem] = made
     return Snapshot(MappingProxyType({key: Table(table) for key, table in tables.items()}), MappingProxyType(rates))
 
 
@@ -151,7 +186,7 @@ def _named_lock(url: str | None) -> str | None:
 def _locked(gpu: str, frozen: lock.Lock) -> Snapshot:
     tables: dict[tuple[str, int], dict[str, _Row]] = {}
     for op, revision, problem, config, origin, median_us, ratio, reason in frozen.of("winner", gpu):
-        found = Winner(problem, config, origin, median_us, ratio, "lock", reason)
+        found = Winner(problem, config, origin, median_us, ratio, "lock", reason, revision)
         tables.setdefault((op, revision), {})[problem] = found
     rates = {(name, revision): value for name, revision, value in frozen.of("rate", gpu)}
     return Snapshot(

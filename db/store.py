@@ -401,7 +401,7 @@ class Store:
 
         Args:
             older_than: delete trials of this age and more that are not winners.
-            stale: the revision of each op; delete all trials of earlier ones, winners too.
+            stale: the earliest revision of each op that serves; delete all trials of earlier ones, winners too.
             gpu: only trials of this GPU.
             op: only trials of this op.
             count_only: delete nothing.

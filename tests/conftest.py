@@ -17,7 +17,7 @@ pytest.register_assert_rewrite("tests.interpreted", "tests.triton_compiled")
 # Files that compile many kernels, judge whole sweeps or start many processes. They begin first, so that no worker is
 # left with one at the end while the others idle; `make test-quick` leaves them out.
 LONG = re.compile(
-    "compiled|warpgroup|grouped|test_(cached|few_tiles|sinks|skinny|specialized|transformers|ray|kills|fleet|kv_append"
+    "compiled|warpgroup|grouped|test_(cached|few_tiles|sinks|skinny|transformers|ray|kills|fleet|kv_append"
     "|estimates|regret|backend_triton)"
 )
 

@@ -70,9 +70,11 @@ def hashed(case: Case) -> str:
     if artifact.backend == "cute":
         return f"{device_hash(artifact._function.artifacts.CUBIN)} | {_hash(launcher(artifact))}"
     if artifact.backend == "triton":
-        metadata = {k: v for k, v in artifact.compiled.metadata._asdict().items() if k not in ("name", "hash")}
+        compiled = artifact.binary.compiled()
+        metadata = {k: v for k, v in compiled.metadata._asdict().items() if k not in ("name", "hash")}
+        metadata["extern_libs"] = [name for name, _ in metadata["extern_libs"]]  # not where they are installed
         text = json.dumps(metadata, sort_keys=True, default=str)
-        return f"{device_hash(artifact.compiled.asm['cubin'])} | {_hash(text.encode())}"
+        return f"{device_hash(compiled.asm['cubin'])} | {_hash(text.encode())}"
     return f"{artifact.backend} | -"
 
 
@@ -135,8 +137,9 @@ def choose() -> list[Case]:
                 pool[spec, p, op.default(p, spec)] = None
         for name, trials in shipped.items():
             for t in trials:
-                if t.op == op.name and t.revision == op.revision:
-                    p, c, spec = op.Problem.parse(t.problem), op.Config.parse(t.config), gpu.lookup(name)
+                if t.op == op.name and t.revision in op.revisions:
+                    text = op.spelled(t.revision, t.problem, t.config)
+                    p, c, spec = op.Problem.parse(t.problem), op.Config.parse(text), gpu.lookup(name)
                     if op.why_not(p, c, spec) is None:
                         pool[spec, p, c] = None
         pool |= dict.fromkeys(_fused(op, problems))
@@ -158,14 +161,14 @@ def _fused(op: Any, problems: Sequence[Any]) -> Iterator[tuple[Any, Any, Any]]:
             for spec in map(gpu.lookup, GPUS):
                 valid = (c for c in op.Config.every() if c.path == "fused" and op.why_not(p, c, spec) is None)
                 for c in islice(valid, 1):
-                    changed = (c, c.replace(split_k=2), c.replace(pdl=True), c.replace(pdl=True, ahead=2))
+                    changed = (c, c.replace(split_k=2), c.replace(pdl=True), c.replace(pdl=True, prefetch_l2=2))
                     yield from ((spec, p, found) for found in changed if op.why_not(p, found, spec) is None)
 
 
 def _features(op: Any, spec: Any, p: Any, c: Any) -> set[Any]:
     from cutekernels.ops.shared.triton_op import TritonOp
 
-    structure = tuple((k, getattr(c, k)) for k in ("body", "path", "method", "swapped") if hasattr(c, k))
+    structure = tuple((k, getattr(c, k)) for k in ("body", "path", "method", "swap_ab") if hasattr(c, k))
     target = "any" if isinstance(op, TritonOp) else spec.target  # Triton's kernels are written for no target
     found: set[Any] = {(p.static(),), (spec.target,)}
     found |= {(target, structure, pair) for pair in p.static()}

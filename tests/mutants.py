@@ -90,7 +90,7 @@ MODULES = {
                 "({str}, {int}, {str}, {str}, {str}, {float},",
             ),
             ("({str}, {int}, {str}, {str}, {str}", "({str}, {int}, {str, bytes}, {str}, {str}"),
-            ('median_us, ratio, "database", reason)', 'median_us, ratio, "shipped", reason)'),
+            ('median_us, ratio, "database", reason, rev', 'median_us, ratio, "shipped", reason, rev'),
             ("_held.get(gpu) or _held.setdefault(gpu, load(gpu))", "load(gpu)"),
             ("        _held.clear()\n", ""),
             ("        _held.update(known)\n", ""),

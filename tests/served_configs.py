@@ -80,7 +80,7 @@ def problems(op: Any, count: int) -> list[Any]:
     from cutekernels.db import snapshot
 
     rows = (t for name in snapshot.shipped_gpus() for t in snapshot.shipped(name))
-    shipped = [op.Problem.parse(t.problem) for t in rows if t.op == op.name and t.revision == op.revision]
+    shipped = [op.Problem.parse(t.problem) for t in rows if t.op == op.name and t.revision in op.revisions]
     return list(dict.fromkeys([*bundled(op), *shipped, *drawn(op, count)]))
 
 

@@ -6,7 +6,7 @@ It has what ``dispatch.py`` and ``rates.py`` ask of ``db/snapshot.py``, whose pl
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -20,7 +20,7 @@ _held: dict[str, Snapshot] = {}
 
 
 class Winner(NamedTuple):
-    """A tuned config. ``reason`` says why a predicted one is better; ``source``: shipped."""
+    """A tuned config, in the words of its ``revision``. ``reason`` says why a predicted one is better."""
 
     problem: str
     config: str
@@ -28,7 +28,13 @@ class Winner(NamedTuple):
     median_us: float | None
     ratio: float | None
     source: str
-    reason: str = ""
+    reason: str
+    revision: int
+
+    @property
+    def precedence(self) -> tuple[bool, int]:
+        """Of winners of one problem the greatest serves: a measured one, then the later revision's."""
+        return self.origin == "measured", self.revision
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +44,11 @@ class Snapshot:
     table: Mapping[tuple[str, int], Mapping[str, Winner]]
     rates: Mapping[tuple[str, int], float] = field(default_factory=dict)
     digest: str = ""
+
+    def of(self, op: str, revisions: Sequence[int]) -> Mapping[str, Winner]:
+        """The winners of ``op`` by problem, under any of the revisions whose rows serve."""
+        rows = [row for revision in revisions for row in self.table.get((op, revision), {}).values()]
+        return {row.problem: row for row in sorted(rows, key=lambda row: row.precedence)}
 
 
 def held(gpu: str) -> Snapshot:
@@ -60,7 +71,7 @@ def load(gpu: str, url: str | None = None, *, strict: bool = False) -> Snapshot:
     """The winners for the GPU called ``gpu``; a kernel repository reads no database."""
     tables: dict[tuple[str, int], dict[str, Winner]] = {}
     for op, revision, problem, config, origin, median_us, ratio, reason in _rows().get(gpu, ()):
-        winner = Winner(problem, config, origin, median_us, ratio, "shipped", reason)
+        winner = Winner(problem, config, origin, median_us, ratio, "shipped", reason, revision)
         tables.setdefault((op, revision), {})[problem] = winner
     return Snapshot(MappingProxyType(tables))
 

@@ -87,7 +87,7 @@ def knob_changes_the_code(
     pair = compiled.one_knob_apart(smallest_first(op, problem), knob, others)
     if pair is None:
         assert knob == "ctas_per_sm"
-        bounded = [c for c in op.valid(problem, H200) if getattr(c, "body", "warps") == "warps"]
+        bounded = [c for c in op.valid(problem, H200) if getattr(c, "body", "multistage") == "multistage"]
         fits = max(bounded, key=lambda c: (c.threads, c.ctas_per_sm))
         pair = fits, fits.replace(ctas_per_sm=fits.ctas_per_sm % 3 + 1)
     else:

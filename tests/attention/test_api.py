@@ -248,7 +248,7 @@ def test_rules_are_told() -> None:
     spec = gpu.lookup("h200")
     p = AttentionProblem.parse("batch=1 seq_q=4096 seq_kv=4096 heads_q=16 heads_kv=16 head_dim=256")
     config = min(
-        (c for c in ATTENTION.valid(p, spec) if c.body == "warps"), key=lambda c: ATTENTION.estimate_us(p, c, spec)
+        (c for c in ATTENTION.valid(p, spec) if c.body == "multistage"), key=lambda c: ATTENTION.estimate_us(p, c, spec)
     )
     for change, message in {
         "tile_q=256 warps=4 tile_kv=128 stages=2": "registers",

@@ -57,7 +57,7 @@ def test_compiles_for_every_architecture_as_why_not_predicts(name: str, spec: gp
 @pytest.mark.parametrize("name", ["causal", "narrow of q"])
 def test_tiles_between_the_edges_run_no_masking_code_and_hardly_spill(name: str) -> None:
     problem = AttentionBackwardProblem.parse(PROBLEMS[name])
-    warps = [c for c in ATTENTION_BACKWARD.valid(problem, H200) if c.body == "warps"]
+    warps = [c for c in ATTENTION_BACKWARD.valid(problem, H200) if c.body == "multistage"]
     config = min(warps, key=lambda c: (ATTENTION_BACKWARD.estimate_us(problem, c, H200), str(c)))
     bodies = compiled.loops(ATTENTION_BACKWARD, problem, config, "h200", products(problem, config))
     scores = config.rows * config.tile_walked // 32

@@ -200,7 +200,7 @@ def test_static_fields_change_the_code(change: str) -> None:
 def test_the_kernel_depends_on_the_static_half_of_a_problem_alone() -> None:
     first = CacheProblem.parse(f"{PROBLEMS['small pages']} head_dim=64")
     second = first.replace(batch=3, seq_q=300, seq_kv=1008, heads_q=28, heads_kv=4)
-    warps = [c for c in CACHE_ATTENTION.valid(second, H200) if c.body == "warps"]
+    warps = [c for c in CACHE_ATTENTION.valid(second, H200) if c.body == "multistage"]
     config = min(warps, key=lambda c: (area(c), str(c)))  # compiles fast
     compiled.depends_on_statics_alone(CACHE_ATTENTION, first, second, config)
 

@@ -36,7 +36,7 @@ def judge(p: CacheProblem, args: tuple[Any, ...], results: tuple[Tensor, ...]) -
 
 
 def bodies() -> tuple[str, ...]:
-    return ("warps", "warpgroup") if gpu.detect().has_wgmma else ("warps",)
+    return ("multistage", "warpgroup") if gpu.detect().has_wgmma else ("multistage",)
 
 
 @pytest.mark.parametrize("text", CACHE_ATTENTION.suite[3:])

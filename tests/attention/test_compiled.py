@@ -35,8 +35,8 @@ def products(problem: AttentionProblem, config: AttentionConfig) -> int:
 
 
 def of_warps(problem: AttentionProblem, spec: gpu.GpuSpec) -> AttentionConfig:
-    """The model's best of body=warps."""
-    valid = (c for c in ATTENTION.valid(problem, spec) if c.body == "warps")
+    """The model's best of body=multistage."""
+    valid = (c for c in ATTENTION.valid(problem, spec) if c.body == "multistage")
     return min(valid, key=lambda c: (ATTENTION.estimate_us(problem, c, spec), str(c)))
 
 

@@ -22,7 +22,7 @@ PROMPT = AttentionProblem.parse("batch=1 seq_q=512 seq_kv=512 heads_q=28 heads_k
 BASE = AttentionConfig.parse(
     "tile_q=64 tile_kv=64 warps=4 stages=2 ctas_per_sm=1 q_in_registers=0 lazy=1 order=rows body=few split=4"
 )
-FOLDED = BASE.replace(tile_q=128, warps=8, split=1, order="folded")
+FOLDED = BASE.replace(tile_q=128, warps=8, split=1, order="paired")
 AHEAD = AttentionConfig.parse(
     "tile_q=128 tile_kv=128 warps=8 stages=2 ctas_per_sm=1 q_in_registers=0 lazy=1 order=heads body=warpgroup turns=1 "
     "grid=ahead"
@@ -30,7 +30,7 @@ AHEAD = AttentionConfig.parse(
 
 
 def broken(p: AttentionProblem, c: AttentionConfig) -> str:
-    return "; ".join(ATTENTION.broken(p, c, H200))
+    return "; ".join(ATTENTION.schedule(c).failures(p, c, H200, p))
 
 
 # ---- rules ----------------------------------------------------------------------------------------------
@@ -49,13 +49,13 @@ def test_the_bases_are_valid_where_there_is_warpgroup_mma() -> None:
         (HEAD.replace(mask=True), {}, "one length without a mask"),
         (HEAD, {"split": 1}, "is body=warpgroup"),
         (HEAD, {"body": "warpgroup"}, "takes split from 1"),
-        (HEAD, {"grid": "counted"}, "takes grid from tiles"),
+        (HEAD, {"grid": "dynamic"}, "takes grid from tiles"),
         (HEAD, {"tile_q": 128, "warps": 8, "ctas_per_sm": 2}, "registers for one group"),
         (HEAD.replace(seq_kv=200), {}, "without one of 4 blocks"),
         (HEAD.replace(batch=64), {}, "for few tiles"),
         (HEAD, {"split": 1, "ctas_per_sm": 2}, "for more tiles than SMs"),
-        (HEAD, {"order": "folded"}, "tile_q=128 split=1"),
-        (HEAD, {"tile_q": 128, "warps": 8, "split": 1, "order": "folded"}, "the later they are"),
+        (HEAD, {"order": "paired"}, "tile_q=128 split=1"),
+        (HEAD, {"tile_q": 128, "warps": 8, "split": 1, "order": "paired"}, "the later they are"),
         (HEAD.replace(head_dim=256), {"tile_kv": 64}, "shared memory"),
         (HEAD.replace(head_dim=192), {"tile_kv": 128, "stages": 1}, "leave room for 160"),
         (PROMPT, {"ctas_per_sm": 2, "tile_kv": 128}, "do not fit an SM"),
@@ -109,7 +109,7 @@ def test_the_most_keys_that_a_query_sees() -> None:
 
 BUILDS = {
     "split": (HEAD.replace(causal=True, lse=True, sinks="same"), BASE.replace(ctas_per_sm=2)),
-    "folded": (PROMPT, FOLDED),
+    "paired": (PROMPT, FOLDED),
     "ahead": (PROMPT.replace(batch=16), AHEAD),
 }
 

@@ -63,7 +63,7 @@ def test_folded_tiles(seq_q: int, seq_kv: int) -> None:
     """An odd number of 64 rows has its middle ones in both groups; rows ahead of the first key see nothing."""
     p = AttentionProblem(2, seq_q, seq_kv, 4, 2, head_dim=64, causal=True, lse=True)
     args = ATTENTION.sample(p, "cuda", seq_q + seq_kv)
-    for config in few(p, order="folded", lazy=True, stages=2):
+    for config in few(p, order="paired", lazy=True, stages=2):
         judge(p, args, launched(p, args, config))
 
 

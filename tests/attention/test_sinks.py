@@ -268,7 +268,7 @@ def test_compiles_for_every_architecture_as_why_not_predicts(name: str, spec: gp
         assert facts.stack_bytes <= compiled.built(op, p.replace(sinks="none"), config, spec.name).facts.stack_bytes + 8
 
 
-@pytest.mark.parametrize(("change", "body"), [("sinks=same", "warps"), ("sinks=fp32", "warpgroup")])
+@pytest.mark.parametrize(("change", "body"), [("sinks=same", "multistage"), ("sinks=fp32", "warpgroup")])
 def test_sinks_change_the_code_of_both_bodies(change: str, body: str) -> None:
     prefill = f"{PREFILL} head_dim=64"
     p = AttentionProblem.parse(prefill)

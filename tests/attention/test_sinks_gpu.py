@@ -32,7 +32,7 @@ def judge(op: Any, p: Any, args: tuple[Any, ...], results: tuple[Tensor, ...]) -
 
 
 def bodies() -> tuple[str, ...]:
-    return ("warps", "warpgroup") if gpu.detect().has_wgmma else ("warps",)
+    return ("multistage", "warpgroup") if gpu.detect().has_wgmma else ("multistage",)
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -18,7 +18,7 @@ LONG = AttentionProblem.parse("batch=4 seq_q=4096 seq_kv=4096 heads_q=16 heads_k
 
 
 def broken(p: AttentionProblem, c: AttentionConfig) -> str:
-    return "; ".join(ATTENTION.broken(p, c, H200))
+    return "; ".join(ATTENTION.schedule(c).failures(p, c, H200, p))
 
 
 def test_the_base_is_valid_where_there_is_warpgroup_mma() -> None:
@@ -34,7 +34,7 @@ def test_the_base_is_valid_where_there_is_warpgroup_mma() -> None:
         ({"q_in_registers": True}, "takes q_in_registers from False"),
         ({"tile_q": 192, "warps": 12, "tile_kv": 144}, "leave room for 132"),
         ({"tile_q": 64, "warps": 4}, "two groups or more"),
-        ({"body": "warps"}, "takes turns from False"),
+        ({"body": "multistage"}, "takes turns from False"),
     ],
 )
 def test_a_config_breaks_a_rule(change: dict[str, object], rule: str) -> None:
@@ -43,7 +43,7 @@ def test_a_config_breaks_a_rule(change: dict[str, object], rule: str) -> None:
 
 def test_a_persistent_grid_is_for_many_tiles_and_shared_memory_for_few_stages() -> None:
     few = LONG.replace(batch=1, seq_q=512, seq_kv=512)
-    assert "more tiles than SMs" in broken(few, BASE.replace(grid="counted"))
+    assert "more tiles than SMs" in broken(few, BASE.replace(grid="dynamic"))
     assert "shared memory" in broken(LONG.replace(head_dim=256), BASE.replace(tile_kv=96))
 
 
@@ -61,7 +61,7 @@ OPTIONS = {
 @pytest.mark.parametrize("name", OPTIONS)
 def test_compiles_as_why_not_predicts(name: str) -> None:
     p = AttentionProblem.parse(f"{LONG} {OPTIONS[name]}")
-    valid = [c for c in ATTENTION.valid(p, H200) if c.body == "warpgroup" and c.grid == "counted" and c.turns]
+    valid = [c for c in ATTENTION.valid(p, H200) if c.body == "warpgroup" and c.grid == "dynamic" and c.turns]
     config = min(valid, key=lambda c: ATTENTION.estimate_us(p, c, H200))
     facts = built(ATTENTION, p, config).facts
     assert facts.smem_bytes == config.smem(p).total_bytes

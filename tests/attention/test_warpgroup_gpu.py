@@ -42,7 +42,7 @@ def test_random_problems_and_configs(seed: int) -> None:
         judge(p, args, launched(p, args, config))
 
 
-@pytest.mark.parametrize("grid", ["tiles", "persistent", "counted", "ahead"])
+@pytest.mark.parametrize("grid", ["tiles", "persistent", "dynamic", "ahead"])
 @pytest.mark.parametrize("options", ["", "causal=1 lse=1", "varlen=1 causal=1 lse=1", "window=left window_left=70"])
 def test_grids_over_many_tiles(grid: str, options: str) -> None:
     """Several tiles a CTA: barriers go round, and the counter is zero again for the next launch."""
@@ -66,7 +66,7 @@ def test_head_dims(head_dim: int) -> None:
 def test_the_same_bits_every_time() -> None:
     p = AttentionProblem.parse("batch=2 seq_q=2000 seq_kv=2000 heads_q=16 heads_kv=4 causal=1")
     args = ATTENTION.sample(p, "cuda", 0)
-    for config in random.Random(0).sample(warpgroup(p, grid="counted"), 3):
+    for config in random.Random(0).sample(warpgroup(p, grid="dynamic"), 3):
         first = launched(p, args, config)[0].clone()
         assert all(torch.equal(first, launched(p, args, config)[0]) for _ in range(10))
 
@@ -109,7 +109,7 @@ def test_views_keep_what_lies_around_them() -> None:
 def test_in_a_graph_and_on_two_streams() -> None:
     """The counter of tiles is a launch's own."""
     p = AttentionProblem.parse("batch=4 seq_q=1024 seq_kv=1024 heads_q=16 heads_kv=4 causal=1")
-    config = str(warpgroup(p, grid="counted")[-1])
+    config = str(warpgroup(p, grid="dynamic")[-1])
     args = [ATTENTION.sample(p, "cuda", seed)[:3] for seed in range(2)]
     expected = [attention(*a, causal=True, config=config) for a in args]
     graph = torch.cuda.CUDAGraph()

@@ -49,8 +49,8 @@ def test_eight_favourites_hold_a_config_within_5_percent_nine_times_in_ten() -> 
 
 @pytest.mark.parametrize(("spec", "least"), [(H200, 0.8), (gpu.lookup("h100"), 0.5)], ids=lambda v: str(v))
 def test_the_model_of_few_tokens_ranks(spec: gpu.GpuSpec, least: float) -> None:
-    """Fitted to half of these problems, it ranks the other half as well: docs/notes/gemm.md#specialized-model."""
-    found = [q for q in of_sweeps("body=specialized", spec=spec) if q.op == "gemm"]
+    """Fitted to half of these problems, it ranks the other half as well: docs/notes/gemm.md#skinny_warpgroup-model."""
+    found = [q for q in of_sweeps("body=skinny_warpgroup", spec=spec) if q.op == "gemm"]
     assert len(found) >= 15
     ranks = sorted(q.correlation or 0.0 for q in found)
     assert ranks[len(ranks) // 2] >= least

@@ -91,9 +91,9 @@ def test_the_users_rows_overlay_the_shipped(
     fill(tmp_path / "x.db", trial("a=9", problem="m=1"), *([trial("a=2", origin=above)] if above else []))
     table = snapshot.load("h200", str(tmp_path / "x.db")).table["gemm", 1]
     if seen == "shipped":
-        assert table[PROBLEM] == Winner(PROBLEM, "a=1", below or "", 12.5, 2.0, "shipped")
+        assert table[PROBLEM] == Winner(PROBLEM, "a=1", below or "", 12.5, 2.0, "shipped", revision=1)
     else:
-        assert table[PROBLEM] == Winner(PROBLEM, "a=2", above or "", 12.5, None, "database")
+        assert table[PROBLEM] == Winner(PROBLEM, "a=2", above or "", 12.5, None, "database", revision=1)
     assert table["m=1"].source == "database"
 
 
@@ -101,7 +101,7 @@ def test_an_export_can_be_shipped(shipped: Path, path: Path, tmp_path: Path) -> 
     with Store(path) as store:
         store.export(shipped / "h200.jsonl")
     table = snapshot.load("h200", str(tmp_path / "absent.db")).table
-    assert table == {("gemm", 1): {PROBLEM: Winner(PROBLEM, "a=1", "measured", 12.5, None, "shipped")}}
+    assert table == {("gemm", 1): {PROBLEM: Winner(PROBLEM, "a=1", "measured", 12.5, None, "shipped", revision=1)}}
 
 
 def test_broken_shipped_rows_are_skipped_with_one_line(

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from cutekernels import gpu
-from cutekernels.ops.gemm import specialized
+from cutekernels.ops.gemm import skinny_warpgroup
 from cutekernels.ops.gemm.multistage import MULTISTAGE
 from cutekernels.ops.gemm.op import GEMM, SCHEDULES
 from cutekernels.ops.gemm.problem import GemmConfig, GemmProblem
@@ -135,7 +135,7 @@ def valid(text: str) -> tuple[GemmConfig, ...]:
 
 def neighbours(text: str, knob: str) -> tuple[GemmConfig, GemmConfig] | None:
     """Two valid configs that differ in ``knob`` alone, if the rules leave any."""
-    configs = [c for c in valid(text) if (c.body, knob) != ("specialized", "ctas_per_sm") or c.tile_m >= 128]
+    configs = [c for c in valid(text) if (c.body, knob) != ("skinny_warpgroup", "ctas_per_sm") or c.tile_n >= 128]
     return compiled.one_knob_apart(configs, knob)
 
 
@@ -179,7 +179,7 @@ def test_more_ctas_per_sm_take_fewer_registers() -> None:
 def test_every_value_of_every_knob_is_reachable() -> None:
     """A value that no rule ever lets through, on any architecture, is no value."""
     decode = [f"m={m} n=4096 k=4096 b_major=k" for m in (1, 16, 24, 48, 64, 96)]
-    wide = [f"m=64 n={132 * tile} k=4096 b_major=k" for tile in specialized.TILES]
+    wide = [f"m=64 n={132 * tile} k=4096 b_major=k" for tile in skinny_warpgroup.TILES]
     others = [
         "m=8192 n=8192 k=4096",
         "m=192 n=4096 k=4096 b_major=k",

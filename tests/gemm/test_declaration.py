@@ -17,7 +17,7 @@ from cutekernels.ops import registry
 from cutekernels.ops.gemm.api import pose
 from cutekernels.ops.gemm.op import GEMM, SCHEDULES
 from cutekernels.ops.gemm.problem import ACTIVATIONS, WIDEST, GemmConfig, GemmProblem
-from cutekernels.ops.gemm.schedule import extras_of
+from cutekernels.ops.gemm.schedule import extras_of, summed
 from cutekernels.ops.shared.dtypes import DTYPES
 from tests.gemm.cases import random_problem
 
@@ -91,8 +91,9 @@ class TestDefault:
         for problem in SUITE[::3]:
             for schedule in SCHEDULES.values():
                 found = [c for c in schedule.shortlist(problem, spec) if GEMM.why_not(problem, c, spec) is None]
-                fit = [c for c in schedule.shortlist(problem, spec) if not [*schedule.unsuited(problem, c, spec)]]
-                assert found == (fit if not [*schedule.refused(problem, spec)] else [])
+                x = summed(problem)
+                fit = [*schedule.suiting(problem, spec, x, schedule.shortlist(problem, spec))]
+                assert found == (fit if schedule.refusal(problem, spec, x) is None else [])
 
     def test_it_fits_a_gpu_that_is_not_in_the_table(self) -> None:
         class Properties:
@@ -108,9 +109,9 @@ class TestDefault:
         h200 = gpu.lookup("h200")
         thin = GEMM.default(GemmProblem.parse("m=1 n=4096 k=4096 b_major=k"), h200)
         square = GEMM.default(GemmProblem.parse("m=4096 n=4096 k=4096"), h200)
-        assert (thin.body, thin.tile_n) == ("specialized", 8)
+        assert (thin.body, thin.tile_m) == ("skinny_warpgroup", 8)
         warps = GEMM.default(GemmProblem.parse("m=1 n=4096 k=4096 b_major=k"), gpu.lookup("a100"))
-        assert (warps.body, warps.tile_n) == ("skinny", 8)
+        assert (warps.body, warps.tile_m) == ("skinny", 8)
         assert square.tile_m * square.tile_n >= 128 * 128
 
 
@@ -120,10 +121,10 @@ class TestRules:
         many = GemmProblem.parse("m=1 n=1100000 k=1024 b_major=k")
         skinny = [c for c in GEMM.valid(many, h200) if c.body == "skinny"]
         assert skinny
-        assert all(-(-many.n // c.tile_m) <= 65535 for c in skinny)
+        assert all(-(-many.n // c.tile_n) <= 65535 for c in skinny)
         endless = GemmProblem.parse("m=1 n=9000000 k=64 b_major=k")
         assert GEMM.default(endless, gpu.lookup("a100")).body == "multistage"
-        assert GEMM.default(endless, h200).tile_m * 65535 >= endless.n
+        assert GEMM.default(endless, h200).tile_n * 65535 >= endless.n
         assert GEMM.default(endless.replace(n=90_000_000), h200).body == "multistage"
 
     @pytest.mark.parametrize("spec", TARGETS, ids=lambda g: g.target)
@@ -248,11 +249,11 @@ class TestProblem:
 
     def test_sides_swap_for_a_transposed_result(self) -> None:
         p = GemmProblem.parse("m=24 n=16 k=8 a_major=m b_major=k a_align=4 out_major=m")
-        rows, columns = p.sides()
+        rows, columns = p.sides
         assert p.transposed
         assert (rows.extent, rows.k_major, rows.align) == (16, True, 8)
         assert (columns.extent, columns.k_major, columns.align) == (24, False, 4)
-        rows, columns = p.replace(out_major="n").sides()
+        rows, columns = p.replace(out_major="n").sides
         assert (rows.extent, columns.extent) == (24, 16)
 
 

@@ -16,7 +16,7 @@ from cutekernels.backends.cute import CuteArtifact
 from cutekernels.ops.gemm.op import GEMM, SCHEDULES
 from cutekernels.ops.gemm.problem import GemmConfig, GemmProblem
 
-ROWS = {"multistage": 40, "skinny": 40, "specialized": 40, "warpgroup": 136}  # of out, by body
+ROWS = {"multistage": 40, "skinny": 40, "skinny_warpgroup": 40, "warpgroup": 136}  # of out, by body
 
 
 def problem(body: str) -> GemmProblem:
@@ -26,7 +26,7 @@ def problem(body: str) -> GemmProblem:
 def configs(body: str, spec: gpu.GpuSpec) -> list[GemmConfig]:
     """One config of ``body`` for ``spec``, or one for each side that out's columns may take in the product."""
     found = [c for c in GEMM.valid(problem(body), spec) if c.body == body and c.split_k == 1]
-    return [next(c for c in found if c.swapped == swapped) for swapped in sorted({c.swapped for c in found})]
+    return [next(c for c in found if c.swap_ab == swapped) for swapped in sorted({c.swap_ab for c in found})]
 
 
 @cache
@@ -41,7 +41,7 @@ def scaled(c: GemmConfig, spec: gpu.GpuSpec) -> CuteArtifact:
     from tests.gemm.scaled import Scaled
 
     body, epilogue = SCHEDULES[c.body].body(problem(c.body), c, spec), ColumnScale(Activation("relu"))
-    if hasattr(body, "results") and c.body != "specialized":
+    if hasattr(body, "results") and c.body != "skinny_warpgroup":
         body = replace(body, results=replace(body.results, epilogue=epilogue))
     else:
         body = replace(body, epilogue=epilogue)

@@ -12,7 +12,7 @@ from cutekernels import gpu
 from cutekernels.autotune.search import prune_reason
 from cutekernels.autotune.space import MODEL_SEEDS
 from cutekernels.op import ladder
-from cutekernels.ops.gemm import skinny, specialized
+from cutekernels.ops.gemm import skinny, skinny_warpgroup
 from cutekernels.ops.gemm.op import GEMM
 from cutekernels.ops.gemm.problem import GemmConfig, GemmProblem
 from cutekernels.ops.gemm.skinny import SKINNY
@@ -61,15 +61,15 @@ def test_the_default_chooses_among_the_usual(spec: gpu.GpuSpec) -> None:
             default = GEMM.default(problem, spec)
             few = m <= skinny.DEFAULT_TOKENS
             if spec.has_wgmma:
-                few = m < specialized.least_tokens(problem, spec)
-            beyond = "specialized" if spec.has_wgmma else "multistage"
+                few = m < skinny_warpgroup.least_tokens(problem, spec)
+            beyond = "skinny_warpgroup" if spec.has_wgmma else "multistage"
             assert skinny.usual(default) if few else default.body == beyond
 
 
 @pytest.mark.parametrize("tile", NEW_TILES)
 def test_loaders_divide_every_tile(tile: int) -> None:
-    for c in candidates(decode(tile), H200, tile_n=tile):
-        for rows in (c.tile_m, c.tile_n):
+    for c in candidates(decode(tile), H200, tile_m=tile):
+        for rows in (c.tile_n, c.tile_m):
             threads = skinny.loaders(rows, c)
             assert 0 < threads <= SKINNY.threads(c)
             assert threads % (c.tile_k // 8) == 0
@@ -82,7 +82,7 @@ def test_the_tuner_is_led_to_warpgroups(m: int, n: int) -> None:
     """By the model's seeds; what it then crowns, measurements say."""
     p = decode(m, n)
     by_model = sorted(valid(p, H200.name), key=lambda c: (GEMM.estimate_us(p, c, H200), str(c)))
-    assert "specialized" in {c.body for c in by_model[:MODEL_SEEDS]}
+    assert "skinny_warpgroup" in {c.body for c in by_model[:MODEL_SEEDS]}
 
 
 @pytest.mark.parametrize("split_k", [1, 2])
@@ -100,7 +100,7 @@ def test_a_launch_that_shares_tiles_has_a_workspace(split_k: int) -> None:
 @pytest.mark.parametrize(("tile", "spec"), pairs(NEW_TILES), ids=lambda x: getattr(x, "target", x))
 def test_compiles_as_predicted(tile: int, spec: gpu.GpuSpec) -> None:
     p = decode(tile)
-    fitting = candidates(p, spec, tile_n=tile)
+    fitting = candidates(p, spec, tile_m=tile)
     if not fitting:
         assert spec.smem_per_block_bytes < H200.smem_per_block_bytes, "smem is what large tiles lack"
         return
@@ -116,6 +116,6 @@ def test_compiles_as_predicted(tile: int, spec: gpu.GpuSpec) -> None:
 @pytest.mark.parametrize("tile", NEW_TILES)
 def test_a_tile_of_its_own_is_code_of_its_own(tile: int) -> None:
     p = decode(tile)
-    config = min(candidates(p, H200, tile_n=tile), key=area)
-    usual = config.replace(tile_n=skinny.usual_tile(p))
+    config = min(candidates(p, H200, tile_m=tile), key=area)
+    usual = config.replace(tile_m=skinny.usual_tile(p))
     assert code(p, config) != code(p, usual)

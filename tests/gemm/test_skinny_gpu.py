@@ -58,7 +58,7 @@ def test_tiles_that_are_no_power_of_two(m: int) -> None:
     for seed, tile in enumerate(SKINNY.fitting_tiles(posed(rng, m))):
         problem = posed(rng, m)
         args = GEMM.sample(problem, "cuda", seed)
-        for config in rng.sample(skinny_configs(problem, tile_n=tile), 3):
+        for config in rng.sample(skinny_configs(problem, tile_m=tile), 3):
             assert_right(launch(problem, args, str(config)), problem, args, str(config))
 
 

@@ -10,7 +10,7 @@ import pytest
 from cutekernels import gpu
 from cutekernels.ops.gemm.op import GEMM
 from cutekernels.ops.gemm.problem import GemmConfig, GemmProblem
-from cutekernels.ops.gemm.schedule import Extras, extras_of
+from cutekernels.ops.gemm.schedule import PLAIN, Extras, extras_of
 from cutekernels.ops.gemm.warpgroup import WARPGROUP, cluster_tiles, groups, sharing
 from tests import compiled
 
@@ -22,7 +22,7 @@ BASE = GemmConfig.parse(
 
 
 def broken(p: GemmProblem, c: GemmConfig) -> str:
-    return "; ".join(WARPGROUP.broken(p, c, H200))
+    return "; ".join(WARPGROUP.failures(p, c, H200, PLAIN))
 
 
 # ---- rules ----------------------------------------------------------------------------------------------
@@ -61,9 +61,9 @@ def test_refuses_what_it_cannot_do(words: str, rule: str) -> None:
     [
         ({"cluster_m": 2, "cluster_n": 2}, "two CTAs at most"),
         ({"pingpong": True, "tile_m": 256, "tile_n": 96}, "a tile of its own"),
-        ({"tile_m": 256, "tile_n": 208, "stages": 3}, "208 sums a thread"),
-        ({"pingpong": True, "tile_n": 208}, "208 sums a thread"),
-        ({"tile_m": 192, "tile_n": 192, "stages": 3}, "96 sums a thread; 3 groups keep 80"),
+        ({"tile_m": 256, "tile_n": 208, "stages": 3}, "208 accumulators a thread"),
+        ({"pingpong": True, "tile_n": 208}, "208 accumulators a thread"),
+        ({"tile_m": 192, "tile_n": 192, "stages": 3}, "96 accumulators a thread; 3 groups keep 80"),
         ({"stages": 8}, "shared memory"),
         ({"tile_n": 64, "stages": 3}, "leaves room for 5"),
     ],
@@ -75,7 +75,7 @@ def test_a_config_breaks_a_rule(change: dict[str, object], rule: str) -> None:
 def test_fp16_sums_take_half_the_registers() -> None:
     half = replace(SQUARE, dtype="fp16", accumulate="fp16")
     large = BASE.replace(tile_m=256, stages=3)
-    assert "256 sums a thread" in broken(SQUARE, large)
+    assert "256 accumulators a thread" in broken(SQUARE, large)
     assert GEMM.why_not(half, large, H200) is None
     assert GEMM.why_not(half, BASE.replace(tile_m=192, stages=3), H200) is None, "three groups"
     assert large in set(GEMM.valid(half, H200))
@@ -86,20 +86,20 @@ def test_fp16_sums_take_half_the_registers() -> None:
 
 def test_a_gate_takes_whole_boxes_of_both_and_rows_that_stay_rows() -> None:
     gated = Extras(gated=True)
-    for change in ({"tile_n": 112}, {"swapped": True}):
-        assert "a gate takes" in "; ".join(WARPGROUP.unfit(BASE.replace(**change), H200, gated))
-        assert not list(WARPGROUP.unfit(BASE.replace(**change), H200))
-    assert not list(WARPGROUP.unfit(BASE, H200, gated))
+    for change in ({"tile_n": 112}, {"swap_ab": True}):
+        assert "a gate takes" in "; ".join(WARPGROUP.failures_of("config", BASE.replace(**change), H200, gated))
+        assert not list(WARPGROUP.failures_of("config", BASE.replace(**change), H200, PLAIN))
+    assert not list(WARPGROUP.failures_of("config", BASE, H200, gated))
     most = BASE.replace(tile_m=256, tile_n=192, stages=3)
-    assert "or a gate" in "; ".join(WARPGROUP.unsuited(SQUARE, most, H200, gated))
-    assert not list(WARPGROUP.unsuited(SQUARE, most, H200))
+    assert "or a gate" in "; ".join(WARPGROUP.failures_of("both", SQUARE, most, H200, gated))
+    assert not list(WARPGROUP.failures_of("both", SQUARE, most, H200, PLAIN))
 
 
 def test_the_columns_of_a_gate_come_by_sixteens() -> None:
     gated, odd = Extras(gated=True), BASE.replace(tile_n=136)
-    assert "in steps of 16" in "; ".join(WARPGROUP.unfit(odd, H200, gated))
-    assert not list(WARPGROUP.unfit(odd, H200))
-    assert not list(WARPGROUP.unfit(odd.replace(tile_n=144), H200, gated))
+    assert "in steps of 16" in "; ".join(WARPGROUP.failures_of("config", odd, H200, gated))
+    assert not list(WARPGROUP.failures_of("config", odd, H200, PLAIN))
+    assert not list(WARPGROUP.failures_of("config", odd.replace(tile_n=144), H200, gated))
 
 
 def test_results_leave_by_two_boxes_where_those_leave_room_for_the_stages() -> None:
@@ -110,7 +110,7 @@ def test_results_leave_by_two_boxes_where_those_leave_room_for_the_stages() -> N
     assert not broken(problem, narrow.replace(stages=7, raster=1))
     assert "shared memory" in broken(problem, narrow.replace(stages=8, raster=1))
     few = GEMM.default(problem, H200)
-    assert (few.tile_m, few.tile_n, few.stages) == (128, 104, 7), "200 tokens in two tiles, as deep as they go"
+    assert (few.tile_m, few.tile_n, few.stages) == (104, 128, 7), "200 tokens in two tiles, as deep as they go"
 
 
 def test_operands_that_are_not_k_major_come_in_whole_swizzled_lines() -> None:
@@ -139,7 +139,7 @@ def test_the_default_is_chosen_among_two_depths_of_every_tile(c: str) -> None:
     depths: dict[tuple[int, int], set[int]] = {}
     for config in WARPGROUP.shortlist(problem, H200):
         if WARPGROUP.smem(config, extras_of(problem)).total_bytes <= H200.smem_per_block_bytes:
-            depths.setdefault((config.tile_m, config.tile_n), set()).add(config.stages)
+            depths.setdefault(config.mma_tile, set()).add(config.stages)
     assert depths[192, 64] == ({5, 6} if c == "none" else {3, 4})
     assert depths[128, 256] == ({3, 4} if c == "none" else {3})
 
@@ -156,7 +156,7 @@ def test_it_is_the_default_of_large_products_in_every_layout(layout: str, extent
 @pytest.mark.parametrize("tokens", [1, 16, 64, 128])
 def test_few_tokens_go_to_the_other_schedules(tokens: int) -> None:
     assert GEMM.default(GemmProblem.parse(f"m={tokens} n=4096 k=4096 b_major=k"), H200).body in (
-        "specialized",
+        "skinny_warpgroup",
         "skinny",
     )
 
@@ -188,11 +188,11 @@ COMPILED = {
     "one group": ("m=200 n=3584 k=3584 b_major=k", "tile_m=64 tile_n=112 stages=8 raster=1"),
     "columns by eights": (
         "m=200 n=8192 k=8192 b_major=k",
-        "tile_m=128 tile_n=104 stages=7 raster=8 cluster_n=2 swapped=1",
+        "tile_m=104 tile_n=128 stages=7 raster=8 cluster_m=2 swap_ab=1",
     ),
     "an odd half each": (
         "m=333 n=4096 k=4096 b_major=k bias=same",
-        "tile_m=128 tile_n=168 stages=5 raster=8 cluster_m=2 swapped=1 pingpong=1",
+        "tile_m=168 tile_n=128 stages=5 raster=8 cluster_n=2 swap_ab=1 pingpong=1",
     ),
     "pingpong": ("m=4096 n=4096 k=4096 a_major=m", "tile_m=128 tile_n=192 stages=4 raster=8 pingpong=1"),
     "most sums": ("m=4096 n=4096 k=4096 b_major=k", "tile_m=256 tile_n=192 stages=3 raster=8 cluster_n=2"),
@@ -227,9 +227,10 @@ def test_compiles_as_it_says(name: str) -> None:
     assert built.facts.smem_bytes == WARPGROUP.smem(config, extras_of(problem)).total_bytes
     found = compiled.opcodes(built)
     products = {i: count for i, count in found.items() if i.startswith("HGMMA")}
-    panels = config.tile_m // (64 * sharing(config))
+    rows, columns = config.mma_tile
+    panels = rows // (64 * sharing(config))
     assert sum(products.values()) == panels * config.tile_k // 16
-    assert all(re.search(rf"64x{config.tile_n}x16", i) for i in products), products
+    assert all(re.search(rf"64x{columns}x16", i) for i in products), products
     assert all((".F32" in i) is (problem.accumulate == "fp32") for i in products), products
     assert found["WARPGROUP.DEPBAR.LE"] == 2, "no wait but ours: one in the loop, one behind it"
     if problem.accumulate == "fp16":

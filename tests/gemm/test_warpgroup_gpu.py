@@ -91,7 +91,7 @@ def test_fp16_sums_of_large_tiles() -> None:
         assert torch.equal(out[rest], first[rest])
 
 
-@pytest.mark.parametrize("arrangement", [{"pingpong": True}, {"cluster_m": 2}, {"cluster_n": 2}, {"swapped": True}])
+@pytest.mark.parametrize("arrangement", [{"pingpong": True}, {"cluster_m": 2}, {"cluster_n": 2}, {"swap_ab": True}])
 def test_arrangements_over_many_tiles(arrangement: dict[str, Any]) -> None:
     """More tiles than CTAs, the last of them partial: barriers go round several times."""
     rng = random.Random(str(arrangement))

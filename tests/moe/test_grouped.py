@@ -300,7 +300,9 @@ def test_the_multistage_default_keeps_up_with_triton_on_warp_mma() -> None:
         estimate, extras = GROUPED_GEMM.model(problem, h100), GROUPED_GEMM.extras(problem)
         among = MULTISTAGE.shortlist(GROUPED_GEMM.one(problem, most=True), h100)
         valid = [c for c in among if GROUPED_GEMM.why_not(problem, c, h100) is None]
-        default = min(valid, key=lambda c: (estimate(c), MULTISTAGE.preference(c, extras)))
+        default = min(
+            valid, key=lambda c: (estimate(c), MULTISTAGE.preference(GROUPED_GEMM.one(problem, most=True), c, extras))
+        )
         if str(default) in measured:  # the other run of a problem had other configs
             speed.append(measured["triton"] / measured[str(default)])
     assert len(speed) == 26

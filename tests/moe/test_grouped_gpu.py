@@ -181,14 +181,14 @@ def test_moe_is_what_the_cpu_says_and_the_same_each_time(tokens: int) -> None:
 
 SMALL = Problem.parse("rows=300 n=136 k=72 experts=6")
 ARRANGED = (
-    {"swapped": False, "pingpong": False, "cluster_m": 1, "cluster_n": 1},
-    {"swapped": False, "pingpong": True, "cluster_m": 1, "cluster_n": 1},
-    {"swapped": False, "cluster_m": 2},
-    {"swapped": False, "cluster_n": 2},
-    {"swapped": True, "tile_n": 16},
-    {"swapped": True, "tile_n": 48, "pingpong": True},
-    {"swapped": True, "tile_n": 112},
-    {"swapped": True, "cluster_m": 2},
+    {"swap_ab": False, "pingpong": False, "cluster_m": 1, "cluster_n": 1},
+    {"swap_ab": False, "pingpong": True, "cluster_m": 1, "cluster_n": 1},
+    {"swap_ab": False, "cluster_m": 2},
+    {"swap_ab": False, "cluster_n": 2},
+    {"swap_ab": True, "tile_m": 16},
+    {"swap_ab": True, "tile_m": 48, "pingpong": True},
+    {"swap_ab": True, "tile_m": 112},
+    {"swap_ab": True, "cluster_n": 2},
 )
 
 
@@ -268,7 +268,7 @@ def test_ends_that_fall_count_as_the_largest_before_them() -> None:
         assert torch.equal(*made)
 
 
-DEEP = ({"pingpong": False}, {"pingpong": True}, {"cluster_m": 2}, {"cluster_n": 2}, {"swapped": True})
+DEEP = ({"pingpong": False}, {"pingpong": True}, {"cluster_m": 2}, {"cluster_n": 2}, {"swap_ab": True})
 
 
 @pytest.mark.parametrize("values", DEEP, ids=str)
@@ -296,7 +296,7 @@ def test_gradients_of_weights_over_many_tiles(values: dict[str, Any], seed: int)
             assert torch.equal(dweight, again)
 
 
-@pytest.mark.parametrize("values", [{"swapped": False}, {"swapped": True}, {"pingpong": True}], ids=str)
+@pytest.mark.parametrize("values", [{"swap_ab": False}, {"swap_ab": True}, {"pingpong": True}], ids=str)
 def test_a_gate_in_the_epilogue(values: dict[str, Any]) -> None:
     for seed, words in enumerate(("rows=1000 n=712 k=264 experts=7", "rows=64 n=64 k=72 experts=20 dtype=fp16")):
         problem = Problem.parse(f"{words} activation=silu_mul")

@@ -15,14 +15,14 @@ from cutekernels.ops.gemm.problem import GemmConfig
 from cutekernels.ops.gemm.warpgroup import groups, sharing
 from cutekernels.ops.moe.grouped import GROUPED_GEMM, GROUPED_GEMM_WGRAD
 from cutekernels.ops.moe.grouped import GroupedProblem as Problem
-from cutekernels.ops.moe.warpgroup import DEPTH_WARPGROUP, GROUPED_WARPGROUP, tile_rows
+from cutekernels.ops.moe.grouped_schedules import DEPTH_WARPGROUP, GROUPED_WARPGROUP, tile_rows
 from tests import compiled
 
 H200, A100 = gpu.lookup("h200"), gpu.lookup("a100")
 LAYER = Problem.parse("rows=2048 n=1536 k=2048 experts=128")
 COMMON = "tile_k=64 warps_m=1 warps_n=1 ctas_per_sm=1 body=warpgroup"
 BASE = GemmConfig.parse(f"tile_m=128 tile_n=256 stages=4 raster=8 {COMMON}")
-NARROW = GemmConfig.parse(f"tile_m=128 tile_n=16 stages=8 raster=1 swapped=1 {COMMON}")
+NARROW = GemmConfig.parse(f"tile_m=16 tile_n=128 stages=8 raster=1 swap_ab=1 {COMMON}")
 
 
 # ---- rules ----------------------------------------------------------------------------------------------
@@ -36,8 +36,8 @@ def test_the_bases_are_valid_and_survive_their_text() -> None:
 
 def test_all_it_names_are_valid() -> None:
     found = [c for c in GROUPED_GEMM.valid(LAYER, H200) if c.body == "warpgroup"]
-    assert {c.swapped for c in found} == {False, True}
-    assert {c.tile_n for c in found if c.swapped} >= {16, 32, 48, 64, 256}
+    assert {c.swap_ab for c in found} == {False, True}
+    assert {c.tile_m for c in found if c.swap_ab} >= {16, 32, 48, 64, 256}
     assert all(GROUPED_GEMM.why_not(LAYER, c, H200) is None for c in random.Random(0).sample(found, 50))
 
 
@@ -63,8 +63,8 @@ def test_refuses_what_it_cannot_do(words: str, rule: str) -> None:
 @pytest.mark.parametrize(
     ("change", "rule"),
     [
-        ({"tile_n": 32, "stages": 8}, "take swapped=1"),
-        ({"tile_n": 24, "swapped": True, "stages": 8}, "takes tile_n from"),
+        ({"tile_n": 32, "stages": 8}, "take swap_ab=1"),
+        ({"tile_m": 24, "tile_n": 128, "swap_ab": True, "stages": 8}, "takes tile_m from"),
         ({"stages": 8}, "shared memory"),
         ({"cluster_m": 2, "cluster_n": 2}, "two CTAs at most"),
     ],
@@ -94,7 +94,7 @@ def test_dense_products_keep_their_tiles() -> None:
     from cutekernels.ops.gemm.problem import GemmProblem
 
     problem = GemmProblem.parse("m=4096 n=4096 k=4096")
-    assert "takes tile_n from 64" in str(GEMM.why_not(problem, NARROW, H200))
+    assert "takes tile_m from 64" in str(GEMM.why_not(problem, NARROW, H200))
 
 
 GATE = LAYER.replace(n=768, activation="silu_mul")
@@ -105,7 +105,7 @@ GATE = LAYER.replace(n=768, activation="silu_mul")
     [
         ({"tile_m": 256, "tile_n": 192, "stages": 3}, "or a gate it keeps 176"),
         ({"tile_n": 96, "stages": 6}, "half of them gates"),
-        ({"swapped": True}, "meet in a thread"),
+        ({"swap_ab": True, "tile_m": 256, "tile_n": 128}, "meet in a thread"),
     ],
 )
 def test_a_gate_has_rules_of_its_own(change: dict[str, object], rule: str) -> None:
@@ -125,18 +125,18 @@ def test_other_gates_are_a_chain(changes: dict[str, object]) -> None:
     )
 
 
-@pytest.mark.parametrize("knobs", ["tile_m=256 tile_n=32 stages=4", "tile_m=128 tile_n=128 stages=6 pingpong=1"])
+@pytest.mark.parametrize("knobs", ["tile_m=32 tile_n=256 stages=4", "tile_m=128 tile_n=128 stages=6 pingpong=1"])
 def test_swapped_gates_and_ups_meet_in_a_thread(knobs: str) -> None:
-    """A box of gates and one of ups fill the stage that the MMA reads; row r and r + tile_m / 2 share a thread."""
+    """A box of gates and one of ups fill the stage that the MMA reads; row r and r + tile_n / 2 share a thread."""
     import cutlass
     import cutlass.cute as cute
     from cutlass.cute.nvgpu import OperandMajorMode
     from cutlass.utils import hopper_helpers
 
-    config = GemmConfig.parse(f"{knobs} raster=8 swapped=1 {COMMON}")
+    config = GemmConfig.parse(f"{knobs} raster=8 swap_ab=1 {COMMON}")
     problem, extras = GROUPED_GEMM.one(GATE, most=True), GROUPED_GEMM.extras(GATE)
     body = GROUPED_WARPGROUP.body(problem, config, H200, extras).product
-    half, apart = config.tile_m // 2, body.results.gate_distance
+    half, apart = config.tile_n // 2, body.results.gate_distance
     lies, held = [], []
 
     def collect() -> None:  # plain Python: all of it is static
@@ -148,10 +148,10 @@ def test_swapped_gates_and_ups_meet_in_a_thread(knobs: str) -> None:
         k_major = OperandMajorMode.K
         mma = hopper_helpers.make_trivial_tiled_mma(
             cutlass.BFloat16, cutlass.BFloat16, k_major, k_major, cutlass.Float32, (body.sharing, 1, 1),
-            (64, config.tile_n),
+            (64, config.tile_m),
         )  # fmt: skip
         for thread in (0, 5, 37, 127):
-            c = mma.get_slice(thread).partition_C(cute.make_identity_tensor((config.tile_m, config.tile_n)))
+            c = mma.get_slice(thread).partition_C(cute.make_identity_tensor(config.mma_tile))
             assert cute.size(c) == 2 * apart
             held.extend((c[i], c[i + apart]) for i in range(apart))
 
@@ -181,7 +181,7 @@ def test_it_is_the_default_where_it_can_be(layer: str, tokens: int) -> None:
 def test_the_tile_of_tokens_follows_the_rows_of_an_expert() -> None:
     def tokens(rows: int) -> int:
         c = GROUPED_GEMM.default(LAYER.replace(rows=rows), H200)
-        return c.tile_n if c.swapped else c.tile_m
+        return c.tile_m
 
     few, some, many = tokens(128), tokens(8192), tokens(131072)
     assert few == 16
@@ -219,9 +219,9 @@ COMPILED = {
     "most sums": ("rows=2048 n=1536 k=2048 experts=8", "tile_m=256 tile_n=192 stages=3 raster=8 cluster_n=2"),
     "swapped": (
         "rows=2048 n=1536 k=2048 experts=8 weight=n bias=fp32 activation=gelu dtype=fp16",
-        "tile_m=128 tile_n=112 stages=6 raster=8 swapped=1",
+        "tile_m=112 tile_n=128 stages=6 raster=8 swap_ab=1",
     ),
-    "fewest tokens": ("rows=8 n=1536 k=2048 experts=128", "tile_m=128 tile_n=16 stages=8 raster=1 swapped=1 pdl=1"),
+    "fewest tokens": ("rows=8 n=1536 k=2048 experts=128", "tile_m=16 tile_n=128 stages=8 raster=1 swap_ab=1 pdl=1"),
     "gated": ("rows=2048 n=768 k=2048 experts=128 activation=silu_mul", "tile_m=128 tile_n=256 stages=4 raster=8"),
     "gated, odd boxes": (
         "rows=64 n=768 k=2048 experts=128 activation=silu_mul dtype=fp16",
@@ -233,15 +233,15 @@ COMPILED = {
     ),
     "gated, swapped, rows shared": (
         "rows=2048 n=768 k=2048 experts=128 activation=silu_mul",
-        "tile_m=256 tile_n=64 stages=4 raster=8 swapped=1 cluster_n=2",
+        "tile_m=64 tile_n=256 stages=4 raster=8 swap_ab=1 cluster_m=2",
     ),
     "gated, swapped, in turns": (
         "rows=2048 n=768 k=2048 experts=128 activation=silu_mul",
-        "tile_m=128 tile_n=128 stages=6 raster=8 swapped=1 pingpong=1",
+        "tile_m=128 tile_n=128 stages=6 raster=8 swap_ab=1 pingpong=1",
     ),
     "few tokens in turns": (
         "rows=64 n=1536 k=2048 experts=128",
-        "tile_m=64 tile_n=32 stages=8 raster=1 swapped=1 pingpong=1",
+        "tile_m=32 tile_n=64 stages=8 raster=1 swap_ab=1 pingpong=1",
     ),
 }
 
@@ -256,8 +256,9 @@ def test_compiles_as_it_says(name: str) -> None:
     assert built.facts.smem_bytes == GROUPED_WARPGROUP.smem(config, GROUPED_GEMM.extras(problem)).total_bytes
     found = compiled.opcodes(built)
     products = {i: count for i, count in found.items() if i.startswith("HGMMA")}
-    assert sum(products.values()) == config.tile_m // (64 * sharing(config)) * config.tile_k // 16
-    assert all(re.search(rf"64x{config.tile_n}x16", i) for i in products), products
+    rows, columns = config.mma_tile
+    assert sum(products.values()) == rows // (64 * sharing(config)) * config.tile_k // 16
+    assert all(re.search(rf"64x{columns}x16", i) for i in products), products
     assert found["WARPGROUP.ARRIVE"] == 1, "ptxas has put the products of a stage in a row"
     assert not any(i.startswith(("HMMA", "LDGSTS", "LDL", "STL")) for i in found)
     assert sum(count for i, count in found.items() if i.startswith("USETMAXREG")) == 2
@@ -272,7 +273,7 @@ def test_compiles_as_it_says(name: str) -> None:
 DEEP = {
     "cooperative": "tile_m=128 tile_n=256 stages=4 raster=8 cluster_n=2 pdl=1",
     "pingpong": "tile_m=128 tile_n=192 stages=4 raster=8 pingpong=1 cluster_m=1",
-    "swapped": "tile_m=256 tile_n=128 stages=4 raster=8 swapped=1 cluster_m=2",
+    "swapped": "tile_m=128 tile_n=256 stages=4 raster=8 swap_ab=1 cluster_n=2",
     "three groups": "tile_m=192 tile_n=64 stages=5 raster=1",
 }
 
@@ -285,9 +286,10 @@ def test_a_gradient_of_weights_compiles_as_it_says(name: str) -> None:
     assert built.facts.stack_bytes == 0
     assert built.facts.smem_bytes == DEPTH_WARPGROUP.smem(config).total_bytes
     found = compiled.opcodes(built)
-    products = sum(count for i, count in found.items() if i.startswith(f"HGMMA.64x{config.tile_n}x16.F32"))
+    rows, columns = config.mma_tile
+    products = sum(count for i, count in found.items() if i.startswith(f"HGMMA.64x{columns}x16.F32"))
     steps = config.tile_k // 16 + 1  # a whole k-tile's, and one of the last, which is a loop
-    assert products == config.tile_m // (64 * sharing(config)) * steps
+    assert products == rows // (64 * sharing(config)) * steps
     assert not any(i.startswith(("HMMA", "LDGSTS", "LDL", "STL")) for i in found)
     assert any(i.startswith("UTMASTG.3D") for i in found), "an expert is a coordinate"
     assert ("PREEXIT" in found) is config.pdl

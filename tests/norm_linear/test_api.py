@@ -17,6 +17,7 @@ from cutekernels.db.snapshot import Snapshot, Winner
 from cutekernels.errors import InvalidConfig, UnsupportedProblem
 from cutekernels.ops.activations.op import SILU_MUL
 from cutekernels.ops.gemm.api import pose
+from cutekernels.ops.norm_linear.fused import FUSED_SCHEDULES
 from cutekernels.ops.norm_linear.op import LINEAR_SILU_MUL, RMS_NORM_LINEAR, NormLinear
 from cutekernels.ops.norm_linear.problem import CHAIN, NormLinearConfig, RmsNormLinearProblem
 from cutekernels.ops.norms.op import RMS_NORM
@@ -217,18 +218,18 @@ def test_the_paths_a_problem_has(op: NormLinear[Any]) -> None:
         ("m=8 n=1024 k=1024", CHAIN.replace(tile_m=32), "path=chain has no tile_m"),
         ("m=8 n=1024 k=1024 layout=any", some, "16-byte aligned"),
         ("m=256 n=1024 k=1024", some, "at most 128 rows"),
-        ("m=8 n=1024 k=1024", some.replace(tile_n=16), "does not suit 8 tokens"),
+        ("m=8 n=1024 k=1024", some.replace(tile_m=16), "does not suit 8 tokens"),
     ):
         assert said in str(op.why_not(op.Problem.parse(text), config, spec))
     with pytest.raises(InvalidConfig, match="path must be one of chain, fused"):
         NormLinearConfig.parse(str(CHAIN).replace("chain", "both"))
 
 
-def test_what_the_specialized_body_refuses() -> None:
+def test_what_the_skinny_warpgroup_body_refuses() -> None:
     spec = gpu.lookup("h200")
     few = RMS_NORM_LINEAR.Problem.parse("m=64 n=18944 k=3584")
     config = RMS_NORM_LINEAR.default(few, spec)
-    assert (config.path, config.body) == ("fused", "specialized")
+    assert (config.path, config.body) == ("fused", "skinny_warpgroup")
     for words, said in (
         ("m=64 n=18944 k=3584 dtype=fp16", "the range of fp16"),
         ("m=64 n=18948 k=3584", "8 outputs at a time"),
@@ -236,13 +237,13 @@ def test_what_the_specialized_body_refuses() -> None:
         ("m=64 n=18944 k=3584 layout=any", "16-byte aligned"),
     ):
         problem = RMS_NORM_LINEAR.Problem.parse(words)
-        assert said in " ".join(RMS_NORM_LINEAR._broken(problem, config, spec))
+        assert said in " ".join(FUSED_SCHEDULES[config.body].failures(problem, config, spec, problem.extras))
         assert RMS_NORM_LINEAR.default(problem, spec) == CHAIN
     unweighted = RMS_NORM_LINEAR.Problem.parse("m=64 n=18944 k=3584 dtype=fp16 norm_weight=none")
     assert RMS_NORM_LINEAR.why_not(unweighted, config, spec) is None, "nothing multiplies x"
     gated = LINEAR_SILU_MUL.Problem.parse("m=64 n=9472 k=3584 norm=1 norm_weight=same")
     assert "no gate behind" in str(LINEAR_SILU_MUL.why_not(gated, config, spec))
-    assert "body=specialized takes warps_m from 1" in str(RMS_NORM_LINEAR.why_not(few, config.replace(warps_m=2), spec))
+    assert "skinny_warpgroup takes warps_n from 1" in str(RMS_NORM_LINEAR.why_not(few, config.replace(warps_n=2), spec))
     assert "no warpgroup MMA" in str(RMS_NORM_LINEAR.why_not(few, config, gpu.lookup("a100")))
 
 
@@ -255,7 +256,7 @@ def test_a_result_whose_rows_are_not_aligned_is_for_the_skinny_body(n: int, pitc
     posed = RMS_NORM_LINEAR.problem(empty(16, pitch)[:, :n], *operands, activation="none")
     assert posed.layout == layout
     bodies = {c.body for c in RMS_NORM_LINEAR.valid(posed, gpu.lookup("h200")) if c.path == "fused"}
-    assert bodies == ({"skinny", "specialized"} if (n, layout) == (256, "aligned") else {"skinny"})
+    assert bodies == ({"skinny", "skinny_warpgroup"} if (n, layout) == (256, "aligned") else {"skinny"})
 
 
 def test_one_tuning_serves_both_types_where_its_config_can() -> None:

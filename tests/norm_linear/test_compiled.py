@@ -102,7 +102,7 @@ def test_every_static_field_changes_the_code(change: str) -> None:
 
 def test_squares_and_weights_cost_what_they_should() -> None:
     """Per k-block and warp: an MMA per 8 tokens for squares, 4 packed multiplications per 16 rows for the weight."""
-    text, config = "m=8 n=3584 k=3584", NormLinearConfig("fused", 32, 8, 256, warps_k=4, stages=4)
+    text, config = "m=8 n=3584 k=3584", NormLinearConfig("fused", 8, 32, 256, warps_k=4, stages=4)
     found = {
         change: opcodes("rms_norm_linear", f"{text} {change}", config)
         for change in ("", "norm_weight=none", "rstd=given", "norm_weight=none rstd=given")
@@ -123,7 +123,7 @@ def test_tokens_are_squared_and_weighed_beside_warpgroup_mma() -> None:
     """
     text = "m=64 n=18944 k=3584"
     config = RMS_NORM_LINEAR.default(RMS_NORM_LINEAR.Problem.parse(text), gpu.lookup("h200"))
-    assert (config.body, config.tile_k) == ("specialized", 128)
+    assert (config.body, config.tile_k) == ("skinny_warpgroup", 128)
     found = {change: opcodes("rms_norm_linear", f"{text} {change}", config) for change in ("", "norm_weight=none")}
     blocks, reads = 128 // 16, 24 // 4 * 2
     for change, ops in found.items():

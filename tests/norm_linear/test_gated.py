@@ -16,6 +16,7 @@ from bench.replay import SWEEPS
 from cutekernels import gpu
 from cutekernels.ops.gemm.warpgroup import WARPGROUP, sharing
 from cutekernels.ops.norm_linear import api
+from cutekernels.ops.norm_linear.fused import FUSED_SCHEDULES
 from cutekernels.ops.norm_linear.op import LINEAR_SILU_MUL, RMS_NORM_LINEAR
 from cutekernels.ops.norm_linear.problem import CHAIN, LinearSiluMulProblem, NormLinearConfig, RmsNormLinearProblem
 from tests import compiled
@@ -37,7 +38,7 @@ BASE = warpgroup("tile_m=128 tile_n=256 stages=4 raster=8 cluster_m=2 pdl=1")
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"m": 128}, "for body=specialized"),
+        ({"m": 128}, "for body=skinny_warpgroup"),
         ({"n": 14340}, "8 at a time"),
         ({"norm": True}, "no norm in front"),
         ({"layout": "any"}, "16-byte aligned"),
@@ -47,7 +48,7 @@ BASE = warpgroup("tile_m=128 tile_n=256 stages=4 raster=8 cluster_m=2 pdl=1")
 )
 def test_problems_that_are_for_others(change: dict[str, Any], said: str) -> None:
     problem = PREFILL.replace(**change)
-    assert said in "; ".join(LINEAR_SILU_MUL._broken(problem, BASE, H200))
+    assert said in "; ".join(FUSED_SCHEDULES[BASE.body].failures(problem, BASE, H200, problem.extras))
     assert LINEAR_SILU_MUL.default(problem, H200) == CHAIN
     assert all(c.body != "warpgroup" for c in LINEAR_SILU_MUL.valid(problem, H200))
 
@@ -57,13 +58,13 @@ def test_problems_that_are_for_others(change: dict[str, Any], said: str) -> None
     [
         ({"tile_n": 112}, "half of them gates"),
         ({"tile_m": 256, "tile_n": 192, "stages": 3}, "or a gate it keeps 176"),
-        ({"warps_m": 2}, "takes warps_m from 1"),
-        ({"ahead": 2}, "takes ahead from 0"),
+        ({"warps_n": 2}, "takes warps_n from 1"),
+        ({"prefetch_l2": 2}, "takes prefetch_l2 from 0"),
         ({"stages": 6}, "shared memory"),
     ],
 )
 def test_configs_that_break_a_rule(change: dict[str, Any], said: str) -> None:
-    assert said in "; ".join(LINEAR_SILU_MUL._broken(PREFILL, BASE.replace(**change), H200))
+    assert said in "; ".join(FUSED_SCHEDULES[BASE.body].failures(PREFILL, BASE.replace(**change), H200, PREFILL.extras))
 
 
 def test_rows_of_a_norm_s_product_have_no_gate() -> None:
@@ -130,9 +131,7 @@ def test_halves_of_a_stage_and_pairs_of_sums(tile_n: int) -> None:
     from cutlass.cute.nvgpu import OperandMajorMode
     from cutlass.utils import hopper_helpers
 
-    body = WARPGROUP.body(
-        LINEAR_SILU_MUL.epilogue(PREFILL), BASE.replace(tile_n=tile_n, stages=3).product, H200, PREFILL.extras
-    )
+    body = WARPGROUP.body(PREFILL.epilogue, BASE.replace(tile_n=tile_n, stages=3).product, H200, PREFILL.extras)
     assert body.results.columns == tile_n // 2
     half, sums = tile_n // 2, body.results.panel_accumulators
     lies, held = [], []

@@ -39,7 +39,7 @@ def fused(op: NormLinear[Any], p: NormLinearProblem, **values: Any) -> list[Norm
 
 def some(op: NormLinear[Any], p: NormLinearProblem, rng: random.Random, count: int = 1) -> list[NormLinearConfig]:
     """``count`` configs of each body that takes ``p``."""
-    by_body = [fused(op, p, body=body) for body in ("skinny", "specialized")]
+    by_body = [fused(op, p, body=body) for body in ("skinny", "skinny_warpgroup")]
     return [c for configs in by_body for c in rng.sample(configs, min(count, len(configs)))]
 
 
@@ -160,7 +160,7 @@ def test_split_k_is_the_same_every_time(op: NormLinear[Any], split_k: int) -> No
     args = op.sample(p, "cuda", 0)
     args[0][:, ::97] *= 1e4
     rng = random.Random(split_k)
-    by_body = [fused(op, p, split_k=split_k, body=body) for body in ("skinny", "specialized")]
+    by_body = [fused(op, p, split_k=split_k, body=body) for body in ("skinny", "skinny_warpgroup")]
     for config in [c for configs in by_body for c in rng.sample(configs, min(3, len(configs)))]:
         results = [launch(op, p, args, config) for _ in range(20)]
         assert all(torch.equal(results[0], r) for r in results[1:]), config
@@ -171,7 +171,7 @@ def test_split_k_is_the_same_every_time(op: NormLinear[Any], split_k: int) -> No
     [
         (8, {"body": "skinny", "split_k": 1}),
         (8, {"body": "skinny", "split_k": 4}),
-        (8, {"body": "specialized", "split_k": 2}),
+        (8, {"body": "skinny_warpgroup", "split_k": 2}),
     ],
     ids=str,
 )
@@ -206,13 +206,13 @@ def test_graphs_and_streams_do_not_share_a_workspace(m: int, knobs: dict[str, An
         assert all(torch.equal(e, want) for e in eager[i])
 
 
-@pytest.mark.parametrize("body", ["skinny", "specialized"])
+@pytest.mark.parametrize("body", ["skinny", "skinny_warpgroup"])
 def test_dependent_launches_see_what_came_before(body: str) -> None:
     p = RmsNormLinearProblem(m=4, n=2048, k=2048)
     found = fused(RMS_NORM_LINEAR, p, body=body, pdl=True, split_k=1)
     if not found:
         pytest.skip(f"no dependent launch of body={body} here")
-    config = found[-1]  # specialized: one that prefetches
+    config = found[-1]  # skinny_warpgroup: one that prefetches
     x0 = torch.randn(4, 2048, device="cuda", dtype=torch.bfloat16)
     g = torch.randn(2048, device="cuda", dtype=torch.bfloat16)
     ws = [torch.randn(2048, 2048, device="cuda", dtype=torch.bfloat16) / 45 for _ in range(4)]
@@ -226,7 +226,7 @@ def test_dependent_launches_see_what_came_before(body: str) -> None:
             x = ck.rms_norm_linear(x, gamma, w, config=how)
         return x
 
-    want = chain(x0, config.replace(pdl=False, ahead=0))
+    want = chain(x0, config.replace(pdl=False, prefetch_l2=0))
     torch.cuda.synchronize()
     for _ in range(10):
         assert torch.equal(chain(x0, config), want)

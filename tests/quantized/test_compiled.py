@@ -5,15 +5,21 @@ from __future__ import annotations
 import pytest
 
 from cutekernels import gpu
-from cutekernels.ops.quantized import skinny, warpgroup
+from cutekernels.ops.quantized import packed_skinny, packed_warpgroup
 from cutekernels.ops.quantized.op import QUANTIZED_LINEAR, SCHEDULES
 from cutekernels.ops.quantized.problem import QuantizedConfig, QuantizedProblem
 
 GPUS = ("a100-sxm-80gb", "l40s", "h200", "rtx5090")
 # One of each way through the warpgroup body: sums of groups, two batches under way, scales of both kinds, shared tiles.
 WARPGROUP = (
-    ("m=512 n=4096 k=4096 zeros=1", "tile_m=128 tile_n=128 tile_k=128 stages=5 stream_k=1 scaled=sums raster=1"),
-    ("m=512 n=4096 k=4096 group=32", "tile_m=64 tile_n=192 tile_k=128 stages=6 stream_k=0 scaled=sums raster=8"),
+    (
+        "m=512 n=4096 k=4096 zeros=1",
+        "tile_m=128 tile_n=128 tile_k=128 stages=5 stream_k=1 scaled=accumulators raster=1",
+    ),
+    (
+        "m=512 n=4096 k=4096 group=32",
+        "tile_m=64 tile_n=192 tile_k=128 stages=6 stream_k=0 scaled=accumulators raster=8",
+    ),
     ("m=512 n=4096 k=4096 scale=bf16", "tile_m=256 tile_n=128 tile_k=64 stages=5 stream_k=1 scaled=weights raster=1"),
     (
         "m=512 n=4096 k=4096 code=e4m3 scale_rows=128 scale=fp32",
@@ -21,7 +27,7 @@ WARPGROUP = (
     ),
     (
         "m=512 n=4096 k=4096 code=int8 group=0 scale=fp32 bias=fp32",
-        "tile_m=256 tile_n=128 tile_k=64 stages=5 stream_k=0 scaled=sums raster=8",
+        "tile_m=256 tile_n=128 tile_k=64 stages=5 stream_k=0 scaled=accumulators raster=8",
     ),
 )
 
@@ -44,7 +50,7 @@ def test_defaults_compile_without_spills_in_the_shared_memory_that_rules_count(n
 @pytest.mark.parametrize(("text", "knobs"), WARPGROUP)
 def test_ways_through_the_warpgroup_body_compile(text: str, knobs: str) -> None:
     spec, p = gpu.lookup("h200"), QuantizedProblem.parse(text)
-    c = QuantizedConfig.parse(f"body=warpgroup {knobs} pdl=1 warps_n=1 warps_k=1 ctas_per_sm=1 ahead=0")
+    c = QuantizedConfig.parse(f"body=warpgroup {knobs} pdl=1 warps_n=1 warps_k=1 ctas_per_sm=1 prefetch_l2=0")
     assert QUANTIZED_LINEAR.why_not(p, c, spec) is None
     facts = QUANTIZED_LINEAR.build(p, c, spec).facts
     assert facts.stack_bytes == 0
@@ -57,12 +63,12 @@ def test_grids_deal_out_all_units_once() -> None:
         p = QuantizedProblem.parse(text)
         for c in list(QUANTIZED_LINEAR.valid(p, spec))[::97]:
             k_tiles, tiles = -(-p.k // c.tile_k), SCHEDULES[c.body].tiles(p, c)
-            if c.body == skinny.NAME:
-                ctas, share = skinny.grid(p, c, spec)
+            if c.body == packed_skinny.NAME:
+                ctas, share = packed_skinny.grid(p, c, spec)
                 assert (ctas - 1) * share < tiles * k_tiles <= ctas * share
                 assert c.stream_k or share % k_tiles == 0, "whole tiles alone"
             else:
-                ctas, rounds, share = warpgroup.grid(p, c, spec)
+                ctas, rounds, share = packed_warpgroup.grid(p, c, spec)
                 assert ctas <= spec.sm_count
                 rest = tiles - rounds * ctas
                 assert not c.stream_k or (rest >= 0 and rest * k_tiles <= ctas * share)

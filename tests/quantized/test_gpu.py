@@ -230,7 +230,7 @@ def test_shared_tiles(body: str) -> None:
 @on_gpu
 @shared
 @pytest.mark.parametrize("kind", [ASYMMETRIC, Kind("e4m3", 128, 128, scale=FP32)], ids=str)
-@pytest.mark.parametrize("scaled", ["sums", "weights"])
+@pytest.mark.parametrize("scaled", ["accumulators", "weights"])
 def test_where_the_warpgroup_body_scales(scaled: str, kind: Kind) -> None:
     _, found = held(make(1000, K, kind, "cuda"), tokens(64, K), forced("warpgroup", 64, 1000, K, kind, scaled=scaled))
     assert found <= 1
@@ -414,7 +414,7 @@ def test_dependent_launches_see_what_came_before(body: str) -> None:
         pytest.skip("no programmatic dependent launch")
 
     def chain(x: Tensor, pdl: bool) -> Tensor:
-        config = forced(body, 8, n, n, kind, pdl=pdl, **({"ahead": 2} if pdl and body == "skinny" else {}))
+        config = forced(body, 8, n, n, kind, pdl=pdl, **({"prefetch_l2": 2} if pdl and body == "skinny" else {}))
         for weight in weights * 4:
             x = quantized_linear(x, weight, config=config)
         return x

@@ -200,7 +200,9 @@ class TestKey:
         keys = {compiler.cache_key(GEMM, base.replace(**{name: v}), config, H200) for name, v in values.items()}
         assert len(keys | {compiler.cache_key(GEMM, base, config, H200)}) == 1 + len(base.static())
 
-    @pytest.mark.parametrize("where", ["kernels/cute/gemm/skinny.py", "ops/gemm/op.py", "backends/cute.py", "gpu.py"])
+    @pytest.mark.parametrize(
+        "where", ["kernels/cute/gemm/skinny_gemm.py", "ops/gemm/op.py", "backends/cute.py", "gpu.py"]
+    )
     def test_a_changed_source_is_another_key(self, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         package = tmp_path / "package"
         for name in (where, "nn/mlp.py"):
@@ -226,7 +228,7 @@ class TestKey:
     def test_every_file_that_an_op_imports_is_in_its_key(self, monkeypatch: pytest.MonkeyPatch) -> None:
         reached = imported({str(file_of(type(op).__module__)) for op in registry.OPS})
         ours = {file for file in reached if file.startswith("cutekernels/")}
-        assert {"cutekernels/ops/gemm/specialized.py", "cutekernels/kernels/cute/gemm/skinny.py"} < ours
+        assert {"cutekernels/ops/gemm/skinny_warpgroup.py", "cutekernels/kernels/cute/gemm/skinny_gemm.py"} < ours
         read: set[str] = set()
         monkeypatch.setattr(Path, "read_bytes", lambda self: read.add(str(self)) or b"")
         fingerprint(type(GEMM))

@@ -6,7 +6,7 @@ gradient is one thread's sum in a fixed order, so there is no option for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from cutekernels.op import Work
@@ -14,14 +14,12 @@ from cutekernels.ops.attention import problem
 from cutekernels.ops.attention.backward_config import (
     AttentionBackwardConfig,
     AttentionBackwardProblem,
-    warpgroup_unfit,
-    warpgroup_unsuited,
-    warpgroup_us,
+    WarpgroupBackward,
 )
 from cutekernels.ops.attention.config import GROUP_ROWS
 from cutekernels.ops.attention.delta import ATTENTION_DELTA
 from cutekernels.ops.attention.op import ATTENTION
-from cutekernels.ops.attention.problem import TilesOp, score_factors
+from cutekernels.ops.attention.problem import AttentionOp, TilesSchedule, score_factors, since_revision_1
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,7 +37,28 @@ _EXPONENTS = 0.5  # the share of the exponents' time that products do not hide
 _CROWD_WARPS, _CROWD = 8, 0.3  # speed falls by this power of the SM's warps where there are fewer: they hide less
 
 
-class AttentionBackward(TilesOp[AttentionBackwardProblem, AttentionBackwardConfig]):
+class MultistageBackward(TilesSchedule[AttentionBackwardProblem, AttentionBackwardConfig]):
+    """cp.async and warp MMA."""
+
+    name = "multistage"
+    config = AttentionBackwardConfig
+
+    def registers(self, p: AttentionBackwardProblem, c: AttentionBackwardConfig) -> int:
+        return registers_per_thread(p, c)
+
+    def smem_bytes(self, p: AttentionBackwardProblem, c: AttentionBackwardConfig) -> int:
+        return c.smem_bytes(p)
+
+    def estimate_us(self, p: AttentionBackwardProblem, c: AttentionBackwardConfig, gpu: GpuSpec, x: object) -> float:
+        """See :meth:`TilesSchedule.tiles_us`; not fitted to measurements of its own."""
+        return self.tiles_us(
+            p, c, gpu, products=p.products, read_rows=0 if c.in_registers else c.rows * p.operands,
+            exponents=_EXPONENTS, fixed=_TILE + (_WAIT if c.stages == 1 else 0.0),
+            crowd=min(1.0, c.ctas_per_sm * c.warps / _CROWD_WARPS) ** _CROWD, uneven=p.limited_left or p.limited_right,
+        )  # fmt: skip
+
+
+class AttentionBackward(AttentionOp[AttentionBackwardProblem, AttentionBackwardConfig]):
     """Arguments: dout, q, k, v, stats, mask or None, cu_seqlens_q or None, cu_seqlens_kv or None, scale, softcap or 0.
 
     ``stats`` is ``attention_delta``'s: ``(2, rows)`` in fp32, each query's log-sum-exp to base 2 and its delta.
@@ -47,7 +66,8 @@ class AttentionBackward(TilesOp[AttentionBackwardProblem, AttentionBackwardConfi
     """
 
     name = "attention_backward"
-    revision = 1
+    revision = 2
+    earlier = {1: since_revision_1}
     Problem = AttentionBackwardProblem
     Config = AttentionBackwardConfig
     suite = (
@@ -66,27 +86,7 @@ class AttentionBackward(TilesOp[AttentionBackwardProblem, AttentionBackwardConfi
         "batch=5 seq_q=150 seq_kv=150 heads_q=8 heads_kv=2 causal=1 varlen=1",
     )
 
-    # -- rules and choice
-
-    def unfit(self, p: AttentionBackwardProblem, c: AttentionBackwardConfig, gpu: GpuSpec) -> Iterator[str]:
-        yield from c.foreign()
-        if c.body == "warpgroup":
-            yield from warpgroup_unfit(p, c, gpu)
-        else:
-            yield from self.unfit_tiles(p, c, gpu, registers_per_thread(p, c), c.smem_bytes(p))
-
-    def unsuited(self, p: AttentionBackwardProblem, c: AttentionBackwardConfig, gpu: GpuSpec) -> Iterator[str]:
-        return warpgroup_unsuited(p, c, gpu) if c.body == "warpgroup" else super().unsuited(p, c, gpu)
-
-    def estimate_us(self, p: AttentionBackwardProblem, c: AttentionBackwardConfig, gpu: GpuSpec) -> float:
-        """See :meth:`TilesOp.tiles_us`; not fitted to measurements of its own."""
-        if c.body == "warpgroup":
-            return warpgroup_us(p, c, gpu)
-        return self.tiles_us(
-            p, c, gpu, products=p.products, read_rows=0 if c.in_registers else c.rows * p.operands,
-            exponents=_EXPONENTS, fixed=_TILE + (_WAIT if c.stages == 1 else 0.0),
-            crowd=min(1.0, c.ctas_per_sm * c.warps / _CROWD_WARPS) ** _CROWD, uneven=p.limited_left or p.limited_right,
-        )  # fmt: skip
+    schedules = (MultistageBackward(), WarpgroupBackward())
 
     # -- kernel
 
@@ -98,7 +98,7 @@ class AttentionBackward(TilesOp[AttentionBackwardProblem, AttentionBackwardConfi
         from cutekernels.ops.attention import fakes
 
         batch, number, limit = fakes.Batch(p.dtype, p.head_dim, p.varlen), Float32(1.0), Int32(0)
-        counter = fakes.vector(Int32) if c.grid == "counted" else None
+        counter = fakes.vector(Int32) if c.grid == "dynamic" else None
         return backend.compile(
             self._body(p, c, gpu),
             None if p.of == "v" else batch.kv() if p.by_keys else batch.q(),
@@ -115,7 +115,7 @@ class AttentionBackward(TilesOp[AttentionBackwardProblem, AttentionBackwardConfi
 
     def _body(self, p: AttentionBackwardProblem, c: AttentionBackwardConfig, gpu: GpuSpec) -> Any:
         """The kernel of ``c.body`` with its parts."""
-        from cutekernels.kernels.cute.attention.backward import AttentionBackward
+        from cutekernels.kernels.cute.attention.multistage_backward import MultistageAttentionBackward
         from cutekernels.kernels.cute.attention.warpgroup_backward import WarpgroupAttentionBackward
         from cutekernels.kernels.cute.parts.heads import HeadRows
         from cutekernels.kernels.cute.parts.mask import BandMask
@@ -138,10 +138,10 @@ class AttentionBackward(TilesOp[AttentionBackwardProblem, AttentionBackwardConfi
                 head_dim=p.head_dim,
                 padded=p.width,
                 stages=c.stages,
-                resident=gpu.sm_count if c.grid == "counted" else 0,
+                resident=gpu.sm_count if c.grid == "dynamic" else 0,
                 **shared,
             )
-        return AttentionBackward(
+        return MultistageAttentionBackward(
             own=HeadRows(c.tile_own, p.head_dim, p.width, 1, c.threads),
             walked=HeadRows(c.tile_walked, p.head_dim, p.width, c.stages, c.threads),
             products=warp_products(c.warps, c.in_registers),
@@ -158,7 +158,7 @@ class AttentionBackward(TilesOp[AttentionBackwardProblem, AttentionBackwardConfi
 
         limits, results = p.limits, len(p.of)
         empty = p.seq_q == 0 or p.seq_kv == 0
-        counter = Workspace(0, 1) if c.grid == "counted" else None  # one ticket, no partial sums
+        counter = Workspace(0, 1) if c.grid == "dynamic" else None  # one ticket, no partial sums
 
         def launch(*args: Any) -> None:
             dout, q, k, v, stats, mask, cu_q, cu_kv, scale, softcap = args[results:]
@@ -171,7 +171,7 @@ class AttentionBackward(TilesOp[AttentionBackwardProblem, AttentionBackwardConfi
             first, second = {"kv": args[:2], "v": (None, args[0])}.get(p.of, (args[0], None))
             given = None if mask is None else mask.view(torch.uint8)
             factors = (*score_factors(scale, softcap), scale)
-            tickets = () if c.body == "warps" else (None if counter is None else counter.get()[1],)
+            tickets = () if c.body == "multistage" else (None if counter is None else counter.get()[1],)
             kernel(first, second, dout, q, k, v, stats.view(-1), given, cu_q, cu_kv, *tickets, *factors, *limits)
 
         return launch
@@ -204,13 +204,8 @@ class AttentionBackward(TilesOp[AttentionBackwardProblem, AttentionBackwardConfi
 
     def work(self, p: AttentionBackwardProblem) -> Work:
         """The work of this kernel, which computes S and dP again for each of ``of``."""
-        rows_q, rows_kv = p.batch * p.seq_q * p.heads_q, p.batch * p.seq_kv * p.heads_kv
-        written = {"q": rows_q, "k": rows_kv, "v": rows_kv, "kv": 2 * rows_kv}[p.of]
-        moved = 2 * (2 * rows_q + 2 * rows_kv + written) * p.head_dim + 8 * rows_q
-        if p.mask:
-            moved += p.batch * p.seq_q * p.seq_kv
         flops = 2.0 * p.products * p.batch * p.heads_q * p.pairs * p.head_dim
-        return Work(flops=flops, bytes=float(moved), depth=depth(p))
+        return Work(flops=flops, bytes=float(p.work_bytes), depth=depth(p))
 
 
 ATTENTION_BACKWARD = AttentionBackward()

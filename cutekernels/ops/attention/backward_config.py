@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, ClassVar
 
@@ -12,8 +11,9 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.kernels.cute.parts.attention_smem import WarpgroupBackwardSmem, padded
 from cutekernels.op import knob, plain, power_of_two
 from cutekernels.ops.attention.config import GROUP_ROWS, GROUP_WARPS, MOST_VALUES
-from cutekernels.ops.attention.problem import ORDER, AttentionProblem, BodiesConfig
+from cutekernels.ops.attention.problem import ORDER, AttentionProblem, BodiesConfig, BodySchedule
 from cutekernels.ops.shared.occupancy import no_warpgroups
+from cutekernels.rules import of_both, of_config, of_problem
 
 if TYPE_CHECKING:
     from cutekernels.gpu import GpuSpec
@@ -53,6 +53,13 @@ class AttentionBackwardProblem(AttentionProblem):
         """Owned operands: K and V, Q and dO, or K alone."""
         return 1 if self.of == "v" else 2
 
+    @property
+    def work_bytes(self) -> int:
+        rows_q, rows_kv = self.batch * self.seq_q * self.heads_q, self.batch * self.seq_kv * self.heads_kv
+        written = {"q": rows_q, "k": rows_kv, "v": rows_kv, "kv": 2 * rows_kv}[self.of]
+        mask = self.batch * self.seq_q * self.seq_kv if self.mask else 0
+        return 2 * (2 * rows_q + 2 * rows_kv + written) * self.head_dim + 8 * rows_q + mask
+
     def forward(self) -> AttentionProblem:
         """The problem of the forward pass, with lse."""
         named = {f.name: getattr(self, f.name) for f in fields(AttentionProblem)}
@@ -66,16 +73,16 @@ def passes(head_dim: int) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class AttentionBackwardConfig(BodiesConfig):
-    """The knobs of both bodies: ``backward.py`` (warps) and ``warpgroup_backward.py`` in ``kernels/cute/attention/``.
+    """The knobs of both bodies in ``kernels/cute/attention/``.
 
     A CTA owns ``tile_own`` rows (keys for dK and dV, queries for dQ) and walks the others ``tile_walked`` at a time.
     ``in_registers``: the owned operands stay there. ``order`` is that of tiles. Of the warpgroup body alone: ``grid``
-    gives each tile a CTA ("tiles"), or lets the CTAs of a persistent grid draw them from a counter ("counted").
+    gives each tile a CTA ("tiles"), or lets the CTAs of a persistent grid draw them from a counter ("dynamic").
     """
 
     tiles: ClassVar = ("tile_own", "tile_walked")
     bodies: ClassVar = {
-        "warps": {
+        "multistage": {
             "tile_own": (64, 128, 256),
             "tile_walked": (32, 64, 128),
             "warps": (4, 8),
@@ -90,7 +97,7 @@ class AttentionBackwardConfig(BodiesConfig):
             "warps": (4, 8, 12),
             "stages": (2, 3),
             "order": ("rows", "l2", "heads"),
-            "grid": ("tiles", "counted"),
+            "grid": ("tiles", "dynamic"),
         },
     }
     tile_own: int = knob(64, 128, 192, 256)
@@ -100,8 +107,8 @@ class AttentionBackwardConfig(BodiesConfig):
     ctas_per_sm: int = knob(1, 2, 3)
     in_registers: bool = knob(False, True)
     order: str = knob("rows", "l2", "heads")
-    body: str = knob("warps", "warpgroup", added=True)
-    grid: str = knob("tiles", "counted", added=True)
+    body: str = knob("multistage", "warpgroup", added=True)
+    grid: str = knob("tiles", "dynamic", added=True)
 
     def smem_bytes(self, p: AttentionBackwardProblem) -> int:
         """A CTA's shared memory: the owned operands, the walked ones' stages, and walked queries' statistics."""
@@ -126,19 +133,59 @@ _MANY = 8  # tiles of an SM above which its last one does not count
 _LATE, _FULL = 0.4, 2.0  # share of the heaviest tile; tiles for each SM below which a band's heavy ones are its last
 
 
-def warpgroup_unfit(p: AttentionBackwardProblem, c: AttentionBackwardConfig, gpu: GpuSpec) -> Iterator[str]:
-    """The rules that ``c`` breaks whatever the extents of ``p``."""
-    groups = c.tile_own // GROUP_ROWS
-    yield from no_warpgroups(gpu)
-    if c.warps != GROUP_WARPS * groups:
-        yield f"body=warpgroup has {GROUP_WARPS} warps for {GROUP_ROWS} rows: tile_own={c.tile_own} takes {4 * groups}"
-        return
-    values = warpgroup_values(p, c)
-    if values > MOST_VALUES[groups]:
-        yield f"a thread has {values} sums and probabilities; {groups} groups leave room for {MOST_VALUES[groups]}"
-    need = c.smem_bytes(p)
-    if need > gpu.smem_per_block_bytes:
-        yield f"{need} bytes of shared memory are more than a block's {gpu.smem_per_block_bytes}"
+class WarpgroupBackward(BodySchedule[AttentionBackwardProblem, AttentionBackwardConfig]):
+    """TMA and warpgroup MMA."""
+
+    name = "warpgroup"
+    config = AttentionBackwardConfig
+
+    warpgroup_mma = of_problem(no_warpgroups)
+
+    @of_config
+    def warps_of_groups(self, c: AttentionBackwardConfig, gpu: GpuSpec, x: AttentionBackwardProblem) -> str | None:
+        groups = c.tile_own // GROUP_ROWS
+        if c.warps != GROUP_WARPS * groups:
+            takes = f"tile_own={c.tile_own} takes {GROUP_WARPS * groups}"
+            return f"body=warpgroup has {GROUP_WARPS} warps for {GROUP_ROWS} rows: {takes}"
+        return None
+
+    @of_config
+    def registers(self, c: AttentionBackwardConfig, gpu: GpuSpec, x: AttentionBackwardProblem) -> str | None:
+        values, groups = warpgroup_values(x, c), c.tile_own // GROUP_ROWS
+        most = MOST_VALUES.get(groups, 0)
+        if values > most:
+            room = f"{groups} groups leave room for {most}"
+            return f"a thread has {values} accumulators and probabilities; {room}"
+        return None
+
+    @of_config
+    def shared_memory(self, c: AttentionBackwardConfig, gpu: GpuSpec, x: AttentionBackwardProblem) -> str | None:
+        need = c.smem_bytes(x)
+        if need > gpu.smem_per_block_bytes:
+            return f"{need} bytes of shared memory are more than a block's {gpu.smem_per_block_bytes}"
+        return None
+
+    @of_both
+    def tile_rows(self, p: AttentionBackwardProblem, c: AttentionBackwardConfig, gpu: GpuSpec, x: object) -> str | None:
+        for name, tile, seq in ((c.tiles[0], c.tile_own, p.seq_own), (c.tiles[1], c.tile_walked, p.seq_walked)):
+            if tile > max(64, power_of_two(seq)):
+                return f"{name}={tile} idles most of a tile over {seq} rows"
+        return None
+
+    @of_both
+    def order(self, p: AttentionBackwardProblem, c: AttentionBackwardConfig, gpu: GpuSpec, x: object) -> str | None:
+        if c.order != "rows" and p.seq_own <= c.tile_own:
+            return f"order={c.order} needs more than one tile of rows"
+        return None
+
+    @of_both
+    def grid(self, p: AttentionBackwardProblem, c: AttentionBackwardConfig, gpu: GpuSpec, x: object) -> str | None:
+        if c.grid != "tiles" and own_tiles(p, c) <= gpu.sm_count:
+            return f"grid={c.grid} is for more tiles than SMs"
+        return None
+
+    def estimate_us(self, p: AttentionBackwardProblem, c: AttentionBackwardConfig, gpu: GpuSpec, x: object) -> float:
+        return warpgroup_us(p, c, gpu)
 
 
 def warpgroup_values(p: AttentionBackwardProblem, c: AttentionBackwardConfig) -> int:
@@ -147,18 +194,6 @@ def warpgroup_values(p: AttentionBackwardProblem, c: AttentionBackwardConfig) ->
     slopes = scores + _CAP if p.softcap and p.of != "v" else 0
     flying = scores // 2 if p.of == "kv" else 0
     return len(p.of) * p.width // 2 + p.operands * scores + slopes + flying
-
-
-def warpgroup_unsuited(p: AttentionBackwardProblem, c: AttentionBackwardConfig, gpu: GpuSpec) -> Iterator[str]:
-    """The other rules that ``c`` breaks."""
-    sides = ((c.tiles[0], c.tile_own, p.seq_own, 64), (c.tiles[1], c.tile_walked, p.seq_walked, 64))
-    for name, tile, seq, least in sides:
-        if tile > max(least, power_of_two(seq)):
-            yield f"{name}={tile} idles most of a tile over {seq} rows"
-    if c.order != "rows" and p.seq_own <= c.tile_own:
-        yield f"order={c.order} needs more than one tile of rows"
-    if c.grid != "tiles" and own_tiles(p, c) <= gpu.sm_count:
-        yield f"grid={c.grid} is for more tiles than SMs"
 
 
 def warpgroup_us(p: AttentionBackwardProblem, c: AttentionBackwardConfig, gpu: GpuSpec) -> float:
@@ -179,7 +214,7 @@ def warpgroup_us(p: AttentionBackwardProblem, c: AttentionBackwardConfig, gpu: G
     step = multiply + _TILE * rate.barrier_us
     between = (_CTA if c.grid == "tiles" else _NEXT) * rate.dram_latency_us
     per_sm = tiles * heads / gpu.sm_count
-    smooth = uneven or c.grid == "counted" or per_sm > _MANY
+    smooth = uneven or c.grid == "dynamic" or per_sm > _MANY
     busy = (per_sm if smooth else math.ceil(per_sm)) * (steps * step + between)
     if uneven:
         if p.limited_left != p.limited_right:  # one triangle: some rows see all
@@ -189,7 +224,7 @@ def warpgroup_us(p: AttentionBackwardProblem, c: AttentionBackwardConfig, gpu: G
         band = {"rows": 1, "l2": min(heads, fitting), "heads": heads}[c.order]
         late = band < heads and per_sm > 1 and tiles * (heads % band or band) < _FULL * gpu.sm_count
         busy = max(busy, heaviest) + (_LATE * heaviest if late else 0.0)
-    busy *= ORDER[False][c.order] * (_DRAWN if c.grid == "counted" else 1.0) * (1.0 if c.stages > 2 else _TIGHT)
+    busy *= ORDER[False][c.order] * (_DRAWN if c.grid == "dynamic" else 1.0) * (1.0 if c.stages > 2 else _TIGHT)
     return float(_LAUNCH * rate.launch_us + busy)
 
 

@@ -14,7 +14,13 @@ from cutekernels.op import Work, plain
 from cutekernels.ops.attention.config import AttentionConfig
 from cutekernels.ops.attention.decode import PAGE_SIZES, check_room, results, sampled
 from cutekernels.ops.attention.op import PrefillOp
-from cutekernels.ops.attention.problem import AttentionProblem, depth, launch_blind, score_factors
+from cutekernels.ops.attention.problem import (
+    AttentionProblem,
+    depth,
+    launch_blind,
+    score_factors,
+    since_revision_1,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,6 +47,11 @@ class CacheProblem(AttentionProblem):
     def page(self) -> int | None:
         return self.page_size
 
+    @property
+    def work_bytes(self) -> int:
+        table = 4 * self.batch * -(-self.seq_kv // self.page_size) if self.page_size else 0
+        return self.bytes_moved + 4 * self.batch + table
+
 
 class CacheAttention(PrefillOp[CacheProblem]):
     """Arguments: q, k and v caches, lengths int32 (B,), page table int32 or None, sinks or None, scale, softcap or 0.
@@ -49,7 +60,8 @@ class CacheAttention(PrefillOp[CacheProblem]):
     """
 
     name = "cache_attention"
-    revision = 1
+    revision = 2
+    earlier = {1: since_revision_1}
     Problem = CacheProblem
     suite = (
         "batch=4 seq_q=2048 seq_kv=8192 heads_q=32 heads_kv=8 page_size=64",
@@ -73,7 +85,7 @@ class CacheAttention(PrefillOp[CacheProblem]):
         q, cache = (batch, seq_q, heads_q), (layers, room, heads_kv)
         out, queries, k, v = [fakes.rows(p.dtype, p.head_dim, *lead) for lead in (q, q, cache, cache)]
         number, limit = Float32(1.0), Int32(0)
-        counter = fakes.vector(Int32) if c.counted else None
+        counter = fakes.vector(Int32) if c.dynamic_scheduler else None
         return backend.compile(
             self.body(p, c, gpu),
             out,
@@ -94,14 +106,14 @@ class CacheAttention(PrefillOp[CacheProblem]):
         if p.seq_kv == 0:
             return launch_blind(p.lse)
         limits = p.limits
-        counter = Workspace(0, 1) if c.counted else None  # one ticket, no partial sums
+        counter = Workspace(0, 1) if c.dynamic_scheduler else None  # one ticket, no partial sums
 
         def launch(*args: Any) -> None:
             out, lse = args[0], args[1].view(-1) if p.lse else None
             q, k, v, lengths, table, sinks, scale, softcap = args[2 if p.lse else 1 :]
             if out.numel() == 0:
                 return
-            tickets = () if c.body == "warps" else (None if counter is None else counter.get()[1],)
+            tickets = () if c.body == "multistage" else (None if counter is None else counter.get()[1],)
             factors = score_factors(scale, softcap)
             kernel(out, lse, q, k, v, None, None, lengths, table, sinks, *tickets, *factors, *limits)
 
@@ -122,8 +134,7 @@ class CacheAttention(PrefillOp[CacheProblem]):
 
     def work(self, p: CacheProblem) -> Work:
         flops = 4.0 * p.batch * p.heads_q * p.pairs * p.head_dim
-        table = 4 * p.batch * -(-p.seq_kv // p.page_size) if p.page_size else 0
-        return Work(flops=flops, bytes=float(p.bytes_moved + 4 * p.batch + table), depth=depth(p))
+        return Work(flops=flops, bytes=float(p.work_bytes), depth=depth(p))
 
 
 CACHE_ATTENTION = CacheAttention()

@@ -8,7 +8,7 @@ The queries are a sequence's last tokens, so they see each other causally.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from cutekernels.ops.attention.problem import (
     UNLIMITED,
     AttentionOp,
     AttentionProblem,
+    AttentionSchedule,
     HeadsProblem,
     WarpsConfig,
     depth,
@@ -32,6 +33,7 @@ from cutekernels.ops.attention.problem import (
 )
 from cutekernels.ops.shared.dtypes import DTYPES
 from cutekernels.ops.shared.occupancy import occupancy_rules
+from cutekernels.rules import of_both, of_config
 
 if TYPE_CHECKING:
     import torch
@@ -141,6 +143,94 @@ _CLUSTERED = 0.8  # of the SMs hold clusters of three CTAs and more: parts of a 
 _HIDDEN = 0.12  # the share of the shorter of two times that goes on behind the longer
 
 
+class SplitDecode(AttentionSchedule[DecodeProblem, DecodeConfig]):
+    """Splits of the keys, met by ticket or in a cluster."""
+
+    name = "decode"
+    config = DecodeConfig
+
+    @of_config
+    def keys_of_warps(self, c: DecodeConfig, gpu: GpuSpec, x: DecodeProblem) -> str | None:
+        if c.rows not in (16, 32):
+            return f"{c.warps} warps of tile_kv={c.tile_kv} have {c.rows} keys each: take 16 or 32"
+        return None
+
+    @of_config
+    def dependent_launch(self, c: DecodeConfig, gpu: GpuSpec, x: DecodeProblem) -> str | None:
+        return f"{gpu.name} has no programmatic dependent launch" if c.pdl and not gpu.has_pdl else None
+
+    @of_config
+    def clusters(self, c: DecodeConfig, gpu: GpuSpec, x: DecodeProblem) -> str | None:
+        if c.cluster and not gpu.has_wgmma:
+            return f"cluster=1 is for GPUs like the H100, which {gpu.name} is not"
+        if c.cluster and not 2 <= c.splits <= MOST_CLUSTERED:
+            return f"cluster=1 is for 2 to {MOST_CLUSTERED} splits, not {c.splits}"
+        return None
+
+    @of_config
+    def occupancy(self, c: DecodeConfig, gpu: GpuSpec, x: DecodeProblem) -> str | None:
+        registers, smem = registers_per_thread(x, c), c.smem(x).total_bytes
+        rules = occupancy_rules(gpu, ctas=c.ctas_per_sm, most=MAX_CTAS, warps=c.warps, registers=registers, smem=smem)
+        return next(rules, None)
+
+    @of_both
+    def tile_of_keys(self, p: DecodeProblem, c: DecodeConfig, gpu: GpuSpec, x: object) -> str | None:
+        if c.tile_kv > max(32, power_of_two(p.keys)):
+            return f"tile_kv={c.tile_kv} idles most of a block over {p.keys} keys"
+        return None
+
+    @of_both
+    def splits(self, p: DecodeProblem, c: DecodeConfig, gpu: GpuSpec, x: object) -> str | None:
+        if c.splits == 1:
+            return None
+        blocks = -(-p.keys // c.tile_kv)
+        if c.splits > blocks:
+            return f"splits={c.splits} are more than the {blocks} blocks of tile_kv={c.tile_kv} keys"
+        if p.tiles * c.splits > MOST_WAVES * gpu.sm_count:
+            return f"splits={c.splits}: {p.tiles} tiles of queries fill the GPU with fewer"
+        if p.tiles > _MOST_TICKETS and not c.cluster:
+            return f"{p.tiles} tiles of queries are more than the {_MOST_TICKETS} that splits can meet in"
+        return None
+
+    @of_both
+    def grid(self, p: DecodeProblem, c: DecodeConfig, gpu: GpuSpec, x: object) -> str | None:
+        if p.tiles * c.splits > _MOST_CTAS:
+            return f"{p.tiles * c.splits} CTAs are more than a grid's {_MOST_CTAS}"
+        return None
+
+    def estimate_us(self, p: DecodeProblem, c: DecodeConfig, gpu: GpuSpec, x: object) -> float:
+        """Waves of CTAs at the rate of their bytes in flight, or a block's latency; or DRAM, if slower."""
+        rate = rates.of(gpu)
+        if p.tiles == 0 or p.keys == 0:
+            return _LAUNCH * rate.launch_us
+        row_bytes = 4 * p.head_dim  # K's and V's
+        blocks = math.ceil(-(-p.keys // c.tile_kv) / c.splits)
+        cta_bytes = blocks * c.tile_kv * row_bytes
+        cta_us = _CTA * rate.dram_latency_us
+
+        def wave_us(together: int) -> float:
+            in_flight = together * (c.stages - 1) * c.tile_kv * row_bytes
+            port = min(_PORT * rate.sm_bytes_per_us, in_flight / (_LATENCY * rate.dram_latency_us))
+            warp_us = blocks * c.rows / 16 * _BLOCK_CYCLES / rate.clock_mhz
+            load_us = together * cta_bytes / port
+            return max(load_us, warp_us) + _BESIDE * min(load_us, warp_us) + cta_us
+
+        sms = int(gpu.sm_count * (_CLUSTERED if c.cluster and c.splits > 2 else 1.0))
+        waves, rest = divmod(p.tiles * c.splits, sms * c.ctas_per_sm)
+        busy = waves * wave_us(c.ctas_per_sm)
+        if rest:
+            busy += wave_us(-(-rest // sms))
+        dram = DECODE_ATTENTION.work(p).bytes / (_DRAM * rate.dram_share * gpu.dram_gbps * 1e3) + cta_us
+        combine = 0.0
+        if c.splits > 1:
+            combine = (_TICKET + _PARTIAL * c.splits / c.warps) * rate.exchange_us
+        if c.cluster:
+            combine = (_MEETING + _MESSAGE * c.splits + _COLLECT / c.warps) * rate.exchange_us
+        # CTAs of the next launch are placed early where one wave leaves them room.
+        early = (rate.dependent_us if waves == 0 else -rate.dependent_us) if c.pdl else 0.0
+        return float(_LAUNCH * rate.launch_us - early + max(busy, dram) + (1.0 - _HIDDEN) * min(busy, dram) + combine)
+
+
 class DecodeAttention(AttentionOp[DecodeProblem, DecodeConfig]):
     """Arguments: q, k and v caches, lengths int32 (B,), page table int32 or None, sinks or None, scale, softcap or 0.
 
@@ -164,67 +254,7 @@ class DecodeAttention(AttentionOp[DecodeProblem, DecodeConfig]):
         "batch=3 seq_kv=900 heads_q=16 heads_kv=2 head_dim=64 page_size=16 window_left=127 window=1 sinks=same",
     )
 
-    # -- rules and choice
-
-    def unfit(self, p: DecodeProblem, c: DecodeConfig, gpu: GpuSpec) -> Iterator[str]:
-        if c.rows not in (16, 32):
-            yield f"{c.warps} warps of tile_kv={c.tile_kv} have {c.rows} keys each: take 16 or 32"
-        if c.pdl and not gpu.has_pdl:
-            yield f"{gpu.name} has no programmatic dependent launch"
-        if c.cluster and not gpu.has_wgmma:
-            yield f"cluster=1 is for GPUs like the H100, which {gpu.name} is not"
-        if c.cluster and not 2 <= c.splits <= MOST_CLUSTERED:
-            yield f"cluster=1 is for 2 to {MOST_CLUSTERED} splits, not {c.splits}"
-        registers, smem = registers_per_thread(p, c), c.smem(p).total_bytes
-        yield from occupancy_rules(
-            gpu, ctas=c.ctas_per_sm, most=MAX_CTAS, warps=c.warps, registers=registers, smem=smem
-        )
-
-    def unsuited(self, p: DecodeProblem, c: DecodeConfig, gpu: GpuSpec) -> Iterator[str]:
-        if c.tile_kv > max(32, power_of_two(p.keys)):
-            yield f"tile_kv={c.tile_kv} idles most of a block over {p.keys} keys"
-        if c.splits > 1:
-            blocks = -(-p.keys // c.tile_kv)
-            if c.splits > blocks:
-                yield f"splits={c.splits} are more than the {blocks} blocks of tile_kv={c.tile_kv} keys"
-            if p.tiles * c.splits > MOST_WAVES * gpu.sm_count:
-                yield f"splits={c.splits}: {p.tiles} tiles of queries fill the GPU with fewer"
-            if p.tiles > _MOST_TICKETS and not c.cluster:
-                yield f"{p.tiles} tiles of queries are more than the {_MOST_TICKETS} that splits can meet in"
-        if p.tiles * c.splits > _MOST_CTAS:
-            yield f"{p.tiles * c.splits} CTAs are more than a grid's {_MOST_CTAS}"
-
-    def estimate_us(self, p: DecodeProblem, c: DecodeConfig, gpu: GpuSpec) -> float:
-        """Waves of CTAs at the rate of their bytes in flight, or a block's latency; or DRAM, if slower."""
-        rate = rates.of(gpu)
-        if p.tiles == 0 or p.keys == 0:
-            return _LAUNCH * rate.launch_us
-        row_bytes = 4 * p.head_dim  # K's and V's
-        blocks = math.ceil(-(-p.keys // c.tile_kv) / c.splits)
-        cta_bytes = blocks * c.tile_kv * row_bytes
-        cta_us = _CTA * rate.dram_latency_us
-
-        def wave_us(together: int) -> float:
-            in_flight = together * (c.stages - 1) * c.tile_kv * row_bytes
-            port = min(_PORT * rate.sm_bytes_per_us, in_flight / (_LATENCY * rate.dram_latency_us))
-            warp_us = blocks * c.rows / 16 * _BLOCK_CYCLES / rate.clock_mhz
-            load_us = together * cta_bytes / port
-            return max(load_us, warp_us) + _BESIDE * min(load_us, warp_us) + cta_us
-
-        sms = int(gpu.sm_count * (_CLUSTERED if c.cluster and c.splits > 2 else 1.0))
-        waves, rest = divmod(p.tiles * c.splits, sms * c.ctas_per_sm)
-        busy = waves * wave_us(c.ctas_per_sm)
-        if rest:
-            busy += wave_us(-(-rest // sms))
-        dram = self.work(p).bytes / (_DRAM * rate.dram_share * gpu.dram_gbps * 1e3) + cta_us
-        combine = 0.0
-        if c.splits > 1:
-            combine = (_TICKET + _PARTIAL * c.splits / c.warps) * rate.exchange_us
-        if c.cluster:
-            combine = (_MEETING + _MESSAGE * c.splits + _COLLECT / c.warps) * rate.exchange_us
-        # CTAs of the next launch are placed early where one wave leaves them room.
-        early = (rate.dependent_us if waves == 0 else -rate.dependent_us) if c.pdl else 0.0
-        return float(_LAUNCH * rate.launch_us - early + max(busy, dram) + (1.0 - _HIDDEN) * min(busy, dram) + combine)
+    schedules = (SplitDecode(),)
 
     # -- kernel
 
@@ -256,12 +286,12 @@ class DecodeAttention(AttentionOp[DecodeProblem, DecodeConfig]):
 
     def _body(self, p: DecodeProblem, c: DecodeConfig) -> Any:
         """The body with its parts."""
-        from cutekernels.kernels.cute.attention.decode import DecodeAttention
+        from cutekernels.kernels.cute.attention.decode import DecodeAttentionBody
         from cutekernels.kernels.cute.parts.cache import CacheRows
         from cutekernels.kernels.cute.parts.products import warp_products
         from cutekernels.kernels.cute.parts.softmax import OnlineSoftmax
 
-        return DecodeAttention(
+        return DecodeAttentionBody(
             rows_kv=CacheRows(c.rows, p.head_dim, p.width, c.stages, p.page_size),
             products=warp_products(1, p.width <= WIDEST_IN_REGISTERS),
             softmax=OnlineSoftmax(SLACK, p.softcap),

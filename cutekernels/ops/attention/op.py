@@ -6,28 +6,24 @@ batch, ``(TOTAL, H, D)``, with the sequences' ends in ``cu_seqlens``. Head dims 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from cutekernels.op import Work
-from cutekernels.ops.attention.config import (
-    GROUP_ROWS,
-    AttentionConfig,
-    warpgroup_unfit,
-    warpgroup_unsuited,
-    warpgroup_us,
-)
+from cutekernels.ops.attention.config import GROUP_ROWS, AttentionConfig, FewForward, WarpgroupForward
 from cutekernels.ops.attention.problem import (
     EAGER,
     EXPONENTS,
     SLACK,
+    AttentionOp,
     AttentionProblem,
     Q,
-    TilesOp,
+    TilesSchedule,
     depth,
     launch_blind,
     sample_sinks,
     score_factors,
+    since_revision_1,
 )
 from cutekernels.ops.shared.dtypes import DTYPES
 
@@ -45,39 +41,39 @@ _BLOCK = 0.17 / 0.08  # of barrier_us: a block of keys, whatever its size
 _ONE_STAGE = 1.05  # of the same: 1 % faster where both were timed, and spills (bf16, head dim 128)
 
 
-class PrefillOp(TilesOp[Q, AttentionConfig]):
-    """Rules, model and kernels of tiles of queries that walk keys."""
+class MultistageForward(TilesSchedule[Any, AttentionConfig]):
+    """cp.async and warp MMA."""
 
-    Config = AttentionConfig
+    name = "multistage"
+    config = AttentionConfig
 
-    # -- rules and choice
+    def registers(self, p: AttentionProblem, c: AttentionConfig) -> int:
+        return registers_per_thread(p, c)
 
-    def unfit(self, p: Q, c: AttentionConfig, gpu: GpuSpec) -> Iterator[str]:
-        yield from c.foreign()
-        if c.by_groups:
-            yield from warpgroup_unfit(p, c, gpu)
-        else:
-            yield from self.unfit_tiles(p, c, gpu, registers_per_thread(p, c), c.smem(p).total_bytes)
+    def smem_bytes(self, p: AttentionProblem, c: AttentionConfig) -> int:
+        return c.smem(p).total_bytes
 
-    def unsuited(self, p: Q, c: AttentionConfig, gpu: GpuSpec) -> Iterator[str]:
-        return warpgroup_unsuited(p, c, gpu) if c.by_groups else super().unsuited(p, c, gpu)
-
-    def estimate_us(self, p: Q, c: AttentionConfig, gpu: GpuSpec) -> float:
-        """See :meth:`TilesOp.tiles_us`."""
-        if c.by_groups:
-            return warpgroup_us(p, c, gpu)
+    def estimate_us(self, p: AttentionProblem, c: AttentionConfig, gpu: GpuSpec, x: object) -> float:
+        """See :meth:`TilesSchedule.tiles_us`."""
         return self.tiles_us(
             p, c, gpu, products=2, read_rows=0 if c.q_in_registers else c.rows,
             exponents=EXPONENTS * (1.0 if c.lazy else EAGER), fixed=_BLOCK * (1.0 if c.stages > 1 else _ONE_STAGE),
             crowd=1.0, uneven=p.limited_right,
         )  # fmt: skip
 
+
+class PrefillOp(AttentionOp[Q, AttentionConfig]):
+    """Rules, model and kernels of tiles of queries that walk keys."""
+
+    Config = AttentionConfig
+    schedules = (MultistageForward(), WarpgroupForward(), FewForward())
+
     # -- kernel
 
     def body(self, p: Q, c: AttentionConfig, gpu: GpuSpec) -> Any:
         """The kernel of ``c.body`` with its parts."""
-        from cutekernels.kernels.cute.attention.prefill import PrefillAttention
-        from cutekernels.kernels.cute.attention.warpgroup import WarpgroupAttention
+        from cutekernels.kernels.cute.attention.multistage_forward import MultistageAttention
+        from cutekernels.kernels.cute.attention.warpgroup_forward import WarpgroupAttention
         from cutekernels.kernels.cute.parts.cache import CacheTiles
         from cutekernels.kernels.cute.parts.heads import HeadRows
         from cutekernels.kernels.cute.parts.mask import BandMask
@@ -88,7 +84,7 @@ class PrefillOp(TilesOp[Q, AttentionConfig]):
         shared: dict[str, Any] = {
             "mask": BandMask(c.tile_q, c.tile_kv, p.limited_left, p.limited_right, p.mask),
             "softmax": OnlineSoftmax(SLACK if c.lazy else 0.0, p.softcap),
-            "order": HeadOrder("rows" if c.order == "folded" else c.order, gpu.l2_bytes // 2),
+            "order": HeadOrder("rows" if c.order == "paired" else c.order, gpu.l2_bytes // 2),
             "sequences": Sequences(p.varlen, p.page),
         }
         if c.by_groups:
@@ -100,16 +96,16 @@ class PrefillOp(TilesOp[Q, AttentionConfig]):
                 stages=c.stages,
                 turns=c.turns,
                 resident=0 if c.grid == "tiles" else gpu.sm_count,
-                dynamic_scheduler=c.counted,
+                dynamic_scheduler=c.dynamic_scheduler,
                 separate_output_smem=c.grid == "ahead",
                 ctas_per_sm=c.ctas_per_sm,
                 split=c.split,
-                paired_tiles=c.order == "folded",
+                paired_tiles=c.order == "paired",
                 dependent=c.dependent and gpu.has_pdl,
                 **shared,
             )
         tile = (c.tile_kv, p.head_dim, p.width, c.stages, c.threads)
-        return PrefillAttention(
+        return MultistageAttention(
             rows_q=HeadRows(c.tile_q, p.head_dim, p.width, 1, c.threads),
             rows_kv=HeadRows(*tile) if p.page is None else CacheTiles(*tile, p.page, p.limited_left),
             products=warp_products(c.warps, c.q_in_registers),
@@ -125,7 +121,8 @@ class Attention(PrefillOp[AttentionProblem]):
     """
 
     name = "attention"
-    revision = 1
+    revision = 2
+    earlier = {1: since_revision_1}
     Problem = AttentionProblem
     suite = (
         "batch=4 seq_q=4096 seq_kv=4096 heads_q=16 heads_kv=16",
@@ -149,7 +146,7 @@ class Attention(PrefillOp[AttentionProblem]):
         from cutekernels.ops.attention import fakes
 
         batch, number, limit = fakes.Batch(p.dtype, p.head_dim, p.varlen), Float32(1.0), Int32(0)
-        counter = fakes.vector(Int32) if c.counted else None
+        counter = fakes.vector(Int32) if c.dynamic_scheduler else None
         return backend.compile(
             self.body(p, c, gpu),
             batch.q(),
@@ -171,7 +168,7 @@ class Attention(PrefillOp[AttentionProblem]):
         if p.seq_kv == 0:
             return launch_blind(p.lse)
         limits = p.limits
-        counter = Workspace(0, 1) if c.counted else None  # one ticket, no partial sums
+        counter = Workspace(0, 1) if c.dynamic_scheduler else None  # one ticket, no partial sums
 
         def launch(*args: Any) -> None:
             out, lse = args[0], args[1].view(-1) if p.lse else None
@@ -179,7 +176,7 @@ class Attention(PrefillOp[AttentionProblem]):
             if out.numel() == 0:
                 return
             given = None if mask is None else mask.view(torch.uint8)
-            tickets = () if c.body == "warps" else (None if counter is None else counter.get()[1],)
+            tickets = () if c.body == "multistage" else (None if counter is None else counter.get()[1],)
             kernel(
                 out, lse, q, k, v, given, cu_q, cu_kv, None, sinks, *tickets, *score_factors(scale, softcap), *limits
             )

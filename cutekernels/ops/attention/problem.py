@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from itertools import product
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypedDict, TypeVar
+from itertools import chain
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypedDict, TypeVar, cast
 
 from cutekernels import rates
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.kernels.cute.parts.attention_smem import padded
-from cutekernels.op import C, Config, Op, P, Problem, extent, ladder, plain, power_of_two
+from cutekernels.op import C, Config, Op, P, Problem, extent, ladder, plain, power_of_two, respelled
 from cutekernels.ops.shared.dtypes import DTYPES
 from cutekernels.ops.shared.occupancy import occupancy_rules
+from cutekernels.rules import Schedule, combinations, foreign, of_both, of_config, values_of
 
 if TYPE_CHECKING:
     import torch
@@ -147,6 +148,11 @@ class AttentionProblem(HeadsProblem):
         return 4 * (rows_q + rows_kv) * self.head_dim + mask + (4 * rows_q if self.lse else 0)
 
     @property
+    def work_bytes(self) -> int:
+        """Those, and what else this problem's op has to move."""
+        return self.bytes_moved
+
+    @property
     def pairs(self) -> int:
         """(query, key) pairs of one head and sequence inside the band."""
         shift = self.seq_kv - self.seq_q
@@ -250,46 +256,66 @@ def launch_blind(lse: bool) -> Callable[..., None]:
 # ---- ops ------------------------------------------------------------------------------------------------
 
 
+class AttentionSchedule(Schedule[P, C, P]):
+    """Rules and model of one body. ``x`` is a problem, of which the rules of configs read no extent: what fits one fits
+    all that differ in extents alone.
+    """
+
+    config: ClassVar[type[Config]]
+
+    def spanned(self, **among: tuple[Any, ...]) -> Iterator[C]:
+        return cast("Iterator[C]", combinations(self.config, self.values() | among))
+
+    def values(self) -> dict[str, tuple[Any, ...]]:
+        """The values of every knob."""
+        return self.config.space()
+
+    def foreign_knobs(self, c: C) -> Iterator[str]:
+        return foreign(c, self.values())
+
+    def shortlist(self, p: P, gpu: GpuSpec, x: P) -> Iterable[C]:
+        return self.fitting(gpu, x)
+
+    def preference(self, p: P, c: C, x: P) -> tuple[object, ...]:
+        return (str(c),)
+
+
 class AttentionOp(Op[P, C]):
     """An op whose default is its model's best, over all configs that no rule forbids."""
 
     most_stack_bytes = 0  # at the register limit any stack is spills
+    schedules: ClassVar[tuple[AttentionSchedule[Any, Any], ...]]
 
-    @abstractmethod
-    def unfit(self, p: P, c: C, gpu: GpuSpec) -> Iterator[str]:
-        """The rules that ``c`` breaks whatever the extents of ``p``, none of which is read."""
-
-    @abstractmethod
-    def unsuited(self, p: P, c: C, gpu: GpuSpec) -> Iterator[str]:
-        """The other rules that ``c`` breaks."""
-
-    def broken(self, p: P, c: C, gpu: GpuSpec) -> Iterator[str]:
-        """All of them."""
-        yield from self.unfit(p, c, gpu)
-        yield from self.unsuited(p, c, gpu)
+    def schedule(self, c: C) -> AttentionSchedule[P, C]:
+        """Rules and model of ``c``."""
+        body = getattr(c, "body", self.schedules[0].name)
+        return next(schedule for schedule in self.schedules if schedule.name == body)
 
     def why_not(self, p: P, c: C, gpu: GpuSpec) -> str | None:
-        return next(self.broken(p, c, gpu), None)
+        return self.schedule(c).why_not(p, c, gpu, p)
+
+    def valid(self, p: P, gpu: GpuSpec) -> Iterator[C]:
+        for schedule in self.schedules:
+            yield from schedule.valid(p, gpu, _smallest(p))
 
     def default(self, p: P, gpu: GpuSpec) -> C:
         """The model's best."""
-        return _best(self, p, gpu)  # type: ignore[no-any-return]
+        return _default(self, p, gpu)  # type: ignore[no-any-return]
+
+    def estimate_us(self, p: P, c: C, gpu: GpuSpec) -> float:
+        return self.schedule(c).estimate_us(p, c, gpu, p)
 
 
-@cache
-def _fit(op: AttentionOp[Any, Any], p: Problem, gpu: GpuSpec) -> tuple[Config, ...]:
-    """The configs that ``unfit`` accepts, for every problem that differs from ``p`` in its extents alone."""
-    return tuple(c for c in op.Config.every() if next(op.unfit(p, c, gpu), None) is None)
+def _smallest(p: P) -> P:
+    """The problem with the least extents among those that differ from ``p`` in them alone."""
+    return p.replace(**{name: min(1, getattr(p, name)) for name in p.extent_names()})
 
 
 @rates.remembered
-def _best(op: AttentionOp[Any, Any], p: Problem, gpu: GpuSpec) -> Any:
-    smallest = p.replace(**{name: min(1, getattr(p, name)) for name in p.extent_names()})
-    candidates = [c for c in _fit(op, smallest, gpu) if next(op.unsuited(p, c, gpu), None) is None]
-    assert candidates, f"no config for {p} on {gpu.name}"
-    times = [op.estimate_us(p, c, gpu) for c in candidates]
-    least = min(times)
-    return min((c for c, us in zip(candidates, times, strict=True) if us == least), key=str)
+def _default(op: AttentionOp[Any, Any], p: Problem, gpu: GpuSpec) -> Any:
+    found = [choice for s in op.schedules if (choice := s.best(p, gpu, _smallest(p))) is not None]
+    assert found, f"no config for {p} on {gpu.name}"
+    return min(found, key=lambda choice: (choice[0], str(choice[1])))[1]
 
 
 class WarpsConfig(Config):
@@ -332,54 +358,81 @@ class BodiesConfig(TilesConfig):
 
     @classmethod
     def values(cls, body: str) -> dict[str, tuple[Any, ...]]:
-        own = cls.bodies[body]
-        return {name: own.get(name, values[:1]) for name, values in cls.space().items()} | {"body": (body,)}
+        return values_of(cls, **cls.bodies[body], body=(body,))
 
     @classmethod
     def every(cls) -> Iterator[Self]:
         """The whole space: each body's own."""
         return iter(_every(cls))  # type: ignore[arg-type]
 
-    def foreign(self) -> Iterator[str]:
-        """The knobs whose values belong to another body."""
-        for name, allowed in self.values(self.body).items():
-            if getattr(self, name) not in allowed:
-                took = ", ".join(map(str, allowed))
-                yield f"body={self.body} takes {name} from {took}; it is {getattr(self, name)}"
+
+_RENAMED = {"body=warps": "body=multistage", "order=folded": "order=paired", "grid=counted": "grid=dynamic"}
+
+
+def since_revision_1(problem: str, config: str) -> str:
+    """Revision 1 had other names for some values."""
+    return respelled(config, _RENAMED)
 
 
 @cache
 def _every(cls: type[BodiesConfig]) -> tuple[Any, ...]:
-    spaces = [cls.values(body) for body in cls.bodies]
-    return tuple(
-        cls(**dict(zip(space, chosen, strict=True))) for space in spaces for chosen in product(*space.values())
-    )
+    return tuple(chain.from_iterable(combinations(cls, cls.values(body)) for body in cls.bodies))
 
 
 Q = TypeVar("Q", bound=AttentionProblem)
 T = TypeVar("T", bound=TilesConfig)
 
 
-class TilesOp(AttentionOp[Q, T]):
+class BodySchedule(AttentionSchedule[Q, T]):
+    """One of a config with several bodies."""
+
+    def values(self) -> dict[str, tuple[Any, ...]]:
+        return self.config.values(self.name)  # type: ignore[attr-defined,no-any-return]
+
+
+class TilesSchedule(BodySchedule[Q, T]):
     """Rules and model of CTAs that own a tile of rows and walk the other side's tiles."""
 
-    def unfit_tiles(self, p: Q, c: T, gpu: GpuSpec, registers: int, smem: int) -> Iterator[str]:
+    @abstractmethod
+    def registers(self, p: Q, c: T) -> int:
+        """An estimate of what a thread needs."""
+
+    @abstractmethod
+    def smem_bytes(self, p: Q, c: T) -> int:
+        """The shared memory of a CTA."""
+
+    @of_config
+    def rows_of_warps(self, c: T, gpu: GpuSpec, x: Q) -> str | None:
         if c.rows not in (16, 32, 64):
-            yield f"{c.warps} warps of {c.tiles[0]}={c.own} have {c.rows} rows each: take 16, 32 or 64"
-        across = c.threads // vectors_along(p.width)
+            return f"{c.warps} warps of {c.tiles[0]}={c.own} have {c.rows} rows each: take 16, 32 or 64"
+        return None
+
+    @of_config
+    def copies(self, c: T, gpu: GpuSpec, x: Q) -> str | None:
+        across = c.threads // vectors_along(x.width)
         for name, tile in zip(c.tiles, (c.own, c.walked), strict=True):
             if tile % across:
-                yield f"{c.threads} threads copy {across} rows at a time, which does not divide {name}={tile}"
-        yield from occupancy_rules(
-            gpu, ctas=c.ctas_per_sm, most=MAX_CTAS, warps=c.warps, registers=registers, smem=smem
-        )
+                return f"{c.threads} threads copy {across} rows at a time, which does not divide {name}={tile}"
+        return None
 
-    def unsuited(self, p: Q, c: T, gpu: GpuSpec) -> Iterator[str]:
+    @of_config
+    def occupancy(self, c: T, gpu: GpuSpec, x: Q) -> str | None:
+        registers, smem = self.registers(x, c), self.smem_bytes(x, c)
+        rules = occupancy_rules(gpu, ctas=c.ctas_per_sm, most=MAX_CTAS, warps=c.warps, registers=registers, smem=smem)
+        return next(rules, None)
+
+    @of_both
+    def tile_rows(self, p: Q, c: T, gpu: GpuSpec, x: Q) -> str | None:
         for name, tile, seq, least in ((c.tiles[0], c.own, p.seq_own, 64), (c.tiles[1], c.walked, p.seq_walked, 32)):
             if tile > max(least, power_of_two(seq)):
-                yield f"{name}={tile} idles most of a tile over {seq} rows"
+                return f"{name}={tile} idles most of a tile over {seq} rows"
+        return None
+
+    @of_both
+    def order(self, p: Q, c: T, gpu: GpuSpec, x: Q) -> str | None:
         if c.order != "rows" and p.seq_own <= c.own:
-            yield f"order={c.order} needs more than one tile of rows"
+            return f"order={c.order} needs more than one tile of rows"
+        return None
 
     def tiles_us(
         self, p: Q, c: T, gpu: GpuSpec, *, products: int, read_rows: int, exponents: float, fixed: float,
@@ -411,7 +464,7 @@ class TilesOp(AttentionOp[Q, T]):
             busy = max(busy, cta + (min(p.most_seen, p.seq_walked) / walked - steps) * step)
         # Uneven tiles: the heavy ones had better not be the last. Even ones: K and V had better stay in the L2.
         busy *= ORDER[uneven][c.order]
-        dram = self.work(p).bytes / (_DRAM * rate.dram_share * gpu.dram_gbps * 1e3)
+        dram = p.work_bytes / (_DRAM * rate.dram_share * gpu.dram_gbps * 1e3)
         return float(_LAUNCH * rate.launch_us + max(busy, dram) + _UNHIDDEN * min(busy, dram))
 
 

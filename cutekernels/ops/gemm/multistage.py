@@ -1,9 +1,12 @@
-"""The multistage schedule: rules, model, body. It takes every problem, on every GPU."""
+"""The multistage schedule: rules, model, body. It takes every problem, on every GPU.
+
+Where rows of out are not contiguous the kernel computes ``out^T``; rules and model of both look at its own tile.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -11,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 from cutekernels import rates
 from cutekernels.kernels.cute.parts.smem import GemmSmem
 from cutekernels.op import power_of_two
-from cutekernels.ops.gemm.problem import BODIES, ELEMENT_BYTES, GemmConfig, GemmProblem
-from cutekernels.ops.gemm.schedule import PLAIN, Extras, Schedule
+from cutekernels.ops.gemm.problem import ELEMENT_BYTES, GemmConfig, GemmProblem
+from cutekernels.ops.gemm.schedule import PLAIN, Extras, GemmSchedule
 from cutekernels.ops.shared.occupancy import occupancy_rules
+from cutekernels.rules import of_both, of_config
 
 if TYPE_CHECKING:
     from cutekernels.gpu import GpuSpec
@@ -46,70 +50,120 @@ _SHORTLIST = (
 
 
 @dataclass(frozen=True)
-class Multistage(Schedule):
+class Multistage(GemmSchedule):
     """Every warp copies and multiplies; any layout, any alignment; no extras."""
 
     name = "multistage"
 
-    def refused(self, p: GemmProblem, gpu: GpuSpec) -> Iterator[str]:
-        return iter(())
-
-    def fitting_tiles(self, p: GemmProblem) -> Sequence[int]:
-        return BODIES[self.name]["tile_n"]
-
     def smem(self, c: GemmConfig, extras: Extras = PLAIN) -> GemmSmem:
         return GemmSmem(c.tile_m, c.tile_n, c.tile_k, c.stages, c.persistent)
 
-    def unfit(self, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> Iterator[str]:
-        if c.warps > MAX_WARPS:
-            yield f"{c.warps_m}x{c.warps_n} warps are more than {MAX_WARPS}"
-        if c.warps < 4 and c.tile_m * c.tile_n > 32 * 64:
-            yield f"{c.warps} warps are too few for a {c.tile_m}x{c.tile_n} tile: take 4"
-        for name, tile, warps in (("m", c.tile_m, c.warps_m), ("n", c.tile_n, c.warps_n)):
-            if tile % (MIN_WARP_TILE * warps):
-                yield f"tile_{name}={tile} does not divide among {warps} warps of {MIN_WARP_TILE}"
-        if max(c.warp_tile) > 2 * min(c.warp_tile):
-            yield f"a warp's {c.warp_tile[0]}x{c.warp_tile[1]} tile is lopsided: at most 2 to 1"
-        if min(c.warp_tile) < 32 and c.tile_m * c.tile_n >= 128 * 64:
-            yield f"{c.warps} warps of {c.warp_tile[0]}x{c.warp_tile[1]} load more than they multiply: take fewer"
-        if c.tile_k > 64 and min(c.tile_m, c.tile_n) > FEW_ROWS:
-            yield f"tile_k={c.tile_k} is for few rows, where DRAM is the limit: take 64 for {c.tile_m}x{c.tile_n} tiles"
-        if c.persistent and (c.ctas_per_sm > 1 or c.tile_m * c.tile_n < 128 * 128):
-            yield "persistent=1 is for large tiles that have an SM to themselves: others hide each other's ends"
+    # -- rules
 
-    def unsuited(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> Iterator[str]:
-        threads = self.threads(c)
+    @of_config
+    def most_warps(self, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
+        if c.warps > MAX_WARPS:
+            return f"{c.warps_m}x{c.warps_n} warps are more than {MAX_WARPS}"
+        return None
+
+    @of_config
+    def enough_warps(self, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
+        if c.warps < 4 and c.tile_m * c.tile_n > 32 * 64:
+            return f"{c.warps} warps are too few for a {c.tile_m}x{c.tile_n} tile: take 4"
+        return None
+
+    @of_config
+    def tile_divides(self, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
+        if c.tile_m % (MIN_WARP_TILE * c.warps_m):
+            return f"tile_m={c.tile_m} does not divide among {c.warps_m} warps of {MIN_WARP_TILE}"
+        if c.tile_n % (MIN_WARP_TILE * c.warps_n):
+            return f"tile_n={c.tile_n} does not divide among {c.warps_n} warps of {MIN_WARP_TILE}"
+        return None
+
+    @of_config
+    def warp_tile(self, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
+        long, short = max(c.warp_tile), min(c.warp_tile)
+        if long > 2 * short:
+            return f"a warp's {c.warp_tile[0]}x{c.warp_tile[1]} tile is lopsided: at most 2 to 1"
+        if short < 32 and c.tile_m * c.tile_n >= 128 * 64:
+            return f"{c.warps} warps of {c.warp_tile[0]}x{c.warp_tile[1]} load more than they multiply: take fewer"
+        return None
+
+    @of_config
+    def long_k_tiles(self, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
+        if c.tile_k > 64 and min(c.tile_m, c.tile_n) > FEW_ROWS:
+            return (
+                f"tile_k={c.tile_k} is for few rows, where DRAM is the limit: take 64 for {c.tile_m}x{c.tile_n} tiles"
+            )
+        return None
+
+    @of_config
+    def persistent_tile(self, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
+        if c.persistent and (c.ctas_per_sm > 1 or c.tile_m * c.tile_n < 128 * 128):
+            return "persistent=1 is for large tiles that have an SM to themselves: others hide each other's ends"
+        return None
+
+    @of_both
+    def occupancy(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
+        c = of_kernel(p, c)
         registers, smem = registers_per_thread(p, c), self.smem(c).total_bytes
-        yield from occupancy_rules(
-            gpu, ctas=c.ctas_per_sm, most=MAX_CTAS, warps=c.warps, registers=registers, smem=smem
-        )
-        rows, columns = p.sides()
-        for name, tile, side in (("m", c.tile_m, rows), ("n", c.tile_n, columns)):
+        rules = occupancy_rules(gpu, ctas=c.ctas_per_sm, most=MAX_CTAS, warps=c.warps, registers=registers, smem=smem)
+        return next(rules, None)
+
+    @of_both
+    def operand_tiles(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
+        """Threads divide a tile's vectors; an extent fills half of its tile."""
+        threads = self.threads(c)
+        for name, tile, side in zip("mn", (c.tile_m, c.tile_n), p.operands, strict=True):
             if not divides(tile, c.tile_k, side.k_major, side.align, threads):
-                yield f"{threads} threads do not divide a {tile}x{c.tile_k} tile (alignment {side.align})"
+                return f"{threads} threads do not divide a {tile}x{c.tile_k} tile (alignment {side.align})"
             if tile > max(MIN_TILE, power_of_two(side.extent)):
-                yield f"tile_{name}={tile} idles most of a tile over an extent of {side.extent}"
+                return f"tile_{name}={tile} idles most of a tile over an extent of {side.extent}"
+        return None
+
+    @of_both
+    def long_k_tiles_of(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
+        rows, columns = p.sides
         if c.tile_k > 64 and not (columns if columns.extent > rows.extent else rows).k_major:
-            yield f"tile_k={c.tile_k} is for a larger operand that lies along K: take 64"
+            return f"tile_k={c.tile_k} is for a larger operand that lies along K: take 64"
+        return None
+
+    @of_both
+    def output_tile(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
+        c = of_kernel(p, c)
+        threads = self.threads(c)
         for align in {p.out_align} | ({p.c_align} if source(p) == "staged" else set()):
             if not divides(c.tile_m, c.tile_n, True, align, threads):
-                yield f"{threads} threads do not divide the output tile (alignment {align})"
-        tile_rows, tile_columns = -(-rows.extent // c.tile_m), -(-columns.extent // c.tile_n)
-        if c.persistent and tile_rows * tile_columns * p.batch <= gpu.sm_count:
-            yield "persistent=1 is for more tiles than there are SMs"
-        # CTAs that run together should cover about as many rows as columns: wide tiles need taller bands.
+                return f"{threads} threads do not divide the output tile (alignment {align})"
+        return None
+
+    @of_both
+    def persistent_tiles(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
+        if c.persistent and -(-p.m // c.tile_m) * -(-p.n // c.tile_n) * p.batch <= gpu.sm_count:
+            return "persistent=1 is for more tiles than there are SMs"
+        return None
+
+    @of_both
+    def raster(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
+        """CTAs that run together should cover about as many rows as columns: wide tiles need taller bands."""
+        c = of_kernel(p, c)
+        tile_rows = -(-p.sides[0].extent // c.tile_m)
         fitting = {1} if tile_rows < 2 else {1, 8} if tile_rows <= 4 else {8}
         if tile_rows >= 64 or (tile_rows >= 16 and c.tile_n > c.tile_m):
             fitting |= {16}
         if c.raster not in fitting:
-            yield f"raster={c.raster} does not suit {tile_rows} tile rows: take one of {sorted(fitting)}"
+            return f"raster={c.raster} does not suit {tile_rows} tile rows: take one of {sorted(fitting)}"
+        return None
 
-    def shortlist(self, p: GemmProblem, gpu: GpuSpec) -> Iterable[GemmConfig]:
-        return _shortlist(gpu)
+    # -- choice
+
+    def shortlist(self, p: GemmProblem, gpu: GpuSpec, x: Extras = PLAIN) -> Iterable[GemmConfig]:
+        return (of_kernel(p, c) for c in _shortlist(gpu))
 
     def estimate_us(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> float:
-        rows, columns = p.sides()
-        tiles = -(-rows.extent // c.tile_m) * -(-columns.extent // c.tile_n) * p.batch
+        rows, columns = p.sides
+        seen = of_kernel(p, c)
+        tiles = -(-rows.extent // seen.tile_m) * -(-columns.extent // seen.tile_n) * p.batch
         moved = ELEMENT_BYTES * p.batch * (p.m * p.k + p.k * p.n + p.m * p.n * (1 if p.c == "none" else 2))
         return self.tiles_us(p, c, tiles, moved, gpu)
 
@@ -126,7 +180,8 @@ class Multistage(Schedule):
         if tiles == 0:
             return 0.0
         rate = rates.of(gpu)
-        rows, columns = p.sides()
+        rows, columns = p.sides
+        c = of_kernel(p, c)
         warp_m, warp_n = c.warp_tile
         peak = rate.mma_fp16_flops_per_us if p.accumulate == "fp16" else rate.mma_flops_per_us
         flops_per_us = peak * _UNALIGNED_RATE[min(p.a_align, p.b_align)]
@@ -157,17 +212,21 @@ class Multistage(Schedule):
         dram = moved / bytes_per_us * _BY_ROW_BYTES.get(row_bytes, 1.0)
         return float(_LAUNCH * rate.launch_us + max(busy, dram) + _SHOWN * min(busy, dram))
 
+    def preference(self, p: GemmProblem, c: GemmConfig, extras: Extras = PLAIN) -> tuple[object, ...]:
+        return (str(of_kernel(p, c)),)
+
     def body(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> Any:
         import cutlass
 
-        from cutekernels.kernels.cute.gemm.multistage import MultistageGemm
+        from cutekernels.kernels.cute.gemm.multistage_gemm import MultistageGemm
         from cutekernels.kernels.cute.parts.epilogue import Activation, Epilogue
         from cutekernels.kernels.cute.parts.load import OperandLoad
         from cutekernels.kernels.cute.parts.mma import WarpMma
         from cutekernels.kernels.cute.parts.schedule import Raster
         from cutekernels.kernels.cute.parts.tile_output import TileStore
 
-        rows, columns = p.sides()
+        rows, columns = p.sides
+        c = of_kernel(p, c)
         threads = self.threads(c)
         accumulate = cutlass.Float16 if p.accumulate == "fp16" else cutlass.Float32
         out_columns = 0 if p.transposed else 1
@@ -198,10 +257,15 @@ def _shortlist(gpu: GpuSpec) -> tuple[GemmConfig, ...]:
         for ctas in (1, 2, 3)
         for persistent in (False, True)
     )
-    return tuple(c for c in among if next(MULTISTAGE.unfit(c, gpu), None) is None)
+    return tuple(c for c in among if next(MULTISTAGE.failures_of("config", c, gpu, PLAIN), None) is None)
 
 
 # ---- arithmetic of the rules ----------------------------------------------------------------------------
+
+
+def of_kernel(p: GemmProblem, c: GemmConfig) -> GemmConfig:
+    """The config of what the kernel computes, out or ``out^T``; and back."""
+    return c.transposed if p.transposed else c
 
 
 def source(p: GemmProblem) -> str:
@@ -210,12 +274,12 @@ def source(p: GemmProblem) -> str:
 
 
 def registers_per_thread(p: GemmProblem, c: GemmConfig) -> int:
-    """An estimate: accumulators, two k-blocks of fragments, narrow loads, and the rest."""
+    """An estimate, of the kernel's config: accumulators, two k-blocks of fragments, narrow loads, and the rest."""
     warp_m, warp_n = c.warp_tile
     accumulators = warp_m * warp_n // 32 // (2 if p.accumulate == "fp16" else 1)
     fragments = 2 * (warp_m + warp_n) * 16 * ELEMENT_BYTES // 4 // 32
     # Each vector of one or two elements has an address and a mask (22 configs an alignment, sm_90a).
-    sides = zip((c.tile_m, c.tile_n), p.sides(), strict=True)
+    sides = zip((c.tile_m, c.tile_n), p.sides, strict=True)
     vectors = sum(tile * c.tile_k // side.align // (32 * c.warps) for tile, side in sides if side.align <= 2)
     return accumulators + fragments + 2 * vectors + OTHER_REGISTERS
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from cutekernels import rates
 from cutekernels.op import Op, Work
-from cutekernels.ops.gemm import skinny, specialized
+from cutekernels.ops.gemm import skinny, skinny_warpgroup
 from cutekernels.ops.gemm.multistage import MULTISTAGE
 from cutekernels.ops.gemm.problem import (
-    BODIES,
     ELEMENT_BYTES,
     MOST_TOKENS,
     VENDOR,
@@ -20,11 +18,12 @@ from cutekernels.ops.gemm.problem import (
     GemmProblem,
     activated,
     foreign,
+    since_revision_1,
     spanned,
 )
-from cutekernels.ops.gemm.schedule import Extras, Schedule, summed
+from cutekernels.ops.gemm.schedule import GemmSchedule, summed
 from cutekernels.ops.gemm.skinny import SKINNY
-from cutekernels.ops.gemm.specialized import SPECIALIZED
+from cutekernels.ops.gemm.skinny_warpgroup import SKINNY_WARPGROUP
 from cutekernels.ops.gemm.warpgroup import WARPGROUP
 from cutekernels.ops.shared.dtypes import DTYPES
 
@@ -34,18 +33,21 @@ if TYPE_CHECKING:
     from cutekernels.backends import Artifact
     from cutekernels.gpu import GpuSpec
 
-SCHEDULES: dict[str, Schedule] = {schedule.name: schedule for schedule in (MULTISTAGE, SKINNY, SPECIALIZED, WARPGROUP)}
+SCHEDULES: dict[str, GemmSchedule] = {
+    schedule.name: schedule for schedule in (MULTISTAGE, SKINNY, SKINNY_WARPGROUP, WARPGROUP)
+}
 
 
 # Warpgroup replaces another schedule below a share of its time, less a part of launch_us; the models are 4 to 20 % off.
-CLEARLY = {SPECIALIZED.name: (0.96, 0.4), MULTISTAGE.name: (0.95, 0.0)}
+CLEARLY = {SKINNY_WARPGROUP.name: (0.96, 0.4), MULTISTAGE.name: (0.95, 0.0)}
 
 
 class Gemm(Op[GemmProblem, GemmConfig]):
     """Arguments: a, b, c or None, bias or None, alpha, beta. Result: out."""
 
     name = "gemm"
-    revision = 1
+    revision = 2
+    earlier = {1: since_revision_1}
     Problem = GemmProblem
     Config = GemmConfig
     suite = (
@@ -67,30 +69,26 @@ class Gemm(Op[GemmProblem, GemmConfig]):
     # -- rules
 
     def why_not(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec) -> str | None:
-        if c.vendors:
-            asked = f"activation={p.activation} bias={p.bias} c={p.c} accumulate={p.accumulate}"
-            return next(foreign(c), None) or (None if self.vendor(p) else f"no one call of torch's has {asked}")
-        return next(foreign(c), None) or next(SCHEDULES[c.body].broken(p, c, gpu, summed(p)), None)
+        if not c.vendors:
+            return SCHEDULES[c.body].why_not(p, c, gpu, summed(p))
+        asked = f"activation={p.activation} bias={p.bias} c={p.c} accumulate={p.accumulate}"
+        return next(foreign(c), None) or (None if self.vendor(p) else f"no one call of torch's has {asked}")
 
     def valid(self, p: GemmProblem, gpu: GpuSpec) -> Iterator[GemmConfig]:
         for schedule in SCHEDULES.values():
-            if takes(schedule, p, gpu):
-                fitting = schedule.fitting_tiles(p)
-                tiles = tuple(tile for tile in BODIES[schedule.name]["tile_n"] if tile in fitting)
-                fit = _fit(schedule, tiles, gpu, summed(p))
-                yield from (c for c in fit if next(schedule.unsuited(p, c, gpu), None) is None)
+            yield from schedule.valid(p, gpu, summed(p))
         yield from (c for c in spanned(VENDOR) if self.why_not(p, c, gpu) is None)
 
     # -- choice
 
     def default(self, p: GemmProblem, gpu: GpuSpec) -> GemmConfig:
         """The model's best; see :func:`_default`."""
-        return _default(self, p, gpu)
+        return _default(p, gpu)
 
     def estimate_us(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec) -> float:
         if c.vendors:  # no model of cuBLAS is needed: only its measured time counts
             return self.estimate_us(p, self.default(p, gpu), gpu)
-        return SCHEDULES[c.body].estimate_us(p, c, gpu)
+        return SCHEDULES[c.body].estimate_us(p, c, gpu, summed(p))
 
     # -- kernel
 
@@ -167,7 +165,7 @@ class Gemm(Op[GemmProblem, GemmConfig]):
 
     def bind(self, p: GemmProblem, c: GemmConfig, kernel: Callable[..., Any]) -> Callable[..., Any]:
         if 0 in (p.m, p.n, p.batch):
-            return _nothing
+            return nothing
         if c.vendors:
             return _vendor
         schedule = SCHEDULES[c.body]
@@ -261,30 +259,18 @@ def reference(
     return activated(x, activation).to(a.dtype)
 
 
-def takes(schedule: Schedule, p: GemmProblem, gpu: GpuSpec) -> bool:
-    """Whether ``schedule`` has a config for ``p``, as far as the problem alone can tell."""
-    return next(schedule.refused(p, gpu), None) is None
-
-
-@cache
-def _fit(schedule: Schedule, tiles: tuple[int, ...], gpu: GpuSpec, extras: Extras) -> tuple[GemmConfig, ...]:
-    """All configs of a schedule, with ``tile_n`` among ``tiles``, that are not unfit for ``gpu``."""
-    among = spanned(schedule.name, tile_n=tiles)
-    return tuple(c for c in among if next(schedule.unfit(c, gpu, extras), None) is None)
-
-
 @rates.remembered
-def _default(op: Gemm, p: GemmProblem, gpu: GpuSpec) -> GemmConfig:
-    """The first choice that has a config: skinny for the fewest tokens, specialized up to MOST_TOKENS; beyond, and for
-    other layouts, warpgroup where its model is clearly ahead, else the schedule it would replace.
+def _default(p: GemmProblem, gpu: GpuSpec) -> GemmConfig:
+    """The first choice that has a config: skinny for the fewest tokens, skinny_warpgroup up to MOST_TOKENS; beyond, and
+    for other layouts, warpgroup where its model is clearly ahead, else the schedule it would replace.
     """
-    special = takes(SPECIALIZED, p, gpu)
-    few = specialized.least_tokens(p, gpu) if special else skinny.DEFAULT_TOKENS + 1
-    if p.m < few and (found := _best(op, SKINNY, p, gpu)):
+    x = summed(p)
+    special = SKINNY_WARPGROUP.refusal(p, gpu, x) is None
+    few = skinny_warpgroup.least_tokens(p, gpu) if special else skinny.DEFAULT_TOKENS + 1
+    if p.m < few and (found := SKINNY.best(p, gpu, x)):
         return found[1]
-    before = _best(op, SPECIALIZED, p, gpu) if special else None
-    before = before or _best(op, MULTISTAGE, p, gpu)
-    after = None if special and p.m <= MOST_TOKENS else _best(op, WARPGROUP, p, gpu)
+    before = (SKINNY_WARPGROUP.best(p, gpu, x) if special else None) or MULTISTAGE.best(p, gpu, x)
+    after = None if special and p.m <= MOST_TOKENS else WARPGROUP.best(p, gpu, x)
     if before and after:
         share, lead = CLEARLY[before[1].body]
         return after[1] if after[0] < share * before[0] - lead * rates.of(gpu).launch_us else before[1]
@@ -293,23 +279,11 @@ def _default(op: Gemm, p: GemmProblem, gpu: GpuSpec) -> GemmConfig:
     raise AssertionError(f"no config for {p} on {gpu.name}")
 
 
-def _best(op: Gemm, schedule: Schedule, p: GemmProblem, gpu: GpuSpec) -> tuple[float, GemmConfig] | None:
-    """The model's time and config of one schedule, if it takes ``p``."""
-    if not takes(schedule, p, gpu):
-        return None
-    candidates = [c for c in schedule.shortlist(p, gpu) if next(schedule.unsuited(p, c, gpu), None) is None]
-    if not candidates:
-        return None
-    times = [schedule.estimate_us(p, c, gpu) for c in candidates]
-    least = min(times)
-    return least, min((c for c, us in zip(candidates, times, strict=True) if us == least), key=schedule.preference)
-
-
 def padded(shape: tuple[int, ...], align: int) -> tuple[int, ...]:
     """``shape`` with its last extent grown so that its pitch divides by ``align``, and by no more where that is < 8."""
     pitch = -(-shape[-1] // WIDEST) * WIDEST + (0 if align == WIDEST else align)
     return (*shape[:-1], pitch)
 
 
-def _nothing(*args: Any) -> None:
+def nothing(*args: Any) -> None:
     """The launch of an empty problem."""

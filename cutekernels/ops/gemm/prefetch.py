@@ -1,16 +1,16 @@
-"""Prefetch of weights by a dependent launch that waits for its turn: rules and model of the ``ahead`` knob.
+"""Prefetch of weights by a dependent launch that waits for its turn: rules and model of the ``prefetch_l2`` knob.
 
 Under programmatic dependent launch a CTA is placed while the kernel ahead still runs, and waits until that is done.
-Memory would be idle in between; instead, ``ahead`` k-tiles of W are brought to the L2 cache.
+Memory would be idle in between; instead, ``prefetch_l2`` k-tiles of W are brought to the L2 cache.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from cutekernels import rates
 from cutekernels.ops.gemm.problem import ELEMENT_BYTES, GemmConfig
+from cutekernels.rules import of_config
 
 if TYPE_CHECKING:
     from cutekernels.gpu import GpuSpec
@@ -22,17 +22,25 @@ MOST = 128 * 1024
 
 def prefetched_bytes(c: GemmConfig) -> int:
     """Bytes that a CTA prefetches."""
-    return c.ahead * c.tile_m * c.tile_k * ELEMENT_BYTES
+    return c.prefetch_l2 * c.tile_n * c.tile_k * ELEMENT_BYTES
 
 
-def broken(c: GemmConfig, gpu: GpuSpec) -> Iterator[str]:
-    """The rules that ``c`` breaks."""
-    if c.pdl and not gpu.has_pdl:
-        yield f"{gpu.name} has no programmatic dependent launch"
-    if c.ahead and not c.pdl:
-        yield f"ahead={c.ahead} is for pdl=1: without, no time passes before a kernel's turn"
-    if prefetched_bytes(c) > MOST:
-        yield f"ahead={c.ahead} asks for {prefetched_bytes(c)} bytes at once: at most {MOST}"
+class Prefetches:
+    """The rules of schedules that prefetch."""
+
+    @of_config
+    def dependent_launch(self, c: GemmConfig, gpu: GpuSpec, x: object) -> str | None:
+        if c.pdl and not gpu.has_pdl:
+            return f"{gpu.name} has no programmatic dependent launch"
+        if c.prefetch_l2 and not c.pdl:
+            return f"prefetch_l2={c.prefetch_l2} is for pdl=1: without, no time passes before a kernel's turn"
+        return None
+
+    @of_config
+    def prefetched(self, c: GemmConfig, gpu: GpuSpec, x: object) -> str | None:
+        if prefetched_bytes(c) > MOST:
+            return f"prefetch_l2={c.prefetch_l2} asks for {prefetched_bytes(c)} bytes at once: at most {MOST}"
+        return None
 
 
 def saved_us(c: GemmConfig, gpu: GpuSpec, most: float) -> float:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from itertools import product
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from cutekernels import rules
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.op import Config, Problem, extent, knob, ladder, plain
+from cutekernels.op import Config, Problem, extent, knob, ladder, plain, respelled
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -115,10 +116,15 @@ class GemmProblem(Problem):
         """The contiguous extents of out, a and b, 0 or 1."""
         return int(self.out_major == "n"), int(self.a_major == "k"), int(self.b_major == "n")
 
+    @cached_property
+    def operands(self) -> tuple[Side, Side]:
+        """a and b."""
+        return Side(self.m, self.a_major == "k", self.a_align), Side(self.n, self.b_major == "k", self.b_align)
+
+    @cached_property
     def sides(self) -> tuple[Side, Side]:
-        """The kernel's two operands: that of its tile rows and that of its tile columns."""
-        a = Side(self.m, self.a_major == "k", self.a_align)
-        b = Side(self.n, self.b_major == "k", self.b_align)
+        """The operand of the kernel's tile rows and that of its columns: where it computes ``out^T``, b and a."""
+        a, b = self.operands
         return (b, a) if self.transposed else (a, b)
 
 
@@ -131,7 +137,8 @@ class Side:
     align: int
 
 
-WIDTHS = (*range(64, 225, 8), 240, 256)  # columns of a tile of the warpgroup schedule
+HEIGHTS = (64, 128, 192, 256)  # of a tile of the warpgroup schedule along the MMA's 64 rows
+WIDTHS = (*range(64, 225, 8), 240, 256)  # along the MMA's columns
 BY_SIXTEENS = tuple(width for width in WIDTHS if width % 16 == 0)  # half of which may be gates
 
 
@@ -143,10 +150,14 @@ VENDOR = "vendor"  # the value of ``body`` that launches cuBLAS, through torch
 
 @dataclass(frozen=True)
 class GemmConfig(Config):
-    """The knobs of all schedules; ``body`` names the one that gives them a meaning."""
+    """The knobs of all schedules; ``body`` names the one that gives them a meaning.
 
-    tile_m: int = knob(16, *range(32, 257, 8))
-    tile_n: int = knob(8, 16, 24, 32, 48, *WIDTHS)
+    ``tile_m``, ``warps_m`` and ``cluster_m`` are along rows of out, ``tile_n``, ``warps_n`` and ``cluster_n`` along its
+    columns, also where a body computes ``out^T = b^T a^T``.
+    """
+
+    tile_m: int = knob(8, 16, 24, 32, 48, *WIDTHS)
+    tile_n: int = knob(16, *range(32, 257, 8))
     tile_k: int = knob(32, 64, 128, 256)
     warps_m: int = knob(1, 2, 4)
     warps_n: int = knob(1, 2, 4)
@@ -154,15 +165,15 @@ class GemmConfig(Config):
     raster: int = knob(1, 8, 16)
     ctas_per_sm: int = knob(1, 2, 3)
     persistent: bool = knob(False, True, added=True)
-    body: str = knob("multistage", "skinny", "specialized", "warpgroup", "vendor", added=True)
+    body: str = knob("multistage", "skinny", "skinny_warpgroup", "warpgroup", "vendor", added=True)
     warps_k: int = knob(1, 2, 4, 8, added=True)
     split_k: int = knob(1, 2, 4, added=True)
     pdl: bool = knob(False, True, added=True)
-    ahead: int = knob(0, 1, 2, 4, 8, added=True)
+    prefetch_l2: int = knob(0, 1, 2, 4, 8, added=True)
     pingpong: bool = knob(False, True, added=True)
     cluster_m: int = knob(1, 2, added=True)
     cluster_n: int = knob(1, 2, added=True)
-    swapped: bool = knob(False, True, added=True)
+    swap_ab: bool = knob(False, True, added=True)
 
     @classmethod
     def every(cls) -> Iterator[GemmConfig]:
@@ -181,8 +192,27 @@ class GemmConfig(Config):
     def warp_tile(self) -> tuple[int, int]:
         return self.tile_m // self.warps_m, self.tile_n // self.warps_n
 
+    @property
+    def mma_tile(self) -> tuple[int, int]:
+        """The tile along the MMA's rows and its columns: out's own, or with ``swap_ab`` those of ``out^T``."""
+        return (self.tile_n, self.tile_m) if self.swap_ab else (self.tile_m, self.tile_n)
 
-# What each schedule searches; a knob that is missing keeps its first value.
+    @property
+    def mma_cluster(self) -> tuple[int, int]:
+        """The cluster, likewise."""
+        return (self.cluster_n, self.cluster_m) if self.swap_ab else (self.cluster_m, self.cluster_n)
+
+    @property
+    def transposed(self) -> GemmConfig:
+        """The same tiles, warps and clusters of ``out^T``."""
+        own = vars(self)
+        return GemmConfig.drawn((name, own[ACROSS.get(name, name)]) for name in GemmConfig.space())
+
+
+ACROSS = {f"{what}_{a}": f"{what}_{b}" for what in ("tile", "warps", "cluster") for a, b in ("mn", "nm")}
+
+# What each schedule searches; a knob that is missing keeps its first value. Of warpgroup, ``tile_m`` and ``tile_n`` are
+# those of swap_ab=0: see spanned.
 BODIES: dict[str, dict[str, tuple[Any, ...]]] = {
     "multistage": {
         "tile_m": (32, 64, 128, 256),
@@ -196,28 +226,28 @@ BODIES: dict[str, dict[str, tuple[Any, ...]]] = {
         "persistent": (False, True),
     },
     "skinny": {
-        "tile_m": (16, 32, 64, 128),
-        "tile_n": (8, 16, 24, 32, 48, 64, 96, 128),
+        "tile_m": (8, 16, 24, 32, 48, 64, 96, 128),
+        "tile_n": (16, 32, 64, 128),
         "tile_k": (64, 128, 256),
-        "warps_m": (1, 2, 4),
+        "warps_n": (1, 2, 4),
         "warps_k": (1, 2, 4, 8),
         "stages": (3, 4, 5, 6, 8),
         "split_k": (1, 2, 4),
         "pdl": (False, True),
-        "ahead": (0, 2, 4),
+        "prefetch_l2": (0, 2, 4),
     },
-    "specialized": {
-        "tile_m": tuple(range(32, 257, 8)),
-        "tile_n": (8, 16, 32, 48, 64, 96, 128, 192, 256),
+    "skinny_warpgroup": {
+        "tile_m": (8, 16, 32, 48, 64, 96, 128, 192, 256),
+        "tile_n": tuple(range(32, 257, 8)),
         "tile_k": (64, 128),
         "stages": (2, 3, 4, 5, 6, 8, 12),
         "ctas_per_sm": (1, 2),
         "split_k": (1, 2),
         "pdl": (False, True),
-        "ahead": (0, 1, 2, 4, 8),
+        "prefetch_l2": (0, 1, 2, 4, 8),
     },
     "warpgroup": {
-        "tile_m": (64, 128, 192, 256),
+        "tile_m": HEIGHTS,
         "tile_n": WIDTHS,
         "tile_k": (64,),
         "stages": (3, 4, 5, 6, 7, 8, 9, 10, 12),
@@ -226,31 +256,52 @@ BODIES: dict[str, dict[str, tuple[Any, ...]]] = {
         "pingpong": (False, True),
         "cluster_m": (1, 2),
         "cluster_n": (1, 2),
-        "swapped": (False, True),
+        "swap_ab": (False, True),
     },
     VENDOR: {},
 }
-# Allowed values of every knob under each body, in the order of the fields.
-_VALUES: dict[str, dict[str, tuple[Any, ...]]] = {
-    body: {name: own.get(name, values[:1]) for name, values in GemmConfig.space().items()} | {"body": (body,)}
-    for body, own in BODIES.items()
-}
+# Allowed values of every knob under each body.
+_VALUES = {body: rules.values_of(GemmConfig, **own, body=(body,)) for body, own in BODIES.items()}
 
 
 def foreign(c: GemmConfig, **among: tuple[Any, ...]) -> Iterator[str]:
     """The knobs of ``c`` whose values belong to other bodies than its own; ``among`` replaces those of some knobs."""
-    for name, allowed in (_VALUES[c.body] | among).items():
-        if getattr(c, name) not in allowed:
-            yield f"body={c.body} takes {name} from {', '.join(map(str, allowed))}; it is {getattr(c, name)}"
+    values = _VALUES[c.body] | among
+    if not c.swap_ab:
+        return rules.foreign(c, values)
+    return rules.foreign(c, {ACROSS.get(name, name): allowed for name, allowed in values.items()})
 
 
 def spanned(body: str, **among: tuple[Any, ...]) -> Iterator[GemmConfig]:
-    """Every config of ``body``, some knobs confined to ``among``; ``ahead`` is for ``pdl`` alone."""
+    """Every config of ``body``, some knobs confined to ``among``, which names those of ``out^T`` for ``swap_ab``;
+    ``prefetch_l2`` is for ``pdl`` alone.
+    """
     values = _VALUES[body] | among
+    names = tuple(values)
+    across = tuple(ACROSS.get(name, name) for name in names)
+    pdl, prefetch_l2, swap_ab = (names.index(name) for name in ("pdl", "prefetch_l2", "swap_ab"))
     for chosen in product(*values.values()):
-        c = GemmConfig.drawn(zip(values, chosen, strict=True))
-        if c.pdl or not c.ahead:
-            yield c
+        if chosen[pdl] or not chosen[prefetch_l2]:
+            yield GemmConfig.drawn(zip(across if chosen[swap_ab] else names, chosen, strict=True))
+
+
+# ---- texts of earlier revisions ---------------------------------------------------------------------------
+
+RENAMED = {
+    "body=specialized": "body=skinny_warpgroup",
+    "ahead": "prefetch_l2",
+    "swapped": "swap_ab",
+}  # since revision 1
+_TRANSPOSED = {"skinny", "specialized", VENDOR}  # bodies of which revision 1 named the tile of out^T
+
+
+def since_revision_1(problem: str, config: str) -> str:
+    """Revision 1 named tiles, warps and clusters as the MMA sees them: of ``out^T``, where a body computes that."""
+    words = dict(word.partition("=")[::2] for word in config.split())
+    body = words.get("body", "multistage")
+    transposed = body in _TRANSPOSED or words.get("swapped") == "1"
+    transposed |= body == "multistage" and "out_major=m" in problem.split()
+    return respelled(config, RENAMED | ACROSS if transposed else RENAMED)
 
 
 @cache

@@ -1,17 +1,18 @@
-"""``Schedule``: what ops know of a kernel body. One frozen object each: MULTISTAGE, SKINNY, SPECIALIZED,
+"""``GemmSchedule``: what ops know of a kernel body. One frozen object each: MULTISTAGE, SKINNY, SKINNY_WARPGROUP,
 WARPGROUP.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from cutekernels.kernels.cute.parts.smem import GemmSmem, SkinnySmem, SpecializedSmem, WarpgroupSmem
-from cutekernels.ops.gemm.problem import WIDEST, GemmConfig, GemmProblem
+from cutekernels.kernels.cute.parts.smem import GemmSmem, SkinnySmem, SkinnyWarpgroupSmem, WarpgroupSmem
+from cutekernels.ops.gemm.problem import BODIES, WIDEST, GemmConfig, GemmProblem, foreign, spanned
+from cutekernels.rules import Schedule, of_problem
 
 if TYPE_CHECKING:
     from cutekernels.gpu import GpuSpec
@@ -29,7 +30,7 @@ class Extras:
     gated: bool = False  # two weight rows to an output, silu(gate) * up
     source: bool = False  # C is added
     biased: bool = False
-    half_sums: bool = False  # fp16, two in a register
+    half_accumulators: bool = False  # fp16, two in a register
 
     @property
     def weighs(self) -> bool:
@@ -37,7 +38,7 @@ class Extras:
         return self.gamma_bytes > 0 or self.squares
 
 
-PLAIN, HALF_SUMS = Extras(), Extras(half_sums=True)
+PLAIN, HALF_ACCUMULATORS = Extras(), Extras(half_accumulators=True)
 
 
 def extras_of(p: GemmProblem) -> Extras:
@@ -46,57 +47,39 @@ def extras_of(p: GemmProblem) -> Extras:
 
 
 @cache
-def _extras(half_sums: bool, source: bool, biased: bool) -> Extras:
-    return Extras(half_sums=half_sums, source=source, biased=biased)
+def _extras(half_accumulators: bool, source: bool, biased: bool) -> Extras:
+    return Extras(half_accumulators=half_accumulators, source=source, biased=biased)
 
 
 def summed(p: GemmProblem) -> Extras:
     """What of ``p`` decides which configs are fit, whatever the extents and the epilogue: the type of its sums."""
-    return HALF_SUMS if p.accumulate == "fp16" else PLAIN
+    return HALF_ACCUMULATORS if p.accumulate == "fp16" else PLAIN
 
 
-class Schedule(ABC):
-    """Rules, model and body of one way to multiply. ``extras`` are PLAIN for ``gemm``."""
+class GemmSchedule(Schedule[GemmProblem, GemmConfig, Extras]):
+    """Rules, model and body of one way to multiply. ``x``: PLAIN, or what the rules read of ``gemm``'s problem."""
 
-    name: ClassVar[str]
-    """Its value of ``GemmConfig.body``."""
+    narrowed: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    """Values of knobs in place of :data:`BODIES`'s."""
 
-    @abstractmethod
-    def refused(self, p: GemmProblem, gpu: GpuSpec) -> Iterator[str]:
-        """The rules that ``p`` breaks, whatever the config."""
+    def foreign_knobs(self, c: GemmConfig) -> Iterator[str]:
+        return foreign(c, **self.narrowed)
 
-    @abstractmethod
+    def spanned(self, **among: tuple[Any, ...]) -> Iterator[GemmConfig]:
+        return spanned(self.name, **self.narrowed | among)
+
     def fitting_tiles(self, p: GemmProblem) -> Sequence[int]:
-        """The values of ``tile_n`` that suit ``p``: the rule that most configs break."""
+        """The values of ``tile_m`` that suit ``p``, all where any may: the rule that most configs break."""
+        return BODIES[self.name]["tile_m"]
+
+    def confined(self, p: GemmProblem) -> dict[str, tuple[Any, ...]]:
+        fitting = self.fitting_tiles(p)
+        return {"tile_m": tuple(tile for tile in BODIES[self.name]["tile_m"] if tile in fitting)}
 
     @abstractmethod
-    def unfit(self, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> Iterator[str]:
-        """The rules that ``c`` breaks on ``gpu``, whatever the problem."""
-
-    @abstractmethod
-    def unsuited(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> Iterator[str]:
-        """The rules between ``p`` and ``c``."""
-
-    def broken(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> Iterator[str]:
-        """All the rules that are broken."""
-        yield from self.refused(p, gpu)
-        yield from self.unfit(c, gpu, extras)
-        yield from self.unsuited(p, c, gpu, extras)
-
-    @abstractmethod
-    def shortlist(self, p: GemmProblem, gpu: GpuSpec) -> Iterable[GemmConfig]:
-        """The configs that the default is chosen among, without those that are unfit for ``gpu``."""
-
-    @abstractmethod
-    def estimate_us(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> float:
-        """The model's time. Skinny's ranks its own configs only; the others' compare."""
-
-    def preference(self, c: GemmConfig, extras: Extras = PLAIN) -> tuple[object, ...]:
-        """Sort key among configs of one estimate; the least is preferred."""
-        return (str(c),)
-
-    @abstractmethod
-    def smem(self, c: GemmConfig, extras: Extras = PLAIN) -> GemmSmem | SkinnySmem | SpecializedSmem | WarpgroupSmem:
+    def smem(
+        self, c: GemmConfig, extras: Extras = PLAIN
+    ) -> GemmSmem | SkinnySmem | SkinnyWarpgroupSmem | WarpgroupSmem:
         """The shared memory of a CTA."""
 
     def threads(self, c: GemmConfig) -> int:
@@ -120,12 +103,22 @@ class Schedule(ABC):
         return tuple
 
 
-def refused_layout(name: str, p: GemmProblem) -> Iterator[str]:
-    """The rules of bodies for ``x @ weight.T`` that ``p`` breaks."""
-    if (p.a_major, p.b_major, p.out_major) != ("k", "k", "n") or min(p.a_align, p.b_align) < WIDEST:
-        yield f"{name} takes a and b with K contiguous and 16-byte aligned rows, and out with N contiguous"
-    if p.batched or p.wide or p.accumulate != "fp32":
-        yield f"{name} takes no batch, no 64-bit strides and accumulates in fp32"
+class TokensSchedule(GemmSchedule):
+    """One for ``x @ weight.T``."""
+
+    @of_problem
+    def layouts(self, p: GemmProblem, gpu: GpuSpec, x: Extras) -> str | None:
+        """The majors and alignments."""
+        if (p.a_major, p.b_major, p.out_major) != ("k", "k", "n") or min(p.a_align, p.b_align) < WIDEST:
+            return f"{self.name} takes a and b with K contiguous and 16-byte aligned rows, and out with N contiguous"
+        return None
+
+    @of_problem
+    def one_product(self, p: GemmProblem, gpu: GpuSpec, x: Extras) -> str | None:
+        """Neither a batch nor large strides nor sums in fp16."""
+        if p.batched or p.wide or p.accumulate != "fp32":
+            return f"{self.name} takes no batch, no 64-bit strides and accumulates in fp32"
+        return None
 
 
 def vector_type(kind: Any, align: int) -> Any:

@@ -1,12 +1,12 @@
 """The warpgroup schedule: TMA and warpgroup MMA in a persistent grid, for any layout. Rules, model, body.
 
-``tile_m`` advances by the MMA's 64 rows, ``tile_n`` by 8 columns; ``swapped`` puts columns of out on the side of
-``tile_m``.
+``tile_m`` advances by the MMA's 64 rows, ``tile_n`` by its 8 columns; with ``swap_ab``, which computes ``out^T``, the
+other way round.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -14,19 +14,19 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from cutekernels import rates
 from cutekernels.gpu import ARCHITECTURES
 from cutekernels.kernels.cute.parts.smem import WarpgroupSmem
-from cutekernels.ops.gemm import prefetch
+from cutekernels.ops.gemm.prefetch import Prefetches
 from cutekernels.ops.gemm.problem import (
-    BODIES,
     ELEMENT_BYTES,
     MOST_TOKENS,
     WIDEST,
     GemmConfig,
     GemmProblem,
     Side,
-    spanned,
 )
-from cutekernels.ops.gemm.schedule import PLAIN, Extras, Schedule, extras_of, refused_layout
+from cutekernels.ops.gemm.schedule import HALF_ACCUMULATORS, PLAIN, Extras, GemmSchedule, extras_of
+from cutekernels.ops.gemm.skinny_warpgroup import SKINNY_WARPGROUP
 from cutekernels.ops.shared.occupancy import no_warpgroups
+from cutekernels.rules import of_both, of_config, of_problem
 
 if TYPE_CHECKING:
     from cutekernels.gpu import GpuSpec
@@ -34,10 +34,11 @@ if TYPE_CHECKING:
 GROUP_ROWS, COLUMNS = 64, 8  # of an MMA; it has more columns by as many
 SWIZZLED = 64  # elements of a swizzled line: what an operand that is not K-major advances by
 LEAST_EXTENT = 32  # rows and columns of out; fewer leave most of a tile idle
-# Registers of a thread's sums: more spill, whatever setmaxnreg gives; 208 took 15 times as long (H200, 2026-11-23).
-MOST_SUMS = 192
-MOST_SUMS_FINISHED = 176  # with C, a bias or an activation
-MOST_SUMS_OF_THREE = 80  # where three groups leave a thread 160 registers
+# Registers of a thread's accumulators: more spill, whatever setmaxnreg gives; 208 took 15 times as long (H200,
+# 2026-11-23).
+MOST_ACCUMULATORS = 192
+MOST_FINISHED = 176  # with C, a bias or an activation
+MOST_OF_THREE = 80  # where three groups leave a thread 160 registers
 # Buffers of a group's results: two, or one where that leaves room for the stages; where C comes in through them, four.
 BOXES, SOURCE_BOXES = (2, 1), 4
 
@@ -80,89 +81,139 @@ _HIDDEN = 3.0  # exponent of the mean of the busiest SM's time and DRAM's
 
 
 @dataclass(frozen=True)
-class Warpgroup(Schedule):
+class Warpgroup(GemmSchedule, Prefetches):
     """One warp loads by TMA, groups of four warps multiply from shared memory; takes a gate behind the product."""
 
     name = "warpgroup"
     coefficients: ClassVar[Coefficients] = Coefficients()
     places: ClassVar[int] = 0  # of a ring of tiles in shared memory
 
-    def refused(self, p: GemmProblem, gpu: GpuSpec) -> Iterator[str]:
-        yield from no_warpgroups(gpu)
-        if min(p.a_align, p.b_align, p.out_align) < WIDEST:
-            yield f"{self.name} takes operands with 16-byte aligned rows"
-        if p.c != "none" and (p.c != p.out_major or p.c_align < WIDEST):
-            yield f"{self.name} takes a c with 16-byte aligned rows, whose contiguous extent is out's"
-        if p.wide:
-            yield f"{self.name} takes no 64-bit strides"
-        if p.k == 0:
-            yield f"{self.name} takes a K of 1 or more"
-        if p.m <= MOST_TOKENS and next(refused_layout(self.name, p), None) is None:
-            yield f"up to {MOST_TOKENS} tokens of a K-major weight are for body=specialized"
-        if min(p.m, p.n) < LEAST_EXTENT:
-            yield f"{self.name} takes {LEAST_EXTENT} rows and columns or more; they are {p.m} and {p.n}"
+    # -- rules
 
-    def fitting_tiles(self, p: GemmProblem) -> Sequence[int]:
-        return BODIES[self.name]["tile_n"]
+    warpgroup_mma = of_problem(no_warpgroups)
+
+    @of_problem
+    def alignment(self, p: GemmProblem, gpu: GpuSpec, x: Extras) -> str | None:
+        if min(p.a_align, p.b_align, p.out_align) < WIDEST:
+            return f"{self.name} takes operands with 16-byte aligned rows"
+        return None
+
+    @of_problem
+    def layout_of_c(self, p: GemmProblem, gpu: GpuSpec, x: Extras) -> str | None:
+        if p.c != "none" and (p.c != p.out_major or p.c_align < WIDEST):
+            return f"{self.name} takes a c with 16-byte aligned rows, whose contiguous extent is out's"
+        return None
+
+    @of_problem
+    def strides(self, p: GemmProblem, gpu: GpuSpec, x: Extras) -> str | None:
+        return f"{self.name} takes no 64-bit strides" if p.wide else None
+
+    @of_problem
+    def least_depth(self, p: GemmProblem, gpu: GpuSpec, x: Extras) -> str | None:
+        return f"{self.name} takes a K of 1 or more" if p.k == 0 else None
+
+    @of_problem
+    def few_tokens(self, p: GemmProblem, gpu: GpuSpec, x: Extras) -> str | None:
+        if p.k and p.m <= MOST_TOKENS and SKINNY_WARPGROUP.refusal(p, gpu, x) is None:
+            return f"up to {MOST_TOKENS} tokens of a K-major weight are for body={SKINNY_WARPGROUP.name}"
+        return None
+
+    @of_problem
+    def least_extents(self, p: GemmProblem, gpu: GpuSpec, x: Extras) -> str | None:
+        if min(p.m, p.n) < LEAST_EXTENT:
+            return f"{self.name} takes {LEAST_EXTENT} rows and columns or more; they are {p.m} and {p.n}"
+        return None
 
     def smem(self, c: GemmConfig, extras: Extras = PLAIN) -> WarpgroupSmem:
-        return frame(c.tile_m, c.tile_n, c.tile_k, c.stages, groups(c), extras.source, extras.biased, self.places)
+        return frame(*c.mma_tile, c.tile_k, c.stages, groups(c), extras.source, extras.biased, self.places)
 
     def threads(self, c: GemmConfig) -> int:
         """The groups that multiply, and the one that loads."""
         return 128 * (groups(c) + 1)
 
-    def unfit(self, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> Iterator[str]:
+    @of_config
+    def clusters(self, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
         if c.cluster_m * c.cluster_n > 2:
-            yield "a cluster has two CTAs at most: take cluster_m=1 or cluster_n=1"
-        if c.pingpong and c.tile_m > 2 * GROUP_ROWS:
-            yield f"pingpong=1 gives each group a tile of its own, of 64 or 128 rows; tile_m={c.tile_m}"
-        sums, most = sums_of(c, extras.half_sums), MOST_SUMS_OF_THREE if groups(c) == 3 else MOST_SUMS
-        if sums > most:
-            what = "pairs of fp16 sums" if extras.half_sums else "sums"
-            yield f"{c.tile_m}x{c.tile_n} are {sums} {what} a thread; {groups(c)} groups keep {most} at most"
-        if extras.gated:
-            yield from self.ungated(c)
-        yield from prefetch.broken(c, gpu)
+            return "a cluster has two CTAs at most: take cluster_m=1 or cluster_n=1"
+        return None
 
-    def ungated(self, c: GemmConfig) -> Iterator[str]:
-        """What keeps ``c`` from a gate."""
-        if c.swapped or c.tile_n < 2 * WarpgroupSmem.BOX or c.tile_n % (2 * COLUMNS):
-            yield (
-                f"a gate takes swapped=0, and tiles of {2 * WarpgroupSmem.BOX} columns or more in steps of "
-                f"{2 * COLUMNS}, half of them gates; swapped={int(c.swapped)}, tile_n={c.tile_n}"
+    @of_config
+    def ping_pong(self, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
+        if c.pingpong and c.mma_tile[0] > 2 * GROUP_ROWS:
+            return f"pingpong=1 gives each group a tile of its own, of 64 or 128 rows; {rows_knob(c)}={c.mma_tile[0]}"
+        return None
+
+    @of_config
+    def registers(self, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
+        shared = sharing(c)  # three groups are never in ping-pong
+        accumulators = c.tile_m * c.tile_n // (128 * shared) // (2 if x.half_accumulators else 1)
+        most = MOST_OF_THREE if shared == 3 else MOST_ACCUMULATORS
+        if accumulators > most:
+            what = "pairs of fp16 accumulators" if x.half_accumulators else "accumulators"
+            return f"{c.tile_m}x{c.tile_n} are {accumulators} {what} a thread; {groups(c)} groups keep {most} at most"
+        return None
+
+    @of_config
+    def gate(self, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
+        if x.gated and (c.swap_ab or c.tile_n < 2 * WarpgroupSmem.BOX or c.tile_n % (2 * COLUMNS)):
+            return (
+                f"a gate takes swap_ab=0, and tiles of {2 * WarpgroupSmem.BOX} columns or more in steps of "
+                f"{2 * COLUMNS}, half of them gates; swap_ab={int(c.swap_ab)}, tile_n={c.tile_n}"
             )
+        return None
 
-    def unsuited(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> Iterator[str]:
-        plain = (p.c, p.bias, p.activation) == ("none", "none", "none") and not extras.gated
-        sums = sums_of(c, p.accumulate == "fp16")
-        if not plain and sums > MOST_SUMS_FINISHED:
-            yield f"{sums} sums a thread; with c, a bias, an activation or a gate it keeps {MOST_SUMS_FINISHED} at most"
-        rows, columns = sides(p, c)
-        for name, tile, side, shared in (("m", c.tile_m, rows, c.cluster_n), ("n", c.tile_n, columns, c.cluster_m)):
+    @of_both
+    def registers_at_the_end(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
+        plain = (p.c, p.bias, p.activation) == ("none", "none", "none") and not x.gated
+        accumulators = accumulators_of(c, p.accumulate == "fp16")
+        if not plain and accumulators > MOST_FINISHED:
+            kept = f"with c, a bias, an activation or a gate it keeps {MOST_FINISHED} at most"
+            return f"{accumulators} accumulators a thread; {kept}"
+        return None
+
+    @of_both
+    def operand_tiles(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
+        a, b = p.operands
+        for name, tile, side, shared in (("m", c.tile_m, a, c.cluster_n), ("n", c.tile_n, b, c.cluster_m)):
             if not side.k_major and tile % (SWIZZLED * shared):
-                yield f"tile_{name}={tile} is loaded in {shared} parts, along M or N by {SWIZZLED} elements"
+                return f"tile_{name}={tile} is loaded in {shared} parts, along M or N by {SWIZZLED} elements"
             if tile > 2 * max(GROUP_ROWS, side.extent):
-                yield f"tile_{name}={tile} idles most of a tile over an extent of {side.extent}"
-        if p.c != "none" and c.tile_n % WarpgroupSmem.BOX:
-            yield f"tile_n={c.tile_n}: with c, results leave by whole boxes of {WarpgroupSmem.BOX} columns"
+                return f"tile_{name}={tile} idles most of a tile over an extent of {side.extent}"
+        return None
+
+    @of_both
+    def boxes_of_c(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
+        if p.c != "none" and (width := c.mma_tile[1]) % WarpgroupSmem.BOX:
+            return f"{columns_knob(c)}={width}: with c, results leave by whole boxes of {WarpgroupSmem.BOX} columns"
+        return None
+
+    @of_both
+    def shared_memory(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
         smem = self.smem(c, extras_of(p))
         if smem.total_bytes > gpu.smem_per_block_bytes:
-            yield f"{smem.total_bytes} bytes of shared memory are more than a block's {gpu.smem_per_block_bytes}"
-        elif c.stages < 6 and smem.total_bytes + 2 * smem.stage_bytes <= gpu.smem_per_block_bytes:
-            yield f"stages={c.stages} leaves room for {c.stages + 2}"
+            return f"{smem.total_bytes} bytes of shared memory are more than a block's {gpu.smem_per_block_bytes}"
+        if c.stages < 6 and smem.total_bytes + 2 * smem.stage_bytes <= gpu.smem_per_block_bytes:
+            return f"stages={c.stages} leaves room for {c.stages + 2}"
+        return None
+
+    @of_both
+    def several_tiles(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
         tiles_m, tiles_n = cluster_tiles(p, c)
         if c.cluster_m * c.cluster_n > 1 and tiles_m * tiles_n * p.batch == 1:
-            yield "a cluster is for more than two tiles"
+            return "a cluster is for more than two tiles"
         if c.raster > 1 and tiles_m == 1:
-            yield f"raster={c.raster} does not suit one row of tiles: take 1"
+            return f"raster={c.raster} does not suit one row of tiles: take 1"
+        return None
 
-    def shortlist(self, p: GemmProblem, gpu: GpuSpec) -> Iterable[GemmConfig]:
-        return shortlist(gpu, extras_of(p))
+    # -- choice
 
-    def preference(self, c: GemmConfig, extras: Extras = PLAIN) -> tuple[object, ...]:
+    def shortlist(self, p: GemmProblem, gpu: GpuSpec, x: Extras = PLAIN) -> Iterable[GemmConfig]:
+        """The two deepest pipelines of every tile."""
+        return deepest(self, gpu, extras_of(p) if x in (PLAIN, HALF_ACCUMULATORS) else x, raster=(1, 8), pdl=(True,))
+
+    def preference(self, p: GemmProblem, c: GemmConfig, extras: Extras = PLAIN) -> tuple[object, ...]:
         """More stages, bands of 8 tile rows, rows that stay rows."""
-        return -c.stages, c.raster != 8, c.raster, c.swapped, c.cluster_n, str(c)
+        return -c.stages, c.raster != 8, c.raster, c.swap_ab, c.mma_cluster[1], str(c)
 
     def estimate_us(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> float:
         """Tiles of the busiest SM, a k-tile bound by MMAs, shared memory, L2 or latency; DRAM beside; fixed costs.
@@ -183,25 +234,26 @@ class Warpgroup(Schedule):
         the side of the tile whose operand has more rows, ``"m"`` or ``"n"``.
         """
         rate, own = rates.of(gpu), self.coefficients
+        (tile_rows, tile_columns), (cluster_rows, cluster_columns) = c.mma_tile, c.mma_cluster
         tiles = -(-tiles // max(1, gpu.sm_count // (c.cluster_m * c.cluster_n)))
         multiply = 2.0 * c.tile_m * c.tile_n * c.tile_k / (own.mma * rate.warpgroup_flops_per_us)
-        loaded = (c.tile_m / c.cluster_n + c.tile_n / c.cluster_m) * c.tile_k * ELEMENT_BYTES
+        loaded = (tile_rows / cluster_columns + tile_columns / cluster_rows) * c.tile_k * ELEMENT_BYTES
         arriving = (c.tile_m + c.tile_n) * c.tile_k * ELEMENT_BYTES
         fetch = loaded / ((own.port if tiles <= 1 else own.steady) * rate.sm_bytes_per_us)
-        read = c.tile_m / GROUP_ROWS * (GROUP_ROWS + c.tile_n) * c.tile_k * ELEMENT_BYTES
+        read = tile_rows / GROUP_ROWS * (GROUP_ROWS + tile_columns) * c.tile_k * ELEMENT_BYTES
         passed = (read + arriving) / (own.shared * rate.smem_bytes_per_us)
         awaited = own.latency * rate.exchange_us / (c.stages - 1)
         step = sum(us**own.sharpness for us in (multiply, fetch, passed, awaited)) ** (1 / own.sharpness)
         step = max(step, arriving / (own.arrival * rate.sm_bytes_per_us))
-        finished = c.tile_n * (own.gate / 2 if extras.gated else 1)
-        epilogue = own.epilogue / rate.sm_bytes_per_us * c.tile_m * finished
+        finished = tile_columns * (own.gate / 2 if extras.gated else 1)
+        epilogue = own.epilogue / rate.sm_bytes_per_us * tile_rows * finished
         ends = 1.0 if c.pingpong else float(tiles)
         if own.single and self.smem(c, extras).boxes == 1:
             ends += own.single * ((1 + tiles) / 2 if c.pingpong else tiles)
         busy = tiles * -(-k // c.tile_k) * step + epilogue * ends
         dram = moved / (rate.dram_share * gpu.dram_gbps * 1e3)
         fixed = own.fixed * rate.launch_us + (0.0 if c.pdl else _UNDEPENDENT * rate.dependent_us)
-        shared = {"m": c.cluster_n, "n": c.cluster_m}.get(more, 2)
+        shared = {"m": cluster_columns, "n": cluster_rows}.get(more, 2)
         apart = own.apart if c.cluster_m * c.cluster_n > 1 and shared == 1 else 1.0
         return float(fixed + (busy**_HIDDEN + dram**_HIDDEN) ** (1 / _HIDDEN)) * apart
 
@@ -209,41 +261,42 @@ class Warpgroup(Schedule):
         import cutlass
 
         from cutekernels.backends import cute as backend
-        from cutekernels.kernels.cute.gemm.warpgroup import WarpgroupGemm
+        from cutekernels.kernels.cute.gemm.warpgroup_gemm import WarpgroupGemm
         from cutekernels.kernels.cute.parts.boxes import ResultBoxes
         from cutekernels.kernels.cute.parts.epilogue import Activation, Epilogue
         from cutekernels.kernels.cute.parts.schedule import Raster
 
         rows, columns = sides(p, c)
         pitch = GROUP_ROWS * sharing(c)
-        gate = "none" if not extras.gated else "m" if c.swapped else "n"
+        gate = "none" if not extras.gated else "m" if c.swap_ab else "n"
+        (tile_m, tile_n), (cluster_m, cluster_n) = c.mma_tile, c.mma_cluster
         results = ResultBoxes(
             dtype=backend.dtype_of(p.dtype),
-            columns=c.tile_n // 2 if gate == "n" else c.tile_n,
-            panels=c.tile_m // pitch // (2 if gate == "m" else 1),
+            columns=tile_n // 2 if gate == "n" else tile_n,
+            panels=tile_m // pitch // (2 if gate == "m" else 1),
             pitch=pitch,
             boxes=self.smem(c, extras_of(p)).boxes,
-            rows_contiguous=(p.out_major == "m") != c.swapped,
+            rows_contiguous=(p.out_major == "m") != c.swap_ab,
             source=p.c != "none",
             biased=p.bias != "none",
-            out_columns=0 if c.swapped else 1,
+            out_columns=0 if c.swap_ab else 1,
             epilogue=Epilogue(Activation("silu_approx" if extras.gated else p.activation)),
             gate=gate,
         )
         return WarpgroupGemm(
-            tile_m=c.tile_m,
-            tile_n=c.tile_n,
+            tile_m=tile_m,
+            tile_n=tile_n,
             tile_k=c.tile_k,
             stages=c.stages,
             pingpong=c.pingpong,
-            cluster_m=c.cluster_m,
-            cluster_n=c.cluster_n,
+            cluster_m=cluster_m,
+            cluster_n=cluster_n,
             raster=Raster(c.raster),
             rows_k_major=rows.k_major,
             columns_k_major=columns.k_major,
             accumulate=cutlass.Float16 if p.accumulate == "fp16" else cutlass.Float32,
             results=results,
-            swapped=c.swapped,
+            swap_ab=c.swap_ab,
             dependent=c.pdl,
             resident=gpu.sm_count // (c.cluster_m * c.cluster_n) * (c.cluster_m * c.cluster_n),
         )
@@ -253,19 +306,11 @@ WARPGROUP = Warpgroup()
 
 
 @cache
-def shortlist(gpu: GpuSpec, extras: Extras) -> tuple[GemmConfig, ...]:
-    """The two deepest pipelines of every tile."""
-    return deepest(WARPGROUP, spanned(WARPGROUP.name, raster=(1, 8), pdl=(True,)), gpu, extras)
-
-
-def deepest(
-    schedule: Warpgroup, among: Iterable[GemmConfig], gpu: GpuSpec, extras: Extras = PLAIN
-) -> tuple[GemmConfig, ...]:
-    """The two deepest pipelines of each tile ``among`` the configs."""
+def deepest(schedule: Warpgroup, gpu: GpuSpec, x: Extras, **among: tuple[Any, ...]) -> tuple[GemmConfig, ...]:
+    """The two deepest pipelines of each tile that fits."""
     by_tile: dict[tuple[Any, ...], list[GemmConfig]] = {}
-    for c in among:
-        fits = next(schedule.unfit(c, gpu, extras), None) is None
-        if fits and schedule.smem(c, extras).total_bytes <= gpu.smem_per_block_bytes:
+    for c in schedule.fitting(gpu, x, **among):
+        if schedule.smem(c, x).total_bytes <= gpu.smem_per_block_bytes:
             tile = tuple(value for name, value in vars(c).items() if name != "stages")
             by_tile.setdefault(tile, []).append(c)
     return tuple(c for own in by_tile.values() for c in sorted(own, key=lambda c: -c.stages)[:2])
@@ -287,9 +332,7 @@ def frame(
 
 def sharing(c: GemmConfig) -> int:
     """Groups that share a tile."""
-    if c.pingpong:
-        return 1
-    return c.tile_m // GROUP_ROWS if c.tile_m <= 3 * GROUP_ROWS else 2
+    return WarpgroupSmem.sharing(c.tile_n if c.swap_ab else c.tile_m, c.pingpong)
 
 
 def groups(c: GemmConfig) -> int:
@@ -297,19 +340,29 @@ def groups(c: GemmConfig) -> int:
     return 2 if c.pingpong else sharing(c)
 
 
-def sums_of(c: GemmConfig, half: bool = False) -> int:
-    """Registers of a thread's sums, which hold two each where those are fp16."""
+def accumulators_of(c: GemmConfig, half: bool = False) -> int:
+    """Registers of a thread's accumulators, which hold two each where those are fp16."""
     return c.tile_m * c.tile_n // (128 * sharing(c)) // (2 if half else 1)
 
 
 def sides(p: GemmProblem, c: GemmConfig) -> tuple[Side, Side]:
-    """The operand of tile rows and that of tile columns."""
-    a = Side(p.m, p.a_major == "k", p.a_align)
-    b = Side(p.n, p.b_major == "k", p.b_align)
-    return (b, a) if c.swapped else (a, b)
+    """The operand of the MMA's rows and that of its columns."""
+    a, b = p.operands
+    return (b, a) if c.swap_ab else (a, b)
+
+
+def rows_knob(c: GemmConfig) -> str:
+    """The knob of the tile along the MMA's rows."""
+    return "tile_n" if c.swap_ab else "tile_m"
+
+
+def columns_knob(c: GemmConfig) -> str:
+    """The knob of the tile along the MMA's columns."""
+    return "tile_m" if c.swap_ab else "tile_n"
 
 
 def cluster_tiles(p: GemmProblem, c: GemmConfig) -> tuple[int, int]:
-    """Tiles of whole clusters along rows and columns."""
+    """Tiles of whole clusters along the MMA's rows and columns."""
     rows, columns = sides(p, c)
-    return -(-rows.extent // (c.tile_m * c.cluster_m)), -(-columns.extent // (c.tile_n * c.cluster_n))
+    (tile_m, tile_n), (cluster_m, cluster_n) = c.mma_tile, c.mma_cluster
+    return -(-rows.extent // (tile_m * cluster_m)), -(-columns.extent // (tile_n * cluster_n))

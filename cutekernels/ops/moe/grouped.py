@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, reduce
+from functools import lru_cache, partial, reduce
 from itertools import chain, pairwise
 from operator import or_
 from typing import TYPE_CHECKING, Any, ClassVar, Final
@@ -25,19 +25,18 @@ from cutekernels.ops.gemm.problem import (
     GemmConfig,
     GemmProblem,
     activated,
-    foreign,
+    since_revision_1,
     spanned,
 )
-from cutekernels.ops.gemm.schedule import Extras, Schedule, extras_of
-from cutekernels.ops.moe.permute import MAX_GROUPS, MAX_PAIRS
-from cutekernels.ops.moe.warpgroup import (
+from cutekernels.ops.gemm.schedule import PLAIN, Extras, GemmSchedule, extras_of
+from cutekernels.ops.moe.grouped_schedules import (
     DEPTH_WARPGROUP,
     GROUPED_WARPGROUP,
     GroupsSchedule,
     expected_hit,
-    fitting,
     tile_rows,
 )
+from cutekernels.ops.moe.permute import MAX_GROUPS, MAX_PAIRS
 from cutekernels.ops.shared.checks import check_dtype, check_results, present
 from cutekernels.ops.shared.dtypes import DTYPES
 from cutekernels.ops.shared.tensor_op import TensorOp
@@ -125,11 +124,10 @@ class _GroupedOp(TensorOp[GroupedProblem, GemmConfig]):
             )
         if self.blocks(p, c) > _GRID:
             return f"{self.blocks(p, c)} tiles are more than a grid's {_GRID}: take larger tiles"
-        schedule, among = self.schedule(c), {} if c.body == MULTISTAGE.name else {"tile_n": self.warpgroup.tiles_n}
         most, extras = _posed(self, p)
-        return next(foreign(c, **among), None) or next(schedule.broken(most, c, gpu, extras), None)
+        return self.schedule(c).why_not(most, c, gpu, extras)
 
-    def schedule(self, c: GemmConfig) -> Schedule:
+    def schedule(self, c: GemmConfig) -> GemmSchedule:
         """Rules, model and body of ``c``."""
         return MULTISTAGE if c.body == MULTISTAGE.name else self.warpgroup
 
@@ -140,7 +138,7 @@ class _GroupedOp(TensorOp[GroupedProblem, GemmConfig]):
     def valid(self, p: GroupedProblem, gpu: GpuSpec) -> Iterator[GemmConfig]:
         among = [spanned(MULTISTAGE.name, persistent=(False,))]
         if self.on_warpgroups(p, gpu):
-            among.append(iter(fitting(self.warpgroup, gpu)))
+            among.append(iter(self.warpgroup.fitting(gpu, PLAIN)))
         return (c for c in chain(*among) if self.why_not(p, c, gpu) is None)
 
     def default(self, p: GroupedProblem, gpu: GpuSpec) -> GemmConfig:
@@ -177,7 +175,7 @@ class _GroupedOp(TensorOp[GroupedProblem, GemmConfig]):
     def on_warpgroups(self, p: GroupedProblem, gpu: GpuSpec) -> bool:
         """Whether the warpgroup body takes ``p``."""
         most, extras = _posed(self, p)
-        return next(self.warpgroup.refused(most, gpu, extras), None) is None
+        return self.warpgroup.refusal(most, gpu, extras) is None
 
     # -- kernel
 
@@ -186,7 +184,7 @@ class _GroupedOp(TensorOp[GroupedProblem, GemmConfig]):
         from cutlass.cute.runtime import make_fake_tensor
 
         from cutekernels.backends import cute as backend
-        from cutekernels.kernels.cute.moe.grouped import GroupedGemm
+        from cutekernels.kernels.cute.moe.multistage_grouped import MultistageGrouped
 
         dtype = backend.dtype_of(p.dtype)
         sym = cutlass.cute.sym_int
@@ -204,7 +202,7 @@ class _GroupedOp(TensorOp[GroupedProblem, GemmConfig]):
         most, extras = _posed(self, p)
         body = self.schedule(c).body(most, c, gpu, extras)
         if c.body == MULTISTAGE.name:
-            body = GroupedGemm(body, self.along)
+            body = MultistageGrouped(body, self.along)
         if self.along == "k":
             return backend.compile(body, operand(groups, n, k), operand(rows, n), operand(rows, k), ends, None, gpu=gpu)
         bias = None
@@ -242,14 +240,15 @@ class _GroupedOp(TensorOp[GroupedProblem, GemmConfig]):
 def _default(op: _GroupedOp, p: GroupedProblem, gpu: GpuSpec) -> GemmConfig:
     # The bodies' models do not compare; warp groups led at all sizes: docs/notes/moe.md#two-bodies (H200, 2026-11-24)
     estimate_us, extras = op.model(p, gpu), op.extras(p)
-    ranked: list[tuple[Schedule, GemmProblem]] = [(MULTISTAGE, op.one(p))]
+    ranked: list[tuple[GemmSchedule, GemmProblem]] = [(MULTISTAGE, op.one(p))]
     if op.on_warpgroups(p, gpu):
         ranked.insert(0, (op.warpgroup, _posed(op, p)[0]))
     for schedule, posed in ranked:  # of few columns there may be no tile of warp groups that suits them
-        valid = [c for c in schedule.shortlist(posed, gpu) if op.why_not(p, c, gpu) is None]
+        valid = [c for c in schedule.shortlist(posed, gpu, extras) if op.why_not(p, c, gpu) is None]
         if valid:
-            break
-    return min(valid, key=lambda c: (estimate_us(c), schedule.preference(c, extras)))
+            prefer = partial(schedule.preference, posed)
+            return min(valid, key=lambda c: (estimate_us(c), prefer(c, extras)))
+    raise AssertionError(f"no config for {p} on {gpu.name}")
 
 
 @lru_cache(256)
@@ -262,7 +261,8 @@ class GroupedGemm(_GroupedOp):
     """Arguments: x ``(T, K)``, weight ``(E, N, K)``, offsets ``(E + 1,)``, bias ``(E, N)`` or None."""
 
     name = "grouped_gemm"
-    revision = 1
+    revision = 2
+    earlier = {1: since_revision_1}
     along = "m"
     warpgroup = GROUPED_WARPGROUP
     suite = (
@@ -303,8 +303,7 @@ class GroupedGemm(_GroupedOp):
         return sampled_experts(p.rows, p.experts)
 
     def blocks(self, p: GroupedProblem, c: GemmConfig) -> int:
-        tokens, columns = (c.tile_n, c.tile_m) if c.swapped else (c.tile_m, c.tile_n)
-        return (p.rows // tokens + min(p.experts + 2, p.rows)) * -(-p.weight_rows // columns)
+        return (p.rows // c.tile_m + min(p.experts + 2, p.rows)) * -(-p.weight_rows // c.tile_n)
 
     def bind(self, p: GroupedProblem, c: GemmConfig, kernel: Callable[..., Any]) -> Callable[..., Any]:
         from cutekernels.ops.activations.api import silu_mul
@@ -404,7 +403,8 @@ class GroupedGemmWgrad(_GroupedOp):
     """Arguments: dout ``(T, N)``, x ``(T, K)``, offsets ``(E + 1,)``. Result: dweight ``(E, N, K)``."""
 
     name = "grouped_gemm_wgrad"
-    revision = 1
+    revision = 2
+    earlier = {1: since_revision_1}
     along = "k"
     warpgroup = DEPTH_WARPGROUP
     suite = (

@@ -68,8 +68,8 @@ def rms_norm_linear(
 
     The product accumulates in fp32. Each of its terms has one rounding to the type of ``x``: one after the other, the
     ops round the normalised rows; the fused kernels round ``norm_weight * weight`` (``body=skinny``) or, in bf16,
-    ``x * norm_weight`` (``body=specialized``), and multiply the fp32 sums by rstd. In fp16 that wants ``norm_weight *
-    weight`` below 4094, and keeps its bits down to 4e-6.
+    ``x * norm_weight`` (``body=skinny_warpgroup``), and multiply the fp32 sums by rstd. In fp16 that wants
+    ``norm_weight * weight`` below 4094, and keeps its bits down to 4e-6.
 
     Args:
         x: ``(..., K)``, fp16 or bf16 (on the CPU fp32 and fp64 too), any strides.

@@ -2,8 +2,8 @@
 
 A config's ``path`` is ``fused``, one kernel, or ``chain``: the norm, the product and the gate as they are tuned
 themselves. The tuner times one against the other, so a call is never slower than our own ops one after the other. A
-fused kernel's ``body`` is ``gemm``'s skinny one, with a norm in front or a gate behind, its specialized one, with a
-norm in front, or its warpgroup one, with a gate behind.
+fused kernel's ``body`` is ``gemm``'s skinny one, with a norm in front or a gate behind, its skinny_warpgroup one, with
+a norm in front, or its warpgroup one, with a gate behind.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache, lru_cache
-from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from cutekernels import dispatch, rates
@@ -20,19 +18,19 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Op, Problem, Work
 from cutekernels.ops.activations.op import SILU_MUL, GluProblem
 from cutekernels.ops.gemm.layouts import alignment
-from cutekernels.ops.gemm.op import GEMM, SCHEDULES, takes
-from cutekernels.ops.gemm.problem import ACTIVATIONS, ELEMENT_BYTES, MOST_TOKENS, WIDEST, GemmProblem, activated
-from cutekernels.ops.gemm.specialized import SPECIALIZED, weighing_us
-from cutekernels.ops.gemm.warpgroup import WARPGROUP, shortlist
+from cutekernels.ops.gemm.op import GEMM, SCHEDULES, nothing
+from cutekernels.ops.gemm.problem import ACTIVATIONS, ELEMENT_BYTES, WIDEST, GemmProblem, activated
+from cutekernels.ops.gemm.skinny_warpgroup import SKINNY_WARPGROUP, weighing_us
+from cutekernels.ops.gemm.warpgroup import WARPGROUP
+from cutekernels.ops.norm_linear.fused import FUSED_SCHEDULES, GATE_ROWS, product_of
 from cutekernels.ops.norm_linear.problem import (
     CHAIN,
-    FUSED,
     KNOBS,
     LinearSiluMulProblem,
     NormLinearConfig,
     NormLinearProblem,
     RmsNormLinearProblem,
-    spanned,
+    since_revision_1,
 )
 from cutekernels.ops.norms.op import RMS_NORM, RmsNormProblem
 from cutekernels.ops.shared.checks import check_results
@@ -40,6 +38,7 @@ from cutekernels.ops.shared.dtypes import DTYPES
 from cutekernels.ops.shared.strides import span_bytes
 from cutekernels.ops.shared.tensor_op import TensorOp
 from cutekernels.ops.shared.tolerance import rounded_operand_depth
+from cutekernels.rules import best
 
 if TYPE_CHECKING:
     import torch
@@ -47,16 +46,13 @@ if TYPE_CHECKING:
 
     from cutekernels.backends import Artifact
     from cutekernels.gpu import GpuSpec
-    from cutekernels.ops.gemm.problem import GemmConfig
-    from cutekernels.ops.gemm.schedule import Extras
 
-_GATE_ROWS = 8  # weight rows of the gate, then as many of up, in an MMA's 16
 # Cost of the norm's kernel in front of a product, and of the norm within it where it is hidden, as multiples of rates:
 # docs/notes/norm_linear.md#fused-or-chain (H200, 2026-11-22).
 _NORM, _NORM_OF_PRODUCT = 0.8 / 1.5, 0.02  # of launch_us, of the product's time
 _NORM_CYCLES, _NORM_TOKENS = 8.5, 64  # per token, up to so many
 _WITHIN = 0.5 / 0.63  # of exchange_us
-_FEW = NormLinearConfig(path="fused", tile_m=16, tile_n=8, tile_k=256, warps_k=4)  # the skinny body
+_FEW = NormLinearConfig(path="fused", tile_m=8, tile_n=16, tile_k=256, warps_k=4)  # the skinny body
 # Most of the product's time that weighing may take and be hidden: docs/notes/norm_linear.md#weighing
 _HIDDEN = 0.55
 
@@ -80,81 +76,34 @@ class NormLinear(TensorOp[N, NormLinearConfig]):
     # -- rules and choice
 
     def why_not(self, p: N, c: NormLinearConfig, gpu: GpuSpec) -> str | None:
-        return next(self._broken(p, c, gpu), None)
-
-    def _broken(self, p: N, c: NormLinearConfig, gpu: GpuSpec) -> Iterator[str]:
-        if c.path == "chain":
-            for name, values in KNOBS.items():
-                if getattr(c, name) != values[0]:
-                    yield f"path=chain has no {name}: leave it at {values[0]}"
-            return
-        for name, values in KNOBS.items():
-            allowed = FUSED[c.body].get(name, values[:1])
-            if getattr(c, name) not in allowed:
-                yield f"body={c.body} takes {name} from {', '.join(map(str, allowed))}; it is {getattr(c, name)}"
-        yield from self._refused(p, c.body)
-        yield from SCHEDULES[c.body].broken(_product_of(self, p), c.product, gpu, p.extras)
-
-    def _refused(self, p: N, body: str) -> Iterator[str]:
-        """The rules beside the schedule's own that ``p`` breaks, whatever the knobs."""
-        if p.layout == "any":
-            yield "path=fused takes rows of x and weight 16-byte aligned, K contiguous, of less than 2^31 elements"
-        if p.k == 0:
-            yield "path=fused needs a K to sum over"
-        if p.extras.gated and p.n % _GATE_ROWS:
-            yield f"path=fused takes the gate's rows {_GATE_ROWS} at a time; there are {p.n}"
-        if body == "specialized":
-            yield from self._broken_specialized(p)
-        if body == "warpgroup" and (p.extras.norm or not p.extras.gated):
-            yield "body=warpgroup has a gate behind the product and no norm in front"
-        if body == "warpgroup" and p.layout == "inputs":
-            yield f"body=warpgroup stores {WIDEST} outputs at a time, aligned: layout={p.layout}"
-
-    def _broken_specialized(self, p: N) -> Iterator[str]:
-        """The rules of the specialized body with a norm that ``p`` breaks."""
-        if p.extras.gated or not p.extras.norm:
-            yield "body=specialized has a norm in front of the product and no gate behind it"
-        if p.dtype == "fp16" and p.weight != "none":
-            yield "body=specialized multiplies x by norm_weight before rstd is known, which may leave the range of fp16"
-        if p.m > MOST_TOKENS:
-            yield f"path=fused takes {MOST_TOKENS} tokens or fewer; there are {p.m}"
-        if p.n % WIDEST or p.layout == "inputs":
-            yield f"body=specialized stores {WIDEST} outputs at a time, aligned: n={p.n}, layout={p.layout}"
+        if c.path == "fused":
+            return FUSED_SCHEDULES[c.body].why_not(p, c, gpu, p.extras)
+        odd = (name for name, values in KNOBS.items() if getattr(c, name) != values[0])
+        return next((f"path=chain has no {name}: leave it at {KNOBS[name][0]}" for name in odd), None)
 
     def valid(self, p: N, gpu: GpuSpec) -> Iterator[NormLinearConfig]:
-        if p.layout == "any" or not takes(SCHEDULES["skinny"], p.product, gpu):
-            return iter([CHAIN])
-        few = [body for body in FUSED if body != WARPGROUP.name]
-        tiles = {(body, tile) for body in few for tile in SCHEDULES[body].fitting_tiles(p.product)}
-        likely = (c for c in NormLinearConfig.every() if c == CHAIN or (c.body, c.tile_n) in tiles)
-        return (c for c in likely if self.why_not(p, c, gpu) is None)
+        yield CHAIN
+        for schedule in FUSED_SCHEDULES.values():
+            yield from schedule.valid(p, gpu, p.extras)
 
     def default(self, p: N, gpu: GpuSpec) -> NormLinearConfig:
-        """The specialized body's best by its model, where that costs less than a kernel for the norm; else the chain.
+        """The skinny_warpgroup body's best by its model, where that costs less than a norm's kernel; else the chain.
 
-        Candidates run all of their CTAs at once and hide the weighing of tokens behind their loads.
+        Candidates hide the weighing of tokens behind their loads.
         """
-        product = _product_of(self, p)
-        refused = next(self._broken_specialized(p), None)
-        if refused or p.layout != "aligned" or 0 in (p.m, p.n, p.k) or not takes(SPECIALIZED, product, gpu):
+        schedule, product, x = FUSED_SCHEDULES[SKINNY_WARPGROUP.name], product_of(p), p.extras
+        if schedule.refusal(p, gpu, x) or p.layout != "aligned" or 0 in (p.m, p.n):
             return CHAIN
-        tile = SPECIALIZED.fitting_tiles(product)[0]
-        among = [
-            c
-            for c in _shortlist(tile, gpu, p.extras)
-            if -(-p.n // c.tile_m) * c.split_k <= gpu.sm_count
-            and next(SPECIALIZED.unsuited(product, c.product, gpu, p.extras), None) is None
-        ]
-        alone_us = min((SPECIALIZED.estimate_us(product, c.product, gpu) for c in among), default=0.0)
+        among = list(schedule.suiting(p, gpu, x, schedule.shortlist(p, gpu, x)))
+        alone_us = min((SKINNY_WARPGROUP.estimate_us(product, c.product, gpu) for c in among), default=0.0)
         hidden = [c for c in among if weighing_us(product, c.product, gpu) < _HIDDEN * alone_us]
-        if not hidden:
+        found = best(hidden, lambda c: self.estimate_us(p, c, gpu), lambda c: schedule.preference(p, c, x))
+        if found is None:
             return CHAIN
-        fused_us = {c: self.estimate_us(p, c, gpu) for c in hidden}
-        best = min(hidden, key=lambda c: (fused_us[c], SPECIALIZED.preference(c.product, p.extras)))
         rate = rates.of(gpu)
         norm_us = _NORM * rate.launch_us + _NORM_CYCLES / rate.clock_mhz * min(p.m, _NORM_TOKENS)
         chain_us = alone_us + norm_us + _NORM_OF_PRODUCT * alone_us
-        return best if fused_us[best] + _WITHIN * rate.exchange_us < chain_us else CHAIN
+        return found[1] if found[0] + _WITHIN * rate.exchange_us < chain_us else CHAIN
 
     def estimate_us(self, p: N, c: NormLinearConfig, gpu: GpuSpec) -> float:
         """The schedule's model, or the sum of those of the chain's ops."""
@@ -162,7 +111,7 @@ class NormLinear(TensorOp[N, NormLinearConfig]):
             return 0.0
         if c.path == "chain":
             return sum(_default_us(op, part, gpu) for op, part in self.parts(p))
-        return SCHEDULES[c.body].estimate_us(_product_of(self, p), c.product, gpu, p.extras)
+        return FUSED_SCHEDULES[c.body].estimate_us(p, c, gpu, p.extras)
 
     # -- kernel
 
@@ -179,11 +128,11 @@ class NormLinear(TensorOp[N, NormLinearConfig]):
         cute = cutlass.cute
         dtype = backend.dtype_of(p.dtype)
         kinds = {"same": dtype, "fp32": cutlass.Float32}
-        extras, schedule, product = p.extras, SCHEDULES[c.body], _product_of(self, p)
-        out_align = WIDEST if schedule in (SPECIALIZED, WARPGROUP) else 1
+        extras, schedule, product = p.extras, SCHEDULES[c.body], product_of(p)
+        out_align = WIDEST if schedule in (SKINNY_WARPGROUP, WARPGROUP) else 1
         m, k = cute.sym_int(), cute.sym_int(divisibility=WIDEST)
-        rows = cute.sym_int(divisibility=2 * _GATE_ROWS if extras.gated else out_align)
-        n = cute.sym_int(divisibility=_GATE_ROWS) if extras.gated else rows
+        rows = cute.sym_int(divisibility=2 * GATE_ROWS if extras.gated else out_align)
+        n = cute.sym_int(divisibility=GATE_ROWS) if extras.gated else rows
 
         def matrix(first: Any, second: Any, align: int) -> Any:
             pitch = cute.sym_int(divisibility=align)
@@ -214,22 +163,18 @@ class NormLinear(TensorOp[N, NormLinearConfig]):
         import torch
 
         if 0 in (p.m, p.n):
-            return _nothing
+            return nothing
         if c.path == "chain":
             for op, part in self.chained(p, c):
                 dispatch.plan(op, part, torch.cuda.current_device())  # compiled now, for graphs captured later
             return self.chain(p)
-        workspace = SCHEDULES[c.body].workspace(_product_of(self, p), c.product, p.extras)
+        workspace = SCHEDULES[c.body].workspace(product_of(p), c.product, p.extras)
 
         def launch(y: Tensor, *inputs: Any) -> None:
             x, norm_weight, weight, bias, rstd, eps = self.kernel_arguments(*inputs)
             kernel(_matrix(y), _matrix(x), weight, bias, norm_weight, rstd, eps, *workspace())
 
         return launch
-
-    @abstractmethod
-    def epilogue(self, p: N) -> GemmProblem:
-        """The product with the bias and activation behind it."""
 
     @abstractmethod
     def parts(self, p: N) -> list[Part]:
@@ -302,28 +247,6 @@ def depth(p: NormLinearProblem) -> float:
     return max(float(p.k), rounded_operand_depth(p.dtype, gated=p.extras.gated))
 
 
-@lru_cache(maxsize=256)
-def _product_of(op: NormLinear[Any], p: NormLinearProblem) -> GemmProblem:
-    """The product as a fused body computes it; rows of out are aligned where N is."""
-    return op.epilogue(p).replace(out_align=math.gcd(p.n, WIDEST))
-
-
-@cache
-def _shortlist(tile_n: int, gpu: GpuSpec, extras: Extras) -> tuple[NormLinearConfig, ...]:
-    among = spanned("specialized", tile_n=(tile_n,), pdl=(True,), stages=(4, 5, 6, 8, 12), ahead=(0, 1, 2, 4))
-    return tuple(c for c in among if next(SPECIALIZED.unfit(c.product, gpu, extras), None) is None)
-
-
-@cache
-def _every_gated(gpu: GpuSpec, extras: Extras) -> tuple[GemmConfig, ...]:
-    among = (c.product for c in spanned("warpgroup"))
-    return tuple(c for c in among if next(WARPGROUP.unfit(c, gpu, extras), None) is None)
-
-
-def _nothing(*args: Any) -> None:
-    """The launch of an empty problem."""
-
-
 def _matrix(t: Tensor) -> Tensor:
     return t if t.dim() == 2 else t.view(-1, t.shape[-1])
 
@@ -369,7 +292,8 @@ class RmsNormLinear(NormLinear[RmsNormLinearProblem]):
     """``y = activation(rms_norm(x) @ weight.T + bias)``. Arguments: x, norm_weight, weight, bias, rstd, eps."""
 
     name = "rms_norm_linear"
-    revision = 1
+    revision = 2
+    earlier = {1: since_revision_1}
     suite = (
         "m=1 n=3584 k=3584",
         "m=16 n=3584 k=3584",
@@ -418,12 +342,9 @@ class RmsNormLinear(NormLinear[RmsNormLinearProblem]):
             **options,
         )
 
-    def epilogue(self, p: RmsNormLinearProblem) -> GemmProblem:
-        return p.product.replace(bias=p.bias, activation=p.activation)
-
     def parts(self, p: RmsNormLinearProblem) -> list[Part]:
         norm = [_norm(p)] if p.rstd == "computed" else []  # torch's own kernels multiply by a given rstd
-        return [*norm, _product(self.epilogue(p))]
+        return [*norm, _product(p.epilogue)]
 
     def chain(self, p: RmsNormLinearProblem) -> Callable[..., None]:
         from cutekernels.ops.norm_linear.chain import norm_then_linear
@@ -467,7 +388,8 @@ class LinearSiluMul(NormLinear[LinearSiluMulProblem]):
     """``silu(h @ w_gate.T) * (h @ w_up.T)``, h = x or its norm. Arguments: x, w_gate_up, norm_weight, eps."""
 
     name = "linear_silu_mul"
-    revision = 1
+    revision = 2
+    earlier = {1: since_revision_1}
     suite = (
         "m=1 n=18944 k=3584",
         "m=16 n=18944 k=3584 norm=1 norm_weight=same",
@@ -508,30 +430,10 @@ class LinearSiluMul(NormLinear[LinearSiluMulProblem]):
         Else the warpgroup body's best by its model, where that is ahead of the chain's; else the chain.
         """
         few = _FEW.replace(pdl=gpu.has_pdl)
-        if 0 < p.m <= few.tile_n and not p.norm and self.why_not(p, few, gpu) is None:
+        if 0 < p.m <= few.tile_m and not p.norm and self.why_not(p, few, gpu) is None:
             return few
-        among = self._warpgroups(p, gpu, shortlist)
-        if not among:
-            return CHAIN
-        times = {c: WARPGROUP.estimate_us(_product_of(self, p), c, gpu, p.extras) for c in among}
-        best = min(among, key=lambda c: (times[c], WARPGROUP.preference(c, p.extras)))
-        return NormLinearConfig.fused(best) if times[best] < self.estimate_us(p, CHAIN, gpu) else CHAIN
-
-    def valid(self, p: LinearSiluMulProblem, gpu: GpuSpec) -> Iterator[NormLinearConfig]:
-        return chain(super().valid(p, gpu), map(NormLinearConfig.fused, self._warpgroups(p, gpu, _every_gated)))
-
-    def _warpgroups(
-        self, p: LinearSiluMulProblem, gpu: GpuSpec, among: Callable[[GpuSpec, Extras], tuple[GemmConfig, ...]]
-    ) -> list[GemmConfig]:
-        """The warpgroup body's configs for ``p``."""
-        product = _product_of(self, p)
-        if next(self._refused(p, WARPGROUP.name), None) or not takes(WARPGROUP, product, gpu):
-            return []
-        fit = among(gpu, p.extras)
-        return [c for c in fit if next(WARPGROUP.unsuited(product, c, gpu, p.extras), None) is None]
-
-    def epilogue(self, p: LinearSiluMulProblem) -> GemmProblem:
-        return p.product
+        found = FUSED_SCHEDULES[WARPGROUP.name].best(p, gpu, p.extras)
+        return found[1] if found and found[0] < self.estimate_us(p, CHAIN, gpu) else CHAIN
 
     def parts(self, p: LinearSiluMulProblem) -> list[Part]:
         align = math.gcd(p.n, WIDEST) * ELEMENT_BYTES

@@ -10,25 +10,27 @@ from itertools import product
 from typing import Any
 
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.op import Config, Problem, extent, knob, ladder, plain
+from cutekernels.op import Config, Problem, extent, knob, ladder, plain, respelled
 from cutekernels.ops.gemm.problem import (
+    ACROSS,
     ACTIVATIONS,
     BODIES,
     BY_SIXTEENS,
     ELEMENT_BYTES,
+    RENAMED,
     WIDEST,
     GemmConfig,
     GemmProblem,
 )
 from cutekernels.ops.gemm.schedule import Extras
 
-_SKINNY, _SPECIALIZED = BODIES["skinny"], BODIES["specialized"]
+_SKINNY, _SKINNY_WARPGROUP = BODIES["skinny"], BODIES["skinny_warpgroup"]
 _WARPGROUP = BODIES["warpgroup"] | {"tile_n": BY_SIXTEENS}
 
 
 def _either(knob: str) -> tuple[int, ...]:
     """The values that any body takes; skinny's first."""
-    return tuple(dict.fromkeys((*_SKINNY[knob], *_SPECIALIZED[knob], *_WARPGROUP.get(knob, ()))))
+    return tuple(dict.fromkeys((*_SKINNY[knob], *_SKINNY_WARPGROUP[knob], *_WARPGROUP.get(knob, ()))))
 
 
 # ---- problems -------------------------------------------------------------------------------------------
@@ -68,6 +70,11 @@ class NormLinearProblem(Problem):
         )
 
     @property
+    def epilogue(self) -> GemmProblem:
+        """The product with what follows it."""
+        return self.product
+
+    @property
     def gamma_bytes(self) -> int:
         return {"none": 0, "same": ELEMENT_BYTES, "fp32": 4}[self.weight]
 
@@ -88,6 +95,10 @@ class RmsNormLinearProblem(NormLinearProblem):
     @property
     def weight(self) -> str:
         return self.norm_weight
+
+    @property
+    def epilogue(self) -> GemmProblem:
+        return self.product.replace(bias=self.bias, activation=self.activation)
 
     @property
     def extras(self) -> Extras:
@@ -133,13 +144,13 @@ class NormLinearConfig(Config):
     tile_m: int = knob(*_either("tile_m"), added=True)
     tile_n: int = knob(*_either("tile_n"), added=True)
     tile_k: int = knob(*_either("tile_k"), added=True)
-    warps_m: int = knob(*_SKINNY["warps_m"], added=True)
+    warps_n: int = knob(*_SKINNY["warps_n"], added=True)
     warps_k: int = knob(*_SKINNY["warps_k"], added=True)
     stages: int = knob(*_either("stages"), added=True)
     split_k: int = knob(*_either("split_k"), added=True)
     pdl: bool = knob(*_SKINNY["pdl"], added=True)
-    body: str = knob("skinny", "specialized", "warpgroup", added=True)
-    ahead: int = knob(*_either("ahead"), added=True)
+    body: str = knob("skinny", "skinny_warpgroup", "warpgroup", added=True)
+    prefetch_l2: int = knob(*_either("prefetch_l2"), added=True)
     raster: int = knob(*_WARPGROUP["raster"], added=True)
     pingpong: bool = knob(*_WARPGROUP["pingpong"], added=True)
     cluster_m: int = knob(*_WARPGROUP["cluster_m"], added=True)
@@ -160,14 +171,22 @@ class NormLinearConfig(Config):
         return _product(self)
 
 
+def since_revision_1(problem: str, config: str) -> str:
+    """Revision 1 named the tile of ``out^T`` where the body was skinny, which no text says, or specialized."""
+    return respelled(config, RENAMED if "body=warpgroup" in config.split() else RENAMED | ACROSS)
+
+
 CHAIN = NormLinearConfig("chain")
 KNOBS = {name: values for name, values in NormLinearConfig.space().items() if name != "path"}
 # What each body searches; a knob that is missing keeps its first value.
 FUSED: dict[str, dict[str, tuple[Any, ...]]] = {
     body: {name: values for name, values in own.items() if name in KNOBS and name != left_out} | {"body": (body,)}
     for body, own, left_out in (
-        ("skinny", _SKINNY, "ahead"), ("specialized", _SPECIALIZED, ""), ("warpgroup", _WARPGROUP, "swapped"))
-}  # fmt: skip
+        ("skinny", _SKINNY, "prefetch_l2"),
+        ("skinny_warpgroup", _SKINNY_WARPGROUP, ""),
+        ("warpgroup", _WARPGROUP, "swap_ab"),
+    )
+}
 
 
 def spanned(body: str, **fewer: tuple[Any, ...]) -> Iterator[NormLinearConfig]:
@@ -176,7 +195,7 @@ def spanned(body: str, **fewer: tuple[Any, ...]) -> Iterator[NormLinearConfig]:
     first = {"path": "fused"} | {name: values[0] for name, values in KNOBS.items()}
     for values in product(*own.values()):
         c = NormLinearConfig.drawn((first | dict(zip(own, values, strict=True))).items())
-        if c.pdl or not c.ahead:
+        if c.pdl or not c.prefetch_l2:
             yield c
 
 
@@ -188,7 +207,7 @@ def _every() -> tuple[NormLinearConfig, ...]:
 @cache
 def _product(c: NormLinearConfig) -> GemmConfig:
     return GemmConfig(
-        tile_m=c.tile_m, tile_n=c.tile_n, tile_k=c.tile_k, warps_m=c.warps_m, warps_n=1, stages=c.stages,
-        raster=c.raster, ctas_per_sm=1, body=c.body, warps_k=c.warps_k, split_k=c.split_k, pdl=c.pdl, ahead=c.ahead,
-        pingpong=c.pingpong, cluster_m=c.cluster_m, cluster_n=c.cluster_n,
+        tile_m=c.tile_m, tile_n=c.tile_n, tile_k=c.tile_k, warps_m=1, warps_n=c.warps_n, stages=c.stages,
+        raster=c.raster, ctas_per_sm=1, body=c.body, warps_k=c.warps_k, split_k=c.split_k, pdl=c.pdl,
+        prefetch_l2=c.prefetch_l2, pingpong=c.pingpong, cluster_m=c.cluster_m, cluster_n=c.cluster_n,
     )  # fmt: skip

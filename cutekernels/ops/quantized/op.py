@@ -10,9 +10,11 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Work
 from cutekernels.ops.gemm.layouts import alignment
 from cutekernels.ops.gemm.problem import ACTIVATIONS, ELEMENT_BYTES, activated
-from cutekernels.ops.quantized import skinny, warpgroup
 from cutekernels.ops.quantized.decode import check_weight, random_weight, rows_of_scale
-from cutekernels.ops.quantized.problem import GATED, QuantizedConfig, QuantizedProblem, foreign, spanned
+from cutekernels.ops.quantized.packed_skinny import PACKED_SKINNY
+from cutekernels.ops.quantized.packed_warpgroup import PACKED_WARPGROUP
+from cutekernels.ops.quantized.problem import GATED, QuantizedConfig, QuantizedProblem, since_revision_1
+from cutekernels.ops.quantized.schedule import QuantizedSchedule
 from cutekernels.ops.shared.checks import check_dtype, check_results
 from cutekernels.ops.shared.dtypes import DTYPES, GPU_DTYPES
 from cutekernels.ops.shared.tensor_op import TensorOp
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
     from cutekernels.backends import Artifact
     from cutekernels.gpu import GpuSpec
 
-SCHEDULES: dict[str, Any] = {skinny.NAME: skinny, warpgroup.NAME: warpgroup}
+SCHEDULES: dict[str, QuantizedSchedule] = {s.name: s for s in (PACKED_SKINNY, PACKED_WARPGROUP)}
 _FEW = 16  # tokens: warp groups are not asked up to here
 
 
@@ -32,7 +34,8 @@ class QuantizedLinear(TensorOp[QuantizedProblem, QuantizedConfig]):
     """Arguments: x ``(M, K)``, then a QuantizedWeight's packed, scales, zeros or None, then bias or None."""
 
     name = "quantized_linear"
-    revision = 1
+    revision = 2
+    earlier = {1: since_revision_1}
     Problem = QuantizedProblem
     Config = QuantizedConfig
     suite = (
@@ -60,20 +63,18 @@ class QuantizedLinear(TensorOp[QuantizedProblem, QuantizedConfig]):
     # -- rules and choice
 
     def why_not(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec) -> str | None:
-        return next(foreign(c), None) or next(SCHEDULES[c.body].broken(p, c, gpu), None)
+        return SCHEDULES[c.body].why_not(p, c, gpu, None)
 
     def valid(self, p: QuantizedProblem, gpu: GpuSpec) -> Iterator[QuantizedConfig]:
-        among = spanned(skinny.NAME, tile_m=skinny.fitting_tiles(p))
-        yield from (c for c in among if next(skinny.broken(p, c, gpu), None) is None)
-        if next(warpgroup.refused(p, gpu), None) is None:
-            yield from (c for c in spanned(warpgroup.NAME) if next(warpgroup.broken(p, c, gpu), None) is None)
+        for schedule in SCHEDULES.values():
+            yield from schedule.valid(p, gpu, None)
 
     def default(self, p: QuantizedProblem, gpu: GpuSpec) -> QuantizedConfig:
         """The models' best."""
-        return _default(self, p, gpu)
+        return _default(p, gpu)
 
     def estimate_us(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec) -> float:
-        return float(SCHEDULES[c.body].estimate_us(p, c, gpu)) if p.m and p.n else 0.0
+        return float(SCHEDULES[c.body].estimate_us(p, c, gpu, None)) if p.m and p.n else 0.0
 
     # -- kernel
 
@@ -103,7 +104,7 @@ class QuantizedLinear(TensorOp[QuantizedProblem, QuantizedConfig]):
         if p.bias != "none":
             kind = cutlass.Float32 if p.bias == "fp32" else dtype
             bias = make_fake_tensor(kind, (n,), stride=(1,), assumed_align=kind.width // 8)
-        numbers = [cutlass.Int32(1)] * (2 if c.body == skinny.NAME else 3)
+        numbers = [cutlass.Int32(1)] * (2 if c.body == PACKED_SKINNY.name else 3)
         return backend.compile(
             SCHEDULES[c.body].body(p, c, gpu),
             matrix(m, n, p.out_align),
@@ -124,7 +125,7 @@ class QuantizedLinear(TensorOp[QuantizedProblem, QuantizedConfig]):
 
         numbers = SCHEDULES[c.body].grid(p, c, detect())
         count, shared = SCHEDULES[c.body].tiles(p, c), c.tile_m * c.tile_n if c.stream_k else 0
-        groups = 1 if c.body == skinny.NAME else warpgroup.groups(c)
+        groups = SCHEDULES[c.body].groups(c)
         workspace = Workspace(max(4, 2 * numbers[0] * shared), max(4, count * groups * c.stream_k)).get
 
         def launch(*operands: Any) -> None:
@@ -265,19 +266,10 @@ def _rows_aligned(x: Tensor) -> bool:
 
 
 @rates.remembered
-def _default(op: QuantizedLinear, p: QuantizedProblem, gpu: GpuSpec) -> QuantizedConfig:
-    candidates = [
-        (skinny.estimate_us(p, c, gpu), skinny.preference(c), c)
-        for tile in skinny.fitting_tiles(p)
-        for c in skinny.shortlist(tile, gpu)
-        if next(skinny.broken(p, c, gpu), None) is None
-    ]
-    if p.m > _FEW and next(warpgroup.refused(p, gpu), None) is None:
-        candidates += [
-            (warpgroup.estimate_us(p, c, gpu), warpgroup.preference(c), c)
-            for c in warpgroup.shortlist(gpu)
-            if next(warpgroup.broken(p, c, gpu), None) is None
-        ]
-    if not candidates:
+def _default(p: QuantizedProblem, gpu: GpuSpec) -> QuantizedConfig:
+    """Both bodies' models compare; of one estimate skinny's config is preferred."""
+    found = [PACKED_SKINNY.best(p, gpu, None), PACKED_WARPGROUP.best(p, gpu, None) if p.m > _FEW else None]
+    choices = [choice for choice in found if choice is not None]
+    if not choices:
         raise AssertionError(f"no config for {p} on {gpu.name}")
-    return min(candidates, key=lambda found: found[:2])[2]
+    return min(choices, key=lambda choice: choice[0])[1]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import product
 from typing import Any
 
+from cutekernels import rules
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.op import Config, Problem, extent, knob, ladder, plain
+from cutekernels.op import Config, Problem, extent, knob, ladder, plain, respelled
 from cutekernels.ops.gemm.problem import ACTIVATIONS
 
 GATED = "silu_mul"  # the activation of a weight that has a gate's rows before up's: out has half as many columns
@@ -88,7 +88,7 @@ class QuantizedConfig(Config):
     """The knobs of both schedules; ``body`` names the one that gives them a meaning.
 
     ``tile_m`` are tokens, ``tile_n`` weight rows. ``stream_k``: CTAs share the k-tiles of tiles that would not fill
-    the GPU's last wave. ``scaled``: scales multiply fp32 accumulators (``sums``) or decoded weights (``weights``).
+    the GPU's last wave. ``scaled``: whether scales multiply fp32 accumulators or decoded weights.
     """
 
     body: str = knob("skinny", "warpgroup")
@@ -101,8 +101,8 @@ class QuantizedConfig(Config):
     warps_n: int = knob(1, 2, 4)
     warps_k: int = knob(1, 2, 4, 8)
     ctas_per_sm: int = knob(1, 2, 3, 4)
-    ahead: int = knob(0, 2, 4)
-    scaled: str = knob("sums", "weights")
+    prefetch_l2: int = knob(0, 2, 4)
+    scaled: str = knob("accumulators", "weights")
     raster: int = knob(1, 8)
 
     @classmethod
@@ -123,7 +123,7 @@ BODIES: dict[str, dict[str, tuple[Any, ...]]] = {
         "warps_n": (1, 2, 4),
         "warps_k": (1, 2, 4, 8),
         "ctas_per_sm": (1, 2, 3, 4),
-        "ahead": (0, 2, 4),
+        "prefetch_l2": (0, 2, 4),
     },
     "warpgroup": {
         "tile_m": (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256),
@@ -132,27 +132,25 @@ BODIES: dict[str, dict[str, tuple[Any, ...]]] = {
         "stages": (2, 3, 4, 5, 6, 7, 8),
         "stream_k": (False, True),
         "pdl": (False, True),
-        "scaled": ("sums", "weights"),
+        "scaled": ("accumulators", "weights"),
         "raster": (1, 8),
     },
 }
-_VALUES: dict[str, dict[str, tuple[Any, ...]]] = {
-    body: {name: own.get(name, values[:1]) for name, values in QuantizedConfig.space().items()} | {"body": (body,)}
-    for body, own in BODIES.items()
-}
+_VALUES = {body: rules.values_of(QuantizedConfig, **own, body=(body,)) for body, own in BODIES.items()}
 
 
 def foreign(c: QuantizedConfig) -> Iterator[str]:
     """The knobs of ``c`` whose values belong to the other body."""
-    for name, allowed in _VALUES[c.body].items():
-        if getattr(c, name) not in allowed:
-            yield f"body={c.body} takes {name} from {', '.join(map(str, allowed))}; it is {getattr(c, name)}"
+    return rules.foreign(c, _VALUES[c.body])
 
 
 def spanned(body: str, **among: tuple[Any, ...]) -> Iterator[QuantizedConfig]:
-    """Every config of ``body``, some knobs confined to ``among``; ``ahead`` is for ``pdl`` alone."""
-    values = _VALUES[body] | among
-    for chosen in product(*values.values()):
-        c = QuantizedConfig.drawn(zip(values, chosen, strict=True))
-        if c.pdl or not c.ahead:
+    """Every config of ``body``, some knobs confined to ``among``; ``prefetch_l2`` is for ``pdl`` alone."""
+    for c in rules.combinations(QuantizedConfig, _VALUES[body] | among):
+        if c.pdl or not c.prefetch_l2:
             yield c
+
+
+def since_revision_1(problem: str, config: str) -> str:
+    """Revision 1 had other names for a knob and for a value."""
+    return respelled(config, {"ahead": "prefetch_l2", "scaled=sums": "scaled=accumulators"})

@@ -30,7 +30,6 @@ def overflows(gpu: GpuSpec, *, ctas: int, warps: int, registers: int, smem: int)
         yield f"{ctas} CTAs of {warps} warps exceed an SM's {gpu.max_warps}"
 
 
-def no_warpgroups(gpu: GpuSpec) -> Iterator[str]:
-    """The rule that a kernel by TMA and warpgroup MMA breaks on a GPU without them."""
-    if not (gpu.has_tma and gpu.has_wgmma):
-        yield f"{gpu.name} has no warpgroup MMA"
+def no_warpgroups(schedule: object, p: object, gpu: GpuSpec, x: object) -> str | None:
+    """The rule, of problems, of kernels by TMA and warpgroup MMA."""
+    return None if gpu.has_tma and gpu.has_wgmma else f"{gpu.name} has no warpgroup MMA"

@@ -125,7 +125,7 @@ class StoredGroups:
 
 
 @dataclass(frozen=True)
-class DecodeAttention:
+class DecodeAttentionBody:
     """The body; its header is the module's.
 
     ``ops/attention/decode.py`` chooses the parts; ``limited``: by a window on the left side.

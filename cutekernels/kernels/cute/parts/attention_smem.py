@@ -13,7 +13,7 @@ def padded(head_dim: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillSmem:
+class MultistageAttentionSmem:
     """Shared memory of attention's prefill: the tile of queries, later of the output, then the stages of K and V."""
 
     tile_q: int

@@ -393,10 +393,10 @@ class GroupBoxes(ResultBoxes):
     """Boxes of rows that belong to one of many groups: ``operands`` have out and the group's end.
 
     A box whose rows all lie in front of that end leaves by TMA, another by 16 bytes a thread, row by row.
-    ``swapped``: out's rows are columns of the tile.
+    ``swap_ab``: out's rows are columns of the tile.
     """
 
-    swapped: bool = False
+    swap_ab: bool = False
 
     @cute.jit
     def store_box(
@@ -411,9 +411,9 @@ class GroupBoxes(ResultBoxes):
         """Starts the store of a box, or stores what of it belongs to the group."""
         mOut, end = operands.mOut, operands.end
         down, right = self.offset(box)
-        lines = const_expr(self.shape[1 if self.swapped else 0])  # rows of out in a box, each 64 columns
+        lines = const_expr(self.shape[1 if self.swap_ab else 0])  # rows of out in a box, each 64 columns
         row, column = corner.row + down, corner.column + right
-        if const_expr(self.swapped):
+        if const_expr(self.swap_ab):
             row, column = column, row
         if row + lines <= end:
             # All rows are the group's: by TMA, which clips at out's last column.

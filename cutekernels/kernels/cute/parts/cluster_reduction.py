@@ -37,7 +37,7 @@ class ResultRows:
 class ClusterReduction:
     """The exchange of a group's 64 rows. The same thread of each CTA holds the same rows and columns of its part.
 
-    Stores arrive on the receiver's barrier, as in the specialized GEMM (docs/notes/gemm.md#clusters). A CTA's inbox has
+    Stores arrive on the receiver's barrier, as in skinny_warpgroup's (docs/notes/gemm.md#clusters). A CTA's inbox has
     the parts of all CTAs, its own too, which are added in the order of the CTAs: the same bits every time.
     """
 

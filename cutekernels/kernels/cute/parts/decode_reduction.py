@@ -26,7 +26,7 @@ GROUP_BYTES = DecodeSmem.GROUP_BYTES
 class DecodeReduction:
     """The exchange of a decode tile. CTA ``rank`` owns the groups of 8 columns ``rank, rank + ctas, ...``.
 
-    Stores arrive on the receiver's barrier, as in the specialized GEMM (docs/notes/gemm.md#clusters). An inbox has one
+    Stores arrive on the receiver's barrier, as in skinny_warpgroup's (docs/notes/gemm.md#clusters). An inbox has one
     place for each CTA: references and totals of 16 rows, then the owned groups, four accumulators of each lane. Sources
     are added in their order, so the bits are the same every time.
     """

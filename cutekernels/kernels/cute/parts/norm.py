@@ -3,7 +3,7 @@
 ``rstd[token] * sum_k (x[token, k] * gamma[k]) * weight[n, k]``: gamma multiplies one operand's fragments between shared
 memory and the MMA, rstd the fp32 accumulators. Two arrangements, one for each GEMM that takes a norm:
 
-- :class:`RowNorm` (specialized): gamma multiplies the tokens; other warps sum their squares (``statistics.py``).
+- :class:`RowNorm` (skinny_warpgroup): gamma multiplies the tokens; other warps sum their squares (``statistics.py``).
 - :class:`TokenNorm` (skinny): gamma multiplies the weight; the MMA itself sums the tokens' squares.
 """
 

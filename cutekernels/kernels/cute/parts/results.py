@@ -1,4 +1,4 @@
-"""From a specialized GEMM's accumulators to rows of out: two CTAs' shares, the epilogue, whole lines.
+"""From a skinny_warpgroup GEMM's accumulators to rows of out: two CTAs' shares, the epilogue, whole lines.
 
 1. With ``split`` = 2: each CTA sends the other its accumulators of that one's half of the columns (``exchange``), and
    waits on its ``inbox_full`` for those of its own half.
@@ -18,7 +18,7 @@ from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
 from cutekernels.kernels.cute.parts.epilogue import Epilogue, EpilogueOperands
 from cutekernels.kernels.cute.parts.ptx import instruction, mul_rn
-from cutekernels.kernels.cute.parts.smem import SpecializedSmem
+from cutekernels.kernels.cute.parts.smem import SkinnyWarpgroupSmem
 
 WIDEST = 8  # elements in 16 bytes
 
@@ -101,7 +101,7 @@ class PairCoordinates:
 class TileResults:
     """The end of a tile, once all of its stages are read."""
 
-    smem: SpecializedSmem
+    smem: SkinnyWarpgroupSmem
     head: int  # rows of X's first box
     epilogue: Epilogue
     out_align: int

@@ -49,21 +49,21 @@ class Raster:
 class TileQueue:
     """The numbers of a CTA's tiles, which its loading warp passes on to ``readers`` consumer threads.
 
-    The first is the CTA's own number, the others are a grid apart. ``counted``, a dynamic scheduler: they come from a
+    The first is the CTA's own number, the others are a grid apart. ``dynamic``: they come from a
     counter in global memory, so that a CTA that is done early takes more; the last CTA to draw leaves the counter zero.
 
-    Shared memory at ``at``, where counted: a full barrier (1 arrival, the loading warp's), an empty barrier
+    Shared memory at ``at``, where ``dynamic``: a full barrier (1 arrival, the loading warp's), an empty barrier
     (``readers`` arrivals) and the number. A position is the phase alone: 1 at the loading warp's first tile, 0 at the
     readers', then the other one, in turns.
     """
 
-    counted: bool
+    dynamic: bool
     readers: int
 
     @cute.jit
     def init(self, at: cute.Pointer):
         """Initialize the barriers; one thread's work."""
-        if const_expr(self.counted):
+        if const_expr(self.dynamic):
             cute.arch.mbarrier_init(at, 1)
             cute.arch.mbarrier_init(at + 1, self.readers)
 
@@ -72,7 +72,7 @@ class TileQueue:
         """The tile after ``tile``, for the loading warp; ``count`` or more where there is none."""
         blocks, _, _ = cute.arch.grid_dim()
         following = tile + blocks
-        if const_expr(self.counted):
+        if const_expr(self.dynamic):
             drawn = Int32(0)
             if cute.arch.lane_idx() == 0:
                 drawn = cute.arch.atomic_add(mCounter.iterator, Int32(1), sem="relaxed", scope="gpu")
@@ -84,7 +84,7 @@ class TileQueue:
     @cute.jit
     def publish(self, at: cute.Pointer, tile: Int32, phase: Int32):
         """Pass ``tile`` on: the loading warp's work."""
-        if const_expr(self.counted):
+        if const_expr(self.dynamic):
             # Wait until all readers have taken the number before.
             cute.arch.mbarrier_wait(at + 1, phase)
             if cute.arch.lane_idx() == 0:
@@ -97,7 +97,7 @@ class TileQueue:
         """The tile after ``tile``, for the readers."""
         blocks, _, _ = cute.arch.grid_dim()
         following = tile + blocks
-        if const_expr(self.counted):
+        if const_expr(self.dynamic):
             # Wait for the loading warp's number, and say that this thread has it.
             cute.arch.mbarrier_wait(at, phase)
             following = cute.make_tensor(cute.recast_ptr(at + 2, dtype=Int32), cute.make_layout(1))[0]

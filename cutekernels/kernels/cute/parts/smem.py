@@ -85,12 +85,12 @@ class SkinnySmem:
 
 
 @dataclass(frozen=True, slots=True)
-class SpecializedSmem:
-    """Shared memory of a specialized GEMM: stages of X and W, later the results in their place; an inbox for the
+class SkinnyWarpgroupSmem:
+    """Shared memory of a skinny_warpgroup GEMM: stages of X and W, later the results in their place; an inbox for the
     accumulators that the other CTA of a split tile's cluster sends; sums of rows' squares; barriers.
 
     With a norm in front, stages hold its weight too, ``gamma_bytes`` an element, and ``squares`` of rows have a sum for
-    each CTA of the cluster. ``alone`` is exclusive: it takes more than half of an SM's, so that no second CTA fits.
+    each CTA of the cluster. ``exclusive`` takes more than half of an SM's, so that no second CTA fits.
     """
 
     tile_m: int
@@ -100,12 +100,12 @@ class SpecializedSmem:
     split: int
     gamma_bytes: int = 0
     squares: bool = False
-    alone: bool = False
+    exclusive: bool = False
     element_bytes: int = 2
     GROUP_ROWS = 64  # of the MMA; a tile_m that is no multiple is rounded up
     GROUP_THREADS = 128  # that share those rows
     ACCUMULATORS_PER_BLOCK = 4  # of a thread, in 8 columns
-    ALONE_BYTES = 114 * 1024  # of an SM's 228 KiB; a CTA's own reserve comes on top
+    EXCLUSIVE_BYTES = 114 * 1024  # of an SM's 228 KiB; a CTA's own reserve comes on top
     SQUARING_WARPS = 3  # beside the one that loads: registers are allocated for four
 
     @property
@@ -163,7 +163,7 @@ class SpecializedSmem:
 
     @property
     def total_bytes(self) -> int:
-        return max(self.squares_barrier_at + 8 * self.squares, self.ALONE_BYTES * self.alone)
+        return max(self.squares_barrier_at + 8 * self.squares, self.EXCLUSIVE_BYTES * self.exclusive)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +187,13 @@ class WarpgroupSmem:
     BIASES = 256  # of a tile, at most
     PLACE_BYTES = 32  # two barriers and four numbers
     PLACES = 4  # of a ring: tiles found ahead
+
+    @staticmethod
+    def sharing(tile_m: int, pingpong: bool) -> int:
+        """Consumer groups that share a tile: one for each 64 rows up to three; of 256 rows two, with 128 each."""
+        if pingpong:
+            return 1
+        return tile_m // 64 if tile_m <= 3 * 64 else 2
 
     @property
     def rows_bytes(self) -> int:
@@ -230,7 +237,7 @@ class WarpgroupSmem:
 
 
 @dataclass(frozen=True, slots=True)
-class PackedSkinnySmem:
+class SkinnyPackedSmem:
     """Shared memory of a skinny product with a packed weight: stages of weight, tokens, scales and zero points; then
     accumulators of groups of warps; a flag.
     """
@@ -333,7 +340,7 @@ class DequantizeSmem:
 
 
 @dataclass(frozen=True, slots=True)
-class PackedWarpgroupSmem:
+class WarpgroupPackedSmem:
     """Shared memory of a warpgroup product with a packed weight: stages of tokens; stages of packed weight, scales and
     zero points; boxes of results and bias for each consumer group; barriers; a flag for each group.
     """

@@ -12,9 +12,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from cutekernels.kernels.cute.parts.pipeline import Position, StagePipeline
-from cutekernels.kernels.cute.parts.smem import SWIZZLED, SpecializedSmem
+from cutekernels.kernels.cute.parts.smem import SWIZZLED, SkinnyWarpgroupSmem
 
-WARPS = SpecializedSmem.SQUARING_WARPS
+WARPS = SkinnyWarpgroupSmem.SQUARING_WARPS
 _VECTOR = 8  # elements in 16 bytes
 _LANES = SWIZZLED // _VECTOR  # that share a row of 128 bytes
 _TOGETHER = 32 // _LANES  # rows that a warp reads at once
@@ -47,7 +47,7 @@ class StageSquares:
     Two CTAs that share K leave their sums in each other's shared memory too, beside that one's own.
     """
 
-    smem: SpecializedSmem
+    smem: SkinnyWarpgroupSmem
 
     @property
     def rows4(self) -> int:

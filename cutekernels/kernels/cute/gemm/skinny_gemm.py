@@ -22,9 +22,9 @@ Tile's end: groups of warps leave their accumulators in shared memory and the fi
 Ends: a ragged K comes *first*, in the first split's first k-tile, zero-filled and masked (``OperandLoad.first_mask``).
     Rows of W and tokens that do not exist are masked in each copy, and not stored (``finish``).
 
-Dependent launch (PDL): CTAs are set up while the previous kernel still runs, and prefetch ``ahead`` k-tiles of the
-    weight into the L2; loads to shared memory would be wrong where the previous kernel writes the weight. The next may
-    start when the last loads are under way: docs/notes/gemm.md#dependent-launch.
+Dependent launch (PDL): CTAs are set up while the previous kernel still runs, and bring ``prefetch_tiles`` k-tiles of
+    the weight into the L2; loads to shared memory would be wrong where the previous kernel writes the weight. The next
+    may start when the last loads are under way: docs/notes/gemm.md#dependent-launch.
 
 With a norm of the tokens in front (``parts/norm.py``) its weight travels in the same stages; sums of squares are added
     as accumulators are, in shared memory and in the workspace, and rstd multiplies the fp32 accumulators. With a gate
@@ -47,7 +47,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from cutlass.memory import SmemAllocator
 
-from cutekernels.kernels.cute.gemm.multistage import columns_first, rows_first
+from cutekernels.kernels.cute.gemm.multistage_gemm import columns_first, rows_first
 from cutekernels.kernels.cute.parts.epilogue import Epilogue, EpilogueOperands, FragmentCoordinates
 from cutekernels.kernels.cute.parts.load import OperandLoad, TileCopies
 from cutekernels.kernels.cute.parts.mma import WarpMma
@@ -101,7 +101,7 @@ class SkinnyGemm:
     epilogue: Epilogue
     ctas_per_sm: int
     norm: TokenNorm | None = None  # of the tokens, in front
-    ahead: int = 0  # k-tiles of W prefetched before pdl_wait
+    prefetch_tiles: int = 0  # k-tiles of W prefetched before pdl_wait
     gated: bool = False  # W is (2 * I, K), the gate's rows before up's; out (M, I) is activation(gate) * up
 
     @property
@@ -291,12 +291,12 @@ class SkinnyGemm:
             )  # (M, WARP)
 
         if const_expr(self.dependent):
-            if const_expr(self.ahead > 0):
+            if const_expr(self.prefetch_tiles > 0):
                 # PDL: before the wait only prefetches, a row of W to a thread, right whatever is written meanwhile.
                 row = index_n * self.load_w.rows + tid
                 column = first * self.load_w.tile_k
                 if tid < self.load_w.rows and row < n and column < k:
-                    count = cutlass.min(k - column, cutlass.min(self.ahead, end - first) * self.load_w.tile_k)
+                    count = cutlass.min(k - column, cutlass.min(self.prefetch_tiles, end - first) * self.load_w.tile_k)
                     prefetch_bulk((mW.iterator + cute.crd2idx((row, column, 0), mW.layout)).toint(), count * 2)
             # PDL: all threads wait until the previous kernel has ended and its writes are visible.
             cute.arch.griddepcontrol_wait()

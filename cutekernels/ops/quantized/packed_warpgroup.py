@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import cache
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from cutekernels import rates
-from cutekernels.kernels.cute.parts.smem import PackedWarpgroupSmem
+from cutekernels.kernels.cute.parts.smem import WarpgroupPackedSmem
 from cutekernels.ops.quantized.problem import (
     DECODE_INSTRUCTIONS,
     SCALE_BYTES,
     QuantizedConfig,
     QuantizedProblem,
-    spanned,
 )
+from cutekernels.ops.quantized.schedule import QuantizedSchedule
+from cutekernels.rules import of_both, of_problem
 
 if TYPE_CHECKING:
     from cutekernels.gpu import GpuSpec
@@ -39,8 +39,8 @@ def groups(c: QuantizedConfig) -> int:
     return c.tile_n // ROWS
 
 
-def smem(p: QuantizedProblem, c: QuantizedConfig) -> PackedWarpgroupSmem:
-    return PackedWarpgroupSmem(
+def smem(p: QuantizedProblem, c: QuantizedConfig) -> WarpgroupPackedSmem:
+    return WarpgroupPackedSmem(
         groups(c), c.tile_m, c.tile_k, c.stages, _BOXES, p.bias != "none", p.bits, SCALE_BYTES[p.scale], p.group,
         p.scale_rows, p.zeros,
     )  # fmt: skip
@@ -48,43 +48,99 @@ def smem(p: QuantizedProblem, c: QuantizedConfig) -> PackedWarpgroupSmem:
 
 def registers(p: QuantizedProblem, c: QuantizedConfig) -> int:
     """Of a consumer's thread, about."""
-    twice = p.group > 0 and c.scaled == "sums"
+    twice = p.group > 0 and c.scaled == "accumulators"
     return c.tile_m // 2 * (2 if twice else 1) + _BESIDE_REGISTERS
 
 
-def refused(p: QuantizedProblem, gpu: GpuSpec) -> Iterator[str]:
-    """The rules that ``p`` breaks, whatever the config."""
-    if not gpu.has_wgmma:
-        yield f"warpgroup needs warpgroup MMA, which {gpu.name} lacks"
-    if p.gated:
-        yield "warpgroup has no gate behind the product: activation=silu_mul is skinny's"
-    if p.out_align < 8:
-        yield "warpgroup stores 16 bytes at a time: it takes an out of 16-byte aligned rows, n divisible by 8"
+class PackedWarpgroupSchedule(QuantizedSchedule):
+    """TMA and warpgroup MMA; weights are decoded in registers."""
+
+    name = NAME
+
+    @of_problem
+    def warpgroup_mma(self, p: QuantizedProblem, gpu: GpuSpec, x: None) -> str | None:
+        return None if gpu.has_wgmma else f"warpgroup needs warpgroup MMA, which {gpu.name} lacks"
+
+    @of_problem
+    def no_gate(self, p: QuantizedProblem, gpu: GpuSpec, x: None) -> str | None:
+        return "warpgroup has no gate behind the product: activation=silu_mul is skinny's" if p.gated else None
+
+    @of_problem
+    def aligned_out(self, p: QuantizedProblem, gpu: GpuSpec, x: None) -> str | None:
+        if p.out_align < 8:
+            return "warpgroup stores 16 bytes at a time: it takes an out of 16-byte aligned rows, n divisible by 8"
+        return None
+
+    @of_both
+    def registers(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec, x: None) -> str | None:
+        need, most = registers(p, c), _REGISTERS[groups(c)]
+        if need > most:
+            return f"tile_m={c.tile_m} scaled={c.scaled} needs about {need} registers of a thread's {most}"
+        return None
+
+    @of_both
+    def scaled(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec, x: None) -> str | None:
+        if c.scaled == "weights" and p.group == 0:
+            return "scaled=weights is for scales of groups: those of all of K multiply results"
+        if c.scaled == "accumulators" and p.group == 128 and c.tile_k == 64 and c.tile_m > 64:
+            return "tile_k=64 adds accumulators twice a group: take 128"
+        return None
+
+    @of_both
+    def shared_memory(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec, x: None) -> str | None:
+        frame = smem(p, c)
+        if frame.total_bytes > gpu.smem_per_block_bytes:
+            return f"{frame.total_bytes} bytes of shared memory are more than a block's {gpu.smem_per_block_bytes}"
+        if c.stages < 8 and frame.total_bytes + frame.x_bytes + frame.packed_bytes <= gpu.smem_per_block_bytes:
+            return f"stages={c.stages} leaves room for {c.stages + 1}"
+        return None
+
+    @of_both
+    def tile_of_tokens(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec, x: None) -> str | None:
+        if c.tile_m > max(16, 2 * p.m):
+            return f"tile_m={c.tile_m} idles most of a tile over {p.m} tokens"
+        if 4 * c.tile_m < min(p.m, 64):
+            return f"tile_m={c.tile_m} reads the weight too often for {p.m} tokens"
+        return None
+
+    @of_both
+    def waves(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec, x: None) -> str | None:
+        if c.stream_k and tiles(p, c) % gpu.sm_count == 0:
+            return f"stream_k=1: {tiles(p, c)} tiles fill whole waves without"
+        if c.raster > 1 and p.m <= c.tile_m:
+            return f"raster={c.raster} does not suit one column of tiles: take 1"
+        return None
+
+    # -- choice
+
+    def shortlist(self, p: QuantizedProblem, gpu: GpuSpec, x: None) -> Iterable[QuantizedConfig]:
+        return self.fitting(gpu, x, pdl=(True,))
+
+    def estimate_us(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec, x: None) -> float:
+        return estimate_us(p, c, gpu)
+
+    def preference(self, p: QuantizedProblem, c: QuantizedConfig, x: None) -> tuple[object, ...]:
+        return c.stream_k, -c.stages, c.raster != 8, str(c)
+
+    # -- kernel
+
+    def groups(self, c: QuantizedConfig) -> int:
+        return groups(c)
+
+    def smem(self, p: QuantizedProblem, c: QuantizedConfig) -> WarpgroupPackedSmem:
+        return smem(p, c)
+
+    def tiles(self, p: QuantizedProblem, c: QuantizedConfig) -> int:
+        return tiles(p, c)
+
+    def grid(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec) -> tuple[int, ...]:
+        return grid(p, c, gpu)
+
+    def body(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec) -> Any:
+        return body(p, c, gpu)
 
 
-def broken(p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec) -> Iterator[str]:
-    """The rules that are broken."""
-    yield from refused(p, gpu)
-    need, most = registers(p, c), _REGISTERS[groups(c)]
-    if need > most:
-        yield f"tile_m={c.tile_m} scaled={c.scaled} needs about {need} registers of a thread's {most}"
-    if c.scaled == "weights" and p.group == 0:
-        yield "scaled=weights is for scales of groups: those of all of K multiply results"
-    if c.scaled == "sums" and p.group == 128 and c.tile_k == 64 and c.tile_m > 64:
-        yield "tile_k=64 adds sums twice a group: take 128"
-    frame = smem(p, c)
-    if frame.total_bytes > gpu.smem_per_block_bytes:
-        yield f"{frame.total_bytes} bytes of shared memory are more than a block's {gpu.smem_per_block_bytes}"
-    elif c.stages < 8 and frame.total_bytes + frame.x_bytes + frame.packed_bytes <= gpu.smem_per_block_bytes:
-        yield f"stages={c.stages} leaves room for {c.stages + 1}"
-    if c.tile_m > max(16, 2 * p.m):
-        yield f"tile_m={c.tile_m} idles most of a tile over {p.m} tokens"
-    if 4 * c.tile_m < min(p.m, 64):
-        yield f"tile_m={c.tile_m} reads the weight too often for {p.m} tokens"
-    if c.stream_k and tiles(p, c) % gpu.sm_count == 0:
-        yield f"stream_k=1: {tiles(p, c)} tiles fill whole waves without"
-    if c.raster > 1 and p.m <= c.tile_m:
-        yield f"raster={c.raster} does not suit one column of tiles: take 1"
+PACKED_WARPGROUP = PackedWarpgroupSchedule()
 
 
 def tiles(p: QuantizedProblem, c: QuantizedConfig) -> int:
@@ -103,12 +159,6 @@ def grid(p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec) -> tuple[int, in
     return -(-count * k_tiles // share), 0, share
 
 
-@cache
-def shortlist(gpu: GpuSpec) -> tuple[QuantizedConfig, ...]:
-    """What the default is chosen among."""
-    return tuple(spanned(NAME, pdl=(True,)))
-
-
 def estimate_us(p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec) -> float:
     """Tiles of the busiest SM, a k-tile bound by MMAs, decoding or loads; DRAM beside; fixed costs."""
     rate, count = rates.of(gpu), groups(c)
@@ -120,7 +170,7 @@ def estimate_us(p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec) -> float:
         instructions += _SCALED_EXACT if p.scale == p.dtype else _SCALED
     instructions *= c.tile_k / 64 * 4
     ends = 0.0
-    if p.group and c.scaled == "sums":
+    if p.group and c.scaled == "accumulators":
         ends = c.tile_k / min(p.group, c.tile_k)
         instructions += ends * c.tile_m / 2
     decode = instructions / (_ISSUE * rate.clock_mhz)  # of one group
@@ -138,18 +188,13 @@ def estimate_us(p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec) -> float:
     return float(fixed + (busy**_HIDDEN + dram**_HIDDEN) ** (1 / _HIDDEN))
 
 
-def preference(c: QuantizedConfig) -> tuple[object, ...]:
-    """Among configs of one estimate."""
-    return c.stream_k, -c.stages, c.raster != 8, str(c)
-
-
 def body(p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec) -> Any:
     from cutekernels.backends import cute as backend
     from cutekernels.kernels.cute.parts.boxes import ResultBoxes
     from cutekernels.kernels.cute.parts.epilogue import Activation, Epilogue
     from cutekernels.kernels.cute.parts.packed import PackedWeights
     from cutekernels.kernels.cute.parts.schedule import Raster
-    from cutekernels.kernels.cute.quantized.warpgroup import PackedWarpgroup
+    from cutekernels.kernels.cute.quantized.warpgroup_packed import WarpgroupPacked
 
     dtype = backend.dtype_of(p.dtype)
     results = ResultBoxes(
@@ -165,7 +210,7 @@ def body(p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec) -> Any:
         epilogue=Epilogue(Activation(p.activation)),
     )
     folded = (p.code, p.dtype, c.scaled) == ("e4m3", "bf16", "weights") and p.scale != p.dtype
-    return PackedWarpgroup(
+    return WarpgroupPacked(
         weights=PackedWeights(p.code, dtype, folded=folded),
         scale=backend.float_of(p.scale),
         group=p.group,

@@ -172,7 +172,7 @@ class WarpgroupAttention(WarpGroupBody):
 
     ``resident``: most CTAs of a persistent grid, 0 for one CTA a tile. ``dynamic_scheduler``: CTAs of a persistent grid
     draw their tiles from a counter. ``dependent``: launched under programmatic dependent launch. A config says
-    ``grid=counted`` for ``dynamic_scheduler``, ``grid=ahead`` for that and ``separate_output_smem``, ``order=folded``
+    ``grid=dynamic`` for ``dynamic_scheduler``, ``grid=ahead`` for that and ``separate_output_smem``, ``order=paired``
     for ``paired_tiles``.
     """
 

@@ -84,7 +84,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class PrefillAttention:
+class MultistageAttention:
     """The body; its header is the module's.
 
     ``ops/attention/op.py`` chooses the parts; ``ctas_per_sm`` bounds registers so that as many fit.

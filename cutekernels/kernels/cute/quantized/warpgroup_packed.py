@@ -25,13 +25,13 @@ One k-tile, consumer, with sums of groups (``multiply_in_groups``), for 64 of K 
 Without sums of groups (``multiply_ahead``): two sets of registers in turn, so two batches of products are under way;
     before a set is written again, the wait for the batch that reads it, and that batch's arrival on empty.
 
-Numbers, ``scaled="sums"``: codes less their zero points are exact, and scales multiply fp32 accumulators, a group of K
-    at a time. ``scaled="weights"``: a weight is its code times its scale, rounded once to the activations' type, as
-    dequantizing does; half the registers, so tiles of 256 tokens. Scales of all of K multiply at the tile's end.
+Numbers, ``scaled="accumulators"``: codes less their zero points are exact, and scales multiply fp32 accumulators, a
+    group of K at a time. ``scaled="weights"``: a weight is its code times its scale, rounded once to the activations'
+    type, as dequantizing does; half the registers, so tiles of 256 tokens. Scales of all of K multiply at a tile's end.
 
 Ends: the TMA fills tokens behind K with zeros and clips stores at the ends of out. The packed weight is padded to 64.
 
-Refuses (``ops/quantized/warpgroup.py``): GPUs without wgmma; rows of tokens and of out that are not 16-byte aligned.
+Refuses (``ops/quantized/packed_warpgroup.py``): GPUs without wgmma; tokens and out whose rows are not 16-byte aligned.
 
 Source:
     Mixed-input products with the decoded operand in registers are CUTLASS's (example 55) and QuACK's; promotion of
@@ -55,7 +55,7 @@ from cutekernels.kernels.cute.parts.pipeline import Position, StagePipeline
 from cutekernels.kernels.cute.parts.prefetch import prefetch_bulk
 from cutekernels.kernels.cute.parts.ptx import copy_bulk, kept_move
 from cutekernels.kernels.cute.parts.schedule import Raster
-from cutekernels.kernels.cute.parts.smem import ALIGNMENT, PackedWarpgroupSmem
+from cutekernels.kernels.cute.parts.smem import ALIGNMENT, WarpgroupPackedSmem
 from cutekernels.kernels.cute.parts.tile_share import LastArrival, Others, Ticket, add_up, leave
 from cutekernels.kernels.cute.parts.warp_groups import GROUP, ROWS, WarpGroupBody, wgmma
 
@@ -124,7 +124,7 @@ class Consumer:
 
 
 @dataclass(frozen=True)
-class PackedWarpgroup(WarpGroupBody):
+class WarpgroupPacked(WarpGroupBody):
     """The body. ``tile_n`` counts tokens: they are the columns of the MMA."""
 
     weights: PackedWeights
@@ -132,7 +132,7 @@ class PackedWarpgroup(WarpGroupBody):
     group: int  # elements of K that share a scale: 32, 64, 128; 0: all
     scale_rows: int  # rows that share a scale: 1, or 128
     zeros: bool
-    scaled: str  # "sums" or "weights"
+    scaled: str  # "accumulators" or "weights"
     groups: int  # consumer warp groups
     tile_n: int
     tile_k: int
@@ -145,11 +145,11 @@ class PackedWarpgroup(WarpGroupBody):
     @property
     def interval(self) -> int:
         """Elements of K between two additions to the tile's accumulators; 0: none, its products add up there."""
-        return min(self.group, self.tile_k) if self.scaled == "sums" else 0
+        return min(self.group, self.tile_k) if self.scaled == "accumulators" else 0
 
     @property
-    def smem(self) -> PackedWarpgroupSmem:
-        return PackedWarpgroupSmem(
+    def smem(self) -> WarpgroupPackedSmem:
+        return WarpgroupPackedSmem(
             self.groups,
             self.tile_n,
             self.tile_k,

@@ -12,7 +12,7 @@ Ends:
     that is partly the expert's own is zeroed in shared memory behind the expert's end, by each group that reads it, in
     both operands (a NaN stays with its expert), and later steps are not multiplied.
 
-Refuses (``ops/moe/warpgroup.py``): what ``gemm``'s does; matrices of fewer than 32 rows or columns.
+Refuses (``ops/moe/grouped_schedules.py``): what ``gemm``'s does; matrices of fewer than 32 rows or columns.
 
 Source:
     CUTLASS's grouped GEMM of ragged depth writes a descriptor for each group on the device; here one serves all.
@@ -27,7 +27,7 @@ from cutlass import Float32, Int16, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
-from cutekernels.kernels.cute.gemm.warpgroup import Consumer, Operand, Shared, Walk, WarpgroupGemm
+from cutekernels.kernels.cute.gemm.warpgroup_gemm import Consumer, Operand, Shared, Walk, WarpgroupGemm
 from cutekernels.kernels.cute.parts.boxes import FIRST_BARRIER, BoxOperands
 from cutekernels.kernels.cute.parts.fragments import swizzled
 from cutekernels.kernels.cute.parts.heads import WIDEST, shared_vector
@@ -47,7 +47,7 @@ class Ends:
 
 
 @dataclass(frozen=True)
-class GroupedDepth:
+class WarpgroupGroupedDepth:
     """``product`` of each group of rows."""
 
     product: WarpgroupGemm
@@ -63,9 +63,9 @@ class GroupedDepth:
         stream: cuda.CUstream,
     ):
         body, dtype = self.product, mA.element_type
-        mR = body.prepared(mA if const_expr(not body.swapped) else mB, True, True)  # (M, T)
-        mS = body.prepared(mB if const_expr(not body.swapped) else mA, True, True)  # (N, T)
-        mD = body.prepared(mD, body.swapped, body.results.rows_contiguous)  # (M, N, G)
+        mR = body.prepared(mA if const_expr(not body.swap_ab) else mB, True, True)  # (M, T)
+        mS = body.prepared(mB if const_expr(not body.swap_ab) else mA, True, True)  # (N, T)
+        mD = body.prepared(mD, body.swap_ab, body.results.rows_contiguous)  # (M, N, G)
         layout_r, layout_s = body.layouts(dtype)
         # One descriptor serves all experts: a load moves its coordinates to the expert's first row.
         tma_r, tR = body.boxed(mR, layout_r, body.of_rows)

@@ -1,4 +1,4 @@
-"""GEMM, specialized schedule: ``out = act(alpha * X @ W^T + beta * C + bias)`` by TMA and warpgroup MMA.
+"""GEMM, skinny_warpgroup schedule: ``out = act(alpha * X @ W^T + beta * C + bias)`` by TMA and warpgroup MMA.
 
 For few tokens. A CTA has one tile: ``rows`` of X (tokens, the MMA's side of 64) by ``tile_n`` rows of W, any multiple
 of 8 up to 256, whichever deals N out evenly: docs/notes/gemm.md#tiles. There is no CTA-wide barrier in the loop, and no
@@ -29,16 +29,16 @@ Cluster: with ``split`` = 2 the two CTAs of a cluster share a tile's K. Each sen
 one's half of the columns, into shared memory there, and adds up its own half, so the result is the same each time. The
 stores arrive on the receiver's barrier, without barriers of the cluster: docs/notes/gemm.md#clusters.
 
-Dependent launch (PDL): the producer prefetches the first ``ahead`` k-tiles of W into the L2 while the previous kernel
-still runs, and lets the next kernel start when its own last loads are under way (``ops/gemm/prefetch.py``).
+Dependent launch (PDL): the producer prefetches the first ``prefetch_tiles`` k-tiles of W into the L2 while the previous
+kernel still runs, and lets the next kernel start when its own last loads are under way (``ops/gemm/prefetch.py``).
 
 Ends: the TMA fills a ragged K with zeros. It is slow over rows that do not exist (docs/notes/gemm.md#boxes), so the
 last tile of either operand begins early enough to end where the operand does, and rows that another tile has too are
 not stored. X's ``rows`` come in two boxes, of which the second may overlap the first. Products of whatever lies behind
 them in shared memory, up to whole groups, are not stored either (``TileResults.row_of``).
 
-Refuses (``ops/gemm/specialized.py``): GPUs without wgmma; operands that are not K-major with 16-byte aligned rows; an
-out that is not N-major; a batch, 64-bit strides, fp16 accumulators; K = 0.
+Refuses (``ops/gemm/skinny_warpgroup.py``): GPUs without wgmma; operands that are not K-major with 16-byte aligned
+rows; an out that is not N-major; a batch, 64-bit strides, fp16 accumulators; K = 0.
 
 Source:
     The pairing of full and empty barriers, and a producer warp beside consumer groups, are CUTLASS's "warp
@@ -59,13 +59,13 @@ from cutekernels.kernels.cute.parts.epilogue import Epilogue, EpilogueOperands
 from cutekernels.kernels.cute.parts.norm import RowNorm
 from cutekernels.kernels.cute.parts.pipeline import Position, StagePipeline
 from cutekernels.kernels.cute.parts.results import Place, ResultOperands, ResultTile, TileResults
-from cutekernels.kernels.cute.parts.smem import ALIGNMENT, SWIZZLED, SWIZZLED_ROWS, SpecializedSmem
+from cutekernels.kernels.cute.parts.smem import ALIGNMENT, SWIZZLED, SWIZZLED_ROWS, SkinnyWarpgroupSmem
 from cutekernels.kernels.cute.parts.statistics import StageSquares
 from cutekernels.kernels.cute.parts.warp_groups import wgmma
 
-GROUP = SpecializedSmem.GROUP_THREADS  # a warp group
-SQUARING_WARPS = SpecializedSmem.SQUARING_WARPS
-ROWS = SpecializedSmem.GROUP_ROWS  # of X that it multiplies
+GROUP = SkinnyWarpgroupSmem.GROUP_THREADS  # a warp group
+SQUARING_WARPS = SkinnyWarpgroupSmem.SQUARING_WARPS
+ROWS = SkinnyWarpgroupSmem.GROUP_ROWS  # of X that it multiplies
 Box = tuple[cute.CopyAtom | None, cute.Tensor | None]
 
 
@@ -109,7 +109,7 @@ class Consumer:
 
 
 @dataclass(frozen=True)
-class SpecializedGemm:
+class SkinnyWarpgroupGemm:
     """The body. ``rows`` of X are loaded: whole groups' 64, or about as many as there are where one tile has them all.
     ``out_align`` columns of out are one aligned store.
     """
@@ -123,8 +123,8 @@ class SpecializedGemm:
     epilogue: Epilogue
     out_align: int
     ctas_per_sm: int
-    alone: bool  # on its SM, whatever would fit
-    ahead: int  # k-tiles of W prefetched before pdl_wait
+    exclusive: bool  # on its SM, whatever would fit
+    prefetch_tiles: int  # k-tiles of W prefetched before pdl_wait
     norm: RowNorm | None = None  # of X's rows
     gamma_bytes: int = 0  # an element of its weight
 
@@ -166,9 +166,16 @@ class SpecializedGemm:
         return GROUP * self.groups + 32 + 32 * SQUARING_WARPS * self.squaring
 
     @property
-    def smem(self) -> SpecializedSmem:
-        return SpecializedSmem(
-            self.rows, self.tile_n, self.tile_k, self.stages, self.split, self.gamma_bytes, self.squaring, self.alone
+    def smem(self) -> SkinnyWarpgroupSmem:
+        return SkinnyWarpgroupSmem(
+            self.rows,
+            self.tile_n,
+            self.tile_k,
+            self.stages,
+            self.split,
+            self.gamma_bytes,
+            self.squaring,
+            self.exclusive,
         )
 
     @property
@@ -424,13 +431,13 @@ class SpecializedGemm:
     @cute.jit
     def prefetch_l2(self, boxes: list[BoxLoad], number: Int32, k_tiles: Int32, first: Int32, end: Int32):
         """Before pdl_wait: the first CTAs prefetch a k-tile each of what all read, and each CTA its first of W."""
-        if const_expr(self.ahead > 0):
+        if const_expr(self.prefetch_tiles > 0):
             # X and gamma, which all CTAs read: a k-tile each of the first CTAs.
             if number < k_tiles:
                 for box in boxes[1:]:
                     cute.prefetch(box.tma, box.source[None, number])
             # W, of which each CTA reads its own rows.
-            for k_tile in cutlass.range(first, cutlass.min(first + self.ahead, end), unroll=1):
+            for k_tile in cutlass.range(first, cutlass.min(first + self.prefetch_tiles, end), unroll=1):
                 cute.prefetch(boxes[0].tma, boxes[0].source[None, k_tile])
 
     @cute.jit

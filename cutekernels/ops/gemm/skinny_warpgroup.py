@@ -1,33 +1,35 @@
-"""The specialized schedule: TMA and warpgroup MMA, for GPUs that have them. Rules, model, body.
+"""The skinny_warpgroup schedule, for few tokens: TMA and warpgroup MMA, for GPUs that have them. Rules, model, body.
 
-Operands are swapped as in ``skinny.py``: ``tile_m`` are columns of out (rows of a weight), ``tile_n`` its rows
-(tokens). ``split_k`` CTAs of a cluster share a tile's K.
+Tokens, ``tile_m``, take the MMA's 64 rows, weight rows, ``tile_n``, its columns. ``split_k`` CTAs of a cluster share a
+tile's K.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from cutekernels import rates
-from cutekernels.kernels.cute.parts.smem import SpecializedSmem
+from cutekernels.kernels.cute.parts.smem import SkinnyWarpgroupSmem
 from cutekernels.op import ladder
 from cutekernels.ops.gemm import prefetch
-from cutekernels.ops.gemm.problem import BODIES, ELEMENT_BYTES, GemmConfig, GemmProblem, spanned
-from cutekernels.ops.gemm.schedule import GRID_AXIS, PLAIN, Extras, Schedule, refused_layout
+from cutekernels.ops.gemm.prefetch import Prefetches
+from cutekernels.ops.gemm.problem import BODIES, ELEMENT_BYTES, GemmConfig, GemmProblem
+from cutekernels.ops.gemm.schedule import GRID_AXIS, PLAIN, Extras, TokensSchedule
 from cutekernels.ops.shared.occupancy import no_warpgroups
+from cutekernels.rules import of_both, of_config, of_problem
 
 if TYPE_CHECKING:
     from cutekernels.gpu import GpuSpec
 
-TILES, TOKEN_TILES = BODIES["specialized"]["tile_m"], BODIES["specialized"]["tile_n"]
-GROUP_TOKENS = SpecializedSmem.GROUP_ROWS  # multiplied by a warp group
+TILES, TOKEN_TILES = BODIES["skinny_warpgroup"]["tile_n"], BODIES["skinny_warpgroup"]["tile_m"]
+GROUP_TOKENS = SkinnyWarpgroupSmem.GROUP_ROWS  # multiplied by a warp group
 USUAL_TOKENS = 128  # of a tile, where there are more
 # The default from this many tokens on, where two CTAs to a tile of 32 columns keep less than _ENOUGH_AT_WORK of the
-# SMs at work; elsewhere from the first: docs/notes/gemm.md#specialized-or-skinny (H200, 2026-11-22).
+# SMs at work; elsewhere from the first: docs/notes/gemm.md#skinny_warpgroup-or-skinny (H200, 2026-11-22).
 LEAST_TOKENS = 8
 _ENOUGH_AT_WORK = 0.45
 LEAST_IN_FLIGHT = 32 * 1024  # bytes of stages
@@ -38,13 +40,13 @@ _OTHER_REGISTERS = 40
 _WEIGHING_REGISTERS = 56  # for k-tiles of 128: fragments as loaded and as multiplied, the norm's weight
 
 _WEIGHED_CYCLES = 3.74  # per k of 64 tokens, weighed on their way to the MMA
-# Bytes of W in flight that are enough for two CTAs to a tile: docs/notes/gemm.md#specialized-ties (H200, 2026-11-22).
+# Bytes of W in flight, enough for two CTAs to a tile: docs/notes/gemm.md#skinny_warpgroup-ties (H200, 2026-11-22).
 _FEW_TOKENS, _FEW_TOKENS_WEIGHTS, _WEIGHTS = 16, 80_000, 70_000
 
 
 @dataclass(frozen=True)
 class Coefficients:
-    """The model's numbers, each a multiple of a rate: docs/notes/gemm.md#specialized-model.
+    """The model's numbers, each a multiple of a rate: docs/notes/gemm.md#skinny_warpgroup-model.
 
     Attributes:
         launch: of launch_us.
@@ -81,16 +83,18 @@ MANY = Coefficients(  # of more (H200, 2026-11-22)
 
 
 @dataclass(frozen=True)
-class Specialized(Schedule):
+class SkinnyWarpgroup(TokensSchedule, Prefetches):
     """One warp loads by TMA, warp groups multiply; takes a norm in front of the product."""
 
-    name = "specialized"
+    name = "skinny_warpgroup"
 
-    def refused(self, p: GemmProblem, gpu: GpuSpec) -> Iterator[str]:
-        yield from no_warpgroups(gpu)
-        yield from refused_layout(self.name, p)
-        if p.k == 0:
-            yield "specialized takes a K of 8 or more"
+    # -- rules
+
+    warpgroup_mma = of_problem(no_warpgroups)
+
+    @of_problem
+    def least_depth(self, p: GemmProblem, gpu: GpuSpec, x: Extras) -> str | None:
+        return f"{self.name} takes a K of 8 or more" if p.k == 0 else None
 
     def fitting_tiles(self, p: GemmProblem) -> Sequence[int]:
         """The least tile that covers the bucket of ``p``, whole groups; beyond, USUAL_TOKENS or twice as many, or one
@@ -105,67 +109,91 @@ class Specialized(Schedule):
             fitting.add(GROUP_TOKENS)
         return sorted(fitting)
 
-    def smem(self, c: GemmConfig, extras: Extras = PLAIN) -> SpecializedSmem:
-        return SpecializedSmem(
-            c.tile_n, c.tile_m, c.tile_k, c.stages, c.split_k, extras.gamma_bytes, extras.squares, alone(c)
+    def smem(self, c: GemmConfig, extras: Extras = PLAIN) -> SkinnyWarpgroupSmem:
+        return SkinnyWarpgroupSmem(
+            c.tile_m, c.tile_n, c.tile_k, c.stages, c.split_k, extras.gamma_bytes, extras.squares, exclusive(c)
         )
 
     def threads(self, c: GemmConfig) -> int:
         """Groups that multiply, and the warp that loads."""
         return 128 * groups(c) + 32
 
-    def unfit(self, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> Iterator[str]:
-        frame = self.smem(c, extras)
+    @of_config
+    def shared_memory(self, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
+        frame = self.smem(c, x)
         if frame.total_bytes > gpu.smem_per_block_bytes:
-            yield f"{frame.total_bytes} bytes of shared memory are more than a block's {gpu.smem_per_block_bytes}"
+            return f"{frame.total_bytes} bytes of shared memory are more than a block's {gpu.smem_per_block_bytes}"
         taken = c.ctas_per_sm * (frame.total_bytes + gpu.SMEM_RESERVED_BYTES)
         if taken > gpu.smem_per_sm_bytes:
-            yield f"{c.ctas_per_sm} CTAs take {taken} bytes of an SM's {gpu.smem_per_sm_bytes} of shared memory"
+            return f"{c.ctas_per_sm} CTAs take {taken} bytes of an SM's {gpu.smem_per_sm_bytes} of shared memory"
         in_flight = c.ctas_per_sm * c.stages * frame.stage_bytes
         if in_flight < LEAST_IN_FLIGHT:
-            yield f"{in_flight} bytes of stages keep too few in flight: take {LEAST_IN_FLIGHT} or more"
+            return f"{in_flight} bytes of stages keep too few in flight: take {LEAST_IN_FLIGHT} or more"
+        return None
+
+    @of_config
+    def registers(self, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
         # Registers are allocated for whole groups of warps: ptxas gives 96 a thread to 544 threads, not 120.
         reserved_threads = -(-self.threads(c) // 128) * 128
         available = min(gpu.MAX_REGISTERS_PER_THREAD, gpu.REGISTERS_PER_SM // (reserved_threads * c.ctas_per_sm))
-        needed = registers_per_thread(c) + (_WEIGHING_REGISTERS * c.tile_k // 128 if extras.weighs else 0)
+        needed = registers_per_thread(c) + (_WEIGHING_REGISTERS * c.tile_k // 128 if x.weighs else 0)
         if needed > available:
-            yield f"a thread needs about {needed} registers; it has {available}"
-        yield from prefetch.broken(c, gpu)
+            return f"a thread needs about {needed} registers; it has {available}"
+        return None
 
-    def unsuited(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> Iterator[str]:
+    @of_both
+    def tile_of_tokens(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
         fitting = self.fitting_tiles(p)
-        if c.tile_n not in fitting:
-            yield f"tile_n={c.tile_n} does not suit {p.m} tokens: take {' or '.join(map(str, fitting))}"
+        if c.tile_m not in fitting:
+            return f"tile_m={c.tile_m} does not suit {p.m} tokens: take {' or '.join(map(str, fitting))}"
+        return None
+
+    @of_both
+    def busy_gpu(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
+        if c.tile_n not in TILES:
+            return None
         by_tile = waves(p, c, gpu)
-        if c.tile_m in TILES:
-            count, busy = by_tile[c.tile_m]
-            least = next(tile for tile in TILES if by_tile[tile][0] == count)
-            if least < c.tile_m:
-                yield f"tile_m={c.tile_m} makes as many waves of CTAs as tile_m={least}"
-            best = max(TILES, key=lambda tile: by_tile[tile][1])
-            if busy < LEAST_BUSY * by_tile[best][1]:
-                best_busy = by_tile[best][1]
-                yield f"tile_m={c.tile_m} has {busy:.0%} of the GPU at work where tile_m={best} has {best_busy:.0%}"
-        if -(-p.n // c.tile_m) > GRID_AXIS or -(-p.m // GROUP_TOKENS) > GRID_AXIS:
-            yield f"{p.m} x {p.n} are more tiles than an axis of a grid has, {GRID_AXIS}"
-        if c.split_k > 1 and by_tile[c.tile_m][0] > 1:
-            yield f"split_k={c.split_k}: the tiles fill the GPU without"
-        if c.split_k * 2 > -(-p.k // c.tile_k) and c.split_k > 1:
-            yield f"split_k={c.split_k} leaves less than two k-tiles of {c.tile_k} to each"
+        count, busy = by_tile[c.tile_n]
+        least = next(tile for tile in TILES if by_tile[tile][0] == count)
+        if least < c.tile_n:
+            return f"tile_n={c.tile_n} makes as many waves of CTAs as tile_n={least}"
+        best = max(TILES, key=lambda tile: by_tile[tile][1])
+        if busy < LEAST_BUSY * by_tile[best][1]:
+            best_busy = by_tile[best][1]
+            return f"tile_n={c.tile_n} has {busy:.0%} of the GPU at work where tile_n={best} has {best_busy:.0%}"
+        return None
 
-    def shortlist(self, p: GemmProblem, gpu: GpuSpec) -> Iterable[GemmConfig]:
-        return chain.from_iterable(_shortlist(tile, gpu) for tile in self.fitting_tiles(p))
+    @of_both
+    def grid_axes(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
+        if -(-p.n // c.tile_n) > GRID_AXIS or -(-p.m // GROUP_TOKENS) > GRID_AXIS:
+            return f"{p.m} x {p.n} are more tiles than an axis of a grid has, {GRID_AXIS}"
+        return None
 
-    def preference(self, c: GemmConfig, extras: Extras = PLAIN) -> tuple[object, ...]:
+    @of_both
+    def splits(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
+        if c.split_k > 1 and waves(p, c, gpu)[c.tile_n][0] > 1:
+            return f"split_k={c.split_k}: the tiles fill the GPU without"
+        if c.split_k > 1 and c.split_k * 2 > -(-p.k // c.tile_k):
+            return f"split_k={c.split_k} leaves less than two k-tiles of {c.tile_k} to each"
+        return None
+
+    # -- choice
+
+    def shortlist(self, p: GemmProblem, gpu: GpuSpec, x: Extras = PLAIN) -> Iterable[GemmConfig]:
+        among = {"stages": (4, 5, 6, 8, 12), "prefetch_l2": (0, 1, 2, 4)}
+        tiles = self.fitting_tiles(p)
+        return chain.from_iterable(self.fitting(gpu, PLAIN, tile_m=(tile,), **among) for tile in tiles)
+
+    def preference(self, p: GemmProblem, c: GemmConfig, extras: Extras = PLAIN) -> tuple[object, ...]:
         """One CTA to an SM, two to a tile, most bytes in flight, long k-tiles; for two CTAs to a tile just enough
-        bytes of W: docs/notes/gemm.md#specialized-ties (H200, 2026-11-22).
+        bytes of W: docs/notes/gemm.md#skinny_warpgroup-ties (H200, 2026-11-22).
         """
         frame = self.smem(c)
         in_flight = c.stages * frame.stage_bytes
         if c.split_k == 1:
             return c.ctas_per_sm, -1, -in_flight, -c.tile_k, str(c)
-        weights = c.stages * c.tile_m * c.tile_k * frame.element_bytes
-        enough = _FEW_TOKENS_WEIGHTS if c.tile_n <= _FEW_TOKENS and not extras.weighs else _WEIGHTS
+        weights = c.stages * c.tile_n * c.tile_k * frame.element_bytes
+        enough = _FEW_TOKENS_WEIGHTS if c.tile_m <= _FEW_TOKENS and not extras.weighs else _WEIGHTS
         return c.ctas_per_sm, -c.split_k, -min(weights, enough), -c.tile_k, in_flight, str(c)
 
     def estimate_us(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> float:
@@ -181,11 +209,11 @@ class Specialized(Schedule):
         def wave_us(together: int) -> float:
             step = max(
                 together * frame.stage_bytes / rate.sm_bytes_per_us,
-                together * 2 * rows * (c.tile_m + own.columns_lost) * c.tile_k / rate.warpgroup_flops_per_us,
+                together * 2 * rows * (c.tile_n + own.columns_lost) * c.tile_k / rate.warpgroup_flops_per_us,
                 own.latency * rate.l2_latency_us / (c.stages - 1),
                 together * weighed,
             )
-            sums = together * rows * c.tile_m * own.sum_bytes / rate.sm_bytes_per_us
+            sums = together * rows * c.tile_n * own.sum_bytes / rate.sm_bytes_per_us
             return k_tiles * step * (1.0 + own.shallow / c.stages) + sums
 
         room = gpu.sm_count * c.ctas_per_sm
@@ -198,16 +226,16 @@ class Specialized(Schedule):
         return float(fixed + max(busy, dram) - (prefetch.saved_us(c, gpu, own.ahead) if count <= room else 0.0))
 
     def body(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> Any:
-        from cutekernels.kernels.cute.gemm.specialized import SpecializedGemm
+        from cutekernels.kernels.cute.gemm.skinny_warpgroup_gemm import SkinnyWarpgroupGemm
         from cutekernels.kernels.cute.parts.epilogue import Activation, Epilogue
         from cutekernels.kernels.cute.parts.norm import RowNorm
 
         norm = None
         if extras.norm:
             norm = RowNorm(tile_k=c.tile_k, stages=c.stages, weighted=extras.gamma_bytes > 0, statistics=extras.squares)
-        return SpecializedGemm(
-            rows=c.tile_n,
-            tile_n=c.tile_m,
+        return SkinnyWarpgroupGemm(
+            rows=c.tile_m,
+            tile_n=c.tile_n,
             tile_k=c.tile_k,
             stages=c.stages,
             split=c.split_k,
@@ -215,20 +243,14 @@ class Specialized(Schedule):
             epilogue=Epilogue(Activation(p.activation)),
             out_align=p.out_align,
             ctas_per_sm=c.ctas_per_sm,
-            alone=alone(c),
-            ahead=c.ahead,
+            exclusive=exclusive(c),
+            prefetch_tiles=c.prefetch_l2,
             norm=norm,
             gamma_bytes=extras.gamma_bytes,
         )
 
 
-SPECIALIZED = Specialized()
-
-
-@cache
-def _shortlist(tile_n: int, gpu: GpuSpec) -> tuple[GemmConfig, ...]:
-    among = spanned(SPECIALIZED.name, tile_n=(tile_n,), stages=(4, 5, 6, 8, 12), ahead=(0, 1, 2, 4))
-    return tuple(c for c in among if next(SPECIALIZED.unfit(c, gpu), None) is None)
+SKINNY_WARPGROUP = SkinnyWarpgroup()
 
 
 def least_tokens(p: GemmProblem, gpu: GpuSpec) -> int:
@@ -241,15 +263,15 @@ def least_tokens(p: GemmProblem, gpu: GpuSpec) -> int:
 
 def groups(c: GemmConfig) -> int:
     """Warp groups of a CTA."""
-    return -(-c.tile_n // GROUP_TOKENS)
+    return -(-c.tile_m // GROUP_TOKENS)
 
 
 def ctas(p: GemmProblem, c: GemmConfig) -> int:
     """CTAs that have a tile, or a share of one."""
-    return -(-p.n // c.tile_m) * -(-p.m // (GROUP_TOKENS * groups(c))) * c.split_k
+    return -(-p.n // c.tile_n) * -(-p.m // (GROUP_TOKENS * groups(c))) * c.split_k
 
 
-def alone(c: GemmConfig) -> bool:
+def exclusive(c: GemmConfig) -> bool:
     """Whether shared memory keeps a second CTA from an SM, though it would fit. Two CTAs to a tile are about as many
     as there are SMs; where two of them shared one, others had none: docs/notes/gemm.md#alone (H200, 2026-11-22).
     """
@@ -270,7 +292,7 @@ def _waves(columns: int, ctas: int, room: int) -> dict[int, tuple[int, float]]:
 
 def registers_per_thread(c: GemmConfig) -> int:
     """An estimate; the compiler takes more where there are, to load a bias ahead of its use."""
-    return c.tile_m // 2 + _OTHER_REGISTERS
+    return c.tile_n // 2 + _OTHER_REGISTERS
 
 
 def weighing_us(p: GemmProblem, c: GemmConfig, gpu: GpuSpec) -> float:

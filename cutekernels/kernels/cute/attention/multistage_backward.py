@@ -94,7 +94,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class AttentionBackward:
+class MultistageAttentionBackward:
     """The body; its header is the module's.
 
     ``of``: the gradients, ``"q"``, ``"k"``, ``"v"`` or ``"kv"``; the owned rows follow from it. ``own`` rows are in one

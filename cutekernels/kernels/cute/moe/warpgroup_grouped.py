@@ -18,9 +18,9 @@ Order and ends:
     weights' TMA. The tile at a group's end begins early, where the group has so many rows; else it reads rows of the
     next group, which spoil only rows of the product that are not stored. Nothing is masked in the mainloop; a ragged K
     is filled with zeros by the TMA.
-``swapped`` puts weight rows on the MMA's side of 64, and tokens on that of 16 to 256.
+``swap_ab`` puts weight rows on the MMA's side of 64, and tokens on that of 16 to 256.
 
-Refuses (``ops/moe/warpgroup.py``): what ``gemm``'s does; a gate with a bias or a weight that is not K-major.
+Refuses (``ops/moe/grouped_schedules.py``): what ``gemm``'s does; a gate with a bias or a weight that is not K-major.
 
 Source:
     CUTLASS's grouped GEMM finds tiles by a warp that scans the problems' sizes; here sizes are prefix sums already and
@@ -36,7 +36,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from cutekernels.kernels.cute.gemm.warpgroup import Operand, Shared, Side, WarpgroupGemm
+from cutekernels.kernels.cute.gemm.warpgroup_gemm import Operand, Shared, Side, WarpgroupGemm
 from cutekernels.kernels.cute.parts.boxes import BoxOperands, Corner
 from cutekernels.kernels.cute.parts.pipeline import Position
 from cutekernels.kernels.cute.parts.schedule import RingTile, TileRing
@@ -56,7 +56,7 @@ class GroupOperands:
 
 
 @dataclass(frozen=True)
-class GroupedWarpgroup:
+class WarpgroupGrouped:
     """``product`` of each group, whose results are :class:`GroupBoxes`."""
 
     product: WarpgroupGemm
@@ -64,11 +64,11 @@ class GroupedWarpgroup:
     @property
     def tokens(self) -> Side:
         """The product's operand that holds tokens."""
-        return self.product.of_columns if self.product.swapped else self.product.of_rows
+        return self.product.of_columns if self.product.swap_ab else self.product.of_rows
 
     @property
     def weights(self) -> Side:
-        return self.product.of_rows if self.product.swapped else self.product.of_columns
+        return self.product.of_rows if self.product.swap_ab else self.product.of_columns
 
     @property
     def cluster_t(self) -> int:
@@ -103,15 +103,15 @@ class GroupedWarpgroup:
         stream: cuda.CUstream,
     ):
         body, dtype = self.product, mX.element_type
-        swapped = const_expr(body.swapped)
+        swap_ab = const_expr(body.swap_ab)
         mX = body.prepared(mX, False, False)
         mW = body.prepared(
-            mW, False, not (body.rows_k_major if const_expr(swapped) else body.columns_k_major)
+            mW, False, not (body.rows_k_major if const_expr(swap_ab) else body.columns_k_major)
         )  # (N, K, G)
-        mTile = body.prepared(mD, body.swapped, body.results.rows_contiguous)
+        mTile = body.prepared(mD, body.swap_ab, body.results.rows_contiguous)
         # T is tokens and W weights; R and S are the tile's rows and columns, T and W or the reverse.
         layout_r, layout_s = body.layouts(dtype)
-        layout_t, layout_w = (layout_s, layout_r) if const_expr(swapped) else (layout_r, layout_s)
+        layout_t, layout_w = (layout_s, layout_r) if const_expr(swap_ab) else (layout_r, layout_s)
         tma_t, tX = body.boxed(mX, layout_t, self.tokens)
         tma_w, tW = body.boxed(mW, layout_w, self.weights)
         tma_d, tD = cpasync.make_tiled_tma_atom(
@@ -168,8 +168,8 @@ class GroupedWarpgroup:
         if group == producer:
             cute.arch.setmaxregister_decrease(body.registers[0])
             if warp == 4 * producer:
-                tokens = Operand(tma_t, tX, shared.sS if const_expr(body.swapped) else shared.sR)
-                weights = Operand(tma_w, tW, shared.sR if const_expr(body.swapped) else shared.sS)
+                tokens = Operand(tma_t, tX, shared.sS if const_expr(body.swap_ab) else shared.sR)
+                weights = Operand(tma_w, tW, shared.sR if const_expr(body.swap_ab) else shared.sS)
                 self.produce(GroupOperands(tokens, weights, mD, mEnds, tiles_o), block, shared, ring, k_tiles)
                 if const_expr(body.dependent):
                     # PDL: the next kernel's CTAs may be placed; their setup then runs behind our last products.
@@ -247,7 +247,7 @@ class GroupedWarpgroup:
         tile = self.ring.receive(ring, entry)
         while tile.group >= 0:
             row, column = tile.row, tile.column
-            if const_expr(body.swapped):
+            if const_expr(body.swap_ab):
                 row, column = tile.column, tile.row
             corner = body.results.corner(buffers, Corner(row, column, Int32(0)))
             # The tile's own outputs: its group's bias and end.

@@ -1,4 +1,4 @@
-"""The specialized schedule of ``gemm``, without a GPU: whom it takes, its tiles, what the compiler makes of it."""
+"""The skinny_warpgroup schedule of ``gemm``, without a GPU: whom it takes, its tiles, what the compiler makes of it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import pytest
 
 from cutekernels import dispatch, gpu
 from cutekernels.db import snapshot
-from cutekernels.kernels.cute.parts.smem import SpecializedSmem
+from cutekernels.kernels.cute.parts.smem import SkinnyWarpgroupSmem
 from cutekernels.op import ladder
-from cutekernels.ops.gemm import prefetch, specialized
+from cutekernels.ops.gemm import prefetch, skinny_warpgroup
 from cutekernels.ops.gemm.op import GEMM
 from cutekernels.ops.gemm.problem import GemmConfig, GemmProblem
-from cutekernels.ops.gemm.specialized import SPECIALIZED
+from cutekernels.ops.gemm.schedule import PLAIN
+from cutekernels.ops.gemm.skinny_warpgroup import SKINNY_WARPGROUP
 
 H200 = gpu.lookup("h200")
 
@@ -25,7 +26,7 @@ def linear(m: int, n: int = 3584, k: int = 3584, words: str = "") -> GemmProblem
 
 
 def valid(p: GemmProblem, spec: gpu.GpuSpec = H200) -> list[GemmConfig]:
-    return [c for c in GEMM.valid(p, spec) if c.body == "specialized"]
+    return [c for c in GEMM.valid(p, spec) if c.body == "skinny_warpgroup"]
 
 
 @pytest.mark.parametrize("name", ["a100", "l40s", "rtx5090"])
@@ -50,37 +51,37 @@ def test_refuses_what_the_tma_cannot_load(words: str, rule: str) -> None:
     problem, config = linear(64, words=words), valid(linear(64))[0]
     assert rule in str(GEMM.why_not(problem, config, H200))
     assert not valid(problem)
-    assert GEMM.default(problem, H200).body != "specialized"
+    assert GEMM.default(problem, H200).body != "skinny_warpgroup"
 
 
 def test_no_k_is_refused() -> None:
     empty = linear(64, k=0)
-    assert "K of 8 or more" in next(SPECIALIZED.refused(empty, H200))
+    assert "K of 8 or more" in str(SKINNY_WARPGROUP.refusal(empty, H200, PLAIN))
     assert GEMM.why_not(empty, GEMM.default(empty, H200), H200) is None
 
 
 def test_tokens_choose_the_tile() -> None:
     tokens = (1, 8, 9, 16, 17, 33, 49, 64, 65, 97, 128, 129, 200, 300, 4096)
-    tiles = {m: SPECIALIZED.fitting_tiles(linear(m)) for m in tokens}
+    tiles = {m: SKINNY_WARPGROUP.fitting_tiles(linear(m)) for m in tokens}
     assert tiles == {
         1: [8], 8: [8], 9: [16], 16: [16], 17: [32], 33: [48], 49: [64], 64: [64],
         65: [96, 128], 97: [128], 128: [128], 129: [128, 192], 200: [128, 256], 300: [64, 128, 256], 4096: [128, 256],
     }  # fmt: skip
     for m in range(1, 700):
-        for tile in SPECIALIZED.fitting_tiles(linear(m)):
+        for tile in SKINNY_WARPGROUP.fitting_tiles(linear(m)):
             assert tile >= min(m, 64), m  # all tokens in one tile, or whole groups of 64
             assert tile >= m or tile % 64 == 0, m
-        bucket = set(SPECIALIZED.fitting_tiles(linear(ladder(m))))
-        assert bucket <= set(SPECIALIZED.fitting_tiles(linear(m))), "what a bucket was tuned with serves all of it"
+        bucket = set(SKINNY_WARPGROUP.fitting_tiles(linear(ladder(m))))
+        assert bucket <= set(SKINNY_WARPGROUP.fitting_tiles(linear(m))), "what a bucket was tuned with serves all of it"
 
 
 def test_columns_are_dealt_out_evenly() -> None:
     """132 SMs: 144 columns each of 18944 are one wave; no tile makes as many waves with more."""
-    tiles = {c.tile_m for c in valid(linear(64, 18944)) if c.ctas_per_sm == 1}
+    tiles = {c.tile_n for c in valid(linear(64, 18944)) if c.ctas_per_sm == 1}
     assert 144 in tiles
     assert not tiles & {160, 176, 192, 208, 224, 240, 256}
-    one_wave = GemmConfig.parse(str(next(c for c in valid(linear(64, 18944)) if c.tile_m == 144)))
-    assert "as many waves" in str(GEMM.why_not(linear(64, 18944), one_wave.replace(tile_m=160), H200))
+    one_wave = GemmConfig.parse(str(next(c for c in valid(linear(64, 18944)) if c.tile_n == 144)))
+    assert "as many waves" in str(GEMM.why_not(linear(64, 18944), one_wave.replace(tile_n=160), H200))
 
 
 def test_a_neighbour_s_tile_is_not_taken_where_it_idles_the_gpu(shipped: Path) -> None:
@@ -91,12 +92,12 @@ def test_a_neighbour_s_tile_is_not_taken_where_it_idles_the_gpu(shipped: Path) -
     (one,) = [row for row in rows if str(linear(128, 18944)) in json.loads(row)]
     (shipped / "h200.jsonl").write_text(f"{header}\n{one}\n")
     tuned = dispatch.resolve(GEMM, linear(128, 18944), H200)
-    assert (tuned.origin, tuned.config.tile_m) == ("tuned", 144)
+    assert (tuned.origin, tuned.config.tile_n) == ("tuned", 144)
     for m in (48, 64, 96, 128):
         found = dispatch.resolve(GEMM, linear(m, 4608), H200)
-        assert (found.origin, found.config.tile_m, found.config.split_k) == ("default", 72, 2), found
+        assert (found.origin, found.config.tile_n, found.config.split_k) == ("default", 72, 2), found
     assert "as many waves of CTAs" in str(GEMM.why_not(linear(128, 4608), tuned.config, H200))
-    narrow = GEMM.default(linear(64, 4096), H200).replace(tile_m=32, split_k=1)
+    narrow = GEMM.default(linear(64, 4096), H200).replace(tile_n=32, split_k=1)
     assert GEMM.why_not(linear(64, 4096), narrow, H200) is None
     assert "of the GPU at work where" in str(GEMM.why_not(linear(64, 4608), narrow, H200))
 
@@ -104,13 +105,13 @@ def test_a_neighbour_s_tile_is_not_taken_where_it_idles_the_gpu(shipped: Path) -
 def test_sums_and_results_lie_within_the_shared_memory() -> None:
     """Results take the place of the stages; sums of the others, of whole groups of 64 rows, lie behind both."""
     split = [c for m in (64, 80, 96, 128) for c in valid(linear(m)) if c.split_k == 2]
-    assert any(c.tile_n == 96 and c.stages == 2 for c in split)
+    assert any(c.tile_m == 96 and c.stages == 2 for c in split)
     for c in split:
-        frame = SPECIALIZED.smem(c)
-        sums = 128 * specialized.groups(c) * frame.share * 4  # bytes: threads, sums of each
-        assert c.split_k * frame.share >= c.tile_m // 2, "all of a thread's sums are somebody's share"
+        frame = SKINNY_WARPGROUP.smem(c)
+        sums = 128 * skinny_warpgroup.groups(c) * frame.share * 4  # bytes: threads, sums of each
+        assert c.split_k * frame.share >= c.tile_n // 2, "all of a thread's sums are somebody's share"
         assert frame.inbox_at >= c.stages * frame.stage_bytes
-        assert frame.inbox_at >= c.tile_n * frame.out_pitch * 2
+        assert frame.inbox_at >= c.tile_m * frame.out_pitch * 2
         assert frame.inbox_at % 16 == 0, "sums are sent 16 bytes at a time"
         assert frame.barriers_at >= frame.inbox_at + (c.split_k - 1) * sums
         assert frame.total_bytes >= frame.barriers_at + 8 * (2 * c.stages + 1)
@@ -119,13 +120,13 @@ def test_sums_and_results_lie_within_the_shared_memory() -> None:
 def test_prefetches_only_as_a_dependent_and_little() -> None:
     config = GEMM.default(linear(64), H200)
     assert config.pdl
-    assert config.ahead
+    assert config.prefetch_l2
     assert "is for pdl=1" in str(GEMM.why_not(linear(64), config.replace(pdl=False), H200))
-    much = GEMM.default(linear(64, 18944), H200).replace(tile_m=144, tile_k=128, stages=4, ahead=8)
+    much = GEMM.default(linear(64, 18944), H200).replace(tile_n=144, tile_k=128, stages=4, prefetch_l2=8)
     assert f"asks for {8 * 144 * 128 * 2} bytes" in str(GEMM.why_not(linear(64, 18944), much, H200))
-    assert all(c.pdl or not c.ahead for c in GemmConfig.every())
+    assert all(c.pdl or not c.prefetch_l2 for c in GemmConfig.every())
     by_ahead = {
-        a: prefetch.saved_us(config.replace(tile_m=32, ahead=a), H200, 1.0) for a in (0, 2, 4, 8)
+        a: prefetch.saved_us(config.replace(tile_n=32, prefetch_l2=a), H200, 1.0) for a in (0, 2, 4, 8)
     }  # of 8 KiB each
     assert by_ahead[0] == 0.0 < by_ahead[2] < by_ahead[8] < by_ahead[4], "64 KiB are more than pays"
 
@@ -133,7 +134,10 @@ def test_prefetches_only_as_a_dependent_and_little() -> None:
 def test_two_ctas_to_a_tile_have_their_sms_to_themselves() -> None:
     """Unless the config asks for two to an SM; one CTA to a tile takes what it needs."""
     for c in valid(linear(16)):
-        total, used = SPECIALIZED.smem(c).total_bytes, replace(SPECIALIZED.smem(c), alone=False).total_bytes
+        total, used = (
+            SKINNY_WARPGROUP.smem(c).total_bytes,
+            replace(SKINNY_WARPGROUP.smem(c), exclusive=False).total_bytes,
+        )
         together = 2 * (total + H200.SMEM_RESERVED_BYTES) <= H200.smem_per_sm_bytes
         if c.split_k == 2 and c.ctas_per_sm == 1:
             assert not together, c
@@ -143,10 +147,10 @@ def test_two_ctas_to_a_tile_have_their_sms_to_themselves() -> None:
 
 def test_a_norm_s_sums_lie_behind_the_others() -> None:
     """Rows' sums by each CTA of the cluster, whole groups of rows, and three barriers more than stages have."""
-    for tile_m, split in ((8, 1), (48, 2), (64, 1), (96, 2), (128, 2)):
-        frame = SpecializedSmem(tile_m, 56, 128, 4, split, gamma_bytes=2, squares=True)
+    for tile_n, split in ((8, 1), (48, 2), (64, 1), (96, 2), (128, 2)):
+        frame = SkinnyWarpgroupSmem(tile_n, 56, 128, 4, split, gamma_bytes=2, squares=True)
         assert frame.squares_at >= frame.inbox_at + (split - 1) * frame.share * frame.consumer_threads * 4
-        assert frame.barriers_at == frame.squares_at + 4 * split * -(-tile_m // 64) * 64
+        assert frame.barriers_at == frame.squares_at + 4 * split * -(-tile_n // 64) * 64
         assert frame.barriers_at % 8 == 0
         assert frame.inbox_barrier_at == frame.barriers_at + 2 * 8 * frame.stages
         assert frame.squares_barrier_at == frame.inbox_barrier_at + (8 if split > 1 else 0)
@@ -155,11 +159,11 @@ def test_a_norm_s_sums_lie_behind_the_others() -> None:
 
 def test_default_beyond_a_few_tokens() -> None:
     bodies = {m: GEMM.default(linear(m, 512), H200).body for m in (1, 7, 8, 33, 64, 128, 8192)}
-    assert bodies == dict.fromkeys((1, 7), "skinny") | dict.fromkeys((8, 33, 64, 128), "specialized") | {
+    assert bodies == dict.fromkeys((1, 7), "skinny") | dict.fromkeys((8, 33, 64, 128), "skinny_warpgroup") | {
         8192: "warpgroup"
     }
-    assert GEMM.default(linear(1), H200).body == "specialized"
-    assert GEMM.default(linear(1, 18944), H200).body == "specialized"
+    assert GEMM.default(linear(1), H200).body == "skinny_warpgroup"
+    assert GEMM.default(linear(1, 18944), H200).body == "skinny_warpgroup"
     assert GEMM.default(linear(64), gpu.lookup("l40s")).body == "multistage"
 
 
@@ -169,13 +173,13 @@ def test_compiles_without_spills() -> None:
     for i, (m, n) in enumerate([(40, 3584), (48, 1000), (64, 18944), (96, 3584), (300, 4096), (4096, 4096)]):
         problem = linear(m, n, words=words[i % len(words)])
         found = valid(problem)
-        chosen = min(found, key=lambda c: (GEMM.estimate_us(problem, c, H200), SPECIALIZED.preference(c)))
-        widest = max(found, key=lambda c: (c.tile_m, c.tile_n))
+        chosen = min(found, key=lambda c: (GEMM.estimate_us(problem, c, H200), SKINNY_WARPGROUP.preference(problem, c)))
+        widest = max(found, key=lambda c: (c.tile_n, c.tile_m))
         for config in {chosen} if i % 2 else {widest, chosen}:
             facts = GEMM.build(problem, config, H200).facts
             assert facts.stack_bytes == 0, config
-            assert facts.smem_bytes == SPECIALIZED.smem(config).total_bytes, config
-            threads = SPECIALIZED.threads(config) * config.ctas_per_sm
+            assert facts.smem_bytes == SKINNY_WARPGROUP.smem(config).total_bytes, config
+            threads = SKINNY_WARPGROUP.threads(config) * config.ctas_per_sm
             assert facts.registers * threads <= H200.REGISTERS_PER_SM, (config, facts)
             if not words[i % len(words)]:
-                assert facts.registers <= specialized.registers_per_thread(config) + 8, (config, facts)
+                assert facts.registers <= skinny_warpgroup.registers_per_thread(config) + 8, (config, facts)

@@ -1,4 +1,4 @@
-"""The specialized schedule of ``gemm`` on a GPU with warpgroup MMA: numerics, ragged edges, clusters, dependents."""
+"""The skinny_warpgroup schedule of ``gemm`` on a GPU that has it: numerics, ragged edges, clusters, dependents."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def _needs_warpgroups() -> None:
         pytest.skip("no warpgroup MMA here")
 
 
-def specialized(problem: GemmProblem, **values: Any) -> list[GemmConfig]:
-    valid = [c for c in GEMM.valid(problem, gpu.detect()) if c.body == "specialized"]
+def skinny_warpgroup(problem: GemmProblem, **values: Any) -> list[GemmConfig]:
+    valid = [c for c in GEMM.valid(problem, gpu.detect()) if c.body == "skinny_warpgroup"]
     return [c for c in valid if all(getattr(c, name) == value for name, value in values.items())]
 
 
@@ -36,16 +36,16 @@ def test_random_problems_and_configs(m: int) -> None:
     for seed in range(5):
         problem = posed(rng, m, ("none", "n", "m"))
         args = GEMM.sample(problem, "cuda", seed)
-        for config in rng.sample(specialized(problem), 2):
+        for config in rng.sample(skinny_warpgroup(problem), 2):
             assert_right(launch(problem, args, str(config)), problem, args, str(config))
 
 
-@pytest.mark.parametrize("tile_n", [8, 16, 32, 48, 64, 96, 128])
-def test_nothing_beyond_the_tokens_reaches_the_result(tile_n: int) -> None:
+@pytest.mark.parametrize("tile_m", [8, 16, 32, 48, 64, 96, 128])
+def test_nothing_beyond_the_tokens_reaches_the_result(tile_m: int) -> None:
     """The MMA multiplies 64 rows whatever lies in shared memory: NaN of a launch before, with more tokens, say."""
-    rng = random.Random(tile_n)
-    problem = GemmProblem.parse(f"m={tile_n} n=1000 k=1032 b_major=k")
-    for config in rng.sample(specialized(problem, tile_n=tile_n), 3):
+    rng = random.Random(tile_m)
+    problem = GemmProblem.parse(f"m={tile_m} n=1000 k=1032 b_major=k")
+    for config in rng.sample(skinny_warpgroup(problem, tile_m=tile_m), 3):
         x, w = (torch.full((rows, 1032), float("nan"), device="cuda", dtype=torch.bfloat16) for rows in (512, 1000))
         ck.gemm(x, w.t())
         args = GEMM.sample(problem, "cuda", 1)
@@ -54,7 +54,7 @@ def test_nothing_beyond_the_tokens_reaches_the_result(tile_n: int) -> None:
 
 def test_a_cluster_s_sum_is_the_same_every_time() -> None:
     problem = GemmProblem.parse("m=64 n=3584 k=3584 b_major=k")
-    assert_same_every_time(problem, random.Random(0).sample(specialized(problem, split_k=2), 4))
+    assert_same_every_time(problem, random.Random(0).sample(skinny_warpgroup(problem, split_k=2), 4))
 
 
 def test_default_of_many_sizes() -> None:
@@ -62,7 +62,7 @@ def test_default_of_many_sizes() -> None:
     for m in (40, 64, 100, 128, 300, 1024, 2048):
         n, k = rng.choice((768, 3584, 4096, 11008)), rng.choice((896, 4096))
         problem = GemmProblem(m, n, k, b_major="k", dtype=rng.choice(("bf16", "fp16")))
-        assert GEMM.default(problem, gpu.detect()).body in ("specialized", "warpgroup")
+        assert GEMM.default(problem, gpu.detect()).body in ("skinny_warpgroup", "warpgroup")
         args = GEMM.sample(problem, "cuda", m)
         assert_right(launch(problem, args), problem, args, "default")
 
@@ -71,7 +71,7 @@ def test_strides() -> None:
     """Rows of a wider matrix, one row repeated, one row of a transposed matrix, an out that is a slice."""
     wide = torch.randn(70, 4096, device="cuda", dtype=torch.bfloat16)
     w = torch.randn(1024, 2048, device="cuda", dtype=torch.bfloat16)
-    config = str(random.Random(5).choice(specialized(GemmProblem.parse("m=64 n=1024 k=2048 b_major=k"))))
+    config = str(random.Random(5).choice(skinny_warpgroup(GemmProblem.parse("m=64 n=1024 k=2048 b_major=k"))))
     for x in (wide[:64, 1024:3072], wide[1:2, :2048].expand(64, 2048), wide[::2, :2048][:33]):
         out = torch.zeros(64, 2048, device="cuda", dtype=torch.bfloat16)
         ck.gemm(x, w.t(), out=out[: x.shape[0], 512:1536], config=config if x.shape[0] == 64 else None)
@@ -92,4 +92,4 @@ def test_weights_without_rows_apart() -> None:
 
 def test_dependent_launches_see_what_came_before() -> None:
     problem = GemmProblem.parse("m=64 n=2048 k=2048 b_major=k")
-    assert_dependents_wait(64, str(specialized(problem, pdl=True, split_k=1)[-1]))
+    assert_dependents_wait(64, str(skinny_warpgroup(problem, pdl=True, split_k=1)[-1]))

@@ -30,7 +30,7 @@ Ends:
 
 Cluster of two CTAs, along rows or columns: each loads half of the operand that both need and multicasts it.
 Dependent launch (PDL): barriers are set up while the previous kernel still runs.
-``swapped`` computes ``out^T = B^T A^T``, so that out's columns are the side that advances by 64.
+``swap_ab`` computes ``out^T = B^T A^T``, so that out's columns are the side that advances by 64.
 *Gated* (``results.gate``), B's columns are gates and, behind all of them, what they multiply. A tile has equally many
 of both, in two boxes to a stage, one behind the other, so that a pair's accumulators meet in one thread.
 
@@ -156,16 +156,14 @@ class WarpgroupGemm(WarpGroupBody):
     columns_k_major: bool
     accumulate: type[cutlass.Numeric]
     results: ResultBoxes
-    swapped: bool
+    swap_ab: bool
     resident: int  # most CTAs in the grid
     dependent: bool  # launched under programmatic dependent launch
 
     @property
     def sharing(self) -> int:
         """Consumer groups that share a tile."""
-        if self.pingpong:
-            return 1
-        return self.tile_m // ROWS if self.tile_m <= 3 * ROWS else 2
+        return WarpgroupSmem.sharing(self.tile_m, self.pingpong)
 
     @property
     def groups(self) -> int:
@@ -248,12 +246,12 @@ class WarpgroupGemm(WarpGroupBody):
         rows_contiguous = const_expr(self.results.rows_contiguous)
         # Tile rows R and tile columns S: A and B, or, swapped, B and A.
         mR = self.prepared(
-            mA if const_expr(not self.swapped) else mB, self.swapped, not self.rows_k_major
+            mA if const_expr(not self.swap_ab) else mB, self.swap_ab, not self.rows_k_major
         )  # (M, K[, L])
         mS = self.prepared(
-            mB if const_expr(not self.swapped) else mA, not self.swapped, not self.columns_k_major
+            mB if const_expr(not self.swap_ab) else mA, not self.swap_ab, not self.columns_k_major
         )  # (N, K)
-        mD = self.prepared(mD, self.swapped, rows_contiguous)  # (M, N[, L])
+        mD = self.prepared(mD, self.swap_ab, rows_contiguous)  # (M, N[, L])
         layout_r, layout_s = self.layouts(dtype)
         tma_r, tR = self.boxed(mR, layout_r, self.of_rows)
         tma_s, tS = self.boxed(mS, layout_s, self.of_columns)
@@ -262,7 +260,7 @@ class WarpgroupGemm(WarpGroupBody):
         tma_d, tD = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), mD, box, shape)
         tma_c, tC = None, None
         if const_expr(mC is not None):
-            mC = self.prepared(mC, self.swapped, rows_contiguous)
+            mC = self.prepared(mC, self.swap_ab, rows_contiguous)
             tma_c, tC = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), mC, box, shape)
         tiled_mma = self.mma(dtype)
         # As many CTAs as are resident at once, whole clusters, or fewer where there are fewer tiles.

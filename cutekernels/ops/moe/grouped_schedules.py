@@ -2,7 +2,7 @@
 
 ``grouped_gemm`` runs ``gemm``'s over tiles that the device finds; the gradient has a depth for each group.
 
-``swapped`` puts weight rows on the MMA's side of 64; tokens then come in tiles of 16 to 256. A gated product's weight
+``swap_ab`` puts weight rows on the MMA's side of 64; tokens then come in tiles of 16 to 256. A gated product's weight
 has the gate's rows before up's, and a tile has as many of each.
 """
 
@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from cutekernels.kernels.cute.parts.smem import WarpgroupSmem
-from cutekernels.ops.gemm.problem import BY_SIXTEENS, ELEMENT_BYTES, WIDEST, GemmConfig, GemmProblem, spanned
+from cutekernels.ops.gemm.problem import BY_SIXTEENS, ELEMENT_BYTES, GemmConfig, GemmProblem
 from cutekernels.ops.gemm.schedule import PLAIN, Extras
 from cutekernels.ops.gemm.warpgroup import (
     GROUP_ROWS,
@@ -27,20 +27,21 @@ from cutekernels.ops.gemm.warpgroup import (
     deepest,
     sharing,
 )
-from cutekernels.ops.shared.occupancy import no_warpgroups
+from cutekernels.rules import of_config, of_problem
 
 if TYPE_CHECKING:
     from cutekernels.gpu import GpuSpec
 
-TILES_N = (16, 32, 48, *BY_SIXTEENS)  # the narrow ones of tokens, where swapped; steps of 8 were not tried
+TILES_N = (16, 32, 48, *BY_SIXTEENS)  # the narrow ones of tokens, with swap_ab; steps of 8 were not tried
 _MOST_EXACT = 40.0  # mean rows of an expert up to which their spread is summed term by term
 
 
 @dataclass(frozen=True)
 class GroupsSchedule(Warpgroup):
-    """What both share. ``tiles_n``: the widths that they search."""
+    """What both share."""
 
-    tiles_n: ClassVar[tuple[int, ...]] = BY_SIXTEENS
+    narrowed: ClassVar = {"tile_n": BY_SIXTEENS}
+    layout_of_c = strides = few_tokens = least_extents = None  # type: ignore[assignment]  # rules of gemm's alone
     # Fitted to 1800 runs of 95 products: docs/notes/moe.md#a-model-of-two-gpus (H200, 2026-11-24; H100, 2026-11-25).
     coefficients = Coefficients(
         fixed=1.56,
@@ -57,21 +58,11 @@ class GroupsSchedule(Warpgroup):
         sharpness=2.63,
     )
 
-    def refused(self, p: GemmProblem, gpu: GpuSpec, extras: Extras = PLAIN) -> Iterator[str]:
-        yield from no_warpgroups(gpu)
-        if min(p.a_align, p.b_align, p.out_align) < WIDEST:
-            yield f"{self.name} takes operands with 16-byte aligned rows"
-
-    def broken(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> Iterator[str]:
-        yield from self.refused(p, gpu, extras)
-        yield from self.unfit(c, gpu, extras)
-        yield from self.unsuited(p, c, gpu, extras)
-
-    def fitting_tiles(self, p: GemmProblem) -> Sequence[int]:
-        return self.tiles_n
-
-    def shortlist(self, p: GemmProblem, gpu: GpuSpec) -> Iterable[GemmConfig]:
-        return _shortlist(self, gpu)
+    def shortlist(self, p: GemmProblem, gpu: GpuSpec, x: Extras = PLAIN) -> Iterable[GemmConfig]:
+        """The two deepest pipelines of every tile. Clusters are for tiles of many tokens: others share little."""
+        many = WarpgroupSmem.BOX
+        among = deepest(self, gpu, PLAIN, raster=(1, 8), pdl=(True,))
+        return (c for c in among if c.cluster_m * c.cluster_n == 1 or c.mma_tile[1] >= many)
 
     @abstractmethod
     def spread_us(self, p: GemmProblem, experts: int, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> float:
@@ -82,56 +73,66 @@ class GroupsSchedule(Warpgroup):
 class GroupedWarpgroupSchedule(GroupsSchedule):
     """Warpgroup over groups of rows."""
 
-    tiles_n = TILES_N
+    narrowed: ClassVar = {"tile_n": TILES_N}
     places = WarpgroupSmem.PLACES
 
-    def refused(self, p: GemmProblem, gpu: GpuSpec, extras: Extras = PLAIN) -> Iterator[str]:
-        yield from super().refused(p, gpu)
-        if p.k == 0:
-            yield f"{self.name} takes a K of 1 or more"
+    @of_problem
+    def least_columns(self, p: GemmProblem, gpu: GpuSpec, x: Extras) -> str | None:
         if p.n < LEAST_EXTENT:
-            yield f"{self.name} takes {LEAST_EXTENT} columns or more; they are {p.n}"
-        if extras.gated and (p.b_major != "k" or p.bias != "none"):
-            yield f"{self.name} takes a gate with a K-major weight and without a bias"
+            return f"{self.name} takes {LEAST_EXTENT} columns or more; they are {p.n}"
+        return None
 
-    def unfit(self, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> Iterator[str]:
-        yield from super().unfit(c, gpu, extras)
-        if not c.swapped and c.tile_n < WarpgroupSmem.BOX:
-            yield f"tile_n={c.tile_n} is a tile of tokens: results leave by {WarpgroupSmem.BOX} columns; take swapped=1"
+    @of_problem
+    def gated_weight(self, p: GemmProblem, gpu: GpuSpec, x: Extras) -> str | None:
+        if x.gated and (p.b_major != "k" or p.bias != "none"):
+            return f"{self.name} takes a gate with a K-major weight and without a bias"
+        return None
 
-    def ungated(self, c: GemmConfig) -> Iterator[str]:
-        if c.swapped and c.tile_m != 2 * GROUP_ROWS * sharing(c):
-            yield f"tile_m={c.tile_m}: gate and up are halves of a tile, and a group's 64 rows of each meet in a thread"
-        if not c.swapped:
-            yield from super().ungated(c)
+    @of_config
+    def narrow_tiles(self, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
+        if not c.swap_ab and c.tile_n < WarpgroupSmem.BOX:
+            box = WarpgroupSmem.BOX
+            return f"tile_n={c.tile_n} is a tile of tokens: results leave by {box} columns; take swap_ab=1"
+        return None
+
+    @of_config
+    def gate(self, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
+        if not c.swap_ab:
+            return super().gate(c, gpu, x)
+        if x.gated and c.tile_n != 2 * GROUP_ROWS * sharing(c):
+            return (
+                f"tile_n={c.tile_n}: gate and up are halves of a tile, and a group's 64 rows of each meet in a thread"
+            )
+        return None
 
     def spread_us(self, p: GemmProblem, experts: int, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> float:
-        tokens, weights = (c.tile_n, c.tile_m) if c.swapped else (c.tile_m, c.tile_n)
-        along, across = (c.cluster_n, c.cluster_m) if c.swapped else (c.cluster_m, c.cluster_n)
-        tiles = math.ceil(tile_rows(p.m, experts, tokens * along)) * -(-p.n // (weights * across))
+        tiles = math.ceil(tile_rows(p.m, experts, c.tile_m * c.cluster_m)) * -(-p.n // (c.tile_n * c.cluster_n))
         read = expected_hit(p.m, experts) * p.n * p.k
         moved = ELEMENT_BYTES * (p.m * (p.k + p.n // (2 if extras.gated else 1)) + read)
         return self.walk_us(c, tiles, p.k, moved, gpu, extras)
 
     def body(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> Any:
-        from cutekernels.kernels.cute.moe.warpgroup import GroupedWarpgroup
+        from cutekernels.kernels.cute.moe.warpgroup_grouped import WarpgroupGrouped
         from cutekernels.kernels.cute.parts.boxes import GroupBoxes
 
         product = super().body(p, c, gpu, extras)
-        results = GroupBoxes(**vars(product.results), swapped=c.swapped)
-        return GroupedWarpgroup(replace(product, results=results))
+        results = GroupBoxes(**vars(product.results), swap_ab=c.swap_ab)
+        return WarpgroupGrouped(replace(product, results=results))
 
 
 @dataclass(frozen=True)
 class DepthWarpgroupSchedule(GroupsSchedule):
     """Warpgroup over groups along the depth: a matrix for each."""
 
-    def refused(self, p: GemmProblem, gpu: GpuSpec, extras: Extras = PLAIN) -> Iterator[str]:
-        yield from super().refused(p, gpu)
-        if p.k == 0:
-            yield f"{self.name} takes a row or more"
+    @of_problem
+    def least_depth(self, p: GemmProblem, gpu: GpuSpec, x: Extras) -> str | None:
+        return f"{self.name} takes a row or more" if p.k == 0 else None
+
+    @of_problem
+    def least_matrix(self, p: GemmProblem, gpu: GpuSpec, x: Extras) -> str | None:
         if min(p.m, p.n) < LEAST_EXTENT:
-            yield f"{self.name} takes matrices of {LEAST_EXTENT} rows and columns or more; they are {p.m} and {p.n}"
+            return f"{self.name} takes matrices of {LEAST_EXTENT} rows and columns or more; they are {p.m} and {p.n}"
+        return None
 
     def spread_us(self, p: GemmProblem, experts: int, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> float:
         tiles_m, tiles_n = cluster_tiles(p, c)
@@ -140,28 +141,13 @@ class DepthWarpgroupSchedule(GroupsSchedule):
         return self.walk_us(c, tiles_m * tiles_n * experts, depth, moved, gpu, extras)
 
     def body(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> Any:
-        from cutekernels.kernels.cute.moe.warpgroup_depth import GroupedDepth
+        from cutekernels.kernels.cute.moe.warpgroup_grouped_depth import WarpgroupGroupedDepth
 
-        return GroupedDepth(super().body(p, c, gpu, extras))
+        return WarpgroupGroupedDepth(super().body(p, c, gpu, extras))
 
 
 GROUPED_WARPGROUP = GroupedWarpgroupSchedule()
 DEPTH_WARPGROUP = DepthWarpgroupSchedule()
-
-
-@cache
-def fitting(schedule: GroupsSchedule, gpu: GpuSpec) -> tuple[GemmConfig, ...]:
-    """The configs that are not unfit for ``gpu``."""
-    among = spanned(schedule.name, tile_n=schedule.tiles_n)
-    return tuple(c for c in among if next(schedule.unfit(c, gpu), None) is None)
-
-
-@cache
-def _shortlist(schedule: GroupsSchedule, gpu: GpuSpec) -> tuple[GemmConfig, ...]:
-    """The two deepest pipelines of every tile. Clusters are for tiles of many tokens: others have little to share."""
-    spanning = spanned(schedule.name, tile_n=schedule.tiles_n, raster=(1, 8), pdl=(True,))
-    many = WarpgroupSmem.BOX
-    return deepest(schedule, (c for c in spanning if c.cluster_m * c.cluster_n == 1 or c.tile_n >= many), gpu)
 
 
 # ---- arithmetic of the model ----------------------------------------------------------------------------

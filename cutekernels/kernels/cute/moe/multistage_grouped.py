@@ -27,7 +27,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.memory import SmemAllocator
 
-from cutekernels.kernels.cute.gemm.multistage import MultistageGemm, Operands, Output
+from cutekernels.kernels.cute.gemm.multistage_gemm import MultistageGemm, Operands, Output
 from cutekernels.kernels.cute.parts.epilogue import EpilogueOperands
 from cutekernels.kernels.cute.parts.schedule import Tile
 from cutekernels.kernels.cute.parts.smem import ALIGNMENT
@@ -46,7 +46,7 @@ class GroupTile:
 
 
 @dataclass(frozen=True)
-class GroupedGemm:
+class MultistageGrouped:
     """``product`` of each group. ``along``: the groups divide ``"m"``, rows of A and out, or ``"k"``, the depth."""
 
     product: MultistageGemm

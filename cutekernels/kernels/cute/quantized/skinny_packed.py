@@ -34,10 +34,10 @@ Ends: behind K, where no k-tile divides it, tokens are zeros, the buffer keeps w
     decodes to a finite number), and scales are those of the last group. Tokens beyond the last are not copied: their
     columns of the accumulators are never stored.
 
-Dependent launch (PDL): CTAs are set up while the previous kernel still runs, and prefetch ``ahead`` units of the weight
-    into the L2. The next may start when the last loads are under way.
+Dependent launch (PDL): CTAs are set up while the previous kernel still runs, and bring ``prefetch_tiles`` units of
+    the weight into the L2. The next may start when the last loads are under way.
 
-Refuses (``ops/quantized/skinny.py``): tokens whose rows are not 16-byte aligned, K no multiple of 8.
+Refuses (``ops/quantized/packed_skinny.py``): tokens whose rows are not 16-byte aligned, K no multiple of 8.
 
 Source:
     Packing weights in the order of MMA fragments and striped partitioning are Marlin's ideas; scales on the sums
@@ -57,7 +57,7 @@ from cutekernels.kernels.cute.parts.epilogue import Epilogue, EpilogueOperands, 
 from cutekernels.kernels.cute.parts.packed import PackedWeights
 from cutekernels.kernels.cute.parts.prefetch import prefetch_bulk
 from cutekernels.kernels.cute.parts.ptx import copy_async, copy_async_or_zero, load_matrices
-from cutekernels.kernels.cute.parts.smem import PackedSkinnySmem
+from cutekernels.kernels.cute.parts.smem import SkinnyPackedSmem
 from cutekernels.kernels.cute.parts.tile_share import LastArrival, Others, Ticket, WarpSums, add_up, leave
 
 TILE = 64  # rows, and elements of K, of a packed tile
@@ -123,7 +123,7 @@ class StripCoordinates(FragmentCoordinates):
 
 
 @dataclass(frozen=True)
-class PackedSkinny:
+class SkinnyPacked:
     """The body."""
 
     weights: PackedWeights
@@ -139,7 +139,7 @@ class PackedSkinny:
     stages: int
     epilogue: Epilogue  # with scales of all of K a ColumnScale
     dependent: bool
-    ahead: int  # units of W prefetched before pdl_wait
+    prefetch_tiles: int  # units of W prefetched before pdl_wait
     ctas_per_sm: int
     gated: bool = False
 
@@ -178,8 +178,8 @@ class PackedSkinny:
         return min(self.group, self.chunk)
 
     @property
-    def smem(self) -> PackedSkinnySmem:
-        return PackedSkinnySmem(
+    def smem(self) -> SkinnyPackedSmem:
+        return SkinnyPackedSmem(
             self.tile_m,
             self.tile_n,
             self.tile_k,
@@ -255,9 +255,9 @@ class PackedSkinny:
 
         at = self.unit(of, first)
         if const_expr(self.dependent):
-            if const_expr(self.ahead > 0):  # noqa: SIM102  known when compiled
+            if const_expr(self.prefetch_tiles > 0):  # noqa: SIM102  known when compiled
                 # PDL: before the wait only prefetches, right whatever is written meanwhile.
-                if tid < self.ahead and at.k_tile + tid < k_tiles:
+                if tid < self.prefetch_tiles and at.k_tile + tid < k_tiles:
                     self.prefetch(given, of, Unit(at.n, at.m, at.k_tile + tid))
             # PDL: all threads wait until the previous kernel has ended and its writes are visible.
             cute.arch.griddepcontrol_wait()

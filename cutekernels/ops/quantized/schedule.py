@@ -1,0 +1,43 @@
+"""``QuantizedSchedule``: what ops know of a body for packed weights."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from cutekernels.ops.quantized.problem import QuantizedConfig, QuantizedProblem, foreign, spanned
+from cutekernels.rules import Schedule
+
+if TYPE_CHECKING:
+    from cutekernels.gpu import GpuSpec
+
+
+class QuantizedSchedule(Schedule[QuantizedProblem, QuantizedConfig, None]):
+    """Rules, model, body and grid. Nothing is asked beside a problem."""
+
+    def foreign_knobs(self, c: QuantizedConfig) -> Iterator[str]:
+        return foreign(c)
+
+    def spanned(self, **among: tuple[Any, ...]) -> Iterator[QuantizedConfig]:
+        return spanned(self.name, **among)
+
+    @abstractmethod
+    def groups(self, c: QuantizedConfig) -> int:
+        """Parts of a CTA that share a tile through memory apart."""
+
+    @abstractmethod
+    def smem(self, p: QuantizedProblem, c: QuantizedConfig) -> Any:
+        """The shared memory of a CTA."""
+
+    @abstractmethod
+    def tiles(self, p: QuantizedProblem, c: QuantizedConfig) -> int:
+        """Tiles of out."""
+
+    @abstractmethod
+    def grid(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec) -> tuple[int, ...]:
+        """CTAs, and the numbers that a launch takes behind them."""
+
+    @abstractmethod
+    def body(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec) -> Any:
+        """The kernel body with its parts."""

@@ -1,0 +1,196 @@
+"""Rules as records, and the one engine that enumerates configs, filters them and takes the best.
+
+A rule is a method that returns what is wrong, or None; a decorator says what it reads::
+
+    class Multistage(Schedule):
+        @of_config
+        def most_warps(self, c, gpu, x):
+            if c.warps > 8:
+                return f"{c.warps} warps are more than 8"
+
+Its name is the method's. A subclass has its bases' rules in their order, replaces one by its name, and drops it by
+``most_warps = None``. What a rule reads decides when it is asked: a problem's once, a config's once for all problems
+(:meth:`Schedule.fitting` keeps what passes), those of both for each pair. ``x`` is what a call asks beside the problem.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
+from itertools import product
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
+
+if TYPE_CHECKING:
+    from cutekernels.gpu import GpuSpec
+
+Reads = Literal["problem", "config", "both"]
+_MARK = "_reads"
+
+
+class Rule(NamedTuple):
+    """``why_not(schedule, *what it reads, gpu, x)`` is its message, of the first thing that breaks it."""
+
+    name: str
+    reads: Reads
+    why_not: Callable[..., str | None]
+
+
+F = TypeVar("F", bound=Callable[..., str | None])
+
+
+def _reading(reads: Reads) -> Callable[[F], F]:
+    def mark(function: F) -> F:
+        setattr(function, _MARK, reads)
+        return function
+
+    return mark
+
+
+of_problem, of_config, of_both = _reading("problem"), _reading("config"), _reading("both")
+
+P = TypeVar("P")
+C = TypeVar("C")
+X = TypeVar("X")
+
+
+class Schedule(ABC, Generic[P, C, X]):
+    """Configs of one body: their knobs, rules and model. One frozen object each."""
+
+    name: ClassVar[str]
+    """Its value of the config's ``body``."""
+    rules: ClassVar[tuple[Rule, ...]] = ()
+    _of: ClassVar[dict[str, tuple[Callable[..., str | None], ...]]] = {}
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        found: dict[str, Rule | None] = {}
+        for base in reversed(cls.__mro__):
+            for name, value in vars(base).items():
+                if (reads := getattr(value, _MARK, None)) is not None:
+                    found[name] = Rule(name, reads, value)
+                elif name in found and value is None:
+                    found[name] = None
+        cls.rules = tuple(rule for rule in found.values() if rule is not None)
+        cls._of = {r: tuple(x.why_not for x in cls.rules if x.reads == r) for r in ("problem", "config", "both")}
+
+    # -- rules
+
+    def why_not(self, p: P, c: C, gpu: GpuSpec, x: X) -> str | None:
+        """The first rule that ``c`` breaks for ``p`` on ``gpu``, in words."""
+        return next(self.failures(p, c, gpu, x), None)
+
+    def failures(self, p: P, c: C, gpu: GpuSpec, x: X) -> Iterator[str]:
+        """A message for each broken rule."""
+        yield from self.foreign_knobs(c)
+        yield from self.failures_of("problem", p, gpu, x)
+        yield from self.failures_of("config", c, gpu, x)
+        yield from self.failures_of("both", p, c, gpu, x)
+
+    def failures_of(self, reads: Reads, *read: Any) -> Iterator[str]:
+        """Those of the rules that read as much: ``p``, ``c`` or both, then ``gpu`` and ``x``."""
+        for rule in self._of[reads]:
+            if (why := rule(self, *read)) is not None:
+                yield why
+
+    @abstractmethod
+    def foreign_knobs(self, c: C) -> Iterator[str]:
+        """The knobs of ``c`` whose values belong to other bodies (:func:`foreign`): none of an enumerated config."""
+
+    def refusal(self, p: P, gpu: GpuSpec, x: X) -> str | None:
+        """Why no config of this body takes ``p``, as far as ``p`` alone can tell."""
+        return next(self.failures_of("problem", p, gpu, x), None)
+
+    def fits(self, c: C, gpu: GpuSpec, x: X) -> bool:
+        """Whether no rule of configs forbids ``c``."""
+        for rule in self._of["config"]:  # noqa: SIM110  asked for a hundred thousand configs
+            if rule(self, c, gpu, x) is not None:
+                return False
+        return True
+
+    def suits(self, p: P, c: C, gpu: GpuSpec, x: X) -> bool:
+        """Whether no rule between problems and configs forbids ``c``."""
+        for rule in self._of["both"]:  # noqa: SIM110
+            if rule(self, p, c, gpu, x) is not None:
+                return False
+        return True
+
+    # -- the engine
+
+    @abstractmethod
+    def spanned(self, **among: tuple[Any, ...]) -> Iterator[C]:
+        """Every config in a fixed order (:func:`combinations`), some knobs confined to ``among``."""
+
+    def confined(self, p: P) -> dict[str, tuple[Any, ...]]:
+        """Values of knobs that may suit ``p``, of those that most configs break; the rules ask again."""
+        return {}
+
+    def fitting(self, gpu: GpuSpec, x: X, **among: tuple[Any, ...]) -> tuple[C, ...]:
+        """The configs that no rule of configs forbids."""
+        return _fitting(self, gpu, x, tuple(among.items()))
+
+    def valid(self, p: P, gpu: GpuSpec, x: X) -> Iterator[C]:
+        """The configs that no rule forbids."""
+        if self.refusal(p, gpu, x) is None:
+            yield from self.suiting(p, gpu, x, self.fitting(gpu, x, **self.confined(p)))
+
+    def suiting(self, p: P, gpu: GpuSpec, x: X, among: Iterable[C]) -> Iterator[C]:
+        """Those of ``among`` that no rule between problems and configs forbids."""
+        return (c for c in among if self.suits(p, c, gpu, x))
+
+    @abstractmethod
+    def shortlist(self, p: P, gpu: GpuSpec, x: X) -> Iterable[C]:
+        """The fitting configs that the default is chosen among."""
+
+    @abstractmethod
+    def estimate_us(self, p: P, c: C, gpu: GpuSpec, x: X) -> float:
+        """The model's time."""
+
+    def preference(self, p: P, c: C, x: X) -> tuple[object, ...]:
+        """Sort key among configs of one estimate; the least is preferred."""
+        return (str(c),)
+
+    def best(self, p: P, gpu: GpuSpec, x: X) -> tuple[float, C] | None:
+        """The model's time and choice from the shortlist; None where the body does not take ``p``."""
+        if self.refusal(p, gpu, x) is not None:
+            return None
+        return best(
+            self.suiting(p, gpu, x, self.shortlist(p, gpu, x)),
+            lambda c: self.estimate_us(p, c, gpu, x),
+            lambda c: self.preference(p, c, x),
+        )
+
+
+def values_of(kind: Any, **own: tuple[Any, ...]) -> dict[str, tuple[Any, ...]]:
+    """Values of all knobs of a config, in the order of its fields: a body's ``own``, or the first alone."""
+    return {name: own.get(name, values[:1]) for name, values in kind.space().items()}
+
+
+def combinations(kind: Any, values: Mapping[str, tuple[Any, ...]]) -> Iterator[Any]:
+    """Every config of these values."""
+    for chosen in product(*values.values()):
+        yield kind.drawn(zip(values, chosen, strict=True))
+
+
+def foreign(c: Any, values: Mapping[str, tuple[Any, ...]]) -> Iterator[str]:
+    """The knobs of ``c`` that have none of these values."""
+    for name, allowed in values.items():
+        if (value := getattr(c, name)) not in allowed:
+            yield f"body={c.body} takes {name} from {', '.join(map(str, allowed))}; it is {value}"
+
+
+def best(
+    among: Iterable[C], estimate_us: Callable[[C], float], preference: Callable[[C], Any]
+) -> tuple[float, C] | None:
+    """The least estimate with its config, the preferred one of equals; None of none."""
+    candidates = list(among)
+    if not candidates:
+        return None
+    times = [estimate_us(c) for c in candidates]
+    least = min(times)
+    return least, min((c for c, us in zip(candidates, times, strict=True) if us == least), key=preference)
+
+
+@cache
+def _fitting(schedule: Schedule[Any, Any, Any], gpu: GpuSpec, x: Any, among: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(c for c in schedule.spanned(**dict(among)) if schedule.fits(c, gpu, x))
