@@ -36,7 +36,7 @@ $(STAMP): pyproject.toml requirements.lock
 	pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	touch $@
 
-# The hashes of all files that PyPI has of the versions in constraints.txt, for Linux and Python 3.11 to 3.13.
+# The hashes of the files that PyPI has of the versions in constraints.txt, for Linux and Python 3.11 to 3.13.
 lock:
 	$(PYTHON) -m venv build/lock
 	build/lock/bin/python -m pip install --quiet --disable-pip-version-check uv
@@ -44,6 +44,8 @@ lock:
 	    --generate-hashes --no-annotate --quiet --custom-compile-command "make lock" \
 	    $(addprefix --no-emit-package ,$(TORCH_ALONE)) -o build/lock/requirements.txt
 	sed 's/ ; .* \\$$/ \\/' build/lock/requirements.txt >requirements.lock
+	build/lock/bin/python -m pip install --quiet --disable-pip-version-check packaging
+	build/lock/bin/python -m tests.lock requirements.lock
 
 demo: $(STAMP)
 	@if python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then \
