@@ -51,11 +51,11 @@ NOTES = {  # what a reader of a suite's rows should know
 # Rows of the README: what, file names (of all cards), or a model and a suite of its rows.
 SPEED: dict[str, tuple[str, ...]] = {
     "`linear`, 1 to 128 tokens": ("gemm_decode_",),
-    "`linear`, 128 to 8192 tokens, 18 untuned weights": ("gemm_heldout",),
+    "`linear`, 128 to 8192 tokens, 18 weights without winners": ("gemm_heldout",),
     "`attention`, prompts": ("attention_hopper",),
     "`attention`, backward": ("attention_backward_hopper",),
-    "`moe_ffn` of Qwen3-30B-A3B, from DRAM": ("moe_ffn_layers_qwen3",),
-    "`Decoder`, Qwen2.5-7B, a step at batch 1, 16, 64": ("models/qwen2.5-7b decode",),
+    "`moe_ffn` of Qwen3-30B-A3B, experts read from DRAM": ("moe_ffn_layers_qwen3",),
+    "`Decoder`, Qwen2.5-7B, a decode step at batch 1, 16, 64": ("models/qwen2.5-7b decode",),
 }
 
 MODEL_WAYS = {  # contenders of a model, and their columns
