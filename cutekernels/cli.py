@@ -423,7 +423,7 @@ def _database(url: str) -> Finding:
     if refused:
         told = f"{shown(url)} ({winners} winners, of which calls refuse {refused})"
         return Finding("database", "ok", told, "`cutekernels db doctor` says why; tune their problems again")
-    return Finding("database", "ok", f"{shown(url)} ({winners} winners)")
+    return Finding("database", "ok", f"{shown(url)} ({winners} local winners)")
 
 
 def _tool(name: str, path: Path | None) -> Finding:
