@@ -242,7 +242,7 @@ class TestDoctor:
             pass
         (finding,) = [f for f in cli.diagnose() if f.what == "database"]
         assert finding.state == "ok"
-        assert "(0 winners)" in finding.value
+        assert "(0 local winners)" in finding.value
 
     def test_a_damaged_database_is_broken(self) -> None:
         path = Path(os.environ["CUTEKERNELS_DB"])

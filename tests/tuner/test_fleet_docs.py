@@ -163,4 +163,4 @@ def test_the_page_says_what_the_code_does() -> None:
 
     assert "| 143 |" in PAGE and "| 129 |" in PAGE
     assert fleet.MOST_LOSSES == 3 and "three times" in PAGE
-    assert f"{shards._ATTEMPT_S}" in PAGE and f"{shards._RACE_S}" in PAGE and "are 5 for inputs" in PAGE
+    assert f"{shards._ATTEMPT_S}" in PAGE and f"{shards._RACE_S}" in PAGE and "5 s for inputs" in PAGE

@@ -51,27 +51,6 @@ class Addressed:
         self.body(mD, mA, mB, None, None, alpha, beta, stream)
 
     @cute.jit
-    def with_bias(
-        self,
-        out: cute.Pointer,
-        a: cute.Pointer,
-        b: cute.Pointer,
-        bias: cute.Pointer,
-        m: Int32,
-        n: Int32,
-        k: Int32,
-        out_pitch: Int32,
-        a_pitch: Int32,
-        b_pitch: Int32,
-        alpha: Float32,
-        beta: Float32,
-        stream: cuda.CUstream,
-    ):
-        mD, mA, mB, n = self.matrices(out, a, b, m, n, k, out_pitch, a_pitch, b_pitch)
-        mBias = cute.make_tensor(bias, cute.make_layout((n,), stride=(1,)))
-        self.body(mD, mA, mB, None, mBias, alpha, beta, stream)
-
-    @cute.jit
     def matrices(
         self,
         out: cute.Pointer,
@@ -99,3 +78,29 @@ class Addressed:
         if const_expr(lies.along == 1):
             return cute.make_tensor(address, cute.make_layout((rows, columns), stride=(pitch, 1)))
         return cute.make_tensor(address, cute.make_layout((rows, columns), stride=(1, pitch)))
+
+
+@dataclass(frozen=True)
+class AddressedWithBias(Addressed):
+    """The same with a bias, whose address follows b's."""
+
+    @cute.jit
+    def __call__(
+        self,
+        out: cute.Pointer,
+        a: cute.Pointer,
+        b: cute.Pointer,
+        bias: cute.Pointer,
+        m: Int32,
+        n: Int32,
+        k: Int32,
+        out_pitch: Int32,
+        a_pitch: Int32,
+        b_pitch: Int32,
+        alpha: Float32,
+        beta: Float32,
+        stream: cuda.CUstream,
+    ):
+        mD, mA, mB, n = self.matrices(out, a, b, m, n, k, out_pitch, a_pitch, b_pitch)
+        mBias = cute.make_tensor(bias, cute.make_layout((n,), stride=(1,)))
+        self.body(mD, mA, mB, None, mBias, alpha, beta, stream)
