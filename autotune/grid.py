@@ -216,7 +216,7 @@ def _ordered(
         return sum(max(0.0, expected[j] - _regret(d, defaults[j])) for j, d in neighbours[i])
 
     costs = [shards.expected_s(task) for task in tasks]
-    # What a task removes only shrinks as others are taken: one whose fresh value still leads the heap is the best.
+    # Values only shrink as tasks are taken, so a task whose fresh value still leads the heap is the best one.
     heap = [(-removed(i) / costs[i], i) for i, d in enumerate(away) if d > 0]
     heapq.heapify(heap)
     order = []
@@ -233,7 +233,7 @@ def _ordered(
 
 
 def _regret(distance: float, default: float) -> float:
-    """Of a call whose nearest winner is so many octaves away, where the default's is ``default``."""
+    """Regret of a call whose nearest winner is so many octaves away; ``default``: the default's regret there."""
     return default * min(1.0, distance / MAX_OCTAVES)
 
 
@@ -265,7 +265,7 @@ def _near(task: Task, rows: _Measured) -> list[tuple[float, float]]:
 
 
 def _default_regret(family: Family, near: Sequence[tuple[float, float]]) -> float:
-    """Of the default at a point: the prior, and what its neighbours measured, nearer ones counting more."""
+    """The default's regret at a point: the prior, and what neighbours measured, nearer ones counting more."""
     weights = [math.exp(-d / MAX_OCTAVES) for d, _ in near]
     seen = sum(w * regret for w, (_, regret) in zip(weights, near, strict=True))
     return (_PRIOR * family.regret + seen) / (_PRIOR + sum(weights))

@@ -248,7 +248,7 @@ class _Run:
         return board.reports()
 
     def _deadline(self, board: Board, kind: GpuSpec) -> float | None:
-        """Of a task that begins now: its share of the time; in a ranked job all of it, unless too little is left."""
+        """The deadline of a task begun now: its share of the time; a ranked job's has all of it, if enough is left."""
         now = self.clock()
         if self.end is None:
             return None
@@ -257,7 +257,7 @@ class _Run:
         return now if self.end - now < self.least_s else self.end
 
     def _left(self, history: TaskHistory) -> TaskReport:
-        """Of a task that is left to the next run."""
+        """The report of a task that is left to the next run."""
         op, problem, kind = history.op, history.problem, history.gpu
         default, message = str(op.default(problem, kind)), "no time was left to begin"
         winner = history.winner()

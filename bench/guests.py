@@ -32,7 +32,7 @@ _MOST_SETS = 64
 
 
 class Form(StrEnum):
-    """Whose form of table."""
+    """The engine whose form the table has."""
 
     vllm = "vllm"
     sglang = "sglang"

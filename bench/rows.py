@@ -99,7 +99,7 @@ def write(path: Path, rows: Iterable[Row]) -> None:
 
 
 def _place(number: int, row: Row) -> object:
-    """What is one for rows of which one is kept."""
+    """The key under which one row is kept: a peer's absence from a suite, or the row's own number."""
     return (row.op, row.suite, row.contender, row.reason) if row.status == "absent" else number
 
 

@@ -62,7 +62,7 @@ class Winner(NamedTuple):
 
     @property
     def precedence(self) -> tuple[bool, bool, int]:
-        """Of winners of one problem the greatest serves: a measured one, then the user's, then the later revision's."""
+        """The greatest among a problem's winners serves: a measured one, then the user's, then the later revision's."""
         return self.origin == "measured", self.source != "shipped", self.revision or 0
 
 

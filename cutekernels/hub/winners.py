@@ -33,7 +33,7 @@ class Winner(NamedTuple):
 
     @property
     def precedence(self) -> tuple[bool, int]:
-        """Of winners of one problem the greatest serves: a measured one, then the later revision's."""
+        """The greatest among winners of one problem serves: a measured one, then the later revision's."""
         return self.origin == "measured", self.revision
 
 

@@ -83,7 +83,7 @@ def test_a_kernel_is_told_addresses_extents_and_pitches(
 ) -> None:
     out, a, b = matrix(8, 24, along_out, 40), matrix(8, 16, along_a, 48), matrix(16, 24, along_b, 56)
     launch_of(told, out, a, b)(out, a, b, None, None, 0.5, 0.0)
-    assert told == [(out.data_ptr(), a.data_ptr(), b.data_ptr(), 8, 24, 16, 40, 48, 56, 0.5, 0.0, STREAM)]
+    assert told == [(out.data_ptr(), a.data_ptr(), b.data_ptr(), None, 8, 24, 16, 40, 48, 56, 0.5, 0.0, STREAM)]
 
 
 def test_a_bias_is_told_behind_b(told: list[tuple[Any, ...]]) -> None:
@@ -103,7 +103,7 @@ def test_a_stride_that_is_never_taken_is_not_told(told: list[tuple[Any, ...]]) -
     a = torch.randn(64, dtype=BF16).as_strided((1, 16), (2**40, 1))
     b, out = torch.randn(16, 24, dtype=BF16), torch.empty(1, 24, dtype=BF16)
     launch_of(told, out, a, b)(out, a, b, None, None, 1.0, 0.0)
-    assert told[0][3:9] == (1, 24, 16, 0, 0, 24)
+    assert told[0][4:10] == (1, 24, 16, 0, 0, 24)
 
 
 def test_the_warm_path_tells_what_the_launch_tells(told: list[tuple[Any, ...]]) -> None:
@@ -118,7 +118,7 @@ def test_the_warm_path_tells_what_the_launch_tells(told: list[tuple[Any, ...]]) 
     for left, target in ((a, out), (a, out), others, (a, None)):
         version = out._version
         found = ck.gemm(left, b, alpha=0.5, out=target)
-        assert [args[:6] for args in told] == [(found.data_ptr(), left.data_ptr(), b.data_ptr(), 8, 24, 16)]
+        assert [args[:7] for args in told] == [(found.data_ptr(), left.data_ptr(), b.data_ptr(), None, 8, 24, 16)]
         told.clear()
         if target is not None:
             assert found is target

@@ -37,6 +37,7 @@ class Addressed:
         out: cute.Pointer,
         a: cute.Pointer,
         b: cute.Pointer,
+        bias: cute.Pointer | None,
         m: Int32,
         n: Int32,
         k: Int32,
@@ -46,22 +47,6 @@ class Addressed:
         alpha: Float32,
         beta: Float32,
         stream: cuda.CUstream,
-    ):
-        mD, mA, mB, _ = self.matrices(out, a, b, m, n, k, out_pitch, a_pitch, b_pitch)
-        self.body(mD, mA, mB, None, None, alpha, beta, stream)
-
-    @cute.jit
-    def matrices(
-        self,
-        out: cute.Pointer,
-        a: cute.Pointer,
-        b: cute.Pointer,
-        m: Int32,
-        n: Int32,
-        k: Int32,
-        out_pitch: Int32,
-        a_pitch: Int32,
-        b_pitch: Int32,
     ):
         # Divisors that the body was compiled for, promised of the launch's numbers.
         m = cute.assume(m, divby=self.divisors[0])
@@ -70,7 +55,10 @@ class Addressed:
         mD = self.matrix(out, m, n, out_pitch, self.out)
         mA = self.matrix(a, m, k, a_pitch, self.a)
         mB = self.matrix(b, k, n, b_pitch, self.b)
-        return mD, mA, mB, n
+        mBias = None
+        if const_expr(bias is not None):
+            mBias = cute.make_tensor(bias, cute.make_layout((n,), stride=(1,)))
+        self.body(mD, mA, mB, None, mBias, alpha, beta, stream)
 
     @cute.jit
     def matrix(self, address: cute.Pointer, rows: Int32, columns: Int32, pitch: Int32, lies: Operand):
@@ -78,29 +66,3 @@ class Addressed:
         if const_expr(lies.along == 1):
             return cute.make_tensor(address, cute.make_layout((rows, columns), stride=(pitch, 1)))
         return cute.make_tensor(address, cute.make_layout((rows, columns), stride=(1, pitch)))
-
-
-@dataclass(frozen=True)
-class AddressedWithBias(Addressed):
-    """The same with a bias, whose address follows b's."""
-
-    @cute.jit
-    def __call__(
-        self,
-        out: cute.Pointer,
-        a: cute.Pointer,
-        b: cute.Pointer,
-        bias: cute.Pointer,
-        m: Int32,
-        n: Int32,
-        k: Int32,
-        out_pitch: Int32,
-        a_pitch: Int32,
-        b_pitch: Int32,
-        alpha: Float32,
-        beta: Float32,
-        stream: cuda.CUstream,
-    ):
-        mD, mA, mB, n = self.matrices(out, a, b, m, n, k, out_pitch, a_pitch, b_pitch)
-        mBias = cute.make_tensor(bias, cute.make_layout((n,), stride=(1,)))
-        self.body(mD, mA, mB, None, mBias, alpha, beta, stream)

@@ -15,9 +15,9 @@ current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStr
 
 
 class AddressedLaunch:
-    """``launch(out, a, b, c, bias, alpha, beta)`` over ``kernel(out, a, b, *numbers, alpha, beta, stream)``.
+    """``launch(out, a, b, c, bias, alpha, beta)`` over ``kernel(out, a, b, bias, *numbers, alpha, beta, stream)``.
 
-    The kernel takes addresses, the bias's behind b's where there is one, and the current stream's handle.
+    The kernel takes addresses, None where there is no bias, and the current stream's handle.
     """
 
     __slots__ = ("_along", "kernel")
@@ -48,7 +48,7 @@ class AddressedLaunch:
         def fire(addresses: list[int], scalars: tuple[Any, ...]) -> None:
             at, at_a, at_b = addresses
             alpha, beta = scalars
-            kernel(at, at_a, at_b, m, n, k, pitch_out, pitch_a, pitch_b, alpha, beta, current_stream(device))
+            kernel(at, at_a, at_b, None, m, n, k, pitch_out, pitch_a, pitch_b, alpha, beta, current_stream(device))
 
         return fire_biased if biased else fire
 
@@ -56,5 +56,5 @@ class AddressedLaunch:
         self, out: Tensor, a: Tensor, b: Tensor, c: None, bias: Tensor | None, alpha: float, beta: float
     ) -> None:
         stream = current_stream(out.get_device())
-        addresses = [t.data_ptr() for t in (out, a, b, bias) if t is not None]
+        addresses = [None if t is None else t.data_ptr() for t in (out, a, b, bias)]
         self.kernel(*addresses, *self.numbers(out, a, b), alpha, beta, stream)

@@ -143,19 +143,20 @@ class Gemm(Op[GemmProblem, GemmConfig]):
         from cutlass.cute.runtime import make_ptr
 
         from cutekernels.backends import cute as backend
-        from cutekernels.kernels.cute.addressed import Addressed, AddressedWithBias, Operand
+        from cutekernels.kernels.cute.addressed import Addressed, Operand
 
         aligns = (p.out_align, p.a_align, p.b_align)
         out, a, b = (Operand(along, align) for along, align in zip(p.along, aligns, strict=True))
         m, n, k = (p.divisibility(name) for name in "mnk")
-        called = AddressedWithBias if p.bias != "none" else Addressed
-        places = [(dtype, o.align * ELEMENT_BYTES) for o in (out, a, b)]
-        if p.bias != "none":
-            kind = Float32 if p.bias == "fp32" else dtype
-            places.append((kind, kind.width // 8))
+
+        def address(kind: Any, align: int) -> Any:
+            return make_ptr(kind, 16, AddressSpace.gmem, assumed_align=align)
+
+        bias = Float32 if p.bias == "fp32" else dtype
         return backend.compile(
-            called(body, out, a, b, (m, n, k)),
-            *[make_ptr(kind, 16, AddressSpace.gmem, assumed_align=align) for kind, align in places],
+            Addressed(body, out, a, b, (m, n, k)),
+            *[address(dtype, o.align * ELEMENT_BYTES) for o in (out, a, b)],
+            None if p.bias == "none" else address(bias, bias.width // 8),
             *[Int32(1) for _ in range(6)],
             Float32(1.0),
             Float32(0.0),
