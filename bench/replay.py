@@ -6,11 +6,10 @@ A sweep is a JSON line for each config of a problem, with at least ``op``, ``pro
 
 from __future__ import annotations
 
-import gzip
 import json
+import lzma
 import math
 import random
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,7 +21,6 @@ from typing import Annotated, Any
 import optuna
 import typer
 
-from bench.process import Chooser
 from cutekernels import terminal
 from cutekernels.autotune import samplers
 from cutekernels.autotune.space import Space
@@ -36,7 +34,7 @@ from cutekernels.terminal import As, Format
 SWEEPS = Path(__file__).parent / "sweeps"
 READS = ("op", "revision", "problem", "config", "default", "us", "p20", "p80", "model_us")
 MARKS = (16, 32)
-ORDERS = "chance,model,process,random,tpe"
+ORDERS = "chance,model,random,tpe"
 
 
 @dataclass(frozen=True)
@@ -66,7 +64,7 @@ class Sweep:
 
 def files(folder: Path) -> list[Path]:
     """The sweeps in ``folder``; or ``folder`` itself, where it is one."""
-    return [folder] if folder.is_file() else sorted(folder.rglob("*.jsonl.gz"))
+    return [folder] if folder.is_file() else sorted(folder.rglob("*.jsonl.xz"))
 
 
 def recorded(folder: Path) -> Iterator[dict[str, Any]]:
@@ -74,11 +72,11 @@ def recorded(folder: Path) -> Iterator[dict[str, Any]]:
     for file in files(folder):
         read = 0
         try:
-            with gzip.open(file, "rt", encoding="utf-8") as lines:
+            with lzma.open(file, "rt", encoding="utf-8") as lines:
                 for line in lines:
                     yield _sound(json.loads(line))
                     read += 1
-        except (OSError, EOFError, zlib.error, ValueError, RecursionError) as error:
+        except (OSError, EOFError, lzma.LZMAError, ValueError, RecursionError) as error:
             raise CuteKernelsError(f"{file}, line {read + 1}, is not of a sweep: {error}") from error
 
 
@@ -156,14 +154,6 @@ def by_model(sweep: Sweep, dice: random.Random) -> Iterator[int]:
     yield from [sweep.default, *sorted(rest, key=lambda i: (sweep.model_us[i], i))]
 
 
-def by_process(sweep: Sweep, dice: random.Random) -> Iterator[int]:
-    """The seeds, then the expected improvement of a Gaussian process: the tuner's until 2026-11-26."""
-    chooser = Chooser(sweep.rows, sweep.model_us, sweep.space.openers([sweep.default]))
-    while (row := chooser.next()) is not None:
-        yield row
-        chooser.observe(row, sweep.draw(row, dice))
-
-
 def by_sampler(name: str) -> Order:
     """The tuner's: the seeds, then what a sampler of Optuna's proposes, and what it leaves out at the end."""
 
@@ -188,8 +178,8 @@ def by_sampler(name: str) -> Order:
 
 
 def order_of(name: str) -> Order:
-    """``chance``, ``model``, ``process``, or a sampler of Optuna's. Raises JobError for no such name."""
-    own = {"chance": by_chance, "model": by_model, "process": by_process}
+    """``chance``, ``model``, or a sampler of Optuna's. Raises JobError for no such name."""
+    own = {"chance": by_chance, "model": by_model}
     return own.get(name) or by_sampler(samplers.checked(name))
 
 
@@ -229,7 +219,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 @app.command()
 def command(
     folder: Annotated[Path, typer.Option(help="Where the sweeps are.")] = SWEEPS,
-    orders: Annotated[str, typer.Option(help="chance, model, process, samplers of Optuna's; with commas.")] = ORDERS,
+    orders: Annotated[str, typer.Option(help="chance, model, samplers of Optuna's; with commas.")] = ORDERS,
     seeds: Annotated[int, typer.Option(min=1, help="Tunes of each sweep and order.")] = 10,
     least: Annotated[int, typer.Option(min=1, help="Only sweeps of so many configs.")] = 12,
     format: As = Format.table,

@@ -6,8 +6,8 @@ the ratio to the default in the same rounds, the compiler's facts and the model'
 
 from __future__ import annotations
 
-import gzip
 import json
+import lzma
 import os
 import random
 import time
@@ -36,7 +36,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 def command(
     op: Annotated[str, typer.Argument(help="An op's name, e.g. gemm.")],
     problem: Annotated[list[str], typer.Option("--problem", help="A problem as text; may be repeated.")],
-    out: Annotated[Path | None, typer.Option(help="File; default bench/sweeps/<gpu>/<op>.jsonl.gz, added to.")] = None,
+    out: Annotated[Path | None, typer.Option(help="File; default bench/sweeps/<gpu>/<op>.jsonl.xz, added to.")] = None,
     most: Annotated[int, typer.Option(min=2, help="Configs of a problem at most, evenly drawn.")] = 400,
     rounds: Annotated[int, typer.Option(min=5, help="Samples of each config.")] = 20,
     slim: Annotated[bool, typer.Option("--slim", help="Leave out what `bench replay` does not read.")] = False,
@@ -50,7 +50,7 @@ def command(
         found = registry.get(op)
         problems = [found.Problem.parse(text).bucket() for text in problem]
         gpu = gpus.lookup("auto")
-        path = out or Path(__file__).parent / "sweeps" / gpu.name / f"{op}.jsonl.gz"
+        path = out or Path(__file__).parent / "sweeps" / gpu.name / f"{op}.jsonl.xz"
         path.parent.mkdir(parents=True, exist_ok=True)
         stamp = environment.stamp(gpu.name, None)
         if path.exists():
@@ -65,8 +65,8 @@ def command(
                 else:
                     lines = [line | {"stamp": stamp} for line in lines]
                 text = "".join(json.dumps(line) + "\n" for line in lines)
-                with path.open("ab") as file:  # each problem is a gzip member of its own, in one write
-                    file.write(gzip.compress(text.encode()))
+                with path.open("ab") as file:  # each problem is a xz stream of its own, in one write
+                    file.write(lzma.compress(text.encode()))
                 terminal.say(f"{op} [{one}]: {len(lines)} configs in {path}")
     except CuteKernelsError as error:
         terminal.fail(str(error), code=2 if isinstance(error, UnsupportedProblem) else 1)
@@ -96,7 +96,8 @@ def sweep(
                 "model_us": op.estimate_us(problem, config, gpu),
                 "floor_us": op.work(problem).floor_us(gpu),
             }
-            yield line | _measured(runtime, op, problem, gpu, (default, config), futures[config], rounds)
+            line |= _measured(runtime, op, problem, gpu, (default, config), futures[config], rounds)
+            yield {name: _short(value) for name, value in line.items()}
     finally:
         for future in futures.values():
             future.cancel()
@@ -136,3 +137,7 @@ def _measured(
         "error": mine.error,
         "ratio": ratio.value if ratio else None,
     }
+
+
+def _short(value: Any) -> Any:
+    return float(f"{value:.5g}") if isinstance(value, float) else value

@@ -16,7 +16,7 @@ from tests.attention.cases import random_problem
 from tests.attention.compiled import H200, built, count
 from tests.compiled import opcodes
 
-MEASURED = estimates.SWEEPS / "h200/attention_few_tiles.jsonl.gz"
+MEASURED = estimates.SWEEPS / "h200/attention_few_tiles.jsonl.xz"
 HEAD = AttentionProblem.parse("batch=1 seq_q=1024 seq_kv=1024 heads_q=1 heads_kv=1 head_dim=64")
 PROMPT = AttentionProblem.parse("batch=1 seq_q=512 seq_kv=512 heads_q=28 heads_kv=4 causal=1 lse=1")
 BASE = AttentionConfig.parse(

@@ -79,7 +79,7 @@ def test_gemms_defaults_are_near_the_best(
     most; the model's choice among a sweep's configs on warp groups 0.3 and 6.7 %. Of searches, which go on from the
     model's favourites: 0.8 and 7.5 %, 2.9 and 9.5 %.
     """
-    searched = {q.problem for q in of_sweeps(file="tuned.jsonl.gz")}
+    searched = {q.problem for q in of_sweeps(file="tuned.jsonl.xz")}
 
     def behind(body: str) -> list[estimates.Quality]:
         return [q for q in of_sweeps(body) if q.op == "gemm" and (q.problem in searched) == of_searches]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import gzip
 import json
+import lzma
 import math
 import random
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ def sweeps() -> list[replay.Sweep]:
     return replay.load()
 
 
-@pytest.mark.parametrize("order", ["chance", "model", "process", "random", "tpe"])
+@pytest.mark.parametrize("order", ["chance", "model", "random", "tpe"])
 def test_every_order_tries_each_config_once(order: str, sweeps: list[replay.Sweep]) -> None:
     sweep = min(sweeps, key=lambda s: len(s.rows))
     tried = list(replay.order_of(order)(sweep, random.Random(1)))
@@ -47,7 +47,7 @@ def test_a_sweep_is_recorded_and_replayed(tmp_path: Path) -> None:
     lines = list(sweep.sweep(machine, TOY, PROBLEM, H200, most=100, rounds=20, until=math.inf))
     assert [line["config"] for line in lines][:1] == [str(DEFAULT)]
     assert {line["config"] for line in lines} == set(map(str, VALID))
-    with gzip.open(tmp_path / "toy.jsonl.gz", "wt") as file:
+    with lzma.open(tmp_path / "toy.jsonl.xz", "wt") as file:
         file.write("".join(f"{json.dumps(line)}\n" for line in lines))
     (found,) = replay.load(tmp_path)
     assert (len(found.rows), found.us.count(None), found.knobs) == (len(VALID), 1, ("tile", "warps", "fast"))
@@ -83,17 +83,17 @@ def test_the_command_lines() -> None:
 )
 def test_a_broken_sweep_is_named_with_its_line(tmp_path: Path, line: str) -> None:
     good = {"op": "toy", "problem": "m=1 n=1", "config": "a=1", "us": 1.0, "model_us": 1.0, "default": True}
-    with gzip.open(tmp_path / "toy.jsonl.gz", "wt") as file:
+    with lzma.open(tmp_path / "toy.jsonl.xz", "wt") as file:
         file.write(f"{json.dumps(good)}\n{line}\n{json.dumps(good)}\n")
     result = CliRunner().invoke(replay.app, ["--folder", str(tmp_path)])
     assert result.exit_code == 1
-    assert "toy.jsonl.gz, line 2" in " ".join(result.stderr.split())
+    assert "toy.jsonl.xz, line 2" in " ".join(result.stderr.split())
 
 
 def test_half_a_file_is_named(tmp_path: Path) -> None:
-    whole = gzip.compress(b'{"op": "toy"}\n' * 1000)
-    (tmp_path / "toy.jsonl.gz").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(CuteKernelsError, match=r"toy\.jsonl\.gz, line \d+"):
+    whole = lzma.compress(b'{"op": "toy"}\n' * 1000)
+    (tmp_path / "toy.jsonl.xz").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(CuteKernelsError, match=r"toy\.jsonl\.xz, line \d+"):
         list(replay.recorded(tmp_path))
 
 
@@ -102,11 +102,11 @@ def test_a_slim_sweep_is_replayed_like_a_whole_one(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(sweep.gpus, "lookup", lambda name: H200)
     monkeypatch.setattr(registry, "get", lambda name: TOY)
     for words in ([], ["--slim"]):
-        out = str(tmp_path / f"{len(words)}.jsonl.gz")
+        out = str(tmp_path / f"{len(words)}.jsonl.xz")
         assert CliRunner().invoke(sweep.app, ["toy", "--problem", str(PROBLEM), "--out", out, *words]).exit_code == 0
-    whole, slim = (replay.load(tmp_path / f"{n}.jsonl.gz") for n in (0, 1))
+    whole, slim = (replay.load(tmp_path / f"{n}.jsonl.xz") for n in (0, 1))
     assert slim == whole and len(slim[0].rows) == len(VALID)
-    assert (tmp_path / "1.jsonl.gz").stat().st_size < (tmp_path / "0.jsonl.gz").stat().st_size / 2
+    assert (tmp_path / "1.jsonl.xz").stat().st_size < (tmp_path / "0.jsonl.xz").stat().st_size / 2
 
 
 def test_a_sweep_that_is_stopped_keeps_the_problems_that_were_done(
@@ -120,7 +120,7 @@ def test_a_sweep_that_is_stopped_keeps_the_problems_that_were_done(
     monkeypatch.setattr(sweep, "sweep", lines)
     monkeypatch.setattr(sweep, "LocalRuntime", lambda jobs: nullcontext())
     monkeypatch.setattr(sweep.gpus, "lookup", lambda name: H200)
-    out = tmp_path / "gemm.jsonl.gz"
+    out = tmp_path / "gemm.jsonl.xz"
     for m in (1, 4):
         problems = ["--problem", f"m={m} n=8 k=8", "--problem", "m=2 n=8 k=8"]
         CliRunner().invoke(sweep.app, ["gemm", *problems, "--out", str(out)])

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import gzip
 import io
 import json
+import lzma
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -246,7 +246,7 @@ class TestTuning:
     def test_a_sweep_without_revisions_is_of_the_first(self, tmp_path: Path) -> None:
         lines = [{"op": "gemm", "problem": PROBLEM, "config": OLD, "us": 1.0}]
         lines += [lines[0] | {"revision": 2, "config": OTHER}]
-        (tmp_path / "s.jsonl.gz").write_bytes(gzip.compress("\n".join(map(json.dumps, lines)).encode()))
+        (tmp_path / "s.jsonl.xz").write_bytes(lzma.compress("\n".join(map(json.dumps, lines)).encode()))
         assert [line["config"] for line in replay.recorded(tmp_path)] == [NEW, OTHER]
 
 

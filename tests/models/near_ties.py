@@ -33,3 +33,23 @@ def check_greedy(model: Any, exact: Any, prompt: Sequence[int], tokens: Sequence
     chosen = torch.tensor(tokens, device=expected.device)[:, None]
     wrong = (~within.gather(1, chosen)[:, 0]).nonzero().flatten().tolist()
     assert not wrong, f"tokens {wrong} of {len(tokens)} are not the best ones"
+
+
+@torch.no_grad()
+def routing_gap(model: Any, given: dict[str, Any], experts: int, top_k: int) -> Tensor:
+    """``(B, S)``: by how many standard deviations of its scores a token's last expert leads the next, in any layer."""
+    gaps: list[Tensor] = []
+
+    def seen(module: Any, args: Any) -> None:
+        scores = args[0].flatten(0, -2) @ module.weight.T + (getattr(module, "bias", None) is not None and module.bias)
+        best = scores.sort(-1, descending=True).values
+        gaps.append((best[:, top_k - 1] - best[:, top_k]) / scores.std())
+
+    routers = [m for n, m in model.named_modules() if n.endswith(("gate", "router")) and len(m.weight) == experts]
+    handles = [router.register_forward_pre_hook(seen) for router in routers]
+    try:
+        model(**given)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return torch.stack(gaps).amin(0).view_as(given["input_ids"])

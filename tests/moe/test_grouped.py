@@ -256,7 +256,7 @@ def test_other_bodies_are_refused() -> None:
 def test_the_multistage_model_knows_that_rows_choose_at_random() -> None:
     """Equal shares of rows were 30 % off in the root mean square; half of the experts need a second tile of 64 rows."""
     h200, off = TARGETS[2], []
-    for (op, text), us in load(SWEEPS / "h200" / "grouped_warpgroup.jsonl.gz").items():
+    for (op, text), us in load(SWEEPS / "h200" / "grouped_warpgroup.jsonl.xz").items():
         for config in map(GemmConfig.parse, us if op == GROUPED_GEMM.name else ()):
             if config.body == "multistage":
                 off.append(math.log(GROUPED_GEMM.estimate_us(Problem.parse(text), config, h200) / us[str(config)]))
@@ -292,7 +292,7 @@ def test_where_weights_are_the_limit_the_default_does_the_least_work(spec: gpu.G
 def test_the_multistage_default_keeps_up_with_triton_on_warp_mma() -> None:
     """Recorded on an H100: 26 products, 1 to 4096 tokens; Qwen3's down projection of one token is the worst."""
     h100, runs = gpu.lookup("h100"), dict[tuple[str, int], dict[str, float]]()
-    for row in recorded_rows(SWEEPS / "h100-sxm" / "grouped_multistage.jsonl.gz"):
+    for row in recorded_rows(SWEEPS / "h100-sxm" / "grouped_multistage.jsonl.xz"):
         runs.setdefault((row["problem"], row["run"]), {})[row.get("config", "triton")] = row["us"]
     speed = []
     for (text, _), measured in runs.items():

@@ -109,7 +109,7 @@ def test_the_default_of_few_tokens_is_one_kernel(spec: str) -> None:
     """No slower than the chain in the sweeps by more than 3.5 %, 5 % faster in the geometric mean (H200)."""
     here = gpu.lookup(spec)
     gains = []
-    for (op, text), us in load(SWEEPS / "h200" / "few_tokens.jsonl.gz").items():
+    for (op, text), us in load(SWEEPS / "h200" / "few_tokens.jsonl.xz").items():
         problem = LINEAR_SILU_MUL.Problem.parse(text) if op == LINEAR_SILU_MUL.name else None
         if problem is not None and problem.m <= 8:
             chosen = LINEAR_SILU_MUL.default(problem, here)
