@@ -160,9 +160,13 @@ def select_trials(
     *,
     winning: bool = False,
     limit: int | None = None,
+    latest: bool = False,
     strict: bool = False,
 ) -> list[Trial]:
-    """Trials that meet the conditions, oldest first. A broken row is left out with a warning; ``strict``: refused."""
+    """Trials that meet the conditions, oldest first. A broken row is left out with a warning; ``strict``: refused.
+
+    ``limit``: so many rows alone, the first or the ``latest``.
+    """
     gpus = [_gpu.c[name] for name in _GPU_FIELDS]
     versions = [_environment.c[name] for name in _VERSION_FIELDS]
     rest = [_trial.c[name] for name in (*PROVENANCE, *_TRIAL_FIELDS)]
@@ -174,7 +178,9 @@ def select_trials(
     some_gpus: dict[tuple[Any, ...], Gpu] = {}
     some_environments: dict[tuple[Any, ...], Environment] = {}
     first, second = len(gpus), len(gpus) + len(versions) + len(PROVENANCE)
-    for row in session.execute(query.order_by(_trial.c.created_at, _trial.c.id).limit(bounded(limit))):
+    age = [column.desc() if latest else column for column in (_trial.c.created_at, _trial.c.id)]
+    rows = session.execute(query.order_by(*age).limit(bounded(limit)))
+    for row in reversed(rows.all()) if latest else rows:
         try:
             of_gpu, of_environment = tuple(row[:first]), tuple(row[first:second])
             if of_gpu not in some_gpus:
