@@ -2,51 +2,48 @@
 
 from __future__ import annotations
 
-import inspect
 import random
 import warnings
 from collections.abc import Collection, Sequence
 from importlib.util import find_spec
 from typing import Any
 
-import optuna
-from optuna.samplers import BaseSampler
+from optuna.exceptions import ExperimentalWarning
+from optuna.samplers import (
+    BaseSampler,
+    GPSampler,
+    NSGAIIISampler,
+    NSGAIISampler,
+    RandomSampler,
+    TPESampler,
+)
 
 from cutekernels.errors import JobError, near
 
 DEFAULT = "random"
 MOST_DRAWS = 64  # of one parameter, for a value that the ones before it allow
-_TAKEN_APART = ("gp", "nsgaii", "nsgaiii")  # they see the parameters that all trials have, and draw others by chance
-_REFUSED = {
-    "cmaes": "takes numbers alone, and a knob is a category",
-    "qmc": "takes numbers alone, and a knob is a category",
-    "bruteforce": "ends its study itself, which optimize() alone allows",
+KNOWN: dict[str, Any] = {
+    "random": RandomSampler,
+    "tpe": TPESampler,
+    "gp": GPSampler,
+    "nsgaii": NSGAIISampler,
+    "nsgaiii": NSGAIIISampler,
 }
+_TAKEN_APART = ("gp", "nsgaii", "nsgaiii")  # they see the parameters that all trials have, and draw others by chance
+_NUMBERS = "takes numbers alone, and a knob is a category"
+_REFUSED = {"cmaes": _NUMBERS, "qmc": _NUMBERS, "bruteforce": "ends its study itself, which optimize() alone allows"}
 _LIBRARIES = {"gp": "scipy"}  # which Optuna imports in the middle of a search
 
 
-def names() -> dict[str, type[BaseSampler]]:
-    """The samplers that need no arguments, by the names that ``--sampler`` takes."""
-    kinds = (getattr(optuna.samplers, name) for name in optuna.samplers.__all__ if name.endswith("Sampler"))
-    return {kind.__name__.removesuffix("Sampler").lower(): kind for kind in kinds if _needs_nothing(kind)}
-
-
-def _needs_nothing(kind: type[BaseSampler]) -> bool:
-    required = [p for p in inspect.signature(kind).parameters.values() if p.default is p.empty]
-    return not inspect.isabstract(kind) and not required
-
-
 def checked(name: str) -> str:
-    """The canonical form of a sampler's name. Raises JobError where Optuna has none of that name."""
-    known = names()
+    """The canonical form of a sampler's name. Raises JobError for one that no search can use."""
     short = name.lower().removesuffix("sampler").replace("-", "").replace("_", "")
-    if short not in known:
-        raise JobError(
-            f"Optuna has no sampler {name[:40]!r} that a search could use. {near(short, known)}"
-            f"Known: {', '.join(known)}"
-        )
     if short in _REFUSED:
         raise JobError(f"--sampler {short} {_REFUSED[short]}: use {DEFAULT} or tpe")
+    if short not in KNOWN:
+        raise JobError(
+            f"no sampler {name[:40]!r} that a search could use. {near(short, KNOWN)}Known: {', '.join(KNOWN)}"
+        )
     return short
 
 
@@ -58,18 +55,12 @@ def make(name: str, seed: int, branches: Sequence[Any]) -> Valid:
             f"--sampler {short} sees only parameters that all trials share, and each body has its own "
             f"({', '.join(map(str, branches))}): use {DEFAULT} or tpe"
         )
-    kind: Any = names()[short]
     library = _LIBRARIES.get(short)
     if library is not None and find_spec(library) is None:
         raise JobError(f"--sampler {short} needs {library}, which is not installed: pip install {library}, or use tpe")
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            inner = kind(seed=seed) if "seed" in inspect.signature(kind).parameters else kind()
-    except ImportError as error:
-        reason = str(error).partition("\n")[0]
-        raise JobError(f"--sampler {short} needs a library that is not installed: {reason}") from error
-    return Valid(inner, seed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ExperimentalWarning)
+        return Valid(KNOWN[short](seed=seed), seed)
 
 
 class Valid(BaseSampler):

@@ -128,24 +128,13 @@ class _Journal(BaseJournalBackend):
     def append_logs(self, logs: list[dict[str, Any]]) -> None:
         lines = "".join(json.dumps(log, separators=(",", ":")) + "\n" for log in logs).encode()
         with engine.file_errors(str(self._path)), self._lock, self._path.open("r+b") as file:
-            _cut(file)
+            if file.seek(0, os.SEEK_END):
+                file.seek(-1, os.SEEK_END)
+                if file.read() != b"\n":
+                    file.seek(0)
+                    file.truncate(file.read().rfind(b"\n") + 1)
+                    file.seek(0, os.SEEK_END)
             file.write(lines)
-
-
-def _cut(file: BinaryIO) -> None:
-    """Leave ``file`` at its end, with whole lines alone."""
-    end = size = file.seek(0, os.SEEK_END)
-    while end:
-        begin = max(0, end - 4096)
-        file.seek(begin)
-        newline = file.read(end - begin).rfind(b"\n")
-        if newline >= 0:
-            end = begin + newline + 1
-            break
-        end = begin
-    if end < size:
-        file.truncate(end)
-    file.seek(end)
 
 
 def _held(file: BinaryIO, kind: int) -> bool:

@@ -235,7 +235,7 @@ def _gpus_with_winners(db: str | None) -> list[str]:
 
 @app.command()
 def gpus(format: As = Format.table) -> None:
-    """List the GPUs that --gpu takes, with figures from their data sheets."""
+    """List the GPUs that --gpu takes, with their data sheets' figures; bf16_tflops: dense, accumulated in fp32."""
     from cutekernels.gpu import ALIASES, GPUS
 
     also: dict[str, list[str]] = {}
@@ -249,7 +249,7 @@ def gpus(format: As = Format.table) -> None:
             "sms": g.sm_count,
             "memory_gib": g.memory_bytes >> 30,
             "dram_gbps": g.dram_gbps,
-            "peak_tflops": g.peak_tflops,
+            "bf16_tflops": g.bf16_tflops,
         }
         for g in GPUS
     ]

@@ -95,6 +95,11 @@ class GpuSpec:
         return replace(self, name=f"{self.name}-{smem_kib}kib", smem_cap_bytes=smem_kib * KIB)
 
     @property
+    def bf16_tflops(self) -> float:
+        """The dense bf16 rate with fp32 accumulation, by the fastest instruction: what data sheets compare."""
+        return self.peak_tflops if self.has_wgmma else self.mma_tflops
+
+    @property
     def max_warps(self) -> int:
         return self.arch.max_warps
 

@@ -11,6 +11,7 @@ A rule is a method that returns what is wrong, or None; a decorator says what it
 Its name is the method's. A subclass has its bases' rules in their order, replaces one by its name, and drops it by
 ``most_warps = None``. What a rule reads decides when it is asked: a problem's once, a config's once for all problems
 (:meth:`Schedule.fitting` keeps what passes), those of both for each pair. ``x`` is what a call asks beside the problem.
+An op of one body has its rules itself (:class:`Ruled`), without ``x``.
 """
 
 from __future__ import annotations
@@ -54,11 +55,9 @@ C = TypeVar("C")
 X = TypeVar("X")
 
 
-class Schedule(ABC, Generic[P, C, X]):
-    """Configs of one body: their knobs, rules and model. One frozen object each."""
+class Ruled:
+    """What has rules as methods: an op of one body, or a :class:`Schedule`."""
 
-    name: ClassVar[str]
-    """Its value of the config's ``body``."""
     rules: ClassVar[tuple[Rule, ...]] = ()
     _of: ClassVar[dict[str, tuple[Callable[..., str | None], ...]]] = {}
 
@@ -74,24 +73,35 @@ class Schedule(ABC, Generic[P, C, X]):
         cls.rules = tuple(rule for rule in found.values() if rule is not None)
         cls._of = {r: tuple(x.why_not for x in cls.rules if x.reads == r) for r in ("problem", "config", "both")}
 
-    # -- rules
-
-    def why_not(self, p: P, c: C, gpu: GpuSpec, x: X) -> str | None:
+    def why_not(self, p: Any, c: Any, gpu: GpuSpec, *x: Any) -> str | None:
         """The first rule that ``c`` breaks for ``p`` on ``gpu``, in words."""
-        return next(self.failures(p, c, gpu, x), None)
+        return next(self.failures(p, c, gpu, *x), None)
 
-    def failures(self, p: P, c: C, gpu: GpuSpec, x: X) -> Iterator[str]:
+    def failures(self, p: Any, c: Any, gpu: GpuSpec, *x: Any) -> Iterator[str]:
         """A message for each broken rule."""
-        yield from self.foreign_knobs(c)
-        yield from self.failures_of("problem", p, gpu, x)
-        yield from self.failures_of("config", c, gpu, x)
-        yield from self.failures_of("both", p, c, gpu, x)
+        yield from self.failures_of("problem", p, gpu, *x)
+        yield from self.failures_of("config", c, gpu, *x)
+        yield from self.failures_of("both", p, c, gpu, *x)
 
     def failures_of(self, reads: Reads, *read: Any) -> Iterator[str]:
         """Those of the rules that read as much: ``p``, ``c`` or both, then ``gpu`` and ``x``."""
         for rule in self._of[reads]:
             if (why := rule(self, *read)) is not None:
                 yield why
+
+
+class Schedule(Ruled, ABC, Generic[P, C, X]):
+    """Configs of one body: their knobs, rules and model. One frozen object each."""
+
+    name: ClassVar[str]
+    """Its value of the config's ``body``."""
+
+    # -- rules
+
+    def failures(self, p: P, c: C, gpu: GpuSpec, *x: X) -> Iterator[str]:
+        """A message for each knob of another body and each broken rule."""
+        yield from self.foreign_knobs(c)
+        yield from super().failures(p, c, gpu, *x)
 
     @abstractmethod
     def foreign_knobs(self, c: C) -> Iterator[str]:

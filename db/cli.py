@@ -118,8 +118,7 @@ def history(
 ) -> None:
     """List every trial, oldest first, failed ones with the reason."""
     with _opened(db, needed=True) as opened:
-        found = opened.trials(gpu=gpu, op=op, problem=problem)
-        rows = [opened.columns(t) for t in (found[-limit:] if limit else found)]
+        rows = [opened.columns(t) for t in opened.trials(gpu=gpu, op=op, problem=problem, latest=limit)]
     _write(
         _sorted(rows, sort, _TRIAL_COLUMNS), format, columns, "no trial matches", _TRIAL_COLUMNS, wide, listing.trials
     )

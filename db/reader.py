@@ -267,9 +267,18 @@ class Database:
         return self._configs[op, text]
 
     def trials(
-        self, *, gpu: str | None = None, op: str | None = None, problem: str | None = None, part: str | None = None
+        self,
+        *,
+        gpu: str | None = None,
+        op: str | None = None,
+        problem: str | None = None,
+        part: str | None = None,
+        latest: int | None = None,
     ) -> list[Trial]:
-        """Trials of the database, oldest first; ``part`` is the start or the end of an id, shipped trials too."""
+        """Trials of the database, oldest first; ``part`` is the start or the end of an id, shipped trials too.
+
+        ``latest``: the last so many alone.
+        """
         gpu, op = self.gpu(gpu), self.op(op)
         conditions = query.conditions(problem or "", op)
         found: Sequence[Trial] = []
@@ -279,11 +288,14 @@ class Database:
             if part is not None:
                 found = self.store.find(part, gpu=gpu, op=op)
             else:
-                found = self.store.trials(gpu=gpu, op=op, problems=self._problems(gpu, op, conditions))
+                problems = self._problems(gpu, op, conditions)
+                chosen = problems is not None or not conditions  # by SQL alone
+                found = self.store.trials(gpu=gpu, op=op, problems=problems, latest=latest if chosen else None)
         if part is not None and not found:
             found = [t for t in _shipped(gpu, op) if t.id.startswith(part) or t.id.endswith(part)]
         mine = (t for t in found if gpu in (None, t.gpu.name) and op in (None, t.op))
-        return [t for t in mine if self._matches(t, conditions)]
+        matching = [t for t in mine if self._matches(t, conditions)]
+        return matching[-latest:] if latest else matching
 
     def columns(self, t: Trial) -> dict[str, Any]:
         """A trial's plain values under the names that a winner's have."""
@@ -296,12 +308,12 @@ class Database:
             name: row[name] for name in (*TRIAL_COLUMNS, "problem_text", "config_text") if row.get(name) is not None
         }
 
-    def _problems(self, gpu: str | None, op: str | None, conditions: Sequence[Any]) -> list[str] | None:
-        """The texts of the stored problems that meet the conditions; None where all trials may as well be read."""
+    def _problems(self, gpu: str | None, op: str | None, conditions: Sequence[Any]) -> list[tuple[str, str]] | None:
+        """The ops and stored problems that meet the conditions; None where all trials may as well be read."""
         if not conditions or self.store is None:
             return None
         tasks = {(key.op, key.problem) for key in self.store.tasks(gpu=gpu, op=op)}
-        met = {text for name, text in tasks if query.matches(name, query.problem(name, text), conditions)}
+        met = {(name, text) for name, text in tasks if query.matches(name, query.problem(name, text), conditions)}
         return sorted(met) if len(met) <= _MOST_ASKED else None
 
 

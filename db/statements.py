@@ -30,7 +30,6 @@ from sqlalchemy import (
     type_coerce,
     update,
 )
-from sqlalchemy.dialects import postgresql
 from sqlalchemy.dialects import sqlite as sqlite_dialect
 from sqlalchemy.orm import Session
 
@@ -88,8 +87,11 @@ class Recorded(NamedTuple):
 
 def insert_into(session: Session, table: Any) -> Any:
     """INSERT of the database's own dialect: both know ON CONFLICT, each under its own class."""
-    dialect = session.get_bind().dialect.name
-    return postgresql.insert(table) if dialect == "postgresql" else sqlite_dialect.insert(table)
+    if session.get_bind().dialect.name == "postgresql":
+        from sqlalchemy.dialects import postgresql  # 20 ms, which no query of an SQLite file needs
+
+        return postgresql.insert(table)
+    return sqlite_dialect.insert(table)
 
 
 def batches(values: Iterable[T], size: int) -> Iterator[list[T]]:
@@ -158,9 +160,13 @@ def select_trials(
     *,
     winning: bool = False,
     limit: int | None = None,
+    latest: bool = False,
     strict: bool = False,
 ) -> list[Trial]:
-    """Trials that meet the conditions, oldest first. A broken row is left out with a warning; ``strict``: refused."""
+    """Trials that meet the conditions, oldest first. A broken row is left out with a warning; ``strict``: refused.
+
+    ``limit``: so many rows alone, the first or the ``latest``.
+    """
     gpus = [_gpu.c[name] for name in _GPU_FIELDS]
     versions = [_environment.c[name] for name in _VERSION_FIELDS]
     rest = [_trial.c[name] for name in (*PROVENANCE, *_TRIAL_FIELDS)]
@@ -172,7 +178,9 @@ def select_trials(
     some_gpus: dict[tuple[Any, ...], Gpu] = {}
     some_environments: dict[tuple[Any, ...], Environment] = {}
     first, second = len(gpus), len(gpus) + len(versions) + len(PROVENANCE)
-    for row in session.execute(query.order_by(_trial.c.created_at, _trial.c.id).limit(bounded(limit))):
+    age = [column.desc() if latest else column for column in (_trial.c.created_at, _trial.c.id)]
+    rows = session.execute(query.order_by(*age).limit(bounded(limit)))
+    for row in reversed(rows.all()) if latest else rows:
         try:
             of_gpu, of_environment = tuple(row[:first]), tuple(row[first:second])
             if of_gpu not in some_gpus:
@@ -249,10 +257,13 @@ def _suspects(session: Session) -> set[Any]:
         for row in session.execute(query)
         if any(TRIAL_RULES[name](value) for name, value in zip(scanned, row, strict=True))
     }
-    for name in (name for name in _TRIAL_FIELDS if name not in scanned):
-        column, rule = _trial.c[name], TRIAL_RULES[name]
-        if any(rule(value) for value in session.execute(select(column).distinct()).scalars()):
-            broken |= {id_ for id_, value in session.execute(select(_trial.c.id, column)) if rule(value)}
+    shared = [name for name in _TRIAL_FIELDS if name not in (*scanned, *KEY, "config")]  # few combinations of values
+    for names in (KEY[1:], ("config",), shared):
+        seen = session.execute(select(*(_trial.c[name] for name in names)).distinct()).all()
+        for name, values in zip(names, zip(*seen, strict=True), strict=False):  # none of no rows
+            column, rule = _trial.c[name], TRIAL_RULES[name]
+            if any(rule(value) for value in dict.fromkeys(values)):
+                broken |= {id_ for id_, value in session.execute(select(_trial.c.id, column)) if rule(value)}
     return broken
 
 
@@ -260,9 +271,9 @@ def _doubts(dialect: str) -> Iterator[ColumnElement[bool]]:
     """Conditions one of which each row meets whose measurement, count, id or moment breaks its rule; few others do."""
     t = _trial.c
     for name in MEASUREMENTS:  # SQLite compares any text or blob as greater than a number, PostgreSQL NaN
-        yield or_(t[name] < 0, t[name] > sys.float_info.max)
+        yield ~t[name].between(0, sys.float_info.max)
     for name in COUNTS:
-        yield or_(t[name] < 0, t[name] > INT64_MAX)
+        yield ~t[name].between(0, INT64_MAX)
     if dialect == "postgresql":  # its columns hold their types alone
         yield t.id.bool_op("!~")(f"^{UUID7}$")
         return
@@ -272,7 +283,7 @@ def _doubts(dialect: str) -> Iterator[ColumnElement[bool]]:
         yield or_(func.typeof(column) != "text", func.length(cast(column, LargeBinary)) != size)
     yield t.id.bool_op("NOT GLOB")(UUID7)
     written = type_coerce(t.created_at, Text)
-    yield or_(func.substr(written, 1, 4) == "0000", func.substr(written, 20).bool_op("NOT GLOB")("." + "[0-9]" * 6))
+    yield or_(func.substr(written, 1, 4) == "0000", written.bool_op("NOT GLOB")("*." + "[0-9]" * 6))  # of 26 characters
     yield func.datetime(written, "+0 days").is_distinct_from(func.substr(written, 1, 19))  # 30 February is 2 March
 
 
@@ -283,14 +294,15 @@ def _orphans(session: Session, broken: set[Any]) -> list[str]:
     """
     found = []
     for table, column in ((_gpu, _trial.c.gpu_id), (_environment, _trial.c.environment_id)):
-        query = select(_trial.c.id, column).where(~exists().where(table.c.id == column)).order_by(_trial.c.id)
+        query = select(_trial.c.id, column).where(column.not_in(select(table.c.id))).order_by(_trial.c.id)
         found += [f"trial {id_!r:.60}: no such {table.name}, {to!r:.20}" for id_, to in session.execute(query)]
     t = _trial.c
     key = (_gpu.c.name, t.op, t.revision, t.problem)
     query = select(t.id, t.status, *key, *(_winner.c[name] for name in KEY))
-    query = query.join(_winner, _winner.c.trial_id == t.id).join(_gpu, _gpu.c.id == t.gpu_id).order_by(t.id)
+    query = query.join(_winner, _winner.c.trial_id == t.id).join(_gpu, _gpu.c.id == t.gpu_id)
     other = [column != _winner.c[name] for name, column in zip(KEY, key, strict=True)]
-    for id_, status, *rest in map(tuple[Any, ...], session.execute(query.where(or_(t.status != "ok", *other)))):
+    wrong = session.execute(query.where(or_(t.status != "ok", *other)))
+    for id_, status, *rest in sorted(map(tuple[Any, ...], wrong), key=str):  # SQL would walk all trials to sort them
         if id_ in broken:
             continue
         own, held = tuple(rest[: len(KEY)]), tuple(rest[len(KEY) :])

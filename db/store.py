@@ -22,7 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, TextIO
 
-from sqlalchemy import ColumnElement, and_, case, func, or_, select
+from sqlalchemy import ColumnElement, and_, case, func, or_, select, tuple_
 from sqlalchemy.orm import Session
 
 from cutekernels.db import lines, models, sqlite, statements, trial
@@ -142,18 +142,18 @@ class Store:
         config: str | None = None,
         origin: str | None = None,
         status: str | None = None,
-        problems: Collection[str] | None = None,
-        limit: int | None = None,
+        problems: Collection[tuple[str, str]] | None = None,
+        latest: int | None = None,
     ) -> list[Trial]:
-        """Trials with these values, oldest first; ``problems``: of one of these, a thousand at most."""
+        """Trials with these values, oldest first; ``problems``: of one of these (op, problem), a thousand at most."""
         where = statements.where(gpu, op, revision, problem, origin)
         if problems is not None:
-            where.append(models.Trial.problem.in_(problems))
+            where.append(tuple_(models.Trial.op, models.Trial.problem).in_(problems))
         for column, value in ((models.Trial.config, config), (models.Trial.status, status)):
             if value is not None:
                 where.append(column == value)
         with self._reading() as session:
-            return statements.select_trials(session, where, limit=limit)
+            return statements.select_trials(session, where, limit=latest, latest=latest is not None)
 
     def tasks(self, *, gpu: str | None = None, op: str | None = None, origin: str | None = None) -> list[TaskKey]:
         """The tuning keys that have trials with these values; malformed ones are left out."""

@@ -20,8 +20,8 @@ WORDS = {2: "two", 3: "three", 8: "eight", 12: "twelve"}
 STATED = [
     ("docs/tune.md", "or after {} attempts in a row without an improvement", study.PATIENCE),
     ("docs/tune.md", "of at least {:.1%}", study.IMPROVEMENT),
-    ("docs/tune.md", "the {} configs that the op's model likes best", WORDS[space.MODEL_SEEDS]),
-    ("docs/tune.md", "in {} fresh processes", WORDS[final.PROCESSES]),
+    ("docs/tune.md", "and {} configs of different tile", WORDS[space.MODEL_SEEDS]),
+    ("docs/tune.md", "a *final*: {} fresh processes", WORDS[final.PROCESSES]),
     ("docs/tune.md", "more than {:.1%} faster", final.EFFECT - 1),
     ("docs/tune.md", "up to {} tasks in progress (`--lanes`)", WORDS[fleet.LANES]),
     ("docs/tune.md", "A lane takes {} GiB", fleet._LANE_BYTES >> 30),

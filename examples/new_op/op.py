@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cutekernels.op import Config, Problem, Work, exact, extent, knob, ladder, plain, power_of_two
-from cutekernels.ops.shared import streaming
+from cutekernels.ops.shared import streaming, tile_rules
 from cutekernels.ops.shared.operands import Matrix
 from cutekernels.ops.shared.triton_op import LaidOut, TritonOp
+from cutekernels.rules import of_both
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -62,16 +63,18 @@ class Softcap(TritonOp[SoftcapProblem, SoftcapConfig]):
     def constants(self, p: SoftcapProblem, c: SoftcapConfig) -> dict[str, int | bool | str]:
         return {"BLOCK": c.block}
 
-    def why_not(self, p: SoftcapProblem, c: SoftcapConfig, gpu: GpuSpec) -> str | None:
-        if c.block < 32 * c.warps * p.vec:
-            return f"{32 * c.warps} threads of {p.vec} elements an access need a block of {32 * c.warps * p.vec}"
-        if c.block > max(256, power_of_two(p.cols)):
-            return f"block={c.block} idles most of a block in rows of {p.cols}"
-        return None
+    # Rules: what a method is given beside the GPU is what its decorator says it reads.
+
+    @of_both
+    def accesses(self, p: SoftcapProblem, c: SoftcapConfig, gpu: GpuSpec) -> str | None:
+        return tile_rules.accesses(c.block, c.warps, p.vec)
+
+    @of_both
+    def no_idle_columns(self, p: SoftcapProblem, c: SoftcapConfig, gpu: GpuSpec) -> str | None:
+        return tile_rules.idles("block", c.block, max(256, power_of_two(p.cols)), f"rows of {p.cols}")
 
     def default(self, p: SoftcapProblem, gpu: GpuSpec) -> SoftcapConfig:
-        valid = [c for c in SoftcapConfig.every() if self.why_not(p, c, gpu) is None]
-        return min(valid, key=lambda c: (self.estimate_us(p, c, gpu), str(c)))
+        return min(self.valid(p, gpu), key=lambda c: (self.estimate_us(p, c, gpu), str(c)))
 
     def estimate_us(self, p: SoftcapProblem, c: SoftcapConfig, gpu: GpuSpec) -> float:
         tile = c.block * p.itemsize

@@ -150,7 +150,7 @@ def test_work_is_what_must_be_moved() -> None:
 @pytest.mark.parametrize(
     ("problem", "config", "rule"),
     [
-        ("rows=4 cols=4096", "block_rows=1 block_cols=256 warps=4 evict=normal", "need a tile of 1024"),
+        ("rows=4 cols=4096", "block_rows=1 block_cols=256 warps=4 evict=normal", "an access need 1024"),
         ("rows=4 cols=4096", "block_rows=1 block_cols=8192 warps=1 evict=normal", "registers"),
         ("rows=4 cols=4096", "block_rows=2 block_cols=2048 warps=4 evict=normal", "block_rows must be 1"),
         ("rows=4 cols=300 layout=rows", "block_rows=1 block_cols=1024 warps=4 evict=normal", "rows of 300"),

@@ -258,7 +258,9 @@ def test_every_filter(url: str) -> None:
             assert store.trials(**{name: value}) == [others[name]], name
         assert store.trials(gpu="h200", op="gemm", revision=1, problem=PROBLEM, config="tile_m=128", origin="measured",
                             status="ok") == [base]  # fmt: skip
-        assert store.trials(limit=3) == [base, *others.values()][:3]
+        some = {("gemm", PROBLEM), ("silu_mul", "m=32 n=64 k=32")}
+        assert store.trials(problems=some) == [t for t in (base, *others.values()) if (t.op, t.problem) in some]
+        assert store.trials(latest=3) == [base, *others.values()][-3:]
         assert store.trials(gpu="a100") == []
 
 

@@ -97,7 +97,7 @@ def test_variants_share_the_table(layout: str) -> None:
 
 def test_rules_say_what_is_wrong() -> None:
     for text, rule in (
-        ("block_rows=1 block_cols=512 warps=4", "need a tile of 1024"),
+        ("block_rows=1 block_cols=512 warps=4", "an access need 1024"),
         ("block_rows=8 block_cols=4096 warps=1", "registers"),
         ("block_rows=1 block_cols=4096 warps=4", "rows of 2000"),
         ("block_rows=8 block_cols=128 warps=1", "with 3 rows"),

@@ -100,13 +100,13 @@ def test_suite_samples_pose_their_problem(op: Any, text: str) -> None:
 def test_rules_say_what_is_wrong() -> None:
     problem = LogitProblem(3, 2000)
     for text, rule in (
-        ("block=1024 warps=8", "need a block of 2048"),
+        ("block=1024 warps=8", "an access need 2048"),
         ("block=4096 warps=2", "at most 32 elements"),
-        ("block=4096 warps=8", "block of 2000 columns"),
+        ("block=4096 warps=8", "with 2000 columns"),
     ):
         with pytest.raises(InvalidConfig, match=rule):
             LOGIT_GRADIENT.check(problem, LogitConfig.parse(text), H200)
-    with pytest.raises(InvalidConfig, match="need a block of 2048"):
+    with pytest.raises(InvalidConfig, match="an access need 2048"):
         SCALE_GRADIENT.check(ScaleProblem(4096), ScaleConfig(1024, 8, 256), H200)
     with pytest.raises(UnsupportedProblem, match="align covers one element"):
         ScaleProblem(10, "fp32", 2)

@@ -135,16 +135,16 @@ def test_all_are_registered() -> None:
 @pytest.mark.parametrize(
     ("op", "problem", "config", "rule"),
     [
-        (MOE_ROUTE, "tokens=64 experts=128", "tokens=32 warps=1 method=sort", "has 128 elements"),
-        (MOE_ROUTE, "tokens=64 experts=8 top_k=2", "tokens=1 warps=4 method=sort", "share a tile of 8"),
+        (MOE_ROUTE, "tokens=64 experts=128", "tokens=32 warps=1 method=sort", "of a tile make 128"),
+        (MOE_ROUTE, "tokens=64 experts=8 top_k=2", "tokens=1 warps=4 method=sort", "a tile has 8"),
         (MOE_ROUTE, "tokens=2 experts=128", "tokens=8 warps=4 method=rounds", "with 2 rows"),
-        (MOE_PERMUTE, "pairs=100 experts=8", "block=1024 programs=1 passes=1 warps=4", "block with 100 ids"),
+        (MOE_PERMUTE, "pairs=100 experts=8", "block=1024 programs=1 passes=1 warps=4", "tile with 100 ids"),
         (MOE_PERMUTE, "pairs=200 experts=8", "block=256 programs=32 passes=1 warps=4", "1 are enough"),
         (MOE_PERMUTE, "pairs=200 experts=8", "block=256 programs=1 passes=2 warps=4", "no second pass"),
         (MOE_PERMUTE, "pairs=1000000 experts=8", "block=256 programs=32 passes=1 warps=4", "at most 16"),
-        (MOE_GATHER, "tokens=4 cols=4096", "block=256 warps=8", "need a block of 2048"),
-        (MOE_GATHER, "tokens=4 cols=4096", "block=4096 warps=1", "has 128 elements"),
-        (MOE_GATHER, "tokens=4 cols=100 align=8", "block=1024 warps=4", "in rows of 100"),
+        (MOE_GATHER, "tokens=4 cols=4096", "block=256 warps=8", "an access need 2048"),
+        (MOE_GATHER, "tokens=4 cols=4096", "block=4096 warps=1", "of a tile make 128"),
+        (MOE_GATHER, "tokens=4 cols=100 align=8", "block=1024 warps=4", "with rows of 100"),
     ],
 )
 def test_rules_say_what_is_wrong(op: Any, problem: str, config: str, rule: str) -> None:

@@ -191,7 +191,7 @@ _BASE = "block_rows=1 block_cols=4096 resident=1 warps=8 per_sm=0 stages=1"
         ("rms_norm", "rows=4 cols=4096", _BASE.replace("block_rows=1", "block_rows=8"), "with 4 rows"),
         ("rms_norm", "rows=4 cols=4096", _BASE.replace("warps=8", "warps=1"), "registers"),
         ("rms_norm", "rows=4 cols=32 layout=strided", "block_rows=1 block_cols=32 resident=1 warps=2 per_sm=0 stages=1",
-         "need a tile of 64"),
+         "an access need 64"),
         ("rms_norm", "rows=4 cols=4096", _BASE.replace("stages=1", "stages=2"), "stages must be 1"),
         ("rms_norm", "rows=4 cols=4096", _BASE.replace("per_sm=0 stages=1", "per_sm=1 stages=2"), "nothing ahead"),
         ("rms_norm", "rows=9999 cols=4096", _BASE.replace("per_sm=0", "per_sm=2"), "copy nothing ahead"),

@@ -81,8 +81,8 @@ def test_work_is_what_must_be_moved() -> None:
 @pytest.mark.parametrize(
     ("config", "rule"),
     [
-        ("block=256 warps=4 evict=normal", "128 threads of 4 elements an access need a block of 512"),
-        ("block=4096 warps=4 evict=first", "at most 16 elements; 4096 make 32"),
+        ("block=256 warps=4 evict=normal", "128 threads of 4 elements an access need 512"),
+        ("block=4096 warps=4 evict=first", "at most 16 elements; 4096 of a tile make 32"),
     ],
 )
 def test_rules_say_what_is_wrong(config: str, rule: str) -> None:

@@ -14,12 +14,13 @@ import cutekernels as ck
 from cutekernels import gpu
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.kernels.cute.parts.smem import DequantizeSmem
-from cutekernels.ops.quantized import backward
+from cutekernels.ops.quantized import api, backward
 from cutekernels.ops.quantized.decode import DEQUANTIZE, DequantizeConfig, DequantizeProblem
 from tests.compiled import H200, TARGETS, cubin, opcodes, sass
 from tests.quantized import cases
 from tests.quantized.cases import BF16, FP16, FP32, KINDS, error, make
 
+assert api, "it registers the op"
 SUITE = [DequantizeProblem.parse(text) for text in DEQUANTIZE.suite]
 
 

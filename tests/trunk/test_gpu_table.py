@@ -54,6 +54,11 @@ def test_a_row_is_plausible(gpu: GpuSpec) -> None:
     assert 100 < gpu.dram_gbps < 10_000
 
 
+def test_the_rate_that_is_listed_accumulates_in_fp32() -> None:
+    rates = {name: lookup(name).bf16_tflops for name in ("rtx4090", "rtx5090", "a100", "l40s", "h100", "h200")}
+    assert rates == {"rtx4090": 165.2, "rtx5090": 209.5, "a100": 312, "l40s": 362, "h100": 989.5, "h200": 989.5}
+
+
 def test_capabilities_are_asked_not_names() -> None:
     assert not lookup("a100").has_tma
     assert lookup("h200").has_tma

@@ -16,7 +16,7 @@ from cutekernels.ops.gemm.op import SCHEDULES
 from cutekernels.ops.moe.grouped_schedules import GROUPED_WARPGROUP
 from cutekernels.ops.norm_linear.fused import FUSED_SCHEDULES
 from cutekernels.ops.quantized.op import SCHEDULES as PACKED
-from cutekernels.rules import Schedule, best, combinations, foreign, of_both, of_config, of_problem, values_of
+from cutekernels.rules import Ruled, Schedule, best, combinations, foreign, of_both, of_config, of_problem, values_of
 
 H200 = gpu.lookup("h200")
 asked: list[str] = []
@@ -111,10 +111,12 @@ def test_the_best_is_the_least_estimate_and_the_preferred_of_equals() -> None:
 @pytest.mark.parametrize(
     "schedule",
     [*SCHEDULES.values(), GROUPED_WARPGROUP, *FUSED_SCHEDULES.values(), *PACKED.values()]
-    + [s for op in registry.OPS if isinstance(op, AttentionOp) for s in op.schedules],
+    + [s for op in registry.OPS if isinstance(op, AttentionOp) for s in op.schedules]
+    + [op for op in registry.OPS if isinstance(op, Ruled)],
     ids=lambda s: f"{type(s).__name__}",
 )
-def test_names_of_rules_are_told_apart(schedule: Schedule[Any, Any, Any]) -> None:
+def test_names_of_rules_are_told_apart(schedule: Ruled) -> None:
+    assert type(schedule).why_not is Ruled.why_not, "what is asked is the rules"
     names = [rule.name for rule in schedule.rules]
     assert names and len(set(names)) == len(names)
     assert {rule.reads for rule in schedule.rules} <= {"problem", "config", "both"}

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import json
+import shutil
+import socket
+import subprocess
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.error import URLError
+from urllib.request import urlopen
 
 import optuna
 import pytest
@@ -228,6 +234,41 @@ class TestStored:
         assert seen[0][TrialState.RUNNING] and seen[0][TrialState.COMPLETE] >= 3
         look()
         assert not seen[-1][TrialState.RUNNING] + seen[-1][TrialState.WAITING]
+
+
+@pytest.mark.skipif(shutil.which("optuna-dashboard") is None, reason="pip install optuna-dashboard")
+def test_optunas_dashboard_opens_a_study_that_another_process_writes(tmp_path: Path) -> None:
+    with Store(tmp_path / "t.db") as store:
+        kept, machine = Studies(store.url), ToyMachine()
+        history = TaskHistory(store, TOY, PROBLEM, H200, Environment(driver="580"), "measured")
+        Search(task(3), H200, history, machine, studies=kept, clock=machine.clock).run()
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        shown = subprocess.Popen(["optuna-dashboard", place(store.url), "--port", str(port)], stderr=subprocess.DEVNULL)
+        try:
+
+            def answer(path: str) -> Any:
+                return json.loads(urlopen(f"http://127.0.0.1:{port}/api/studies{path}", timeout=60).read())
+
+            limit = time.monotonic() + 60
+            while True:
+                try:
+                    (study,) = answer("")["study_summaries"]
+                    break
+                except URLError:
+                    assert shown.poll() is None and time.monotonic() < limit
+                    time.sleep(0.1)
+            assert study["study_name"] == history.name
+            few = len(answer(f"/{study['study_id']}?after=0")["trials"])
+            searched(store, kept)
+            while len(answer(f"/{study['study_id']}?after=0")["trials"]) <= few:  # it reads anew after some seconds
+                assert time.monotonic() < limit, "resumed in the same study"
+                time.sleep(0.1)
+        finally:
+            shown.kill()
+            shown.wait()
+            kept.close()
 
 
 class TestJournal:

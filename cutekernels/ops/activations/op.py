@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from cutekernels.op import plain, power_of_two
 from cutekernels.ops.activations.tiles import TileConfig, TiledOp, TileProblem
+from cutekernels.ops.shared import tile_rules
 from cutekernels.ops.shared.operands import Matrix, Sizes, Vector
+from cutekernels.rules import of_both
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -269,10 +271,10 @@ class BiasGeluBackward(_BiasGelu):
     def numbers(self, p: BiasGeluProblem, c: TileConfig) -> tuple[int, ...]:
         return p.rows, p.cols, slab_rows(p.rows)
 
-    def why_not(self, p: BiasGeluProblem, c: TileConfig, gpu: GpuSpec) -> str | None:
-        if c.block_rows > power_of_two(slab_rows(p.rows)):
-            return f"block_rows={c.block_rows} idles most of a tile in slabs of {slab_rows(p.rows)} rows"
-        return super().why_not(p, c, gpu)
+    @of_both
+    def no_idle_rows(self, p: BiasGeluProblem, c: TileConfig, gpu: GpuSpec) -> str | None:
+        rows = slab_rows(p.rows)
+        return tile_rules.idles("block_rows", c.block_rows, power_of_two(rows), f"slabs of {rows} rows")
 
     def default(self, p: BiasGeluProblem, gpu: GpuSpec) -> TileConfig:
         # Narrow blocks, as there are only columns times slabs programs; two rows per thread keep enough in flight.

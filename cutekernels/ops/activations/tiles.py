@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from cutekernels.op import Config, Problem, Work, exact, extent, knob, ladder, plain, power_of_two
-from cutekernels.ops.shared import streaming
+from cutekernels.ops.shared import streaming, tile_rules
 from cutekernels.ops.shared.dtypes import WIDEST_BYTES
 from cutekernels.ops.shared.triton_op import LaidOut, TritonOp, placed
+from cutekernels.rules import of_both
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -67,20 +68,32 @@ class TiledOp(TritonOp[T, TileConfig]):
         one_row = {"rows": 1} if p.layout == "dense" else {}
         return blocks | one_row | {"PRECISE": p.dtype == "fp32", "EVICT": _EVICT[c.evict]}
 
-    def why_not(self, p: T, c: TileConfig, gpu: GpuSpec) -> str | None:
-        threads = 32 * c.warps
-        if c.block_rows * c.block_cols // threads < p.vec:
-            return f"{threads} threads of {p.vec} elements an access need a tile of {threads * p.vec} elements"
-        registers = self._registers(p, c)
-        if registers > _MAX_OPERAND_REGISTERS:
-            return f"a thread's tile takes {registers} registers; at most {_MAX_OPERAND_REGISTERS}"
-        if p.layout == "dense" and c.block_rows > 1:
-            return "a dense problem is one long row: block_rows must be 1"
-        if p.layout != "dense" and c.block_cols > max(256, power_of_two(p.cols)):
-            return f"block_cols={c.block_cols} idles most of a tile in rows of {p.cols}"
-        if c.block_rows > power_of_two(p.rows):
-            return f"block_rows={c.block_rows} idles most of a tile with {p.rows} rows"
-        return None
+    @of_both
+    def accesses(self, p: T, c: TileConfig, gpu: GpuSpec) -> str | None:
+        return tile_rules.accesses(c.block_rows * c.block_cols, c.warps, p.vec)
+
+    @of_both
+    def registers_of_operands(self, p: T, c: TileConfig, gpu: GpuSpec) -> str | None:
+        need = self._registers(p, c)
+        if need <= _MAX_OPERAND_REGISTERS:
+            return None
+        return f"a thread's tile takes {need} registers; at most {_MAX_OPERAND_REGISTERS}"
+
+    @of_both
+    def one_long_row(self, p: T, c: TileConfig, gpu: GpuSpec) -> str | None:
+        if p.layout != "dense" or c.block_rows == 1:
+            return None
+        return "a dense problem is one long row: block_rows must be 1"
+
+    @of_both
+    def no_idle_columns(self, p: T, c: TileConfig, gpu: GpuSpec) -> str | None:
+        if p.layout == "dense":
+            return None
+        return tile_rules.idles("block_cols", c.block_cols, max(256, power_of_two(p.cols)), f"rows of {p.cols}")
+
+    @of_both
+    def no_idle_rows(self, p: T, c: TileConfig, gpu: GpuSpec) -> str | None:
+        return tile_rules.idles("block_rows", c.block_rows, power_of_two(p.rows), f"{p.rows} rows")
 
     def _registers(self, p: T, c: TileConfig) -> int:
         """Per thread: fp32 values and, where nothing is known of the strides, 64-bit addresses."""

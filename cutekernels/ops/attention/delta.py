@@ -10,9 +10,11 @@ from cutekernels import rates
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Problem, Work, extent, knob, ladder, plain, power_of_two
 from cutekernels.ops.attention.problem import HEAD_DIMS, LOG2_E, WIDEST, WarpsConfig
+from cutekernels.ops.shared import tile_rules
 from cutekernels.ops.shared.dtypes import DTYPES
 from cutekernels.ops.shared.operands import Array, Matrix, Named, Sizes
 from cutekernels.ops.shared.triton_op import TritonOp
+from cutekernels.rules import of_both
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -119,15 +121,23 @@ class AttentionDelta(TritonOp[DeltaProblem, DeltaConfig]):
 
     # -- configs
 
-    def why_not(self, p: DeltaProblem, c: DeltaConfig, gpu: GpuSpec) -> str | None:
-        per_thread = c.block_rows * power_of_two(p.head_dim) // c.threads
-        if not WIDEST <= per_thread <= _MAX_ELEMENTS:
-            return f"a thread has {per_thread} elements of a row's {p.head_dim}: take from {WIDEST} to {_MAX_ELEMENTS}"
-        if c.block_rows > max(64, power_of_two(p.seq)):
-            return f"block_rows={c.block_rows} idles most of a tile over {p.seq} queries"
-        if self.grid(p, c)[0] > _MOST_PROGRAMS:
-            return f"{self.grid(p, c)[0]} programs are more than a grid's {_MOST_PROGRAMS}: take larger blocks"
-        return None
+    @of_both
+    def elements_of_a_thread(self, p: DeltaProblem, c: DeltaConfig, gpu: GpuSpec) -> str | None:
+        each = c.block_rows * power_of_two(p.head_dim) // c.threads
+        if WIDEST <= each <= _MAX_ELEMENTS:
+            return None
+        return f"a thread has {each} elements of a row's {p.head_dim}: take from {WIDEST} to {_MAX_ELEMENTS}"
+
+    @of_both
+    def no_idle_rows(self, p: DeltaProblem, c: DeltaConfig, gpu: GpuSpec) -> str | None:
+        return tile_rules.idles("block_rows", c.block_rows, max(64, power_of_two(p.seq)), f"{p.seq} queries")
+
+    @of_both
+    def most_programs(self, p: DeltaProblem, c: DeltaConfig, gpu: GpuSpec) -> str | None:
+        programs = self.grid(p, c)[0]
+        if programs <= _MOST_PROGRAMS:
+            return None
+        return f"{programs} programs are more than a grid's {_MOST_PROGRAMS}: take larger blocks"
 
     def default(self, p: DeltaProblem, gpu: GpuSpec) -> DeltaConfig:
         """Two accesses per thread of 4 warps."""

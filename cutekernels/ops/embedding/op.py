@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Config, Problem, Work, exact, extent, knob, ladder, plain, power_of_two
-from cutekernels.ops.shared import streaming
+from cutekernels.ops.shared import streaming, tile_rules
 from cutekernels.ops.shared.dtypes import BYTES
 from cutekernels.ops.shared.operands import Matrix, Vector
 from cutekernels.ops.shared.triton_op import LaidOut, TritonOp
+from cutekernels.rules import of_both
 
 if TYPE_CHECKING:
     import torch
@@ -53,19 +54,23 @@ class _EmbeddingOp(TritonOp[EmbeddingProblem, EmbeddingConfig]):
     def constants(self, p: EmbeddingProblem, c: EmbeddingConfig) -> dict[str, int | bool | str]:
         return {"BLOCK_ROWS": c.block_rows, "BLOCK_COLS": c.block_cols, "VEC": p.vec}
 
-    def why_not(self, p: EmbeddingProblem, c: EmbeddingConfig, gpu: GpuSpec) -> str | None:
-        threads = 32 * c.warps
-        per_thread = c.block_rows * c.block_cols // threads
-        if c.warps > 1 and per_thread < p.vec:
-            return f"{threads} threads of {p.vec} elements an access need a tile of {threads * p.vec} elements"
-        registers = max(1, per_thread) * (5 if p.layout == "strided" else 2)
-        if registers > _MAX_REGISTERS:
-            return f"a thread's tile takes {registers} registers; at most {_MAX_REGISTERS}"
-        if c.block_cols > max(64, power_of_two(p.cols)):
-            return f"block_cols={c.block_cols} idles most of a tile in rows of {p.cols}"
-        if c.block_rows > power_of_two(p.rows):
-            return f"block_rows={c.block_rows} idles most of a tile with {p.rows} rows"
-        return None
+    @of_both
+    def accesses(self, p: EmbeddingProblem, c: EmbeddingConfig, gpu: GpuSpec) -> str | None:
+        return tile_rules.accesses(c.block_rows * c.block_cols, c.warps, p.vec) if c.warps > 1 else None
+
+    @of_both
+    def registers_of_operands(self, p: EmbeddingProblem, c: EmbeddingConfig, gpu: GpuSpec) -> str | None:
+        each = max(1, c.block_rows * c.block_cols // (32 * c.warps))
+        need = each * (5 if p.layout == "strided" else 2)
+        return f"a thread's tile takes {need} registers; at most {_MAX_REGISTERS}" if need > _MAX_REGISTERS else None
+
+    @of_both
+    def no_idle_columns(self, p: EmbeddingProblem, c: EmbeddingConfig, gpu: GpuSpec) -> str | None:
+        return tile_rules.idles("block_cols", c.block_cols, max(64, power_of_two(p.cols)), f"rows of {p.cols}")
+
+    @of_both
+    def no_idle_rows(self, p: EmbeddingProblem, c: EmbeddingConfig, gpu: GpuSpec) -> str | None:
+        return tile_rules.idles("block_rows", c.block_rows, power_of_two(p.rows), f"{p.rows} rows")
 
     def default(self, p: EmbeddingProblem, gpu: GpuSpec) -> EmbeddingConfig:
         width = max(64, min(32 * 4 * max(2, p.vec), power_of_two(p.cols)))

@@ -18,6 +18,7 @@ from cutekernels.ops.rope.op import ROPE
 from cutekernels.ops.rope.rotary import DEPTH, MAX_PROGRAMS, Heads, RotaryConfig, RotaryOp, RotaryProblem, Table
 from cutekernels.ops.shared.operands import Array, Sizes, Vector, sizes_of
 from cutekernels.ops.shared.triton_op import placed
+from cutekernels.rules import of_both
 
 if TYPE_CHECKING:
     import torch
@@ -227,16 +228,19 @@ class KvAppend(RotaryOp[KvAppendProblem, KvAppendConfig]):
         """Programs of all heads also hold the next tile's pairs, in their own type."""
         return super().registers(p, c) // 4 * (4 + (p.itemsize // 2 if c.whole else 0))
 
-    def why_not(self, p: KvAppendProblem, c: KvAppendConfig, gpu: GpuSpec) -> str | None:
-        reason = super().why_not(p, c, gpu)
-        if reason is not None or not c.whole:
-            return reason
+    @of_both
+    def heads_together(self, p: KvAppendProblem, c: KvAppendConfig, gpu: GpuSpec) -> str | None:
         least = min(8, max(4, power_of_two(p.heads_kv)), power_of_two(max(p.groups)))
-        if c.heads < least:
-            return f"a program of all heads takes them {least} at a time or more, as they lie together; not {c.heads}"
-        if self.grid(p, c)[0] > MAX_PROGRAMS:
-            return f"whole=1 and tokens={c.tokens} make {self.grid(p, c)[0]} programs; a grid ends at {MAX_PROGRAMS}"
-        return None
+        if not c.whole or c.heads >= least:
+            return None
+        return f"a program of all heads takes them {least} at a time or more, as they lie together; not {c.heads}"
+
+    @of_both
+    def most_programs(self, p: KvAppendProblem, c: KvAppendConfig, gpu: GpuSpec) -> str | None:
+        programs = self.grid(p, c)[0]
+        if not c.whole or programs <= MAX_PROGRAMS:
+            return None
+        return f"whole=1 and tokens={c.tokens} make {programs} programs; a grid ends at {MAX_PROGRAMS}"
 
     def default(self, p: KvAppendProblem, gpu: GpuSpec) -> KvAppendConfig:
         # Large problems take all heads, two tiles under way: docs/notes/kv_append.md (H200, 2026-11-22)

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Config, Problem, Work, exact, extent, knob, ladder, plain, power_of_two
-from cutekernels.ops.shared import streaming
+from cutekernels.ops.shared import streaming, tile_rules
 from cutekernels.ops.shared.dtypes import BYTES, WIDEST_BYTES
 from cutekernels.ops.shared.operands import Array, Matrix, Sizes
 from cutekernels.ops.shared.triton_op import LaidOut, TritonOp
+from cutekernels.rules import of_both, of_config
 
 if TYPE_CHECKING:
     import torch
@@ -86,15 +87,17 @@ class _LogitOp(TritonOp[LogitProblem, LogitConfig]):
             "BLOCK": c.block,
         }
 
-    def why_not(self, p: LogitProblem, c: LogitConfig, gpu: GpuSpec) -> str | None:
-        threads = 32 * c.warps
-        if c.block < threads * p.vec and c.warps > 1:
-            return f"{threads} threads of {p.vec} elements an access need a block of {threads * p.vec}"
-        if c.block > threads * _MOST_PER_THREAD:
-            return f"a thread takes at most {_MOST_PER_THREAD} elements; {c.block} make {c.block // threads}"
-        if c.block > max(256, power_of_two(p.cols)):
-            return f"block={c.block} idles most of a block of {p.cols} columns"
-        return None
+    @of_both
+    def accesses(self, p: LogitProblem, c: LogitConfig, gpu: GpuSpec) -> str | None:
+        return tile_rules.accesses(c.block, c.warps, p.vec) if c.warps > 1 else None
+
+    @of_config
+    def most_elements(self, c: LogitConfig, gpu: GpuSpec) -> str | None:
+        return tile_rules.most_elements(c.block, c.warps, _MOST_PER_THREAD)
+
+    @of_both
+    def no_idle_columns(self, p: LogitProblem, c: LogitConfig, gpu: GpuSpec) -> str | None:
+        return tile_rules.idles("block", c.block, max(256, power_of_two(p.cols)), f"{p.cols} columns")
 
     def draw(self, p: LogitProblem, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor | None:
         import torch
@@ -305,12 +308,13 @@ class ScaleGradient(TritonOp[ScaleProblem, ScaleConfig]):
     def constants(self, p: ScaleProblem, c: ScaleConfig) -> dict[str, int | bool | str]:
         return {"BLOCK": c.block}
 
-    def why_not(self, p: ScaleProblem, c: ScaleConfig, gpu: GpuSpec) -> str | None:
-        if c.block < 32 * c.warps * p.vec:
-            return f"{32 * c.warps} threads of {p.vec} elements an access need a block of {32 * c.warps * p.vec}"
-        if c.block > 32 * c.warps * _MOST_PER_THREAD:
-            return f"a thread takes at most {_MOST_PER_THREAD} elements; {c.block} make {c.block // (32 * c.warps)}"
-        return None
+    @of_both
+    def accesses(self, p: ScaleProblem, c: ScaleConfig, gpu: GpuSpec) -> str | None:
+        return tile_rules.accesses(c.block, c.warps, p.vec)
+
+    @of_config
+    def most_elements(self, c: ScaleConfig, gpu: GpuSpec) -> str | None:
+        return tile_rules.most_elements(c.block, c.warps, _MOST_PER_THREAD)
 
     def default(self, p: ScaleProblem, gpu: GpuSpec) -> ScaleConfig:
         return ScaleConfig(2048, 4, 1024)

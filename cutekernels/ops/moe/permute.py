@@ -26,10 +26,12 @@ from typing import TYPE_CHECKING, Any
 from cutekernels import rates
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Config, Problem, Scalar, Work, extent, knob, ladder, plain, power_of_two
+from cutekernels.ops.shared import tile_rules
 from cutekernels.ops.shared.dtypes import TYPES
 from cutekernels.ops.shared.operands import Array, Sizes
 from cutekernels.ops.shared.tensor_op import Launch
 from cutekernels.ops.shared.triton_op import TritonOp
+from cutekernels.rules import of_both, of_config
 
 if TYPE_CHECKING:
     import torch
@@ -123,22 +125,36 @@ class MoePermute(TritonOp[MoePermuteProblem, MoePermuteConfig]):
     def constants(self, p: MoePermuteProblem, c: MoePermuteConfig) -> dict[str, int | bool | str]:
         return {"BINS": p.bins, "BLOCK": c.block, "PASSES": c.passes}
 
-    def why_not(self, p: MoePermuteProblem, c: MoePermuteConfig, gpu: GpuSpec) -> str | None:
+    @of_config
+    def an_id_each(self, c: MoePermuteConfig, gpu: GpuSpec) -> str | None:
+        return tile_rules.accesses(c.block, c.warps, 1, unit="ids") if c.block < 256 else None
+
+    @of_both
+    def no_idle_ids(self, p: MoePermuteProblem, c: MoePermuteConfig, gpu: GpuSpec) -> str | None:
+        return tile_rules.idles("block", c.block, max(64, power_of_two(p.pairs)), f"{p.pairs} ids")
+
+    @of_config
+    def most_sorted(self, c: MoePermuteConfig, gpu: GpuSpec) -> str | None:
+        if c.block <= _SORTED * 32 * c.warps:
+            return None
+        return f"a thread sorts {c.block // (32 * c.warps)} ids of a block; at most {_SORTED}"
+
+    @of_both
+    def no_idle_programs(self, p: MoePermuteProblem, c: MoePermuteConfig, gpu: GpuSpec) -> str | None:
+        blocks, fewer = -(-p.pairs // c.block), max((n for n in _PROGRAMS if n < c.programs), default=0)
+        return f"programs={c.programs}: {fewer} are enough for {blocks} blocks" if fewer >= max(1, blocks) else None
+
+    @of_both
+    def most_recounted(self, p: MoePermuteProblem, c: MoePermuteConfig, gpu: GpuSpec) -> str | None:
         blocks = -(-p.pairs // c.block)
-        if c.block < 32 * c.warps and c.block < 256:
-            return f"{c.warps} warps need a block of {32 * c.warps} ids"
-        if c.block > max(64, power_of_two(p.pairs)):
-            return f"block={c.block} idles most of a block with {p.pairs} ids"
-        if c.block > _SORTED * 32 * c.warps:
-            return f"a thread sorts {c.block // (32 * c.warps)} ids of a block; at most {_SORTED}"
-        fewer = max((n for n in _PROGRAMS if n < c.programs), default=0)
-        if fewer >= max(1, blocks):
-            return f"programs={c.programs}: {fewer} are enough for {blocks} blocks"
-        if c.passes == 1 and blocks > _RECOUNTED:
-            return f"passes=1 has every program count {blocks} blocks; at most {_RECOUNTED}"
-        if c.passes == 2 and min(c.programs, blocks) <= 1:
-            return "one program needs no second pass"
-        return None
+        if c.passes == 2 or blocks <= _RECOUNTED:
+            return None
+        return f"passes=1 has every program count {blocks} blocks; at most {_RECOUNTED}"
+
+    @of_both
+    def two_passes_of_several(self, p: MoePermuteProblem, c: MoePermuteConfig, gpu: GpuSpec) -> str | None:
+        alone = min(c.programs, -(-p.pairs // c.block)) <= 1
+        return "one program needs no second pass" if c.passes == 2 and alone else None
 
     def default(self, p: MoePermuteProblem, gpu: GpuSpec) -> MoePermuteConfig:
         # One program for what one block holds; else small blocks, until there is one for every program.

@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic
 from cutekernels import rates
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import C, Config, Problem, Scalar, Work, extent, knob, ladder, plain, power_of_two
+from cutekernels.ops.shared import tile_rules
 from cutekernels.ops.shared.dtypes import WIDEST_BYTES
 from cutekernels.ops.shared.operands import Matrix, Sizes
 from cutekernels.ops.shared.triton_op import LaidOut, TritonOp
+from cutekernels.rules import of_both
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -92,15 +94,17 @@ class _RouteOp(TritonOp[MoeRouteProblem, C], Generic[C]):
     def constants(self, p: MoeRouteProblem, c: Any) -> dict[str, int | bool | str]:
         return {"TOKENS": c.tokens, "WIDTH": p.width, "TOP_K": p.top_k, "RENORMALIZE": p.renormalize}
 
-    def why_not(self, p: MoeRouteProblem, c: Any, gpu: GpuSpec) -> str | None:
-        tile, threads = c.tokens * p.width, 32 * c.warps
-        if tile < threads and c.warps > 1:
-            return f"{threads} threads share a tile of {tile} elements"
-        if tile > _MAX_TILE * threads:
-            return f"a thread's tile has {tile // threads} elements; at most {_MAX_TILE}"
-        if c.tokens > power_of_two(p.tokens):
-            return f"tokens={c.tokens} idles most of a tile with {p.tokens} rows"
-        return None
+    @of_both
+    def an_element_each(self, p: MoeRouteProblem, c: Any, gpu: GpuSpec) -> str | None:
+        return tile_rules.accesses(c.tokens * p.width, c.warps, 1) if c.warps > 1 else None
+
+    @of_both
+    def most_elements(self, p: MoeRouteProblem, c: Any, gpu: GpuSpec) -> str | None:
+        return tile_rules.most_elements(c.tokens * p.width, c.warps, _MAX_TILE)
+
+    @of_both
+    def no_idle_tokens(self, p: MoeRouteProblem, c: Any, gpu: GpuSpec) -> str | None:
+        return tile_rules.idles("tokens", c.tokens, power_of_two(p.tokens), f"{p.tokens} rows")
 
     def _tile(self, p: MoeRouteProblem, gpu: GpuSpec) -> tuple[int, int]:
         """``(tokens, warps)``: a row inside one warp, so that its reductions are; four warps once the GPU is full."""

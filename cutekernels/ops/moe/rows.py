@@ -14,9 +14,10 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Config, Problem, Scalar, Work, extent, knob, ladder, plain, power_of_two
 from cutekernels.ops.moe.permute import MAX_PAIRS
 from cutekernels.ops.moe.route import MAX_TOP_K
-from cutekernels.ops.shared import streaming
+from cutekernels.ops.shared import streaming, tile_rules
 from cutekernels.ops.shared.operands import Matrix, Sizes
 from cutekernels.ops.shared.triton_op import LaidOut, TritonOp
+from cutekernels.rules import of_both, of_config
 
 if TYPE_CHECKING:
     import torch
@@ -72,17 +73,24 @@ class _MoveOp(TritonOp[MoeMoveProblem, MoeMoveConfig]):
     def constants(self, p: MoeMoveProblem, c: MoeMoveConfig) -> dict[str, int | bool | str]:
         return {"TOP_K": p.top_k, "BLOCK": c.block}
 
-    def why_not(self, p: MoeMoveProblem, c: MoeMoveConfig, gpu: GpuSpec) -> str | None:
-        per_thread = c.block // (32 * c.warps)
-        if per_thread < p.vec:
-            return f"{32 * c.warps} threads of {p.vec} elements an access need a block of {32 * c.warps * p.vec}"
-        if per_thread > _MAX_PER_THREAD:
-            return f"a thread's block has {per_thread} elements; at most {_MAX_PER_THREAD}"
-        if c.block > max(256, power_of_two(p.cols)):
-            return f"block={c.block} idles most of a block in rows of {p.cols}"
-        if -(-p.cols // c.block) > _GRID_Y and c.block < 8192:
-            return f"a grid has at most {_GRID_Y} blocks of a row; block={c.block} makes {-(-p.cols // c.block)}"
-        return None
+    @of_both
+    def accesses(self, p: MoeMoveProblem, c: MoeMoveConfig, gpu: GpuSpec) -> str | None:
+        return tile_rules.accesses(c.block, c.warps, p.vec)
+
+    @of_config
+    def most_elements(self, c: MoeMoveConfig, gpu: GpuSpec) -> str | None:
+        return tile_rules.most_elements(c.block, c.warps, _MAX_PER_THREAD)
+
+    @of_both
+    def no_idle_columns(self, p: MoeMoveProblem, c: MoeMoveConfig, gpu: GpuSpec) -> str | None:
+        return tile_rules.idles("block", c.block, max(256, power_of_two(p.cols)), f"rows of {p.cols}")
+
+    @of_both
+    def most_blocks(self, p: MoeMoveProblem, c: MoeMoveConfig, gpu: GpuSpec) -> str | None:
+        blocks = -(-p.cols // c.block)
+        if blocks <= _GRID_Y or c.block >= 8192:
+            return None
+        return f"a grid has at most {_GRID_Y} blocks of a row; block={c.block} makes {blocks}"
 
     def default(self, p: MoeMoveProblem, gpu: GpuSpec) -> MoeMoveConfig:
         if -(-p.cols // 256) > _GRID_Y:
@@ -205,8 +213,7 @@ class MoeCombineBackward(_MoveOp):
     def facts(self, named: Mapping[str, Tensor | None], sizes: Sizes) -> dict[str, Scalar]:
         return {"weighted": True}
 
-    def why_not(self, p: MoeMoveProblem, c: MoeMoveConfig, gpu: GpuSpec) -> str | None:
-        return super().why_not(p.replace(cols=min(p.cols, c.block * _GRID_Y)), c, gpu)
+    most_blocks = None  # type: ignore[assignment]  # a program walks a row's blocks
 
     def default(self, p: MoeMoveProblem, gpu: GpuSpec) -> MoeMoveConfig:
         # The row in one block of two accesses per thread where that is possible.

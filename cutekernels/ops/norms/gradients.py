@@ -14,9 +14,11 @@ from cutekernels import rates
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Config, Problem, Scalar, Work, exact, extent, knob, ladder, plain, power_of_two
 from cutekernels.ops.norms.rows import SUITE, N, NormConfig, NormOp, NormProblem, columns, rows
+from cutekernels.ops.shared import tile_rules
 from cutekernels.ops.shared.dtypes import TYPES, WIDEST_BYTES
 from cutekernels.ops.shared.operands import Array, Leads, Looks, Named, Sizes
 from cutekernels.ops.shared.triton_op import TritonOp
+from cutekernels.rules import of_both, of_config
 
 if TYPE_CHECKING:
     import torch
@@ -111,19 +113,21 @@ class ColumnSum(TritonOp[ColumnSumProblem, ColumnSumConfig]):
         total = each.double().sum(1)
         return tuple(total.float() if dtype is None else total.to(dtype))
 
-    def why_not(self, p: ColumnSumProblem, c: ColumnSumConfig, gpu: GpuSpec) -> str | None:
-        per_thread = c.block_parts * c.block_cols // (32 * c.warps)
-        if per_thread < p.align // 4:
-            return (
-                f"{32 * c.warps} threads need {p.align} bytes each; a tile has {c.block_parts * c.block_cols} elements"
-            )
-        if per_thread > 64:
-            return f"a thread keeps {per_thread} sums; at most 64"
-        if c.block_parts > max(8, power_of_two(p.parts)):
-            return f"block_parts={c.block_parts} idles most of a tile with {p.parts} parts"
-        if c.block_cols > max(32, power_of_two(p.cols)):
-            return f"block_cols={c.block_cols} idles most of a tile with {p.cols} columns"
-        return None
+    @of_both
+    def accesses(self, p: ColumnSumProblem, c: ColumnSumConfig, gpu: GpuSpec) -> str | None:
+        return tile_rules.accesses(c.block_parts * c.block_cols, c.warps, p.align // 4)
+
+    @of_config
+    def most_sums(self, c: ColumnSumConfig, gpu: GpuSpec) -> str | None:
+        return tile_rules.most_elements(c.block_parts * c.block_cols, c.warps, 64)
+
+    @of_both
+    def no_idle_parts(self, p: ColumnSumProblem, c: ColumnSumConfig, gpu: GpuSpec) -> str | None:
+        return tile_rules.idles("block_parts", c.block_parts, max(8, power_of_two(p.parts)), f"{p.parts} parts")
+
+    @of_both
+    def no_idle_columns(self, p: ColumnSumProblem, c: ColumnSumConfig, gpu: GpuSpec) -> str | None:
+        return tile_rules.idles("block_cols", c.block_cols, max(32, power_of_two(p.cols)), f"{p.cols} columns")
 
     def default(self, p: ColumnSumProblem, gpu: GpuSpec) -> ColumnSumConfig:
         rows = min(128, max(8, power_of_two(p.parts)))

@@ -13,11 +13,12 @@ from cutekernels import gpu as gpus
 from cutekernels import rates
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Config, Problem, Scalar, Work, exact, extent, knob, ladder, plain, power_of_two
-from cutekernels.ops.shared import streaming
+from cutekernels.ops.shared import streaming, tile_rules
 from cutekernels.ops.shared.dtypes import BYTES, WIDEST_BYTES
 from cutekernels.ops.shared.operands import Leads, Looks, Named, Operand, Sizes, misfit
 from cutekernels.ops.shared.strides import cube, matrix
 from cutekernels.ops.shared.triton_op import LaidOut, TritonOp
+from cutekernels.rules import of_both, of_config
 
 if TYPE_CHECKING:
     import torch
@@ -207,68 +208,121 @@ class NormOp(TritonOp[N, NormConfig]):
 
     # -- configs
 
-    def why_not(self, p: N, c: NormConfig, gpu: GpuSpec) -> str | None:
-        threads, tile = 32 * c.warps, c.block_rows * c.block_cols
+    @of_both
+    def whole_rows(self, p: N, c: NormConfig, gpu: GpuSpec) -> str | None:
         if c.resident:
-            if c.block_cols != p.width:
-                return f"whole rows of {p.cols} take block_cols={p.width}"
-        else:
-            wide = _WIDE_STRIDED_ROW if p.layout == "strided" else self.wide_row
-            if p.cols <= wide:
-                return f"rows of {p.cols} are walked whole: resident must be true up to {wide}"
-            if not _CHUNKS[0] <= c.block_cols <= min(_CHUNKS[1], p.width // 2):
-                return f"chunks are of {_CHUNKS[0]} to {_CHUNKS[1]} columns, and less than a row"
-            if c.block_rows > 1 or c.stages > 1:
-                return "rows in chunks are taken one by one and not copied ahead: block_rows and stages must be 1"
-        if c.warps > 1 and tile < threads * p.vec:
-            return f"{threads} threads of {p.vec} elements an access need a tile of {threads * p.vec} elements"
-        if c.block_rows > power_of_two(p.rows):
-            return f"block_rows={c.block_rows} idles most of a tile with {p.rows} rows"
-        registers, most = self._registers(p, c), min(gpu.MAX_REGISTERS_PER_THREAD, gpu.REGISTERS_PER_SM // threads)
-        if registers > most:
-            return f"a thread needs about {registers} registers and has at most {most}"
-        if c.per_sm == 0 and self._tiles(p, c) > _MAX_PROGRAMS:
-            return f"{self._tiles(p, c)} tiles are more than the {_MAX_PROGRAMS} programs of a grid"
-        if c.per_sm == 0:
-            if self.strides_over_tiles:
-                return "programs keep sums over their tiles: per_sm must not be 0"
-            return None if c.stages == 1 else "a program with one tile copies none ahead: stages must be 1"
-        return self._why_not_stay(p, c, gpu)
+            return None if c.block_cols == p.width else f"whole rows of {p.cols} take block_cols={p.width}"
+        wide = _WIDE_STRIDED_ROW if p.layout == "strided" else self.wide_row
+        return f"rows of {p.cols} are walked whole: resident must be true up to {wide}" if p.cols <= wide else None
 
-    def _why_not_stay(self, p: N, c: NormConfig, gpu: GpuSpec) -> str | None:
-        """Rules for programs that stay on their SM."""
-        tile, tiles = c.block_rows * c.block_cols, self._tiles(p, c)
-        if c.stages > 1 and (p.layout == "strided" or p.align < 4):
-            return "copies ahead are of 4 bytes or more: stages must be 1"
-        ahead = (c.stages - 1) * tile * p.itemsize * self._rowed(p, self.inputs)
-        own = ahead + _OTHER_SMEM
-        if own > gpu.smem_per_block_bytes or c.per_sm * (own + gpu.SMEM_RESERVED_BYTES) > gpu.smem_per_sm_bytes:
-            return f"{c.per_sm} programs on an SM copy {ahead} bytes each ahead; it has {gpu.smem_per_sm_bytes}"
-        if c.per_sm > 1:
-            if c.per_sm * c.warps > gpu.max_warps:
-                return f"an SM holds {gpu.max_warps} warps"
-            if c.per_sm * 32 * c.warps * self._registers(p, c) > gpu.REGISTERS_PER_SM:
-                return f"{c.per_sm} programs of {c.warps} warps need more registers than an SM has"
-            if tiles < gpu.sm_count * c.per_sm:
-                return f"{tiles} tiles leave some of the {c.per_sm} programs on an SM without one"
-        low, high = _PERSISTENT_TILES
-        if c.block_rows > 1 and not low <= tile <= high:
-            return f"programs that stay take tiles of one row, or of {low} to {high} elements"
-        if c.warps > 1 and tile < 32 * c.warps * _LEAST_STAYING:
-            return f"threads that stay take {_LEAST_STAYING} elements or more each; a tile has {tile}"
-        walks = tiles >= 2 * gpu.sm_count * c.per_sm  # every program has tiles to copy ahead
-        if self.strides_over_tiles:
-            if not c.resident or p.layout == "strided" or p.align < 4:
-                return None
-            if walks != (c.stages > 1):
-                return "programs copy ahead where each has two tiles or more, and nowhere else"
+    @of_both
+    def chunks_of_rows(self, p: N, c: NormConfig, gpu: GpuSpec) -> str | None:
+        if c.resident or _CHUNKS[0] <= c.block_cols <= min(_CHUNKS[1], p.width // 2):
             return None
+        return f"chunks are of {_CHUNKS[0]} to {_CHUNKS[1]} columns, and less than a row"
+
+    @of_config
+    def chunks_one_by_one(self, c: NormConfig, gpu: GpuSpec) -> str | None:
+        if c.resident or c.block_rows == c.stages == 1:
+            return None
+        return "rows in chunks are taken one by one and not copied ahead: block_rows and stages must be 1"
+
+    @of_both
+    def accesses(self, p: N, c: NormConfig, gpu: GpuSpec) -> str | None:
+        return tile_rules.accesses(c.block_rows * c.block_cols, c.warps, p.vec) if c.warps > 1 else None
+
+    @of_both
+    def no_idle_rows(self, p: N, c: NormConfig, gpu: GpuSpec) -> str | None:
+        return tile_rules.idles("block_rows", c.block_rows, power_of_two(p.rows), f"{p.rows} rows")
+
+    @of_both
+    def registers_of_a_thread(self, p: N, c: NormConfig, gpu: GpuSpec) -> str | None:
+        most = min(gpu.MAX_REGISTERS_PER_THREAD, gpu.REGISTERS_PER_SM // (32 * c.warps))
+        need = self._registers(p, c)
+        return f"a thread needs about {need} registers and has at most {most}" if need > most else None
+
+    @of_both
+    def most_programs(self, p: N, c: NormConfig, gpu: GpuSpec) -> str | None:
+        tiles = self._tiles(p, c)
+        if c.per_sm or tiles <= _MAX_PROGRAMS:
+            return None
+        return f"{tiles} tiles are more than the {_MAX_PROGRAMS} programs of a grid"
+
+    @of_config
+    def one_tile_each(self, c: NormConfig, gpu: GpuSpec) -> str | None:
+        if c.per_sm:
+            return None
+        if self.strides_over_tiles:
+            return "programs keep sums over their tiles: per_sm must not be 0"
+        return None if c.stages == 1 else "a program with one tile copies none ahead: stages must be 1"
+
+    # Of programs that stay on their SM: per_sm is not 0.
+
+    @of_both
+    def copies_of_four_bytes(self, p: N, c: NormConfig, gpu: GpuSpec) -> str | None:
+        if c.stages > 1 and not self._copies(p):
+            return "copies ahead are of 4 bytes or more: stages must be 1"
+        return None
+
+    @of_both
+    def smem_of_copies(self, p: N, c: NormConfig, gpu: GpuSpec) -> str | None:
+        ahead = self._bytes_ahead(p, c)
+        own = ahead + _OTHER_SMEM
+        if own <= gpu.smem_per_block_bytes and c.per_sm * (own + gpu.SMEM_RESERVED_BYTES) <= gpu.smem_per_sm_bytes:
+            return None
+        return f"{c.per_sm} programs on an SM copy {ahead} bytes each ahead; it has {gpu.smem_per_sm_bytes}"
+
+    @of_config
+    def warps_of_an_sm(self, c: NormConfig, gpu: GpuSpec) -> str | None:
+        return f"an SM holds {gpu.max_warps} warps" if c.per_sm > 1 and c.per_sm * c.warps > gpu.max_warps else None
+
+    @of_both
+    def registers_of_an_sm(self, p: N, c: NormConfig, gpu: GpuSpec) -> str | None:
+        if c.per_sm <= 1 or c.per_sm * 32 * c.warps * self._registers(p, c) <= gpu.REGISTERS_PER_SM:
+            return None
+        return f"{c.per_sm} programs of {c.warps} warps need more registers than an SM has"
+
+    @of_both
+    def a_tile_for_each(self, p: N, c: NormConfig, gpu: GpuSpec) -> str | None:
+        tiles = self._tiles(p, c)
+        if c.per_sm <= 1 or tiles >= gpu.sm_count * c.per_sm:
+            return None
+        return f"{tiles} tiles leave some of the {c.per_sm} programs on an SM without one"
+
+    @of_config
+    def staying_tiles(self, c: NormConfig, gpu: GpuSpec) -> str | None:
+        low, high = _PERSISTENT_TILES
+        if not c.per_sm or c.block_rows == 1 or low <= c.block_rows * c.block_cols <= high:
+            return None
+        return f"programs that stay take tiles of one row, or of {low} to {high} elements"
+
+    @of_config
+    def staying_threads(self, c: NormConfig, gpu: GpuSpec) -> str | None:
+        tile = c.block_rows * c.block_cols
+        if not c.per_sm or c.warps == 1 or tile >= 32 * c.warps * _LEAST_STAYING:
+            return None
+        return f"threads that stay take {_LEAST_STAYING} elements or more each; a tile has {tile}"
+
+    @of_both
+    def copies_ahead(self, p: N, c: NormConfig, gpu: GpuSpec) -> str | None:
+        if not c.per_sm:
+            return None
+        walks = self._tiles(p, c) >= 2 * gpu.sm_count * c.per_sm  # every program has tiles to copy ahead
+        if self.strides_over_tiles:
+            if not c.resident or not self._copies(p) or walks == (c.stages > 1):
+                return None
+            return "programs copy ahead where each has two tiles or more, and nowhere else"
         if not walks or c.stages == 1:
             return "programs that copy nothing ahead gain nothing by staying: per_sm must be 0"
-        low, high = _IN_FLIGHT
-        if not low <= c.per_sm * ahead <= high:
-            return f"{c.per_sm * ahead} bytes ahead on an SM; {low} to {high} keep the memory busy"
-        return None
+        (low, high), flying = _IN_FLIGHT, c.per_sm * self._bytes_ahead(p, c)
+        return None if low <= flying <= high else f"{flying} bytes ahead on an SM; {low} to {high} keep the memory busy"
+
+    def _copies(self, p: N) -> bool:
+        """Whether tiles can be copied ahead."""
+        return p.layout != "strided" and p.align >= 4
+
+    def _bytes_ahead(self, p: N, c: NormConfig) -> int:
+        return (c.stages - 1) * c.block_rows * c.block_cols * p.itemsize * self._rowed(p, self.inputs)
 
     def _registers(self, p: N, c: NormConfig) -> int:
         per_thread = -(-c.block_rows * c.block_cols // (32 * c.warps))

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Config, Problem, Scalar, Work, extent, knob, ladder, plain
-from cutekernels.ops.shared import streaming
+from cutekernels.ops.shared import streaming, tile_rules
 from cutekernels.ops.shared.checks import check_alike, check_results
 from cutekernels.ops.shared.dtypes import BYTES, TYPES, WIDEST_BYTES
 from cutekernels.ops.shared.operands import Array, Sizes
 from cutekernels.ops.shared.strides import is_dense, walk
 from cutekernels.ops.shared.triton_op import TritonOp
+from cutekernels.rules import of_both, of_config
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -229,13 +230,13 @@ class AdamW(TritonOp[AdamWProblem, AdamWConfig]):
 
     # -- configs
 
-    def why_not(self, p: AdamWProblem, c: AdamWConfig, gpu: GpuSpec) -> str | None:
-        threads = 32 * c.warps
-        if c.block < threads * p.vec:
-            return f"{threads} threads of {p.vec} elements an access need a block of {threads * p.vec}"
-        if c.block > threads * _MAX_PER_THREAD:
-            return f"a thread takes at most {_MAX_PER_THREAD} elements; {c.block} make {c.block // threads}"
-        return None
+    @of_both
+    def accesses(self, p: AdamWProblem, c: AdamWConfig, gpu: GpuSpec) -> str | None:
+        return tile_rules.accesses(c.block, c.warps, p.vec)
+
+    @of_config
+    def most_elements(self, c: AdamWConfig, gpu: GpuSpec) -> str | None:
+        return tile_rules.most_elements(c.block, c.warps, _MAX_PER_THREAD)
 
     def default(self, p: AdamWProblem, gpu: GpuSpec) -> AdamWConfig:
         # Blocks of 4 warps with an access a thread, or two where even those fill the GPU eight times over.

@@ -15,6 +15,7 @@ from cutekernels.ops.quantized.problem import BITS, SCALE_BYTES, check_scaling
 from cutekernels.ops.shared.checks import check_results
 from cutekernels.ops.shared.dtypes import DTYPES, GPU_DTYPES
 from cutekernels.ops.shared.tensor_op import TensorOp
+from cutekernels.rules import Ruled, of_both, of_config
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,7 +56,7 @@ class DequantizeConfig(Config):
     pdl: bool = knob(False, True)
 
 
-class Dequantize(TensorOp[DequantizeProblem, DequantizeConfig]):
+class Dequantize(Ruled, TensorOp[DequantizeProblem, DequantizeConfig]):
     """Arguments: packed, scales, zeros or None of a QuantizedWeight, and the first column, a multiple of 64."""
 
     name = "dequantize"
@@ -81,14 +82,19 @@ class Dequantize(TensorOp[DequantizeProblem, DequantizeConfig]):
     in_place = False
     flattens = False
 
-    def why_not(self, p: DequantizeProblem, c: DequantizeConfig, gpu: GpuSpec) -> str | None:
+    @of_config
+    def pdl_where_there_is(self, c: DequantizeConfig, gpu: GpuSpec) -> str | None:
+        if not c.pdl or gpu.has_pdl:
+            return None
+        return f"pdl=1 needs programmatic dependent launch, which {gpu.name} lacks"
+
+    @of_both
+    def most_tiles(self, p: DequantizeProblem, c: DequantizeConfig, gpu: GpuSpec) -> str | None:
         from cutekernels.quant import layout
 
-        if c.tiles > 1 and p.columns <= (c.tiles - 1) * layout.TILE:
-            return f"tiles={c.tiles} are more than {p.columns} columns have: take fewer"
-        if c.pdl and not gpu.has_pdl:
-            return f"pdl=1 needs programmatic dependent launch, which {gpu.name} lacks"
-        return None
+        if c.tiles == 1 or p.columns > (c.tiles - 1) * layout.TILE:
+            return None
+        return f"tiles={c.tiles} are more than {p.columns} columns have: take fewer"
 
     def default(self, p: DequantizeProblem, gpu: GpuSpec) -> DequantizeConfig:
         from cutekernels.quant import layout

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.gpu import GpuSpec
 from cutekernels.op import Config, Problem, Scalar, knob, power_of_two
-from cutekernels.ops.shared import streaming
+from cutekernels.ops.shared import streaming, tile_rules
 from cutekernels.ops.shared.operands import Array, Operand, Sizes
 from cutekernels.ops.shared.triton_op import LaidOut, TritonOp
+from cutekernels.rules import of_both
 
 if TYPE_CHECKING:
     import torch
@@ -194,21 +195,33 @@ class RotaryOp(TritonOp[P, C]):
     def _per_thread(self, c: C) -> int:
         return c.tokens * c.heads * c.block // (32 * c.warps)
 
-    def why_not(self, p: P, c: C, gpu: GpuSpec) -> str | None:
-        threads = 32 * c.warps
-        if c.warps > 1 and self._per_thread(c) < p.pairs_per_access:
-            return f"{threads} threads of {p.pairs_per_access} pairs an access need {threads * p.pairs_per_access}"
-        registers = self.registers(p, c)
-        if registers > _MAX_OPERAND_REGISTERS:
-            return f"a thread's tile takes {registers} registers; at most {_MAX_OPERAND_REGISTERS}"
-        if c.block != p.block:
-            pairs = p.half or -(-p.head_dim // 2)
-            return f"block={c.block} does not cover {pairs} pairs by a power of two from 8 to 256, {p.block}"
-        if c.heads > power_of_two(max(p.groups)):
-            return f"heads={c.heads} idles most of a tile with {p.heads_q} and {p.heads_kv} heads"
-        if c.tokens > power_of_two(p.seq):
-            return f"tokens={c.tokens} idles most of a tile with {p.seq} tokens"
-        return None
+    @of_both
+    def accesses(self, p: P, c: C, gpu: GpuSpec) -> str | None:
+        pairs = 32 * c.warps * self._per_thread(c)
+        return tile_rules.accesses(pairs, c.warps, p.pairs_per_access, unit="pairs") if c.warps > 1 else None
+
+    @of_both
+    def registers_of_operands(self, p: P, c: C, gpu: GpuSpec) -> str | None:
+        need = self.registers(p, c)
+        if need <= _MAX_OPERAND_REGISTERS:
+            return None
+        return f"a thread's tile takes {need} registers; at most {_MAX_OPERAND_REGISTERS}"
+
+    @of_both
+    def block_of_all_pairs(self, p: P, c: C, gpu: GpuSpec) -> str | None:
+        if c.block == p.block:
+            return None
+        pairs = p.half or -(-p.head_dim // 2)
+        return f"block={c.block} does not cover {pairs} pairs by a power of two from 8 to 256, {p.block}"
+
+    @of_both
+    def no_idle_heads(self, p: P, c: C, gpu: GpuSpec) -> str | None:
+        there = f"{p.heads_q} and {p.heads_kv} heads"
+        return tile_rules.idles("heads", c.heads, power_of_two(max(p.groups)), there)
+
+    @of_both
+    def no_idle_tokens(self, p: P, c: C, gpu: GpuSpec) -> str | None:
+        return tile_rules.idles("tokens", c.tokens, power_of_two(p.seq), f"{p.seq} tokens")
 
     def tile(self, p: P, gpu: GpuSpec, waste: float, *, taller: int = 1) -> C:
         """The first of ``steps`` whose programs fill the GPU.

@@ -26,6 +26,7 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Config, Problem, Work, extent, knob, ladder, plain
 from cutekernels.ops.shared.operands import Array, Matrix
 from cutekernels.ops.shared.triton_op import LaidOut, TritonOp
+from cutekernels.rules import of_both, of_config
 
 if TYPE_CHECKING:
     import torch
@@ -140,20 +141,32 @@ class SampleFilter(TritonOp[SampleFilterProblem, SampleFilterConfig]):
     def build_options(self, p: SampleFilterProblem, c: SampleFilterConfig) -> dict[str, Any]:
         return {"num_warps": c.warps, "enable_fp_fusion": False}
 
-    def why_not(self, p: SampleFilterProblem, c: SampleFilterConfig, gpu: GpuSpec) -> str | None:
-        per_thread = c.block // (32 * c.warps)
-        if not 2 <= per_thread <= 8:
-            return f"a thread of {32 * c.warps} takes 2 to 8 elements of a block; {c.block} give it {per_thread}"
+    @of_config
+    def elements_of_a_thread(self, c: SampleFilterConfig, gpu: GpuSpec) -> str | None:
+        each = c.block // (32 * c.warps)
+        if 2 <= each <= 8:
+            return None
+        return f"a thread of {32 * c.warps} takes 2 to 8 elements of a block; {c.block} give it {each}"
+
+    @of_both
+    def most_sums(self, p: SampleFilterProblem, c: SampleFilterConfig, gpu: GpuSpec) -> str | None:
+        if not p.searches:
+            return "nothing is searched: bits must be 1" if c.bits > 1 else None
+        sums = c.block // (32 * c.warps) << c.bits
         most = _MAX_SUMS if c.warps <= 16 else _MAX_SUMS // 4  # a thread of 1024 has 64 registers
-        if p.searches and per_thread << c.bits > most:
-            return f"bits={c.bits} make {per_thread << c.bits} sums in each thread; at most {most}"
-        if not p.searches and c.bits > 1:
-            return "nothing is searched: bits must be 1"
-        if c.splits > 1 and c.splits * c.block > 2 * p.cols:
-            return f"splits={c.splits} of a block of {c.block} or more idle on rows of {p.cols}"
-        if c.splits > 1 and p.rows * c.splits > 16 * gpu.sm_count:
-            return f"splits={c.splits} of {p.rows} rows are more programs than {gpu.sm_count} SMs run at once"
-        return None
+        return f"bits={c.bits} make {sums} sums in each thread; at most {most}" if sums > most else None
+
+    @of_both
+    def no_idle_splits(self, p: SampleFilterProblem, c: SampleFilterConfig, gpu: GpuSpec) -> str | None:
+        if c.splits == 1 or c.splits * c.block <= 2 * p.cols:
+            return None
+        return f"splits={c.splits} of a block of {c.block} or more idle on rows of {p.cols}"
+
+    @of_both
+    def most_programs(self, p: SampleFilterProblem, c: SampleFilterConfig, gpu: GpuSpec) -> str | None:
+        if c.splits == 1 or p.rows * c.splits <= 16 * gpu.sm_count:
+            return None
+        return f"splits={c.splits} of {p.rows} rows are more programs than {gpu.sm_count} SMs run at once"
 
     def default(self, p: SampleFilterProblem, gpu: GpuSpec) -> SampleFilterConfig:
         block, warps, bits = 4096, 16, 2

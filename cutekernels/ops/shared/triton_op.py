@@ -29,6 +29,7 @@ from cutekernels.ops.shared.operands import (
 )
 from cutekernels.ops.shared.strides import overlaps_itself
 from cutekernels.ops.shared.tensor_op import Launch, TensorOp
+from cutekernels.rules import Ruled
 
 if TYPE_CHECKING:
     import torch
@@ -90,7 +91,7 @@ class LaidOut:
         return -(-cols // vec) * vec
 
 
-class TritonOp(TensorOp[P, C]):
+class TritonOp(Ruled, TensorOp[P, C]):
     """An op whose tensors are :class:`~cutekernels.ops.shared.operands.Operand` attributes of its class.
 
     The kernel's parameters, in this order: ``<operand>_ptr`` of results and inputs, the ``sizes``,
