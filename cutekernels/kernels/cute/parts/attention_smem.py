@@ -117,6 +117,7 @@ class DecodeSmem:
     warps: int
     clustered: int = 0  # CTAs of a cluster, 0 without one
     element_bytes: int = 2
+    cache_bytes: int = 2  # of an element; 1: e4m3
     ROWS = 16  # queries
     FLAG_BYTES = 16
     STATISTICS_BYTES = 2 * 4 * ROWS  # references and totals of the rows
@@ -129,7 +130,7 @@ class DecodeSmem:
     @property
     def stage_bytes(self) -> int:
         """One stage of K or of V, all warps together."""
-        return self.tile_kv * padded(self.head_dim) * self.element_bytes
+        return self.tile_kv * padded(self.head_dim) * self.cache_bytes
 
     @property
     def kv_bytes(self) -> int:
@@ -155,8 +156,12 @@ class DecodeSmem:
 
     @property
     def total_bytes(self) -> int:
-        each = self.STATISTICS_BYTES + self.owned * self.GROUP_BYTES
-        return self.inbox_at + self.clustered * each
+        return self.factors_at + (4 * self.ROWS if self.cache_bytes == 1 else 0)
+
+    @property
+    def factors_at(self) -> int:
+        """What scores of each row are multiplied by, beside a cache in e4m3."""
+        return self.inbox_at + self.clustered * (self.STATISTICS_BYTES + self.owned * self.GROUP_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
