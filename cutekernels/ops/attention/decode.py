@@ -136,9 +136,7 @@ class DecodeConfig(WarpsConfig):
 
     def smem(self, p: DecodeProblem) -> DecodeSmem:
         clustered = self.splits if self.cluster else 0
-        return DecodeSmem(
-            self.tile_kv, p.width, self.stages, self.warps, clustered, cache_bytes=cache_bytes(p.cache)
-        )
+        return DecodeSmem(self.tile_kv, p.width, self.stages, self.warps, clustered, cache_bytes=cache_bytes(p.cache))
 
 
 MAX_CTAS = 4
@@ -154,7 +152,7 @@ _PORT = 108 / 99  # of sm_bytes_per_us
 _LATENCY, _CTA = 0.57 / 0.8, 1.45 / 0.8  # of dram_latency_us: a load, the beginning and end of a CTA
 _DRAM = 1.63 / 0.92  # of dram_share
 _BLOCK_CYCLES = 0.11 * 1700  # per 16 keys of a warp
-# Cycles more for each padded column of e4m3, by instructions: where the GPU converts it, and where it does not. Guesses.
+# Cycles more for each padded column of e4m3, where the GPU converts it and where it does not: guesses by instructions.
 _DECODE_CYCLES = {True: 0.7, False: 3.0}
 _BESIDE = 0.59  # the share of the shorter of a warp's loads and products that does not hide behind the longer
 _TICKET, _PARTIAL = 3.2 / 0.63, 0.3 / 0.63  # of exchange_us: splits leave their sums and draw a ticket; to add one up
@@ -277,7 +275,7 @@ class DecodeAttention(AttentionOp[DecodeProblem, DecodeConfig]):
         "batch=3 seq_kv=900 heads_q=16 heads_kv=2 head_dim=64 page_size=16 window_left=127 window=1 sinks=same",
         "batch=32 seq_kv=4096 heads_q=32 heads_kv=8 cache=fp8",
         "batch=1 seq_kv=32768 heads_q=32 heads_kv=8 cache=fp8",
-        "batch=3 seq_kv=777 heads_q=16 heads_kv=2 seq_q=3 head_dim=80 dtype=fp16 softcap=1 page_size=16 lse=1 cache=fp8",
+        "batch=3 seq_kv=784 heads_q=16 heads_kv=2 seq_q=3 head_dim=80 dtype=fp16 page_size=16 softcap=1 cache=fp8",
     )
 
     schedules = (SplitDecode(),)
@@ -375,7 +373,9 @@ class DecodeAttention(AttentionOp[DecodeProblem, DecodeConfig]):
     def reference(self, p: DecodeProblem, *args: Any) -> tuple[Tensor, ...]:
         from cutekernels.ops.attention import reference
 
-        return reference.decode(*args[:6], *args[-2:], *args[6:-2], left=p.window_left if p.window else None)[: 1 + p.lse]
+        return reference.decode(*args[:6], *args[-2:], *args[6:-2], left=p.window_left if p.window else None)[
+            : 1 + p.lse
+        ]
 
     def work(self, p: DecodeProblem) -> Work:
         queries = p.batch * p.seq_q * p.heads_q

@@ -240,8 +240,8 @@ def check(
         raise UnsupportedProblem(f"k_cache's {heads_kv} heads must divide q's {heads_q}")
     check_scale(scale)
     check_cache_dim(_cache_of(k), head_dim)
-    for name, t in (("k_scale", k_scale), ("v_scale", v_scale)):
-        _check_cache_scale(name, t, k)
+    _check_cache_scale("k_scale", k_scale, k)
+    _check_cache_scale("v_scale", v_scale, k)
     if sinks is not None:
         check_sinks(sinks, q)
     _check_index("cache_seqlens", lengths, 1, q)
@@ -259,8 +259,8 @@ def _check_cache_scale(name: str, t: Tensor | None, k: Tensor) -> None:
     """Refuses scales of a cache that has none, and a cache in FP8 without them."""
     if (t is None) != (k.dtype != torch.float8_e4m3fn):
         raise UnsupportedProblem(
-            f"{name} belongs to a cache in float8_e4m3fn, as fp32 ({k.shape[2]},), one for each of its heads; the cache "
-            f"is {k.dtype}, and {name} is {'missing' if t is None else 'given'}"
+            f"{name} belongs to a cache in float8_e4m3fn, as fp32 ({k.shape[2]},), one for each head; the cache is "
+            f"{k.dtype}, and {name} is {'missing' if t is None else 'given'}"
         )
     if t is not None and (t.shape != (k.shape[2],) or t.dtype != torch.float32 or t.device != k.device):
         raise UnsupportedProblem(

@@ -415,9 +415,7 @@ class DecodeAttentionBody:
         # ---- fragments
 
         thr_mma = tiled_mma.get_slice(lane)
-        acc_o = cute.make_rmem_tensor(
-            tiled_mma.partition_shape_C((TILE_Q, self.padded)), Float32
-        )  # ((2, 2), 1, MMA_D)
+        acc_o = cute.make_rmem_tensor(tiled_mma.partition_shape_C((TILE_Q, self.padded)), Float32)  # ((2, 2), 1, MMA_D)
         states = RowStates(cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32))
         acc_o.fill(0.0)
         self.softmax.start(states)
@@ -527,9 +525,7 @@ class DecodeAttentionBody:
                 self.store(lane, launch, acc, states, rows_of, columns)
             else:
                 number = (rows_of.batch * mK.shape[2] + rows_of.head) * tiles + tile
-                partials = launch.mPartials.iterator + Int64(number) * (
-                    self.splits * TILE_Q * (self.padded + 2)
-                )
+                partials = launch.mPartials.iterator + Int64(number) * (self.splits * TILE_Q * (self.padded + 2))
                 # This CTA leaves its accumulators and statistics, for the last of the tile's CTAs.
                 self.leave(warp, lane, acc, states, partials, keys.split, valid)
                 flag = cute.recast_ptr(storage + self.smem.flag_at, dtype=Int32)

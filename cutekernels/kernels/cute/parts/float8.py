@@ -100,7 +100,9 @@ class Float8Products(Products):
         own = super().sources(tid, tiled_mma, x, layout_x, x, x, layout_x).x
         row, chunk, span = tid % 16, tid // 16, span_bytes(self.columns // 2)
         found = [
-            Source(own.copy, own.tensor, own.layout, swizzled(at.toint().to(Int32) + (row * span + chunk * 16), span), span)
+            Source(
+                own.copy, own.tensor, own.layout, swizzled(at.toint().to(Int32) + (row * span + chunk * 16), span), span
+            )
             for at in (y, yt)
         ]
         return Sources(own, *found)
@@ -251,7 +253,9 @@ class Float8Queries:
 
 def four_words(address: Int32) -> cute.Tensor:
     """16 bytes of shared memory."""
-    return cute.make_tensor(cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=16), cute.make_layout(4))
+    return cute.make_tensor(
+        cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=16), cute.make_layout(4)
+    )
 
 
 def power_of_two(exponent: Int32) -> Float32:
@@ -266,8 +270,9 @@ def halves_of(word: Int32, power: Float32) -> Int32:
     bits = cute.make_rmem_tensor(1, Float32)
     bits[0] = power
     return pure(
-        "{ .reg .f32 lo, hi, p; .reg .b32 t; mov.b32 p, $2; shl.b32 t, $1, 16; mov.b32 lo, t; and.b32 t, $1, 0xffff0000; "
-        "mov.b32 hi, t; mul.rn.f32 lo, lo, p; mul.rn.f32 hi, hi, p; cvt.rn.f16x2.f32 $0, hi, lo; }",
+        "{ .reg .f32 lo, hi, p; .reg .b32 t; mov.b32 p, $2; shl.b32 t, $1, 16; mov.b32 lo, t; "
+        "and.b32 t, $1, 0xffff0000; mov.b32 hi, t; mul.rn.f32 lo, lo, p; mul.rn.f32 hi, hi, p; "
+        "cvt.rn.f16x2.f32 $0, hi, lo; }",
         word,
         cute.recast_tensor(bits, Int32)[0],
     )

@@ -47,9 +47,7 @@ def pure(text: str, *operands: Any, loc: object = None, ip: object = None) -> An
 
 
 @dsl_user_op
-def load_matrices(
-    address: Int32, transposed: bool = False, *, loc: object = None, ip: object = None
-) -> list[Int32]:
+def load_matrices(address: Int32, transposed: bool = False, *, loc: object = None, ip: object = None) -> list[Int32]:
     """ldmatrix.x4: four 8 x 8 matrices of 16-bit elements; lane i gives the shared address of row i % 8 of i // 8."""
     four = llvm.StructType.get_literal([Int32.mlir_type] * 4)
     made = llvm.inline_asm(
