@@ -66,7 +66,7 @@ def kv_append(
     results = (queries, k_cache, v_cache, state)
     operands = (queries, k, v, state, page_table, counts, cos, sin, k_scale, v_scale)
     try:
-        _refuse_gradient(queries, k, v, cos, sin)
+        _refuse_gradient(queries, k, v, cos, sin, k_scale, v_scale)
         refuse_duals("kv_append", (k_cache, v_cache))
         if type(k) in PLAIN and KV_APPEND.calls.replay(results, operands, (interleaved,), (), config) is not None:
             return
@@ -83,9 +83,12 @@ def kv_append(
     )  # fmt: skip
 
 
-def _refuse_gradient(q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None) -> None:
-    refuse_duals("kv_append", (q, k, v, cos, sin))
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+def _refuse_gradient(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, *scales: Tensor | None
+) -> None:
+    refuse_duals("kv_append", (q, k, v, cos, sin, *scales))
+    graded = q.requires_grad or k.requires_grad or v.requires_grad
+    if torch.is_grad_enabled() and (graded or any(t is not None and t.requires_grad for t in scales)):
         raise UnsupportedProblem("kv_append is not differentiable: detach its operands, or call under torch.no_grad()")
     if cos is not None and sin is not None:
         refuse_table_gradient(cos, sin)
