@@ -48,6 +48,7 @@ NEEDED = {
     "SwiGLU.bias",
     "LinearCrossEntropy.bias",
     "moe_ffn.weights",
+    "kv_append in FP8.k",
 }
 FLAGS = {
     "exact", "norm", "renormalize", "interleaved", "inplace", "maximize", "master_weights", "bias",
