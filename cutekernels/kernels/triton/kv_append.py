@@ -275,13 +275,13 @@ def _put(
         turns = (block < q_blocks + kv_blocks) & (part < half_blocks)
         if turns:
             x1, x2 = _rotate(x1, x2, cos, sin, BLOCK, INTERLEAVED)
-    h, real = _heads(block, sizes, HEADS)
-    channels = _channels(block, part, sizes, widths, BLOCK, TURNING, INTERLEAVED)
     # k and v go to the tokens' pages and slots, q to their batch entry and row.
     outermost = page.to(tl.int64)
     innermost = slot.to(tl.int64)
     over = 0
     if FP8:
+        h, real = _heads(block, sizes, HEADS)
+        channels = _channels(block, part, sizes, widths, BLOCK, TURNING, INTERLEAVED)
         if block < q_blocks:
             pointer, outer, inner, head = q
             rows = pointer + (batch * outer + s * inner)[:, None] + h[None, :] * head
@@ -292,11 +292,13 @@ def _put(
             )
     else:
         pointer, outer, inner, head = _of(block, sizes, q, k, v)
+        h, real = _heads(block, sizes, HEADS)
         if block < q_blocks:
             outermost = tl.zeros_like(s) + batch
             innermost = s
             kept = there
         rows = pointer + (outermost * outer + innermost * inner)[:, None] + h[None, :] * head
+        channels = _channels(block, part, sizes, widths, BLOCK, TURNING, INTERLEAVED)
         _store(rows, kept[:, None] & real[None, :], channels, x1, x2, BLOCK, INTERLEAVED)
     return over
 
