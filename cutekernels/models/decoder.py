@@ -139,8 +139,8 @@ class Decoder:
             pages: of the cache in each layer; by default enough for ``max_batch`` requests of ``max_tokens``.
             chunk: tokens of a prompt that are computed at a time.
             kv_cache: "fp8" for keys and values in float8_e4m3fn, with the checkpoint's scales, or where it has none
-                with those of the first prompt (:class:`cutekernels.KVCache` says what it costs); None for the model's
-                type.
+                with those of the first prompt (:class:`cutekernels.KVCache` says what it costs, :meth:`check` what is
+                too large); None for the model's type.
             tokenizer: to take prompts as text and give texts back; its ``eos_token_id`` ends a request too.
 
         Raises:
@@ -288,6 +288,14 @@ class Decoder:
             tokens = self._requests.cancel(number)
             self._drop_finished()
             return tokens
+
+    def check(self) -> None:
+        """Wait for the device. Raises UnsupportedProblem where a running request has numbers too large for a cache in
+        FP8: they are its largest instead.
+        """
+        with self._alone:
+            for cache in self._caches:
+                cache.check()
 
     def _drop_finished(self) -> None:
         """Tokens on their way to the host that no request waits for."""

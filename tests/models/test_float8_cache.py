@@ -97,6 +97,19 @@ def test_scales_of_a_module_of_transformers() -> None:
     Decoder.from_transformers(given, **SIZES)
 
 
+def test_check_names_what_is_too_large_while_a_request_runs() -> None:
+    given = model()
+    given.model.layers[1].self_attn.kv_scale = torch.tensor(1e-6)
+    decoder = Decoder.from_transformers(given, **SIZES, kv_cache="fp8")
+    number = decoder.add(PROMPTS[0], max_new_tokens=4)
+    decoder.check()
+    decoder.step()
+    with pytest.raises(UnsupportedProblem, match="448 times their scale, by sequence: {0: "):
+        decoder.check()
+    decoder.cancel(number)
+    decoder.check()
+
+
 def test_refusals() -> None:
     with pytest.raises(UnsupportedProblem, match="kv_cache is \"fp8\", or None .*got 'int8'"):
         Decoder.from_transformers(model(), **SIZES, kv_cache="int8")  # type: ignore[arg-type]
