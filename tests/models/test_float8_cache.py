@@ -86,7 +86,7 @@ def test_scales_of_a_checkpoint_are_read_under_every_name(name: str, tmp_path: P
 
 
 def test_scales_of_a_module_of_transformers() -> None:
-    given = model()
+    given = model().bfloat16()
     given.model.layers[0].self_attn.k_scale = torch.nn.Parameter(torch.tensor([0.5, 0.25]), requires_grad=False)
     given.model.layers[0].self_attn.v_proj.v_scale = torch.tensor(2.0)
     decoder = Decoder.from_transformers(given, **SIZES, kv_cache="fp8")
