@@ -108,7 +108,8 @@ class DecodeSmem:
 
     The warps' accumulators in fp32, with their references and totals, later replace the stages. Where the ``clustered``
     CTAs of a cluster send each other theirs, the flag is a barrier and the inbox of their messages follows; it shares
-    no bytes with the stages, since a peer may send while this CTA still multiplies.
+    no bytes with the stages, since a peer may send while this CTA still multiplies. Beside a cache in e4m3 the rows'
+    factors come last.
     """
 
     tile_kv: int
