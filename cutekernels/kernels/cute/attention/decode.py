@@ -28,9 +28,9 @@ One tile:
 Lengths are read on the device. The grid follows from the longest sequence the cache has room for; a sequence with fewer
 blocks than splits uses as many as it has: CTAs beyond return at once, or in a cluster only receive. So a captured graph
 serves all lengths, which must not change while a launch runs: CTAs would count each other wrongly.
-A cache in e4m3 lies in the rings as it comes; its fragments become fp16 in registers (``parts/float8.py``), and Q becomes
-fp16 in shared memory ahead of the walk. Scores are then multiplied by a factor of their row. K's scale is part of
-``scale``, V's multiplies the results.
+A cache in e4m3 lies in the rings as it comes; its fragments become fp16 in registers (``parts/float8.py``), and Q
+becomes fp16 in shared memory ahead of the walk. Scores are then multiplied by a factor of their row. K's scale is part
+of ``scale``, V's multiplies the results.
 
 Keys outside a sequence are never read (``parts/cache.py``), and their scores are masked. A row that sees no key gets 0,
 and -inf as log-sum-exp (its sink's, where it has one).
