@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 import typer
@@ -130,14 +130,14 @@ def build(name: str, device: torch.device, dtype: torch.dtype, weights: Path | N
 # ---- contenders: each gives a function that does one step, or one prompt, within what it does to the model --
 
 
-def ours(model: Any, case: Case, effort: Effort) -> Callable[[], object]:
+def ours(model: Any, case: Case, effort: Effort, *, kv_cache: Literal["fp8"] | None = None) -> Callable[[], object]:
     vocabulary = model.config.vocab_size
     if case.suite == "prefill":
-        decoder = Decoder.from_transformers(model, max_batch=1, max_tokens=case.tokens + 1)
+        decoder = Decoder.from_transformers(model, max_batch=1, max_tokens=case.tokens + 1, kv_cache=kv_cache)
         prompt = _prompt(vocabulary, case.tokens)
         return lambda: decoder.generate([prompt], max_new_tokens=1, stop=())
     begin, most = _begin(case, effort), effort.total + 2
-    decoder = Decoder.from_transformers(model, max_batch=case.batch, max_tokens=begin + most)
+    decoder = Decoder.from_transformers(model, max_batch=case.batch, max_tokens=begin + most, kv_cache=kv_cache)
     for _ in range(case.batch):
         decoder.add(_prompt(vocabulary, begin), max_new_tokens=most, stop=())
     decoder.step()
@@ -239,6 +239,7 @@ CONTENDERS: dict[str, Contender] = {
     "transformers compiled": (_compiled, nullcontext),
     "liger-kernel": (_eager, liger),
     "cutekernels": (ours, nullcontext),
+    "cutekernels, FP8 cache": (partial(ours, kv_cache="fp8"), nullcontext),
     "cutekernels patched": (_eager, patched),
     "cutekernels patched, compiled": (_compiled, patched),
 }

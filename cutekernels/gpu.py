@@ -32,11 +32,12 @@ class Architecture:
     has_tma: bool = False
     has_wgmma: bool = False
     has_pdl: bool = False  # programmatic dependent launch
+    has_fp8: bool = True  # instructions that convert e4m3
 
 
 ARCHITECTURES: dict[tuple[int, int], Architecture] = {
-    (8, 0): Architecture("sm_80", 164 * KIB, 163 * KIB, 64),
-    (8, 6): Architecture("sm_86", 100 * KIB, 99 * KIB, 48),
+    (8, 0): Architecture("sm_80", 164 * KIB, 163 * KIB, 64, has_fp8=False),
+    (8, 6): Architecture("sm_86", 100 * KIB, 99 * KIB, 48, has_fp8=False),
     (8, 9): Architecture("sm_89", 100 * KIB, 99 * KIB, 48),
     (9, 0): Architecture("sm_90a", 228 * KIB, 227 * KIB, 64, has_tma=True, has_wgmma=True, has_pdl=True),
     (12, 0): Architecture("sm_120a", 100 * KIB, 99 * KIB, 48, has_tma=True, has_pdl=True),
@@ -114,6 +115,10 @@ class GpuSpec:
     @property
     def has_pdl(self) -> bool:
         return self.arch.has_pdl
+
+    @property
+    def has_fp8(self) -> bool:
+        return self.arch.has_fp8
 
 
 def _row(

@@ -173,6 +173,7 @@ def interpret(
     op.check(problem, chosen, spec)
     built = build_arguments(op, problem, chosen, spec)
     tensors = {t.data_ptr(): t.as_strided((1,), (1,)) for t in (*results, *inputs) if t is not None and t.numel()}
+    tensors = {at: t if t.dtype != torch.float8_e4m3fn else t.view(torch.uint8) for at, t in tensors.items()}
 
     def kernel(grid: tuple[int, int, int], *args: Any) -> None:
         names = dict(zip(built["signature"], args, strict=False))

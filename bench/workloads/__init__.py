@@ -36,6 +36,7 @@ _HOMES = {
     "attention": "attention",
     "attention_backward": "attention_backward",
     "decode_attention": "attention_decode",
+    "decode_attention_fp8": "attention_decode",
     "rms_norm_linear": "norm_linear",
     "linear_silu_mul": "norm_linear",
     "silu_mul": "activations",

@@ -1,4 +1,6 @@
-"""Attention of one token over a cache: batches that fill the GPU, single long sequences, two models' heads."""
+"""Attention of one token over a cache: batches that fill the GPU, single long sequences, two models' heads. Caches in
+FP8 are beside the same numbers in 16 bits.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,12 @@ MODELS = {"llama-3-8b": (32, 8), "qwen2.5-7b": (28, 4)}  # heads of q, and of k 
 # ---- cases ----------------------------------------------------------------------------------------------
 
 
-def _case(dtype: str, model: str, batch: int, seq: int, page_size: int = 0) -> Case:
+def _case(dtype: str, model: str, batch: int, seq: int, page_size: int = 0, cache: str = "same") -> Case:
     heads, heads_kv = MODELS[model]
-    problem = DecodeProblem(batch, seq, heads, heads_kv, dtype=str(dtype), page_size=page_size)
+    problem = DecodeProblem(batch, seq, heads, heads_kv, dtype=str(dtype), page_size=page_size, cache=cache)
     paged = f" pages of {page_size}" if page_size else ""
-    return Case("decode_attention", str(problem), f"{model} b{batch} h{heads}/{heads_kv} s{seq}{paged}")
+    op = "decode_attention" if cache == "same" else "decode_attention_fp8"
+    return Case(op, str(problem), f"{model} b{batch} h{heads}/{heads_kv} s{seq}{paged}")
 
 
 def _decode(dtype: str, accumulate: str) -> list[Case]:
@@ -40,6 +43,12 @@ def _decode(dtype: str, accumulate: str) -> list[Case]:
         _case(dtype, "qwen2.5-7b", 1, 4096),
         _case(dtype, "qwen2.5-7b", 1, 4096, 16),
     ]
+
+
+def _fp8(dtype: str, accumulate: str) -> list[Case]:
+    sizes = ((32, 4096, 0), (32, 4096, 16), (16, 8192, 64), (1, 32768, 0), (1, 131072, 0), (1, 4096, 0))
+    cases = [_case(dtype, "llama-3-8b", *size, cache="fp8") for size in sizes]
+    return [*cases, *[_case(dtype, "qwen2.5-7b", *size, cache="fp8") for size in ((64, 2048, 0), (16, 8192, 64))]]
 
 
 def _published(dtype: str, accumulate: str) -> list[Case]:
@@ -62,6 +71,10 @@ def _inputs(case: Case, problem: DecodeProblem, device: str, seed: int) -> Input
     each = -(-problem.seq_kv // size)
     k, v = (normal((problem.batch * each, size, problem.heads_kv, problem.head_dim)) for _ in range(2))
     operands: tuple[Tensor, ...] = (q, k, v, lengths)
+    if problem.cache == "fp8":
+        scales = [torch.full((problem.heads_kv,), x, device=device) for x in (0.03, 0.02)]
+        k, v = ((t / scale[0]).to(torch.float8_e4m3fn) for t, scale in zip((k, v), scales, strict=True))
+        operands = (q, k, v, lengths, *scales)
     if problem.page_size:
         order = torch.randperm(problem.batch * each, generator=draw, device=device)
         operands = (*operands, order.view(problem.batch, each).to(torch.int32))
@@ -69,20 +82,40 @@ def _inputs(case: Case, problem: DecodeProblem, device: str, seed: int) -> Input
 
 
 def _table(i: Inputs) -> Tensor | None:
-    return i.operands[4] if len(i.operands) > 4 else None
+    return i.operands[-1] if i.operands[-1].dim() == 2 else None
+
+
+def _scales(i: Inputs) -> dict[str, Tensor]:
+    """Of a cache in FP8, as ``decode_attention`` takes them."""
+    found = i.operands[4:6] if i.operands[1].element_size() == 1 else ()
+    return dict(zip(("k_scale", "v_scale"), found, strict=False))
 
 
 def _truth(case: Case, i: Inputs) -> tuple[Tensor, ...]:
-    q, k, v = (t.double() for t in i.operands[:3])
+    q, k, v = (t if t.element_size() == 1 else t.double() for t in i.operands[:3])
     scale = DecodeProblem.parse(case.problem).head_dim ** -0.5
-    return reference(q, k, v, i.operands[3], _table(i), None, scale, 0.0, left=None)[:1]
+    return reference(q.double(), k, v, i.operands[3], _table(i), None, scale, 0.0, **_scales(i), left=None)[:1]
 
 
 # ---- contenders -----------------------------------------------------------------------------------------
 
 
 def _ours(case: Case, sets: Sequence[Inputs], config: Any) -> Sequence[Launch]:
-    return [partial(decode_attention, *i.operands[:4], page_table=_table(i), out=i.out, config=config) for i in sets]
+    return [
+        partial(decode_attention, *i.operands[:4], page_table=_table(i), **_scales(i), out=i.out, config=config)
+        for i in sets
+    ]
+
+
+def _in_16_bits(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
+    """The same numbers in a cache of q's type."""
+
+    def bound(i: Inputs) -> Launch:
+        q, k, v, lengths, *scales = i.operands
+        wide = [(t.float() * own[:, None]).to(q.dtype) for t, own in zip((k, v), scales, strict=False)]
+        return partial(decode_attention, q, *wide, lengths, page_table=_table(i), out=i.out)
+
+    return [bound(i) for i in sets]
 
 
 def _sdpa(backend: SDPBackend, case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
@@ -127,5 +160,14 @@ WORKLOADS = (
             Contender("torch sdpa flash", partial(_sdpa, SDPBackend.FLASH_ATTENTION)),
             Contender("naive", _naive),
         ),
+    ),
+    Workload(
+        op="decode_attention_fp8",
+        poses="decode_attention",
+        suites={"fp8": _fp8},
+        inputs=_inputs,
+        truth=_truth,
+        ours=_ours,
+        peers=(Contender("16-bit cache", _in_16_bits),),
     ),
 )

@@ -93,7 +93,7 @@ def _ours(case: Case, sets: Sequence[Inputs], config: Any) -> Sequence[Launch]:
     def bound(i: Inputs) -> Launch:
         q, k, v, k_cache, v_cache, state, cos, sin, *table = i.operands
         results = (i.results[0], k_cache, v_cache, torch.empty_like(state))
-        inputs = (q, k, v, state, table[0] if table else None, None, cos, sin)
+        inputs = (q, k, v, state, table[0] if table else None, None, cos, sin, None, None)
 
         def launch() -> tuple[Tensor, ...]:
             if q.is_cuda:

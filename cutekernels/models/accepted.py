@@ -23,6 +23,7 @@ REMEDY = "generate with the model itself, its attention by cutekernels.route_sdp
 _PATCH = "generate with the model itself under cutekernels.patch, which honours it"
 _JOINED = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 _MULTIPLY = "self_attn", "mlp", "shared_expert"
+_OF_CACHES = ("q_scale", "k_scale", "v_scale", "kv_scale")  # parameters of quantizers, of any type
 _COMPILED = "_orig_mod"  # the submodule of what torch.compile returns for a module
 # Hooks that stay after output_hidden_states and change nothing, and those that decompress before a model's first call.
 _HARMLESS = ("transformers.utils.output_capturing", "compressed_tensors.")
@@ -47,7 +48,11 @@ def check_model(model: Any) -> tuple[Family, dict[str | None, Any]]:
             f"Decoder takes a model of transformers itself; this is a {kind_of(type(model))} around one: merge its "
             f"adapters (merge_and_unload), or {_PATCH}"
         )
-    plain = [(path, p) for path, p in model.named_parameters() if not layout_of(_owner(model, path))]
+    plain = [
+        (path, p)
+        for path, p in model.named_parameters()
+        if path.rpartition(".")[2] not in _OF_CACHES and not layout_of(_owner(model, path))
+    ]
     packed = [path for path, p in plain if p.dtype.itemsize < 2 or not p.is_floating_point()]
     if packed:
         raise UnsupportedProblem(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.models.sampling import Sampling
-from cutekernels.ops.attention.decode import check_page_size
+from cutekernels.ops.attention.decode import check_cache_dim, check_page_size
 from cutekernels.ops.shared.checks import check_tensor, check_whole, said
 
 # ---- of the decoder
@@ -38,7 +38,15 @@ def check_tokenizer(tokenizer: object) -> None:
         )
 
 
-def check_memory(model: Any, *, max_batch: int, max_tokens: int, page_size: int, pages: int) -> None:
+def check_kv_cache(kv_cache: object) -> None:
+    """Refuses types of a cache other than the model's, None, and e4m3."""
+    if kv_cache is not None and not (isinstance(kv_cache, str) and kv_cache == "fp8"):
+        raise UnsupportedProblem(f'kv_cache is "fp8", or None for the model\'s type; got {said(kv_cache)}: pass either')
+
+
+def check_memory(
+    model: Any, *, max_batch: int, max_tokens: int, page_size: int, pages: int, kv_cache: str | None = None
+) -> None:
     """Refuses sizes whose cache and tables are more than the device has memory for, before any of it is allocated.
 
     The meta device has none.
@@ -48,7 +56,9 @@ def check_memory(model: Any, *, max_batch: int, max_tokens: int, page_size: int,
             "Decoder takes a model with weights, and this one is on the meta device: load it by from_pretrained"
         )
     config, device = model.config, model.device
-    head_dim, itemsize = model.model.layers[0].self_attn.head_dim, model.dtype.itemsize
+    head_dim, itemsize = model.model.layers[0].self_attn.head_dim, 1 if kv_cache else model.dtype.itemsize
+    if kv_cache is not None:
+        check_cache_dim(kv_cache, head_dim)
     page = 2 * config.num_hidden_layers * config.num_key_value_heads * page_size * head_dim * itemsize
     tables = 4 * max_tokens * head_dim + 4 * max_batch * -(-max_tokens // page_size)  # cos and sin; page numbers
     need = pages * page + tables + max_batch * config.vocab_size

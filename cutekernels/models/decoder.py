@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -86,6 +86,7 @@ class Decoder:
         page_size: int,
         pages: int,
         chunk: int,
+        kv_cache: str | None = None,
         tokenizer: Any = None,
     ) -> None:
         w = self._w = source.weights
@@ -94,8 +95,12 @@ class Decoder:
         self._max_batch, self._chunk, self._tokenizer = max_batch, chunk, tokenizer
         self._caches = KVCache.layers(
             len(w.layers), max_batch, max_tokens, w.heads_kv, w.head_dim, page_size=page_size, pages=pages,
-            dtype=dtype, device=device,
+            dtype=dtype if kv_cache is None else "fp8", device=device,
         )  # fmt: skip
+        if kv_cache is not None:
+            for layer, cache in zip(w.layers, self._caches, strict=True):
+                if layer.attention.cache_scales != (None, None):
+                    cache.set_scales(*layer.attention.cache_scales)
         self._parts: dict[tuple[int, int], list[KVCache]] = {}
         self._requests = Requests(self._caches[0], max_tokens, len(w.embedding.weight))
         self._choices = Choices(max_batch, w.head.weight.shape[0], device)
@@ -116,6 +121,7 @@ class Decoder:
         page_size: int = 64,
         pages: int | None = None,
         chunk: int = 2048,
+        kv_cache: Literal["fp8"] | None = None,
         tokenizer: Any = None,
     ) -> Decoder:
         """A decoder over the weights of a transformers model (or of :func:`load`'s), in the model's own memory.
@@ -132,23 +138,30 @@ class Decoder:
             page_size: tokens in a page of the cache: 16, 32, 64, 128 or 256.
             pages: of the cache in each layer; by default enough for ``max_batch`` requests of ``max_tokens``.
             chunk: tokens of a prompt that are computed at a time.
+            kv_cache: "fp8" for keys and values in float8_e4m3fn, with the checkpoint's scales, or where it has none
+                with those of the first prompt (:class:`cutekernels.KVCache` says what it costs, :meth:`check` what is
+                too large); None for the model's type.
             tokenizer: to take prompts as text and give texts back; its ``eos_token_id`` ends a request too.
 
         Raises:
             UnsupportedProblem: a model that is not of these families, is patched, has hooks or options that no op has
                 (its documentation lists them), fp32 on a GPU, or on the meta device; sizes that are out of range or
-                more than the device has memory for; a tokenizer that is none.
+                more than the device has memory for; a tokenizer that is none; a cache of another type, or in FP8 for a
+                head_dim that is no multiple of 16.
         """
         pages = arguments.check_sizes(
             max_batch=max_batch, max_tokens=max_tokens, page_size=page_size, pages=pages, chunk=chunk
         )
         arguments.check_tokenizer(tokenizer)
+        arguments.check_kv_cache(kv_cache)
         check_model(model)
-        arguments.check_memory(model, max_batch=max_batch, max_tokens=max_tokens, page_size=page_size, pages=pages)
+        arguments.check_memory(
+            model, max_batch=max_batch, max_tokens=max_tokens, page_size=page_size, pages=pages, kv_cache=kv_cache
+        )
         source = Source(model, max_tokens)
         return cls(
             source, max_batch=max_batch, max_tokens=max_tokens, page_size=page_size, pages=pages, chunk=chunk,
-            tokenizer=tokenizer,
+            kv_cache=kv_cache, tokenizer=tokenizer,
         )  # fmt: skip
 
     @classmethod
@@ -164,6 +177,7 @@ class Decoder:
         page_size: int = 64,
         pages: int | None = None,
         chunk: int = 2048,
+        kv_cache: Literal["fp8"] | None = None,
         tokenizer: Any = None,
     ) -> Decoder:
         """A decoder over the weights of a checkpoint, without transformers: :func:`load`, then as from its model.
@@ -177,8 +191,9 @@ class Decoder:
         sizes = {"max_batch": max_batch, "max_tokens": max_tokens, "page_size": page_size, "chunk": chunk}
         arguments.check_sizes(pages=pages, **sizes)
         arguments.check_tokenizer(tokenizer)
+        arguments.check_kv_cache(kv_cache)
         model = load(path, device=device, dtype=dtype, progress=progress)
-        return cls.from_transformers(model, pages=pages, tokenizer=tokenizer, **sizes)
+        return cls.from_transformers(model, pages=pages, kv_cache=kv_cache, tokenizer=tokenizer, **sizes)
 
     # ---- requests
 
@@ -273,6 +288,14 @@ class Decoder:
             tokens = self._requests.cancel(number)
             self._drop_finished()
             return tokens
+
+    def check(self) -> None:
+        """Wait for the device. Raises UnsupportedProblem where a running request has numbers too large for a cache in
+        FP8: they are its largest instead.
+        """
+        with self._alone:
+            for cache in self._caches:
+                cache.check()
 
     def _drop_finished(self) -> None:
         """Tokens on their way to the host that no request waits for."""

@@ -16,6 +16,7 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.integrations.transformers.checkpoints import layout_of, quantized_weight
 from cutekernels.integrations.transformers.families import Family, activation_of, gate_of
 from cutekernels.models.accepted import REMEDY, check_model
+from cutekernels.models.cache_scales import cache_scales
 from cutekernels.models.loaded import Apart
 from cutekernels.nn.mlp import Gate, gate_mul, gated, projected
 from cutekernels.nn.moe import MoE
@@ -158,6 +159,7 @@ class Attention:
         cos, sin: ``(positions, R / 2)`` with R up to head_dim, fp32 at least; layers share them. None: nothing turns.
         interleaved: channels that turn together are neighbours.
         options: ``scale``, ``softcap`` and ``window``, as :func:`cutekernels.attention` takes them.
+        cache_scales: of keys and of values in a cache in FP8, where the checkpoint has them.
     """
 
     qkv: Projection | Projections
@@ -169,6 +171,7 @@ class Attention:
     sin: Tensor | None
     interleaved: bool
     options: dict[str, Any]
+    cache_scales: tuple[Tensor | None, Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -299,6 +302,7 @@ def _attention(
             "softcap": family.softcap_of(attention),
             "window": None if window is None else (window - 1, None),
         },
+        cache_scales=cache_scales(attention),
     )
 
 

@@ -54,7 +54,8 @@ def arguments(p: DecodeProblem, lengths: torch.Tensor, seed: int) -> tuple[Any, 
     """The arguments of ``sample``, for sequences of these lengths."""
     generator = torch.Generator(device=lengths.device).manual_seed(seed)
     sinks = sample_sinks(p.sinks, p.dtype, p.heads_q, p.keys, generator)
-    return (*posed(p, lengths, generator), sinks, p.head_dim**-0.5, 2.0 if p.softcap else 0.0)
+    operands = posed(p, lengths, generator)
+    return (*operands[:5], sinks, *operands[5:], p.head_dim**-0.5, 2.0 if p.softcap else 0.0)
 
 
 def left_of(p: DecodeProblem) -> int | None:

@@ -116,8 +116,8 @@ def test_opcheck(options: tuple[Any, ...]) -> None:
     given = tuple(paged_call().values())
     tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     ops = torch.ops.cutekernels
-    torch.library.opcheck(ops.decode_attention, (*given, None, *options), test_utils=tests)
-    into = (*given, None, torch.empty_like(given[0]), *options)
+    torch.library.opcheck(ops.decode_attention, (*given, *[None] * 3, *options), test_utils=tests)
+    into = (*given, *[None] * 3, torch.empty_like(given[0]), *options)
     torch.library.opcheck(ops.decode_attention_out, into, test_utils=tests)
 
 

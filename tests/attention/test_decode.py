@@ -193,8 +193,8 @@ def test_opcheck(options: tuple[Any, ...]) -> None:
     q, k, v, lengths = call()
     tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     ops = torch.ops.cutekernels
-    torch.library.opcheck(ops.decode_attention, (q, k, v, lengths, None, None, *options), test_utils=tests)
-    into = (q, k, v, lengths, None, None, torch.empty_like(q), *options)
+    torch.library.opcheck(ops.decode_attention, (q, k, v, lengths, *[None] * 4, *options), test_utils=tests)
+    into = (q, k, v, lengths, *[None] * 4, torch.empty_like(q), *options)
     torch.library.opcheck(ops.decode_attention_out, into, test_utils=tests)
 
 

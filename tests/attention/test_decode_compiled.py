@@ -84,7 +84,7 @@ def test_the_kernel_depends_on_the_static_half_of_a_problem_alone() -> None:
     compiled.depends_on_statics_alone(DECODE_ATTENTION, first, second, config)
 
 
-CHANGES = ["dtype=fp16", "head_dim=56", "page_size=16", "page_size=64", "window=1", "softcap=1", "lse=1"]
+CHANGES = ["dtype=fp16", "head_dim=56", "page_size=16", "page_size=64", "window=1", "softcap=1", "lse=1", "cache=fp8"]
 
 
 @pytest.mark.parametrize("change", CHANGES)

@@ -15,9 +15,8 @@ from cutekernels import gpu
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.attention.decode import DECODE_ATTENTION, DecodeConfig, DecodeProblem
 from cutekernels.ops.attention.decode_api import decode_attention
-from cutekernels.ops.attention.reference import decode
 from tests.attention import cases
-from tests.attention.decode_cases import GROUPS, arguments, left_of, lengths_of, random_config, random_problem
+from tests.attention.decode_cases import GROUPS, arguments, lengths_of, random_config, random_problem
 
 pytestmark = pytest.mark.gpu
 
@@ -28,7 +27,8 @@ launched = partial(cases.launched, DECODE_ATTENTION)
 
 def truth(p: DecodeProblem, args: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
     """(out, lse) in fp64."""
-    return decode(*cases.wide(args), left=left_of(p))
+    out, lse = DECODE_ATTENTION.reference(p.replace(lse=True), *cases.wide(args))
+    return out, lse
 
 
 def judge(p: DecodeProblem, args: tuple[Any, ...], results: tuple[Tensor, ...]) -> None:

@@ -208,7 +208,7 @@ def test_opcheck(grad: bool) -> None:
         )
     else:
         lengths = torch.tensor([13, 7], dtype=torch.int32)
-        given = (q, k, v, lengths, None, sinks, -1, 0.2, 0.0, True)
+        given = (q, k, v, lengths, None, sinks, None, None, -1, 0.2, 0.0, True)
         torch.library.opcheck(torch.ops.cutekernels.decode_attention, given, test_utils=TESTS)
 
 

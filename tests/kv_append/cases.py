@@ -39,16 +39,20 @@ def ends(state: Tensor, counts: list[int], room: int, pages: int, table: Tensor 
             elif end is None:
                 end = position
         end = start + count if end is None else end
-        after[:, b] = torch.tensor([end, int(state[1, b]) + start + count - end, 0])
+        after[:3, b] = torch.tensor([end, int(state[1, b]) + start + count - end, 0])
     return places, after
 
 
 def judge(
     before: tuple[Tensor, ...], results: tuple[Tensor, ...], inputs: tuple[Any, ...], interleaved: bool = False
 ) -> dict[str, Any]:
-    """``before``: what k_cache and v_cache held. Errors of turned rows over their tolerance; the rest bit for bit."""
+    """``before``: what k_cache and v_cache held. Errors of turned rows over their tolerance; the rest bit for bit.
+
+    In FP8 the tolerance is what :class:`KVCache` states.
+    """
     out_q, k_cache, v_cache, out_state = results
-    q, k, v, state, pages, counts, cos, sin = inputs
+    q, k, v, state, pages, counts, cos, sin, *scales = inputs
+    k_scale, v_scale = (None, None) if not scales else (t if t is None else t.double()[:, None] for t in scales)
     batch, seq = k.shape[:2]
     size = k_cache.shape[1]
     room = size if pages is None else size * pages.shape[1]
@@ -68,6 +72,10 @@ def judge(
         for value, _ in (exact_q, exact_k):
             value[..., : 2 * tables[0].shape[1]].masked_fill_(~legal[:, :, None, None], float("nan"))
     wide_k = expected_k.double()
+    if v_scale is not None:
+        return fp8_reply(places, before, results, after, (exact_k[0], v.double()), (k_scale, v_scale)) | {
+            "ratio of q": error_ratio(out_q, *exact_q)
+        }
     for (b, s), (page, slot) in places.items():
         wide_k[page, slot], sizes_k[page, slot] = exact_k[0][b, s], exact_k[1][b, s]
         expected_v[page, slot] = v[b, s]
@@ -78,8 +86,42 @@ def judge(
     }
 
 
+def fp8_reply(
+    places: Any, before: tuple[Tensor, ...], results: tuple[Tensor, ...], after: Tensor, exact: Any, scales: Any
+) -> dict[str, Any]:
+    """:func:`judge` of caches in e4m3: k within the bound, v rounded as torch rounds, saturated numbers counted."""
+    ratio, values, least, most = 0.0, True, after[3].clone(), after[3].clone()
+    written = torch.zeros(before[0].shape[:2], dtype=torch.bool)
+    for (b, s), (page, slot) in places.items():
+        written[page, slot] = True
+        for i, (cache, scale) in enumerate(zip(results[1:3], scales, strict=True)):
+            number, stored = exact[i][b, s] / scale, cache[page, slot].double()
+            legal, large = number.isfinite(), number.abs() > 448
+            # Rounded to bf16 first, a key beside the limit may be on either side.
+            least[b] += int((number.abs() > 448 * (1 + 2.0**-8 * (i == 0))).sum())
+            most[b] += int((number.abs() > 448 * (1 - 2.0**-8 * (i == 0))).sum())
+            values &= bool((stored.isnan() == number.isnan()).all())
+            values &= bool(torch.equal(stored[large], number[large].sign() * 448))
+            # Half a step of e4m3, and half of bf16's where a number turned.
+            bound = number.abs() * (2.0**-4 + 2.0**-8 * (i == 0)) + 2.0**-10 * 1.001
+            errors = ((stored - number).abs() / bound)[legal & ~large]
+            ratio = max([ratio, *errors.flatten().tolist()])
+            if i == 1:
+                rounded = number.float().clamp(-448, 448).to(torch.float8_e4m3fn).double()
+                values &= bool(torch.equal(stored.nan_to_num(-1.0), rounded.nan_to_num(-1.0)))
+    for cache, old in zip(results[1:3], before, strict=True):
+        values &= bool(torch.equal(cache[~written].double().nan_to_num(-1.0), old[~written].double().nan_to_num(-1.0)))
+    counted = bool(((least <= results[3][3]) & (results[3][3] <= most)).all())
+    return {"ratio": ratio, "values": values, "state": bool(torch.equal(results[3][:3], after[:3])) and counted}
+
+
 def right(reply: dict[str, Any]) -> bool:
-    return reply["ratio"] <= 1 and reply["values"] and reply["state"] and reply.get("outside", True)
+    return (
+        max(reply["ratio"], reply.get("ratio of q", 0.0)) <= 1
+        and reply["values"]
+        and reply["state"]
+        and reply.get("outside", True)
+    )
 
 
 # ---- the child process ----------------------------------------------------------------------------------
@@ -111,20 +153,27 @@ def posed(case: dict[str, Any]) -> tuple[list[Tensor], tuple[Any, ...], list[Ten
         pages = torch.randperm(number)[: batch * room // size].view(batch, -1).int()
         for b, entry, page in case.get("holes", []):
             pages[b, entry] = page if page < 0 else number + page
-    state = torch.zeros(3, batch, dtype=torch.int32)
+    kind, scales = dtype, (None, None)
+    if case.get("fp8"):  # at 0.001 most numbers are too large, at 1000 they are subnormal
+        kind = torch.float8_e4m3fn
+        scales = torch.tensor([case["fp8"] * (1 + h / 3) for h in range(2 * heads_kv)]).view(2, heads_kv).unbind()
+        if case.get("inplace"):  # counts of a launch beside another state are a sample's, which has none too large
+            v[0, 0, 0, 3:9] = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0, 448.0, 3e38], dtype=dtype)
+    state = torch.zeros(3 + bool(case.get("fp8")), batch, dtype=torch.int32)
     state[0] = torch.tensor(case.get("lengths", [3, 0, 5, 1][:batch]))
     state[1] = 4
     state[2] = case.get("ticket", 0)
+    state[3:] = 2
     shape = (number + 2, size or room, heads_kv, width)
-    memory = [torch.full(shape, FILLING, dtype=dtype) for _ in range(2)]
+    memory = [torch.full(shape, FILLING, dtype=kind) for _ in range(2)]
     if case.get("fused caches"):
-        joint = torch.full((*shape[:2], 2, *shape[2:]), FILLING, dtype=dtype)
+        joint = torch.full((*shape[:2], 2, *shape[2:]), FILLING, dtype=kind)
         memory = [joint[:, :, 0], joint[:, :, 1]]
     caches = [m[1:-1] for m in memory]
     out_q, out_state = torch.full(q.shape, float("nan"), dtype=dtype), torch.full_like(state, -9)
     if case.get("inplace"):
         out_q, out_state = q, state
-    return [out_q, *caches, out_state], (q, k, v, state, pages, counts, cos, sin), memory
+    return [out_q, *caches, out_state], (q, k, v, state, pages, counts, cos, sin, *scales), memory
 
 
 def child_case(case: dict[str, Any]) -> dict[str, Any]:
@@ -134,7 +183,7 @@ def child_case(case: dict[str, Any]) -> dict[str, Any]:
     flags = {"interleaved": bool(case.get("interleaved"))}
     problem = interpret(KV_APPEND, results, inputs, config=case.get("config"), edit=case.get("edit"), **flags)
     reply = judge(before, tuple(results), copies, **flags)
-    reply["outside"] = all(bool((m[[0, -1]] == FILLING).all()) for m in memory)
+    reply["outside"] = all(bool((m[[0, -1]].double() == FILLING).all()) for m in memory)
     return reply | {"problem": problem}
 
 
@@ -199,6 +248,14 @@ def numerics_cases() -> dict[str, dict[str, Any]]:
     for size in (0, 16):
         more = {"seq": 1, "config": _WHOLE.format(1, 1), "heads": (3, 9), "inplace": True, "batch": 3}
         cases[f"one program for a sequence {size}"] = (_PAGED if size else _BASE) | more
+    for scale, size, rotary in product((0.01, 0.001, 1000.0), (0, 16), (0, 8, 16)):
+        more = {"fp8": scale, "rotary": rotary, "inplace": True, "interleaved": rotary == 8}
+        cases[f"fp8 {scale} {size} {rotary}"] = (_PAGED if size else _BASE) | more
+    for size, inplace in product((0, 16), (False, True)):
+        more = {"heads": (11, 9), "inplace": inplace, "fp8": 0.01 if inplace else 1.0, "config": _WHOLE.format(2, 1)}
+        cases[f"fp8 whole {size} {inplace=}"] = (_PAGED if size else _BASE) | more
+    cases["fp8 fused caches"] = _BASE | {"fp8": 0.02, "fused caches": True, "inplace": True, "dtype": "fp16"}
+    cases["fp8 counted holes"] = _PAGED | {"fp8": 0.002, "counts": [3, 5], "holes": [(0, 0, -1)], "inplace": True}
     more = {"holes": [(0, 1, -1)], "seq": 16, "lengths": [12, 1], "heads": (3, 9), "config": _WHOLE.format(16, 2)}
     cases["a hole in one tile"] = _PAGED | more
     rng = random.Random(11)
@@ -224,6 +281,7 @@ PLANTED = {
     "all tokens counted alike": _BASE | {"counts": [1, 3], "edit": {"counts_step": -1}},
     "moved by the first program": _BASE | {"ticket": 4, "inplace": True, "config": "tokens=1 heads=4 block=8 warps=1"},
     "a ticket too few": _BASE | {"ticket": -1},
+    "one head's scale for all": _BASE | {"fp8": 0.01, "inplace": True, "edit": {"v_scale_head": -1}},
 }
 
 

@@ -263,7 +263,7 @@ def test_refusals_say_the_rule() -> None:
         "hands out no pages": lambda: cache.reserve(3),
         "a number of tokens up to 64": lambda: KVCache.paged(2, 64, 2, 16, pages=9, **SMALL).reserve(65),
         "one for each of 2 sequences": lambda: KVCache.paged(2, 64, 2, 16, pages=9, **SMALL).reserve([1]),
-        "takes k_cache in float32; got torch.float64": lambda: cache.append(k[:3, :1], k[:3, :1]),
+        "takes k_cache in float32 or float8_e4m3fn; got torch.float64": lambda: cache.append(k[:3, :1], k[:3, :1]),
     }.items():
         with pytest.raises(UnsupportedProblem, match=rule):
             call()

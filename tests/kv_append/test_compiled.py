@@ -22,13 +22,15 @@ PREFILL = KvAppendProblem(1, 2048, 8, 128, 32, 128, page_size=16)
 @pytest.mark.parametrize("spec", TARGETS, ids=lambda g: g.target)
 def test_compiles_for_every_architecture(spec: gpu.GpuSpec) -> None:
     rng = random.Random(spec.name)
-    for text in rng.sample(KV_APPEND.suite, 2):
+    for text in {*rng.sample(KV_APPEND.suite, 2), KV_APPEND.suite[-1]}:
         problem = KvAppendProblem.parse(text)
         for config in (KV_APPEND.default(problem, spec), rng.choice(list(KV_APPEND.valid(problem, spec)))):
             check_resources(KV_APPEND, problem, config, spec)
 
 
-@pytest.mark.parametrize("words", ["", "interleaved=1", "dtype=fp32", "gathered=1 page_size=64", "counted=1"])
+@pytest.mark.parametrize(
+    "words", ["", "interleaved=1", "dtype=fp32", "gathered=1 page_size=64", "counted=1", "cache=fp8"]
+)
 def test_the_largest_tiles_do_not_spill(words: str) -> None:
     problem = KvAppendProblem.parse(f"batch=1 seq=2048 heads_q=32 head_dim=192 rotary=128 heads_kv=8 {words}")
     worst = max(KV_APPEND.valid(problem, H200), key=lambda c: (c.tokens * c.heads * c.block / c.warps, c.tokens))

@@ -66,7 +66,7 @@ def test_every_interpreted_case(case: str) -> None:
     for _ in range(2):
         around = [t.cuda() for t in memory]
         k_cache, v_cache = (t[1:-1] for t in around)
-        q, k, v, state, pages, counts, cos, sin = (None if t is None else t.cuda() for t in inputs)
+        q, k, v, state, pages, counts, cos, sin, k_scale, v_scale = (None if t is None else t.cuda() for t in inputs)
         before = k_cache.cpu(), v_cache.cpu()
         kv_append(
             k,
@@ -80,13 +80,17 @@ def test_every_interpreted_case(case: str) -> None:
             cos=cos,
             sin=sin,
             interleaved=interleaved,
+            k_scale=k_scale,
+            v_scale=v_scale,
             config=given.get("config"),
         )
         found = [t.cpu() for t in (q, k_cache, v_cache, state)]
         assert right(judge(before, tuple(found), inputs, interleaved))
-        assert all((t.cpu()[[0, -1]] == m[[0, -1]]).all() for t, m in zip(around, memory, strict=True))
+        edges = [(t.cpu()[[0, -1]].double(), m[[0, -1]].double()) for t, m in zip(around, memory, strict=True)]
+        assert all((t == m).all() for t, m in edges)
         expected.append(found)
-    assert all(torch.equal(a.nan_to_num(9.0), b.nan_to_num(9.0)) for a, b in zip(*expected, strict=True))
+    twice = [(a.double().nan_to_num(9.0), b.double().nan_to_num(9.0)) for a, b in zip(*expected, strict=True)]
+    assert all(torch.equal(a, b) for a, b in twice)
     assert len(results) == 4
 
 
@@ -108,7 +112,10 @@ def test_every_suite_with_default_and_random_configs(text: str) -> None:
             launch(*results, *args)
             assert torch.equal(results[3], expected[3]), config
             for result, value in zip(results[:3], expected[:3], strict=True):
-                torch.testing.assert_close(result, value, equal_nan=True, rtol=2e-2, atol=1e-3)
+                rtol, pair = 2e-2, (result, value)
+                if value.element_size() == 1:  # where fp32 rounds otherwise, a number beside a tie is a step away
+                    rtol, pair = 0.125, (result.float(), value.float())
+                torch.testing.assert_close(*pair, equal_nan=True, rtol=rtol, atol=2e-3)
         assert (args[3][2] == 0).all(), "a ticket is left"
 
 

@@ -181,13 +181,15 @@ def test_is_registered() -> None:
     assert registry.get("kv_append") is KV_APPEND
 
 
+FP8 = torch.float8_e4m3fn
+
 # ---- the function, on the CPU ---------------------------------------------------------------------------
 
 
 def called(results: list[Tensor], inputs: tuple[Any, ...], how: Callable[..., None], interleaved: bool) -> None:
     """Calls ``how``, which has the public function's parameters, to update the results in place."""
     _, k_cache, v_cache, _ = results
-    q, k, v, state, pages, counts, cos, sin = inputs
+    q, k, v, state, pages, counts, cos, sin, k_scale, v_scale = inputs
     turns = q if q.shape[2] else None
     how(
         k,
@@ -201,6 +203,8 @@ def called(results: list[Tensor], inputs: tuple[Any, ...], how: Callable[..., No
         cos=cos,
         sin=sin,
         interleaved=interleaved,
+        k_scale=k_scale,
+        v_scale=v_scale,
     )
     results[0], results[3] = q, state
 
@@ -278,6 +282,18 @@ def refusals() -> dict[str, Callable[[], Any]]:
         "out= overlaps an operand": lambda: kv_append(k, k.clone(), *caches, state, q=k, cos=cos, sin=sin),
         "overlaps an operand other": lambda: kv_append(caches[0][:, : k.shape[1]], k, *caches, state),
         "kv_append is not differentiable": lambda: kv_append(k.clone().requires_grad_(), k, *caches, state),
+        r"k_scale and v_scale belong .*float32, and of the scales 1": lambda: kv_append(
+            k, k, *caches, state, k_scale=torch.ones(1)
+        ),
+        "v_scale belong .* k_cache is torch.float8_e4m3fn, and of the scales 0": lambda: kv_append(
+            k, k, *(c.to(FP8) for c in caches), state
+        ),
+        r"state is \(4, B\) beside scales": lambda: kv_append(
+            k, k, *(c.to(FP8) for c in caches), state, k_scale=torch.ones(1), v_scale=torch.ones(1)
+        ),
+        r"v_scale \(2,\): v_scale does not fit": lambda: kv_append(
+            k, k, *(c.to(FP8) for c in caches), state, k_scale=torch.ones(1), v_scale=torch.ones(2)
+        ),
         "no gradient for cos": lambda: kv_append(k, k, *caches, state, cos=cos.clone().requires_grad_(), sin=sin),
     }
 
@@ -294,7 +310,7 @@ def test_opcheck(queries: bool) -> None:
     k, cache, (cos, sin) = torch.randn(2, 3, 1, 16), torch.randn(2, 9, 1, 16), table(9, 8)
     q = torch.randn(2, 3, 2, 16) if queries else None
     state = torch.tensor([[4, 3], [0, 0], [0, 0]], dtype=torch.int32)
-    args = (q, k, k.clone(), cache, cache.clone(), state, None, None, cos, sin, False)
+    args = (q, k, k.clone(), cache, cache.clone(), state, None, None, cos, sin, None, None, False)
     torch.library.opcheck(torch.ops.cutekernels.kv_append.default, args)
 
 
@@ -330,6 +346,7 @@ def test_launch_poses_what_it_launches(launches: list[str]) -> None:
     def run(k: Any, v: Any, k_cache: Any, v_cache: Any, state: Any, **rest: Any) -> None:
         queries = k[:, :, :0] if rest["q"] is None else rest["q"]
         inputs = (queries, k, v, state, rest["page_table"], rest["counts"], rest["cos"], rest["sin"])
+        inputs += (rest["k_scale"], rest["v_scale"])
         calls.run(KV_APPEND, (queries, k_cache, v_cache, state), inputs, options=(rest["interleaved"],))
 
     base = CASES["joint 16 interleaved=False"]
@@ -346,7 +363,7 @@ def test_launch_poses_what_it_launches(launches: list[str]) -> None:
 def test_half_only_on_a_gpu() -> None:
     k, state = torch.randn(1, 2, 1, 4, dtype=torch.float64), torch.zeros(3, 1, dtype=torch.int32)
     with pytest.raises(UnsupportedProblem, match="takes bf16, fp16, fp32"):
-        KV_APPEND.problem(k, k, k, state, k, k, k, state, None, None, None, None, interleaved=False)
+        KV_APPEND.problem(k, k, k, state, k, k, k, state, *[None] * 6, interleaved=False)
 
 
 def test_the_judge_sees_a_token_lost() -> None:

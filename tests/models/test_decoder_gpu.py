@@ -226,3 +226,30 @@ def test_random_numbers_are_those_of_the_cpu() -> None:
 def no_graphs_left() -> Iterator[None]:
     yield
     torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
+def test_a_cache_in_fp8_holds_what_one_in_16_bits_does(family: str) -> None:
+    """A prompt in chunks and captured steps; the first layer's keys and values see no rounding but their own."""
+    model, given = made(family), prompts(40, 9)
+    engines = [decoder(model, chunk=16, kv_cache=kind) for kind in (None, "fp8")]  # type: ignore[arg-type]
+    for engine in engines:
+        for prompt in given:
+            engine.add(prompt, max_new_tokens=30)
+        for _ in range(4):
+            engine.step()
+    engines[1].check()
+    plain, fp8 = (engine._caches[0] for engine in engines)
+    assert fp8.k_scale is not None and fp8.v_scale is not None
+    assert torch.equal(plain.lengths, fp8.lengths)
+    for b, prompt in enumerate(given):
+        for name, scale in (("k_cache", fp8.k_scale), ("v_cache", fp8.v_scale)):
+            rows = []
+            for cache in (plain, fp8):
+                assert cache.page_table is not None
+                pages = cache.page_table[b, : -(-len(prompt) // 16)].long()
+                rows.append(getattr(cache, name)[pages].flatten(0, 1)[: len(prompt)].double())
+            bound = torch.maximum(rows[0].abs() / 16, scale.double()[:, None] / 1024)
+            assert ((rows[1] * scale[:, None] - rows[0]).abs() <= bound * 1.001).all()
+    for engine in engines:
+        finish(engine)

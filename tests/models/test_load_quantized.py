@@ -114,7 +114,7 @@ def quantized(name: str, folder: Path, model: Any, but: tuple[str, ...] = ("lm_h
             linear.weight.data = quant.read(held, scheme, dtype=model.dtype).dequantize()
             del tensors[f"{path}.weight"]
             tensors |= {f"{path}.{suffix}": t for suffix, t in held.items()}
-    tensors["model.layers.0.self_attn.k_proj.k_scale"] = torch.ones(())  # of a cache in FP8, which ours is not
+    tensors["model.layers.0.self_attn.k_proj.k_scale"] = torch.ones(())  # of a cache in FP8, which this one is not
     save_file({key: t.contiguous() for key, t in tensors.items()}, folder / "model.safetensors")
     edit(folder / "config.json", lambda c: c.update(quantization_config=config))
     return folder

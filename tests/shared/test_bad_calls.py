@@ -48,6 +48,7 @@ NEEDED = {
     "SwiGLU.bias",
     "LinearCrossEntropy.bias",
     "moe_ffn.weights",
+    "kv_append in FP8.k",
 }
 FLAGS = {
     "exact", "norm", "renormalize", "interleaved", "inplace", "maximize", "master_weights", "bias",
@@ -57,9 +58,11 @@ FLAGS = {
 
 def tensors(t: Tensor) -> Iterator[tuple[str, object]]:
     yield from {"None": None, "list": t.tolist(), "numpy": t.float().numpy(), "str": "x", "int": 3}.items()
-    yield "sparse", t.to_sparse()
+    fp8 = t.is_floating_point() and t.element_size() == 1  # which torch has neither sparse nor nested
+    if not fp8:
+        yield "sparse", t.to_sparse()
     yield "complex", t.to(torch.complex64)
-    yield "fp8", t.to(torch.float8_e4m3fn)
+    yield "fp8", t.to(torch.float8_e5m2 if fp8 else torch.float8_e4m3fn)
     yield "bool", t.bool()
     yield "other kind", t.long() if t.is_floating_point() else t.float()
     yield "0-d", t.flatten()[0]
@@ -68,7 +71,7 @@ def tensors(t: Tensor) -> Iterator[tuple[str, object]]:
     yield "meta", t.to("meta")
     if t.is_floating_point():
         yield "quantized", torch.quantize_per_tensor(t.float(), 0.1, 0, torch.qint8)
-    if t.dim() > 1:
+    if t.dim() > 1 and not fp8:
         yield "nested", torch.nested.nested_tensor([t[0]] * 3)
 
 

@@ -11,10 +11,12 @@ Arguments of :func:`kv_append` (strides in elements, channels always dense):
     ``out_q``, ``q``                (B, SEQ, HQ, D), rotated; may be the same memory; strides batch, seq, head
     ``k_cache``, ``v_cache``        (PAGES, PAGE_SIZE, HKV, D), or (B, ROOM, HKV, D); strides page, slot, head
     ``k``, ``v``                    (B, SEQ, HKV, D), new tokens; strides batch, seq, head
-    ``state``, ``out_state``        (3, B) int32, may be the same memory; stride row. Lengths, lost tokens, tickets
+    ``state``, ``out_state``        (3, B) int32, may be the same memory; stride row. Lengths, lost tokens, tickets;
+                                    where FP8 (4, B): saturated numbers too
     ``page_table``                  (B, ENTRIES) int32, where PAGE_SIZE > 0; strides batch, entry
     ``counts``                      (B,) int32, how many of the SEQ tokens are real, where COUNTED; stride step
     ``cos``, ``sin``                (ANGLES, half) of positions, or (B, SEQ, half) where GATHERED, where TURNING
+    ``k_scale``, ``v_scale``        (HKV,) fp32, what stored numbers are to be multiplied by, where FP8; stride head
     ``seq``, ``seq_blocks``         tokens of a sequence, and tiles of TOKENS of them
     ``heads_q``, ``heads_kv``       heads; of q there may be none
     ``half``, ``head_dim``          pairs of channels that rotate, and channels
@@ -27,12 +29,13 @@ Arguments of :func:`kv_append` (strides in elements, channels always dense):
     THREADS                         of a program
     PAGE_SIZE                       slots of a page; 0: no pages
     COUNTED, TURNING, GATHERED      which of the operands above there are
+    FP8                             caches are e4m3, in bytes
     INTERLEAVED                     a pair is two neighbouring channels, else channels i and i + half
     DEPENDENT                       the launch is a programmatic dependent one
     ==============================  ===================================================================================
 Inside, an operand is a tuple (pointer, outer, inner and head stride); ``sizes`` are (blocks of q, blocks of k or v,
-heads_q, heads_kv); ``widths`` are (half, head_dim, half_blocks, whether out_q is q); ``tile`` is (batch, tokens, which
-exist, page, slot, which are kept).
+heads_q, heads_kv); ``scales`` are (pointer of k's, of v's, stride of each); ``widths`` are (half, head_dim,
+half_blocks, whether out_q is q); ``tile`` is (batch, tokens, which exist, page, slot, which are kept).
 """
 
 import triton
@@ -136,6 +139,69 @@ def _store(rows, there, channels, x1, x2, BLOCK: tl.constexpr, INTERLEAVED: tl.c
 
 
 @triton.jit
+def _e4m3(x, scale):
+    """The bits of ``x / scale`` in e4m3, rounded to nearest even, and whether it is beyond the largest, 448, which it
+    then becomes. NaN stays NaN.
+    """
+    y = tl.div_rn(x.to(tl.float32), scale + tl.zeros_like(x).to(tl.float32))
+    size = tl.abs(y)
+    over = size > 448.0
+    size = tl.minimum(size, 448.0)
+    bits = size.to(tl.int32, bitcast=True)
+    # Three digits of the mantissa are kept, and the exponent's bias is 7, not 127; below 2^-6 numbers are multiples of
+    # 2^-9, which a sum with 2^14 rounds to.
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
+    small = (size + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    code = tl.where(size < 0.015625, small, normal)
+    code = tl.where(y != y, 0x7F, code)
+    sign = (y.to(tl.int32, bitcast=True) >> 24) & 0x80
+    return (code | sign).to(tl.uint8), over
+
+
+@triton.jit
+def _store_e4m3(
+    block,
+    sizes,
+    channels,
+    k,
+    v,
+    scales,
+    h,
+    real,
+    page,
+    slot,
+    kept,
+    x1,
+    x2,
+    BLOCK: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    """Stores a tile of k or v in e4m3; returns how many of its numbers were too large."""
+    q_blocks, kv_blocks, _, _ = sizes
+    k_scale, v_scale, k_step, v_step = scales
+    pointer, outer, inner, head = v
+    scale = v_scale + h * v_step
+    if block < q_blocks + kv_blocks:
+        pointer, outer, inner, head = k
+        scale = k_scale + h * k_step
+    factor = tl.load(scale, mask=real, other=1.0)[None, :, None]
+    y1, over1 = _e4m3(x1, factor)
+    y2, over2 = _e4m3(x2, factor)
+    rows = pointer + (page * outer + slot * inner)[:, None] + h[None, :] * head
+    there = kept[:, None] & real[None, :]
+    _store(rows, there, channels, y1, y2, BLOCK, INTERLEAVED)
+    first, second, first_end, second_end = channels
+    if INTERLEAVED:
+        d = first + tl.arange(0, 2 * BLOCK)
+        return tl.sum((over1 & there[:, :, None] & (d < first_end)[None, None, :]).to(tl.int32))
+    else:
+        d = tl.arange(0, BLOCK)
+        over1 = over1 & (first + d < first_end)[None, None, :]
+        over2 = over2 & (second + d < second_end)[None, None, :]
+        return tl.sum((over1 & there[:, :, None]).to(tl.int32) + (over2 & there[:, :, None]).to(tl.int32))
+
+
+@triton.jit
 def _rotate(x1, x2, cos, sin, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr):
     """``(x1 cos - x2 sin, x2 cos + x1 sin)`` of BLOCK pairs of channels, in fp32, rounded once."""
     if INTERLEAVED:
@@ -186,6 +252,7 @@ def _put(
     q,
     k,
     v,
+    scales,
     tile,
     x1,
     x2,
@@ -195,8 +262,12 @@ def _put(
     BLOCK: tl.constexpr,
     TURNING: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    FP8: tl.constexpr,
 ):
-    """Rotates and stores a fetched tile: q to its tokens' rows, k and v to the slots of the tokens that are kept."""
+    """Rotates and stores a fetched tile: q to its tokens' rows, k and v to the slots of the tokens that are kept.
+
+    Returns how many numbers were too large for e4m3.
+    """
     batch, s, there, page, slot, kept = tile
     q_blocks, kv_blocks, _, _ = sizes
     half_blocks = widths[2]
@@ -204,18 +275,32 @@ def _put(
         turns = (block < q_blocks + kv_blocks) & (part < half_blocks)
         if turns:
             x1, x2 = _rotate(x1, x2, cos, sin, BLOCK, INTERLEAVED)
-    pointer, outer, inner, head = _of(block, sizes, q, k, v)
-    h, real = _heads(block, sizes, HEADS)
     # k and v go to the tokens' pages and slots, q to their batch entry and row.
     outermost = page.to(tl.int64)
     innermost = slot.to(tl.int64)
-    if block < q_blocks:
-        outermost = tl.zeros_like(s) + batch
-        innermost = s
-        kept = there
-    rows = pointer + (outermost * outer + innermost * inner)[:, None] + h[None, :] * head
-    channels = _channels(block, part, sizes, widths, BLOCK, TURNING, INTERLEAVED)
-    _store(rows, kept[:, None] & real[None, :], channels, x1, x2, BLOCK, INTERLEAVED)
+    over = 0
+    if FP8:
+        h, real = _heads(block, sizes, HEADS)
+        channels = _channels(block, part, sizes, widths, BLOCK, TURNING, INTERLEAVED)
+        if block < q_blocks:
+            pointer, outer, inner, head = q
+            rows = pointer + (batch * outer + s * inner)[:, None] + h[None, :] * head
+            _store(rows, there[:, None] & real[None, :], channels, x1, x2, BLOCK, INTERLEAVED)
+        else:
+            over = _store_e4m3(
+                block, sizes, channels, k, v, scales, h, real, outermost, innermost, kept, x1, x2, BLOCK, INTERLEAVED
+            )
+    else:
+        pointer, outer, inner, head = _of(block, sizes, q, k, v)
+        h, real = _heads(block, sizes, HEADS)
+        if block < q_blocks:
+            outermost = tl.zeros_like(s) + batch
+            innermost = s
+            kept = there
+        rows = pointer + (outermost * outer + innermost * inner)[:, None] + h[None, :] * head
+        channels = _channels(block, part, sizes, widths, BLOCK, TURNING, INTERLEAVED)
+        _store(rows, kept[:, None] & real[None, :], channels, x1, x2, BLOCK, INTERLEAVED)
+    return over
 
 
 @triton.jit
@@ -252,6 +337,8 @@ def kv_append(
     counts_ptr,
     cos_ptr,
     sin_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
     seq,
     seq_blocks,
     heads_q,
@@ -290,6 +377,8 @@ def kv_append(
     cos_row,
     sin_batch,
     sin_row,
+    k_scale_head,
+    v_scale_head,
     TOKENS: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -301,6 +390,7 @@ def kv_append(
     TURNING: tl.constexpr,
     GATHERED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    FP8: tl.constexpr,
     DEPENDENT: tl.constexpr = False,
 ):
     """Appends tokens of k and v behind each sequence's end, k and q rotated by their positions, and moves the end.
@@ -337,8 +427,11 @@ def kv_append(
 
     batch = (pid // seq_blocks).to(tl.int64)
     lane = tl.arange(0, THREADS)
-    # Words 0 and 1 of the sequence's state, by the first two threads; nothing else reads the length.
-    words = tl.load(state_ptr + lane * state_row + batch, mask=lane < 2, other=0)
+    # Words 0 and 1 of the sequence's state (FP8: 3 too), each by a thread; nothing else reads the length.
+    read = lane < 2
+    if FP8:
+        read = read | (lane == 3)
+    words = tl.load(state_ptr + lane * state_row + batch, mask=read, other=0)
     count = tl.full((), 0, tl.int64) + seq
     if COUNTED:
         count = tl.minimum(tl.maximum(tl.load(counts_ptr + batch * counts_step).to(tl.int64), 0), count)
@@ -349,6 +442,7 @@ def kv_append(
     out_q = (out_q_ptr, out_q_batch, out_q_seq, out_q_head)
     out_k = (k_cache_ptr, k_cache_page, k_cache_slot, k_cache_head)
     out_v = (v_cache_ptr, v_cache_page, v_cache_slot, v_cache_head)
+    scales = (k_scale_ptr, v_scale_ptr, k_scale_head, v_scale_head)
     sizes = (q_blocks, kv_blocks, heads_q, heads_kv)
     widths = (half, head_dim, half_blocks, out_q_ptr.to(tl.int64) == q_ptr.to(tl.int64))
     s = pid % seq_blocks * TOKENS + tl.arange(0, TOKENS).to(tl.int64)
@@ -396,21 +490,59 @@ def kv_append(
         last = tl.atomic_add(state_ptr + 2 * state_row + batch, 1, sem="relaxed") == shares - 1
     # ---- rotate and store, block of heads by block of heads
 
+    saturated = 0
     if WHOLE:
         # The next block is loaded before this one is stored.
         for i in range(q_blocks + 2 * kv_blocks):
             next1, next2 = _fetch(
                 i + 1, part, sizes, widths, x_q, x_k, x_v, batch, s, there, HEADS, BLOCK, TURNING, INTERLEAVED
             )
-            _put(
-                i, part, sizes, widths, out_q, out_k, out_v, tile, x1, x2, cos, sin, HEADS, BLOCK, TURNING, INTERLEAVED
+            saturated += _put(
+                i,
+                part,
+                sizes,
+                widths,
+                out_q,
+                out_k,
+                out_v,
+                scales,
+                tile,
+                x1,
+                x2,
+                cos,
+                sin,
+                HEADS,
+                BLOCK,
+                TURNING,
+                INTERLEAVED,
+                FP8,
             )
             x1 = next1
             x2 = next2
     else:
-        _put(
-            block, part, sizes, widths, out_q, out_k, out_v, tile, x1, x2, cos, sin, HEADS, BLOCK, TURNING, INTERLEAVED
+        saturated = _put(
+            block,
+            part,
+            sizes,
+            widths,
+            out_q,
+            out_k,
+            out_v,
+            scales,
+            tile,
+            x1,
+            x2,
+            cos,
+            sin,
+            HEADS,
+            BLOCK,
+            TURNING,
+            INTERLEAVED,
+            FP8,
         )
+    if FP8:  # noqa: SIM102, a constant
+        if saturated > 0:
+            tl.atomic_add(out_state_ptr + 3 * out_state_row + batch, saturated, sem="relaxed")
 
     # ---- the sequence's new length, by the last of its programs
 
@@ -429,3 +561,8 @@ def kv_append(
         tl.store(out_state_ptr + out_state_row + batch, lost + (start + count - end).to(tl.int32))
         tl.store(state_ptr + 2 * state_row + batch, 0)
         tl.store(out_state_ptr + 2 * out_state_row + batch, 0)
+        if FP8:  # noqa: SIM102
+            # Other programs may have added to the count, so it is written where it has other memory alone: a sample's.
+            if out_state_ptr.to(tl.int64) != state_ptr.to(tl.int64):
+                before = tl.sum(tl.where(lane == 3, words, 0), axis=0)
+                tl.store(out_state_ptr + 3 * out_state_row + batch, before)

@@ -12,9 +12,19 @@ from typing import TYPE_CHECKING, Any
 
 from cutekernels.op import Work, plain
 from cutekernels.ops.attention.config import AttentionConfig
-from cutekernels.ops.attention.decode import PAGE_SIZES, check_room, results, sampled
+from cutekernels.ops.attention.decode import (
+    PAGE_SIZES,
+    cache_bytes,
+    check_cache_dim,
+    check_room,
+    elements,
+    results,
+    sampled,
+)
 from cutekernels.ops.attention.op import PrefillOp
 from cutekernels.ops.attention.problem import (
+    CACHES,
+    NO_SCALES,
     AttentionProblem,
     depth,
     launch_blind,
@@ -38,9 +48,11 @@ class CacheProblem(AttentionProblem):
     mask: bool = plain(False)
     varlen: bool = plain(False)
     page_size: int = plain(0, *PAGE_SIZES)
+    cache: str = plain(*CACHES)
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_cache_dim(self.cache, self.head_dim)
         check_room(self.seq_kv)
 
     @property
@@ -48,13 +60,19 @@ class CacheProblem(AttentionProblem):
         return self.page_size
 
     @property
+    def cached_in(self) -> str:
+        return self.cache
+
+    @property
     def work_bytes(self) -> int:
         table = 4 * self.batch * -(-self.seq_kv // self.page_size) if self.page_size else 0
-        return self.bytes_moved + 4 * self.batch + table
+        saved = 2 * (2 - cache_bytes(self.cache)) * self.batch * self.seq_kv * self.heads_kv * self.head_dim
+        return self.bytes_moved - saved + 4 * self.batch + table
 
 
 class CacheAttention(PrefillOp[CacheProblem]):
     """Arguments: q, k and v caches, lengths int32 (B,), page table int32 or None, sinks or None, scale, softcap or 0.
+    Of a cache in e4m3 its scales stand behind the sinks.
 
     Results: out, and the rows' log-sum-exp ``(B, HQ, SQ)`` in fp32 where ``lse``.
     """
@@ -70,6 +88,7 @@ class CacheAttention(PrefillOp[CacheProblem]):
         "batch=2 seq_q=300 seq_kv=784 heads_q=8 heads_kv=2 window_left=200 window=left lse=1 page_size=16",
         "batch=3 seq_q=100 seq_kv=333 heads_q=4 heads_kv=4 head_dim=80 dtype=fp16 softcap=1 sinks=fp32",
         "batch=2 seq_q=130 seq_kv=768 heads_q=8 heads_kv=1 head_dim=256 page_size=256 lse=1 sinks=same",
+        "batch=1 seq_q=2048 seq_kv=8192 heads_q=32 heads_kv=8 page_size=64 cache=fp8",
     )
 
     # -- kernel
@@ -83,7 +102,8 @@ class CacheAttention(PrefillOp[CacheProblem]):
 
         batch, seq_q, heads_q, heads_kv, layers, room = [sym_int() for _ in range(6)]
         q, cache = (batch, seq_q, heads_q), (layers, room, heads_kv)
-        out, queries, k, v = [fakes.rows(p.dtype, p.head_dim, *lead) for lead in (q, q, cache, cache)]
+        out, queries = [fakes.rows(p.dtype, p.head_dim, *q) for _ in range(2)]
+        k, v = [fakes.cache(p.cache, p.dtype, p.head_dim, *cache) for _ in range(2)]
         number, limit = Float32(1.0), Int32(0)
         counter = fakes.vector(Int32) if c.dynamic_scheduler else None
         return backend.compile(
@@ -97,6 +117,7 @@ class CacheAttention(PrefillOp[CacheProblem]):
             *([counter] if c.by_groups else []),
             *(number, number, number),
             *(limit, limit),
+            *(() if c.by_groups else fakes.scales(p.cache, heads_kv)),
             gpu=gpu,
         )
 
@@ -104,18 +125,19 @@ class CacheAttention(PrefillOp[CacheProblem]):
         from cutekernels.ops.shared.per_stream import Workspace
 
         if p.seq_kv == 0:
-            return launch_blind(p.lse)
+            return launch_blind(p.lse, 6 + p.lse)
         limits = p.limits
         counter = Workspace(0, 1) if c.dynamic_scheduler else None  # one ticket, no partial sums
 
         def launch(*args: Any) -> None:
             out, lse = args[0], args[1].view(-1) if p.lse else None
-            q, k, v, lengths, table, sinks, scale, softcap = args[2 if p.lse else 1 :]
+            q, k, v, lengths, table, sinks, *scales, scale, softcap = args[2 if p.lse else 1 :]
             if out.numel() == 0:
                 return
             tickets = () if c.body == "multistage" else (None if counter is None else counter.get()[1],)
-            factors = score_factors(scale, softcap)
-            kernel(out, lse, q, k, v, None, None, lengths, table, sinks, *tickets, *factors, *limits)
+            factors, last = score_factors(scale, softcap), () if c.by_groups else scales or NO_SCALES
+            operands = out, lse, q, *elements(k, v), None, None, lengths, table, sinks
+            kernel(*operands, *tickets, *factors, *limits, *last)
 
         return launch
 
@@ -130,7 +152,7 @@ class CacheAttention(PrefillOp[CacheProblem]):
     def reference(self, p: CacheProblem, *args: Any) -> tuple[Tensor, ...]:
         from cutekernels.ops.attention import reference
 
-        return reference.decode(*args, left=p.sides["left"])[: 1 + p.lse]
+        return reference.decode(*args[:6], *args[-2:], *args[6:-2], left=p.sides["left"])[: 1 + p.lse]
 
     def work(self, p: CacheProblem) -> Work:
         flops = 4.0 * p.batch * p.heads_q * p.pairs * p.head_dim

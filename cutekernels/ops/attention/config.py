@@ -135,6 +135,12 @@ class WarpgroupForward(BodySchedule[Any, AttentionConfig]):
 
     warpgroup_mma = of_problem(no_warpgroups)
 
+    @of_problem
+    def cache(self, p: AttentionProblem, gpu: GpuSpec, x: object) -> str | None:
+        if p.cached_in != "same":
+            return f"body={self.name} copies keys as they are: body=multistage converts a cache in FP8"
+        return None
+
     @of_config
     def pages(self, c: AttentionConfig, gpu: GpuSpec, x: AttentionProblem) -> str | None:
         if x.page and x.page % c.tile_kv and c.tile_kv % x.page:

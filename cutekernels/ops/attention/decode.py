@@ -2,7 +2,8 @@
 
 Operands are as the caller has them: q and out ``(B, SQ, HQ, D)``, caches ``(B, T_MAX, HKV, D)``, or in pages
 ``(PAGES, PAGE_SIZE, HKV, D)`` with a table ``(B, MAX_PAGES)`` of the pages of each sequence. Lengths are on the device.
-The queries are a sequence's last tokens, so they see each other causally.
+The queries are a sequence's last tokens, so they see each other causally. Caches are of q's type, or e4m3 beside fp32
+scales ``(HKV,)`` of k and of v: a number is what is stored times its head's scale.
 """
 
 from __future__ import annotations
@@ -14,10 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from cutekernels import rates
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.kernels.cute.parts.attention_smem import DecodeSmem
+from cutekernels.kernels.cute.parts.attention_smem import DecodeSmem, padded
 from cutekernels.op import Work, extent, knob, ladder, plain, power_of_two
 from cutekernels.ops.attention.problem import (
+    CACHES,
+    E4M3_MAX,
     HEAD_DIMS,
+    NO_SCALES,
     SINKS,
     SLACK,
     UNLIMITED,
@@ -54,7 +58,7 @@ class DecodeProblem(HeadsProblem):
     """Extents, and the properties that kernels are compiled for.
 
     ``seq_kv`` is the longest sequence that the cache has room for; ``page_size=0`` is a contiguous cache. With
-    ``window``, a query sees ``window_left`` keys before its own.
+    ``window``, a query sees ``window_left`` keys before its own. ``cache="fp8"``: k and v are e4m3.
     """
 
     batch: int = extent(ladder)
@@ -70,9 +74,11 @@ class DecodeProblem(HeadsProblem):
     softcap: bool = plain(False, True)
     lse: bool = plain(False, True)
     sinks: str = plain(*SINKS)
+    cache: str = plain(*CACHES)
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_cache_dim(self.cache, self.head_dim)
         if not 1 <= self.seq_q <= MOST_QUERIES:
             raise UnsupportedProblem(
                 f"a sequence has from 1 to {MOST_QUERIES} queries here, not {self.seq_q}: cache_attention takes more"
@@ -85,6 +91,16 @@ class DecodeProblem(HeadsProblem):
                 f"a launch has at most {_MOST_CTAS} tiles of {TILE_Q} queries, not {self.tiles}: attend to parts of "
                 "the batch one after the other"
             )
+
+    @property
+    def width(self) -> int:
+        """The padded head dim; of a cache in e4m3 a multiple of 64, for rows of a swizzle pattern."""
+        return padded(self.head_dim) if self.cache == "same" else -(-self.head_dim // 64) * 64
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a key and its value."""
+        return 2 * cache_bytes(self.cache) * self.head_dim
 
     @property
     def keys(self) -> int:
@@ -119,7 +135,8 @@ class DecodeConfig(WarpsConfig):
         return self.tile_kv // self.warps
 
     def smem(self, p: DecodeProblem) -> DecodeSmem:
-        return DecodeSmem(self.tile_kv, p.head_dim, self.stages, self.warps, self.splits if self.cluster else 0)
+        clustered = self.splits if self.cluster else 0
+        return DecodeSmem(self.tile_kv, p.width, self.stages, self.warps, clustered, cache_bytes=cache_bytes(p.cache))
 
 
 MAX_CTAS = 4
@@ -135,6 +152,8 @@ _PORT = 108 / 99  # of sm_bytes_per_us
 _LATENCY, _CTA = 0.57 / 0.8, 1.45 / 0.8  # of dram_latency_us: a load, the beginning and end of a CTA
 _DRAM = 1.63 / 0.92  # of dram_share
 _BLOCK_CYCLES = 0.11 * 1700  # per 16 keys of a warp
+# Cycles more for each padded column of e4m3, where the GPU converts it and where it does not: guesses by instructions.
+_DECODE_CYCLES = {True: 0.7, False: 3.0}
 _BESIDE = 0.59  # the share of the shorter of a warp's loads and products that does not hide behind the longer
 _TICKET, _PARTIAL = 3.2 / 0.63, 0.3 / 0.63  # of exchange_us: splits leave their sums and draw a ticket; to add one up
 # The same in a cluster: once, for each CTA, and shared by the warps.
@@ -203,7 +222,8 @@ class SplitDecode(AttentionSchedule[DecodeProblem, DecodeConfig]):
         rate = rates.of(gpu)
         if p.tiles == 0 or p.keys == 0:
             return _LAUNCH * rate.launch_us
-        row_bytes = 4 * p.head_dim  # K's and V's
+        row_bytes = p.row_bytes
+        block_cycles = _BLOCK_CYCLES + (_DECODE_CYCLES[gpu.has_fp8] * p.width if p.cache == "fp8" else 0.0)
         blocks = math.ceil(-(-p.keys // c.tile_kv) / c.splits)
         cta_bytes = blocks * c.tile_kv * row_bytes
         cta_us = _CTA * rate.dram_latency_us
@@ -211,7 +231,7 @@ class SplitDecode(AttentionSchedule[DecodeProblem, DecodeConfig]):
         def wave_us(together: int) -> float:
             in_flight = together * (c.stages - 1) * c.tile_kv * row_bytes
             port = min(_PORT * rate.sm_bytes_per_us, in_flight / (_LATENCY * rate.dram_latency_us))
-            warp_us = blocks * c.rows / 16 * _BLOCK_CYCLES / rate.clock_mhz
+            warp_us = blocks * c.rows / 16 * block_cycles / rate.clock_mhz
             load_us = together * cta_bytes / port
             return max(load_us, warp_us) + _BESIDE * min(load_us, warp_us) + cta_us
 
@@ -233,6 +253,7 @@ class SplitDecode(AttentionSchedule[DecodeProblem, DecodeConfig]):
 
 class DecodeAttention(AttentionOp[DecodeProblem, DecodeConfig]):
     """Arguments: q, k and v caches, lengths int32 (B,), page table int32 or None, sinks or None, scale, softcap or 0.
+    Of a cache in e4m3 its scales stand behind the sinks.
 
     Results: out, and the rows' log-sum-exp ``(B, HQ, SQ)`` in fp32 where ``lse``.
     """
@@ -252,6 +273,9 @@ class DecodeAttention(AttentionOp[DecodeProblem, DecodeConfig]):
         "batch=2 seq_kv=500 heads_q=8 heads_kv=2 seq_q=16 head_dim=80 softcap=1",
         "batch=2 seq_kv=600 heads_q=8 heads_kv=2 head_dim=256 page_size=256 dtype=fp16",
         "batch=3 seq_kv=900 heads_q=16 heads_kv=2 head_dim=64 page_size=16 window_left=127 window=1 sinks=same",
+        "batch=32 seq_kv=4096 heads_q=32 heads_kv=8 cache=fp8",
+        "batch=1 seq_kv=32768 heads_q=32 heads_kv=8 cache=fp8",
+        "batch=3 seq_kv=784 heads_q=16 heads_kv=2 seq_q=3 head_dim=80 dtype=fp16 page_size=16 softcap=1 cache=fp8",
     )
 
     schedules = (SplitDecode(),)
@@ -267,16 +291,18 @@ class DecodeAttention(AttentionOp[DecodeProblem, DecodeConfig]):
 
         batch, seq_q, heads_q, heads_kv, layers, room = [sym_int() for _ in range(6)]
         q, cache = (batch, seq_q, heads_q), (layers, room, heads_kv)
-        out, queries, k, v = [fakes.rows(p.dtype, p.head_dim, *lead) for lead in (q, q, cache, cache)]
+        out, queries = [fakes.rows(p.dtype, p.head_dim, *q) for _ in range(2)]
+        k, v = [fakes.cache(p.cache, p.dtype, p.head_dim, *cache) for _ in range(2)]
         split, number = c.splits > 1 and not c.cluster, Float32(1.0)
         return backend.compile(
-            self._body(p, c),
+            self._body(p, c, gpu),
             out,
             fakes.vector(Float32) if p.lse else None,
             *(queries, k, v),
             fakes.vector(Int32, batch),
             fakes.table(batch) if p.page_size else None,
             fakes.sinks(p.sinks, p.dtype, heads_q),
+            *fakes.scales(p.cache, heads_kv),
             *(number, number, number),
             Int32(0),
             fakes.vector(Float32) if split else None,
@@ -284,16 +310,25 @@ class DecodeAttention(AttentionOp[DecodeProblem, DecodeConfig]):
             gpu=gpu,
         )
 
-    def _body(self, p: DecodeProblem, c: DecodeConfig) -> Any:
+    def _body(self, p: DecodeProblem, c: DecodeConfig, gpu: GpuSpec) -> Any:
         """The body with its parts."""
         from cutekernels.kernels.cute.attention.decode import DecodeAttentionBody
         from cutekernels.kernels.cute.parts.cache import CacheRows
+        from cutekernels.kernels.cute.parts.float8 import Float8, Float8Products, Float8Queries
         from cutekernels.kernels.cute.parts.products import warp_products
         from cutekernels.kernels.cute.parts.softmax import OnlineSoftmax
 
+        products, queries = warp_products(1, p.width <= WIDEST_IN_REGISTERS), None
+        per_element = 2 // cache_bytes(p.cache)  # numbers in 16 bits
+        if p.cache == "fp8":
+            float8 = Float8(gpu.has_fp8)
+            products = Float8Products(products.xy, products.py, products.x_in_registers, float8, c.rows, p.width)
+            queries = Float8Queries(float8, c.threads, p.width)
         return DecodeAttentionBody(
-            rows_kv=CacheRows(c.rows, p.head_dim, p.width, c.stages, p.page_size),
-            products=warp_products(1, p.width <= WIDEST_IN_REGISTERS),
+            rows_kv=CacheRows(c.rows, p.head_dim // per_element, p.width // per_element, c.stages, p.page_size),
+            head_dim=p.head_dim,
+            padded=p.width,
+            products=products,
             softmax=OnlineSoftmax(SLACK, p.softcap),
             warps=c.warps,
             splits=c.splits,
@@ -301,13 +336,14 @@ class DecodeAttention(AttentionOp[DecodeProblem, DecodeConfig]):
             ctas_per_sm=c.ctas_per_sm,
             dependent=c.pdl,
             clustered=c.cluster,
+            queries=queries,
         )
 
     def bind(self, p: DecodeProblem, c: DecodeConfig, kernel: Callable[..., Any]) -> Callable[..., Any]:
         from cutekernels.ops.shared.per_stream import Workspace
 
         if p.seq_kv == 0:
-            return launch_blind(p.lse)
+            return launch_blind(p.lse, 6 + p.lse)
         left = min(p.window_left, UNLIMITED) if p.window else UNLIMITED
         shared = None
         if c.splits > 1 and p.tiles and not c.cluster:
@@ -315,11 +351,14 @@ class DecodeAttention(AttentionOp[DecodeProblem, DecodeConfig]):
 
         def launch(*args: Any) -> None:
             out, lse = args[0], args[1].view(-1) if p.lse else None
-            q, k, v, lengths, table, sinks, scale, softcap = args[2 if p.lse else 1 :]
+            q, k, v, lengths, table, sinks, *scales, scale, softcap = args[2 if p.lse else 1 :]
             if out.numel() == 0:
                 return
             workspace = (None, None) if shared is None else shared.get()
-            kernel(out, lse, q, k, v, lengths, table, sinks, *score_factors(scale, softcap), left, *workspace)
+            kernel(
+                out, lse, q, *elements(k, v), lengths, table, sinks, *(scales or NO_SCALES),
+                *score_factors(scale, softcap), left, *workspace,
+            )  # fmt: skip
 
         return launch
 
@@ -334,11 +373,13 @@ class DecodeAttention(AttentionOp[DecodeProblem, DecodeConfig]):
     def reference(self, p: DecodeProblem, *args: Any) -> tuple[Tensor, ...]:
         from cutekernels.ops.attention import reference
 
-        return reference.decode(*args, left=p.window_left if p.window else None)[: 1 + p.lse]
+        return reference.decode(*args[:6], *args[-2:], *args[6:-2], left=p.window_left if p.window else None)[
+            : 1 + p.lse
+        ]
 
     def work(self, p: DecodeProblem) -> Work:
         queries = p.batch * p.seq_q * p.heads_q
-        moved = 4 * p.batch * p.keys * p.heads_kv * p.head_dim + 4 * queries * p.head_dim + 4 * p.batch
+        moved = p.batch * p.keys * p.heads_kv * p.row_bytes + 4 * queries * p.head_dim + 4 * p.batch
         if p.page_size:
             moved += 4 * p.batch * -(-p.keys // p.page_size)
         whole = AttentionProblem(p.batch, p.seq_q, p.keys, p.heads_q, p.heads_kv, head_dim=p.head_dim, dtype=p.dtype)
@@ -360,10 +401,31 @@ def check_room(keys: int) -> None:
         )
 
 
+def check_cache_dim(cache: str, head_dim: int) -> None:
+    """Refuses head dims whose rows no kernel reads from a cache in FP8."""
+    if cache == "fp8" and head_dim % 16:
+        raise UnsupportedProblem(
+            f"a cache in FP8 has a head_dim that is a multiple of 16, for aligned rows; it is {head_dim}: keep it in "
+            "fp16 or bf16"
+        )
+
+
+def cache_bytes(cache: str) -> int:
+    """Of an element."""
+    return 1 if cache == "fp8" else 2
+
+
 def check_page_size(size: int) -> None:
     """Refuses a number of tokens that no page has."""
     if size not in PAGE_SIZES:
         raise UnsupportedProblem(f"a page has {', '.join(map(str, PAGE_SIZES))} tokens, not {size}")
+
+
+def elements(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Caches as kernels take them: e4m3 as 16-bit elements of two numbers."""
+    import torch
+
+    return (k, v) if k.element_size() > 1 else (k.view(torch.int16), v.view(torch.int16))
 
 
 # ---- samples and results of problems over a cache: of a CacheProblem too ---------------------------------
@@ -388,11 +450,13 @@ def sampled(p: Any, keys: float, device: str, seed: int) -> tuple[Any, ...]:
     spare = torch.randint(0, min(16, p.seq_kv // 2) + 1, (p.batch,), generator=generator, device=device)
     lengths = (p.seq_kv - spare).to(torch.int32)
     sinks = sample_sinks(p.sinks, p.dtype, p.heads_q, keys, generator)
-    return (*posed(p, lengths, generator), sinks, p.head_dim**-0.5, 2.0 if p.softcap else 0.0)
+    operands = posed(p, lengths, generator)
+    return (*operands[:5], sinks, *operands[5:], p.head_dim**-0.5, 2.0 if p.softcap else 0.0)
 
 
 def posed(p: Any, lengths: Tensor, generator: torch.Generator) -> tuple[Any, ...]:
-    """Random ``(q, k, v, lengths, page table or None)``: NaN in the caches wherever no sequence has a token.
+    """Random ``(q, k, v, lengths, page table or None)``: NaN in the caches wherever no sequence has a token. Behind
+    them the scales of caches in e4m3, whose numbers fill its range.
 
     Pages lie in a random order. Entries of the table that a sequence does not need name a page of NaN.
     """
@@ -423,7 +487,14 @@ def posed(p: Any, lengths: Tensor, generator: torch.Generator) -> tuple[Any, ...
         tokens[table.long()[needed]] = filled[needed]
     for t in caches:
         t.masked_fill_(~tokens[..., None, None], math.nan)
-    return q, *caches, lengths, table
+    if p.cache == "same":
+        return q, *caches, lengths, table
+    sizes = torch.rand((2, p.heads_kv), generator=generator, device=device)
+    scales = [(0.5 + own) * (4.0 / E4M3_MAX) for own in sizes]
+    for i, own in enumerate(scales):
+        bounded = (caches[i] / own[:, None]).clamp(-E4M3_MAX, E4M3_MAX)
+        caches[i] = bounded.to(torch.float8_e4m3fn)
+    return q, *caches, lengths, table, *scales
 
 
 def registers_per_thread(p: DecodeProblem, c: DecodeConfig) -> int:

@@ -33,6 +33,7 @@ from cutekernels.ops.attention.decode import (
     DecodeAttention,
     DecodeConfig,
     DecodeProblem,
+    check_cache_dim,
     check_page_size,
 )
 from cutekernels.ops.attention.problem import WIDEST, sinks_of
@@ -48,6 +49,8 @@ _WIDEST_HEAD = 256
 
 class _Options(TypedDict, total=False):
     page_table: Tensor | None
+    k_scale: Tensor | None
+    v_scale: Tensor | None
     scale: float | None
     window: tuple[int | None, int | None] | None
     softcap: float | None
@@ -85,6 +88,8 @@ def decode_attention(
     cache_seqlens: Tensor,
     *,
     page_table: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     scale: float | None = None,
     window: tuple[int | None, int | None] | None = None,
     softcap: float | None = None,
@@ -105,7 +110,8 @@ def decode_attention(
             The decode kernel takes up to 16 tokens, that of :func:`cutekernels.attention` more, as a chunk of a prompt
             has. Where a sequence has fewer than SQ, the first queries see nothing.
         k_cache: ``(B, T_MAX, HKV, D)``, or ``(PAGES, PAGE_SIZE, HKV, D)`` with a page size of 16, 32, 64, 128 or 256;
-            dtype of ``q``; HKV divides HQ. D contiguous and rows 16-byte aligned, for a cache is not copied.
+            dtype of ``q``, or float8_e4m3fn beside its scales; HKV divides HQ. D contiguous and rows 16-byte aligned
+            (in FP8, D a multiple of 16), for a cache is not copied.
         v_cache: shape and dtype of ``k_cache``.
         cache_seqlens: int32 ``(B,)``, tokens of each sequence in the cache. Read on the device, so that a captured
             graph is good for any lengths; one above what the cache has room for counts as just that. What a cache
@@ -114,6 +120,10 @@ def decode_attention(
         page_table: int32 ``(B, MAX_PAGES)``: the page of each ``PAGE_SIZE`` tokens of a sequence. Entries that no query
             sees a token of may be anything. Of the others, the CPU refuses those that name no page; a GPU, where
             values are not looked at, reads some page of the cache instead.
+        k_scale: fp32 ``(HKV,)``, above 0, of a cache in FP8: keys are ``k_cache * k_scale``, head by head. Results are
+            those of such a cache as exactly as of one in 16 bits; :class:`cutekernels.KVCache` says what its rounding
+            costs.
+        v_scale: the same of values.
         scale: factor of ``q k^T``, above 0; ``1 / sqrt(D)`` if left out.
         window: ``(left, None)``: a query sees this many keys before its own. None is no limit.
         softcap: scores become ``softcap * tanh(score / softcap)``.
@@ -144,7 +154,7 @@ def decode_attention(
         factor = default_scale(q) if scale is None else scale if type(scale) is float else number("scale", scale)
         cap = 0.0 if softcap is None else cap_of(softcap)
         text = None if config is None else text_of(config, _op_of(queries).Config)
-        operands = (queries, k_cache, v_cache, cache_seqlens, page_table, sinks)
+        operands = (queries, k_cache, v_cache, cache_seqlens, page_table, sinks, k_scale, v_scale)
         left = -1 if window is None else sides_of(window, later=False)[0]
         if out is not None and out.shape != q.shape:
             raise UnsupportedProblem(f"out must have q's shape {tuple(q.shape)}; it has {tuple(out.shape)}")
@@ -164,7 +174,7 @@ def decode_attention(
             else:
                 result, lse = DECODE_PATH(*arguments)
         else:
-            refuse_gradient(q, k_cache, v_cache, target, *([] if sinks is None else [sinks]))
+            refuse_gradient(*[t for t in (*operands, target) if t is not None])
             lse = torch.ops.cutekernels.decode_attention_out(*operands, target, left, factor, cap, return_lse, text)
         if out is not None:
             result = out
@@ -175,24 +185,26 @@ def decode_attention(
         return result, lse.squeeze(2) if single else lse
     except FOREIGN:
         tensors = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "cache_seqlens": cache_seqlens}
-        refuse_others("decode_attention", tensors, {"page_table": page_table, "sinks": sinks, "out": out})
+        optional = {"page_table": page_table, "sinks": sinks, "k_scale": k_scale, "v_scale": v_scale, "out": out}
+        refuse_others("decode_attention", tensors, optional)
         raise
 
 
 def _check_values(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, table: Tensor | None, sinks: Tensor | None, scale: float,
-    left: int,
+    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, table: Tensor | None, sinks: Tensor | None,
+    k_scale: Tensor | None, v_scale: Tensor | None, scale: float, left: int,
 ) -> None:  # fmt: skip
     """:func:`check`, and the values of lengths and page table."""
-    check(q, k, v, lengths, table, sinks, scale)
+    check(q, k, v, lengths, table, sinks, k_scale, v_scale, scale)
     check_lengths(lengths, room_of(k, table))
     if table is not None:
         check_pages(table, lengths, k.shape[0], k.shape[1], q.shape[1], left)
 
 
 def check(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, table: Tensor | None, sinks: Tensor | None, scale: float
-) -> None:
+    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, table: Tensor | None, sinks: Tensor | None,
+    k_scale: Tensor | None, v_scale: Tensor | None, scale: float,
+) -> None:  # fmt: skip
     """Raises UnsupportedProblem for arguments that pose no problem."""
     if q.dim() != 4:
         raise UnsupportedProblem(f"q must be (B, HQ, D) or (B, SQ, HQ, D); its shape is {tuple(q.shape)}")
@@ -200,11 +212,14 @@ def check(
     for name, t in (("k_cache", k), ("v_cache", v)):
         if t.dim() != 4:
             raise UnsupportedProblem(f"{name} must be {form}; its shape is {tuple(t.shape)}")
-        if t.dtype != q.dtype or t.device != q.device:
+        if t.dtype not in (q.dtype, torch.float8_e4m3fn) or t.device != q.device:
             raise UnsupportedProblem(
-                f"{name} must have q's dtype {q.dtype} and device {q.device}; it has {t.dtype} on {t.device}"
+                f"{name} must have q's dtype {q.dtype}, or float8_e4m3fn, and device {q.device}; it has {t.dtype} on "
+                f"{t.device}"
             )
     check_dtype("decode_attention", q)
+    if k.dtype != v.dtype:
+        raise UnsupportedProblem(f"k_cache and v_cache must have one dtype; they have {k.dtype} and {v.dtype}")
     if k.shape != v.shape:
         raise UnsupportedProblem(
             f"k_cache and v_cache must have one shape; they have {tuple(k.shape)} and {tuple(v.shape)}: where v's "
@@ -224,12 +239,34 @@ def check(
     if heads_kv == 0 or heads_q % heads_kv:
         raise UnsupportedProblem(f"k_cache's {heads_kv} heads must divide q's {heads_q}")
     check_scale(scale)
+    check_cache_dim(_cache_of(k), head_dim)
+    _check_cache_scale("k_scale", k_scale, k)
+    _check_cache_scale("v_scale", v_scale, k)
     if sinks is not None:
         check_sinks(sinks, q)
     _check_index("cache_seqlens", lengths, 1, q)
     if table is not None:
         _check_index("page_table", table, 2, q)
         check_page_size(k.shape[1])
+
+
+def _cache_of(k: Tensor) -> str:
+    """The field ``cache`` of a problem."""
+    return "fp8" if k.dtype == torch.float8_e4m3fn else "same"
+
+
+def _check_cache_scale(name: str, t: Tensor | None, k: Tensor) -> None:
+    """Refuses scales of a cache that has none, and a cache in FP8 without them."""
+    if (t is None) != (k.dtype != torch.float8_e4m3fn):
+        raise UnsupportedProblem(
+            f"{name} belongs to a cache in float8_e4m3fn, as fp32 ({k.shape[2]},), one for each head; the cache is "
+            f"{k.dtype}, and {name} is {'missing' if t is None else 'given'}"
+        )
+    if t is not None and (t.shape != (k.shape[2],) or t.dtype != torch.float32 or t.device != k.device):
+        raise UnsupportedProblem(
+            f"{name} must be fp32, ({k.shape[2]},), one for each head of the cache, on {k.device}; it is {t.dtype}, "
+            f"{tuple(t.shape)}, on {t.device}"
+        )
 
 
 def _check_index(name: str, t: Tensor, rank: int, q: Tensor) -> None:
@@ -264,6 +301,7 @@ def pose(
             lse=lse,
             sinks=sinks_of(sinks, q),
             page_size=0 if table is None else k.shape[1],
+            cache=_cache_of(k),
         )
     return DecodeProblem(
         batch=q.shape[0],
@@ -279,6 +317,7 @@ def pose(
         softcap=softcap > 0.0,
         lse=lse,
         sinks=sinks_of(sinks, q),
+        cache=_cache_of(k),
     )
 
 
@@ -289,7 +328,8 @@ def room_of(k: Tensor, table: Tensor | None) -> int:
 
 def readable(t: Tensor) -> bool:
     """Whether kernels read ``t`` where it lies: rows contiguous, 16-byte aligned."""
-    aligned = all(s % WIDEST == 0 for n, s in zip(t.shape[:-1], t.stride()[:-1], strict=True) if n > 1)
+    widest = 2 * WIDEST // t.element_size() if t.element_size() < 4 else WIDEST
+    aligned = all(s % widest == 0 for n, s in zip(t.shape[:-1], t.stride()[:-1], strict=True) if n > 1)
     return t.stride(-1) == 1 and aligned and t.data_ptr() % 16 == 0
 
 
@@ -313,7 +353,7 @@ def _launched(
     config: str | None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Poses, plans and launches for checked GPU tensors: ``(into or a new tensor[, lse])``."""
-    q, k, v, lengths, table, sinks = operands
+    q, k, v, lengths, table, sinks, k_scale, v_scale = operands
     out = q.new_empty(q.shape) if into is None else into
     more = (_fresh_lse(operands, True),) if return_lse else ()
     if out.numel() == 0:
@@ -324,7 +364,7 @@ def _launched(
         target = _fitted(out if readable(out) else empty_copy(out))
         caches = _cache("k_cache", k), _cache("v_cache", v)
         indices = lengths.contiguous(), None if table is None else table.contiguous()
-        posed = (canonical(q), *caches, *indices, dense(sinks))
+        posed = (canonical(q), *caches, *indices, dense(sinks), dense(k_scale), dense(v_scale))
     options = (left, softcap > 0.0, return_lse)
     return add(_CALLS, launch, into, operands, options, (scale, softcap), config, (out, *more), (target, *more, *posed))
 
@@ -339,23 +379,25 @@ def _fresh_lse(inputs: Inputs, wanted: bool) -> Tensor:
 
 
 def _computed(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, table: Tensor | None, sinks: Tensor | None, left: int,
-    scale: float, softcap: float,
+    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, table: Tensor | None, sinks: Tensor | None,
+    k_scale: Tensor | None, v_scale: Tensor | None, left: int, scale: float, softcap: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The reference, of pages that are there."""
     if table is not None:
         check_pages(table, lengths, k.shape[0], k.shape[1], q.shape[1], left)
     seen = lengths.clamp(0, room_of(k, table))  # as the kernel does, which cannot raise
-    return reference.decode(q, k, v, seen, table, sinks, scale, softcap, left=None if left < 0 else left)
+    window = None if left < 0 else left
+    return reference.decode(q, k, v, seen, table, sinks, scale, softcap, k_scale, v_scale, left=window)
 
 
 _cuda, _cpu, _fake = implementations(_CALLS, 1, check, _launched, _computed, _fresh_lse)
 DECODE_PATH = define_with_out(
     "decode_attention",
-    "Tensor q, Tensor k_cache, Tensor v_cache, Tensor cache_seqlens, Tensor? page_table, Tensor? sinks",
+    "Tensor q, Tensor k_cache, Tensor v_cache, Tensor cache_seqlens, Tensor? page_table, Tensor? sinks, "
+    "Tensor? k_scale, Tensor? v_scale",
     "int window_left, float scale, float softcap, bool return_lse, str? config=None",
     (_cuda, _cpu, _fake),
     returns=("(Tensor, Tensor)", "Tensor"),
     autocast="lower",
-    kept=(5,),
+    kept=(5, 6, 7),
 )

@@ -13,7 +13,7 @@ from cutlass.cute.runtime import make_fake_tensor
 
 from cutekernels.kernels.cute.parts.heads import WIDEST
 
-DTYPES = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
+DTYPES = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16, "fp8": cutlass.Int16}  # of e4m3 two at a time
 
 
 def rows(dtype: str, head_dim: int, *lead: Any) -> Any:
@@ -33,6 +33,16 @@ def sinks(kind: str, dtype: str, heads: Any) -> Any:
         return None
     own = DTYPES[dtype] if kind == "same" else cutlass.Float32
     return make_fake_tensor(own, (heads,), stride=(1,), assumed_align=own.width // 8)
+
+
+def cache(kind: str, dtype: str, head_dim: int, *lead: Any) -> Any:
+    """:func:`rows` of a problem's ``cache``."""
+    return rows(dtype, head_dim, *lead) if kind == "same" else rows("fp8", head_dim // 2, *lead)
+
+
+def scales(kind: str, heads: Any) -> list[Any]:
+    """Those of k and v, ``(HKV,)``; None each without."""
+    return [vector(cutlass.Float32, heads) if kind == "fp8" else None for _ in range(2)]
 
 
 def table(batch: Any) -> Any:

@@ -14,6 +14,7 @@ from cutekernels.ops.attention.config import GROUP_ROWS, AttentionConfig, FewFor
 from cutekernels.ops.attention.problem import (
     EAGER,
     EXPONENTS,
+    NO_SCALES,
     SLACK,
     AttentionOp,
     AttentionProblem,
@@ -26,6 +27,7 @@ from cutekernels.ops.attention.problem import (
     since_revision_1,
 )
 from cutekernels.ops.shared.dtypes import DTYPES
+from cutekernels.rules import of_config
 
 if TYPE_CHECKING:
     import torch
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 
 # Registers beside accumulators and Q: fragments, row statistics, addresses (docs/notes/attention.md#prefill-registers).
 OTHER_REGISTERS = {"bf16": 56, "fp16": 64}
+CONVERTING = 40  # for vectors in e4m3 on their way to shared memory
 # Constants of the model: docs/notes/attention.md#prefill-model (H200, 2026-11-22).
 _BLOCK = 0.17 / 0.08  # of barrier_us: a block of keys, whatever its size
 _ONE_STAGE = 1.05  # of the same: 1 % faster where both were timed, and spills (bf16, head dim 128)
@@ -46,6 +49,12 @@ class MultistageForward(TilesSchedule[Any, AttentionConfig]):
 
     name = "multistage"
     config = AttentionConfig
+
+    @of_config
+    def converting(self, c: AttentionConfig, gpu: GpuSpec, x: AttentionProblem) -> str | None:
+        if x.cached_in == "fp8" and c.stages == 1:
+            return "stages=1 would convert keys in FP8 while scores are held, which spills: take 2"
+        return None
 
     def registers(self, p: AttentionProblem, c: AttentionConfig) -> int:
         return registers_per_thread(p, c)
@@ -75,11 +84,13 @@ class PrefillOp(AttentionOp[Q, AttentionConfig]):
         from cutekernels.kernels.cute.attention.multistage_forward import MultistageAttention
         from cutekernels.kernels.cute.attention.warpgroup_forward import WarpgroupAttention
         from cutekernels.kernels.cute.parts.cache import CacheTiles
+        from cutekernels.kernels.cute.parts.float8 import Float8, Float8Load
         from cutekernels.kernels.cute.parts.heads import HeadRows
         from cutekernels.kernels.cute.parts.mask import BandMask
         from cutekernels.kernels.cute.parts.products import warp_products
         from cutekernels.kernels.cute.parts.sequences import HeadOrder, Sequences
         from cutekernels.kernels.cute.parts.softmax import OnlineSoftmax
+        from cutekernels.ops.attention import fakes
 
         shared: dict[str, Any] = {
             "mask": BandMask(c.tile_q, c.tile_kv, p.limited_left, p.limited_right, p.mask),
@@ -105,9 +116,10 @@ class PrefillOp(AttentionOp[Q, AttentionConfig]):
                 **shared,
             )
         tile = (c.tile_kv, p.head_dim, p.width, c.stages, c.threads)
+        float8 = Float8Load(Float8(gpu.has_fp8), fakes.DTYPES[p.dtype]) if p.cached_in == "fp8" else None
         return MultistageAttention(
             rows_q=HeadRows(c.tile_q, p.head_dim, p.width, 1, c.threads),
-            rows_kv=HeadRows(*tile) if p.page is None else CacheTiles(*tile, p.page, p.limited_left),
+            rows_kv=HeadRows(*tile) if p.page is None else CacheTiles(*tile, p.page, p.limited_left, float8),
             products=warp_products(c.warps, c.q_in_registers),
             ctas_per_sm=c.ctas_per_sm,
             **shared,
@@ -157,6 +169,7 @@ class Attention(PrefillOp[AttentionProblem]):
             *([counter] if c.by_groups else []),
             *(number, number, number),
             *(limit, limit),
+            *(() if c.by_groups else NO_SCALES),
             gpu=gpu,
         )
 
@@ -167,7 +180,7 @@ class Attention(PrefillOp[AttentionProblem]):
 
         if p.seq_kv == 0:
             return launch_blind(p.lse)
-        limits = p.limits
+        limits, unscaled = p.limits, () if c.by_groups else NO_SCALES
         counter = Workspace(0, 1) if c.dynamic_scheduler else None  # one ticket, no partial sums
 
         def launch(*args: Any) -> None:
@@ -178,8 +191,9 @@ class Attention(PrefillOp[AttentionProblem]):
             given = None if mask is None else mask.view(torch.uint8)
             tickets = () if c.body == "multistage" else (None if counter is None else counter.get()[1],)
             kernel(
-                out, lse, q, k, v, given, cu_q, cu_kv, None, sinks, *tickets, *score_factors(scale, softcap), *limits
-            )
+                out, lse, q, k, v, given, cu_q, cu_kv, None, sinks, *tickets, *score_factors(scale, softcap), *limits,
+                *unscaled,
+            )  # fmt: skip
 
         return launch
 
@@ -250,7 +264,7 @@ def registers_per_thread(p: AttentionProblem, c: AttentionConfig) -> int:
     """An estimate of the compiler's need: accumulators of both products, queries, and the rest."""
     accumulators = c.rows * (p.width + c.tile_kv) // 32
     queries = c.rows * p.width // 64 if c.q_in_registers else 0
-    return accumulators + queries + OTHER_REGISTERS[p.dtype]
+    return accumulators + queries + OTHER_REGISTERS[p.dtype] + (CONVERTING if p.cached_in == "fp8" else 0)
 
 
 def _ends(sequences: int, mean: int, generator: torch.Generator, device: str) -> Tensor:

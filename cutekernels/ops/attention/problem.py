@@ -29,6 +29,9 @@ HEAD_DIMS = (128, *range(8, 128, 8), *range(136, 264, 8))
 UNLIMITED = 2**30  # a window's side that reaches to the end
 LOG2_E = math.log2(math.e)
 SINKS = ("none", "same", "fp32")
+CACHES = ("same", "fp8")  # types of a cache: that of q, or e4m3
+E4M3_MAX = 448.0
+NO_SCALES = (None, None)  # of k and v in a cache that is not in FP8
 SLACK = 8.0  # slack of lazy rescaling, base 2: fp16 probabilities up to 256
 MAX_CTAS = 3  # per SM, of tiles that walk tiles
 
@@ -177,6 +180,11 @@ class AttentionProblem(HeadsProblem):
         return None
 
     @property
+    def cached_in(self) -> str:
+        """The type of that cache: "same" as q's, or "fp8"."""
+        return "same"
+
+    @property
     def by_keys(self) -> bool:
         """Whether a CTA owns keys and walks queries, not the reverse."""
         return False
@@ -239,16 +247,16 @@ def sample_sinks(kind: str, dtype: str, heads: int, keys: float, generator: torc
     return sinks.to(DTYPES[dtype] if kind == "same" else torch.float32)
 
 
-def launch_blind(lse: bool) -> Callable[..., None]:
+def launch_blind(lse: bool, sinks: int = -3) -> Callable[..., None]:
     """The launch for queries without a single key: 0, and as lse their sink, -inf without one.
 
-    Behind an op's tensors come scale and softcap, the last of the tensors are its sinks.
+    ``sinks``: their place among the arguments, by default right ahead of scale and softcap.
     """
 
     def launch(*args: Any) -> None:
         args[0].zero_()
         if lse:
-            args[1].copy_(args[1].new_full((), -math.inf) if args[-3] is None else args[-3].unsqueeze(-1))
+            args[1].copy_(args[1].new_full((), -math.inf) if args[sinks] is None else args[sinks].unsqueeze(-1))
 
     return launch
 

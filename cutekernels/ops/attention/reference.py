@@ -37,9 +37,9 @@ def attention(
 
 def decode(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, table: Tensor | None, sinks: Tensor | None,
-    scale: float, softcap: float, *, left: int | None,
+    scale: float, softcap: float, k_scale: Tensor | None = None, v_scale: Tensor | None = None, *, left: int | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """``(out, lse)`` of a cache, contiguous or in the pages of ``table``."""
+    """``(out, lse)`` of a cache, contiguous or in the pages of ``table``; of e4m3 numbers times their heads' scales."""
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     kind = torch.promote_types(q.dtype, torch.float32)
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=kind)
@@ -49,6 +49,8 @@ def decode(
         else:
             pages = table[b, : -(-length // k_cache.shape[1])].long().clamp(0, k_cache.shape[0] - 1)
             k, v = (t[pages].flatten(0, 1)[:length] for t in (k_cache, v_cache))
+        if k_scale is not None and v_scale is not None:
+            k, v = k.double() * k_scale.double()[:, None], v.double() * v_scale.double()[:, None]
         own = slice(b, b + 1)
         out[own], lse[own] = attention(
             q[own], k[None], v[None], None, None, None, sinks, scale, softcap, left=left, right=0

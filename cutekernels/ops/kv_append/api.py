@@ -27,6 +27,8 @@ def kv_append(
     cos: Tensor | None = None,
     sin: Tensor | None = None,
     interleaved: bool = False,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     config: KvAppendConfig | str | None = None,
 ) -> None:
     """Writes new tokens behind each sequence's end and moves the end: see :meth:`KVCache.append`, which runs this.
@@ -34,15 +36,20 @@ def kv_append(
     Args:
         k: ``(B, S, Hkv, D)``, fp16, bf16 or fp32 (on the CPU fp64 too). Any strides; D contiguous is fast.
         v: shape and dtype of ``k``.
-        k_cache: ``(B, T_MAX, Hkv, D)``, or ``(PAGES, PAGE_SIZE, Hkv, D)`` beside a ``page_table``; D contiguous.
+        k_cache: ``(B, T_MAX, Hkv, D)``, or ``(PAGES, PAGE_SIZE, Hkv, D)`` beside a ``page_table``; D contiguous. Dtype
+            of ``k``, or float8_e4m3fn beside scales.
         v_cache: shape and dtype of ``k_cache``.
-        state: int32 ``(3, B)``: lengths, tokens that found no room, and zeros. Updated.
+        state: int32 ``(3, B)``: lengths, tokens that found no room, and zeros. Beside scales ``(4, B)``: numbers that
+            were too large for the cache too. Updated.
         page_table: int32 ``(B, MAX_PAGES)``; an entry that is no page's number has no room.
         counts: int32 ``(B,)``: how many of its S tokens each sequence appends, the first ones; None for all.
         q: ``(B, S, Hq, D)``, turned in place beside ``k``.
         cos: ``(T, R/2)`` or ``(B or 1, S, R)``, as :func:`cutekernels.rope` takes it; None to turn nothing.
         sin: shape and dtype of ``cos``.
         interleaved: pairs of neighbours instead of halves.
+        k_scale: fp32 ``(Hkv,)``, above 0: what is stored is ``k / k_scale``, turned and rounded to k's type before.
+            Beyond 448 it becomes 448, the largest number of float8_e4m3fn, and is counted; NaN stays NaN.
+        v_scale: the same of ``v``.
         config: overrides the tuned choice, as a :class:`KvAppendConfig` or its text. Ignored on the CPU.
 
     Raises:
@@ -57,9 +64,9 @@ def kv_append(
         check_config(config, KvAppendConfig)
     queries = k.new_empty((*k.shape[:2], 0, *k.shape[3:])) if q is None else q
     results = (queries, k_cache, v_cache, state)
-    operands = (queries, k, v, state, page_table, counts, cos, sin)
+    operands = (queries, k, v, state, page_table, counts, cos, sin, k_scale, v_scale)
     try:
-        _refuse_gradient(queries, k, v, cos, sin)
+        _refuse_gradient(queries, k, v, cos, sin, k_scale, v_scale)
         refuse_duals("kv_append", (k_cache, v_cache))
         if type(k) in PLAIN and KV_APPEND.calls.replay(results, operands, (interleaved,), (), config) is not None:
             return
@@ -71,12 +78,17 @@ def kv_append(
         raise
     refuse_others(KV_APPEND, operands, results)
     text = None if config is None else str(config)
-    torch.ops.cutekernels.kv_append(q, k, v, k_cache, v_cache, state, page_table, counts, cos, sin, interleaved, text)
+    torch.ops.cutekernels.kv_append(
+        q, k, v, k_cache, v_cache, state, page_table, counts, cos, sin, k_scale, v_scale, interleaved, text
+    )  # fmt: skip
 
 
-def _refuse_gradient(q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None) -> None:
-    refuse_duals("kv_append", (q, k, v, cos, sin))
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+def _refuse_gradient(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, *scales: Tensor | None
+) -> None:
+    refuse_duals("kv_append", (q, k, v, cos, sin, *scales))
+    graded = q.requires_grad or k.requires_grad or v.requires_grad
+    if torch.is_grad_enabled() and (graded or any(t is not None and t.requires_grad for t in scales)):
         raise UnsupportedProblem("kv_append is not differentiable: detach its operands, or call under torch.no_grad()")
     if cos is not None and sin is not None:
         refuse_table_gradient(cos, sin)

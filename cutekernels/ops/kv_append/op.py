@@ -14,6 +14,7 @@ from cutekernels import rates
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Scalar, Work, exact, extent, knob, ladder, plain, power_of_two
 from cutekernels.ops.attention.decode import PAGE_SIZES, check_page_size
+from cutekernels.ops.attention.problem import CACHES, E4M3_MAX
 from cutekernels.ops.rope.op import ROPE
 from cutekernels.ops.rope.rotary import DEPTH, MAX_PROGRAMS, Heads, RotaryConfig, RotaryOp, RotaryProblem, Table
 from cutekernels.ops.shared.operands import Array, Sizes, Vector, sizes_of
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
     from cutekernels.gpu import GpuSpec
 
-LENGTHS, LOST, _ = range(STATE_ROWS := 3)  # the rows of a state; the last are tickets
+LENGTHS, LOST, _, SATURATED = range(4)  # the rows of a state; the third are tickets, the last is of caches in FP8
 
 
 # ---- declaration ----------------------------------------------------------------------------------------
@@ -37,7 +38,7 @@ class KvAppendProblem(RotaryProblem):
     """``seq`` tokens for each of ``batch`` sequences: k and v of heads_kv heads, and q of heads_q that turns beside k.
 
     ``gathered``: tables have a row per token, not per position. ``counted``: each sequence has its own number of new
-    tokens. ``page_size=0`` is a contiguous cache. Channels are contiguous. The rest:
+    tokens. ``page_size=0`` is a contiguous cache. ``cache="fp8"``: caches are e4m3. Channels are contiguous. The rest:
     :class:`~cutekernels.ops.rope.rotary.RotaryProblem`.
     """
 
@@ -54,6 +55,7 @@ class KvAppendProblem(RotaryProblem):
     counted: bool = plain(False, True)
     page_size: int = plain(0, *PAGE_SIZES)
     align: int = plain(16, 8, 4, 2)
+    cache: str = plain(*CACHES)
     layout = "rows"
 
     def __post_init__(self) -> None:
@@ -71,6 +73,11 @@ class KvAppendProblem(RotaryProblem):
     def groups(self) -> tuple[int, ...]:
         return self.heads_q, self.heads_kv, self.heads_kv
 
+    @property
+    def words(self) -> int:
+        """Rows of the state."""
+        return state_rows(self.cache)
+
 
 @dataclass(frozen=True)
 class KvAppendConfig(RotaryConfig):
@@ -86,6 +93,7 @@ _WHOLE_PER_SM = 3  # least programs per SM for programs of all heads
 _WASTE = 1.25  # heads of a tile for each that is there
 _SPARE = 16  # a sample's room for tokens beyond the new ones
 _CACHES = ("k_cache", "v_cache")
+_SCALES = ("k_scale", "v_scale")
 _TOKENS = ("batch", "seq", "head")
 _SLOTS = ("page", "slot", "head")
 
@@ -95,7 +103,8 @@ class KvAppend(RotaryOp[KvAppendProblem, KvAppendConfig]):
 
     The caches are results that the caller has filled: only the new tokens' rows are written. ``q`` may have no heads.
     ``state``: int32 (3, B), the sequences' lengths, tokens that found no room, and tickets, which are zero
-    between launches. ``cos`` and ``sin``: as ``rope`` takes them.
+    between launches. ``cos`` and ``sin``: as ``rope`` takes them. Caches in e4m3 have scales, ``cache = value /
+    scale``, and a fourth row of the state, which counts numbers beyond e4m3's largest: those become the largest.
     """
 
     name = "kv_append"
@@ -115,11 +124,13 @@ class KvAppend(RotaryOp[KvAppendProblem, KvAppendConfig]):
         "batch=1 seq=2048 heads_kv=8 head_dim=128 heads_q=32 rotary=128",
         "batch=1 seq=2048 heads_kv=8 head_dim=128 heads_q=32 rotary=128 page_size=16",
         "batch=4 seq=4096 heads_kv=8 head_dim=128 table=none page_size=256",
+        "batch=16 seq=1 heads_kv=4 head_dim=128 heads_q=28 rotary=128 page_size=16 cache=fp8",
+        "batch=1 seq=2048 heads_kv=8 head_dim=128 heads_q=32 rotary=128 cache=fp8",
     )
     kernel = "kv_append:kv_append"
     out_q = Heads("heads_q", result=True, strides=_TOKENS)
-    k_cache = Array("pages", "slots", "heads_kv", "head_dim", strides=_SLOTS, result=True)
-    v_cache = Array("pages", "slots", "heads_kv", "head_dim", strides=_SLOTS, result=True)
+    k_cache = Array("pages", "slots", "heads_kv", "head_dim", dtype="cache", strides=_SLOTS, result=True, laid=True)
+    v_cache = Array("pages", "slots", "heads_kv", "head_dim", dtype="cache", strides=_SLOTS, result=True, laid=True)
     out_state = Array("words", "batch", dtype="i32", strides=("row",), result=True)
     q = Heads("heads_q", strides=_TOKENS)
     k = Heads("heads_kv", strides=_TOKENS)
@@ -129,10 +140,13 @@ class KvAppend(RotaryOp[KvAppendProblem, KvAppendConfig]):
     counts = Vector("batch", dtype="i32", stride="step", given="counted")
     cos = Table(optional=True, strides=("batch", "row"))
     sin = Table(optional=True, strides=("batch", "row"))
+    k_scale = Vector("heads_kv", dtype="fp32", stride="head", optional=True)
+    v_scale = Vector("heads_kv", dtype="fp32", stride="head", optional=True)
     options = ("interleaved",)
     schema = (
         "Tensor(a!)? q, Tensor k, Tensor v, Tensor(b!) k_cache, Tensor(c!) v_cache, Tensor(d!) state, "
-        "Tensor? page_table, Tensor? counts, Tensor? cos, Tensor? sin, bool interleaved"
+        "Tensor? page_table, Tensor? counts, Tensor? cos, Tensor? sin, Tensor? k_scale, Tensor? v_scale, "
+        "bool interleaved"
     )
     sizes = RotaryOp.sizes | dict.fromkeys(("room", "pages", "angles"), "i64")
     steps = ((4, 2, 8), (4, 1, 1), (1, 2, 1), (1, 1, 1))
@@ -160,9 +174,19 @@ class KvAppend(RotaryOp[KvAppendProblem, KvAppendConfig]):
         if cos is None and options["interleaved"]:
             raise UnsupportedProblem("interleaved says which channels turn together, which needs cos and sin")
         super().refuse(named, sizes, **options)
-        if sizes["words"] != 3 or (sizes["batch"] > 1 and state.stride(1) != 1):
+        scaled = [named[name] is not None for name in _SCALES]
+        for name in _CACHES:
+            t = named.get(name)
+            if t is not None and scaled != [t.element_size() == 1] * 2:
+                raise UnsupportedProblem(
+                    f"k_scale and v_scale belong to caches in float8_e4m3fn, both to both; {name} is {t.dtype}, and of "
+                    f"the scales {sum(scaled)} are given"
+                )
+        rows = state_rows("fp8" if scaled[0] else "same")
+        if sizes["words"] != rows or (sizes["batch"] > 1 and state.stride(1) != 1):
             raise UnsupportedProblem(
-                f"state is (3, B), rows contiguous; it is {tuple(state.shape)} with strides {state.stride()}"
+                f"state is ({rows}, B){' beside scales' if scaled[0] else ''}, rows contiguous; it is "
+                f"{tuple(state.shape)} with strides {state.stride()}"
             )
         if "pages" not in sizes:
             return
@@ -192,7 +216,7 @@ class KvAppend(RotaryOp[KvAppendProblem, KvAppendConfig]):
         """The rows to place: q and k, turned, and v."""
         import torch
 
-        q, k, v, state, _, counts, cos, sin = args
+        q, k, v, state, _, counts, cos, sin, *_ = args
         number = torch.full_like(state[LENGTHS], k.shape[1]) if counts is None else counts
         return _turned(q, k, v, state[LENGTHS].long(), number, cos, sin, **options)
 
@@ -201,7 +225,7 @@ class KvAppend(RotaryOp[KvAppendProblem, KvAppendConfig]):
         import torch
 
         out_q, *caches, out_state = results
-        q, k, v, state, table, counts, cos, sin = args
+        q, k, v, state, table, counts, cos, sin, *scales = args
         (batch, seq), (pages, size) = k.shape[:2], caches[0].shape[:2]
         room = size if table is None else size * table.shape[1]
         steps = torch.arange(seq, device=k.device)
@@ -217,10 +241,15 @@ class KvAppend(RotaryOp[KvAppendProblem, KvAppendConfig]):
         found = kept.long().cumprod(1).sum(1)  # tokens ahead of the first without a place
         turned, *rows = _turned(q, k, v, starts, found, cos, sin, **options)
         out_q.copy_(turned)
+        after = [starts + found, state[LOST].long() + number - found, torch.zeros_like(starts)]
+        if caches[0].element_size() == 1:
+            after.append(state[SATURATED].long())
+            for i, scale in enumerate(scales):
+                rows[i], beyond = quantized(rows[i], scale)
+                after[SATURATED] = after[SATURATED] + (beyond.sum((2, 3)) * kept).sum(1)
         for cache, row in zip(caches, rows, strict=True):
             cache[page[kept], slot[kept]] = row[kept]
-        lost = state[LOST].long() + number - found
-        out_state.copy_(torch.stack((starts + found, lost, torch.zeros_like(starts))))
+        out_state.copy_(torch.stack(after))
 
     # -- configs
 
@@ -266,12 +295,15 @@ class KvAppend(RotaryOp[KvAppendProblem, KvAppendConfig]):
         rows = 2 * p.batch if p.gathered else 2  # of the tables, per token of a sequence
         angles = rows * p.seq * p.half * (4 if p.table == "fp32" else p.itemsize)
         moved = 2 * tokens * sum(p.groups) * p.head_dim * p.itemsize + angles + 8 * p.batch
+        if p.cache == "fp8":
+            moved -= 2 * tokens * p.heads_kv * p.head_dim * (p.itemsize - 1)
         return Work(flops=float(tokens * (p.heads_q + p.heads_kv) * p.half * 6), bytes=float(moved), depth=DEPTH)
 
     # -- kernels
 
     def kind(self, p: KvAppendProblem, name: str) -> str | None:
-        return None if name == "page_table" and not p.page_size else super().kind(p, name)
+        absent = (name == "page_table" and not p.page_size) or (name in _SCALES and p.cache == "same")
+        return None if absent else super().kind(p, name)
 
     def measured(self, named: Mapping[str, Tensor | None]) -> tuple[int, ...]:
         cache, table, cos = named["k_cache"], named["page_table"], named["cos"]
@@ -287,6 +319,7 @@ class KvAppend(RotaryOp[KvAppendProblem, KvAppendConfig]):
             "COUNTED": p.counted,
             "TURNING": p.rotary > 0,
             "GATHERED": p.gathered,
+            "FP8": p.cache == "fp8",
         }
 
     def bind(self, p: KvAppendProblem, c: KvAppendConfig, kernel: Callable[..., Any]) -> Callable[..., None]:
@@ -300,7 +333,7 @@ class KvAppend(RotaryOp[KvAppendProblem, KvAppendConfig]):
         """Without pages a sample appends the first tokens of every sequence; pages are shared, sequences end to end."""
         tables = (p.batch, p.seq, p.rotary) if p.gathered else (1, p.seq + p.page_size + 5, p.half)
         sizes = super().sizes_in(p) | dict(zip(("tables", "table_rows", "width"), tables, strict=True))
-        return sizes | {"words": 3, "entries": -(-p.seq // p.page_size) + 1 if p.page_size else 0}
+        return sizes | {"words": p.words, "entries": -(-p.seq // p.page_size) + 1 if p.page_size else 0}
 
     def draw(self, p: KvAppendProblem, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor | None:
         import torch
@@ -318,6 +351,8 @@ class KvAppend(RotaryOp[KvAppendProblem, KvAppendConfig]):
             return order[entries.clamp_max(max(0, pages - 1))] if pages else entries
         if name == "counts":  # fewer would leave rows of the sample's pages unwritten, which no judge could accept
             return torch.full(shape, p.seq, device=device)
+        if name in _SCALES:  # large enough for every number, since a sample's count begins anew with each launch
+            return 8.0 / E4M3_MAX * (1.0 + torch.rand(shape, generator=generator, device=device))
         values = super().draw(p, name, shape, generator)
         if values is None or not p.gathered:
             return None if values is None else values[0]
@@ -330,7 +365,8 @@ class KvAppend(RotaryOp[KvAppendProblem, KvAppendConfig]):
         q, k, _, state, table, *_ = args
         pages = p.batch if table is None else int(table.max()) + 1 if table.numel() else 0
         slots = p.seq + _SPARE if table is None else p.page_size
-        caches = [placed(k.new_empty(pages, slots, p.heads_kv, p.head_dim), p) for _ in _CACHES]
+        kind = k.dtype if p.cache == "same" else torch.float8_e4m3fn
+        caches = [placed(k.new_empty((pages, slots, p.heads_kv, p.head_dim), dtype=kind), p) for _ in _CACHES]
         if table is None:
             caches = [cache[:, : p.seq] for cache in caches]
         return placed(torch.empty_like(q), p), *caches, torch.empty_like(state)
@@ -341,6 +377,19 @@ class KvAppend(RotaryOp[KvAppendProblem, KvAppendConfig]):
             t.fill_(float("nan"))
         self.update(results, args, interleaved=p.interleaved)
         return results
+
+
+def state_rows(cache: str) -> int:
+    """Rows of a state beside such caches."""
+    return 4 if cache == "fp8" else 3
+
+
+def quantized(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """``x / scale`` (B, S, H, D) in e4m3, and which numbers are beyond its largest, which they become."""
+    import torch
+
+    y = x.to(torch.promote_types(x.dtype, torch.float32)) / scale[:, None]
+    return y.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn), y.abs() > E4M3_MAX
 
 
 def _turned(

@@ -204,7 +204,9 @@ def _nothing(ctx: Any, args: tuple[Any, ...], output: Any) -> None:
 def _cast(t: Any, device: str, dtype: torch.dtype, kept: bool) -> Any:
     if not isinstance(t, Tensor) or t.device.type != device or not t.is_floating_point():
         return t
-    return t if t.dtype == torch.float64 or (kept and t.dtype == torch.float32) else t.to(dtype)
+    if t.dtype == torch.float64 or t.element_size() == 1:  # what is stored in FP8 has its scales
+        return t
+    return t if kept and t.dtype == torch.float32 else t.to(dtype)
 
 
 def refuse_functional(name: str, args: Sequence[object]) -> None:

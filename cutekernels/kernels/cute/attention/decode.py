@@ -28,6 +28,10 @@ One tile:
 Lengths are read on the device. The grid follows from the longest sequence the cache has room for; a sequence with fewer
 blocks than splits uses as many as it has: CTAs beyond return at once, or in a cluster only receive. So a captured graph
 serves all lengths, which must not change while a launch runs: CTAs would count each other wrongly.
+A cache in e4m3 lies in the rings as it comes; its fragments become fp16 in registers (``parts/float8.py``), and Q
+becomes fp16 in shared memory ahead of the walk. Scores are then multiplied by a factor of their row. K's scale is part
+of ``scale``, V's multiplies the results.
+
 Keys outside a sequence are never read (``parts/cache.py``), and their scores are masked. A row that sees no key gets 0,
 and -inf as log-sum-exp (its sink's, where it has one).
 
@@ -44,13 +48,14 @@ from dataclasses import dataclass
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, const_expr
+from cutlass import Boolean, Float16, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from cutekernels.kernels.cute.parts.attention_smem import DecodeSmem
 from cutekernels.kernels.cute.parts.cache import GRAIN, CacheHead, CacheRows, SeenKeys
 from cutekernels.kernels.cute.parts.decode_reduction import DecodeReduction
+from cutekernels.kernels.cute.parts.float8 import Float8Queries
 from cutekernels.kernels.cute.parts.fragments import span_bytes, swizzled
 from cutekernels.kernels.cute.parts.heads import WIDEST, shared_vector, vector
 from cutekernels.kernels.cute.parts.products import Products
@@ -77,6 +82,7 @@ class Launch:
     cap_inner: Float32
     cap_outer: Float32
     left: Int32
+    v_scale: Float32 | None
     mPartials: cute.Tensor | None
     mTickets: cute.Tensor | None
     tiled_mma: cute.TiledMma
@@ -131,7 +137,9 @@ class DecodeAttentionBody:
     ``ops/attention/decode.py`` chooses the parts; ``limited``: by a window on the left side.
     """
 
-    rows_kv: CacheRows
+    rows_kv: CacheRows  # in 16-bit elements, of which e4m3 has two each
+    head_dim: int
+    padded: int
     products: Products
     softmax: OnlineSoftmax
     warps: int
@@ -140,6 +148,7 @@ class DecodeAttentionBody:
     ctas_per_sm: int
     dependent: bool  # launched under programmatic dependent launch
     clustered: bool = False  # the splits of a tile are a cluster
+    queries: Float8Queries | None = None  # where the cache is e4m3
 
     @property
     def threads(self) -> int:
@@ -153,7 +162,7 @@ class DecodeAttentionBody:
     @property
     def n8_groups(self) -> int:
         """Groups of 8 columns in an accumulator."""
-        return self.rows_kv.padded // 8
+        return self.padded // 8
 
     @property
     def share(self) -> int:
@@ -163,7 +172,8 @@ class DecodeAttentionBody:
     @property
     def smem(self) -> DecodeSmem:
         clustered = self.splits if self.clustered else 0
-        return DecodeSmem(self.tile_kv, self.rows_kv.head_dim, self.rows_kv.stages, self.warps, clustered)
+        of_cache = 2 if self.queries is None else 1
+        return DecodeSmem(self.tile_kv, self.padded, self.rows_kv.stages, self.warps, clustered, cache_bytes=of_cache)
 
     @property
     def reduction(self) -> DecodeReduction:
@@ -175,11 +185,13 @@ class DecodeAttentionBody:
         mO: cute.Tensor,  # (B, SQ, HQ, D)
         mLse: cute.Tensor | None,  # (B * HQ * SQ,), as (B, HQ, SQ)
         mQ: cute.Tensor,  # as mO
-        mK: cute.Tensor,  # (B, T_MAX, HKV, D), or (PAGES, PAGE_SIZE, HKV, D)
+        mK: cute.Tensor,  # (B, T_MAX, HKV, D), or (PAGES, PAGE_SIZE, HKV, D); e4m3 as 16-bit elements of two columns
         mV: cute.Tensor,  # as mK
         mLengths: cute.Tensor,  # (B,)
         mTable: cute.Tensor | None,  # (B, MAX_PAGES)
         mSinks: cute.Tensor | None,  # (HQ,)
+        mKScale: cute.Tensor | None,  # (HKV,), of a cache in e4m3
+        mVScale: cute.Tensor | None,  # (HKV,)
         scale: Float32,  # factor of scores, to base 2
         cap_inner: Float32,
         cap_outer: Float32,
@@ -199,6 +211,8 @@ class DecodeAttentionBody:
             mLengths,
             mTable,
             mSinks,
+            mKScale,
+            mVScale,
             scale,
             cap_inner,
             cap_outer,
@@ -207,7 +221,7 @@ class DecodeAttentionBody:
             mTickets,
             group,
             tiles,
-            self.products.tiled_mma(mQ.element_type),
+            self.products.tiled_mma(self.multiplied(mQ)),
         ).launch(
             grid=[tiles * mK.shape[2] * self.splits * mQ.shape[0], 1, 1],
             block=[self.threads, 1, 1],
@@ -229,6 +243,8 @@ class DecodeAttentionBody:
         mLengths: cute.Tensor,
         mTable: cute.Tensor | None,
         mSinks: cute.Tensor | None,
+        mKScale: cute.Tensor | None,
+        mVScale: cute.Tensor | None,
         scale: Float32,
         cap_inner: Float32,
         cap_outer: Float32,
@@ -283,6 +299,15 @@ class DecodeAttentionBody:
 
         # ---- walk; without a cluster, results too
 
+        v_scale = None
+        if const_expr(self.queries is not None):
+            # k's scale is part of the factor of scores, v's multiplies results.
+            k_scale = mKScale[head] * self.queries.float8.undone
+            v_scale = mVScale[head] * self.queries.float8.undone
+            if const_expr(self.softmax.capped):
+                cap_inner = cap_inner * k_scale
+            else:
+                scale = scale * k_scale
         launch = Launch(
             mO,
             mLse,
@@ -295,6 +320,7 @@ class DecodeAttentionBody:
             cap_inner,
             cap_outer,
             left,
+            v_scale,
             mPartials,
             mTickets,
             tiled_mma,
@@ -315,6 +341,10 @@ class DecodeAttentionBody:
             )
             self.store(lane, launch, acc, states, rows_of, columns)
 
+    def multiplied(self, mQ: cute.Tensor) -> type[cutlass.Numeric]:
+        """The type of the products' operands: q's, or fp16 beside e4m3, which is exact in it."""
+        return mQ.element_type if self.queries is None else Float16
+
     def rows_of(self, launch: Launch, place: Place) -> Rows:
         """The rows of a tile; the last tile of a head may have fewer than 16 that exist."""
         valid = cutlass.min(launch.mQ.shape[1] * place.group - place.tile * TILE_Q, Int32(TILE_Q))
@@ -333,7 +363,7 @@ class DecodeAttentionBody:
         """One CTA's blocks of keys; then its accumulators combined with other splits', or sent to the cluster."""
         mK, mV, tiled_mma = launch.mK, launch.mV, launch.tiled_mma
         tile, group, end = place.tile, place.group, keys.end
-        dtype = launch.mQ.element_type
+        dtype = self.multiplied(launch.mQ)
         tid, _, _ = cute.arch.thread_idx()
         lane = tid % 32
         warp = cute.arch.make_warp_uniform(tid // 32)
@@ -389,9 +419,7 @@ class DecodeAttentionBody:
         # ---- fragments
 
         thr_mma = tiled_mma.get_slice(lane)
-        acc_o = cute.make_rmem_tensor(
-            tiled_mma.partition_shape_C((TILE_Q, self.rows_kv.padded)), Float32
-        )  # ((2, 2), 1, MMA_D)
+        acc_o = cute.make_rmem_tensor(tiled_mma.partition_shape_C((TILE_Q, self.padded)), Float32)  # ((2, 2), 1, MMA_D)
         states = RowStates(cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32))
         acc_o.fill(0.0)
         self.softmax.start(states)
@@ -400,12 +428,18 @@ class DecodeAttentionBody:
                 row = tile * TILE_Q + cutlass.min(lane // 4 + 8 * r, valid - 1)
                 if keys.split == 0 and warp == 0:  # once among all warps and splits that are added up
                     self.softmax.start_with(r, launch.mSinks[rows_of.head * group + row % group].to(Float32), states)
-        layout_q = CacheRows(TILE_Q, self.rows_kv.head_dim, self.rows_kv.padded, 1, 0).smem_layout(dtype)
+        layout_q = CacheRows(TILE_Q, self.head_dim, self.padded, 1, 0).smem_layout(dtype)
         sources = self.products.sources(lane, tiled_mma, at_q, layout_q, at_k, at_v, layout_kv)
         rQ = thr_mma.make_fragment_A(thr_mma.partition_A(sources.x.tensor))  # (MMA, 1, MMA_D)
         # This thread's part of Q has arrived; the barrier waits for everybody's.
         cute.arch.cp_async_wait_group(self.rows_kv.stages - 1)
         cute.arch.sync_threads()
+        factors = None
+        if const_expr(self.queries is not None):
+            # All threads turn Q into fp16; the barrier waits for everybody's rows and their factors.
+            self.queries.convert(tid, at_q, storage + self.smem.factors_at, launch.mQ.element_type)
+            cute.arch.sync_threads()
+            factors = self.queries.factors(lane, storage + self.smem.factors_at, launch.mQ.element_type)
         if const_expr(self.products.x_in_registers):
             self.products.load(lane, (rQ,), sources.x, 0)
 
@@ -449,6 +483,8 @@ class DecodeAttentionBody:
             )  # ((2, 2), 1, MMA_KV)
             acc_s.fill(0.0)
             self.products.multiply(lane, acc_s, rQ, sources, Int32(0), slot * stage_bytes, tiled_mma)
+            if const_expr(factors is not None):
+                self.queries.unscale(acc_s, factors)
             if const_expr(self.softmax.capped):
                 self.softmax.cap(acc_s, launch.cap_inner, launch.cap_outer)
             # Masked blocks: some row does not see all their keys (the window, later queries' keys, the last key).
@@ -481,7 +517,7 @@ class DecodeAttentionBody:
         for r in cutlass.range_constexpr(2):
             states.total[r] = quad_sum(states.total[r])
         acc = cute.make_rmem_tensor((2, 2, self.share), Float32)  # a pair of columns, two rows, own groups
-        self.merge_warps(warp, lane, acc_o, states, acc, storage + self.smem.q_bytes)
+        self.merge_warps(warp, lane, acc_o, states, acc, storage + self.smem.q_bytes, self.queries is not None)
         columns = StoredGroups(warp, self.warps, warp == 0)
         if const_expr(self.clustered):
             self.reduction.send((warp, lane), keys.split, acc, states, storage, full)
@@ -493,9 +529,7 @@ class DecodeAttentionBody:
                 self.store(lane, launch, acc, states, rows_of, columns)
             else:
                 number = (rows_of.batch * mK.shape[2] + rows_of.head) * tiles + tile
-                partials = launch.mPartials.iterator + Int64(number) * (
-                    self.splits * TILE_Q * (self.rows_kv.padded + 2)
-                )
+                partials = launch.mPartials.iterator + Int64(number) * (self.splits * TILE_Q * (self.padded + 2))
                 # This CTA leaves its accumulators and statistics, for the last of the tile's CTAs.
                 self.leave(warp, lane, acc, states, partials, keys.split, valid)
                 flag = cute.recast_ptr(storage + self.smem.flag_at, dtype=Int32)
@@ -503,14 +537,14 @@ class DecodeAttentionBody:
                 if LastArrival().draw(ticket, tid, Int32(0), keys.active):
                     # It weighs all splits' by their references, then adds up its warps' as before.
                     self.gather(warp, lane, acc_o, states, partials, keys.active, valid)
-                    self.merge_warps(warp, lane, acc_o, states, acc, storage + self.smem.q_bytes)
+                    self.merge_warps(warp, lane, acc_o, states, acc, storage + self.smem.q_bytes, False)
                     self.store(lane, launch, acc, states, rows_of, columns)
 
     @cute.jit
     def fetch_q(self, tid: Int32, mQ: cute.Tensor, at_q: cute.Pointer, rows_of: Rows):
         """Starts the copy of the tile of queries; rows and columns that do not exist become zeros."""
         tile, valid = rows_of.tile, rows_of.valid
-        span = const_expr(span_bytes(self.rows_kv.padded))
+        span = const_expr(span_bytes(self.padded))
         along = const_expr(span // 16)
         across = const_expr(self.threads // along)
         atom = cute.make_copy_atom(
@@ -522,9 +556,9 @@ class DecodeAttentionBody:
             row = own + i
             if row < TILE_Q:
                 source = self.element(mQ, rows_of, tile * TILE_Q + cutlass.min(row, valid - 1)) + column
-                for j in cutlass.range_constexpr(0, self.rows_kv.padded, along * WIDEST):
+                for j in cutlass.range_constexpr(0, self.padded, along * WIDEST):
                     sX = shared_vector(mQ.element_type, address + (j // (along * WIDEST) * TILE_Q + i) * span)
-                    if row < valid and column + j < self.rows_kv.head_dim:
+                    if row < valid and column + j < self.head_dim:
                         cute.copy(atom, vector(source + j), sX)
                     else:
                         sX.fill(0.0)
@@ -548,10 +582,12 @@ class DecodeAttentionBody:
         states: RowStates,
         acc: cute.Tensor,
         storage: cute.Pointer,
+        alternating: cutlass.Constexpr[bool],
     ):
         """Adds up the warps' ``acc_o`` into ``acc``, each warp its own groups; all get references and totals.
 
         The layout of accumulators is [warp][group][row half][lane][column], so that lanes are neighbours in memory.
+        ``alternating``: ``acc_o`` has even and odd columns of 16 in neighbouring groups (``parts/float8.py``).
         """
         each = const_expr(128 * self.n8_groups)
         base = cute.recast_ptr(storage, dtype=Float32)
@@ -563,10 +599,22 @@ class DecodeAttentionBody:
         )
         # Every warp has read its rings (or what was merged here before), whose bytes are written now.
         cute.arch.sync_threads()
-        for n in cutlass.range_constexpr(self.n8_groups):
-            for r in cutlass.range_constexpr(2):
-                for c in cutlass.range_constexpr(2):
-                    sO[c, r, n, lane, warp] = acc_o[(c, r), 0, n]
+        if const_expr(alternating):
+            # A lane has four neighbouring columns of 16, which two lanes of one group have elsewhere.
+            quarter = lane % 4
+            place = quarter // 2 * 128 + (lane - quarter + quarter % 2 * 2) * 2 + warp * each
+            for n in cutlass.range_constexpr(0, self.n8_groups, 2):
+                for r in cutlass.range_constexpr(2):
+                    four = cute.make_rmem_tensor(4, Float32)
+                    for c in cutlass.range_constexpr(4):
+                        four[c] = acc_o[(c // 2, r), 0, n + c % 2]
+                    target = (base + (place + (128 * n + 64 * r))).align(16)
+                    cute.autovec_copy(four, cute.make_tensor(target, cute.make_layout(4)))
+        else:
+            for n in cutlass.range_constexpr(self.n8_groups):
+                for r in cutlass.range_constexpr(2):
+                    for c in cutlass.range_constexpr(2):
+                        sO[c, r, n, lane, warp] = acc_o[(c, r), 0, n]
         if lane % 4 == 0:
             for r in cutlass.range_constexpr(2):
                 sR[lane // 4 + 8 * r, 0, warp] = states.reference[r]
@@ -595,7 +643,7 @@ class DecodeAttentionBody:
     @cute.jit
     def partial(self, partials: cute.Pointer, split: Int32) -> tuple[cute.Tensor, cute.Tensor]:
         """A split's place in the workspace: ``(2, 2, group, lane)`` as in ``merge_warps``, and ``(row, statistic)``."""
-        base = (partials + split * (TILE_Q * (self.rows_kv.padded + 2))).align(16)
+        base = (partials + split * (TILE_Q * (self.padded + 2))).align(16)
         gO = cute.make_tensor(base, cute.make_layout((2, 2, self.n8_groups, 32), stride=(1, 64, 128, 2)))
         return gO, cute.make_tensor(base + 128 * self.n8_groups, cute.make_layout((TILE_Q, 2)))
 
@@ -682,10 +730,12 @@ class DecodeAttentionBody:
                 if states.total[r] != 0.0:
                     inverse = 1.0 / states.total[r]
                     lse = (states.reference[r] + cute.math.log2(states.total[r])) * LN_2
+                if const_expr(launch.v_scale is not None):
+                    inverse = inverse * launch.v_scale
                 target = self.element(mO, rows_of, at) + lane % 4 * 2
                 for k in cutlass.range_constexpr(cute.size(acc, mode=[2])):
                     n = columns.own + k * columns.step
-                    if n * 8 < self.rows_kv.head_dim:
+                    if n * 8 < self.head_dim:
                         pair = cute.make_rmem_tensor(2, mO.element_type)
                         for c in cutlass.range_constexpr(2):
                             pair[c] = (acc[c, r, k] * inverse).to(mO.element_type)

@@ -25,7 +25,8 @@ A row that sees no key gets 0, and -inf as log-sum-exp (its sink's, where it has
 A row's reference score moves only where a block exceeds it by far, so most blocks do not rescale O.
 
 K and V may be in a cache, contiguous or in pages, with lengths and page table on the device; a thread looks up the
-pages of its rows a block ahead. Nothing behind a length or before a window is read.
+pages of its rows a block ahead. Nothing behind a length or before a window is read. A cache in e4m3 is converted on the
+way to shared memory, by loads that are waited for: its scales are part of the factor of scores, and of the results.
 
 Refuses (``ops/attention/op.py``): tiles whose accumulators or buffers do not fit the registers or shared memory of
 ``ctas_per_sm`` CTAs.
@@ -109,7 +110,8 @@ class MultistageAttention:
         mO: cute.Tensor,  # (B, SQ, HQ, D), or (TOTAL_Q, HQ, D)
         mLse: cute.Tensor | None,  # (B * HQ * SQ,), as (B, HQ, SQ), or as (HQ, TOTAL_Q)
         mQ: cute.Tensor,  # as mO
-        mK: cute.Tensor,  # (B, SKV, HKV, D), or (TOTAL_KV, HKV, D), or (PAGES, PAGE_SIZE, HKV, D)
+        # (B, SKV, HKV, D), or (TOTAL_KV, HKV, D), or (PAGES, PAGE_SIZE, HKV, D); e4m3 as pairs of 16 bits
+        mK: cute.Tensor,
         mV: cute.Tensor,  # as mK
         mMask: cute.Tensor | None,  # (B, HQ, SQ, SKV)
         mCuQ: cute.Tensor | None,  # (B + 1,)
@@ -121,6 +123,8 @@ class MultistageAttention:
         cap_outer: Float32,
         left: Int32,  # keys seen before a row's own, where limited
         right: Int32,  # and behind it
+        mKScale: cute.Tensor | None,  # (HKV,), of a cache in e4m3
+        mVScale: cute.Tensor | None,  # (HKV,)
         stream: cuda.CUstream,
     ):
         at = const_expr(self.sequences.rows_mode)
@@ -143,6 +147,8 @@ class MultistageAttention:
             cap_outer,
             left,
             right,
+            mKScale,
+            mVScale,
             tiles,
             layers,
             band,
@@ -173,6 +179,8 @@ class MultistageAttention:
         cap_outer: Float32,
         left: Int32,
         right: Int32,
+        mKScale: cute.Tensor | None,
+        mVScale: cute.Tensor | None,
         tiles: Int32,
         layers: Int32,
         band: Int32,
@@ -212,6 +220,14 @@ class MultistageAttention:
             k_step, v_step = self.steps(mK, mV, cutlass.max(row - left, Int32(0)))
             if const_expr(paged):
                 gTable = mTable[batch, None]
+        v_scale = None
+        if const_expr(mKScale is not None):
+            undone = const_expr(self.rows_kv.float8.float8.undone)
+            k_scale, v_scale = mKScale[head_kv] * undone, mVScale[head_kv] * undone
+            if const_expr(self.softmax.capped):
+                cap_inner = cap_inner * k_scale
+            else:
+                scale = scale * k_scale
         gMask = None
         if const_expr(self.mask.given):
             gMask = mMask[batch, head, None, None]  # (SQ, SKV)
@@ -291,6 +307,9 @@ class MultistageAttention:
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()
         self.softmax.finish(acc_o, states)
+        if const_expr(v_scale is not None):
+            for i in cutlass.range_constexpr(cute.size(acc_o)):
+                acc_o[i] = acc_o[i] * v_scale
         rO = cute.make_fragment_like(acc_o, dtype)
         rO.store(acc_o.load().to(dtype))
         cute.autovec_copy(rO, thr_mma.partition_C(sQ))

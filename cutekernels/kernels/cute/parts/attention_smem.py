@@ -108,7 +108,8 @@ class DecodeSmem:
 
     The warps' accumulators in fp32, with their references and totals, later replace the stages. Where the ``clustered``
     CTAs of a cluster send each other theirs, the flag is a barrier and the inbox of their messages follows; it shares
-    no bytes with the stages, since a peer may send while this CTA still multiplies.
+    no bytes with the stages, since a peer may send while this CTA still multiplies. Beside a cache in e4m3 the rows'
+    factors come last.
     """
 
     tile_kv: int
@@ -117,6 +118,7 @@ class DecodeSmem:
     warps: int
     clustered: int = 0  # CTAs of a cluster, 0 without one
     element_bytes: int = 2
+    cache_bytes: int = 2  # of an element; 1: e4m3
     ROWS = 16  # queries
     FLAG_BYTES = 16
     STATISTICS_BYTES = 2 * 4 * ROWS  # references and totals of the rows
@@ -129,7 +131,7 @@ class DecodeSmem:
     @property
     def stage_bytes(self) -> int:
         """One stage of K or of V, all warps together."""
-        return self.tile_kv * padded(self.head_dim) * self.element_bytes
+        return self.tile_kv * padded(self.head_dim) * self.cache_bytes
 
     @property
     def kv_bytes(self) -> int:
@@ -155,8 +157,12 @@ class DecodeSmem:
 
     @property
     def total_bytes(self) -> int:
-        each = self.STATISTICS_BYTES + self.owned * self.GROUP_BYTES
-        return self.inbox_at + self.clustered * each
+        return self.factors_at + (4 * self.ROWS if self.cache_bytes == 1 else 0)
+
+    @property
+    def factors_at(self) -> int:
+        """What scores of each row are multiplied by, beside a cache in e4m3."""
+        return self.inbox_at + self.clustered * (self.STATISTICS_BYTES + self.owned * self.GROUP_BYTES)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
+from cutekernels.kernels.cute.parts.float8 import Float8Load
 from cutekernels.kernels.cute.parts.fragments import span_bytes
 from cutekernels.kernels.cute.parts.heads import WIDEST, HeadRows, SwizzledRows, shared_vector, vector
 
@@ -140,11 +141,13 @@ class CacheTiles(HeadRows):
     """Tiles of one head and sequence, copied by ``threads`` as :class:`HeadRows` are, with ``CacheSteps`` for a stride.
 
     Where a window limits the left side (``clipped``), the first key that is seen is read in the place of those before
-    it, whose pages may be gone. Tiles begin at multiples of ``rows``; pages and tiles are powers of two.
+    it, whose pages may be gone. Tiles begin at multiples of ``rows``; pages and tiles are powers of two. e4m3, two
+    numbers to an element of the cache, is loaded and converted by ``float8``, without cp.async.
     """
 
     page_size: int
     clipped: bool
+    float8: Float8Load | None = None
 
     @property
     def paged(self) -> bool:
@@ -174,14 +177,15 @@ class CacheTiles(HeadRows):
         The first ``rows`` rows of the tile exist (None: all do); the others become zeros. Entries that name no page
         become the last page.
         """
-        dtype = head.dtype
+        dtype = head.dtype if self.float8 is None else self.float8.dtype
+        per_element = const_expr(1 if self.float8 is None else 2)
         atom = cute.make_copy_atom(cpasync.CopyG2SOp(cpasync.LoadCacheMode.GLOBAL), dtype, num_bits_per_copy=128)
         own, column = tid // self.along, tid % self.along * WIDEST
         for i in cutlass.range_constexpr(0, self.rows, self.across):
             key = token + own + i
             if const_expr(self.clipped):
                 key = cutlass.max(key, steps.first)
-            source = head + column
+            source = head + column // per_element
             if const_expr(self.paged):
                 page = Int32(cutlass.min(Uint32(steps.pages[i // self.rows_per_page]), Uint32(steps.count - 1)))
                 source = source + Int64(page) * steps.between_pages
@@ -189,15 +193,26 @@ class CacheTiles(HeadRows):
             source = source + Int64(key) * steps.between_rows
             # This thread's vectors of the row: none beyond the head, zeros for a row that does not exist.
             for j, offset in self.columns(i):
-                sX = shared_vector(dtype, address + offset)
+                sX, gX = shared_vector(dtype, address + offset), source + j // per_element
                 exists = own + i < rows if const_expr(rows is not None) else Boolean(True)
                 if const_expr(rows is not None or self.ragged(j)):
                     if exists and column + j < self.head_dim:
-                        cute.copy(atom, vector(source + j), sX)
+                        self.copy(atom, gX, sX)
                     elif not exists:
                         sX.fill(0.0)
                 else:
-                    cute.copy(atom, vector(source + j), sX)
+                    self.copy(atom, gX, sX)
+            if const_expr(self.float8 is not None):
+                # Nobody waits for data: without it all rows' loads are hoisted together, and spill.
+                cute.arch.sync_warp()
+
+    @cute.jit
+    def copy(self, atom: cute.CopyAtom, source: cute.Pointer, sX: cute.Tensor):
+        """One vector of eight numbers."""
+        if const_expr(self.float8 is None):
+            cute.copy(atom, vector(source), sX)
+        else:
+            self.float8.copy(source, sX)
 
     def columns(self, row: int) -> list[tuple[int, int]]:
         """This thread's vectors of row ``row``, relative to its first: ``(column, offset in the buffer in bytes)``."""

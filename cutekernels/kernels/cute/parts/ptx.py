@@ -47,13 +47,13 @@ def pure(text: str, *operands: Any, loc: object = None, ip: object = None) -> An
 
 
 @dsl_user_op
-def load_matrices(address: Int32, *, loc: object = None, ip: object = None) -> list[Int32]:
+def load_matrices(address: Int32, transposed: bool = False, *, loc: object = None, ip: object = None) -> list[Int32]:
     """ldmatrix.x4: four 8 x 8 matrices of 16-bit elements; lane i gives the shared address of row i % 8 of i // 8."""
     four = llvm.StructType.get_literal([Int32.mlir_type] * 4)
     made = llvm.inline_asm(
         four,
         [address.ir_value(loc=loc, ip=ip)],
-        "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];",
+        f"ldmatrix.sync.aligned.m8n8.x4{'.trans' if transposed else ''}.shared.b16 {{$0, $1, $2, $3}}, [$4];",
         "=r,=r,=r,=r,r",
         has_side_effects=True,
         is_align_stack=False,
