@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from cutekernels import gpu
 from cutekernels.ops.quantized import packed_skinny, packed_warpgroup
@@ -72,3 +73,21 @@ def test_grids_deal_out_all_units_once() -> None:
                 assert ctas <= spec.sm_count
                 rest = tiles - rounds * ctas
                 assert not c.stream_k or (rest >= 0 and rest * k_tiles <= ctas * share)
+
+
+def test_powers_of_two_times_e2m1_are_exact_in_registers() -> None:
+    """The decoder's shifts and masks, in Python: each nibble in each place, times each power, in both types."""
+    from cutekernels.quant.weight import E2M1
+
+    for word in (0x76543210, 0xFEDCBA98, 0x1B4D60F3, 0x89E2A75C):
+        signed = word - (word >> 31 << 32)
+        for p in range(4):
+            for place, eem, dtype, bias in ((6, 0x01C001C0, torch.bfloat16, 126), (9, 0x0E000E00, torch.float16, 14)):
+                by, sign = place - 4 * p, 12 - 4 * p
+                moved = ((signed << by if by > 0 else signed >> -by) & eem) | ((signed << sign) & 0x80008000)
+                for e in range(2):
+                    half = torch.tensor([(moved & 0xFFFFFFFF) >> 16 * e & 0xFFFF], dtype=torch.uint16).view(dtype)
+                    assert half.double().item() * 2.0**bias == E2M1[word >> 4 * (p + 4 * e) & 15]
+    for byte in range(153):
+        power = torch.tensor([byte * 0x00800080 + 0x33003300], dtype=torch.uint32).view(torch.bfloat16)
+        assert power.double().tolist() == [2.0 ** (byte - 25)] * 2

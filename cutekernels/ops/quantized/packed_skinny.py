@@ -204,8 +204,8 @@ def body(p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec) -> Any:
 
     epilogue = ColumnScale if p.group == 0 else Epilogue
     return SkinnyPacked(
-        weights=PackedWeights(p.code, backend.dtype_of(p.dtype)),
-        scale=backend.float_of(p.scale),
+        weights=PackedWeights(p.code, backend.dtype_of(p.dtype), folded=p.code == "e2m1" and p.dtype == "bf16"),
+        scale=backend.scale_of(p.scale),
         group=p.group,
         scale_rows=p.scale_rows,
         zeros=p.zeros,

@@ -82,6 +82,8 @@ class PackedWarpgroupSchedule(QuantizedSchedule):
     def scaled(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec, x: None) -> str | None:
         if c.scaled == "weights" and p.group == 0:
             return "scaled=weights is for scales of groups: those of all of K multiply results"
+        if c.scaled == "accumulators" and p.code == "e2m1":
+            return "scaled=accumulators: e2m1 is multiplied by its powers of two where it is decoded; take weights"
         if c.scaled == "accumulators" and p.group == 128 and c.tile_k == 64 and c.tile_m > 64:
             return "tile_k=64 adds accumulators twice a group: take 128"
         return None
@@ -167,7 +169,7 @@ def estimate_us(p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec) -> float:
     steps = float(rounds * k_tiles + share) if c.stream_k else float(-(-tiles(p, c) // ctas) * k_tiles)
     instructions = float(DECODE_INSTRUCTIONS[p.code]) + _BESIDE
     if c.scaled == "weights":
-        instructions += _SCALED_EXACT if p.scale == p.dtype else _SCALED
+        instructions += 0.0 if p.code == "e2m1" else _SCALED_EXACT if p.scale == p.dtype else _SCALED
     instructions *= c.tile_k / 64 * 4
     ends = 0.0
     if p.group and c.scaled == "accumulators":
@@ -209,10 +211,10 @@ def body(p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec) -> Any:
         out_columns=0,
         epilogue=Epilogue(Activation(p.activation)),
     )
-    folded = (p.code, p.dtype, c.scaled) == ("e4m3", "bf16", "weights") and p.scale != p.dtype
+    floats = p.code == "e2m1" or (p.code == "e4m3" and c.scaled == "weights" and p.scale != p.dtype)
     return WarpgroupPacked(
-        weights=PackedWeights(p.code, dtype, folded=folded),
-        scale=backend.float_of(p.scale),
+        weights=PackedWeights(p.code, dtype, folded=floats and p.dtype == "bf16"),
+        scale=backend.scale_of(p.scale),
         group=p.group,
         scale_rows=p.scale_rows,
         zeros=p.zeros,

@@ -4,8 +4,10 @@ A weight lies in the order in which a thread of an MMA holds it (``quant/layout.
 A word of 4-bit codes is one k-block of 16: pair p (p = 0..3, as the registers of an A fragment) in nibbles p and p + 4.
 Of 8-bit codes two words are one k-block: word i has pair 2i in bytes 0 and 2, pair 2i + 1 in bytes 1 and 3.
 
-Decoding is exact: integers and e4m3 are numbers of both 16-bit types. Only nf4's table is rounded to them, once.
-Instructions for 8 weights: int4 11 (fp16 9), int8 14, e4m3 18, nf4 about 30.
+Decoding is exact: integers, e4m3 and e2m1 are numbers of both 16-bit types. Only nf4's table is rounded to them, once.
+Instructions for 8 weights: int4 11 (fp16 9), int8 14, e4m3 18, e2m1 19 with its scale, nf4 about 30.
+
+e2m1 has a power of two for each 32 of K (MXFP4), which multiplies decoded weights: in bf16 exactly.
 """
 
 from dataclasses import dataclass
@@ -20,11 +22,11 @@ from cutekernels.kernels.cute.parts.ptx import held, pure
 
 @dataclass(frozen=True)
 class PackedWeights:
-    """How elements are coded, and the type they become. ``code``: ``"int4" | "int8" | "e4m3" | "nf4"``."""
+    """How elements are coded, and the type they become. ``code``: ``"int4" | "int8" | "e4m3" | "e2m1" | "nf4"``."""
 
     code: str
     dtype: type[cutlass.Numeric]
-    folded: bool = False  # e4m3 in bf16, times scales: the power of two that its exponent wants is part of the scale
+    folded: bool = False  # floats in bf16, times scales: the power of two that an exponent wants is part of the scale
 
     @property
     def undone(self) -> float:
@@ -33,7 +35,7 @@ class PackedWeights:
 
     @property
     def bits(self) -> int:
-        return 4 if self.code in ("int4", "nf4") else 8
+        return 4 if self.code in ("int4", "nf4", "e2m1") else 8
 
     @property
     def words(self) -> int:
@@ -75,6 +77,9 @@ class PackedWeights:
             self.decode_int4(words[0], shifts, constant, pairs)
         elif const_expr(self.code == "nf4"):
             self.decode_nf4(words[0], pairs)
+        elif const_expr(self.code == "e2m1"):
+            for p in cutlass.range_constexpr(4):
+                pairs[p] = self.float4(words[0], p)
         else:
             for i in cutlass.range_constexpr(2):
                 if const_expr(self.code == "int8"):
@@ -162,6 +167,35 @@ class PackedWeights:
         return pure("fma.rn.bf16x2 $0, $1, $2, $3;", moved, Int32(0x7B807B80), zero)  # 2^120
 
     @cute.jit
+    def float4(self, word: Int32, p: cutlass.Constexpr[int]) -> Int32:
+        """e2m1 in nibbles ``p`` and ``p + 4`` of ``word``, as :meth:`float8`."""
+        place = const_expr(9 if self.halves else 6)  # of the mantissa's bit
+        moved = shifted(word, place - 4 * p) & (0x0E000E00 if self.halves else 0x01C001C0)
+        moved = moved | (shifted(word, 12 - 4 * p) & -0x7FFF8000)
+        if const_expr(self.folded):
+            return moved
+        # 2^14, or 2^126; -0.0 twice keeps the sign of zero.
+        bias = Int32(0x74007400 if self.halves else 0x7E807E80)
+        return pure(f"fma.rn.{kind_of(self.dtype)}x2 $0, $1, $2, $3;", moved, bias, Int32(-0x7FFF8000))
+
+    @cute.jit
+    def power(self, byte: Int32) -> Int32:
+        """What :meth:`times_powers` takes of 2 ** (byte - 127): it in fp32, or folded in bf16, twice in a word."""
+        if const_expr(self.folded):
+            return byte * 0x00800080 + 0x33003300  # 2^(byte - 127) * 2^126 / 2^24
+        return power_of_two(byte)
+
+    @cute.jit
+    def times_powers(self, powers: cute.Tensor, pairs: cute.Tensor):
+        """A k-block times the powers of two of its rows r and r + 8."""
+        for p in cutlass.range_constexpr(4):
+            if const_expr(self.folded):
+                zero = Int32(-0x7FFF8000)
+                pairs[p] = pure("fma.rn.bf16x2 $0, $1, $2, $3;", pairs[p], powers[p % 2], zero)
+            else:
+                pairs[p] = product16(pairs[p], powers[p % 2], self.dtype)
+
+    @cute.jit
     def decode_nf4(self, word: Int32, pairs: cute.Tensor):
         """A byte permutation looks 4 nibbles up among 8 bytes: twice for 16 values, for low and high bytes."""
         table = [bits16(value, self.halves) for value in NF4]
@@ -184,6 +218,16 @@ class PackedWeights:
         for p in cutlass.range_constexpr(4):
             choice = Int32(0x5410 if p % 2 == 0 else 0x7632)
             pairs[p] = pure("prmt.b32 $0, $1, $2, $3;", halves[0][p // 2], halves[1][p // 2], choice)
+
+
+def shifted(word: Int32, by: int) -> Int32:
+    """``word * 2 ** by``; bits that come in from above are the caller's to mask."""
+    return word << by if by > 0 else word >> -by if by < 0 else word
+
+
+def power_of_two(byte: Int32) -> Int32:
+    """The bits of 2 ** (byte - 127) in fp32, of byte 0 a subnormal number."""
+    return cutlass.max(byte << 23, Int32(0x00400000))
 
 
 def kind_of(dtype: type[cutlass.Numeric]) -> str:

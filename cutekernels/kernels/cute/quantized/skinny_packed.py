@@ -26,6 +26,7 @@ Tile's end: groups of warps leave accumulators in shared memory and the first ad
 
 Numbers: codes less their zero points are exact in the activations' type, products and sums are fp32, and scales
     multiply fp32 sums, a group of K at a time: a weight is never rounded. (nf4's table is, to the activations' type.)
+    e2m1 is multiplied by its powers of two where it is decoded, exactly in bf16; fp32 sums have no part in it.
 
 Gated, W has the gates' rows before up's, half of a CTA's rows are gates and half what they multiply, and a warp has
     equally many strips of both, so that one thread holds a pair: ``out = silu(gate) * up``.
@@ -41,9 +42,10 @@ Refuses (``ops/quantized/packed_skinny.py``): tokens whose rows are not 16-byte 
 
 Source:
     Packing weights in the order of MMA fragments and striped partitioning are Marlin's ideas; scales on the sums
-    rather than on the weights are DeepGEMM's promotion. Here both serve int4, int8, e4m3 and nf4.
+    rather than on the weights are DeepGEMM's promotion. Here both serve int4, int8, e4m3, nf4, and the first e2m1.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import cuda.bindings.driver as cuda
@@ -175,7 +177,7 @@ class SkinnyPacked:
     @property
     def interval(self) -> int:
         """Elements of K between two additions to the tile's accumulators; 0: scales multiply at the tile's end."""
-        return min(self.group, self.chunk)
+        return 0 if self.weights.code == "e2m1" else min(self.group, self.chunk)
 
     @property
     def smem(self) -> SkinnyPackedSmem:
@@ -500,6 +502,7 @@ class SkinnyPacked:
         rB = cute.make_rmem_tensor(((2, 2), tokens, 2), self.weights.dtype)
         pairs, matrices = cute.recast_tensor(rA, Int32), cute.recast_tensor(rB, Int32)
         words = cute.make_rmem_tensor((4, strips), Int32)
+        powers = cute.make_rmem_tensor((2, strips), Int32)
         shifts = cute.make_rmem_tensor((2, strips), Int32)
         if const_expr(self.weights.code == "int4" and not self.zeros):
             shifts.fill(self.weights.symmetric)
@@ -515,6 +518,8 @@ class SkinnyPacked:
                     self.load_words(weights_at + offset, words[None, s])
             if const_expr(self.zeros and (kb == 0 or (self.interval > 0 and kb * 16 % self.interval == 0))):
                 self.load_shifts(stage + self.smem.zeros_at, lane, warp_k * self.chunk + kb * 16, strip, shifts)
+            if const_expr(self.weights.code == "e2m1" and kb * 16 % self.group == 0):
+                self.load_powers(stage + self.smem.scales_at, lane, warp_k * self.chunk + kb * 16, strip, powers)
             if const_expr(kb % 2 == 0):
                 # -- tokens of two k-blocks: four matrices of 8 x 8 for each 8 tokens
                 for t in cutlass.range_constexpr(tokens):
@@ -528,6 +533,8 @@ class SkinnyPacked:
                 )
                 of_pairs = cute.make_tensor(pairs.iterator + 4 * s, cute.make_layout(4))
                 self.weights.decode(of_block, shifts[None, s], constant, of_pairs)
+                if const_expr(self.weights.code == "e2m1"):
+                    self.weights.times_powers(powers[None, s], of_pairs)
             cute.gemm(tiled_mma, part, rA[None, None, 0], rB[None, None, kb % 2], part)
             if const_expr(self.interval > 0 and (kb + 1) * 16 % self.interval == 0):
                 # -- the end of a group: its accumulators times its scales
@@ -548,13 +555,24 @@ class SkinnyPacked:
     def load_shifts(self, zeros: Int32, lane: Int32, k: Int32, strip: Int32, shifts: cute.Tensor):
         """What is added to codes of rows r and r + 8 of each strip, from zero points."""
         group = k // self.group if const_expr(self.group > 0) else Int32(0)
-        first = zeros + group * self.tile_n + strip * STRIP + lane // 4
+        self.load_bytes(zeros + group * self.tile_n, lane, strip, shifts, self.weights.shift)
+
+    @cute.jit
+    def load_powers(self, scales: Int32, lane: Int32, k: Int32, strip: Int32, powers: cute.Tensor):
+        """Powers of two of rows r and r + 8 of each strip."""
+        self.load_bytes(scales + k // self.group * self.tile_n, lane, strip, powers, self.weights.power)
+
+    @cute.jit
+    def load_bytes(
+        self, first: Int32, lane: Int32, strip: Int32, made: cute.Tensor, change: cutlass.Constexpr[Callable]
+    ):
+        """``change`` of the bytes of rows r and r + 8 of each strip; ``first`` is that of the tile's first row."""
         for s in cutlass.range_constexpr(self.strips):
             half, own = self.half_of(s)
             for r in cutlass.range_constexpr(2):
-                at = first + (half * self.rows + own * STRIP + 8 * r)
+                at = first + (half * self.rows + (strip + own) * STRIP + lane // 4 + 8 * r)
                 place = cute.make_ptr(cutlass.Uint8, at, cute.AddressSpace.smem, assumed_align=1)
-                shifts[r, s] = self.weights.shift(cute.make_tensor(place, cute.make_layout(1))[0].to(Int32))
+                made[r, s] = change(cute.make_tensor(place, cute.make_layout(1))[0].to(Int32))
 
     @cute.jit
     def promote(self, scales: Int32, lane: Int32, k: Int32, strip: Int32, part: cute.Tensor, acc: cute.Tensor):
@@ -651,7 +669,11 @@ class SkinnyPacked:
         extents = (of.n * self.halves, of.m)
         coordinates = StripCoordinates(cD, extents, 0, gated=self.gated, half=of.n)
         # Where all of K has one scale, scales are factors of out's columns.
-        operands = EpilogueOperands(mBias=given.mBias, own=given.mS[0, None] if const_expr(self.group == 0) else None)
+        operands = EpilogueOperands(
+            mBias=given.mBias,
+            alpha=Float32(self.weights.undone) if const_expr(self.weights.folded) else None,
+            own=given.mS[0, None] if const_expr(self.group == 0) else None,
+        )
         x = self.epilogue.apply(acc.load(), coordinates, operands)
         cOut = cD[None, (None, 0), None]  # ((2, 2), STRIP, TOKENS)
         rD = cute.make_rmem_tensor(cOut.shape, mD.element_type)

@@ -558,6 +558,8 @@ class WarpgroupPacked(WarpGroupBody):
             self.weights.decode(of_block, shifts, consumer.constant, four)
             if const_expr(self.scaled == "weights" and self.scale is self.weights.dtype):
                 self.weights.scale16(factors[None, strip], four)
+            elif const_expr(self.weights.code == "e2m1"):
+                self.weights.times_powers(cute.recast_tensor(factors, Int32)[None, strip], four)
             elif const_expr(self.scaled == "weights"):
                 self.weights.scale(factors[None, strip], four)
 
@@ -644,14 +646,18 @@ class WarpgroupPacked(WarpGroupBody):
 
     @cute.jit
     def load_factors(self, consumer: Consumer, stage: Int32, factors: cute.Tensor):
-        """Scales of rows r and r + 8, for each group of K in the stage."""
+        """Scales of rows r and r + 8, for each group of K in the stage; of e2m1 the bits of its powers of two."""
         size = const_expr(self.scale.width // 8)
         first = stage + self.smem.scales_at + consumer.group * (self.smem.strips * TILE * size)
         for i in cutlass.range_constexpr(self.smem.strips):
             for r in cutlass.range_constexpr(2):
                 at = first + (i * TILE + self.own_row(consumer) + 8 * r) * size
                 place = cute.make_ptr(self.scale, at, cute.AddressSpace.smem, assumed_align=size)
-                factors[r, i] = cute.make_tensor(place, cute.make_layout(1))[0].to(Float32)
+                found = cute.make_tensor(place, cute.make_layout(1))[0]
+                if const_expr(self.weights.code == "e2m1"):
+                    cute.recast_tensor(factors, Int32)[r, i] = self.weights.power(found.to(Int32))
+                else:
+                    factors[r, i] = found.to(Float32)
 
     @cute.jit
     def block_scale(self, weight: Weight, of: Extents, row: Int32, k_tile: Int32) -> Float32:
