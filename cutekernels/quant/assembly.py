@@ -115,7 +115,7 @@ def assemble(
         size,
         1,
         shape,
-        layout.pack(codes, BITS[code], fill),
+        layout.pack(codes, BITS[code], fill, spread=code == "e2m1"),
         strip(scales),
         None if zeros is None else strip(zeros),
         None if order is None else layout.dense(order.to(torch.int32)),
@@ -145,7 +145,7 @@ def check_scales(scales: Tensor, code: str) -> None:
 def unassemble(weight: QuantizedWeight) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """``(codes, scales, zeros, offsets)`` as :func:`assemble` was given them; columns stay as packed."""
     n, k = weight.shape
-    codes = layout.unpack(weight.packed, weight.bits, n, k)
+    codes = layout.unpack(weight.packed, weight.bits, n, k, spread=weight.code == "e2m1")
     details = weight.details
     if weight.scale_rows == 128:
         rows, columns = details.get("block", (128, 128))

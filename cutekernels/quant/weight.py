@@ -128,7 +128,7 @@ class QuantizedWeight:
             rows = min(step, n - first)
             tile = first // layout.TILE
             part = self.packed[tile : tile + -(-rows // layout.TILE)]
-            values = _values(self.code, layout.unpack(part, self.bits, rows, k), table)
+            values = _values(self.code, layout.unpack(part, self.bits, rows, k, spread=self.code == "e2m1"), table)
             if self.code == "int4":
                 values -= 8.0 if self.zeros is None else self._spread(self.zeros, first, rows)
             values *= self._spread(self.scales, first, rows)

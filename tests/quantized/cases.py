@@ -72,7 +72,8 @@ class Made:
         kind = self.kind
         fill = 0 if kind.code != "int4" else 8
         return QuantizedWeight(
-            kind.code, kind.group, kind.scale_rows, self.shape, layout.pack(self.codes, BITS[kind.code], fill),
+            kind.code, kind.group, kind.scale_rows, self.shape,
+            layout.pack(self.codes, BITS[kind.code], fill, spread=kind.code == "e2m1"),
             self.scales, self.zeros, self.order,
         )  # fmt: skip
 

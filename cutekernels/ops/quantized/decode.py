@@ -263,7 +263,8 @@ def random_weight(p: Any, device: str, seed: int) -> tuple[Tensor, Tensor, Tenso
     from cutekernels.quant import layout
 
     draw = torch.Generator(device=device).manual_seed(seed)
-    packed = torch.randint(0, 256, layout.packed_shape((p.n, p.k), BITS[p.code]), generator=draw, device=device)
+    shape: tuple[int, ...] = layout.packed_shape((p.n, p.k), BITS[p.code])
+    packed = torch.randint(0, 256, shape, generator=draw, device=device, dtype=torch.uint8)
     if p.code == "e4m3":
         packed = torch.where(packed % 128 == 127, packed - 1, packed)  # those codes are NaN
     groups = -(-p.k // p.group) if p.group else 1
@@ -277,4 +278,4 @@ def random_weight(p: Any, device: str, seed: int) -> tuple[Tensor, Tensor, Tenso
     zeros = None
     if p.zeros:
         zeros = torch.randint(0, 17, shape, generator=draw, device=device).to(torch.uint8)
-    return packed.to(torch.uint8), scales, zeros
+    return packed, scales, zeros

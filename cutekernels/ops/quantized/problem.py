@@ -14,7 +14,7 @@ from cutekernels.ops.gemm.problem import ACTIVATIONS
 GATED = "silu_mul"  # the activation of a weight that has a gate's rows before up's: out has half as many columns
 BITS = {"int4": 4, "int8": 8, "e4m3": 8, "nf4": 4, "e2m1": 4}
 SCALE_BYTES = {"fp16": 2, "bf16": 2, "fp32": 4, "e8m0": 1}
-DECODE_INSTRUCTIONS = {"int4": 11, "int8": 14, "e4m3": 18, "nf4": 30, "e2m1": 21}  # of a thread, for 8 weights
+DECODE_INSTRUCTIONS = {"int4": 11, "int8": 14, "e4m3": 18, "nf4": 30, "e2m1": 17}  # of a thread, for 8 weights
 
 
 def check_scaling(p: Any) -> None:

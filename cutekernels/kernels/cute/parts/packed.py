@@ -1,11 +1,12 @@
 """Packed weights of 4 and 8 bits: from 32-bit words to fragments of the activations' type, in registers.
 
 A weight lies in the order in which a thread of an MMA holds it (``quant/layout.py``): 16 bytes are a lane's own.
-A word of 4-bit codes is one k-block of 16: pair p (p = 0..3, as the registers of an A fragment) in nibbles p and p + 4.
+A word of 4-bit codes is one k-block of 16: pair p (p = 0..3, as the registers of an A fragment) in nibbles p and p + 4;
+of e2m1 the bits of each half are spread as ``quant/layout.py`` says, and ``MOVES_*`` brings them back.
 Of 8-bit codes two words are one k-block: word i has pair 2i in bytes 0 and 2, pair 2i + 1 in bytes 1 and 3.
 
 Decoding is exact: integers, e4m3 and e2m1 are numbers of both 16-bit types. Only nf4's table is rounded to them, once.
-Instructions for 8 weights: int4 11 (fp16 9), int8 14, e4m3 18, e2m1 19 with its scale, nf4 about 30.
+Instructions for 8 weights: int4 11 (fp16 9), int8 14, e4m3 18, e2m1 15 with its scale, nf4 about 30.
 
 e2m1 has a power of two for each 32 of K (MXFP4), which multiplies decoded weights: in bf16 exactly.
 """
@@ -18,6 +19,15 @@ from cutlass import Int32, const_expr
 
 from cutekernels.kernels.cute.parts.nf4 import NF4
 from cutekernels.kernels.cute.parts.ptx import held, pure
+
+# Of each pair of e2m1: how far a word is shifted left, and which bits of a half it then has where the type wants them.
+MOVES_BF16 = (((6, 0x81C0),), ((3, 0x81C0),), ((0, 0x81C0),), ((-4, 0x00C0), (-5, 0x0100), (1, 0x8000)))
+MOVES_FP16 = (
+    ((9, 0x0E00), (6, 0x8000)),
+    ((6, 0x0E00), (3, 0x8000)),
+    ((3, 0x0E00), (0, 0x8000)),
+    ((-1, 0x0600), (-2, 0x0800), (1, 0x8000)),
+)
 
 
 @dataclass(frozen=True)
@@ -168,10 +178,10 @@ class PackedWeights:
 
     @cute.jit
     def float4(self, word: Int32, p: cutlass.Constexpr[int]) -> Int32:
-        """e2m1 in nibbles ``p`` and ``p + 4`` of ``word``, as :meth:`float8`."""
-        place = const_expr(9 if self.halves else 6)  # of the mantissa's bit
-        moved = shifted(word, place - 4 * p) & (0x0E000E00 if self.halves else 0x01C001C0)
-        moved = moved | (shifted(word, 12 - 4 * p) & -0x7FFF8000)
+        """Pair ``p`` of e2m1, as :meth:`float8`."""
+        moved = Int32(0)
+        for by, mask in (MOVES_FP16 if self.halves else MOVES_BF16)[p]:
+            moved = moved | (shifted(word, by) & twos_complement(mask * 0x10001))
         if const_expr(self.folded):
             return moved
         # 2^14, or 2^126; -0.0 twice keeps the sign of zero.
@@ -218,6 +228,11 @@ class PackedWeights:
         for p in cutlass.range_constexpr(4):
             choice = Int32(0x5410 if p % 2 == 0 else 0x7632)
             pairs[p] = pure("prmt.b32 $0, $1, $2, $3;", halves[0][p // 2], halves[1][p // 2], choice)
+
+
+def twos_complement(bits: int) -> int:
+    """32 bits as a number of two's complement."""
+    return bits - (bits >> 31 << 32)
 
 
 def shifted(word: Int32, by: int) -> Int32:
