@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from typing import Any
 
 import pytest
@@ -11,10 +12,13 @@ import torch
 import cutekernels as ck
 from cutekernels import gpu
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.ops.moe.packed_experts import GROUPED_SKINNY, QuantizedGroupedProblem
+from cutekernels.ops.moe.packed_experts import GROUPED_SKINNY, SCHEDULES, QuantizedGroupedProblem
 from cutekernels.ops.moe.quantized import QUANTIZED_GROUPED_GEMM
 from cutekernels.ops.moe.quantized_api import clamped_swiglu
+from cutekernels.ops.quantized.op import QUANTIZED_LINEAR
+from cutekernels.ops.quantized.problem import QuantizedConfig
 from cutekernels.quant import QuantizedStack
+from tests import compiled
 from tests.moe.packed import SCHEMES, experts, products
 
 OFFSETS = torch.tensor([1, 4, 4, 9, 9, 11], dtype=torch.int32)  # two empty groups; rows 0, 11 and 12 belong to none
@@ -171,8 +175,46 @@ def test_defaults_compile_without_spills_in_the_shared_memory_that_rules_count(n
     c = QUANTIZED_GROUPED_GEMM.default(p, spec)
     facts = QUANTIZED_GROUPED_GEMM.build(p, c, spec).facts
     assert facts.stack_bytes == 0
-    assert facts.smem_bytes == GROUPED_SKINNY.smem(p.one, c).total_bytes
-    assert -(-facts.registers // 8) * 8 * 32 * c.warps_n * c.warps_k * c.ctas_per_sm <= spec.REGISTERS_PER_SM
+    assert facts.smem_bytes == SCHEDULES[c.body].smem(p.one, c).total_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "knobs"),
+    [
+        (
+            "rows=4096 n=768 k=2048 experts=8 code=e2m1 group=32 scale=e8m0 activation=swiglu_oai bias=fp32",
+            "tile_m=128 tile_n=128 tile_k=128 stages=4 scaled=weights raster=8",
+        ),
+        (
+            "rows=4096 n=768 k=2048 experts=8 zeros=1 activation=silu_mul",
+            "tile_m=64 tile_n=128 tile_k=128 stages=7 scaled=accumulators raster=1",
+        ),
+        (
+            "rows=4096 n=832 k=2048 experts=8 code=int8 group=0 scale=bf16 bias=same activation=gelu",
+            "tile_m=256 tile_n=128 tile_k=64 stages=5 scaled=accumulators raster=8",
+        ),
+        (
+            "rows=4096 n=768 k=2048 experts=8 code=e4m3 scale_rows=128 scale=fp32",
+            "tile_m=96 tile_n=192 tile_k=128 stages=4 scaled=weights raster=8",
+        ),
+    ],
+)
+def test_ways_through_the_warpgroup_body_compile(text: str, knobs: str) -> None:
+    """ptxas keeps products under way: it waits for all of them as often as in the body for one weight."""
+    spec, p = gpu.lookup("h200"), QuantizedGroupedProblem.parse(text)
+    c = QuantizedConfig.parse(
+        f"body=warpgroup {knobs} stream_k=0 pdl=1 warps_n=1 warps_k=1 ctas_per_sm=1 prefetch_l2=0"
+    )
+    assert QUANTIZED_GROUPED_GEMM.why_not(p, c, spec) is None
+    built = QUANTIZED_GROUPED_GEMM.build(p, c, spec)
+    assert built.facts.stack_bytes == 0
+    assert built.facts.smem_bytes == SCHEDULES[c.body].smem(p.one, c).total_bytes
+    one = p.one.replace(activation="none", n=p.n)
+    waits = [
+        len(re.findall(r"WARPGROUP\.DEPBAR", compiled.sass(compiled.cubin(b))))
+        for b in (built, QUANTIZED_LINEAR.build(one, c, spec))
+    ]
+    assert waits[0] == waits[1] > 0
 
 
 def test_workspaces_hold_every_tile() -> None:

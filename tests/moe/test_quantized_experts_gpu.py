@@ -29,6 +29,10 @@ AWKWARD = [
     "rows=65 n=192 k=1000 experts=33 code=nf4 group=64 scale=fp32 activation=silu_mul",
     "rows=900 n=128 k=200 experts=3 code=e4m3 scale_rows=128 scale=bf16 activation=silu_mul out_align=1",
     "rows=0 n=64 k=64 experts=3",
+    "rows=3000 n=448 k=712 experts=20 code=e2m1 group=32 scale=e8m0 activation=swiglu_oai bias=same",
+    "rows=3000 n=448 k=712 experts=200 zeros=1 group=32 activation=silu_mul bias=fp32 dtype=fp16",
+    "rows=5000 n=384 k=520 experts=5 code=e4m3 scale_rows=128 scale=fp32 activation=silu_mul",
+    "rows=5000 n=320 k=520 experts=5 code=e4m3 group=0 scale=fp32 bias=same",
 ]
 
 
@@ -64,8 +68,8 @@ def test_every_suite_and_spread_with_default_and_random_configs(text: str, seed:
     expected, work = op.reference(problem, *inputs), op.work(problem)
     default = op.default(problem, spec)
     chosen = [default]
-    for split in (False, True):
-        chosen += [op.Config.parse(c) for c in some(problem, 2, seed, stream_k=split)]
+    for values in ({"body": "skinny", "stream_k": False}, {"body": "skinny", "stream_k": True}, {"body": "warpgroup"}):
+        chosen += [op.Config.parse(c) for c in some(problem, 2, seed, **values)]
     for config in chosen:
         verify.poison(results)
         bound = op.bind(problem, config, compiler.get(op, problem, config, spec))
@@ -93,7 +97,7 @@ def test_nan_stays_with_its_expert_and_its_row() -> None:
     for scheme in ("mxfp4", "int4_g32 zeros", "fp8_block", "fp8_channel"):
         weight, x, offsets = experts(6, 256, 200, scheme, "cuda"), normal(300, 200), ends(0, 40, 41, 41, 170, 290, 300)
         problem = Problem.parse("rows=300 n=256 k=200 experts=6" + TEXT[scheme])
-        for config in some(problem, 4, 1):
+        for config in [*some(problem, 3, 1, body="skinny"), *some(problem, 3, 1, body="warpgroup")]:
             clean = ck.grouped_gemm(x, weight, offsets, config=config)
             spoilt_x = x.clone()
             spoilt_x[41:170] = float("nan")
@@ -131,7 +135,7 @@ def test_wrong_offsets_touch_nothing_outside(values: tuple[int, ...]) -> None:
     x, out = memory[0, 100:200], memory[1, 100:200]
     weight, before = experts(2, 64, 64, "mxfp4", "cuda"), memory.clone()
     problem = Problem.parse("rows=100 n=64 k=64 experts=2 code=e2m1 group=32 scale=e8m0")
-    for config in some(problem, 4, 4):
+    for config in [*some(problem, 3, 4, body="skinny"), *some(problem, 3, 4, body="warpgroup")]:
         ck.grouped_gemm(x, weight, ends(*values), out=out, config=config)
         held = ends(*values).clamp(0, 100).cummax(0).values.int()  # what the kernel makes of them
         assert torch.equal(out, ck.grouped_gemm(x, weight, held, config=config))

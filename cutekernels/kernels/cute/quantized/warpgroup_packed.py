@@ -329,6 +329,20 @@ class WarpgroupPacked(WarpGroupBody):
         corner = Corner(place.m * (ROWS * self.groups), place.n * self.tile_n, Int32(0))
         return Segment(tile, corner, begin, end)
 
+    # ---- rows of the weight: of one product, all that there are
+
+    def first_row(self, of: Extents, segment: Segment, group: int | Int32) -> Int32:
+        """Of a group, in W."""
+        return segment.corner.row + group * ROWS
+
+    def present(self, of: Extents, segment: Segment) -> Int32:
+        """Groups that have rows."""
+        return cutlass.min(cute.ceil_div(of.n - segment.corner.row, TILE), Int32(self.groups))
+
+    def all_rows(self, weight: Weight, of: Extents, unit: int) -> Int32:
+        """The rows of W in ``unit``s."""
+        return cute.ceil_div(of.n, unit)
+
     # ---- producer
 
     @cute.jit
@@ -362,10 +376,8 @@ class WarpgroupPacked(WarpGroupBody):
         )
         base, full = shared.storage.toint().to(Int32), shared.full.toint().to(Int32)
         tiles_k = cute.ceil_div(of.k, TILE)
-        padded = cute.ceil_div(of.n, TILE) * TILE
-        # Rows of the tile that the packed weight has, in 64s.
-        row = segment.corner.row
-        present = cutlass.min((padded - row) // TILE, Int32(self.groups))
+        # Groups of the tile whose rows the packed weight has.
+        present = self.present(of, segment)
         for k_tile in cutlass.range(segment.begin, segment.end, unroll=1):
             # Wait until the consumers have read the stage; then announce its bytes, those of tiles that exist.
             cute.arch.mbarrier_wait(shared.empty + at.stage, at.phase)
@@ -381,13 +393,13 @@ class WarpgroupPacked(WarpGroupBody):
             with cute.arch.elect_one():
                 for g in cutlass.range_constexpr(self.groups):
                     if g < present:
+                        row = self.first_row(of, segment, g)
                         source = (
-                            weight.mW.iterator.toint()
-                            + (Int64(row // TILE + g) * tiles_k + first) * self.smem.tile_bytes
+                            weight.mW.iterator.toint() + (Int64(row // TILE) * tiles_k + first) * self.smem.tile_bytes
                         )
                         copy_bulk(stage + g * self.smem.weight_bytes, source, weight_bytes, barrier)
                         if const_expr(self.smem.strips > 0 or self.zeros):
-                            self.load_strips(weight, of, padded, row + g * TILE, k_tile, stage, g, barrier)
+                            self.load_strips(weight, of, row, k_tile, stage, g, barrier)
             at = self.pipeline.next(at)
         return at
 
@@ -396,7 +408,6 @@ class WarpgroupPacked(WarpGroupBody):
         self,
         weight: Weight,
         of: Extents,
-        padded: Int32,
         row: Int32,
         k_tile: Int32,
         stage: Int32,
@@ -409,7 +420,7 @@ class WarpgroupPacked(WarpGroupBody):
             group = Int32(0)
             if const_expr(self.group > 0):
                 group = cutlass.min(k_tile * self.tile_k // self.group + i, last)
-            at = Int64(group) * padded + row
+            at = Int64(group) * (self.all_rows(weight, of, TILE) * TILE) + row
             size = const_expr(TILE * self.scale.width // 8)
             if const_expr(self.smem.strips > 0):
                 source = weight.mS.iterator.toint() + at * (self.scale.width // 8)
@@ -464,7 +475,7 @@ class WarpgroupPacked(WarpGroupBody):
         of products is issued while the one before runs.
         """
         factors = cute.make_rmem_tensor((2, max(1, self.smem.strips)), Float32)
-        row = segment.corner.row + consumer.group * ROWS
+        row = self.first_row(of, segment, consumer.group)
         coming = Float32(0.0)
         if const_expr(self.scale_rows > 1):
             coming = self.block_scale(weight, of, row, segment.begin)
@@ -574,7 +585,7 @@ class WarpgroupPacked(WarpGroupBody):
         factors.fill(0.0)
         atom = cute.make_mma_atom(consumer.tiled_mma.op)
         held = cute.recast_tensor(consumer.rW, Int32)
-        row = segment.corner.row + consumer.group * ROWS
+        row = self.first_row(of, segment, consumer.group)
         coming = Float32(0.0)
         if const_expr(self.scale_rows > 1):
             coming = self.block_scale(weight, of, row, segment.begin)
@@ -662,7 +673,7 @@ class WarpgroupPacked(WarpGroupBody):
     @cute.jit
     def block_scale(self, weight: Weight, of: Extents, row: Int32, k_tile: Int32) -> Float32:
         """The scale of a 128 x 128 block, from memory: the same for all threads of a group."""
-        blocks = cute.ceil_div(of.n, self.scale_rows)
+        blocks = self.all_rows(weight, of, self.scale_rows)
         group = k_tile * self.tile_k // self.group
         block = cutlass.min(row // self.scale_rows, blocks - 1)
         return weight.mS[group, block].to(Float32)
@@ -691,7 +702,7 @@ class WarpgroupPacked(WarpGroupBody):
         for r in cutlass.range_constexpr(2):
             row = first + self.own_row(consumer) + 8 * r
             factor = Float32(0.0)
-            if row < of.n:
+            if row < self.all_rows(weight, of, 1):
                 factor = weight.mS[0, row].to(Float32)
             for j in cutlass.range_constexpr(self.tile_n // 8):
                 for i in cutlass.range_constexpr(2):
