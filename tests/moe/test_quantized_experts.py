@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import cutekernels as ck
-from cutekernels import gpu
+from cutekernels import gpu, nn
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.moe.packed_experts import GROUPED_SKINNY, SCHEDULES, QuantizedGroupedProblem
 from cutekernels.ops.moe.quantized import QUANTIZED_GROUPED_GEMM
@@ -225,3 +225,46 @@ def test_workspaces_hold_every_tile() -> None:
         for ends in ((0, 1, 2, 3, 4, 77), (0, 77, 77, 77, 77, 77), (0, 15, 31, 46, 62, 77)):
             tiles = sum(-(-(b - a) // c.tile_m) for a, b in itertools.pairwise(ends)) * -(-p.n // c.tile_n)
             assert tiles <= GROUPED_SKINNY.places(p.one, c, p.beside)
+
+
+# ---- nn.MoE ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"activation": "swiglu_oai", "bias": True}], ids=str)
+def test_a_module_of_packed_experts(options: dict[str, Any]) -> None:
+    """The same as with decoded experts; its state dict is whole; it moves; gradients reach x and the router."""
+    made = [nn.MoE(128, 64, 8, 2, dtype=torch.bfloat16, **options) for _ in range(3)]
+    with torch.no_grad():
+        for name, p in made[0].named_parameters():
+            if name.endswith("bias"):
+                p.normal_()
+    made[1].load_state_dict(made[0].state_dict())
+    packed, dense, other = made[0].pack_experts("mxfp4"), made[1], made[2].pack_experts("mxfp4")
+    dense.experts.gate_up_proj.data.copy_(packed.experts.gate_up_proj.dequantize())
+    dense.experts.down_proj.data.copy_(packed.experts.down_proj.dequantize())
+    x = torch.randn(5, 128).bfloat16().requires_grad_()
+    torch.testing.assert_close(packed(x), dense(x), rtol=0.02, atol=0.02)
+    assert not torch.equal(other(x), packed(x))
+    other.load_state_dict(packed.state_dict())
+    assert torch.equal(other(x), packed(x))
+    assert other.to("meta").experts.down_proj.device.type == "meta"
+    packed(x).sum().backward()
+    assert x.grad is not None and packed.gate.weight.grad is not None
+    state = packed.state_dict()
+    del state["experts.gate_up_proj.weight.scales"]
+    with pytest.raises(RuntimeError, match="gate_up_proj.weight: the state dict lacks weight.scales"):
+        packed.load_state_dict(state)
+
+
+def test_a_module_refuses_stacks_that_are_not_its_own() -> None:
+    module, up, down = nn.MoE(128, 64, 8, 2), experts(8, 128, 128, "mxfp4"), experts(8, 128, 64, "mxfp4")
+    for given, said in (
+        ((up, up), "pass stacks of one mixture"),
+        ((experts(4, 128, 128, "mxfp4"), experts(4, 128, 64, "mxfp4")), r"this MoE has gate_up_proj \(8, 128, 128\)"),
+        ((up, None), "down_proj as a QuantizedStack"),
+        (("mxfp4", down), "pass both stacks"),
+        (("mxfp5", None), "a scheme is one of"),
+    ):
+        with pytest.raises(UnsupportedProblem, match=said):
+            module.pack_experts(*given)
+    assert module.pack_experts(up, down)(torch.randn(3, 128)).shape == (3, 128)
