@@ -40,7 +40,7 @@ FLOORS = {
     "cutekernels/ops/loss/": 9,
     "cutekernels/ops/quantized/": 9,
     "cutekernels/ops/kv_append/": 9,
-    "cutekernels/ops/moe/": 9,
+    "cutekernels/ops/moe/": 10,
     "cutekernels/ops/shared/": 7,
     "cutekernels/dispatch.py": 6,
     "cutekernels/compilers.py": 5,

@@ -54,6 +54,13 @@ def float_of(name: str) -> Any:
     return cutlass.Float32 if name == "fp32" else dtype_of(name)
 
 
+def scale_of(name: str) -> Any:
+    """The DSL's type of a packed weight's scales; ``"e8m0"`` is a byte, the exponent of a power of two."""
+    import cutlass
+
+    return cutlass.Uint8 if name == "e8m0" else float_of(name)
+
+
 class CuteArtifact(Artifact):
     """One compiled kernel, in memory."""
 

@@ -6,8 +6,8 @@ A family is a row of ``ARCHITECTURES``; what it computes by stands in ``integrat
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.models.ropes import read_ropes
@@ -32,6 +32,8 @@ class Part:
         rows: of each of ``stored``, by the names of :meth:`Config.sizes`.
         columns: likewise; None for a vector, a norm's weight.
         bias: whether it has one; a key of ``config.json`` says so where it is text.
+        each: ``stored`` are patterns, and every expert has them: ``"mlp.experts.{}.gate_proj"``.
+        tensor: where a stored module has several: the name of its only one, or what its names begin with.
     """
 
     path: str
@@ -39,6 +41,36 @@ class Part:
     rows: tuple[str, ...]
     columns: str | None = "hidden"
     bias: _Bias = False
+    each: bool = False
+    tensor: str = ""
+
+    def of(self, experts: int) -> Part:
+        """With the modules of so many experts, one behind the other."""
+        if not self.each:
+            return self
+        stored = tuple(name.format(e) for e in range(experts) for name in self.stored)
+        return replace(self, stored=stored, rows=self.rows * experts, each=False)
+
+
+@dataclass(frozen=True)
+class Routed:
+    """A mixture of experts, as ``config.json`` has it.
+
+    Attributes:
+        experts: how many.
+        top_k: of a token.
+        width: of an expert.
+        renormalize: whether a token's weights are divided by their sum.
+        activation: of ``moe_ffn``.
+        limit: of a clamped gate.
+    """
+
+    experts: int
+    top_k: int
+    width: int
+    renormalize: bool
+    activation: Literal["silu_mul", "swiglu_oai"] = "silu_mul"
+    limit: float = 7.0
 
 
 def _norm(path: str, size: str = "hidden", bias: bool = False) -> Part:
@@ -61,6 +93,16 @@ def _layer(norms: tuple[Part, ...], qkv_bias: _Bias, out_bias: _Bias, mlp_bias: 
         *_attention(qkv_bias, out_bias),
         Part("mlp.gate_up_proj", ("mlp.gate_proj", "mlp.up_proj"), ("intermediate",) * 2, bias=mlp_bias),
         Part("mlp.down_proj", ("mlp.down_proj",), ("hidden",), "intermediate", mlp_bias),
+    )
+
+
+def _mixture(front: str, names: tuple[str, str, str]) -> tuple[Part, ...]:
+    """A router and the gate, up and down projections of each expert, by their names in a checkpoint."""
+    gate, up, down = (f"{front}.experts.{{}}.{name}" for name in names)
+    return (
+        Part("mlp.gate", (f"{front}.gate",), ("experts",)),
+        Part("mlp.experts.gate_up_proj", (gate, up), ("expert",) * 2, each=True),
+        Part("mlp.experts.down_proj", (down,), ("hidden",), "expert", each=True),
     )
 
 
@@ -105,6 +147,43 @@ def _turning(raw: dict[str, Any], count: int) -> list[bool]:
     return [bool(one) for one in listed[:count]]
 
 
+def _routed(raw: dict[str, Any], width: str) -> Routed:
+    experts: int = raw.get("num_local_experts", raw.get("num_experts", 0))
+    check_whole("config.json", "num_experts", experts, 1, 512)
+    check_whole("config.json", "num_experts_per_tok", raw["num_experts_per_tok"], 1, min(experts, 32))
+    check_whole("config.json", width, raw.get(width), 1, _MOST)
+    return Routed(experts, raw["num_experts_per_tok"], raw[width], bool(raw.get("norm_topk_prob", True)))
+
+
+def _mixtral(raw: dict[str, Any]) -> Routed:
+    if raw.get("router_jitter_noise"):
+        raise UnsupportedProblem("experts have no noise in their router; set router_jitter_noise of config.json to 0")
+    return _silu(raw, _routed(raw, "intermediate_size"))
+
+
+def _qwen3_moe(raw: dict[str, Any]) -> Routed:
+    if raw["decoder_sparse_step"] != 1 or raw["mlp_only_layers"]:
+        raise UnsupportedProblem(
+            "load takes experts in every layer; config.json has decoder_sparse_step or mlp_only_layers: load it with "
+            "transformers, and pass the model to Decoder.from_transformers"
+        )
+    return _silu(raw, _routed(raw, "moe_intermediate_size"))
+
+
+def _silu(raw: dict[str, Any], routed: Routed) -> Routed:
+    if raw["hidden_act"] not in ("silu", "swish"):
+        raise UnsupportedProblem(f"experts have the gate of SiLU; config.json has {said(raw['hidden_act'])}")
+    return routed
+
+
+def _gpt_oss(raw: dict[str, Any]) -> Routed:
+    check_number("config.json", "swiglu_limit", raw["swiglu_limit"], 0.0)
+    return replace(
+        _silu(raw, _routed(raw, "intermediate_size")), renormalize=True, activation="swiglu_oai",
+        limit=float(raw["swiglu_limit"]),
+    )  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Architecture:
     """What a checkpoint of one ``model_type`` holds.
@@ -116,6 +195,7 @@ class Architecture:
         local_theta: the base of rotary embeddings of layers with windows, where it is another.
         eps: the key of the norms' epsilon.
         partial: the config's ``partial_rotary_factor`` counts.
+        routed: reads what the config says of experts; None where there are none.
         scaled: embeddings are multiplied by the root of their width, scores by ``query_pre_attn_scalar``'s.
     """
 
@@ -126,6 +206,7 @@ class Architecture:
     eps: str = "rms_norm_eps"
     partial: bool = False
     scaled: bool = False
+    routed: Callable[[dict[str, Any]], Routed] | None = None
     body: tuple[Part, ...] = (_TABLE, _norm("model.norm"), _HEAD)
 
 
@@ -151,6 +232,42 @@ ARCHITECTURES = {
         _layer((*_PRE_NORMS, *_HEAD_NORMS), "attention_bias", "attention_bias", False),
         {**_QWEN, "head_dim": 128},
         _layers_after,
+    ),
+    "mixtral": Architecture(
+        (*_PRE_NORMS, *_attention(False, False), *_mixture("block_sparse_moe", ("w1", "w3", "w2"))),
+        {
+            "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "max_position_embeddings": 131072,
+            "num_local_experts": 8, "num_experts_per_tok": 2,
+        },
+        routed=_mixtral,
+    ),
+    "qwen3_moe": Architecture(
+        (
+            *_PRE_NORMS, *_HEAD_NORMS, *_attention("attention_bias", "attention_bias"),
+            *_mixture("mlp", ("gate_proj", "up_proj", "down_proj")),
+        ),
+        {
+            "num_key_value_heads": 4, "sliding_window": 4096, "use_sliding_window": False, "num_experts": 128,
+            "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": False, "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        },
+        routed=_qwen3_moe,
+    ),
+    "gpt_oss": Architecture(
+        (
+            *_PRE_NORMS, *_attention("attention_bias", "attention_bias"),
+            Part("self_attn.sinks", ("self_attn",), ("heads",), None, tensor="sinks"),
+            Part("mlp.gate", ("mlp.router",), ("experts",), bias=True),
+            Part("mlp.experts.gate_up_proj", ("mlp.experts",), ("2expert",), "hidden", True, tensor="gate_up_proj_"),
+            Part("mlp.experts.down_proj", ("mlp.experts",), ("hidden",), "expert", True, tensor="down_proj_"),
+        ),
+        {
+            "num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5, "rope_theta": 150000.0,
+            "max_position_embeddings": 131072, "sliding_window": 128, "sliding_window_pattern": 2,
+            "attention_bias": True, "num_local_experts": 128, "num_experts_per_tok": 4, "swiglu_limit": 7.0,
+        },
+        _layers_by_pattern,
+        routed=_gpt_oss,
     ),
     "phi3": Architecture(
         (
@@ -248,6 +365,7 @@ class Config:
         embed_scale: of embeddings, or None.
         rotary_dim: channels of a head that turn.
         embedding_multiplier, residual_multiplier, logits_scaling, logit_scale: of families that have them, else 1.
+        routed: of the experts, or None.
         turning: whether each layer has a rotary embedding, or None for all.
         tied: whether the head is the embedding's table; None where the config does not say.
         raw: the config itself, with what it leaves out.
@@ -273,6 +391,7 @@ class Config:
     residual_multiplier: float
     logits_scaling: float
     logit_scale: float
+    routed: Routed | None
     turning: tuple[bool, ...] | None
     attn_logit_softcapping: float | None
     final_logit_softcapping: float | None
@@ -292,7 +411,18 @@ class Config:
             "key": self.num_key_value_heads * self.head_dim,
             "query+2key": (self.num_attention_heads + 2 * self.num_key_value_heads) * self.head_dim,
             "2intermediate": 2 * self.intermediate_size,
-        }
+            "heads": self.num_attention_heads,
+        } | self._of_experts()
+
+    def _of_experts(self) -> dict[str, int]:
+        if self.routed is None:
+            return {}
+        return {"experts": self.routed.experts, "expert": self.routed.width, "2expert": 2 * self.routed.width}
+
+    def parts(self) -> tuple[Part, ...]:
+        """Of each layer."""
+        experts = 0 if self.routed is None else self.routed.experts
+        return tuple(part.of(experts) for part in ARCHITECTURES[self.model_type].layer)
 
     def has_bias(self, part: Part) -> bool:
         return bool(self.raw[part.bias]) if isinstance(part.bias, str) else part.bias
@@ -369,6 +499,7 @@ def read_config(given: dict[str, Any]) -> Config:
         residual_multiplier=raw.get("residual_multiplier", 1.0),
         logits_scaling=raw.get("logits_scaling", 1.0),
         logit_scale=raw.get("logit_scale", 1.0),
+        routed=None if architecture.routed is None else architecture.routed(raw),
         turning=tuple(_turning(raw, raw["num_hidden_layers"])) if "no_rope_layers" in raw else None,
         attn_logit_softcapping=raw.get("attn_logit_softcapping"),
         final_logit_softcapping=raw.get("final_logit_softcapping"),

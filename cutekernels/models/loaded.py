@@ -97,13 +97,15 @@ class Rotary(nn.Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
         self._ropes, self._dim = config.rope_parameters, config.rotary_dim
-        self._twice = FAMILIES[config.model_type].table == "twice"
+        self._table = FAMILIES[config.model_type].table
 
     def forward(self, x: Tensor, positions: Tensor, kind: str | None = None) -> tuple[Tensor, Tensor]:
         own = self._ropes if kind is None else self._ropes[kind]
         turns, factor = frequencies(own, self._dim)
         angles = positions[..., None].float() * turns.to(x.device)
-        angles = angles.repeat_interleave(2, dim=-1) if self._twice else torch.cat((angles, angles), dim=-1)
+        if self._table != "once":
+            twice = self._table == "twice"
+            angles = angles.repeat_interleave(2, dim=-1) if twice else torch.cat((angles, angles), dim=-1)
         return (angles.cos() * factor).to(x.dtype), (angles.sin() * factor).to(x.dtype)
 
 
@@ -128,9 +130,12 @@ class LoadedModel(nn.Module):
         self.model.rotary_emb = Rotary(config)
         self._parts: dict[str, Part] = {part.path: part for part in architecture.body}
         for i in range(config.num_hidden_layers):
-            self._parts |= {f"model.layers.{i}.{part.path}": part for part in architecture.layer}
+            self._parts |= {f"model.layers.{i}.{part.path}": part for part in config.parts()}
         for path, part in self._parts.items():
-            shape = (sum(sizes[one] for one in part.rows), *([] if part.columns is None else [sizes[part.columns]]))
+            rows = sum(sizes[one] for one in part.rows)
+            if part.tensor.endswith("_"):  # of all experts
+                rows *= sizes["experts"]
+            shape = (rows, *([] if part.columns is None else [sizes[part.columns]]))
             module = Weighted(shape, config.has_bias(part), dtype)
             if part.columns is None:
                 module.variance_epsilon = config.rms_norm_eps
@@ -180,5 +185,7 @@ class LoadedModel(nn.Module):
         for name, value in own.items():
             setattr(attention, name, value)
         mlp.act_fn = _ACTIVATIONS[config.gate]()
+        if config.routed is not None:
+            mlp.routed, mlp.experts = config.routed, nn.Module()  # type: ignore[assignment]
         layer.self_attn, layer.mlp = attention, mlp
         return layer

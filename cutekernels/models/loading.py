@@ -18,6 +18,7 @@ from cutekernels.models.cache_scales import SCALES, put_scales
 from cutekernels.models.folder import Folder
 from cutekernels.models.loaded import LoadedModel
 from cutekernels.models.stored import PLAIN, Reading, Stored
+from cutekernels.models.stored_experts import StoredExperts
 from cutekernels.ops.shared.checks import check_flag, check_place, said
 from cutekernels.quant import Scheme, read_config
 
@@ -45,7 +46,8 @@ def load(
 
     Args:
         path: a folder with ``config.json`` and ``model.safetensors``, or shards and their index, of Llama, Mistral,
-            Qwen2, Qwen3, Phi-3, Granite, OLMo2, SmolLM3, Starcoder2, Gemma 2 or Gemma 3 (text). Nothing is downloaded.
+            Mixtral, Qwen2, Qwen3, Qwen3-MoE, gpt-oss (in MXFP4), Phi-3, Granite, OLMo2, SmolLM3, Starcoder2, Gemma 2 or
+            Gemma 3 (text). Nothing is downloaded.
         device: of the weights; the current GPU where there is one, else the CPU.
         dtype: of the weights and of what is computed; the config's own by default.
         progress: a bar with bytes, where stderr is a terminal.
@@ -113,7 +115,12 @@ def _by_module(folder: Folder, model: LoadedModel) -> dict[str, dict[str, str]]:
     Raises:
         UnsupportedProblem: a tensor of no module: the model is not what its config says.
     """
-    stored: dict[str, dict[str, str]] = {one: {} for path, part in model.parts.items() for one in _stored(path, part)}
+    stored: dict[str, dict[str, str]] = {}
+    parts: dict[str, list[str]] = {}
+    for path, part in model.parts.items():
+        for one in _stored(path, part):
+            stored[one] = {}
+            parts.setdefault(one, []).append(part.tensor)
     for name in folder.entries:
         if _IGNORED.search(name) or SCALES.search(name):
             continue
@@ -121,13 +128,18 @@ def _by_module(folder: Folder, model: LoadedModel) -> dict[str, dict[str, str]]:
         while module and module not in stored:
             module, _, last = module.rpartition(".")
             suffix = f"{last}.{suffix}" if suffix else last
-        if not module or not suffix:
+        if not module or not suffix or not _holds(parts, module, suffix):
             raise UnsupportedProblem(
                 f"{folder.path} has a tensor {said(name)}, of no module of a {model.config.model_type} for causal "
                 "language modelling: load it with transformers"
             )
         stored[module][suffix] = name
     return stored
+
+
+def _holds(parts: dict[str, list[str]], module: str, suffix: str) -> bool:
+    """Whether a tensor belongs to one of the parts that are stored in ``module``."""
+    return any(not own or suffix == own or (own.endswith("_") and suffix.startswith(own)) for own in parts[module])
 
 
 def _stored(path: str, part: Part) -> list[str]:
@@ -143,7 +155,14 @@ def _module(
     sizes, names = model.config.sizes(), _stored(path, part)
     columns = () if part.columns is None else (sizes[part.columns],)
     rows = [sizes[one] for one in part.rows]
-    return Stored(path, names, [stored[n] for n in names], rows, columns, model.config.has_bias(part), scheme)
+    held = [stored[n] for n in names]
+    if part.tensor.endswith("_"):
+        start = part.tensor
+        own = [{s.removeprefix(start): full for s, full in one.items() if s.startswith(start)} for one in held]
+        return StoredExperts(path, names, own, rows, columns, True, scheme, sizes["experts"])
+    if part.tensor:
+        held = [{"weight": one[part.tensor]} if part.tensor in one else {} for one in held]
+    return Stored(path, names, held, rows, columns, model.config.has_bias(part), scheme)
 
 
 def _tied(model: LoadedModel, folder: Folder, stored: dict[str, dict[str, str]]) -> str | None:

@@ -16,6 +16,7 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.integrations.transformers.checkpoints import layout_of, quantized_weight
 from cutekernels.integrations.transformers.families import Family, activation_of, gate_of
 from cutekernels.models.accepted import REMEDY, check_model
+from cutekernels.models.architectures import Routed
 from cutekernels.models.cache_scales import cache_scales
 from cutekernels.models.loaded import Apart
 from cutekernels.nn.mlp import Gate, gate_mul, gated, projected
@@ -23,8 +24,10 @@ from cutekernels.nn.moe import MoE
 from cutekernels.nn.packing import side_by_side
 from cutekernels.ops.embedding.api import embedding
 from cutekernels.ops.gemm.api import linear
+from cutekernels.ops.moe.api import moe_route
+from cutekernels.ops.moe.ffn import moe_ffn
 from cutekernels.ops.norms.api import add_rms_norm, layer_norm, rms_norm
-from cutekernels.quant import QuantizedWeight, concatenate
+from cutekernels.quant import QuantizedStack, QuantizedWeight, concatenate
 
 
 @dataclass(frozen=True)
@@ -138,6 +141,22 @@ class PlainMlp:
 
 
 @dataclass(frozen=True)
+class Experts:
+    """A router, and experts whose weights are packed or not. ``options``: of :func:`cutekernels.moe_ffn`."""
+
+    router: Projection
+    top_k: int
+    renormalize: bool
+    gate_up: Tensor | QuantizedStack
+    down: Tensor | QuantizedStack
+    options: dict[str, Any]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        weights, ids = moe_route(self.router(x), self.top_k, renormalize=self.renormalize)
+        return moe_ffn(x, self.gate_up, self.down, ids, weights, **self.options)
+
+
+@dataclass(frozen=True)
 class SharedMoE:
     """Experts, and one that every token has, times the sigmoid of ``gate``."""
 
@@ -158,7 +177,7 @@ class Attention:
         q_norm, k_norm: of queries and keys, or None: of each head's, or of all heads' together (``whole_norms``).
         cos, sin: ``(positions, R / 2)`` with R up to head_dim, fp32 at least; layers share them. None: nothing turns.
         interleaved: channels that turn together are neighbours.
-        options: ``scale``, ``softcap`` and ``window``, as :func:`cutekernels.attention` takes them.
+        options: ``scale``, ``softcap``, ``window`` and ``sinks``, as :func:`cutekernels.attention` takes them.
         cache_scales: of keys and of values in a cache in FP8, where the checkpoint has them.
     """
 
@@ -184,7 +203,7 @@ class Layer:
     attention: Attention
     attention_out_norm: Norm | None
     mlp_norm: Norm | LayerNorm | NoNorm
-    mlp: Mlp | PlainMlp | MoE | SharedMoE
+    mlp: Mlp | PlainMlp | MoE | SharedMoE | Experts
     mlp_out_norm: Norm | None
     parallel: bool
     multiplier: float | None
@@ -301,12 +320,15 @@ def _attention(
             "scale": attention.scaling,
             "softcap": family.softcap_of(attention),
             "window": None if window is None else (window - 1, None),
+            **({"sinks": attention.sinks.weight.detach()} if hasattr(attention, "sinks") else {}),
         },
         cache_scales=cache_scales(attention),
     )
 
 
-def _mlp(mlp: Any, dtype: torch.dtype) -> Mlp | PlainMlp | MoE | SharedMoE:
+def _mlp(mlp: Any, dtype: torch.dtype) -> Mlp | PlainMlp | MoE | SharedMoE | Experts:
+    if isinstance(getattr(mlp, "routed", None), Routed):
+        return _experts(mlp, mlp.routed, dtype)
     if hasattr(mlp, "experts"):
         try:
             shared = hasattr(mlp, "shared_expert_gate")
@@ -319,6 +341,28 @@ def _mlp(mlp: Any, dtype: torch.dtype) -> Mlp | PlainMlp | MoE | SharedMoE:
     if hasattr(mlp, "c_fc"):
         return PlainMlp(_projection(mlp.c_fc, dtype), _gate(mlp), _projection(mlp.c_proj, dtype))
     return _gated(mlp, dtype)
+
+
+def _experts(mlp: Any, routed: Routed, dtype: torch.dtype) -> Experts:
+    """Of a loaded model: rows of all experts lie one behind the other."""
+
+    def stacked(module: Any) -> Tensor | QuantizedStack:
+        if isinstance(module, Apart):
+            raise UnsupportedProblem(
+                "Decoder multiplies by experts that are quantized alike, in multiples of 64 rows, without act-order; "
+                "these are not: take another checkpoint of the model"
+            )
+        weight = _projection(module, dtype).weight
+        if isinstance(weight, QuantizedWeight):
+            return QuantizedStack(weight, routed.experts)
+        dense: Tensor = weight.unflatten(0, (routed.experts, -1))
+        return dense
+
+    gate_up, down = stacked(mlp.experts.gate_up_proj), stacked(mlp.experts.down_proj)
+    biases = [m.bias for m in (mlp.experts.gate_up_proj, mlp.experts.down_proj)]
+    of_up, of_down = (None if bias is None else bias.detach().unflatten(0, (routed.experts, -1)) for bias in biases)
+    options = {"gate_up_bias": of_up, "down_bias": of_down, "activation": routed.activation, "limit": routed.limit}
+    return Experts(_projection(mlp.gate, dtype), routed.top_k, routed.renormalize, gate_up, down, options)
 
 
 def _gated(mlp: Any, dtype: torch.dtype) -> Mlp:

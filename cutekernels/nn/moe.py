@@ -9,9 +9,13 @@ from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.nn.mlp import SwiGLU, plain, projected
+from cutekernels.nn.packed_experts import PackedExperts
 from cutekernels.ops.moe.api import moe_route
 from cutekernels.ops.moe.ffn import moe_ffn
+from cutekernels.ops.moe.packed_experts import GATES
+from cutekernels.ops.moe.quantized import LIMIT
 from cutekernels.ops.shared.checks import check_flag, check_number, check_place, check_tensor, check_whole, check_word
+from cutekernels.quant import QuantizedStack, quantize, stack
 
 _MOST_EXPERTS, _MOST_CHOSEN = 512, 32  # of moe_route
 _REMEDY = "call the block itself"
@@ -35,6 +39,10 @@ class MoE(torch.nn.Module):
         scaling: factor of the weights behind that; for ``"sigmoid"``.
         groups: (how many groups the experts form, how many of them a token may choose from); for ``"sigmoid"``.
         shared_size: width of the shared experts together; 0 for none.
+        activation: of the experts: ``"swiglu_oai"`` is gpt-oss's clamped gate, with ``limit``.
+        bias: of the router and the experts, as gpt-oss has them: ``gate.bias``, ``experts.gate_up_proj_bias`` and
+            ``experts.down_proj_bias``.
+        limit: of ``"swiglu_oai"``.
         device: of the parameters.
         dtype: of the parameters; kernels take fp16 and bf16, CPU tensors any.
 
@@ -53,6 +61,9 @@ class MoE(torch.nn.Module):
         scaling: float = 1.0,
         groups: tuple[int, int] = (1, 1),
         shared_size: int = 0,
+        activation: Literal["silu_mul", "swiglu_oai"] = "silu_mul",
+        bias: bool = False,
+        limit: float = LIMIT,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -65,6 +76,11 @@ class MoE(torch.nn.Module):
         check_whole("MoE", "shared_size", shared_size, 0, 2**31 - 1)
         check_word("MoE", "scoring", scoring)
         check_flag("MoE", "renormalize", renormalize)
+        check_flag("MoE", "bias", bias)
+        check_word("MoE", "activation", activation)
+        check_number("MoE", "limit", limit, 0.0)
+        if activation not in GATES:
+            raise UnsupportedProblem(f"MoE takes activation as {' or '.join(GATES)}; got {activation!r}: pass one")
         check_number("MoE", "scaling", scaling)
         if scoring not in ("softmax", "sigmoid"):
             raise UnsupportedProblem(f"MoE takes scoring as 'softmax' or 'sigmoid'; got {scoring!r}: pass one")
@@ -88,12 +104,13 @@ class MoE(torch.nn.Module):
         self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
         self.num_experts, self.top_k = num_experts, top_k
         self.scoring, self.renormalize, self.scaling, self.groups = scoring, renormalize, scaling, (of, among)
+        self.activation, self.limit = activation, limit
         kind: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.gate = torch.nn.Linear(hidden_size, num_experts, bias=False, **kind)
+        self.gate = torch.nn.Linear(hidden_size, num_experts, bias=bias, **kind)
         if scoring == "sigmoid":
             zeros = torch.zeros(num_experts, device=device, dtype=torch.float32)
             self.gate.register_buffer("e_score_correction_bias", zeros)
-        self.experts = _Experts(hidden_size, intermediate_size, num_experts, **kind)
+        self.experts: Any = _Experts(hidden_size, intermediate_size, num_experts, bias, **kind)
         self.shared_experts = SwiGLU(hidden_size, shared_size, **kind) if shared_size else None
 
     @classmethod
@@ -154,15 +171,49 @@ class MoE(torch.nn.Module):
             made.shared_experts.load_state_dict(block.shared_experts.state_dict())
         return made.train(block.training)
 
+    @torch.no_grad()
+    def pack_experts(self, gate_up: QuantizedStack | str = "int4_g128", down: QuantizedStack | None = None) -> Self:
+        """Puts packed experts in the place of the parameters, which are then no longer trained.
+
+        Args:
+            gate_up: ``(E, 2 * I, H)``, gate's rows before up's: of a reader of ``cutekernels.quant``; or a scheme of
+                :func:`cutekernels.quant.quantize`, to which the module's own experts are rounded.
+            down: ``(E, H, I)``, beside a stack.
+
+        Raises:
+            UnsupportedProblem: stacks of other sizes, sizes that are no multiples of 64, a scheme beside a stack.
+        """
+        own = self.experts
+        if isinstance(gate_up, str):
+            if down is not None or not isinstance(own, _Experts):
+                raise UnsupportedProblem(
+                    "pack_experts rounds parameters to a scheme, or takes two stacks; got a scheme and a stack, or "
+                    "experts that are packed already: pass both stacks"
+                )
+            scheme = gate_up
+            gate_up, down = (
+                stack([quantize(w, scheme) for w in p.detach()]) for p in (own.gate_up_proj, own.down_proj)
+            )
+        packed = PackedExperts(gate_up, down)  # type: ignore[arg-type]  # which refuses None
+        expected = self.num_experts, 2 * self.intermediate_size, self.hidden_size
+        if packed.gate_up_proj.shape != expected:
+            raise UnsupportedProblem(f"this MoE has gate_up_proj {expected}; got {packed.gate_up_proj.shape}")
+        for name in ("gate_up_proj_bias", "down_proj_bias"):
+            if (bias := getattr(own, name, None)) is not None:
+                packed.register_parameter(name, bias)
+        self.experts = packed
+        return self
+
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """``(weights, ids)`` of each token's experts, ``(..., top_k)``."""
         if self.scoring == "softmax":
-            logits = projected(x, self.gate.weight, name="MoE") if plain(self.gate) else self.gate(x)
+            logits = projected(x, self.gate.weight, self.gate.bias, name="MoE") if plain(self.gate) else self.gate(x)
             return moe_route(logits, self.top_k, renormalize=self.renormalize)
         wide = torch.promote_types(x.dtype, torch.float32)
         correction: Any
         if plain(self.gate):
-            scores = torch.nn.functional.linear(x.to(wide), self.gate.weight.to(wide)).sigmoid()
+            bias = None if self.gate.bias is None else self.gate.bias.to(wide)
+            scores = torch.nn.functional.linear(x.to(wide), self.gate.weight.to(wide), bias).sigmoid()
             correction = self.gate.e_score_correction_bias
         else:  # its hooks too, or an adapter's in front of it
             parameters = {name: p.to(wide) for name, p in self.gate.named_parameters()}
@@ -188,7 +239,12 @@ class MoE(torch.nn.Module):
                 f"MoE takes x (..., {self.hidden_size}), its hidden_size; got {tuple(x.shape)}: project it first"
             )
         weights, ids = self.route(x)
-        out = moe_ffn(x, self.experts.gate_up_proj, self.experts.down_proj, ids, weights)
+        experts = self.experts
+        out = moe_ffn(
+            x, experts.gate_up_proj, experts.down_proj, ids, weights,
+            gate_up_bias=getattr(experts, "gate_up_proj_bias", None),
+            down_bias=getattr(experts, "down_proj_bias", None), activation=self.activation, limit=self.limit,
+        )  # fmt: skip
         return out if self.shared_experts is None else out + self.shared_experts(x)
 
     def extra_repr(self) -> str:
@@ -199,9 +255,12 @@ class MoE(torch.nn.Module):
 class _Experts(torch.nn.Module):
     """The experts' matrices under the names they are saved by."""
 
-    def __init__(self, hidden: int, intermediate: int, experts: int, **kind: Any) -> None:
+    def __init__(self, hidden: int, intermediate: int, experts: int, bias: bool, **kind: Any) -> None:
         super().__init__()
         self.gate_up_proj = torch.nn.Parameter(torch.empty((experts, 2 * intermediate, hidden), **kind))
         self.down_proj = torch.nn.Parameter(torch.empty((experts, hidden, intermediate), **kind))
-        for weight in self.parameters():
+        for weight in [*self.parameters()]:
             torch.nn.init.uniform_(weight, -(weight.shape[-1] ** -0.5), weight.shape[-1] ** -0.5)  # as nn.Linear
+        if bias:
+            self.gate_up_proj_bias = torch.nn.Parameter(torch.zeros((experts, 2 * intermediate), **kind))
+            self.down_proj_bias = torch.nn.Parameter(torch.zeros((experts, hidden), **kind))

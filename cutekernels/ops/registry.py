@@ -46,6 +46,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
         "moe_combine_backward",
         "grouped_gemm",
         "grouped_gemm_wgrad",
+        "quantized_grouped_gemm",
     ),
     "sampling": ("sample_filter",),
     "quantized": ("quantized_linear", "dequantize"),

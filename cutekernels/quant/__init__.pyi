@@ -1,9 +1,13 @@
 from cutekernels.quant.checkpoint import read as read
 from cutekernels.quant.config import write_config as write_config
+from cutekernels.quant.experts import QuantizedStack as QuantizedStack
+from cutekernels.quant.experts import stack as stack
 from cutekernels.quant.formats.awq import from_awq as from_awq
 from cutekernels.quant.formats.bitsandbytes import from_bitsandbytes as from_bitsandbytes
 from cutekernels.quant.formats.compressed_tensors import from_compressed_tensors as from_compressed_tensors
 from cutekernels.quant.formats.gptq import from_gptq as from_gptq
+from cutekernels.quant.formats.mxfp4 import experts_from_mxfp4 as experts_from_mxfp4
+from cutekernels.quant.formats.mxfp4 import from_mxfp4 as from_mxfp4
 from cutekernels.quant.formats.plain import from_fp8 as from_fp8
 from cutekernels.quant.formats.torchao import from_torchao as from_torchao
 from cutekernels.quant.join import concatenate as concatenate

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.quant import layout
-from cutekernels.quant.weight import BITS, FLOATS, GROUPS, NF4_ZERO, QuantizedWeight, scales_shape
+from cutekernels.quant.weight import BITS, EXPONENTS, FLOATS, GROUPS, NF4_ZERO, QuantizedWeight, scales_shape
+
+MOST_EXPONENT = 152  # of e2m1: a scale of 2 ** 25; decoding holds a weight times 2 ** -24 in bf16
 
 
 def packed_group(group: int, k: int) -> tuple[int, int]:
@@ -62,7 +64,7 @@ def assemble(
     """
     n, k = codes.shape
     shape = (n, k)
-    check_scales(scales)
+    check_scales(scales, code)
     if code == "e4m3" and bool(((codes & 0x7F) == 0x7F).any()):
         raise UnsupportedProblem(
             "e4m3 weights hold numbers, not the NaN codes 0x7f and 0xff; download the checkpoint again or quantize anew"
@@ -91,7 +93,7 @@ def assemble(
             format,
             kept,
         )
-    size, repeats = packed_group(group, k)
+    size, repeats = (group, 1) if code == "e2m1" else packed_group(group, k)
     count = scales_shape(size, 1, shape)[0]
 
     def strip(table: Tensor) -> Tensor:
@@ -113,7 +115,7 @@ def assemble(
         size,
         1,
         shape,
-        layout.pack(codes, BITS[code], fill),
+        layout.pack(codes, BITS[code], fill, spread=code == "e2m1"),
         strip(scales),
         None if zeros is None else strip(zeros),
         None if order is None else layout.dense(order.to(torch.int32)),
@@ -124,8 +126,16 @@ def assemble(
     )
 
 
-def check_scales(scales: Tensor) -> None:
-    """Scales are finite fp16, bf16 or fp32."""
+def check_scales(scales: Tensor, code: str) -> None:
+    """Scales are finite fp16, bf16 or fp32; of e2m1 exponents up to ``MOST_EXPONENT``."""
+    if code == "e2m1":
+        if scales.dtype != EXPONENTS or int(scales.amax()) > MOST_EXPONENT:
+            found = f"{int(scales.amax())}" if scales.dtype == EXPONENTS else f"{scales.dtype}"
+            raise UnsupportedProblem(
+                f"scales of e2m1 are exponents, bytes of up to {MOST_EXPONENT} for 2 ** 25, not {found}; "
+                "download the checkpoint again, or take its weights in bf16"
+            )
+        return
     if scales.dtype not in FLOATS:
         raise UnsupportedProblem(f"scales are fp16, bf16 or fp32, not {scales.dtype}; convert the checkpoint's scales")
     if not bool(torch.isfinite(scales).all()):
@@ -135,7 +145,7 @@ def check_scales(scales: Tensor) -> None:
 def unassemble(weight: QuantizedWeight) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """``(codes, scales, zeros, offsets)`` as :func:`assemble` was given them; columns stay as packed."""
     n, k = weight.shape
-    codes = layout.unpack(weight.packed, weight.bits, n, k)
+    codes = layout.unpack(weight.packed, weight.bits, n, k, spread=weight.code == "e2m1")
     details = weight.details
     if weight.scale_rows == 128:
         rows, columns = details.get("block", (128, 128))

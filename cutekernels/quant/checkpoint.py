@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.quant.formats import awq, bitsandbytes, compressed_tensors, gptq, own, plain, torchao
+from cutekernels.quant.formats import awq, bitsandbytes, compressed_tensors, gptq, mxfp4, own, plain, torchao
 from cutekernels.quant.formats.nibbles import known_only, short, take
 from cutekernels.quant.scheme import Scheme, read_config
 from cutekernels.quant.weight import QuantizedWeight
@@ -114,6 +114,13 @@ def _read_torchao(tensors: Mapping[str, Tensor], scheme: Scheme, dtype: torch.dt
     return torchao.from_flattened(tensors, dtype=torch.bfloat16 if dtype is None else dtype)
 
 
+def _read_mxfp4(tensors: Mapping[str, Tensor], scheme: Scheme, dtype: torch.dtype | None) -> QuantizedWeight:
+    del scheme  # there is one way
+    known_only(tensors, mxfp4.NAMES, by="MXFP4")
+    blocks, scales = (take(tensors, name, by="MXFP4") for name in mxfp4.NAMES)
+    return mxfp4.from_mxfp4(blocks, scales, dtype=dtype)
+
+
 def _read_own(tensors: Mapping[str, Tensor], scheme: Scheme, dtype: torch.dtype | None) -> QuantizedWeight:
     held = {name: tensor for name, tensor in tensors.items() if name != "bias"}
     return own.from_own(held, (scheme.detail or {})["scheme"], dtype=dtype)
@@ -126,5 +133,6 @@ _READERS: dict[str, Callable[[Mapping[str, Tensor], Scheme, torch.dtype | None],
     "fp8": _read_fp8,
     "bitsandbytes": _read_bitsandbytes,
     "torchao": _read_torchao,
+    "mxfp4": _read_mxfp4,
     "cutekernels": _read_own,
 }

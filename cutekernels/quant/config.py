@@ -116,6 +116,11 @@ def _torchao(weight: QuantizedWeight) -> dict[str, Any]:
     return {"quant_type": {"default": kind}}
 
 
+def _mxfp4(weight: QuantizedWeight) -> dict[str, Any]:
+    del weight
+    return {"modules_to_not_convert": []}
+
+
 def _own(weight: QuantizedWeight) -> dict[str, Any]:
     kind = weight.code, weight.group, weight.scale_rows
     scheme = weight.details.get("scheme") or next((name for name, its in SCHEMES.items() if its == kind), None)
@@ -134,5 +139,6 @@ _CONFIGS: dict[str, Callable[[QuantizedWeight], dict[str, Any]]] = {
     "fp8": _fp8,
     "bitsandbytes": _bitsandbytes,
     "torchao": _torchao,
+    "mxfp4": _mxfp4,
     "cutekernels": _own,
 }

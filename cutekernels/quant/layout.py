@@ -7,21 +7,30 @@ k ``2 (l % 4) + 8 c + e``, where ``h``, ``c`` and ``e`` are 0 or 1. Bytes of a t
     4 bits   [strip 4][lane 32][k-block 4][e 2][c 2]                 h = 0 in the low nibble, h = 1 in the high one
     8 bits   [strip 4][half 2][lane 32][k-block 2][c 2][e 2][h 2]    k-block ``2 half + b``
 
+e2m1 spreads the bits of each 16, four codes of (sign, exponent, mantissa), so that decoding moves most codes at once:
+of codes 0, 1 and 2 exponent and mantissa to bits 0, 3 and 6 and up, signs to 9, 12 and 15; of code 3 to what is left.
+
 So a lane's share of a strip (4 bits) or of half a strip (8 bits) is one run of 16 bytes, and a warp reads 512 in a row.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING
 
 from cutekernels.errors import UnsupportedProblem
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 TILE = 64  # rows and elements of K
 TILE_BYTES = {4: 2048, 8: 4096}
 _CHUNK_ELEMENTS = 32 << 20  # a chunk has up to four byte-sized temporaries
+
+# Where e2m1 has bits 0 to 15 of four nibbles, and the reverse.
+SPREAD = (0, 1, 2, 9, 3, 4, 5, 12, 6, 7, 8, 15, 10, 11, 13, 14)
+_NIBBLES = tuple(SPREAD.index(i) for i in range(16))
 
 # Indices of a tile's elements within (rows, K) as (strip, h, lane // 4) x (k-block, c, lane % 4, e).
 _SPLIT = (4, 2, 8, 4, 2, 4, 2)
@@ -37,13 +46,14 @@ def packed_shape(shape: tuple[int, int], bits: int) -> tuple[int, int, int]:
     return *tiles(shape), TILE_BYTES[bits]
 
 
-def pack(codes: Tensor, bits: int, fill: int | Tensor = 0) -> Tensor:
+def pack(codes: Tensor, bits: int, fill: int | Tensor = 0, *, spread: bool = False) -> Tensor:
     """``codes`` in the packed layout: uint8 ``(ceil(N / 64), ceil(K / 64), 2048 or 4096)``, on the same device.
 
     Args:
         codes: ``(N, K)``, uint8, one element a byte. Any strides.
         bits: 4 (codes of 0 to 15) or 8.
         fill: the code of the padding along K: one for all, or one per row, uint8 ``(N,)``. Rows are padded with 0.
+        spread: of e2m1.
 
     Raises:
         UnsupportedProblem: codes of another type or shape, or beyond ``bits``.
@@ -66,11 +76,12 @@ def pack(codes: Tensor, bits: int, fill: int | Tensor = 0) -> Tensor:
                 edge = fill[first * TILE : last * TILE, None] if isinstance(fill, Tensor) else fill
                 padded[: chunk.shape[0], k:] = edge
             chunk = padded
-        packed[first:last] = _pack_tiles(chunk, last - first, columns, bits)
+        tiles_ = _pack_tiles(chunk, last - first, columns, bits)
+        packed[first:last] = _looked_up(tiles_, SPREAD) if spread else tiles_
     return packed
 
 
-def unpack(packed: Tensor, bits: int, n: int, k: int) -> Tensor:
+def unpack(packed: Tensor, bits: int, n: int, k: int, *, spread: bool = False) -> Tensor:
     """The codes that ``pack`` was given: uint8 ``(n, k)``, contiguous, on the same device.
 
     Raises:
@@ -90,7 +101,8 @@ def unpack(packed: Tensor, bits: int, n: int, k: int) -> Tensor:
     step = max(1, _CHUNK_ELEMENTS // (columns * TILE * TILE))
     for first in range(0, rows, step):
         last = min(first + step, rows)
-        chunk = _unpack_tiles(packed[first:last], last - first, columns, bits)
+        part = packed[first:last]
+        chunk = _unpack_tiles(_looked_up(part, _NIBBLES) if spread else part, last - first, columns, bits)
         codes[first * TILE : last * TILE] = chunk[: n - first * TILE, :k]
     return codes
 
@@ -106,6 +118,25 @@ def dense(tensor: Tensor) -> Tensor:
     return (
         tensor if tensor.stride() == tuple(reversed(strides)) else tensor.clone(memory_format=torch.contiguous_format)
     )
+
+
+@cache
+def _table(places: tuple[int, ...], device: torch.device) -> Tensor:
+    """Every number of 16 bits with bit i moved to ``places[i]``, by its value as int16, from -32768 on."""
+    import torch
+
+    words = torch.arange(-(1 << 15), 1 << 15, device=device)
+    moved = sum((words >> i & 1) << place for i, place in enumerate(places))
+    assert isinstance(moved, torch.Tensor)
+    return (moved - (moved >> 15 << 16)).to(torch.int16)
+
+
+def _looked_up(packed: Tensor, places: tuple[int, ...]) -> Tensor:
+    """``packed`` with the bits of each 16 moved."""
+    import torch
+
+    words = packed.contiguous().view(torch.int16).int() + (1 << 15)
+    return _table(places, packed.device)[words].view(torch.uint8)
 
 
 def _check_bits(bits: int) -> None:

@@ -6,6 +6,7 @@ All is computed in fp32, per group of a row, per row, or per block; ``a`` is the
     int4, asymmetric   s = (max(w, 0) - min(w, 0)) / 15  q = clamp(round(w / s) + z, 0, 15)    z = round(-min(w, 0) / s)
     int8               s = a / 127                       q = clamp(round(w / s), -127, 127)
     e4m3               s = a / 448                       q = e4m3(clamp(w / s, -448, 448))
+    mxfp4              s = 2 ** (floor(log2(a)) - 2)     q = e2m1(clamp(w / s, -6, 6)), blocks of 32 (OCP MX)
 
 Codes are found with the scale as it is stored: int4 has fp16 scales, or fp32 ones where a scale is beyond fp16's normal
 numbers; others have fp32. Where all values are 0, s is 1.
@@ -32,7 +33,7 @@ def quantize(weight: Tensor, scheme: str, *, symmetric: bool = True) -> Quantize
     Args:
         weight: ``(N, K)`` in bf16, fp16 or fp32, finite.
         scheme: ``"int4_g128"``, ``"int4_g64"``, ``"int4_g32"``, ``"int4"`` (a scale per row), ``"fp8_channel"``,
-            ``"fp8_block"`` (128 x 128) or ``"int8_channel"``.
+            ``"fp8_block"`` (128 x 128), ``"int8_channel"`` or ``"mxfp4"``.
         symmetric: int4 alone: zeros are 8; else each group has its own.
 
     Raises:
@@ -60,6 +61,8 @@ def quantize(weight: Tensor, scheme: str, *, symmetric: bool = True) -> Quantize
     if scale_rows == 128:
         codes, scales = _blocks(weight)
         block = (128, 128)
+    elif code == "e2m1":
+        codes, scales = _mxfp4(weight)
     elif code == "int4":
         codes, scales, zeros = _int4(weight, group, symmetric)
     else:
@@ -110,6 +113,21 @@ def _int4(weight: Tensor, group: int, symmetric: bool) -> tuple[Tensor, Tensor, 
     zeros = torch.full_like(exact, 8) if symmetric else (-low / exact).round().clamp(0, 15)
     codes = ((padded / exact[..., None]).round() + zeros[..., None]).clamp(0, 15).to(torch.uint8)
     return codes.flatten(1)[:, :k], scales.t(), None if symmetric else zeros.to(torch.uint8).t()
+
+
+def _mxfp4(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest of a block lies from 4 to 8 times its scale, as OCP's specification of MX has it; above 6 it is 6."""
+    k = weight.shape[1]
+    blocks = torch.nn.functional.pad(weight.float(), (0, -k % 32)).unflatten(1, (-1, 32))
+    largest = blocks.abs().amax(-1)
+    exponent = (torch.frexp(largest).exponent - 3).clamp(-127, 127).where(largest > 0, torch.zeros(()).int())
+    ratio = torch.ldexp(blocks, -exponent[..., None]).abs()
+    # Nearest of E2M1's values, ties to the even code: thresholds alternate between "above" and "from".
+    edges = torch.tensor((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0), device=weight.device)
+    below, above = torch.bucketize(ratio, edges, right=False), torch.bucketize(ratio, edges, right=True)
+    codes = torch.where(below % 2 == 0, below, above)
+    codes = codes | (torch.signbit(blocks).long() << 3)
+    return codes.flatten(1)[:, :k].to(torch.uint8), (exponent + 127).to(torch.uint8).t()
 
 
 def _stored(scales: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cutekernels.errors import UnsupportedProblem, near
-from cutekernels.quant.formats import awq, bitsandbytes, compressed_tensors, gptq, own, plain, torchao
+from cutekernels.quant.formats import awq, bitsandbytes, compressed_tensors, gptq, mxfp4, own, plain, torchao
 from cutekernels.quant.support import REFUSED
 from cutekernels.quant.weight import BITS
 
@@ -22,7 +22,7 @@ class Scheme:
 
     Attributes:
         format: as ``QuantizedWeight.format``.
-        code: what an element is: ``"int4"``, ``"int8"``, ``"e4m3"`` or ``"nf4"``.
+        code: what an element is: ``"int4"``, ``"int8"``, ``"e4m3"``, ``"e2m1"`` or ``"nf4"``.
         group: elements along K that share a scale, as the format says; -1: all of K, or what the tensors say.
         block: rows and columns that share a scale, or None.
         symmetric: whether zeros are 8 in every group, as the config has it.
@@ -283,6 +283,17 @@ def _bitsandbytes(config: Mapping[str, Any]) -> Scheme:
     )
 
 
+def _mxfp4(config: Mapping[str, Any]) -> Scheme:
+    return Scheme(
+        "mxfp4",
+        "e2m1",
+        mxfp4.GROUP,
+        tensors=mxfp4.NAMES,
+        marks=("blocks",),
+        skipped=_hugging_face([*_HEAD, *(config.get("modules_to_not_convert") or ())]),
+    )
+
+
 _TORCHAO = {
     "Int4WeightOnlyConfig": "int4",
     "Float8WeightOnlyConfig": "e4m3",
@@ -333,5 +344,6 @@ _CONFIGS: dict[str, Callable[[Mapping[str, Any]], Scheme]] = {
     "fp8": _fp8,
     "bitsandbytes": _bitsandbytes,
     "torchao": _torchao,
+    "mxfp4": _mxfp4,
     "cutekernels": _own,
 }

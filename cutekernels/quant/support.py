@@ -30,6 +30,7 @@ SUPPORT = (
     Support("int8", (8, 0), _BF16),
     Support("e4m3", (8, 0), _BF16),  # decoded by shifts: no converting instruction is needed
     Support("nf4", (8, 0), _BF16),
+    Support("e2m1", (8, 0), _BF16),
 )
 _BY_CODE = {row.code: row for row in SUPPORT}
 
@@ -46,7 +47,6 @@ REFUSED = {  # quant_method of a config, or format of compressed-tensors: what t
     "hqq": _OTHER,
     "marlin-24": "decompress it with compressed-tensors, and quantize anew",
     "modelopt": "take the same model in compressed-tensors or FP8",
-    "mxfp4": "load the model with transformers' Mxfp4Config(dequantize=True)",
     "mxfp4-pack-quantized": _OTHER,
     "mxfp6-pack-quantized": _OTHER,
     "mxfp8-quantized": _OTHER,
@@ -67,7 +67,8 @@ READS = {  # format: the elements that its weights may have
     "fp8": ("e4m3",),
     "bitsandbytes": ("nf4",),
     "torchao": ("int4", "e4m3"),
-    "cutekernels": ("int4", "int8", "e4m3"),
+    "mxfp4": ("e2m1",),
+    "cutekernels": ("int4", "int8", "e4m3", "e2m1"),
 }
 
 

@@ -13,12 +13,15 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.kernels.cute.parts.nf4 import NF4
 from cutekernels.quant import layout
 
-BITS = {"int4": 4, "nf4": 4, "int8": 8, "e4m3": 8}
-FORMATS = ("awq", "gptq", "compressed-tensors", "fp8", "int8", "bitsandbytes", "torchao", "cutekernels")
+BITS = {"int4": 4, "nf4": 4, "e2m1": 4, "int8": 8, "e4m3": 8}
+FORMATS = ("awq", "gptq", "compressed-tensors", "fp8", "int8", "bitsandbytes", "torchao", "mxfp4", "cutekernels")
 GROUPS = (0, 32, 64, 128)  # 0: all of K
 SCALE_ROWS = (1, 128)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+EXPONENTS = torch.uint8  # scales of e2m1: byte b is 2 ** (b - 127)
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 NF4_ZERO = NF4.index(0.0)
+_TABLES = {"nf4": NF4, "e2m1": E2M1}
 _CHUNK_ELEMENTS = 8 << 20  # fp32 temporaries of dequantize: 32 MB each
 
 
@@ -26,17 +29,18 @@ _CHUNK_ELEMENTS = 8 << 20  # fp32 temporaries of dequantize: 32 MB each
 class QuantizedWeight:
     """The weight of a linear layer, ``(N, K)``, in codes of four or eight bits and scales.
 
-    An element is worth ``s * (q - z)`` (int4), ``s * q`` (int8 and e4m3) or ``s * NF4[q]``, computed in fp32 and
-    rounded once to ``dtype``: with fp16 and bf16 scales of integers and of e4m3, the exact product rounded.
+    An element is worth ``s * (q - z)`` (int4), ``s * q`` (int8 and e4m3), ``s * NF4[q]`` or (MXFP4, whose scales are
+    exponents) ``2 ** (s - 127) * E2M1[q]``, computed in fp32 and rounded once to ``dtype``: with scales of 16 bits of
+    integers and of e4m3, the exact product rounded; e2m1 is exact in bf16.
 
     Attributes:
-        code: what an element is: ``"int4"``, ``"int8"``, ``"e4m3"`` or ``"nf4"``.
-        group: the elements along K that share a scale: 32, 64, 128, or 0 for all of K.
+        code: what an element is: ``"int4"``, ``"int8"``, ``"e4m3"``, ``"e2m1"`` or ``"nf4"``.
+        group: the elements along K that share a scale: 32, 64, 128, or 0 for all of K; of e2m1 32.
         scale_rows: the rows that share a scale: 1, or 128 with groups of 128 (blocks).
         shape: ``(N, K)``.
         packed: the codes, as :func:`cutekernels.quant.layout.pack` lays them out.
         scales: ``(groups, N rounded up to 64)``, or ``(ceil(K / 128), ceil(N / 128))`` for blocks, in the format's own
-            dtype. Of rows that are padding: 0.
+            dtype; of e2m1 exponents, uint8. Of rows that are padding: 0.
         zeros: of int4: z, 0 to 16, uint8, of the shape of ``scales``. None: 8 everywhere.
         order: int32 ``(K,)``: column j of ``packed`` is column ``order[j]`` of the weight (GPTQ's act-order).
         offsets: of int4 from torchao: added behind the product, of shape and dtype of ``scales``. None: 0 everywhere.
@@ -118,13 +122,13 @@ class QuantizedWeight:
             raise UnsupportedProblem(f"weights are dequantized to fp16, bf16 or fp32, not {out_dtype}; cast the result")
         n, k = self.shape
         out = torch.empty(n, k, dtype=out_dtype, device=self.device)
-        table = torch.tensor(NF4, device=self.device) if self.code == "nf4" else None
+        table = torch.tensor(_TABLES[self.code], device=self.device) if self.code in _TABLES else None
         step = max(128, _CHUNK_ELEMENTS // k // 128 * 128)
         for first in range(0, n, step):
             rows = min(step, n - first)
             tile = first // layout.TILE
             part = self.packed[tile : tile + -(-rows // layout.TILE)]
-            values = _values(self.code, layout.unpack(part, self.bits, rows, k), table)
+            values = _values(self.code, layout.unpack(part, self.bits, rows, k, spread=self.code == "e2m1"), table)
             if self.code == "int4":
                 values -= 8.0 if self.zeros is None else self._spread(self.zeros, first, rows)
             values *= self._spread(self.scales, first, rows)
@@ -152,8 +156,14 @@ class QuantizedWeight:
             part = table[:, first : first + rows]
         else:
             part = table[:, first // 128 : -(-(first + rows) // 128)].repeat_interleave(128, 1)[:, :rows]
-        part = part.t().float()
+        part = powers_of_two(part.t()) if self.code == "e2m1" else part.t().float()
         return part if self.group == 0 else part.repeat_interleave(self.group, 1)[:, : self.shape[1]]
+
+
+def powers_of_two(scales: Tensor) -> Tensor:
+    """``2 ** (b - 127)`` of bytes b, fp32; of 0 a subnormal number. Byte 255 is NaN, which readers refuse."""
+    bits = scales.int()
+    return torch.where(bits == 0, 1 << 22, bits << 23).view(torch.float32)
 
 
 def _values(code: str, codes: Tensor, table: Tensor | None) -> Tensor:
@@ -196,10 +206,12 @@ def _check_fields(w: QuantizedWeight) -> None:
             f"scales of 128 rows are those of 128 x 128 blocks of e4m3, not of {w.code} in groups of {w.group}; "
             "repeat them to rows"
         )
+    if w.code == "e2m1" and w.group != 32:
+        raise UnsupportedProblem(f"e2m1 has groups of 32, not of {w.group}; quantize the weight to int4 instead")
     table = scales_shape(w.group, w.scale_rows, w.shape)
     expected: dict[str, tuple[tuple[int, ...], tuple[torch.dtype, ...]]] = {
         "packed": (layout.packed_shape(w.shape, w.bits), (torch.uint8,)),
-        "scales": (table, FLOATS),
+        "scales": (table, (EXPONENTS,) if w.code == "e2m1" else FLOATS),
         "zeros": (table, (torch.uint8,)),
         "order": ((w.shape[1],), (torch.int32,)),
         "offsets": (table, (w.scales.dtype,)),

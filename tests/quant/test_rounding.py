@@ -10,7 +10,7 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.quant.formats.own import SCHEMES
 from tests.quant import golden
 
-GRID = {"int4_g32": 32, "int4_g64": 64, "int4_g128": 128}
+GRID = {"int4_g32": 32, "int4_g64": 64, "int4_g128": 128, "mxfp4": 32}
 
 
 @pytest.mark.parametrize(("n", "k"), [(1, 64), (17, 100), (130, 300)])
@@ -34,6 +34,8 @@ def test_no_code_is_nearer(scheme: str, dtype: torch.dtype, n: int, k: int) -> N
     if scheme.startswith("int"):
         steps = 7.5 if scheme.startswith("int4") else 127
         bound = size / steps * (0.5 + steps / 2048) + 1e-12  # half a step, and the scale rounded to fp16
+    elif scheme == "mxfp4":
+        bound = exact.abs() / 4 + torch.exp2(size.log2().floor() - 2) / 4  # above 6 scales it is 6; a bit of mantissa
     else:
         bound = exact.abs() / 16 * 1.001 + size / 448 * 2.0**-10  # three bits of mantissa, subnormals
     assert bool(((found - exact).abs() <= bound).all())

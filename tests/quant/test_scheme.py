@@ -129,7 +129,7 @@ def test_names_match_as_in_transformers() -> None:
     [
         ({}, "quant_method is one of awq, gptq"),
         ({"quant_method": "awk"}, "Did you mean 'awq'"),
-        ({"quant_method": "mxfp4"}, "dequantize=True"),
+        ({"quant_method": "modelopt"}, "compressed-tensors or FP8"),
         ({"quant_method": "gguf"}, "take the safetensors checkpoint"),
         (AWQ | {"bits": 8}, "bits of awq is 4, not 8"),
         (AWQ | {"version": "gemv"}, "version of awq is gemm, not 'gemv'"),

@@ -77,7 +77,7 @@ def test_pieces_give_what_the_whole_gives(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"code": "int3"}, "code of a QuantizedWeight is one of int4, nf4, int8, e4m3, not 'int3'"),
+        ({"code": "int3"}, "code of a QuantizedWeight is one of int4, nf4, e2m1, int8, e4m3, not 'int3'"),
         ({"group": 48}, "group of a QuantizedWeight is one of 0, 32, 64, 128, not 48"),
         ({"scale_rows": 2}, "scale_rows of a QuantizedWeight is one of 1, 128, not 2"),
         ({"format": "gguf"}, "format of a QuantizedWeight"),

@@ -12,11 +12,11 @@ from cutekernels.kernels.cute.parts.nf4 import NF4
 from cutekernels.ops.gemm.problem import activated
 from cutekernels.ops.shared.tolerance import rounded_operand_depth
 from cutekernels.quant import QuantizedWeight, layout
-from cutekernels.quant.weight import BITS, scales_shape
+from cutekernels.quant.weight import BITS, E2M1, scales_shape
 from cutekernels.verify import worst_error
 
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-_SIZE = {"int4": 5.0, "int8": 74.0, "e4m3": 130.0, "nf4": 0.5}  # the root mean square of codes
+BF16, FP16, FP32, E8M0 = torch.bfloat16, torch.float16, torch.float32, torch.uint8
+_SIZE = {"int4": 5.0, "int8": 74.0, "e4m3": 130.0, "nf4": 0.5, "e2m1": 2.9}  # the root mean square of codes
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,13 @@ _OTHERS = [
     Kind(code, g, scale=s) for code, g, s in product(("int8", "e4m3", "nf4"), (0, 32, 64, 128), (FP16, BF16, FP32))
 ]
 _BLOCKS = [Kind("e4m3", 128, 128, scale=s) for s in (FP32, BF16, FP16)]
-KINDS = {str(kind): kind for kind in (*_INT4, *_OTHERS, *_BLOCKS)}
+_MXFP4 = Kind("e2m1", 32, scale=E8M0)
+KINDS = {str(kind): kind for kind in (*_INT4, *_OTHERS, *_BLOCKS, _MXFP4)}
 COMMON = {  # one of each code and way of scaling
     str(kind): kind
     for kind in (
         Kind(), Kind(group=32, zeros=True, scale=FP32), Kind("e4m3", 0, scale=FP32), Kind("e4m3", 128, 128, scale=FP32),
-        Kind("int8", 64, scale=BF16), Kind("nf4", 64, scale=FP32),
+        Kind("int8", 64, scale=BF16), Kind("nf4", 64, scale=FP32), _MXFP4,
     )
 }  # fmt: skip
 
@@ -71,7 +72,8 @@ class Made:
         kind = self.kind
         fill = 0 if kind.code != "int4" else 8
         return QuantizedWeight(
-            kind.code, kind.group, kind.scale_rows, self.shape, layout.pack(self.codes, BITS[kind.code], fill),
+            kind.code, kind.group, kind.scale_rows, self.shape,
+            layout.pack(self.codes, BITS[kind.code], fill, spread=kind.code == "e2m1"),
             self.scales, self.zeros, self.order,
         )  # fmt: skip
 
@@ -79,9 +81,9 @@ class Made:
         """The values in fp64, as the definition of each code has them; columns as the weight's."""
         n, k = self.shape
         device, kind = self.codes.device, self.kind
-        if kind.code in ("int4", "nf4"):
-            table = torch.tensor(NF4 if kind.code == "nf4" else range(16), dtype=torch.float64, device=device)
-            values = table[self.codes.long()]
+        if kind.code in ("int4", "nf4", "e2m1"):
+            table = {"int4": range(16), "nf4": NF4, "e2m1": E2M1}[kind.code]
+            values = torch.tensor(table, dtype=torch.float64, device=device)[self.codes.long()]
         else:
             own = torch.int8 if kind.code == "int8" else torch.float8_e4m3fn
             values = self.codes.view(own).float().double()
@@ -91,7 +93,10 @@ class Made:
         )
         if kind.code == "int4":
             values = values - (8 if self.zeros is None else self.zeros[group, row].double())
-        values = values * self.scales[group, row].double()
+        scales = self.scales.double()
+        if kind.scale == E8M0:
+            scales = torch.exp2(scales - 127)
+        values = values * scales[group, row]
         if self.order is None:
             return values
         return torch.empty_like(values).index_copy_(1, self.order.long(), values)
@@ -104,7 +109,8 @@ def make(n: int, k: int, kind: Kind = Kind(), device: str = "cpu", seed: int = 0
     if kind.code == "e4m3":
         codes = torch.where(codes % 128 == 127, codes - 1, codes)  # no NaN
     shape = scales_shape(kind.group, kind.scale_rows, (n, k))
-    scales = ((torch.rand(shape, generator=draw) + 0.5) / (_SIZE[kind.code] * k**0.5)).to(kind.scale)
+    scales = (torch.rand(shape, generator=draw) + 0.5) / (_SIZE[kind.code] * k**0.5)
+    scales = (scales.log2().round() + 127).to(E8M0) if kind.scale == E8M0 else scales.to(kind.scale)
     zeros = torch.randint(0, 17, shape, generator=draw).to(torch.uint8) if kind.zeros else None
     order = torch.randperm(k, generator=draw).to(torch.int32) if kind.order else None
     if kind.scale_rows == 1:  # rows that are padding

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from cutekernels import gpu
+from cutekernels.kernels.cute.parts.packed import MOVES_BF16, MOVES_FP16
 from cutekernels.ops.quantized import packed_skinny, packed_warpgroup
 from cutekernels.ops.quantized.op import QUANTIZED_LINEAR, SCHEDULES
 from cutekernels.ops.quantized.problem import QuantizedConfig, QuantizedProblem
+from cutekernels.quant import layout
+from cutekernels.quant.weight import E2M1
 
 GPUS = ("a100-sxm-80gb", "l40s", "h200", "rtx5090")
 # One of each way through the warpgroup body: sums of groups, two batches under way, scales of both kinds, shared tiles.
@@ -72,3 +76,23 @@ def test_grids_deal_out_all_units_once() -> None:
                 assert ctas <= spec.sm_count
                 rest = tiles - rounds * ctas
                 assert not c.stream_k or (rest >= 0 and rest * k_tiles <= ctas * share)
+
+
+def test_powers_of_two_times_e2m1_are_exact_in_registers() -> None:
+    """The decoder's shifts and masks, in Python, on words as they are packed: each code in each place, each power."""
+    codes = torch.arange(64 * 64, dtype=torch.uint8).view(64, 64) * 7 % 16
+    packed = layout.pack(codes, 4, spread=True)
+    assert torch.equal(layout.unpack(packed, 4, 64, 64, spread=True), codes)
+    words = packed.view(torch.int32)[0, 0].view(4, 32, 4).long()  # (strip, lane, k-block)
+    for dtype, moves, bias in ((torch.bfloat16, MOVES_BF16, 126), (torch.float16, MOVES_FP16, 14)):
+        for p in range(4):
+            moved = sum(((words << by if by > 0 else words >> -by) & mask * 0x10001) for by, mask in moves[p])
+            for e in range(2):
+                found = (moved >> 16 * e & 0xFFFF).to(torch.uint16).view(dtype).double() * 2.0**bias
+                for lane in range(32):
+                    rows, k = torch.arange(4) * 16 + lane // 4 + p % 2 * 8, torch.arange(4) * 16 + lane % 4 * 2 + e
+                    expected = torch.tensor(E2M1).double()[codes[rows][:, k + p // 2 * 8].long()]
+                    assert torch.equal(found[:, lane], expected)
+    for byte in range(153):
+        power = torch.tensor([byte * 0x00800080 + 0x33003300], dtype=torch.uint32).view(torch.bfloat16)
+        assert power.double().tolist() == [2.0 ** (byte - 25)] * 2

@@ -26,6 +26,7 @@ from cutekernels.quant import QuantizedWeight, quantize
 from tests.quantized.cases import (
     BF16,
     COMMON,
+    E8M0,
     FP16,
     FP32,
     KINDS,
@@ -59,6 +60,8 @@ def skinny(m: int, **changes: Any) -> QuantizedConfig:
 def warpgroup(m: int, kind: Kind, **changes: Any) -> QuantizedConfig:
     tile = 16 if m <= 32 else 64
     knobs = {"tile_m": tile, "tile_n": 128, "tile_k": 128 if kind.group in (0, 128) else 64, "stages": 4}
+    if kind.scale == E8M0:
+        knobs["scaled"] = "weights"
     return QuantizedConfig(**{**_first(knobs), "body": "warpgroup", **changes})
 
 
@@ -68,7 +71,7 @@ def _first(knobs: dict[str, Any]) -> dict[str, Any]:
 
 
 def posed(m: int, n: int, k: int, kind: Kind, out_align: int = 8) -> QuantizedProblem:
-    scale = {FP16: "fp16", BF16: "bf16", FP32: "fp32"}[kind.scale]
+    scale = {FP16: "fp16", BF16: "bf16", FP32: "fp32", E8M0: "e8m0"}[kind.scale]
     return QuantizedProblem(
         m=m, n=n, k=k, code=kind.code, group=kind.group, scale_rows=kind.scale_rows, scale=scale, zeros=kind.zeros,
         out_align=out_align,

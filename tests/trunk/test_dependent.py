@@ -20,6 +20,7 @@ WAIT = "griddepcontrol.wait"
 CUTE = (
     "grouped_gemm",
     "grouped_gemm_wgrad",
+    "quantized_grouped_gemm",
     "quantized_linear",
     "dequantize",
 )  # tensor ops whose kernels are not Triton's

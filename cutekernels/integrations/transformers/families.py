@@ -194,7 +194,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "gpt_oss": Family(
         "gpt_oss", "GptOss", experts=True, rounding="once", table="once", sinks=True, renamed=(("mlp", None),),
-        undecoded="its experts have biases and a clamped gate, which no kernel has",
+        undecoded="its experts have biases and a clamped gate, which only cutekernels.models.load(path) reads",
     ),
     "deepseek_v2": Family(
         "deepseek_v2", "DeepseekV2", experts=True, windowed=None, renamed=(("attention", None),),

@@ -7,6 +7,7 @@ from typing import Any
 from cutekernels.op import Op
 from cutekernels.ops.moe.grouped import GROUPED_GEMM, GROUPED_GEMM_WGRAD
 from cutekernels.ops.moe.permute import MOE_PERMUTE
+from cutekernels.ops.moe.quantized import QUANTIZED_GROUPED_GEMM
 from cutekernels.ops.moe.route import MOE_ROUTE, MOE_ROUTE_BACKWARD
 from cutekernels.ops.moe.rows import MOE_COMBINE, MOE_COMBINE_BACKWARD, MOE_GATHER
 
@@ -19,4 +20,5 @@ OPS: tuple[Op[Any, Any], ...] = (
     MOE_COMBINE_BACKWARD,
     GROUPED_GEMM,
     GROUPED_GEMM_WGRAD,
+    QUANTIZED_GROUPED_GEMM,
 )

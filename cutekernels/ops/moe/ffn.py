@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
@@ -10,22 +12,29 @@ from cutekernels.ops.activations.api import silu_mul
 from cutekernels.ops.moe.api import moe_combine, moe_gather, moe_permute
 from cutekernels.ops.moe.grouped import GATED
 from cutekernels.ops.moe.grouped_api import grouped_gemm
+from cutekernels.ops.moe.packed_experts import CLAMPED, GATES
+from cutekernels.ops.moe.quantized import ALPHA, LIMIT
+from cutekernels.ops.moe.quantized_api import clamped_swiglu
 from cutekernels.ops.shared.calls import any_requires_grad, is_grad_enabled
-from cutekernels.ops.shared.checks import check_tensor
+from cutekernels.ops.shared.checks import check_tensor, check_word
 from cutekernels.ops.shared.registration import PLAIN
+from cutekernels.quant.experts import QuantizedStack
 
 _WEIGHTS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def moe_ffn(
     x: Tensor,
-    w_gate_up: Tensor,
-    w_down: Tensor,
+    w_gate_up: Tensor | QuantizedStack,
+    w_down: Tensor | QuantizedStack,
     ids: Tensor,
     weights: Tensor,
     *,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
+    activation: Literal["silu_mul", "swiglu_oai"] = "silu_mul",
+    alpha: float = ALPHA,
+    limit: float = LIMIT,
 ) -> Tensor:
     """``out[t] = sum_j weights[t, j] * down_e(silu(gate_e(x[t])) * up_e(x[t]))`` with ``e = ids[t, j]``.
 
@@ -34,12 +43,16 @@ def moe_ffn(
 
     Args:
         x: ``(..., H)``, fp16 or bf16 (on the CPU fp32 and fp64 too).
-        w_gate_up: ``(E, 2 * I, H)``, gate's rows before up's: ``experts.gate_up_proj`` of Hugging Face.
+        w_gate_up: ``(E, 2 * I, H)``, gate's rows before up's: ``experts.gate_up_proj`` of Hugging Face. This and the
+            next may be a :class:`~cutekernels.quant.QuantizedStack`, which stays packed and has no gradient.
         w_down: ``(E, H, I)``: ``experts.down_proj``.
         ids: int32 or int64 ``(..., K)`` from :func:`moe_route`. One that names no expert adds nothing.
         weights: ``(..., K)`` from :func:`moe_route`, of any floating-point type.
         gate_up_bias: ``(E, 2 * I)``.
         down_bias: ``(E, H)``.
+        activation: ``"swiglu_oai"`` is gpt-oss's gate, ``(up + 1) * gate * sigmoid(alpha * gate)``; of experts that are
+            not packed it runs behind the product, in plain PyTorch.
+        alpha, limit: of ``"swiglu_oai"``; gates are clamped to ``limit`` from above, up on both sides.
 
     Returns:
         ``(..., H)``, dtype of ``x``. Differentiable in x, weights, matrices and biases, once.
@@ -49,13 +62,21 @@ def moe_ffn(
     """
     given = {"x": x, "w_gate_up": w_gate_up, "w_down": w_down, "ids": ids, "weights": weights}
     for name, t in given.items():
-        if type(t) not in PLAIN or t.layout is not torch.strided or t.is_nested or t.is_quantized:
+        if isinstance(t, QuantizedStack):
+            if name.startswith("w_"):
+                continue
+            check_tensor("moe_ffn", name, t)
+        elif type(t) not in PLAIN or t.layout is not torch.strided or t.is_nested or t.is_quantized:
             check_tensor("moe_ffn", name, t)
     for name, bias in (("gate_up_bias", gate_up_bias), ("down_bias", down_bias)):
         if bias is not None:
             check_tensor("moe_ffn", name, bias)
-    experts, width = w_gate_up.shape[0] if w_gate_up.dim() == 3 else 0, x.shape[-1] if x.dim() else 0
-    fits = w_gate_up.dim() == 3 and w_gate_up.shape[1] % 2 == 0 and w_gate_up.shape[2] == width
+    check_word("moe_ffn", "activation", activation)
+    if activation not in GATES:
+        raise UnsupportedProblem(f"moe_ffn takes activation as {' or '.join(GATES)}; got {activation!r}: pass one")
+    shape = tuple(w_gate_up.shape)
+    experts, width = shape[0] if len(shape) == 3 else 0, x.shape[-1] if x.dim() else 0
+    fits = len(shape) == 3 and shape[1] % 2 == 0 and shape[2] == width
     if not fits or w_down.shape != (experts, width, w_gate_up.shape[1] // 2):
         raise UnsupportedProblem(
             f"moe_ffn takes w_gate_up (E, 2 * I, H) and w_down (E, H, I) for x (..., H); got {tuple(w_gate_up.shape)}, "
@@ -72,7 +93,12 @@ def moe_ffn(
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     _, offsets, inverse = moe_permute(ids, experts)
     rows = moe_gather(x, inverse)
-    if is_grad_enabled() and any_requires_grad(rows, w_gate_up, gate_up_bias):
+    hidden: Tensor
+    if isinstance(w_gate_up, QuantizedStack):
+        hidden = grouped_gemm(rows, w_gate_up, offsets, gate_up_bias, activation=activation, alpha=alpha, limit=limit)
+    elif activation == CLAMPED:
+        hidden = clamped_swiglu(grouped_gemm(rows, w_gate_up, offsets, gate_up_bias), alpha, limit)
+    elif is_grad_enabled() and any_requires_grad(rows, w_gate_up, gate_up_bias):
         hidden = silu_mul(grouped_gemm(rows, w_gate_up, offsets, gate_up_bias))  # backward reads gate and up
     else:
         hidden = grouped_gemm(rows, w_gate_up, offsets, gate_up_bias, activation=GATED)

@@ -36,7 +36,7 @@ from cutekernels.ops.moe.grouped_schedules import (
     expected_hit,
     tile_rows,
 )
-from cutekernels.ops.moe.permute import MAX_GROUPS, MAX_PAIRS
+from cutekernels.ops.moe.permute import check_extents
 from cutekernels.ops.shared.checks import check_dtype, check_results, present
 from cutekernels.ops.shared.dtypes import DTYPES
 from cutekernels.ops.shared.tensor_op import TensorOp
@@ -329,7 +329,7 @@ class GroupedGemm(_GroupedOp):
         if bias is not None and bias.shape != weight.shape[:2]:
             raise _misfit("bias (E, N) of weight (E, N, K)", bias, weight)
         _check_alike(x, weight, *(() if bias is None or bias.dtype == torch.float32 else (bias,)), *results)
-        _check_offsets(offsets, x, weight.shape[0])
+        check_offsets(offsets, x, weight.shape[0])
         if bias is not None and bias.device != x.device:
             raise UnsupportedProblem(f"bias must be on x's device {x.device}; it is on {bias.device}")
         if options["activation"] not in (*ACTIVATIONS, GATED):
@@ -441,7 +441,7 @@ class GroupedGemmWgrad(_GroupedOp):
         if dout.dim() != 2 or x.dim() != 2 or dout.shape[0] != x.shape[0]:
             raise _misfit("dout (T, N) and x (T, K)", dout, x)
         _check_alike(x, dout, *results)
-        _check_offsets(offsets, x, None)
+        check_offsets(offsets, x, None)
         _check_fit(results, (offsets.shape[0] - 1, dout.shape[1], x.shape[1]))
 
     def fresh(self, *inputs: Tensor | None, **options: Any) -> tuple[Tensor, ...]:
@@ -523,14 +523,7 @@ def sampled_experts(rows: int, experts: int) -> float:
     return math.fsum(expected_experts(spread, rows, experts) for spread in SPREADS) / len(SPREADS)
 
 
-def check_extents(rows: int, experts: int) -> None:
-    if not 1 <= experts <= MAX_GROUPS or rows > MAX_PAIRS:
-        raise UnsupportedProblem(
-            f"grouped products take 1 to {MAX_GROUPS} experts and up to {MAX_PAIRS} rows; got {experts} and {rows}"
-        )
-
-
-def _check_offsets(offsets: Tensor, x: Tensor, experts: int | None) -> None:
+def check_offsets(offsets: Tensor, x: Tensor, experts: int | None) -> None:
     import torch
 
     if offsets.dim() != 1 or offsets.dtype != torch.int32 or offsets.device != x.device:

@@ -10,22 +10,27 @@ from torch import Tensor
 from cutekernels.ops.activations.api import PACKED_BACKWARD
 from cutekernels.ops.gemm.problem import Activation, GemmConfig
 from cutekernels.ops.gemm.slopes import SLOPES
+from cutekernels.ops.moe.group_sums import group_sums
 from cutekernels.ops.moe.grouped import GATED, GROUPED_GEMM, GROUPED_GEMM_WGRAD
+from cutekernels.ops.moe.quantized import ALPHA, LIMIT
+from cutekernels.ops.moe.quantized_api import quantized_grouped_gemm
+from cutekernels.ops.quantized.problem import QuantizedConfig
 from cutekernels.ops.shared.calls import call, refuse_others, register
 from cutekernels.ops.shared.registration import PLAIN
-
-_BIAS_COLUMNS = 8  # of ones, whose product with dout is the bias's gradient: 16-byte rows
+from cutekernels.quant.experts import QuantizedStack
 
 
 def grouped_gemm(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | QuantizedStack,
     offsets: Tensor,
     bias: Tensor | None = None,
     *,
-    activation: Activation | Literal["silu_mul"] | None = None,
+    activation: Activation | Literal["silu_mul", "swiglu_oai"] | None = None,
+    alpha: float = ALPHA,
+    limit: float = LIMIT,
     out: Tensor | None = None,
-    config: GemmConfig | str | None = None,
+    config: GemmConfig | QuantizedConfig | str | None = None,
 ) -> Tensor:
     """``out[r] = activation(x[r] @ weight[e].T + bias[e])`` for the rows r of each expert e.
 
@@ -34,7 +39,8 @@ def grouped_gemm(
     Args:
         x: ``(T, K)``, fp16 or bf16 (on the CPU fp32 and fp64 too), grouped by expert as :func:`moe_gather` leaves it.
         weight: ``(E, N, K)``, dtype of ``x``: Hugging Face's 3-D expert parameters. K or N contiguous, so
-            ``w.mT`` of an ``(E, K, N)`` weight is free; other strides cost a copy.
+            ``w.mT`` of an ``(E, K, N)`` weight is free; other strides cost a copy. Or a
+            :class:`~cutekernels.quant.QuantizedStack`, which stays packed.
         offsets: int32 ``(E + 1,)`` from :func:`moe_permute`: expert e has rows ``offsets[e]`` to ``offsets[e + 1]``,
             which may be none. Rows before ``offsets[0]`` and from ``offsets[E]`` on get 0. Offsets that fall or leave
             the rows are refused on the CPU; a GPU clamps them, and reads and writes nothing out of range. They must
@@ -42,16 +48,23 @@ def grouped_gemm(
         bias: ``(E, N)``, dtype of ``x`` or fp32.
         activation: ``"relu" | "gelu" | "gelu_tanh" | "silu"``; None for identity. ``"silu_mul"`` takes a weight
             ``(E, 2 * N, K)``, the gate's rows before up's, and a bias ``(E, 2 * N)``: ``out = silu(gate) * up``.
+            ``"swiglu_oai"``, of packed experts alone, is gpt-oss's: ``(up + 1) * gate * sigmoid(alpha * gate)``.
+        alpha, limit: of ``"swiglu_oai"``; gates are clamped to ``limit`` from above, up on both sides.
         out: where to write, ``(T, N)``; must not overlap an input. Not differentiable.
         config: overrides the tuned choice, as a :class:`GemmConfig` or its text. Ignored on the CPU.
 
     Returns:
-        ``(T, N)``, dtype of ``x``; or ``out``. Differentiable in x, weight and bias, deterministically.
+        ``(T, N)``, dtype of ``x``; or ``out``. Differentiable in x, weight and bias, deterministically; packed weights
+        have no gradient.
 
     Raises:
         UnsupportedProblem: a dtype no kernel takes, shapes that do not fit, other devices, more than 1023 experts.
         InvalidConfig: ``config`` breaks a rule of the op.
     """
+    if isinstance(weight, QuantizedStack):
+        return quantized_grouped_gemm(
+            x, weight, offsets, bias, activation=activation, alpha=alpha, limit=limit, out=out, config=config
+        )
     inputs, results = (x, weight, offsets, bias), None if out is None else (out,)
     options = ("none" if activation is None else activation,)
     if type(x) not in PLAIN or type(weight) not in PLAIN or type(offsets) not in PLAIN:
@@ -81,17 +94,8 @@ def _gradient(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
     dweight = GROUPED_GEMM_WGRAD.path(dz, x, offsets, None) if needs[1] else None
     dbias = None
     if needs[3]:
-        dbias = _sums(dz, offsets, ctx.bias_dtype)
+        dbias = group_sums(dz, offsets, ctx.bias_dtype)
     return dx, dweight, None, dbias, None, None
-
-
-def _sums(rows: Tensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:
-    """``(E, N)``: the rows of each group added up, in a fixed order; rounded once, to ``dtype``."""
-    if dtype == rows.dtype:
-        ones = rows.new_ones((rows.shape[0], _BIAS_COLUMNS))
-        return GROUPED_GEMM_WGRAD.path(rows, ones, offsets, None)[..., 0]  # type: ignore[no-any-return]
-    ends = offsets.clamp(0, rows.shape[0]).cummax(0).values.long()  # as the kernels read offsets, whatever they are
-    return torch.segment_reduce(rows.to(dtype), "sum", offsets=ends, unsafe=True)
 
 
 def _remember_wgrad(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -231,4 +231,11 @@ def _check_groups(experts: int) -> None:
         raise UnsupportedProblem(f"moe_permute groups by 1 to {MAX_GROUPS} experts; got {experts}")
 
 
+def check_extents(rows: int, experts: int) -> None:
+    if not 1 <= experts <= MAX_GROUPS or rows > MAX_PAIRS:
+        raise UnsupportedProblem(
+            f"grouped products take 1 to {MAX_GROUPS} experts and up to {MAX_PAIRS} rows; got {experts} and {rows}"
+        )
+
+
 MOE_PERMUTE = MoePermute()

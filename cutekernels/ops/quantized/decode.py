@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from cutekernels.backends import Artifact
     from cutekernels.gpu import GpuSpec
 
+EXPONENT = "e8m0"
 BLOCK = 128  # rows and columns of a block that shares a scale
 
 
@@ -34,16 +35,16 @@ class DequantizeProblem(Problem):
     columns: int = extent()
     k: int = extent()
     dtype: str = plain("bf16", "fp16")
-    code: str = plain("int4", "int8", "e4m3", "nf4")
+    code: str = plain("int4", "int8", "e4m3", "nf4", "e2m1")
     group: int = plain(128, 64, 32, 0)
     scale_rows: int = plain(1, 128)
-    scale: str = plain("fp16", "bf16", "fp32")
+    scale: str = plain("fp16", "bf16", "fp32", "e8m0")
     zeros: bool = plain(False, True)
     out_align: int = plain(8, 1)  # elements that divide the address, the pitch and the columns of out
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_scaling(self.code, self.group, self.scale_rows, self.zeros)
+        check_scaling(self)
         if self.columns % self.out_align:
             raise UnsupportedProblem(f"out_align={self.out_align} must divide columns={self.columns}")
 
@@ -70,6 +71,7 @@ class Dequantize(Ruled, TensorOp[DequantizeProblem, DequantizeConfig]):
         "n=130 columns=64 k=64 code=int8 group=0 scale=fp32",
         "n=100 columns=100 k=164 group=32 zeros=1 out_align=1",
         "n=64 columns=256 k=256 code=nf4 group=64 scale=fp32",
+        "n=192 columns=256 k=256 code=e2m1 group=32 scale=e8m0",
     )
     results = ("out",)
     inputs = ("packed", "scales", "zeros")
@@ -115,7 +117,7 @@ class Dequantize(Ruled, TensorOp[DequantizeProblem, DequantizeConfig]):
         from cutekernels.quant import layout
 
         sym = cutlass.cute.sym_int
-        scale = backend.float_of(p.scale)
+        scale = backend.scale_of(p.scale)
         body = Body(p.code, scale, p.group, p.scale_rows, p.zeros, c.tiles, p.out_align, c.pdl)
 
         def dense(kind: Any, *shape: Any) -> Any:
@@ -176,7 +178,7 @@ class Dequantize(Ruled, TensorOp[DequantizeProblem, DequantizeConfig]):
         return DequantizeProblem(
             **options,
             scale_rows=rows_of_scale(scales, options["n"]),
-            scale=GPU_DTYPES.names[scales.dtype],
+            scale=scale_of(scales),
             zeros=zeros is not None,
             out_align=8 if alignment(out) == 8 else 1,
         )
@@ -218,6 +220,11 @@ class Dequantize(Ruled, TensorOp[DequantizeProblem, DequantizeConfig]):
 DEQUANTIZE = Dequantize()
 
 
+def scale_of(scales: Tensor) -> str:
+    """The name of their type in problems; exponents are bytes."""
+    return EXPONENT if scales.element_size() == 1 else GPU_DTYPES.names[scales.dtype]
+
+
 def rows_of_scale(scales: Tensor, n: int) -> int:
     """Rows that share a scale: 1, or 128."""
     from cutekernels.quant import layout
@@ -240,15 +247,11 @@ def check_weight(packed: Tensor, scales: Tensor, zeros: Tensor | None, code: str
         )
     groups = -(-k // group) if group else 1
     columns = (expected[0] * layout.TILE, -(-n // BLOCK))
-    if (
-        scales.dtype not in GPU_DTYPES.values()
-        or scales.dim() != 2
-        or scales.shape[0] != groups
-        or scales.shape[1] not in columns
-    ):
+    kinds = (torch.uint8,) if code == "e2m1" else tuple(GPU_DTYPES.values())
+    if scales.dtype not in kinds or scales.dim() != 2 or scales.shape[0] != groups or scales.shape[1] not in columns:
         raise UnsupportedProblem(
-            f"scales must be ({groups}, {columns[0]}), fp16, bf16 or fp32, for {n} x {k} in groups of {group}; "
-            f"they are {tuple(scales.shape)} {scales.dtype}"
+            f"scales must be ({groups}, {columns[0]}), {'uint8' if code == 'e2m1' else 'fp16, bf16 or fp32'}, for "
+            f"{n} x {k} in groups of {group}; they are {tuple(scales.shape)} {scales.dtype}"
         )
     if zeros is not None and (zeros.dtype != torch.uint8 or zeros.shape != scales.shape):
         raise UnsupportedProblem(
@@ -266,14 +269,19 @@ def random_weight(p: Any, device: str, seed: int) -> tuple[Tensor, Tensor, Tenso
     from cutekernels.quant import layout
 
     draw = torch.Generator(device=device).manual_seed(seed)
-    packed = torch.randint(0, 256, layout.packed_shape((p.n, p.k), BITS[p.code]), generator=draw, device=device)
+    shape: tuple[int, ...] = layout.packed_shape((p.n, p.k), BITS[p.code])
+    packed = torch.randint(0, 256, shape, generator=draw, device=device, dtype=torch.uint8)
     if p.code == "e4m3":
         packed = torch.where(packed % 128 == 127, packed - 1, packed)  # those codes are NaN
     groups = -(-p.k // p.group) if p.group else 1
     shape = (groups, -(-p.n // 64) * 64) if p.scale_rows == 1 else (groups, -(-p.n // BLOCK))
-    size = {"int4": 5.0, "int8": 74.0, "e4m3": 130.0, "nf4": 0.5}[p.code] * max(1, p.k) ** 0.5
-    scales = ((torch.rand(shape, generator=draw, device=device) + 0.5) / size).to(GPU_DTYPES[p.scale])
+    size = {"int4": 5.0, "int8": 74.0, "e4m3": 130.0, "nf4": 0.5, "e2m1": 2.9}[p.code] * max(1, p.k) ** 0.5
+    scales = (torch.rand(shape, generator=draw, device=device) + 0.5) / size
+    if p.scale == EXPONENT:
+        scales = (torch.frexp(scales).exponent + 126).to(torch.uint8)
+    else:
+        scales = scales.to(GPU_DTYPES[p.scale])
     zeros = None
     if p.zeros:
         zeros = torch.randint(0, 17, shape, generator=draw, device=device).to(torch.uint8)
-    return packed.to(torch.uint8), scales, zeros
+    return packed, scales, zeros

@@ -10,7 +10,7 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Work
 from cutekernels.ops.gemm.layouts import alignment
 from cutekernels.ops.gemm.problem import ACTIVATIONS, ELEMENT_BYTES, activated
-from cutekernels.ops.quantized.decode import check_weight, random_weight, rows_of_scale
+from cutekernels.ops.quantized.decode import check_weight, random_weight, rows_of_scale, scale_of
 from cutekernels.ops.quantized.packed_skinny import PACKED_SKINNY
 from cutekernels.ops.quantized.packed_warpgroup import PACKED_WARPGROUP
 from cutekernels.ops.quantized.problem import GATED, QuantizedConfig, QuantizedProblem, since_revision_1
@@ -49,6 +49,7 @@ class QuantizedLinear(TensorOp[QuantizedProblem, QuantizedConfig]):
         "m=33 n=1000 k=1096 group=32 zeros=1 dtype=fp16 scale=bf16 bias=fp32",
         "m=5 n=129 k=200 group=64 code=nf4 scale=fp32 out_align=1",
         "m=300 n=1160 k=520 group=64 scale=bf16 activation=relu",
+        "m=16 n=2880 k=2880 code=e2m1 group=32 scale=e8m0 bias=same",
     )
     results = ("out",)
     inputs = ("x", "packed", "scales", "zeros", "bias")
@@ -86,7 +87,7 @@ class QuantizedLinear(TensorOp[QuantizedProblem, QuantizedConfig]):
         from cutekernels.quant import layout
 
         sym = cutlass.cute.sym_int
-        dtype, scale = backend.dtype_of(p.dtype), backend.float_of(p.scale)
+        dtype, scale = backend.dtype_of(p.dtype), backend.scale_of(p.scale)
         m, n, k = sym(), sym(divisibility=p.out_align), sym(divisibility=8)
 
         def matrix(rows: Any, columns: Any, align: int) -> Any:
@@ -189,7 +190,7 @@ class QuantizedLinear(TensorOp[QuantizedProblem, QuantizedConfig]):
             code=code,
             group=group,
             scale_rows=rows_of_scale(scales, n),
-            scale=GPU_DTYPES.names[scales.dtype],
+            scale=scale_of(scales),
             zeros=zeros is not None,
             bias="none" if bias is None else "fp32" if bias.dtype == torch.float32 else "same",
             activation=options["activation"],

@@ -151,7 +151,7 @@ class PackedSkinnySchedule(QuantizedSchedule):
         return grid(p, c, gpu)
 
     def body(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec) -> Any:
-        return body(p, c, gpu)
+        return body(p, c)
 
 
 PACKED_SKINNY = PackedSkinnySchedule()
@@ -163,21 +163,35 @@ def tiles(p: QuantizedProblem, c: QuantizedConfig) -> int:
 
 def grid(p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec) -> tuple[int, int]:
     """CTAs, and the units (k-tiles) of each."""
+    return dealt(tiles(p, c), p, c, gpu)
+
+
+def dealt(count: int, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec) -> tuple[int, int]:
+    """CTAs that ``count`` tiles are dealt out to, and the units (k-tiles) of each."""
     k_tiles, resident = max(1, -(-p.k // c.tile_k)), gpu.sm_count * c.ctas_per_sm
-    units = max(1, tiles(p, c) * k_tiles)
-    share = -(-units // resident) if c.stream_k else k_tiles * max(1, -(-tiles(p, c) // resident))
+    units = max(1, count * k_tiles)
+    share = -(-units // resident) if c.stream_k else k_tiles * max(1, -(-count // resident))
     return -(-units // share), share
 
 
 def estimate_us(p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec) -> float:
-    """The slowest of DRAM, an SM's loads, its instructions and its MMAs for the busiest SM; fixed costs."""
+    return tiles_us(p, c, gpu, tiles(p, c), min(p.m, c.tile_m), p.weight_bytes)
+
+
+def tiles_us(
+    p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec, count: int, tokens: float, weight_bytes: float
+) -> float:
+    """The slowest of DRAM, an SM's loads, its instructions and its MMAs for the busiest SM; fixed costs.
+
+    ``count`` tiles of ``tokens`` each, which read ``weight_bytes`` from DRAM.
+    """
     rate = rates.of(gpu)
-    ctas, share = grid(p, c, gpu)
+    ctas, share = dealt(count, p, c, gpu)
     frame = smem(p, c)
     per_sm = -(-ctas // gpu.sm_count)
     resident = min(per_sm, c.ctas_per_sm)
     units = per_sm * share
-    unit_bytes = frame.x_at + min(p.m, c.tile_m) * c.tile_k * 2 + (frame.stage_bytes - frame.scales_at)
+    unit_bytes = frame.x_at + tokens * c.tile_k * 2 + (frame.stage_bytes - frame.scales_at)
     in_flight = resident * (c.stages - 1) * unit_bytes
     port = min(_PORT * rate.sm_bytes_per_us, in_flight / (_LATENCY * rate.dram_latency_us))
     lanes = units * c.tile_n * c.tile_k / 256 / 4  # of a scheduler: MMAs of 8 tokens
@@ -186,7 +200,7 @@ def estimate_us(p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec) -> float:
     issue = lanes * instructions / (_ISSUE * rate.clock_mhz) * (1 + _FEW / (c.warps_n * c.warps_k * resident))
     flops = 2.0 * units * c.tile_n * c.tile_k * c.tile_m
     multiply = max(lanes * columns * _MMA_CYCLES / rate.clock_mhz, flops / (_MMA * rate.mma_flops_per_us))
-    dram = p.weight_bytes / (_DRAM * rate.dram_share * gpu.dram_gbps * 1e3)
+    dram = weight_bytes / (_DRAM * rate.dram_share * gpu.dram_gbps * 1e3)
     busy = sum(us**_SHARPNESS for us in (dram, units * unit_bytes / port, issue, multiply)) ** (1 / _SHARPNESS)
     k_tiles = max(1, -(-p.k // c.tile_k))
     fixed = _FIXED * rate.launch_us + _UNIT * share + _END * per_sm * -(-share // k_tiles) + _GROUPS * (c.warps_k - 1)
@@ -195,29 +209,34 @@ def estimate_us(p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec) -> float:
     return float(fixed + busy + (0.0 if c.pdl else rate.dependent_us))
 
 
-def body(p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec) -> Any:
+def body(p: QuantizedProblem, c: QuantizedConfig) -> Any:
+    from cutekernels.kernels.cute.quantized.skinny_packed import SkinnyPacked
+
+    return SkinnyPacked(**parts(p, c), prefetch_tiles=c.prefetch_l2)
+
+
+def parts(p: QuantizedProblem, c: QuantizedConfig) -> dict[str, Any]:
+    """What a body for one weight and one for experts have in common."""
     from cutekernels.backends import cute as backend
     from cutekernels.kernels.cute.parts.column_scale import ColumnScale
     from cutekernels.kernels.cute.parts.epilogue import Activation, Epilogue
     from cutekernels.kernels.cute.parts.packed import PackedWeights
-    from cutekernels.kernels.cute.quantized.skinny_packed import SkinnyPacked
 
     epilogue = ColumnScale if p.group == 0 else Epilogue
-    return SkinnyPacked(
-        weights=PackedWeights(p.code, backend.dtype_of(p.dtype)),
-        scale=backend.float_of(p.scale),
-        group=p.group,
-        scale_rows=p.scale_rows,
-        zeros=p.zeros,
-        tile_m=c.tile_m,
-        tile_n=c.tile_n,
-        tile_k=c.tile_k,
-        warps_n=c.warps_n,
-        warps_k=c.warps_k,
-        stages=c.stages,
-        epilogue=epilogue(Activation("silu_approx" if p.gated else p.activation)),
-        dependent=c.pdl,
-        prefetch_tiles=c.prefetch_l2,
-        ctas_per_sm=c.ctas_per_sm,
-        gated=p.gated,
-    )
+    return {
+        "weights": PackedWeights(p.code, backend.dtype_of(p.dtype), folded=p.code == "e2m1" and p.dtype == "bf16"),
+        "scale": backend.scale_of(p.scale),
+        "group": p.group,
+        "scale_rows": p.scale_rows,
+        "zeros": p.zeros,
+        "tile_m": c.tile_m,
+        "tile_n": c.tile_n,
+        "tile_k": c.tile_k,
+        "warps_n": c.warps_n,
+        "warps_k": c.warps_k,
+        "stages": c.stages,
+        "epilogue": epilogue(Activation("silu_approx" if p.gated else p.activation)),
+        "dependent": c.pdl,
+        "ctas_per_sm": c.ctas_per_sm,
+        "gated": p.gated,
+    }

@@ -82,13 +82,15 @@ class PackedWarpgroupSchedule(QuantizedSchedule):
     def scaled(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec, x: None) -> str | None:
         if c.scaled == "weights" and p.group == 0:
             return "scaled=weights is for scales of groups: those of all of K multiply results"
+        if c.scaled == "accumulators" and p.code == "e2m1":
+            return "scaled=accumulators: e2m1 is multiplied by its powers of two where it is decoded; take weights"
         if c.scaled == "accumulators" and p.group == 128 and c.tile_k == 64 and c.tile_m > 64:
             return "tile_k=64 adds accumulators twice a group: take 128"
         return None
 
     @of_both
     def shared_memory(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec, x: None) -> str | None:
-        frame = smem(p, c)
+        frame = self.smem(p, c)
         if frame.total_bytes > gpu.smem_per_block_bytes:
             return f"{frame.total_bytes} bytes of shared memory are more than a block's {gpu.smem_per_block_bytes}"
         if c.stages < 8 and frame.total_bytes + frame.x_bytes + frame.packed_bytes <= gpu.smem_per_block_bytes:
@@ -137,7 +139,7 @@ class PackedWarpgroupSchedule(QuantizedSchedule):
         return grid(p, c, gpu)
 
     def body(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec) -> Any:
-        return body(p, c, gpu)
+        return body(p, c)
 
 
 PACKED_WARPGROUP = PackedWarpgroupSchedule()
@@ -160,14 +162,18 @@ def grid(p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec) -> tuple[int, in
 
 
 def estimate_us(p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec) -> float:
-    """Tiles of the busiest SM, a k-tile bound by MMAs, decoding or loads; DRAM beside; fixed costs."""
-    rate, count = rates.of(gpu), groups(c)
     ctas, rounds, share = grid(p, c, gpu)
     k_tiles = -(-p.k // c.tile_k)
     steps = float(rounds * k_tiles + share) if c.stream_k else float(-(-tiles(p, c) // ctas) * k_tiles)
+    return steps_us(p, c, gpu, steps, p.weight_bytes + 2.0 * p.m * (p.k + p.n))
+
+
+def steps_us(p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec, steps: float, moved: float) -> float:
+    """``steps`` k-tiles of the busiest SM, bound by MMAs, decoding or loads; DRAM beside; fixed costs."""
+    rate, count = rates.of(gpu), groups(c)
     instructions = float(DECODE_INSTRUCTIONS[p.code]) + _BESIDE
     if c.scaled == "weights":
-        instructions += _SCALED_EXACT if p.scale == p.dtype else _SCALED
+        instructions += 0.0 if p.code == "e2m1" else _SCALED_EXACT if p.scale == p.dtype else _SCALED
     instructions *= c.tile_k / 64 * 4
     ends = 0.0
     if p.group and c.scaled == "accumulators":
@@ -180,7 +186,6 @@ def estimate_us(p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec) -> float:
     fetch = (c.tile_m * c.tile_k * 2 + c.tile_n * c.tile_k * p.bits / 8) / (_PORT * rate.sm_bytes_per_us)
     step = sum(us**_SHARPNESS for us in (multiply, count * decode, fetch)) ** (1 / _SHARPNESS)
     busy = steps * (step + _HALF * c.tile_k / 64)
-    moved = p.weight_bytes + 2.0 * p.m * (p.k + p.n)
     dram = moved / (_DRAM * rate.dram_share * gpu.dram_gbps * 1e3)
     fixed = _FIXED * rate.launch_us + (0.0 if c.pdl else rate.dependent_us)
     if c.stream_k:
@@ -188,41 +193,50 @@ def estimate_us(p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec) -> float:
     return float(fixed + (busy**_HIDDEN + dram**_HIDDEN) ** (1 / _HIDDEN))
 
 
-def body(p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec) -> Any:
-    from cutekernels.backends import cute as backend
+def body(p: QuantizedProblem, c: QuantizedConfig) -> Any:
     from cutekernels.kernels.cute.parts.boxes import ResultBoxes
-    from cutekernels.kernels.cute.parts.epilogue import Activation, Epilogue
-    from cutekernels.kernels.cute.parts.packed import PackedWeights
-    from cutekernels.kernels.cute.parts.schedule import Raster
     from cutekernels.kernels.cute.quantized.warpgroup_packed import WarpgroupPacked
 
-    dtype = backend.dtype_of(p.dtype)
-    results = ResultBoxes(
-        dtype=dtype,
-        columns=c.tile_m,
-        panels=1,
-        pitch=ROWS,
-        boxes=_BOXES,
-        rows_contiguous=True,
-        source=False,
-        biased=p.bias != "none",
-        out_columns=0,
-        epilogue=Epilogue(Activation(p.activation)),
-    )
-    folded = (p.code, p.dtype, c.scaled) == ("e4m3", "bf16", "weights") and p.scale != p.dtype
-    return WarpgroupPacked(
-        weights=PackedWeights(p.code, dtype, folded=folded),
-        scale=backend.float_of(p.scale),
-        group=p.group,
-        scale_rows=p.scale_rows,
-        zeros=p.zeros,
-        scaled=c.scaled,
-        groups=groups(c),
-        tile_n=c.tile_m,
-        tile_k=c.tile_k,
-        stages=c.stages,
-        split=c.stream_k,
-        raster=Raster(c.raster),
-        results=results,
-        dependent=c.pdl,
-    )
+    return WarpgroupPacked(**parts(p, c), results=ResultBoxes(**boxes(p, c)), split=c.stream_k)
+
+
+def boxes(p: QuantizedProblem, c: QuantizedConfig) -> dict[str, Any]:
+    """Of results."""
+    from cutekernels.backends import cute as backend
+    from cutekernels.kernels.cute.parts.epilogue import Activation, Epilogue
+
+    return {
+        "dtype": backend.dtype_of(p.dtype),
+        "columns": c.tile_m,
+        "panels": 1,
+        "pitch": ROWS,
+        "boxes": _BOXES,
+        "rows_contiguous": True,
+        "source": False,
+        "biased": p.bias != "none",
+        "out_columns": 0,
+        "epilogue": Epilogue(Activation(p.activation)),
+    }
+
+
+def parts(p: QuantizedProblem, c: QuantizedConfig) -> dict[str, Any]:
+    """What a body for one weight and one for experts have in common."""
+    from cutekernels.backends import cute as backend
+    from cutekernels.kernels.cute.parts.packed import PackedWeights
+    from cutekernels.kernels.cute.parts.schedule import Raster
+
+    floats = p.code == "e2m1" or (p.code == "e4m3" and c.scaled == "weights" and p.scale != p.dtype)
+    return {
+        "weights": PackedWeights(p.code, backend.dtype_of(p.dtype), folded=floats and p.dtype == "bf16"),
+        "scale": backend.scale_of(p.scale),
+        "group": p.group,
+        "scale_rows": p.scale_rows,
+        "zeros": p.zeros,
+        "scaled": c.scaled,
+        "groups": groups(c),
+        "tile_n": c.tile_m,
+        "tile_k": c.tile_k,
+        "stages": c.stages,
+        "raster": Raster(c.raster),
+        "dependent": c.pdl,
+    }

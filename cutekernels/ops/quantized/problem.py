@@ -12,13 +12,18 @@ from cutekernels.op import Config, Problem, extent, knob, ladder, plain, respell
 from cutekernels.ops.gemm.problem import ACTIVATIONS
 
 GATED = "silu_mul"  # the activation of a weight that has a gate's rows before up's: out has half as many columns
-BITS = {"int4": 4, "int8": 8, "e4m3": 8, "nf4": 4}
-SCALE_BYTES = {"fp16": 2, "bf16": 2, "fp32": 4}
-DECODE_INSTRUCTIONS = {"int4": 11, "int8": 14, "e4m3": 18, "nf4": 30}  # of a thread, for 8 weights
+BITS = {"int4": 4, "int8": 8, "e4m3": 8, "nf4": 4, "e2m1": 4}
+SCALE_BYTES = {"fp16": 2, "bf16": 2, "fp32": 4, "e8m0": 1}
+DECODE_INSTRUCTIONS = {"int4": 11, "int8": 14, "e4m3": 18, "nf4": 30, "e2m1": 17}  # of a thread, for 8 weights
 
 
-def check_scaling(code: str, group: int, scale_rows: int, zeros: bool) -> None:
+def check_scaling(p: Any) -> None:
     """Raises UnsupportedProblem for scales and zero points that no weight has."""
+    code, group, scale_rows, zeros = p.code, p.group, p.scale_rows, p.zeros
+    if (code == "e2m1") != (p.scale == "e8m0") or (code == "e2m1" and (group, scale_rows) != (32, 1)):
+        raise UnsupportedProblem(
+            f"code=e2m1 goes with scale=e8m0 group=32 scale_rows=1; got code={code} scale={p.scale} group={group}"
+        )
     if zeros and code != "int4":
         raise UnsupportedProblem(f"zero points are of int4 weights; code={code}")
     if scale_rows > 1 and (group != 128 or zeros):
@@ -38,10 +43,10 @@ class QuantizedProblem(Problem):
     n: int = extent()
     k: int = extent()
     dtype: str = plain("bf16", "fp16")
-    code: str = plain("int4", "int8", "e4m3", "nf4")
+    code: str = plain("int4", "int8", "e4m3", "nf4", "e2m1")
     group: int = plain(128, 64, 32, 0)
     scale_rows: int = plain(1, 128)
-    scale: str = plain("fp16", "bf16", "fp32")
+    scale: str = plain("fp16", "bf16", "fp32", "e8m0")
     zeros: bool = plain(False, True)
     bias: str = plain("none", "same", "fp32")
     activation: str = plain(*ACTIVATIONS, GATED)
@@ -49,7 +54,7 @@ class QuantizedProblem(Problem):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_scaling(self.code, self.group, self.scale_rows, self.zeros)
+        check_scaling(self)
         if self.k % 8 or self.columns % self.out_align:
             raise UnsupportedProblem(f"8 must divide k={self.k}, and out_align={self.out_align} n={self.columns}")
         if self.gated and (self.n % 128 or self.bias != "none"):
@@ -57,7 +62,7 @@ class QuantizedProblem(Problem):
 
     def bucket(self) -> QuantizedProblem:
         """One tuning serves every bias and activation, both dtypes, and both 16-bit types of scales."""
-        scale = "fp32" if self.scale == "fp32" else "fp16"
+        scale = "fp16" if self.scale == "bf16" else self.scale
         activation = GATED if self.gated else "none"
         return super().bucket().replace(bias="none", activation=activation, dtype="bf16", scale=scale)
 

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from cutekernels.gpu import GpuSpec
 
 
-class QuantizedSchedule(Schedule[QuantizedProblem, QuantizedConfig, None]):
-    """Rules, model, body and grid. Nothing is asked beside a problem."""
+class QuantizedSchedule(Schedule[QuantizedProblem, QuantizedConfig, Any]):
+    """Rules, model, body and grid. Nothing is asked beside a problem, but of experts (``moe/packed_experts.py``)."""
 
     def foreign_knobs(self, c: QuantizedConfig) -> Iterator[str]:
         return foreign(c)

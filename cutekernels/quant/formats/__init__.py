@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.quant.formats import awq, bitsandbytes, compressed_tensors, gptq, own, plain, torchao
+from cutekernels.quant.formats import awq, bitsandbytes, compressed_tensors, gptq, mxfp4, own, plain, torchao
 from cutekernels.quant.layout import dense
 from cutekernels.quant.weight import QuantizedWeight
 
@@ -18,6 +18,7 @@ _WRITERS: dict[str, Callable[[QuantizedWeight], dict[str, Tensor]]] = {
     "fp8": plain.write,
     "bitsandbytes": bitsandbytes.write,
     "torchao": torchao.write,
+    "mxfp4": mxfp4.write,
     "cutekernels": own.write,
 }
 

@@ -25,6 +25,7 @@ SCHEMES = {  # code, group, scale_rows
     "fp8_channel": ("e4m3", 0, 1),
     "fp8_block": ("e4m3", 128, 128),
     "int8_channel": ("int8", 0, 1),
+    "mxfp4": ("e2m1", 32, 1),
 }
 
 
@@ -39,12 +40,12 @@ def from_own(tensors: Mapping[str, Tensor], scheme: str, *, dtype: torch.dtype |
     code, group, scale_rows = SCHEMES[scheme]
     known_only(tensors, NAMES, by="cutekernels")
     packed, scales, shape = (take(tensors, PREFIX + name, by="cutekernels") for name in ("packed", "scales", "shape"))
-    check_scales(scales)
+    check_scales(scales, code)
     said = shape.flatten().tolist()
     if len(said) != 2:
         raise UnsupportedProblem(f"weight.shape is (N, K), not {said}; download the checkpoint again")
     n, k = int(said[0]), int(said[1])
-    group = 0 if scale_rows == 1 and group >= k else group
+    group = 0 if scale_rows == 1 and group >= k and code != "e2m1" else group
     weight = QuantizedWeight(
         code,
         group,
@@ -65,7 +66,7 @@ def from_own(tensors: Mapping[str, Tensor], scheme: str, *, dtype: torch.dtype |
 
 def check_values(weight: QuantizedWeight) -> None:
     """Raises UnsupportedProblem for values that no weight has."""
-    check_scales(weight.scales)
+    check_scales(weight.scales, weight.code)
     order, k = weight.order, weight.shape[1]
     if order is not None and not torch.equal(order.long().sort().values, torch.arange(k, device=order.device)):
         raise UnsupportedProblem(f"weight.order is a permutation of {k} columns, and here it is not; download it again")

@@ -18,7 +18,7 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.quant.assembly import assemble, groups_of, unassemble
 from cutekernels.quant.formats.nibbles import matrix
 from cutekernels.quant.layout import dense
-from cutekernels.quant.weight import QuantizedWeight
+from cutekernels.quant.weight import QuantizedWeight, powers_of_two
 
 CODES = {torch.float8_e4m3fn: "e4m3", torch.int8: "int8"}
 DTYPES = {code: dtype for dtype, code in CODES.items()}
@@ -125,10 +125,10 @@ def write_plain(weight: QuantizedWeight) -> tuple[Tensor, Tensor]:
 
 def exponents(scale: Tensor, *, by: str) -> Tensor:
     """``2 ** (b - 127)`` of e8m0 bytes, fp32."""
-    bits = dense(scale).view(torch.uint8).int()
-    if bool((bits == 255).any()):
+    held = dense(scale).view(torch.uint8)
+    if bool((held == 255).any()):
         raise UnsupportedProblem(f"{by}'s e8m0 scales hold byte 255, which is NaN; download the checkpoint again")
-    return torch.where(bits == 0, 1 << 22, bits << 23).view(torch.float32)
+    return powers_of_two(held)
 
 
 def kept(extra: Mapping[str, Tensor] | None) -> dict[str, Tensor]:

@@ -62,6 +62,7 @@ class EpilogueOperands:
     alpha: Float32 | None = None
     beta: Float32 | None = None
     row_factors: cute.Tensor | None = None
+    clamp: tuple[Float32, Float32] | None = None  # alpha and limit of a clamped gate
     own: Any = None  # of a further epilogue
 
 
@@ -85,8 +86,24 @@ class Epilogue:
             x = x + at.columns(operands.mBias)
         if at.gated:
             gate, up = at.halves(x)
+            if operands.clamp is not None:
+                return clamped_gate(gate, up, *operands.clamp)
             return self.activation.apply(gate) * up
         return self.activation.apply(x)
+
+
+@cute.jit
+def clamped_gate(gate: cute.TensorSSA, up: cute.TensorSSA, alpha: Float32, limit: Float32) -> cute.TensorSSA:
+    """gpt-oss's SwiGLU: ``(up + 1) * gate * sigmoid(alpha * gate)``, gates clamped from above, up on both sides."""
+    # Comparisons are false for NaN, which passes through.
+    gate = cute.where(gate > limit, cute.full_like(gate, limit), gate)
+    up = cute.where(up > limit, cute.full_like(up, limit), up)
+    up = cute.where(up < -limit, cute.full_like(up, -limit), up)
+    inverse = cute.make_rmem_tensor(gate.shape, Float32)
+    inverse.store(1.0 + cute.math.exp(-alpha * gate, fastmath=True))
+    for i in cutlass.range_constexpr(cute.size(inverse)):
+        inverse[i] = cute.arch.rcp_approx(inverse[i])
+    return (up + 1.0) * (gate * inverse.load())
 
 
 def is_shared(t: cute.Tensor) -> bool:

@@ -1,11 +1,14 @@
 """Packed weights of 4 and 8 bits: from 32-bit words to fragments of the activations' type, in registers.
 
 A weight lies in the order in which a thread of an MMA holds it (``quant/layout.py``): 16 bytes are a lane's own.
-A word of 4-bit codes is one k-block of 16: pair p (p = 0..3, as the registers of an A fragment) in nibbles p and p + 4.
+A word of 4-bit codes is one k-block of 16: pair p (p = 0..3, as the registers of an A fragment) in nibbles p and p + 4;
+of e2m1 the bits of each half are spread as ``quant/layout.py`` says, and ``MOVES_*`` brings them back.
 Of 8-bit codes two words are one k-block: word i has pair 2i in bytes 0 and 2, pair 2i + 1 in bytes 1 and 3.
 
-Decoding is exact: integers and e4m3 are numbers of both 16-bit types. Only nf4's table is rounded to them, once.
-Instructions for 8 weights: int4 11 (fp16 9), int8 14, e4m3 18, nf4 about 30.
+Decoding is exact: integers, e4m3 and e2m1 are numbers of both 16-bit types. Only nf4's table is rounded to them, once.
+Instructions for 8 weights: int4 11 (fp16 9), int8 14, e4m3 18, e2m1 15 with its scale, nf4 about 30.
+
+e2m1 has a power of two for each 32 of K (MXFP4), which multiplies decoded weights: in bf16 exactly.
 """
 
 from dataclasses import dataclass
@@ -17,14 +20,23 @@ from cutlass import Int32, const_expr
 from cutekernels.kernels.cute.parts.nf4 import NF4
 from cutekernels.kernels.cute.parts.ptx import held, pure
 
+# Of each pair of e2m1: how far a word is shifted left, and which bits of a half it then has where the type wants them.
+MOVES_BF16 = (((6, 0x81C0),), ((3, 0x81C0),), ((0, 0x81C0),), ((-4, 0x00C0), (-5, 0x0100), (1, 0x8000)))
+MOVES_FP16 = (
+    ((9, 0x0E00), (6, 0x8000)),
+    ((6, 0x0E00), (3, 0x8000)),
+    ((3, 0x0E00), (0, 0x8000)),
+    ((-1, 0x0600), (-2, 0x0800), (1, 0x8000)),
+)
+
 
 @dataclass(frozen=True)
 class PackedWeights:
-    """How elements are coded, and the type they become. ``code``: ``"int4" | "int8" | "e4m3" | "nf4"``."""
+    """How elements are coded, and the type they become. ``code``: ``"int4" | "int8" | "e4m3" | "e2m1" | "nf4"``."""
 
     code: str
     dtype: type[cutlass.Numeric]
-    folded: bool = False  # e4m3 in bf16, times scales: the power of two that its exponent wants is part of the scale
+    folded: bool = False  # floats in bf16, times scales: the power of two that an exponent wants is part of the scale
 
     @property
     def undone(self) -> float:
@@ -33,7 +45,7 @@ class PackedWeights:
 
     @property
     def bits(self) -> int:
-        return 4 if self.code in ("int4", "nf4") else 8
+        return 4 if self.code in ("int4", "nf4", "e2m1") else 8
 
     @property
     def words(self) -> int:
@@ -75,6 +87,9 @@ class PackedWeights:
             self.decode_int4(words[0], shifts, constant, pairs)
         elif const_expr(self.code == "nf4"):
             self.decode_nf4(words[0], pairs)
+        elif const_expr(self.code == "e2m1"):
+            for p in cutlass.range_constexpr(4):
+                pairs[p] = self.float4(words[0], p)
         else:
             for i in cutlass.range_constexpr(2):
                 if const_expr(self.code == "int8"):
@@ -162,6 +177,35 @@ class PackedWeights:
         return pure("fma.rn.bf16x2 $0, $1, $2, $3;", moved, Int32(0x7B807B80), zero)  # 2^120
 
     @cute.jit
+    def float4(self, word: Int32, p: cutlass.Constexpr[int]) -> Int32:
+        """Pair ``p`` of e2m1, as :meth:`float8`."""
+        moved = Int32(0)
+        for by, mask in (MOVES_FP16 if self.halves else MOVES_BF16)[p]:
+            moved = moved | (shifted(word, by) & twos_complement(mask * 0x10001))
+        if const_expr(self.folded):
+            return moved
+        # 2^14, or 2^126; -0.0 twice keeps the sign of zero.
+        bias = Int32(0x74007400 if self.halves else 0x7E807E80)
+        return pure(f"fma.rn.{kind_of(self.dtype)}x2 $0, $1, $2, $3;", moved, bias, Int32(-0x7FFF8000))
+
+    @cute.jit
+    def power(self, byte: Int32) -> Int32:
+        """What :meth:`times_powers` takes of 2 ** (byte - 127): it in fp32, or folded in bf16, twice in a word."""
+        if const_expr(self.folded):
+            return byte * 0x00800080 + 0x33003300  # 2^(byte - 127) * 2^126 / 2^24
+        return power_of_two(byte)
+
+    @cute.jit
+    def times_powers(self, powers: cute.Tensor, pairs: cute.Tensor):
+        """A k-block times the powers of two of its rows r and r + 8."""
+        for p in cutlass.range_constexpr(4):
+            if const_expr(self.folded):
+                zero = Int32(-0x7FFF8000)
+                pairs[p] = pure("fma.rn.bf16x2 $0, $1, $2, $3;", pairs[p], powers[p % 2], zero)
+            else:
+                pairs[p] = product16(pairs[p], powers[p % 2], self.dtype)
+
+    @cute.jit
     def decode_nf4(self, word: Int32, pairs: cute.Tensor):
         """A byte permutation looks 4 nibbles up among 8 bytes: twice for 16 values, for low and high bytes."""
         table = [bits16(value, self.halves) for value in NF4]
@@ -184,6 +228,21 @@ class PackedWeights:
         for p in cutlass.range_constexpr(4):
             choice = Int32(0x5410 if p % 2 == 0 else 0x7632)
             pairs[p] = pure("prmt.b32 $0, $1, $2, $3;", halves[0][p // 2], halves[1][p // 2], choice)
+
+
+def twos_complement(bits: int) -> int:
+    """32 bits as a number of two's complement."""
+    return bits - (bits >> 31 << 32)
+
+
+def shifted(word: Int32, by: int) -> Int32:
+    """``word * 2 ** by``; bits that come in from above are the caller's to mask."""
+    return word << by if by > 0 else word >> -by if by < 0 else word
+
+
+def power_of_two(byte: Int32) -> Int32:
+    """The bits of 2 ** (byte - 127) in fp32, of byte 0 a subnormal number."""
+    return cutlass.max(byte << 23, Int32(0x00400000))
 
 
 def kind_of(dtype: type[cutlass.Numeric]) -> str:

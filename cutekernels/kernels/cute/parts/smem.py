@@ -342,7 +342,8 @@ class DequantizeSmem:
 @dataclass(frozen=True, slots=True)
 class WarpgroupPackedSmem:
     """Shared memory of a warpgroup product with a packed weight: stages of tokens; stages of packed weight, scales and
-    zero points; boxes of results and bias for each consumer group; barriers; a flag for each group.
+    zero points; boxes of results and bias for each consumer group; barriers; a flag for each group; a ring of
+    ``places`` for tiles that are found on the device; what a group leaves for another.
     """
 
     groups: int  # consumer warp groups, 64 weight rows each
@@ -356,8 +357,11 @@ class WarpgroupPackedSmem:
     group: int  # elements of K that share a scale; 0: all
     scale_rows: int
     zeros: bool
+    places: int = 0  # of a ring, for tiles that are found on the device
+    exchanged: int = 0  # accumulators of a thread that one group leaves for another
     TILE = 64
     BIASES = 256
+    PLACE_BYTES = 32  # two barriers and four numbers
     BOX_BYTES = 64 * 64 * 2
 
     @property
@@ -433,4 +437,12 @@ class WarpgroupPackedSmem:
 
     @property
     def total_bytes(self) -> int:
+        return self.exchange_at + self.exchanged * 128 * 4
+
+    @property
+    def ring_at(self) -> int:
         return self.flags_at + 16
+
+    @property
+    def exchange_at(self) -> int:
+        return self.ring_at + self.places * WarpgroupSmem.PLACE_BYTES

@@ -92,6 +92,23 @@ class GroupWalk:
         return WalkState(first, low, total, cute.arch.shuffle_sync(peak, WARP - 1), before)
 
     @cute.jit
+    def survey(
+        self, mEnds: cute.Tensor, rows: Int32, rHigh: cute.Tensor, lead: Int32
+    ) -> tuple[WalkState, Int32, Int32]:
+        """The state before the first tile, how many rows of tiles all groups have, and where the last group ends."""
+        groups = mEnds.shape[0] - 1
+        state = self.start(mEnds, rows, rHigh, lead)
+        first, total, top, before = state.first, state.total, state.top, state.before
+        if groups > CHUNK:
+            while first + CHUNK < groups:
+                before = before + cute.arch.shuffle_sync(total, WARP - 1)
+                first = first + CHUNK
+                following = self.chunk(mEnds, rows, rHigh, first, top, before)
+                total, top = following.total, following.top
+            state = self.start(mEnds, rows, rHigh, lead)
+        return state, before + cute.arch.shuffle_sync(total, WARP - 1), top
+
+    @cute.jit
     def find(
         self, mEnds: cute.Tensor, rows: Int32, rHigh: cute.Tensor, state: WalkState, tile: Int32, tiles_n: Int32
     ) -> tuple[WalkState, GroupTile]:

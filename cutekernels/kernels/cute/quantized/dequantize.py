@@ -11,9 +11,9 @@ One warp: loads the 16 or 32 bytes that are each lane's own in all its tiles, it
     tile by tile, decodes pairs, multiplies, rounds, leaves pairs in shared memory in their rows, and stores rows from
     there. The 16-byte chunks of a row are swizzled by an XOR with the row: neither side meets a bank twice.
 
-Numbers: ``QuantizedWeight.dequantize``'s in every bit. Integers and e4m3 less their zero points are exact in fp16;
-    nf4's table is fp32, a value in each lane, looked up by a shuffle. A product with the fp32 scale is rounded to fp32,
-    then once to out's type.
+Numbers: ``QuantizedWeight.dequantize``'s in every bit. Integers less their zero points, e4m3 and e2m1 are exact in
+    fp16; nf4's table is fp32, a value in each lane, looked up by a shuffle. A product with the fp32 scale is rounded to
+    fp32, then once to out's type.
 
 Ends: tiles behind the last are read as the last, groups behind K too; rows and columns behind out's are not stored. An
     ``out`` whose rows are not 16-byte aligned is stored element by element.
@@ -35,7 +35,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.memory import SmemAllocator
 
 from cutekernels.kernels.cute.parts.nf4 import NF4
-from cutekernels.kernels.cute.parts.packed import PackedWeights, kind_of, product16
+from cutekernels.kernels.cute.parts.packed import PackedWeights, kind_of, power_of_two, product16
 from cutekernels.kernels.cute.parts.ptx import pure
 from cutekernels.kernels.cute.parts.results import store_16
 from cutekernels.kernels.cute.parts.smem import DequantizeSmem
@@ -68,8 +68,8 @@ class Coded(NamedTuple):
 class Dequantize:
     """The body."""
 
-    code: str  # "int4", "int8", "e4m3", "nf4"
-    scale: type[cutlass.Numeric]
+    code: str  # "int4", "int8", "e4m3", "e2m1", "nf4"
+    scale: type[cutlass.Numeric]  # of e2m1 a byte, an exponent
     group: int  # elements of K that share a scale: 32, 64, 128; 0: all
     scale_rows: int  # rows that share a scale: 1, or 128
     zeros: bool
@@ -147,7 +147,10 @@ class Dequantize:
                 # A lane has rows r and r + 8.
                 for h in cutlass.range_constexpr(2):
                     at = (row + lane // 4 + 8 * h) >> (self.scale_rows.bit_length() - 1)
-                    factors[h, g, t] = mS[group, at].to(Float32)
+                    if const_expr(self.code == "e2m1"):
+                        cute.recast_tensor(factors, Int32)[h, g, t] = power_of_two(mS[group, at].to(Int32))
+                    else:
+                        factors[h, g, t] = mS[group, at].to(Float32)
                     if const_expr(self.zeros):
                         shifts[h, g, t] = self.weights.shift(mZ[group, at].to(Int32))
         if const_expr(self.dependent):

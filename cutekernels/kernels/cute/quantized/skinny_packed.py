@@ -26,6 +26,7 @@ Tile's end: groups of warps leave accumulators in shared memory and the first ad
 
 Numbers: codes less their zero points are exact in the activations' type, products and sums are fp32, and scales
     multiply fp32 sums, a group of K at a time: a weight is never rounded. (nf4's table is, to the activations' type.)
+    e2m1 is multiplied by its powers of two where it is decoded, exactly in bf16; fp32 sums have no part in it.
 
 Gated, W has the gates' rows before up's, half of a CTA's rows are gates and half what they multiply, and a warp has
     equally many strips of both, so that one thread holds a pair: ``out = silu(gate) * up``.
@@ -41,9 +42,10 @@ Refuses (``ops/quantized/packed_skinny.py``): tokens whose rows are not 16-byte 
 
 Source:
     Packing weights in the order of MMA fragments and striped partitioning are Marlin's ideas; scales on the sums
-    rather than on the weights are DeepGEMM's promotion. Here both serve int4, int8, e4m3 and nf4.
+    rather than on the weights are DeepGEMM's promotion. Here both serve int4, int8, e4m3, nf4, and the first e2m1.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import cuda.bindings.driver as cuda
@@ -77,6 +79,8 @@ class Operands:
     mBias: cute.Tensor | None  # (N,)
     mPartials: cute.Tensor  # two tiles of accumulators a CTA
     mTickets: cute.Tensor  # (tiles,), zero before and after
+    mEnds: cute.Tensor | None = None  # where groups of tokens end (``skinny_packed_grouped.py``)
+    clamp: tuple[Float32, Float32] | None = None  # of a clamped gate
 
 
 @dataclass(frozen=True)
@@ -88,8 +92,8 @@ class Extents:
     k: Int32
     tiles_k: Int32  # packed tiles along K
     k_tiles: Int32  # of a tile of out
-    tiles_m: Int32
-    units: Int32
+    tiles_m: Int32  # along tokens
+    tiles_n: Int32  # along weight rows
     share: Int32  # units of a CTA
 
 
@@ -175,7 +179,7 @@ class SkinnyPacked:
     @property
     def interval(self) -> int:
         """Elements of K between two additions to the tile's accumulators; 0: scales multiply at the tile's end."""
-        return min(self.group, self.chunk)
+        return 0 if self.weights.code == "e2m1" else min(self.group, self.chunk)
 
     @property
     def smem(self) -> SkinnyPackedSmem:
@@ -233,34 +237,49 @@ class SkinnyPacked:
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         given = Operands(mD, mX, mW, mS, mZ, mBias, mPartials, mTickets)
-        m, k = cute.size(mX, mode=[0]), cute.size(mX, mode=[1])
-        n = cute.size(mD, mode=[1])
-        k_tiles = cute.ceil_div(k, self.tile_k)
-        tiles_m = cute.ceil_div(m, self.tile_m)
-        units = cute.ceil_div(n, self.rows) * tiles_m * k_tiles
-        of = Extents(m, n, k, cute.ceil_div(k, TILE), k_tiles, tiles_m, units, share)
+        of = self.extents(given, cute.ceil_div(cute.size(mX, mode=[0]), self.tile_m), share)
         first = cta * share
-        end = cutlass.min(first + share, units)
-
-        # -- setup
+        end = cutlass.min(first + share, of.tiles_n * of.tiles_m * of.k_tiles)
         storage = SmemAllocator().allocate(self.smem.total_bytes, byte_alignment=128)
+        at = self.unit(of, first)
+        if const_expr(self.dependent):
+            if const_expr(self.prefetch_tiles > 0):  # noqa: SIM102  known when compiled
+                # PDL: before the wait only prefetches, right whatever is written meanwhile.
+                if tid < self.prefetch_tiles and at.k_tile + tid < of.k_tiles:
+                    self.prefetch(given, of, Unit(at.n, at.m, at.k_tile + tid))
+            # PDL: all threads wait until the previous kernel has ended and its writes are visible.
+            cute.arch.griddepcontrol_wait()
+        self.walk(tid, cta, storage, given, of, at, first, end)
+
+    @cute.jit
+    def extents(self, given: Operands, tiles_m: Int32, share: Int32) -> Extents:
+        """Sizes of ``given``, with ``tiles_m`` tiles along tokens, for all of which a CTA has ``share`` units."""
+        (m, k), (_, n) = given.mX.shape, given.mD.shape
+        k_tiles, tiles_n = cute.ceil_div(k, self.tile_k), cute.ceil_div(n, self.rows)
+        return Extents(m, n, k, cute.ceil_div(k, TILE), k_tiles, tiles_m, tiles_n, share)
+
+    @cute.jit
+    def walk(
+        self,
+        tid: Int32,
+        cta: Int32,
+        storage: cute.Pointer,
+        given: Operands,
+        of: Extents,
+        at: Unit,
+        first: Int32,
+        end: Int32,
+    ):
+        """This CTA's units, from number ``first``, which is ``at``, to ``end``."""
+        # -- setup
         base = storage.toint().to(Int32)
         strips, tokens = const_expr(self.strips), const_expr(self.tile_m // 8)
         tiled_mma = cute.make_tiled_mma(warp.MmaF16BF16Op(self.weights.dtype, Float32, (STRIP, 8, 16)))
         acc = cute.make_rmem_tensor(((2, 2), strips, tokens), Float32)
         acc.fill(0.0)
-        constant = self.weights.constant(share)
+        constant = self.weights.constant(of.share)
         warp_n = cute.arch.make_warp_uniform(tid // 32 % self.warps_n)
         warp_k = cute.arch.make_warp_uniform(tid // self.group_threads)
-
-        at = self.unit(of, first)
-        if const_expr(self.dependent):
-            if const_expr(self.prefetch_tiles > 0):  # noqa: SIM102  known when compiled
-                # PDL: before the wait only prefetches, right whatever is written meanwhile.
-                if tid < self.prefetch_tiles and at.k_tile + tid < k_tiles:
-                    self.prefetch(given, of, Unit(at.n, at.m, at.k_tile + tid))
-            # PDL: all threads wait until the previous kernel has ended and its writes are visible.
-            cute.arch.griddepcontrol_wait()
 
         # -- prologue: the first stages - 1 units, a commit group each; unrolled, since a load is on its way the sooner
         coming = at
@@ -268,7 +287,7 @@ class SkinnyPacked:
             if first + stage < end:
                 self.start_loads(tid, given, of, coming, base + stage * self.smem.stage_bytes)
             cute.arch.cp_async_commit_group()
-            coming = self.following(of, coming)
+            coming = self.following(given, of, coming)
 
         # -- mainloop
         read, write = Int32(0), Int32(self.stages - 1)
@@ -285,12 +304,12 @@ class SkinnyPacked:
                     # PDL: our last loads are under way, and the next kernel's then follow them.
                     cute.arch.griddepcontrol_launch_dependents()
             self.multiply(tid, warp_n, warp_k, tiled_mma, base + read * self.smem.stage_bytes, constant, acc)
-            if at.k_tile == k_tiles - 1 or number == end - 1:
+            if at.k_tile == of.k_tiles - 1 or number == end - 1:
                 # -- the end of a tile, or of this CTA's part of it
                 self.finish(tid, warp_n, warp_k, cta, storage, given, of, at, acc)
                 acc.fill(0.0)
-            coming = self.following(of, coming)
-            at = self.following(of, at)
+            coming = self.following(given, of, coming)
+            at = self.following(given, of, at)
             read = read + 1
             if read == self.stages:
                 read = Int32(0)
@@ -305,7 +324,7 @@ class SkinnyPacked:
         return Unit(tile // of.tiles_m, tile % of.tiles_m, number % of.k_tiles)
 
     @cute.jit
-    def following(self, of: Extents, unit: Unit) -> Unit:
+    def following(self, given: Operands, of: Extents, unit: Unit) -> Unit:
         """The unit behind ``unit``."""
         n, m, k_tile = unit.n, unit.m, unit.k_tile + 1
         if k_tile == of.k_tiles:
@@ -315,6 +334,36 @@ class SkinnyPacked:
                 m = Int32(0)
                 n = n + 1
         return Unit(n, m, k_tile)
+
+    # ---- where a unit lies: of one product, whose weight has all rows and whose tokens are all of X's
+
+    def tile_number(self, of: Extents, unit: Unit) -> Int32:
+        """Of its tile, among all."""
+        return unit.n * of.tiles_m + unit.m
+
+    def first_row(self, of: Extents, unit: Unit) -> int | Int32:
+        """Where its weight begins, in rows of W."""
+        return 0
+
+    def all_rows(self, given: Operands, of: Extents, unit: int) -> Int32:
+        """The rows of W in ``unit``s."""
+        return cute.ceil_div(of.n * self.halves, unit)
+
+    def first_token(self, unit: Unit) -> Int32:
+        """Of the tile."""
+        return unit.m * self.tile_m
+
+    def end_of_tokens(self, of: Extents, unit: Unit) -> Int32:
+        """Behind the last token of its weight."""
+        return of.m
+
+    def row_scales(self, given: Operands, of: Extents, unit: Unit) -> cute.Tensor:
+        """Scales of all of K: a factor for each of out's columns."""
+        return given.mS[0, None]
+
+    def bias(self, given: Operands, unit: Unit) -> cute.Tensor | None:
+        """Of its weight's rows."""
+        return given.mBias
 
     # ---- loads
 
@@ -331,7 +380,7 @@ class SkinnyPacked:
             self.load_weight(tid, given, of, unit, stage, (of.tiles_k - first_k // TILE) * self.smem.tile_bytes)
             self.load_tokens(tid, given.mX, of, unit, stage + self.smem.x_at, True)
         if const_expr(self.group > 0 or self.zeros):
-            self.load_scales(tid, given, of, unit.n, first_k, stage)
+            self.load_scales(tid, given, of, unit, first_k, stage)
 
     @cute.jit
     def load_weight(self, tid: Int32, given: Operands, of: Extents, unit: Unit, stage: Int32, limit: Int32 | None):
@@ -342,7 +391,7 @@ class SkinnyPacked:
         for block in cutlass.range_constexpr(self.halves * self.smem.half_blocks):
             half = const_expr(block // self.smem.half_blocks)
             in_half = unit.n * self.rows + block % self.smem.half_blocks * TILE
-            row = in_half + half * of.n
+            row = in_half + (self.first_row(of, unit) + half * of.n)
             first = Int64(row // TILE) * of.tiles_k + unit.k_tile * (self.tile_k // TILE)
             source = given.mW.iterator.toint() + first * self.smem.tile_bytes
             if const_expr(self.rows < TILE):
@@ -371,8 +420,8 @@ class SkinnyPacked:
         for i in cutlass.range_constexpr(-(-self.tile_m * chunks // self.threads)):
             at = i * self.threads + tid
             row, chunk = at // chunks, at % chunks
-            token = unit.m * self.tile_m + row
-            exists = token < of.m
+            token = self.first_token(unit) + row
+            exists = token < self.end_of_tokens(of, unit)
             if const_expr((i + 1) * self.threads > self.tile_m * chunks):
                 exists = exists and row < self.tile_m
             if exists:
@@ -387,7 +436,7 @@ class SkinnyPacked:
                     copy_async(place, source, VECTOR)
 
     @cute.jit
-    def load_scales(self, tid: Int32, given: Operands, of: Extents, index_n: Int32, first_k: Int32, stage: Int32):
+    def load_scales(self, tid: Int32, given: Operands, of: Extents, unit: Unit, first_k: Int32, stage: Int32):
         """Scales, and zero points, of the unit's groups: ``(group, row)``."""
         first, count = Int32(0), Int32(1)  # groups: the unit's first, and all of K
         if const_expr(self.group > 0):
@@ -395,10 +444,11 @@ class SkinnyPacked:
             count = cute.ceil_div(of.k, self.group)
         if const_expr(self.scale_rows > 1):
             # One scale for the tile's rows; groups behind K are read as the last.
-            blocks = cute.ceil_div(of.n * self.halves, self.scale_rows)
+            blocks = self.all_rows(given, of, self.scale_rows)
             if tid < self.smem.groups * self.halves:
                 group = cutlass.min(first + tid // self.halves, count - 1)
-                block = (index_n * self.rows + tid % self.halves * of.n) // self.scale_rows
+                row = unit.n * self.rows + tid % self.halves * of.n
+                block = (row + self.first_row(of, unit)) // self.scale_rows
                 at = Int64(group) * blocks + block
                 if const_expr(self.scale.width == 32):
                     copy_async(stage + self.smem.scales_at + tid * 4, given.mS.iterator.toint() + at * 4, 4)
@@ -410,8 +460,8 @@ class SkinnyPacked:
                     slot = cute.make_tensor(place, cute.make_layout(1))
                     slot[0] = given.mS[group, block]
         else:
-            rows = cute.ceil_div(of.n * self.halves, TILE) * TILE
-            groups, first_row = (first, count), (index_n * self.rows, of.n)
+            rows = self.all_rows(given, of, TILE) * TILE
+            groups, first_row = (first, count), (unit.n * self.rows + self.first_row(of, unit), of.n)
             if const_expr(self.group > 0):
                 size = const_expr(self.scale.width // 8)
                 self.load_strip(
@@ -500,6 +550,7 @@ class SkinnyPacked:
         rB = cute.make_rmem_tensor(((2, 2), tokens, 2), self.weights.dtype)
         pairs, matrices = cute.recast_tensor(rA, Int32), cute.recast_tensor(rB, Int32)
         words = cute.make_rmem_tensor((4, strips), Int32)
+        powers = cute.make_rmem_tensor((2, strips), Int32)
         shifts = cute.make_rmem_tensor((2, strips), Int32)
         if const_expr(self.weights.code == "int4" and not self.zeros):
             shifts.fill(self.weights.symmetric)
@@ -515,6 +566,8 @@ class SkinnyPacked:
                     self.load_words(weights_at + offset, words[None, s])
             if const_expr(self.zeros and (kb == 0 or (self.interval > 0 and kb * 16 % self.interval == 0))):
                 self.load_shifts(stage + self.smem.zeros_at, lane, warp_k * self.chunk + kb * 16, strip, shifts)
+            if const_expr(self.weights.code == "e2m1" and kb * 16 % self.group == 0):
+                self.load_powers(stage + self.smem.scales_at, lane, warp_k * self.chunk + kb * 16, strip, powers)
             if const_expr(kb % 2 == 0):
                 # -- tokens of two k-blocks: four matrices of 8 x 8 for each 8 tokens
                 for t in cutlass.range_constexpr(tokens):
@@ -528,6 +581,8 @@ class SkinnyPacked:
                 )
                 of_pairs = cute.make_tensor(pairs.iterator + 4 * s, cute.make_layout(4))
                 self.weights.decode(of_block, shifts[None, s], constant, of_pairs)
+                if const_expr(self.weights.code == "e2m1"):
+                    self.weights.times_powers(powers[None, s], of_pairs)
             cute.gemm(tiled_mma, part, rA[None, None, 0], rB[None, None, kb % 2], part)
             if const_expr(self.interval > 0 and (kb + 1) * 16 % self.interval == 0):
                 # -- the end of a group: its accumulators times its scales
@@ -548,13 +603,24 @@ class SkinnyPacked:
     def load_shifts(self, zeros: Int32, lane: Int32, k: Int32, strip: Int32, shifts: cute.Tensor):
         """What is added to codes of rows r and r + 8 of each strip, from zero points."""
         group = k // self.group if const_expr(self.group > 0) else Int32(0)
-        first = zeros + group * self.tile_n + strip * STRIP + lane // 4
+        self.load_bytes(zeros + group * self.tile_n, lane, strip, shifts, self.weights.shift)
+
+    @cute.jit
+    def load_powers(self, scales: Int32, lane: Int32, k: Int32, strip: Int32, powers: cute.Tensor):
+        """Powers of two of rows r and r + 8 of each strip."""
+        self.load_bytes(scales + k // self.group * self.tile_n, lane, strip, powers, self.weights.power)
+
+    @cute.jit
+    def load_bytes(
+        self, first: Int32, lane: Int32, strip: Int32, made: cute.Tensor, change: cutlass.Constexpr[Callable]
+    ):
+        """``change`` of the bytes of rows r and r + 8 of each strip; ``first`` is that of the tile's first row."""
         for s in cutlass.range_constexpr(self.strips):
             half, own = self.half_of(s)
             for r in cutlass.range_constexpr(2):
-                at = first + (half * self.rows + own * STRIP + 8 * r)
+                at = first + (half * self.rows + (strip + own) * STRIP + lane // 4 + 8 * r)
                 place = cute.make_ptr(cutlass.Uint8, at, cute.AddressSpace.smem, assumed_align=1)
-                shifts[r, s] = self.weights.shift(cute.make_tensor(place, cute.make_layout(1))[0].to(Int32))
+                made[r, s] = change(cute.make_tensor(place, cute.make_layout(1))[0].to(Int32))
 
     @cute.jit
     def promote(self, scales: Int32, lane: Int32, k: Int32, strip: Int32, part: cute.Tensor, acc: cute.Tensor):
@@ -593,7 +659,7 @@ class SkinnyPacked:
         if const_expr(self.warps_k > 1):
             # The groups leave the next tile's behind the next unit's barrier, so after the first group has read.
             WarpSums(self.group_threads, self.warps_k).add_up(storage + self.smem.sums_at, lane, warp_k, acc)
-        if at.k_tile == of.k_tiles - 1 and cta * of.share <= (at.n * of.tiles_m + at.m) * of.k_tiles:
+        if at.k_tile == of.k_tiles - 1 and cta * of.share <= self.tile_number(of, at) * of.k_tiles:
             # This CTA has had the whole tile.
             if warp_k == 0:
                 self.store(tid % 32, warp_n, given, of, at, acc)
@@ -616,7 +682,7 @@ class SkinnyPacked:
         """Leaves this CTA's part of a tile in memory; the last CTA to arrive adds up all parts and stores them."""
         per_thread, of_part = cute.size(acc), const_expr(self.group_threads * cute.size(acc))
         lane = tid % self.group_threads
-        tile = at.n * of.tiles_m + at.m
+        tile = self.tile_number(of, at)
         begin = tile * of.k_tiles
         first_cta, last_cta = begin // of.share, (begin + of.k_tiles - 1) // of.share
         # A CTA has at most two such parts: that of a tile which began before it, and that of its last tile.
@@ -639,19 +705,24 @@ class SkinnyPacked:
         """The epilogue; stores the tile, element by element. Those outside are masked here."""
         mD, strips = given.mD, const_expr(self.strips // self.halves)
         first_row = at.n * self.rows + warp_n * (strips * STRIP) + lane // 4
-        first_token = at.m * self.tile_m + lane % 4 * 2
+        first_token = self.first_token(at) + lane % 4 * 2
         # Of the lane's accumulators: two tokens, rows r and r + 8; strips of 16 rows, in each half; 8 tokens apart.
         row, token, half = cute.E(0), cute.E(1), cute.E(2)
         layout = cute.make_layout(
             ((2, 2), (strips, self.halves), self.tile_m // 8),
             stride=((token, 8 * row), (STRIP * row, half), 8 * token),
         )
+        end = self.end_of_tokens(of, at)
         everywhere = cute.make_identity_tensor((of.n, of.m, self.halves))
         cD = cute.make_tensor(cute.domain_offset((first_row, first_token, 0), everywhere).iterator, layout)
-        extents = (of.n * self.halves, of.m)
+        extents = (of.n * self.halves, end)
         coordinates = StripCoordinates(cD, extents, 0, gated=self.gated, half=of.n)
-        # Where all of K has one scale, scales are factors of out's columns.
-        operands = EpilogueOperands(mBias=given.mBias, own=given.mS[0, None] if const_expr(self.group == 0) else None)
+        operands = EpilogueOperands(
+            mBias=self.bias(given, at),
+            alpha=Float32(self.weights.undone) if const_expr(self.weights.folded) else None,
+            own=self.row_scales(given, of, at) if const_expr(self.group == 0) else None,
+            clamp=given.clamp,
+        )
         x = self.epilogue.apply(acc.load(), coordinates, operands)
         cOut = cD[None, (None, 0), None]  # ((2, 2), STRIP, TOKENS)
         rD = cute.make_rmem_tensor(cOut.shape, mD.element_type)
@@ -662,5 +733,5 @@ class SkinnyPacked:
                 for t in cutlass.range_constexpr(self.tile_m // 8):
                     for i in cutlass.range_constexpr(2):
                         row, token, _ = cOut[(i, r), s, t]
-                        if row < of.n and token < of.m:
+                        if row < of.n and token < end:
                             mD[token, row] = rD[(i, r), s, t]

@@ -53,7 +53,7 @@ from cutekernels.kernels.cute.parts.boxes import FIRST_BARRIER, BoxBuffers, BoxO
 from cutekernels.kernels.cute.parts.packed import PackedWeights
 from cutekernels.kernels.cute.parts.pipeline import Position, StagePipeline
 from cutekernels.kernels.cute.parts.prefetch import prefetch_bulk
-from cutekernels.kernels.cute.parts.ptx import copy_bulk, kept_move
+from cutekernels.kernels.cute.parts.ptx import copy_bulk, kept_move, pin
 from cutekernels.kernels.cute.parts.schedule import Raster
 from cutekernels.kernels.cute.parts.smem import ALIGNMENT, WarpgroupPackedSmem
 from cutekernels.kernels.cute.parts.tile_share import LastArrival, Others, Ticket, add_up, leave
@@ -329,6 +329,20 @@ class WarpgroupPacked(WarpGroupBody):
         corner = Corner(place.m * (ROWS * self.groups), place.n * self.tile_n, Int32(0))
         return Segment(tile, corner, begin, end)
 
+    # ---- rows of the weight: of one product, all that there are
+
+    def first_row(self, of: Extents, segment: Segment, group: int | Int32) -> Int32:
+        """Of a group, in W."""
+        return segment.corner.row + group * ROWS
+
+    def present(self, of: Extents, segment: Segment) -> Int32:
+        """Groups that have rows."""
+        return cutlass.min(cute.ceil_div(of.n - segment.corner.row, TILE), Int32(self.groups))
+
+    def all_rows(self, weight: Weight, of: Extents, unit: int) -> Int32:
+        """The rows of W in ``unit``s."""
+        return cute.ceil_div(of.n, unit)
+
     # ---- producer
 
     @cute.jit
@@ -362,10 +376,8 @@ class WarpgroupPacked(WarpGroupBody):
         )
         base, full = shared.storage.toint().to(Int32), shared.full.toint().to(Int32)
         tiles_k = cute.ceil_div(of.k, TILE)
-        padded = cute.ceil_div(of.n, TILE) * TILE
-        # Rows of the tile that the packed weight has, in 64s.
-        row = segment.corner.row
-        present = cutlass.min((padded - row) // TILE, Int32(self.groups))
+        # Groups of the tile whose rows the packed weight has.
+        present = self.present(of, segment)
         for k_tile in cutlass.range(segment.begin, segment.end, unroll=1):
             # Wait until the consumers have read the stage; then announce its bytes, those of tiles that exist.
             cute.arch.mbarrier_wait(shared.empty + at.stage, at.phase)
@@ -381,13 +393,13 @@ class WarpgroupPacked(WarpGroupBody):
             with cute.arch.elect_one():
                 for g in cutlass.range_constexpr(self.groups):
                     if g < present:
+                        row = self.first_row(of, segment, g)
                         source = (
-                            weight.mW.iterator.toint()
-                            + (Int64(row // TILE + g) * tiles_k + first) * self.smem.tile_bytes
+                            weight.mW.iterator.toint() + (Int64(row // TILE) * tiles_k + first) * self.smem.tile_bytes
                         )
                         copy_bulk(stage + g * self.smem.weight_bytes, source, weight_bytes, barrier)
                         if const_expr(self.smem.strips > 0 or self.zeros):
-                            self.load_strips(weight, of, padded, row + g * TILE, k_tile, stage, g, barrier)
+                            self.load_strips(weight, of, row, k_tile, stage, g, barrier)
             at = self.pipeline.next(at)
         return at
 
@@ -396,7 +408,6 @@ class WarpgroupPacked(WarpGroupBody):
         self,
         weight: Weight,
         of: Extents,
-        padded: Int32,
         row: Int32,
         k_tile: Int32,
         stage: Int32,
@@ -409,7 +420,7 @@ class WarpgroupPacked(WarpGroupBody):
             group = Int32(0)
             if const_expr(self.group > 0):
                 group = cutlass.min(k_tile * self.tile_k // self.group + i, last)
-            at = Int64(group) * padded + row
+            at = Int64(group) * (self.all_rows(weight, of, TILE) * TILE) + row
             size = const_expr(TILE * self.scale.width // 8)
             if const_expr(self.smem.strips > 0):
                 source = weight.mS.iterator.toint() + at * (self.scale.width // 8)
@@ -464,7 +475,7 @@ class WarpgroupPacked(WarpGroupBody):
         of products is issued while the one before runs.
         """
         factors = cute.make_rmem_tensor((2, max(1, self.smem.strips)), Float32)
-        row = segment.corner.row + consumer.group * ROWS
+        row = self.first_row(of, segment, consumer.group)
         coming = Float32(0.0)
         if const_expr(self.scale_rows > 1):
             coming = self.block_scale(weight, of, row, segment.begin)
@@ -499,6 +510,10 @@ class WarpgroupPacked(WarpGroupBody):
                     for w in cutlass.range_constexpr(cute.size(words)):
                         # A move that LLVM must keep here: what follows from it may not come before the wait.
                         words[w] = kept_move(words[w])
+                    if const_expr(half == 0 and self.scaled == "weights"):
+                        for f in cutlass.range_constexpr(cute.size(factors)):
+                            # Likewise: what scales are unpacked to must not take registers that products still read.
+                            factors[f] = pin(factors[f])
                     self.decode(consumer, stage, half, words, factors, cute.recast_tensor(rW, Int32))
                     self.issue(consumer, rW, half, at.stage)
                     if const_expr(of_pair == 2 or half == 1):
@@ -558,6 +573,8 @@ class WarpgroupPacked(WarpGroupBody):
             self.weights.decode(of_block, shifts, consumer.constant, four)
             if const_expr(self.scaled == "weights" and self.scale is self.weights.dtype):
                 self.weights.scale16(factors[None, strip], four)
+            elif const_expr(self.weights.code == "e2m1"):
+                self.weights.times_powers(cute.recast_tensor(factors, Int32)[None, strip], four)
             elif const_expr(self.scaled == "weights"):
                 self.weights.scale(factors[None, strip], four)
 
@@ -572,7 +589,7 @@ class WarpgroupPacked(WarpGroupBody):
         factors.fill(0.0)
         atom = cute.make_mma_atom(consumer.tiled_mma.op)
         held = cute.recast_tensor(consumer.rW, Int32)
-        row = segment.corner.row + consumer.group * ROWS
+        row = self.first_row(of, segment, consumer.group)
         coming = Float32(0.0)
         if const_expr(self.scale_rows > 1):
             coming = self.block_scale(weight, of, row, segment.begin)
@@ -644,19 +661,23 @@ class WarpgroupPacked(WarpGroupBody):
 
     @cute.jit
     def load_factors(self, consumer: Consumer, stage: Int32, factors: cute.Tensor):
-        """Scales of rows r and r + 8, for each group of K in the stage."""
+        """Scales of rows r and r + 8, for each group of K in the stage; of e2m1 the bits of its powers of two."""
         size = const_expr(self.scale.width // 8)
         first = stage + self.smem.scales_at + consumer.group * (self.smem.strips * TILE * size)
         for i in cutlass.range_constexpr(self.smem.strips):
             for r in cutlass.range_constexpr(2):
                 at = first + (i * TILE + self.own_row(consumer) + 8 * r) * size
                 place = cute.make_ptr(self.scale, at, cute.AddressSpace.smem, assumed_align=size)
-                factors[r, i] = cute.make_tensor(place, cute.make_layout(1))[0].to(Float32)
+                found = cute.make_tensor(place, cute.make_layout(1))[0]
+                if const_expr(self.weights.code == "e2m1"):
+                    cute.recast_tensor(factors, Int32)[r, i] = self.weights.power(found.to(Int32))
+                else:
+                    factors[r, i] = found.to(Float32)
 
     @cute.jit
     def block_scale(self, weight: Weight, of: Extents, row: Int32, k_tile: Int32) -> Float32:
         """The scale of a 128 x 128 block, from memory: the same for all threads of a group."""
-        blocks = cute.ceil_div(of.n, self.scale_rows)
+        blocks = self.all_rows(weight, of, self.scale_rows)
         group = k_tile * self.tile_k // self.group
         block = cutlass.min(row // self.scale_rows, blocks - 1)
         return weight.mS[group, block].to(Float32)
@@ -685,7 +706,7 @@ class WarpgroupPacked(WarpGroupBody):
         for r in cutlass.range_constexpr(2):
             row = first + self.own_row(consumer) + 8 * r
             factor = Float32(0.0)
-            if row < of.n:
+            if row < self.all_rows(weight, of, 1):
                 factor = weight.mS[0, row].to(Float32)
             for j in cutlass.range_constexpr(self.tile_n // 8):
                 for i in cutlass.range_constexpr(2):

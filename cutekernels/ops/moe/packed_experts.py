@@ -1,0 +1,244 @@
+"""Problems of ``quantized_grouped_gemm``, and its two schedules: rules, models, bodies, grids.
+
+They are ``quantized_linear``'s, over tiles that the device finds. A rule reads the product of one
+expert with all rows, and :class:`Experts` beside it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from cutekernels.errors import UnsupportedProblem
+from cutekernels.kernels.cute.parts.smem import WarpgroupPackedSmem, WarpgroupSmem
+from cutekernels.op import Problem, extent, ladder, plain
+from cutekernels.ops.gemm.problem import ACTIVATIONS
+from cutekernels.ops.moe.grouped_schedules import expected_hit, tile_rows
+from cutekernels.ops.moe.permute import check_extents
+from cutekernels.ops.quantized import packed_skinny, packed_warpgroup
+from cutekernels.ops.quantized.packed_skinny import TILES_M, PackedSkinnySchedule
+from cutekernels.ops.quantized.packed_warpgroup import PackedWarpgroupSchedule
+from cutekernels.ops.quantized.problem import GATED, QuantizedConfig, QuantizedProblem, check_scaling
+from cutekernels.rules import of_both, of_config, of_problem
+
+if TYPE_CHECKING:
+    from cutekernels.gpu import GpuSpec
+
+CLAMPED = "swiglu_oai"  # gpt-oss's gate: (up + 1) * gate * sigmoid(alpha * gate), with both clamped
+GATES = (GATED, CLAMPED)
+_MOST_UNITS = 2**31 - 1
+_SURVEY_US = 0.7  # counting the groups' tiles; not measured
+TILE = 64  # rows of a packed tile
+
+
+@dataclass(frozen=True)
+class QuantizedGroupedProblem(Problem):
+    """``rows`` of ``k`` in ``experts`` groups, times packed weights of ``(n, k)``, or ``(2 * n, k)`` where gated.
+
+    The other fields are those of ``quantized_linear``.
+    """
+
+    rows: int = extent(ladder)
+    n: int = extent()
+    k: int = extent()
+    experts: int = extent()
+    dtype: str = plain("bf16", "fp16")
+    code: str = plain("int4", "int8", "e4m3", "nf4", "e2m1")
+    group: int = plain(128, 64, 32, 0)
+    scale_rows: int = plain(1, 128)
+    scale: str = plain("fp16", "bf16", "fp32", "e8m0")
+    zeros: bool = plain(False, True)
+    bias: str = plain("none", "same", "fp32")
+    activation: str = plain(*ACTIVATIONS, *GATES)
+    out_align: int = plain(8, 1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_scaling(self)
+        check_extents(self.rows, self.experts)
+        unit = max(TILE, self.scale_rows)
+        if self.k % 8 or self.n % unit:
+            raise UnsupportedProblem(
+                f"experts take k={self.k} divisible by 8, and n={self.n} by {unit}, of a gate and of up each"
+            )
+
+    def bucket(self) -> QuantizedGroupedProblem:
+        """One tuning serves every bias, activation and gate, both dtypes, and both 16-bit types of scales."""
+        scale = "fp16" if self.scale == "bf16" else self.scale
+        activation = GATED if self.gated else "none"
+        return super().bucket().replace(bias="none", activation=activation, dtype="bf16", scale=scale, out_align=8)
+
+    @property
+    def gated(self) -> bool:
+        return self.activation in GATES
+
+    @property
+    def weight_rows(self) -> int:
+        """Rows of an expert's weight."""
+        return 2 * self.n if self.gated else self.n
+
+    @cached_property
+    def one(self) -> QuantizedProblem:
+        """The product of one expert with all rows."""
+        return QuantizedProblem(
+            self.rows, self.weight_rows, self.k, self.dtype, self.code, self.group, self.scale_rows, self.scale,
+            self.zeros, "none" if self.gated else self.bias, GATED if self.gated else self.activation, self.out_align,
+        )  # fmt: skip
+
+    @property
+    def beside(self) -> Experts:
+        return Experts(self.rows, self.experts)
+
+
+@dataclass(frozen=True)
+class Experts:
+    """What rules and model ask beside the product of one expert."""
+
+    rows: int
+    experts: int
+
+    @property
+    def hit(self) -> float:
+        """Experts that the rows are expected to choose."""
+        return expected_hit(self.rows, self.experts) if self.rows else 0.0
+
+    @property
+    def mean(self) -> float:
+        """Rows of an expert that has some."""
+        return self.rows / max(1.0, self.hit)
+
+    def row_tiles(self, tile: int) -> int:
+        """Tiles of ``tile`` rows that they are expected to fill."""
+        return math.ceil(tile_rows(self.rows, self.experts, tile))
+
+    def most_row_tiles(self, tile: int) -> int:
+        """Those that there can be at most, whatever the groups' ends."""
+        return self.rows // tile + min(self.experts, self.rows)
+
+
+class _Grouped:
+    """Shared by both."""
+
+    def places(self, p: QuantizedProblem, c: QuantizedConfig, x: Experts) -> int:
+        """Tiles of out that there can be at most."""
+        return x.most_row_tiles(c.tile_m) * -(-p.n // c.tile_n)
+
+
+class GroupedSkinnySchedule(_Grouped, PackedSkinnySchedule):
+    """Skinny, over the rows of each expert."""
+
+    @of_config
+    def no_prefetch(self, c: QuantizedConfig, gpu: GpuSpec, x: Any) -> str | None:
+        if c.prefetch_l2:
+            return f"prefetch_l2={c.prefetch_l2}: experts are known to the device alone; take 0"
+        return None
+
+    @of_both
+    def tile_of_tokens(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec, x: Any) -> str | None:
+        if c.tile_m not in self.fitting_tiles(x):
+            fitting = " or ".join(map(str, self.fitting_tiles(x)))
+            return f"tile_m={c.tile_m} does not suit {x.rows} rows of {x.experts} experts: take {fitting}"
+        return None
+
+    @of_both
+    def waves(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec, x: Any) -> str | None:
+        units = self.places(p, c, x) * -(-p.k // c.tile_k)
+        if units > _MOST_UNITS:
+            return f"tile_m={c.tile_m} makes {units} k-tiles, which 32 bits do not count: take larger tiles"
+        return None
+
+    def fitting_tiles(self, x: Experts) -> tuple[int, ...]:
+        """Values of ``tile_m`` around the rows that an expert has on the mean, up to all rows."""
+        least = next((i for i, tile in enumerate(TILES_M) if tile >= x.mean), len(TILES_M) - 1)
+        return tuple(t for t in TILES_M[max(0, least - 1) : least + 2] if t // 2 < max(1, x.rows)) or TILES_M[:1]
+
+    def confined(self, p: QuantizedProblem) -> dict[str, tuple[Any, ...]]:
+        return {"prefetch_l2": (0,)}
+
+    def shortlist(self, p: QuantizedProblem, gpu: GpuSpec, x: Any) -> Iterator[QuantizedConfig]:
+        for tile in self.fitting_tiles(x):
+            yield from self.fitting(gpu, None, tile_m=(tile,), pdl=(gpu.has_pdl,), prefetch_l2=(0,))
+
+    def estimate_us(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec, x: Any) -> float:
+        count = x.row_tiles(c.tile_m)
+        tokens = min(float(c.tile_m), x.rows / max(1, count))
+        count *= -(-p.n // c.tile_n)
+        return _SURVEY_US + packed_skinny.tiles_us(p, c, gpu, count, tokens, x.hit * p.weight_bytes)
+
+    def ctas(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec, x: Experts) -> int:
+        """All that are resident, or as many as there can be tiles or k-tiles."""
+        return packed_skinny.dealt(max(1, self.places(p, c, x)), p, c, gpu)[0]
+
+    def grouped_body(self, p: QuantizedGroupedProblem, c: QuantizedConfig) -> Any:
+        from cutekernels.kernels.cute.quantized.skinny_packed_grouped import SkinnyPackedGrouped
+
+        clamped = p.activation == CLAMPED
+        own = packed_skinny.parts(p.one, c)
+        return SkinnyPackedGrouped(**own, prefetch_tiles=0, split=c.stream_k, clamped=clamped)
+
+
+class GroupedWarpgroupSchedule(_Grouped, PackedWarpgroupSchedule):
+    """Warpgroup, over the rows of each expert: whole tiles, of gates and up 64 rows each."""
+
+    waves = None  # type: ignore[assignment]
+
+    @of_problem
+    def no_gate(self, p: QuantizedProblem, gpu: GpuSpec, x: Any) -> str | None:
+        return None
+
+    @of_config
+    def whole_tiles(self, c: QuantizedConfig, gpu: GpuSpec, x: Any) -> str | None:
+        return "stream_k=1: warpgroup gives each CTA whole tiles of experts; take 0" if c.stream_k else None
+
+    @of_both
+    def two_groups(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec, x: Any) -> str | None:
+        if p.gated and c.tile_n != 2 * packed_warpgroup.ROWS:
+            return f"tile_n={c.tile_n}: a gate has a group's 64 rows and another's 64 of up; take 128"
+        return None
+
+    @of_both
+    def tile_of_tokens(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec, x: Any) -> str | None:
+        if c.tile_m > max(16, 2 * x.mean):
+            return f"tile_m={c.tile_m} idles most of a tile over {x.rows} rows of {x.experts} experts"
+        if 4 * c.tile_m < min(x.mean, 64):
+            return f"tile_m={c.tile_m} reads weights too often for {x.rows} rows of {x.experts} experts"
+        return None
+
+    def confined(self, p: QuantizedProblem) -> dict[str, tuple[Any, ...]]:
+        return {"stream_k": (False,)}
+
+    def shortlist(self, p: QuantizedProblem, gpu: GpuSpec, x: Any) -> Iterator[QuantizedConfig]:
+        yield from self.fitting(gpu, None, pdl=(True,), stream_k=(False,))
+
+    def smem(self, p: QuantizedProblem, c: QuantizedConfig) -> WarpgroupPackedSmem:
+        exchanged = c.tile_m // 2 if p.gated else 0
+        return replace(super().smem(p, c), places=WarpgroupSmem.PLACES, exchanged=exchanged)
+
+    def estimate_us(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec, x: Any) -> float:
+        tiles = x.row_tiles(c.tile_m) * -(-p.n // c.tile_n)
+        steps = float(-(-tiles // gpu.sm_count) * -(-p.k // c.tile_k))
+        moved = x.hit * p.weight_bytes + 2.0 * x.rows * (p.k + p.columns)
+        return _SURVEY_US + packed_warpgroup.steps_us(p, c, gpu, steps, moved)
+
+    def ctas(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec, x: Experts) -> int:
+        """All that are resident, or as many as there can be tiles."""
+        return max(1, min(gpu.sm_count, self.places(p, c, x)))
+
+    def grouped_body(self, p: QuantizedGroupedProblem, c: QuantizedConfig) -> Any:
+        from cutekernels.kernels.cute.parts.boxes import GroupBoxes
+        from cutekernels.kernels.cute.quantized.warpgroup_packed_grouped import WarpgroupPackedGrouped
+
+        gate = {GATED: "silu_approx", CLAMPED: "clamped"}.get(p.activation, "none")
+        plain = p.one.replace(activation="none" if p.gated else p.activation)
+        results = GroupBoxes(**packed_warpgroup.boxes(plain, c), swap_ab=True)
+        return WarpgroupPackedGrouped(**packed_warpgroup.parts(plain, c), results=results, split=False, gate=gate)
+
+
+GROUPED_SKINNY, GROUPED_WARPGROUP = GroupedSkinnySchedule(), GroupedWarpgroupSchedule()
+SCHEDULES: dict[str, GroupedSkinnySchedule | GroupedWarpgroupSchedule] = {
+    packed_skinny.NAME: GROUPED_SKINNY,
+    packed_warpgroup.NAME: GROUPED_WARPGROUP,
+}
