@@ -74,7 +74,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
     library = torch.library.Library("cutekernels", "IMPL")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that the CPU's are overridden
-        for name, module, inputs in (("attention", attend, 7), ("decode_attention", attend_decode, 6)):
+        for name, module, inputs in (("attention", attend, 7), ("decode_attention", attend_decode, 8)):
             for results, suffix in enumerate(("", "_out")):
                 run = with_results(made.count(module._cuda), inputs, results)
                 library.impl(f"{name}{suffix}" if results else f"_{name}", run, "CPU", allow_override=True)
@@ -115,6 +115,12 @@ def decode(*queries: int, batch: int = 2, pages: int = 0, room: int = 32) -> dic
     return given
 
 
+def fp8(given: dict[str, Any]) -> dict[str, Any]:
+    """The same over a cache in FP8."""
+    given |= {name: given[name].to(torch.float8_e4m3fn) for name in ("k_cache", "v_cache")}
+    return given | {name: torch.rand(2) for name in ("k_scale", "v_scale")}
+
+
 CALLS: dict[str, Callable[[], tuple[Callable[..., Any], dict[str, Any]]]] = {
     "plain": lambda: (ck.attention, prefill()),
     "causal, one query": lambda: (ck.attention, prefill(1) | {"causal": True, "scale": 0.5}),
@@ -128,6 +134,8 @@ CALLS: dict[str, Callable[[], tuple[Callable[..., Any], dict[str, Any]]]] = {
     "out": lambda: (ck.attention, prefill() | {"out": randn(2, 6, 4, 16)}),
     "out, a slice": lambda: (ck.attention, prefill(1) | {"out": randn(2, 1, 4, 32)[..., 16:], "return_lse": True}),
     "decode": lambda: (ck.decode_attention, decode()),
+    "decode, FP8": lambda: (ck.decode_attention, fp8(decode(pages=4))),
+    "decode, a chunk in FP8": lambda: (ck.decode_attention, fp8(decode(20)) | {"sinks": randn(4)}),
     "decode, one sequence": lambda: (ck.decode_attention, decode(batch=1) | {"return_lse": True}),
     "decode, four dimensions": lambda: (ck.decode_attention, decode(1)),
     "decode, four queries": lambda: (ck.decode_attention, decode(4) | {"return_lse": True, "window": (5, None)}),
