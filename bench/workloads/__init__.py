@@ -65,6 +65,7 @@ _HOMES = {
     "moe_combine_backward": "routing",
     "grouped_gemm": "experts",
     "moe_ffn": "experts",
+    "quantized_moe_ffn": "packed_experts",
     "sample_filter": "sampling",
 }
 OPS = tuple(_HOMES)

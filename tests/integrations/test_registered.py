@@ -119,6 +119,11 @@ def test_experts_by_name(name: str) -> None:
         ("act_fn", torch.nn.GELU(), "the gate of GELU"),
         ("_apply_gate", lambda self, x: x, "a gate of their own"),
         ("down_proj", None, "no plain parameters"),
+        (
+            "down_proj",
+            torch.nn.Parameter(torch.zeros(4, 64, 48).to(torch.float8_e4m3fn), requires_grad=False),
+            r"its experts are quantized: load the checkpoint itself by cutekernels\.models\.load",
+        ),
     ],
 )
 def test_experts_that_no_kernel_has_are_refused(

@@ -28,7 +28,6 @@ AWKWARD = [
     "rows=500 n=128 k=520 experts=7 dtype=fp16 group=64 zeros=1 bias=fp32 activation=gelu_tanh",
     "rows=65 n=192 k=1000 experts=33 code=nf4 group=64 scale=fp32 activation=silu_mul",
     "rows=900 n=128 k=200 experts=3 code=e4m3 scale_rows=128 scale=bf16 activation=silu_mul out_align=1",
-    "rows=0 n=64 k=64 experts=3",
     "rows=3000 n=448 k=712 experts=20 code=e2m1 group=32 scale=e8m0 activation=swiglu_oai bias=same",
     "rows=3000 n=448 k=712 experts=200 zeros=1 group=32 activation=silu_mul bias=fp32 dtype=fp16",
     "rows=5000 n=384 k=520 experts=5 code=e4m3 scale_rows=128 scale=fp32 activation=silu_mul",
@@ -183,6 +182,11 @@ def test_an_ffn_and_its_gradient(tokens: int, scheme: str) -> None:
         assert packed is not None and dense is not None
         size = dense.float().square().mean().sqrt()
         assert ((packed - dense).float().square().mean().sqrt() / size).item() < 0.02
+
+
+def test_no_rows() -> None:
+    weight = experts(3, 128, 64, "mxfp4", "cuda")
+    assert ck.grouped_gemm(normal(0, 64), weight, ends(0, 0, 0, 0)).shape == (0, 128)
 
 
 def test_memory_is_that_of_what_is_packed() -> None:

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.integrations.transformers.attention import NAME, require_transformers
+from cutekernels.integrations.transformers.checkpoints import REMEDY as QUANTIZED
+from cutekernels.integrations.transformers.checkpoints import is_quantized
 from cutekernels.integrations.transformers.families import gate_of
 from cutekernels.integrations.transformers.tensor_parallel import is_planned, is_sharded
 from cutekernels.ops.moe.ffn import moe_ffn
@@ -58,7 +60,10 @@ def why_not_experts(module: Any) -> str:
     weights: list[Any] = [getattr(module, name, None) for name in ("gate_up_proj", "down_proj")]
     kinds = torch.nn.Parameter, Tensor  # in a planned module's forward its share stands in the place of a parameter
     plain = all(type(w) in kinds or (is_sharded(w) and is_planned(module)) for w in weights)
-    if not plain or any(w.dim() != 3 for w in weights) or getattr(module, "has_bias", False):
+    if not plain or any(w.dim() != 3 or w.dtype.itemsize < 2 for w in weights) or getattr(module, "has_bias", False):
+        stored = [p for p in module.parameters() if p.dtype.itemsize < 2]
+        if stored or is_quantized(module):
+            return f"its experts are quantized: {QUANTIZED} for a models.Decoder, which multiplies them packed"
         return "its experts' weights are no plain parameters, or have biases"
     if getattr(module, "is_transposed", False):
         return "its experts' weights are transposed"

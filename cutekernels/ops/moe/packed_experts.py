@@ -200,6 +200,13 @@ class GroupedWarpgroupSchedule(_Grouped, PackedWarpgroupSchedule):
         return None
 
     @of_both
+    def registers_under_way(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec, x: Any) -> str | None:
+        if c.tile_k == 64 and (c.scaled == "weights" or p.group == 0):
+            # Within a loop over tiles ptxas writes registers that products still read: docs/notes/quantized.md.
+            return "tile_k=64 decodes into registers that products under way still read; take 128"
+        return None
+
+    @of_both
     def tile_of_tokens(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec, x: Any) -> str | None:
         if c.tile_m > max(16, 2 * x.mean):
             return f"tile_m={c.tile_m} idles most of a tile over {x.rows} rows of {x.experts} experts"

@@ -1,0 +1,136 @@
+"""The experts of a layer with packed weights, from tokens to tokens, beside ``moe_ffn`` with the same in bf16.
+
+Gates are SwiGLU's in all models: gpt-oss's own, clamped, has no fused counterpart in bf16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bench.baselines import DTYPES, Contender, Inputs, Launch, Workload
+from bench.suites import Case
+from bench.workloads.experts import MODELS
+from cutekernels.op import Work
+from cutekernels.ops.moe.ffn import moe_ffn
+from cutekernels.ops.moe.packed_experts import QuantizedGroupedProblem
+from cutekernels.ops.quantized.decode import random_weight, rows_of_scale
+from cutekernels.quant import QuantizedStack, QuantizedWeight
+
+INT4: dict[str, Any] = {}
+BLOCK: dict[str, Any] = {"code": "e4m3", "scale_rows": 128, "scale": "fp32"}
+MXFP4: dict[str, Any] = {"code": "e2m1", "group": 32, "scale": "e8m0"}
+LAYERS = (  # as their checkpoints are quantized
+    ("gpt-oss-20b", "mxfp4", MXFP4),
+    ("qwen3-30b-a3b", "int4 g128", INT4),
+    ("qwen3-30b-a3b", "e4m3 block", BLOCK),
+    ("mixtral-8x7b", "int4 g128", INT4),
+)
+TOKENS = (1, 4, 16, 64, 256, 1024, 4096)
+
+
+def _cases(dtype: str, accumulate: str) -> list[Case]:
+    """The problem is that of gate and up."""
+    found = []
+    for model, form, words in LAYERS:
+        experts, top_k, hidden, inner = MODELS[model]
+        for t in TOKENS:
+            p = QuantizedGroupedProblem(t * top_k, inner, hidden, experts, str(dtype), activation="silu_mul", **words)
+            found.append(Case("quantized_moe_ffn", str(p), f"{model}, {form}, {t} tokens"))
+    return found
+
+
+def _top_k(case: Case) -> int:
+    return MODELS[case.label.partition(",")[0]][1]
+
+
+def _down(p: Any) -> Any:
+    return p.replace(n=p.k, k=p.n, activation="none")
+
+
+@lru_cache(maxsize=1)
+def _stacks(p: Any, device: str) -> tuple[QuantizedStack, QuantizedStack]:
+    """Gate and up, and down. All input sets of a case share them: few tokens read few experts'."""
+    made = []
+    for each in (p, _down(p)):
+        whole = each.one.replace(n=each.experts * each.weight_rows)
+        packed, scales, zeros = random_weight(whole, device, 0)
+        weight = QuantizedWeight(
+            each.code, each.group, rows_of_scale(scales, whole.n), (whole.n, whole.k), packed, scales, zeros,
+            dtype=DTYPES[each.dtype],
+        )  # fmt: skip
+        made.append(QuantizedStack(weight, each.experts))
+    return made[0], made[1]
+
+
+@lru_cache(maxsize=1)
+def _dense(p: Any, device: str) -> tuple[Tensor, Tensor]:
+    up, down = _stacks(p, device)
+    return up.dequantize(), down.dequantize()
+
+
+def _inputs(case: Case, p: Any, device: str, seed: int) -> Inputs:
+    """x, ids, weights; each token's experts are drawn evenly without repetition."""
+    draw = torch.Generator(device).manual_seed(seed)
+    top_k = _top_k(case)
+    tokens = p.rows // top_k
+    weights, ids = torch.rand((tokens, p.experts), generator=draw, device=device).softmax(-1).topk(top_k, dim=-1)
+    x = torch.randn((tokens, p.k), generator=draw, device=device, dtype=DTYPES[p.dtype])
+    return Inputs((x, ids.int(), weights), (torch.empty_like(x),), read_bytes=int(_work(case).bytes) - x.nbytes)
+
+
+def _work(case: Case) -> Work:
+    p, top_k = QuantizedGroupedProblem.parse(case.problem), _top_k(case)
+    tokens = p.rows // top_k
+    hit = p.experts * (1 - (1 - top_k / p.experts) ** tokens)  # in expectation: a token's experts are different ones
+    moved = 4.0 * tokens * p.k + hit * (p.one.weight_bytes + _down(p).one.weight_bytes)
+    return Work(6.0 * p.rows * p.n * p.k, moved, depth=float(max(p.k, p.n)))
+
+
+def _truth(case: Case, i: Inputs) -> tuple[Tensor, ...]:
+    x, ids, weights = i.operands
+    p = QuantizedGroupedProblem.parse(case.problem)
+    up, down = (stack.dequantize(torch.float32) for stack in _stacks(p, str(x.device)))
+    out = torch.zeros_like(x, dtype=torch.float64)
+    for e in range(p.experts):
+        at, slot = torch.where(ids == e)
+        gate, value = F.linear(x[at].double(), up[e].double()).chunk(2, -1)
+        y = F.linear(F.silu(gate) * value, down[e].double())
+        out.index_add_(0, at, weights[at, slot, None].double() * y)
+    return (out,)
+
+
+def _ours(case: Case, sets: Sequence[Inputs], config: Any) -> Sequence[Launch]:
+    """``moe_ffn``, a chain of ops, each with its own config."""
+    if config is not None:
+        raise ValueError("moe_ffn is a chain of ops and takes no config")
+    return _launches(case, sets, _stacks)
+
+
+def _bf16(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
+    return _launches(case, sets, _dense)
+
+
+def _launches(case: Case, sets: Sequence[Inputs], weights_of: Any) -> Sequence[Launch]:
+    p = QuantizedGroupedProblem.parse(case.problem)
+    up, down = weights_of(p, str(sets[0].operands[0].device))
+    return [partial(moe_ffn, i.operands[0], up, down, *i.operands[1:]) for i in sets]
+
+
+WORKLOADS = (
+    Workload(
+        op="quantized_moe_ffn",
+        poses="quantized_grouped_gemm",
+        suites={"layers": _cases},
+        inputs=_inputs,
+        truth=_truth,
+        ours=_ours,
+        peers=(Contender("our ops in bf16", _bf16),),
+        work=_work,
+    ),
+)
