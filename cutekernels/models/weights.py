@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.integrations.transformers.checkpoints import layout_of, quantized_weight
+from cutekernels.integrations.transformers.checkpoints import layout_of, quantized_experts, quantized_weight
 from cutekernels.integrations.transformers.families import Family, activation_of, gate_of
 from cutekernels.models.accepted import REMEDY, check_model
 from cutekernels.models.architectures import Routed
@@ -28,6 +28,11 @@ from cutekernels.ops.moe.api import moe_route
 from cutekernels.ops.moe.ffn import moe_ffn
 from cutekernels.ops.norms.api import add_rms_norm, layer_norm, rms_norm
 from cutekernels.quant import QuantizedStack, QuantizedWeight, concatenate
+
+_SOFTMAX = (
+    "Qwen3MoeSparseMoeBlock",
+    "MixtralSparseMoeBlock",
+)  # whose routers are moe_route, and whose experts may be packed
 
 
 @dataclass(frozen=True)
@@ -330,6 +335,10 @@ def _mlp(mlp: Any, dtype: torch.dtype) -> Mlp | PlainMlp | MoE | SharedMoE | Exp
     if isinstance(getattr(mlp, "routed", None), Routed):
         return _experts(mlp, mlp.routed, dtype)
     if hasattr(mlp, "experts"):
+        packed = quantized_experts(mlp.experts, dtype)
+        if packed is not None and type(mlp).__name__ in _SOFTMAX:
+            renormalize = bool(getattr(mlp.gate, "norm_topk_prob", True))
+            return Experts(Projection(mlp.gate.weight.detach(), None), mlp.gate.top_k, renormalize, *packed, {})
         try:
             shared = hasattr(mlp, "shared_expert_gate")
             routed = MoE.routed_part(mlp) if shared else MoE.from_transformers(mlp)

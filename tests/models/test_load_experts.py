@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -138,3 +139,31 @@ def test_experts_of_rows_that_fill_no_tile_are_refused(tmp_path: Path) -> None:
     folder = quantized("awq", tmp_path, model)
     with pytest.raises(UnsupportedProblem, match="in multiples of 64 rows"):
         Decoder.from_pretrained(folder, **SIZES)
+
+
+def test_experts_in_fp8_that_transformers_has_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of Qwen3-30B-A3B-FP8: packed where they are, and the same as decoded ones."""
+    fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
+    model = tiny.model("qwen3-moe", torch.bfloat16, hidden_size=128, moe_intermediate_size=128)
+    decoded = copy.deepcopy(model)
+    for layer, other in zip(model.model.layers, decoded.model.layers, strict=True):
+        held = fp8.FP8Experts(model.config, block_size=(128, 128))
+        for name in ("gate_up_proj", "down_proj"):
+            dense = getattr(other.mlp.experts, name).data
+            for e, w in enumerate(dense):
+                weight = quant.quantize(w, "fp8_block")
+                getattr(held, name).data[e] = quant.unpack(weight.packed, 8, *w.shape).view(torch.float8_e4m3fn)
+                getattr(held, f"{name}_scale_inv").data[e] = weight.scales.t()
+                w.copy_(weight.dequantize())
+        layer.mlp.experts = held
+    decoder = Decoder.from_transformers(model, **SIZES)
+    mlp: Any = decoder._w.layers[0].mlp
+    assert isinstance(mlp.gate_up, QuantizedStack) and mlp.gate_up.weight.scale_rows == 128
+    assert torch.equal(mlp.down.dequantize(), decoded.model.layers[0].mlp.experts.down_proj)
+    tokens, found = logits(decoder, monkeypatch)
+    expected = logits(Decoder.from_transformers(decoded, **SIZES), monkeypatch)
+    assert tokens[0][:4] == expected[0][0][:4]
+    torch.testing.assert_close(found[0], expected[1][0], rtol=0.05, atol=0.05)
+    model.model.layers[1].mlp.experts.limit = 7.0
+    with pytest.raises(UnsupportedProblem, match="clamp theirs: load the checkpoint itself"):
+        Decoder.from_transformers(model, **SIZES)

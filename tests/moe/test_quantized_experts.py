@@ -28,8 +28,10 @@ GPUS = ("a100", "l40s", "h200", "rtx5090")
 # ---- values ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("activation", [None, "gelu", "silu_mul", "swiglu_oai"])
+@pytest.mark.parametrize(
+    ("scheme", "activation"),
+    [*[(s, "swiglu_oai") for s in SCHEMES], *[("mxfp4", a) for a in (None, "gelu", "silu_mul")]],
+)
 def test_each_row_meets_its_expert(scheme: str, activation: Any) -> None:
     weight, x = experts(5, 256, 160, scheme), torch.randn(13, 160).bfloat16()
     bias = torch.randn(5, 256)
@@ -191,7 +193,7 @@ def test_defaults_compile_without_spills_in_the_shared_memory_that_rules_count(n
         ),
         (
             "rows=4096 n=832 k=2048 experts=8 code=int8 group=0 scale=bf16 bias=same activation=gelu",
-            "tile_m=256 tile_n=128 tile_k=64 stages=5 scaled=accumulators raster=8",
+            "tile_m=128 tile_n=64 tile_k=64 stages=8 scaled=accumulators raster=8",
         ),
         (
             "rows=4096 n=768 k=2048 experts=8 code=e4m3 scale_rows=128 scale=fp32",

@@ -11,7 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutekernels.quant import QuantizedWeight, from_bitsandbytes, from_compressed_tensors, from_fp8, from_torchao
+from cutekernels.errors import UnsupportedProblem
+from cutekernels.integrations.transformers.families import gate_of
+from cutekernels.quant import (
+    QuantizedStack,
+    QuantizedWeight,
+    from_bitsandbytes,
+    from_compressed_tensors,
+    from_fp8,
+    from_torchao,
+    stack,
+)
 
 REMEDY = "load the checkpoint itself by cutekernels.models.load(path)"
 _TORCHAO = ("Int4Tensor", "Int4TilePackedTo4dTensor", "Float8Tensor")
@@ -24,12 +34,14 @@ _LIBRARIES = {  # parts of the module's name of a class whose weights are quanti
 
 
 def layout_of(module: Any) -> str:
-    """In which layout a projection holds a quantized weight that :func:`quantized_weight` reads, or ""."""
+    """In which layout a projection, or experts, hold quantized weights that are read here, or ""."""
     kind, weight = type(module).__name__, getattr(module, "weight", None)
     if isinstance(weight, QuantizedWeight):  # nn.QuantizedLinear
         return "cutekernels"
     if kind == "FP8Linear" and hasattr(module, "weight_scale_inv"):
         return "fp8"
+    if kind == "FP8Experts" and hasattr(module, "gate_up_proj_scale_inv"):
+        return "fp8-experts"
     if kind == "CompressedTensorsFP8Linear":
         return "fp8-rows"
     if kind == "Linear4bit" and getattr(weight, "quant_state", None) is not None:
@@ -74,6 +86,29 @@ def quantized_weight(module: Any, dtype: torch.dtype | None = None) -> Quantized
         plain = weights if isinstance(weights, dict) else weights.model_dump(mode="json")
         return from_compressed_tensors(tensors, plain, dtype=dtype)
     return from_torchao(module.weight, dtype=dtype) if layout == "torchao" else None
+
+
+def quantized_experts(module: Any, dtype: torch.dtype | None = None) -> tuple[QuantizedStack, QuantizedStack] | None:
+    """Gate and up, and down, of a mixture's experts, packed anew; None where they are in no layout that is read.
+
+    Raises:
+        UnsupportedProblem: a bias, another gate than SiLU's, blocks or elements that are not read.
+    """
+    if layout_of(module) != "fp8-experts":
+        return None
+    if getattr(module, "has_bias", False) or not getattr(module, "has_gate", True) or gate_of(module.act_fn) != "silu":
+        raise UnsupportedProblem(f"experts in FP8 have the gate of SiLU and no biases, and these do not: {REMEDY}")
+    if any(getattr(module, name, None) is not None for name in ("limit", "swiglu_alpha", "gate_softcap", "up_softcap")):
+        raise UnsupportedProblem(f"experts in FP8 have a plain gate, and these clamp theirs: {REMEDY}")
+    block = module.block_size and tuple(module.block_size)
+    up, down = (
+        stack([from_fp8(w, s, block, dtype=dtype) for w, s in zip(_data(weight), _data(scale), strict=True)])
+        for weight, scale in (
+            (module.gate_up_proj, module.gate_up_proj_scale_inv),
+            (module.down_proj, module.down_proj_scale_inv),
+        )
+    )
+    return up, down
 
 
 def is_quantized(module: Any) -> bool:
