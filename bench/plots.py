@@ -293,7 +293,7 @@ def _write(figure: Any, path: Path) -> None:
 
     path.parent.mkdir(parents=True, exist_ok=True)
     drawn = io.BytesIO()
-    figure.savefig(drawn, dpi=150)
+    figure.savefig(drawn, dpi=110)
     _pyplot().close(figure)
     Image.open(drawn).convert("RGB").quantize(64).save(path, optimize=True)
 

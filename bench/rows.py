@@ -73,12 +73,14 @@ def is_ours(contender: str) -> bool:
 
 
 _NAMES = tuple(f.name for f in fields(Row))
+_OF_CASE = ("problem", "label")
 
 
 def write(path: Path, rows: Iterable[Row]) -> None:
     """Replace ``path`` with ``rows``, whole or not at all; numbers are rounded to ``DIGITS`` significant digits.
 
-    A peer that is not installed has one row, the first, for all cases of a suite.
+    A peer that is not installed has one row, the first, for all cases of a suite. A case stands in its first row; null
+    in those of its other contenders.
     """
     kept: dict[object, Row] = {}
     for number, row in enumerate(rows):
@@ -111,7 +113,11 @@ def rounded(value: Any) -> Any:
 def _lines(rows: Sequence[dict[str, Any]]) -> list[Any]:
     columns = [name for name in _NAMES if any(row[name] != rows[0][name] for row in rows)]
     common = {name: value for name, value in rows[0].items() if name not in columns} if rows else {}
-    return [{"common": common, "columns": columns}, *(trimmed([row[name] for name in columns]) for row in rows)]
+    lines: list[Any] = [{"common": common, "columns": columns}]
+    for row, before in zip(rows, [None, *rows[:-1]], strict=True):
+        same = {name for name in _OF_CASE if before is not None and row[name] == before[name]}
+        lines.append(trimmed([None if name in same else row[name] for name in columns]))
+    return lines
 
 
 def read(path: Path) -> list[Row]:
@@ -127,13 +133,22 @@ def read(path: Path) -> list[Row]:
             raise ValueError("a field stands in it twice")
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{path}:1 is not the header of a benchmark's rows: {error}") from error
-    return [_row(common, columns, line, f"{path}:{number}") for number, line in enumerate(others, 2)]
+    rows: list[Row] = []
+    for number, line in enumerate(others, 2):
+        rows.append(_row(common, columns, line, rows[-1] if rows else None, f"{path}:{number}"))
+    return rows
 
 
-def _row(common: dict[str, Any], columns: Sequence[str], line: str, where: str) -> Row:
+def _row(common: dict[str, Any], columns: Sequence[str], line: str, before: Row | None, where: str) -> Row:
     try:
         values = json.loads(line)
         values += [None] * (len(columns) - len(values))
-        return Row(**common, **dict(zip(columns, values, strict=True)))
+        found = dict(zip(columns, values, strict=True))
+        for name in _OF_CASE:
+            if name in columns and found[name] is None:
+                if before is None:
+                    raise ValueError(f"{name} is missing from the first row")
+                found[name] = getattr(before, name)
+        return Row(**common, **found)
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{where} is not a benchmark row: {error}") from error
