@@ -143,6 +143,11 @@ def _at(address: int, kind: str) -> Tensor:
 _SCRATCH = {"*i32": torch.int32, "*i64": torch.int64, "*fp32": torch.float32}
 
 
+def in_triton(op: Any, problem: Any, spec: gpu.GpuSpec = H200) -> list[Any]:
+    """The valid configs whose body is Triton's: the interpreter runs no other."""
+    return [c for c in op.valid(problem, spec) if getattr(c, "body", "triton") == "triton"]
+
+
 def build_arguments(op: Any, problem: Any, config: Any, spec: gpu.GpuSpec = H200) -> dict[str, Any]:
     """The arguments of ``compile_kernel`` in ``op.build``, the kernel itself as ``fn``."""
     with mock.patch("cutekernels.backends.triton.compile_kernel") as compiling:

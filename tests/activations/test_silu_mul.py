@@ -18,14 +18,12 @@ from cutekernels.errors import InvalidConfig, UnsupportedProblem
 from cutekernels.ops import registry
 from cutekernels.ops.activations.api import silu_mul
 from cutekernels.ops.activations.op import SILU_MUL, SILU_MUL_BACKWARD, GluProblem
-from cutekernels.ops.activations.tiles import TileConfig
 from cutekernels.ops.shared import calls
 from tests.activations import silu_mul_cases
 from tests.activations.silu_mul_cases import (
     AT_THE_ROOT,
     CASES,
     DTYPES,
-    H200,
     OPS,
     PLANTED,
     ROOT,
@@ -34,6 +32,7 @@ from tests.activations.silu_mul_cases import (
     error_ratio,
     truth,
 )
+from tests.compiled import H200
 from tests.interpreted import kernel_tests
 from tests.traced import Graphs
 
@@ -98,7 +97,7 @@ def test_default_is_valid_and_everything_round_trips(problem: GluProblem, spec: 
         config = op.default(problem, spec)
         assert op.why_not(problem, config, spec) is None, (problem, config)
         assert op.estimate_us(problem, config, spec) > 0
-        assert TileConfig.parse(str(config)) == config
+        assert op.Config.parse(str(config)) == config
         x, y, z = op.grid(problem, config)
         assert x < 1 << 31
         assert z == 1
@@ -160,7 +159,7 @@ def test_work_is_what_must_be_moved() -> None:
 )
 def test_rules_say_what_is_wrong(problem: str, config: str, rule: str) -> None:
     with pytest.raises(InvalidConfig, match=rule):
-        SILU_MUL.check(GluProblem.parse(problem), TileConfig.parse(config), H200)
+        SILU_MUL.check(GluProblem.parse(problem), SILU_MUL.Config.parse(config), H200)
 
 
 def test_both_passes_are_registered() -> None:

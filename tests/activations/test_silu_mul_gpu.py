@@ -17,7 +17,6 @@ from cutekernels import gpu
 from cutekernels.errors import InvalidConfig, UnsupportedProblem
 from cutekernels.ops.activations.api import silu_mul
 from cutekernels.ops.activations.op import SILU_MUL, SILU_MUL_BACKWARD, GluProblem
-from cutekernels.ops.activations.tiles import TileConfig
 from tests.activations.silu_mul_cases import DTYPES, OPS, VALUES, error_ratio, truth
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_cache_one_seed")]
@@ -222,7 +221,7 @@ def test_devices_are_not_mixed() -> None:
 
 def test_forced_config() -> None:
     gate, up = normal(64, 4096), normal(64, 4096)
-    config = TileConfig(1, 512, 2, "first")
+    config = SILU_MUL.Config(1, 512, 2, "first")
     expected = silu_mul(gate, up)
     assert torch.equal(silu_mul(gate, up, config=config), expected)
     assert torch.equal(silu_mul(gate, up, config=str(config)), expected)

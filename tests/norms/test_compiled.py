@@ -45,9 +45,9 @@ def test_the_largest_tiles_do_not_spill(op: Any) -> None:
 @pytest.mark.parametrize("op", OPS.values(), ids=OPS.keys())
 def test_every_knob_changes_the_code_or_the_grid(op: Any) -> None:
     per_sm, stages = (2, 3) if op.strides_over_tiles else (0, 1)
-    staying = (op.Problem(65536, 4096), NormConfig(1, 4096, True, 8, 2, 4))
-    wide = (op.Problem(2048, 16384), NormConfig(1, 4096, False, 8, min(per_sm, 1), 1))
-    each = (op.Problem(65536, 256), NormConfig(8, 256, True, 4, per_sm, stages))
+    staying = (op.Problem(65536, 4096), op.Config(1, 4096, True, 8, 2, 4))
+    wide = (op.Problem(2048, 16384), op.Config(1, 4096, False, 8, min(per_sm, 1), 1))
+    each = (op.Problem(65536, 256), op.Config(8, 256, True, 4, per_sm, stages))
     changed: set[str] = set()
     for problem, base in (staying, wide, each):
         changed |= check_knobs(
@@ -86,7 +86,7 @@ def test_accesses_are_as_wide_as_alignment_allows(text: str, widths: set[str]) -
 def test_programs_that_stay_copy_ahead(op: str) -> None:
     """cp.async of 16 bytes into shared memory, for each operand that is read row by row."""
     problem = OPS[op].Problem(32768, 4096)
-    config = NormConfig(1, 4096, True, 8, 2, 3)
+    config = OPS[op].Config(1, 4096, True, 8, 2, 3)
     text = built(OPS[op], problem, config).ptx
     copies = re.findall(r"cp\.async\.c[ag]\.shared\.global .*?, 0x10|cp\.async\.cg\.shared\.global", text)
     per_thread = 2 * (1 if op in ("rms_norm", "layer_norm") else 2)
@@ -96,7 +96,7 @@ def test_programs_that_stay_copy_ahead(op: str) -> None:
 @pytest.mark.parametrize("op", OPS)
 def test_compiled_code_does_not_depend_on_extents(op: str) -> None:
     first, second = OPS[op].Problem(2048, 4096), OPS[op].Problem(4096, 3000)
-    config = NormConfig(1, 4096, True, 8, 2 if OPS[op].strides_over_tiles else 0, 3 if "back" in op else 1)
+    config = OPS[op].Config(1, 4096, True, 8, 2 if OPS[op].strides_over_tiles else 0, 3 if "back" in op else 1)
     assert first.static() == second.static()
     assert built(OPS[op], first, config).ptx == built(OPS[op], second, config).ptx
 

@@ -6,10 +6,12 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from cutekernels.op import plain, power_of_two
+from cutekernels.op import knob, plain, power_of_two
+from cutekernels.ops.activations.cute import CuteSiluMul
 from cutekernels.ops.activations.tiles import TileConfig, TiledOp, TileProblem
 from cutekernels.ops.shared import tile_rules
 from cutekernels.ops.shared.operands import Matrix, Sizes, Vector
+from cutekernels.ops.shared.two_bodies import BODIES, TwoBodies
 from cutekernels.rules import of_both
 
 if TYPE_CHECKING:
@@ -26,6 +28,13 @@ class GluProblem(TileProblem):
     def act(self) -> str:
         """What the kernel calls the activation."""
         return "silu"
+
+
+@dataclass(frozen=True)
+class SiluMulConfig(TileConfig):
+    """``body``: in Triton, or in CuTe, which has tiles of one row."""
+
+    body: str = knob(*BODIES, added=True)
 
 
 class _Approximated:
@@ -93,7 +102,7 @@ class _Backward(Gated[G]):
     up = Matrix("*rows", "cols")
 
 
-class SiluMul(_Forward[GluProblem]):
+class SiluMul(TwoBodies[GluProblem, TileConfig], _Forward[GluProblem]):
     """``out = silu(gate) * up``."""
 
     name = "silu_mul"
@@ -112,6 +121,8 @@ class SiluMul(_Forward[GluProblem]):
         "rows=16384 cols=18944",
     )
     Problem = GluProblem
+    Config = SiluMulConfig
+    cute = CuteSiluMul()
     flops_per_element = 5
 
     def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:

@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from cutekernels.op import plain
+from cutekernels.op import knob, plain
+from cutekernels.ops.norms.cute import CuteRmsNorm
 from cutekernels.ops.norms.rows import SUITE, N, NormConfig, NormOp, NormProblem, columns, rows, wide
+from cutekernels.ops.shared.two_bodies import BODIES, TwoBodies
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,6 +27,13 @@ class RmsNormProblem(NormProblem):
     def bucket(self) -> RmsNormProblem:
         """One tuning serves weights with and without an offset."""
         return super().bucket().replace(shifted=False)
+
+
+@dataclass(frozen=True)
+class RmsNormConfig(NormConfig):
+    """``body``: in Triton, or in CuTe, which takes rows whole and one tile a program."""
+
+    body: str = knob(*BODIES, added=True)
 
 
 @dataclass(frozen=True)
@@ -58,7 +67,7 @@ class _RmsNorms(_Norm[RmsNormProblem]):
         return (y if weight is None else y * (weight.to(v.dtype) + offset)).to(x.dtype)
 
 
-class RmsNorm(_RmsNorms):
+class RmsNorm(TwoBodies[RmsNormProblem, NormConfig], _RmsNorms):
     """``y = x * rstd * (weight + weight_offset)``."""
 
     name = "rms_norm"
@@ -77,7 +86,9 @@ class RmsNorm(_RmsNorms):
         "rows=33 cols=20000 dtype=fp16",
         "rows=8192 cols=6144 dtype=fp16",
     )
+    Config = RmsNormConfig
     kernel = "norms.forward:rms_norm"
+    cute = CuteRmsNorm()
     y = rows(result=True)
     x = rows()
     weight = columns("weight")

@@ -126,7 +126,7 @@ SUITE = (  # problems that all norms are measured at
     "rows=2048 cols=4096",
     "rows=32768 cols=4096",
 )
-_MAX_PROGRAMS = (1 << 31) - 1
+MAX_PROGRAMS = (1 << 31) - 1
 _MANY_ROWS = 8192
 _WIDE_STRIDED_ROW = 1024  # 64-bit addresses take the registers
 _CHUNKS = (1024, 8192)
@@ -244,9 +244,9 @@ class NormOp(TritonOp[N, NormConfig]):
     @of_both
     def most_programs(self, p: N, c: NormConfig, gpu: GpuSpec) -> str | None:
         tiles = self._tiles(p, c)
-        if c.per_sm or tiles <= _MAX_PROGRAMS:
+        if c.per_sm or tiles <= MAX_PROGRAMS:
             return None
-        return f"{tiles} tiles are more than the {_MAX_PROGRAMS} programs of a grid"
+        return f"{tiles} tiles are more than the {MAX_PROGRAMS} programs of a grid"
 
     @of_config
     def one_tile_each(self, c: NormConfig, gpu: GpuSpec) -> str | None:
@@ -344,7 +344,7 @@ class NormOp(TritonOp[N, NormConfig]):
             if self.why_not(p, c, gpu) is None:
                 return c
         raise UnsupportedProblem(
-            f"{p.rows} rows of {p.cols} at {p.heads} heads are more tiles than a grid's {_MAX_PROGRAMS} programs: "
+            f"{p.rows} rows of {p.cols} at {p.heads} heads are more tiles than a grid's {MAX_PROGRAMS} programs: "
             "split them"
         )
 
@@ -363,23 +363,23 @@ class NormOp(TritonOp[N, NormConfig]):
         if p.rows * p.heads >= _MANY_ROWS:
             if p.width in self.chunks:
                 columns, warps = self.chunks[p.width]
-                yield NormConfig(1, columns, False, warps, 0, 1)
+                yield self.Config(1, columns, False, warps, 0, 1)
             if self.paired and 4096 <= p.width <= 16384:
-                yield NormConfig(2, p.width, True, min(16, p.width // 512), 0, 1)
+                yield self.Config(2, p.width, True, min(16, p.width // 512), 0, 1)
         if p.width <= 16384:
             for per_sm, stages in stay:
                 for block_rows in (rows, 1):
                     warps = min(16, max(1, block_rows * p.width // (32 * elements)))
                     some = [w for w in (warps, warps * 2, warps * 4, warps // 2) if 1 <= w <= 16]
-                    tiles = [NormConfig(block_rows, p.width, True, w, per_sm, stages) for w in some]
+                    tiles = [self.Config(block_rows, p.width, True, w, per_sm, stages) for w in some]
                     # Whole waves by the model come first for sums: docs/notes/streaming.md#what-a-thread-takes (H200).
                     yield from sorted(tiles, key=lambda c: self.estimate_us(p, c, gpu)) if self.summands > 1 else tiles
             for w in (16, 8, 4, 2, 1):
-                yield NormConfig(1, p.width, True, w, stay[-1][0], 1)
+                yield self.Config(1, p.width, True, w, stay[-1][0], 1)
         for chunk, w in ((4096, 8), (4096, 16), (2048, 8), (2048, 16), (1024, 8), (1024, 16)):
             for per_sm, stages in stay:
                 if stages == 1:
-                    yield NormConfig(1, chunk, False, w, per_sm, 1)
+                    yield self.Config(1, chunk, False, w, per_sm, 1)
 
     def estimate_us(self, p: N, c: NormConfig, gpu: GpuSpec) -> float:
         grid = self.grid(p, c, gpu.sm_count)

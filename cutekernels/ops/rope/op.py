@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.op import Scalar, Work, exact, extent, ladder, plain
+from cutekernels.op import Scalar, Work, exact, extent, knob, ladder, plain
+from cutekernels.ops.rope.cute import CuteRope
 from cutekernels.ops.rope.rotary import (
     DEPTH,
     Heads,
@@ -18,6 +19,7 @@ from cutekernels.ops.rope.rotary import (
     turned,
 )
 from cutekernels.ops.shared.operands import Array, Sizes
+from cutekernels.ops.shared.two_bodies import BODIES, TwoBodies
 
 if TYPE_CHECKING:
     import torch
@@ -60,16 +62,19 @@ class RopeProblem(RotaryProblem):
 
 @dataclass(frozen=True)
 class RopeConfig(RotaryConfig):
-    """One tile of ``tokens`` x ``heads`` x ``block`` pairs of channels per program."""
+    """One tile of ``tokens`` x ``heads`` x ``block`` pairs of channels per program; ``body``: in Triton or in CuTe."""
+
+    body: str = knob(*BODIES, added=True)
 
 
-class Rope(RotaryOp[RopeProblem, RopeConfig]):
+class Rope(TwoBodies[RopeProblem, RopeConfig], RotaryOp[RopeProblem, RopeConfig]):
     """``(x1 cos - x2 sin, x2 cos + x1 sin)`` over pairs. ``k`` may have no heads."""
 
     name = "rope"
     revision = 1
     Problem = RopeProblem
     Config = RopeConfig
+    cute = CuteRope()
     suite = (
         "batch=1 seq=1 heads_q=32 head_dim=128 rotary=128 heads_kv=8",
         "batch=16 seq=1 heads_q=28 head_dim=128 rotary=128 heads_kv=4 positions=batch",

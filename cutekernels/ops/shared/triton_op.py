@@ -332,9 +332,8 @@ class TritonOp(Ruled, TensorOp[P, C]):
         value: str = getattr(p, operand.dtype)
         return None if value == "none" else str(getattr(p, "dtype", None)) if value == "same" else value
 
-    def build(self, p: P, c: C, gpu: GpuSpec) -> Artifact:
-        from cutekernels.backends.triton import compile_kernel
-
+    def launch_arguments(self, p: P, c: C) -> tuple[dict[str, str], dict[str, Any], dict[str, int]]:
+        """A launch's arguments: their types in order, the values that ``p`` tells of some, and divisors of others."""
         signature: dict[str, str] = {}
         constants: dict[str, Any] = {}
         divisible = self.divisible(p, c)
@@ -364,6 +363,12 @@ class TritonOp(Ruled, TensorOp[P, C]):
                     else:
                         divisible[f"{name}_{step}"] = max(1, promised // BYTES[kind])
         signature |= dict(self.scalar_types) | dict(self.extras)
+        return signature, constants, divisible
+
+    def build(self, p: P, c: C, gpu: GpuSpec) -> Artifact:
+        from cutekernels.backends.triton import compile_kernel
+
+        signature, constants, divisible = self.launch_arguments(p, c)
         constants |= self.constants(p, c)
         module, _, function = self.kernel.partition(":")
         kernel = getattr(import_module(f"cutekernels.kernels.triton.{module}"), function)

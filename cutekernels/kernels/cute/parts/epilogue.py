@@ -28,7 +28,8 @@ SQRT_2_OVER_PI = 0.7978845608028654
 class Activation:
     """``"none" | "relu" | "gelu" | "gelu_tanh" | "silu"`` in fp32, by PyTorch's definitions; NaN stays NaN.
 
-    ``"silu_approx"``: by the approximate reciprocal, since a division is ten instructions, and a branch.
+    ``"silu_approx"``: by the approximate reciprocal, since a division is ten instructions, and a branch;
+    ``"silu_precise"``: for results in fp32, by an exponential that reduces its argument first.
     """
 
     name: str
@@ -40,6 +41,8 @@ class Activation:
             y = cute.where(x < 0.0, cute.full_like(x, 0.0), x)  # false for NaN, which passes through
         elif const_expr(self.name == "silu"):
             y = x / (1.0 + cute.math.exp(-x, fastmath=True))
+        elif const_expr(self.name == "silu_precise"):
+            y = x / (1.0 + cute.math.exp(-x))
         elif const_expr(self.name == "silu_approx"):
             inverse = cute.make_rmem_tensor(x.shape, Float32)
             inverse.store(1.0 + cute.math.exp(-x, fastmath=True))
