@@ -36,6 +36,8 @@ _COLORS = {  # by the first word or words of a contender's name; the longest mat
     OURS: _OURS,
     f"{OURS} (default)": "#b7dd79",
     f"{OURS} (in place)": "#4b7a00",
+    f"{OURS} (triton)": "#b7dd79",
+    f"{OURS} (cute)": "#2e5000",
     f"{OURS} (<= 99 KiB smem)": "#4b7a00",
     f"{OURS} FusedAdamW": "#4b7a00",
     f"{OURS} patched": "#4b7a00",

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench import stream, workloads
+from bench import headtohead, stream, workloads
 from bench.baselines import Absent, Contender, Inputs, Launch
 from bench.rows import Row, write
 from bench.suites import Case
@@ -64,7 +64,7 @@ def run(cases: Sequence[Case], plan: Plan, path: Path, timer: Timer, say: Callab
     """Time ``cases`` and write ``path`` after each, so that an interrupted run keeps its measurements."""
     rows: list[Row] = []
     for case in cases:
-        of_case = run_case(case, plan, contenders(case, plan), timer)
+        of_case = run_case(case, plan, contenders(case, plan, timer), timer)
         rows += of_case
         write(path, rows)
         say(of_case)
@@ -83,13 +83,16 @@ class Ours:
     origin: str
 
 
-def contenders(case: Case, plan: Plan) -> list[Contender | Ours]:
+def contenders(case: Case, plan: Plan, timer: Timer | None = None) -> list[Contender | Ours]:
     """Contenders of a case: the peers, baseline first; streaming kernels; then ours as dispatched, the default config
     where that differs, and the best config within ``plan.max_smem_kib``. A winner that is the vendor's call is none of
-    our kernels: the default takes its place.
+    our kernels: the default takes its place. Of a suite ``headtohead`` ours are each body's fastest by ``timer``.
     """
     workload = workloads.get(case.op)
-    found = _configured(case, plan) if workload.configured else [Ours(ours("cutekernels"), "", "")]
+    if plan.suite == headtohead.SUITE:
+        found = _bodies(case, plan, timer or Timer())
+    else:
+        found = _configured(case, plan) if workload.configured else [Ours(ours("cutekernels"), "", "")]
     if plan.alone:
         return list(found)
     example = [workload.example(plan.example)] if plan.example is not None and workload.example is not None else []
@@ -110,6 +113,23 @@ def _configured(case: Case, plan: Plan) -> list[Ours]:
     if plan.max_smem_kib is not None:
         config, origin = within_smem(op, problem, plan.gpu, plan.max_smem_kib)
         found.append(_forced(f"cutekernels (<= {plan.max_smem_kib} KiB smem)", config, origin))
+    return found
+
+
+def _bodies(case: Case, plan: Plan, timer: Timer) -> list[Ours]:
+    op, problem = posed(case)
+    sets = _input_sets(case, problem, plan)
+
+    def bind(config: Any) -> Sequence[Launch]:
+        return workloads.get(case.op).ours(case, sets, config)
+
+    found = []
+    for body, config, origin in headtohead.chosen(op, problem, plan.gpu, bind, timer.prepare):
+        name = f"cutekernels ({body})"
+        if config is None:
+            found.append(Ours(headtohead.absent(name, origin), "", ""))
+        else:
+            found.append(_forced(name, config, origin))
     return found
 
 

@@ -222,6 +222,7 @@ WORKLOADS = (
         {
             "llm": _sizes("silu_mul", ROWS, INTERMEDIATE),
             "published": _published("silu_mul"),
+            "headtohead": _published("silu_mul"),
             "packed": _sizes("silu_mul", ROWS[1:], INTERMEDIATE, before=" layout=rows"),
         },
         _gate_and_up,

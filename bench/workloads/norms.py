@@ -279,7 +279,7 @@ def _column_sums(case: Case, sets: Sequence[Inputs], config: Any) -> Sequence[La
 
 
 WORKLOADS = (
-    _workload("rms_norm", {"llm": _llm("rms_norm", *_FORWARD), "reference": _reference}),
+    _workload("rms_norm", {"llm": _llm("rms_norm", *_FORWARD), "reference": _reference, "headtohead": _reference}),
     _workload("add_rms_norm", {"llm": _llm("add_rms_norm", *_FORWARD)}),
     _workload("layer_norm", {"llm": _llm("layer_norm", *_FORWARD)}),
     _workload("rms_norm_backward", {"llm": _llm("rms_norm_backward", *_BACKWARD)}),

@@ -191,7 +191,7 @@ def _liger(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
 WORKLOADS = (
     Workload(
         op="rope",
-        suites={"llm": _llm, "reference": _reference, "backward": _backward},
+        suites={"llm": _llm, "reference": _reference, "backward": _backward, "headtohead": _reference},
         inputs=_inputs,
         truth=_truth,
         ours=_ours,
