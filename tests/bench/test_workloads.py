@@ -53,7 +53,10 @@ def who(op: str) -> list[Contender]:
     return [*[peer for peer in workloads.get(op).peers if peer.name in PLAIN], run.ours("cutekernels")]
 
 
-@pytest.mark.parametrize(("op", "suite"), [(op, suite) for op in SMALL for suite in workloads.get(op).suites])
+@pytest.mark.parametrize(
+    ("op", "suite"),
+    [(op, s) for op in SMALL for s in workloads.get(op).suites if s != "headtohead"],  # cases of another suite
+)
 def test_contenders_agree_with_the_truth(op: str, suite: str) -> None:
     cases = workloads.cases(op, suite, dtype="fp16")
     took_part = set()
