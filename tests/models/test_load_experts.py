@@ -17,6 +17,7 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.models import Decoder, load
 from cutekernels.quant import QuantizedStack
 from tests.integrations import tiny
+from tests.models.test_decoder import prompts
 from tests.models.test_load import SIZES, edit, logits, one_thread, saved
 from tests.models.test_load_quantized import FORMATS
 
@@ -167,3 +168,15 @@ def test_experts_in_fp8_that_transformers_has_loaded(monkeypatch: pytest.MonkeyP
     model.model.layers[1].mlp.experts.limit = 7.0
     with pytest.raises(UnsupportedProblem, match="clamp theirs: load the checkpoint itself"):
         Decoder.from_transformers(model, **SIZES)
+
+
+@pytest.mark.gpu
+def test_gpt_oss_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first logits, before rounding sends a token elsewhere; steps are graphs, and the same each time."""
+    gpt_oss(tmp_path)
+    exact = logits(Decoder.from_pretrained(tmp_path, device="cpu", dtype=torch.float32, **SIZES), monkeypatch)[1]
+    decoder = Decoder.from_pretrained(tmp_path, dtype=torch.bfloat16, **SIZES)
+    tokens, found = logits(decoder, monkeypatch)
+    error = (found[0].cpu().float() - exact[0]).square().mean().sqrt() / exact[0].square().mean().sqrt()
+    assert error.item() < 0.1
+    assert decoder.generate(list(prompts(21, 3)), max_new_tokens=12).tokens == tokens
