@@ -53,13 +53,30 @@ def test_a_product_for_each_expert(text: str, tmp_path: Path) -> None:
     check(QUANTIZED_GROUPED_GEMM, QuantizedGroupedProblem.parse(text), 128, tmp_path)
 
 
+@pytest.mark.parametrize("text", EXPERTS[:2])
+def test_the_rule_that_refuses_64_is_needed(text: str, tmp_path: Path) -> None:
+    """What the rule of ``tile_k`` leaves out does write such registers."""
+    problem = QuantizedGroupedProblem.parse(text)
+    smaller = [c.replace(tile_k=64, stages=8) for c in of_warpgroup(QUANTIZED_GROUPED_GEMM, problem, 128)]
+    reasons = {c: str(QUANTIZED_GROUPED_GEMM.why_not(problem, c, H100)) for c in smaller}
+    config = next(c for c, reason in reasons.items() if "products under way" in reason)
+    code = sass.instructions(cubin(QUANTIZED_GROUPED_GEMM.build(problem, config, H100)), tmp_path)
+    assert sass.overwritten(code)
+
+
 def test_such_a_write_is_found() -> None:
-    """The second batch is decoded into the first one's registers, on the path that skips the third."""
-    loop = [
+    """A batch decoded into the registers of the other, which runs."""
+    first = [
         ("LABEL", ".L_x_1"), ("WARPGROUP.DEPBAR.LE", "gsb0, 0x1"), ("LOP3.LUT", "R4, R9, 0xf, R8, 0xea, !PT"),
         ("HGMMA.64x8x16.F32.BF16", "R24, R4, gdesc[UR8], R24, gsb0"),
     ]  # fmt: skip
-    skipped = [("BRA", "`(.L_x_2)"), ("WARPGROUP.DEPBAR.LE", "gsb0, 0x1"), ("LOP3.LUT", "R12, R9, 0xf, R8, 0xea, !PT")]
-    second = [("HGMMA.64x8x16.F32.BF16", "R24, R12, gdesc[UR8], R24, gsb0"), ("LABEL", ".L_x_2"), ("BRA", "`(.L_x_1)")]
-    assert sass.overwritten([*loop, *skipped, *second]) == ["LOP3.LUT R4, R9, 0xf, R8, 0xea, !PT"]
-    assert sass.overwritten([*loop, *skipped[1:], *second]) == []
+    write, product = "LOP3.LUT R{}, R9, 0xf, R8, 0xea, !PT", "R24, R{}, gdesc[UR8], R24, gsb0"
+
+    def loop(register: int, wait: str = "gsb0, 0x1") -> list[tuple[str, str]]:
+        opcode, operands = write.format(register).split(" ", 1)
+        batch = [("WARPGROUP.DEPBAR.LE", wait), (opcode, operands), ("HGMMA.64x8x16", product.format(register))]
+        return [*first, *batch, ("BRA", "`(.L_x_1)")]
+
+    assert sass.overwritten(loop(12)) == []
+    assert sass.overwritten(loop(4, "gsb0, 0x0")) == [write.format(4)]  # the next round's first batch
+    assert sass.overwritten(loop(6)) == [write.format(6)]

@@ -124,16 +124,6 @@ class Consumer:
 
 
 @dataclass(frozen=True)
-class Ahead:
-    """Where a mainloop stands whose products run behind it."""
-
-    at: Position  # the next k-tile's
-    before: Int32  # stages of the two batches in front
-    last: Int32
-    coming: Float32  # the next k-tile's scale, of a block
-
-
-@dataclass(frozen=True)
 class WarpgroupPacked(WarpGroupBody):
     """The body. ``tile_n`` counts tokens: they are the columns of the MMA."""
 
@@ -485,74 +475,52 @@ class WarpgroupPacked(WarpGroupBody):
         of products is issued while the one before runs.
         """
         factors = cute.make_rmem_tensor((2, max(1, self.smem.strips)), Float32)
+        row = self.first_row(of, segment, consumer.group)
         coming = Float32(0.0)
         if const_expr(self.scale_rows > 1):
-            coming = self.block_scale(weight, of, self.first_row(of, segment, consumer.group), segment.begin)
+            coming = self.block_scale(weight, of, row, segment.begin)
         count = segment.end - segment.begin
         # Stages of the two batches in front, which are released when their products are done.
-        ahead = Ahead(at, Int32(0), Int32(0), coming)
-        rest = weight, shared, of, segment, factors
+        before, last = Int32(0), Int32(0)
         of_pair = const_expr(2 if self.tile_k == TILE else 1)  # k-tiles
-        # Both batches of a pair, without a branch between: ptxas keeps registers of products under way from being
-        # written only where every path to that place waits for them, those included that are never taken.
-        for pair in cutlass.range(count // of_pair, unroll=1):
+        for pair in cutlass.range(cute.ceil_div(count, of_pair), unroll=1):
             for i in cutlass.range_constexpr(2):
                 half = const_expr(0 if of_pair == 2 else i)
                 done = pair * of_pair + (i if const_expr(of_pair == 2) else 0)  # k-tiles in front of this one
-                ahead = self.start_batch(consumer, rest, ahead, i, half, done)
-        if const_expr(of_pair == 2):  # noqa: SIM102  known when compiled
-            if count % 2 == 1:
-                # The last k-tile of an odd number.
-                ahead = self.start_batch(consumer, rest, ahead, 0, 0, count - 1)
+                if done < count:
+                    if const_expr(half == 0):
+                        if const_expr(self.scale_rows > 1):
+                            # The scale of this k-tile's block was asked for a k-tile ago.
+                            factors.fill(coming)
+                            following = cutlass.min(segment.begin + done + 1, of.k_tiles - 1)
+                            coming = self.block_scale(weight, of, row, following)
+                        # Wait until the copies have filled the stage.
+                        cute.arch.mbarrier_wait(shared.full + at.stage, at.phase)
+                    stage = shared.storage.toint().to(Int32) + self.smem.packed_at + at.stage * self.smem.packed_bytes
+                    if const_expr(half == 0 and self.smem.strips > 0):
+                        self.load_factors(consumer, stage, factors)
+                    words = self.packed_words(consumer, stage, half)
+                    # At most the batch in front still runs: the one that last had these registers is done.
+                    warpgroup.wait_group(1)
+                    if const_expr(of_pair == 2):
+                        self.pipeline.release(consumer.thread, shared.empty, before, done > 1)
+                    elif const_expr(half == 1):
+                        self.pipeline.release(consumer.thread, shared.empty, last, done > 0)
+                    rW = consumer.rW if const_expr(i == 0) else consumer.rV
+                    for w in cutlass.range_constexpr(cute.size(words)):
+                        # A move that LLVM must keep here: what follows from it may not come before the wait.
+                        words[w] = kept_move(words[w])
+                    self.decode(consumer, stage, half, words, factors, cute.recast_tensor(rW, Int32))
+                    self.issue(consumer, rW, half, at.stage)
+                    if const_expr(of_pair == 2 or half == 1):
+                        before, last = last, at.stage
+                        at = self.pipeline.next(at)
         # The last products are done: accumulators may be read, and the producer may refill the last stages.
         warpgroup.wait_group(0)
         if const_expr(of_pair == 2):
-            self.pipeline.release(consumer.thread, shared.empty, ahead.before, count > 1)
-        self.pipeline.release(consumer.thread, shared.empty, ahead.last, Boolean(True))
-        return ahead.at
-
-    @cute.jit
-    def start_batch(
-        self,
-        consumer: Consumer,
-        rest: tuple,  # weight, shared, extents, segment, factors
-        ahead: Ahead,
-        i: cutlass.Constexpr[int],
-        half: cutlass.Constexpr[int],
-        done: Int32,
-    ) -> Ahead:
-        """Decodes 64 of K into set ``i`` of registers, and starts their products. ``done``: k-tiles in front."""
-        weight, shared, of, segment, factors = rest
-        at, before, last, coming = ahead.at, ahead.before, ahead.last, ahead.coming
-        whole = const_expr(self.tile_k == TILE)
-        if const_expr(half == 0):
-            if const_expr(self.scale_rows > 1):
-                # The scale of this k-tile's block was asked for a k-tile ago.
-                factors.fill(coming)
-                following = cutlass.min(segment.begin + done + 1, of.k_tiles - 1)
-                coming = self.block_scale(weight, of, self.first_row(of, segment, consumer.group), following)
-            # Wait until the copies have filled the stage.
-            cute.arch.mbarrier_wait(shared.full + at.stage, at.phase)
-        stage = shared.storage.toint().to(Int32) + self.smem.packed_at + at.stage * self.smem.packed_bytes
-        if const_expr(half == 0 and self.smem.strips > 0):
-            self.load_factors(consumer, stage, factors)
-        words = self.packed_words(consumer, stage, half)
-        # At most the batch in front still runs: the one that last had these registers is done.
-        warpgroup.wait_group(1)
-        if const_expr(whole):
-            self.pipeline.release(consumer.thread, shared.empty, before, done > 1)
-        elif const_expr(half == 1):
-            self.pipeline.release(consumer.thread, shared.empty, last, done > 0)
-        rW = consumer.rW if const_expr(i == 0) else consumer.rV
-        for w in cutlass.range_constexpr(cute.size(words)):
-            # A move that LLVM must keep here: what follows from it may not come before the wait.
-            words[w] = kept_move(words[w])
-        self.decode(consumer, stage, half, words, factors, cute.recast_tensor(rW, Int32))
-        self.issue(consumer, rW, half, at.stage)
-        if const_expr(whole or half == 1):
-            before, last = last, at.stage
-            at = self.pipeline.next(at)
-        return Ahead(at, before, last, coming)
+            self.pipeline.release(consumer.thread, shared.empty, before, count > 1)
+        self.pipeline.release(consumer.thread, shared.empty, last, Boolean(True))
+        return at
 
     @cute.jit
     def issue(self, consumer: Consumer, rW: cute.Tensor, half: cutlass.Constexpr[int], stage: Int32):
