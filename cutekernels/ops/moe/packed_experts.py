@@ -236,12 +236,15 @@ class GroupedWarpgroupSchedule(_Grouped, PackedWarpgroupSchedule):
 
     def grouped_body(self, p: QuantizedGroupedProblem, c: QuantizedConfig) -> Any:
         from cutekernels.kernels.cute.parts.boxes import GroupBoxes
+        from cutekernels.kernels.cute.parts.epilogue import Activation, Epilogue
         from cutekernels.kernels.cute.quantized.warpgroup_packed_grouped import WarpgroupPackedGrouped
 
-        gate = {GATED: "silu_approx", CLAMPED: "clamped"}.get(p.activation, "none")
+        gate = Epilogue(Activation("silu_approx")) if p.gated else None
         plain = p.one.replace(activation="none" if p.gated else p.activation)
         results = GroupBoxes(**packed_warpgroup.boxes(plain, c), swap_ab=True)
-        return WarpgroupPackedGrouped(**packed_warpgroup.parts(plain, c), results=results, split=False, gate=gate)
+        return WarpgroupPackedGrouped(
+            **packed_warpgroup.parts(plain, c), results=results, split=False, gate=gate, clamped=p.activation == CLAMPED
+        )
 
 
 GROUPED_SKINNY, GROUPED_WARPGROUP = GroupedSkinnySchedule(), GroupedWarpgroupSchedule()

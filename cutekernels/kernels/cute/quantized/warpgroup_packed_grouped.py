@@ -11,8 +11,8 @@ Ring (``parts/schedule.py``): full[place]: 1 arrival, the producer's; the consum
     each consumer warp; the producer waits. The last entry says that there is no tile, and which rows have no group.
 
 Gated, one consumer group has 64 rows of gates, the other the rows of up that belong to them, so that their threads hold
-    a pair at the same place. The second leaves its accumulators, with scales and bias, in shared memory, and goes on to
-    the next tile; the first takes them, applies the gate and stores. Named barriers of 256 threads: ``TAKEN``, the
+    a pair at the same place. The second leaves its accumulators in shared memory, and goes on to the next tile; the
+    first takes them, adds biases, applies the gate and stores. Named barriers of 256 threads: ``TAKEN``, the
     first group arrives and the second waits before it writes; ``LEFT``, the second arrives and the first waits.
 
 Ends: a group's last tile begins early, where the group has so many rows; else it reads rows of the next group, which
@@ -31,7 +31,7 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from cutekernels.kernels.cute.parts.boxes import FIRST_BARRIER, BoxOperands, Corner
-from cutekernels.kernels.cute.parts.epilogue import Activation, clamped_gate
+from cutekernels.kernels.cute.parts.epilogue import Epilogue, EpilogueOperands
 from cutekernels.kernels.cute.parts.pipeline import Position
 from cutekernels.kernels.cute.parts.schedule import RingTile, TileRing
 from cutekernels.kernels.cute.parts.smem import ALIGNMENT, WarpgroupPackedSmem, WarpgroupSmem
@@ -59,14 +59,34 @@ class GroupSegment(Segment):
 
 
 @dataclass(frozen=True)
+class PairCoordinates:
+    """Coordinates of eight of a thread's gates and of what they multiply, ((2, 2, 2), 2): rows are the second mode."""
+
+    biases: cute.Tensor  # of rows r and r + 8, of both halves
+    gated: bool = True
+
+    def columns(self, vector: cute.Tensor) -> cute.TensorSSA:
+        """Biases, which the thread has loaded."""
+        layout = cute.make_layout(((2, 2, 2), 2), stride=((0, 1, 0), 2))
+        return cute.make_tensor(self.biases.iterator, layout).load()
+
+    @cute.jit
+    def halves(self, x: cute.TensorSSA) -> tuple[cute.TensorSSA, cute.TensorSSA]:
+        rX = cute.make_rmem_tensor(x.shape, Float32)
+        rX.store(x)
+        return rX[(None, None, None), 0].load(), rX[(None, None, None), 1].load()
+
+
+@dataclass(frozen=True)
 class WarpgroupPackedGrouped(WarpgroupPacked):
     """The body, whose results are :class:`GroupBoxes`."""
 
-    gate: str = "none"  # "silu_approx", or "clamped"
+    gate: Epilogue | None = None  # of gates and what they multiply
+    clamped: bool = False  # it is gpt-oss's
 
     @property
     def gated(self) -> bool:
-        return self.gate != "none"
+        return self.gate is not None
 
     @property
     def columns(self) -> int:
@@ -118,7 +138,7 @@ class WarpgroupPackedGrouped(WarpgroupPacked):
         # A gate's accumulators have had this factor before they meet.
         factor = Float32(self.weights.undone if const_expr(self.scaled == "weights" and not self.gated) else 1.0)
         outputs = BoxOperands(tma_d, tD, None, None, mBias, factor, Float32(0.0), mD, None)
-        clamp = (alpha, limit) if const_expr(self.gate == "clamped") else None
+        clamp = (alpha, limit) if const_expr(self.clamped) else None
         self.kernel(tma_x, tX, outputs, Weight(mW, mS, mZ), mEnds, clamp, self.mma(dtype), layout).launch(
             grid=[ctas, 1, 1],
             block=[self.threads, 1, 1],
@@ -288,17 +308,6 @@ class WarpgroupPackedGrouped(WarpgroupPacked):
             cute.recast_ptr(shared.storage + self.smem.exchange_at, dtype=Float32),
             cute.make_layout((GROUP, count), stride=(1, GROUP)),
         )  # (THREAD, ACCUMULATOR)
-        # -- each group: its own factor and bias
-        undone = const_expr(self.weights.undone if self.scaled == "weights" else 1.0)
-        for r in cutlass.range_constexpr(2):
-            bias = Float32(0.0)
-            if const_expr(mBias is not None):
-                row = segment.corner.row + consumer.group * of.n + self.own_row(consumer) + 8 * r
-                bias = mBias[segment.expert, row].to(Float32)
-            for j in cutlass.range_constexpr(self.tile_n // 8):
-                for i in cutlass.range_constexpr(2):
-                    own = const_expr(4 * j + 2 * r + i)
-                    consumer.acc[own] = consumer.acc[own] * undone + bias
         if consumer.group == 1:
             # The second group waits until the first has taken those of the tile before.
             cute.arch.barrier(barrier_id=TAKEN, number_of_threads=2 * GROUP)
@@ -307,19 +316,28 @@ class WarpgroupPackedGrouped(WarpgroupPacked):
             # They are in shared memory for the first group.
             cute.arch.barrier_arrive(barrier_id=LEFT, number_of_threads=2 * GROUP)
         else:
+            # Biases of the thread's rows r and r + 8, of gates and of what they multiply.
+            biases = cute.make_rmem_tensor((2, 2), Float32)
+            bias = None
+            if const_expr(mBias is not None):
+                bias = mBias[segment.expert, None]
+                for half in cutlass.range_constexpr(2):
+                    for r in cutlass.range_constexpr(2):
+                        row = segment.corner.row + half * of.n + self.own_row(consumer) + 8 * r
+                        biases[r, half] = bias[row].to(Float32)
+            factor = Float32(self.weights.undone) if const_expr(self.scaled == "weights") else None
+            operands = EpilogueOperands(mBias=bias, alpha=factor, clamp=clamp)
             # The first group waits for the second's accumulators.
             cute.arch.barrier(barrier_id=LEFT, number_of_threads=2 * GROUP)
-            gates, ups = [cute.make_rmem_tensor(8, Float32) for _ in range(2)]
+            values = cute.make_rmem_tensor(((2, 2, 2), 2), Float32)
+            results = cute.make_rmem_tensor((2, 2, 2), Float32)
             for i in cutlass.range_constexpr(count // 8):
                 for j in cutlass.range_constexpr(8):
-                    gates[j] = consumer.acc[8 * i + j]
-                    ups[j] = left[consumer.thread, 8 * i + j]
-                if const_expr(clamp is not None):
-                    gates.store(clamped_gate(gates.load(), ups.load(), *clamp))
-                else:
-                    gates.store(Activation(self.gate).apply(gates.load()) * ups.load())
+                    values[j] = consumer.acc[8 * i + j]
+                    values[8 + j] = left[consumer.thread, 8 * i + j]
+                results.store(self.gate.apply(values.load(), PairCoordinates(biases), operands))
                 for j in cutlass.range_constexpr(8):
-                    consumer.acc[8 * i + j] = gates[j]
+                    consumer.acc[8 * i + j] = results[j]
             # All have been read: the second group may leave those of its next tile.
             cute.arch.barrier_arrive(barrier_id=TAKEN, number_of_threads=2 * GROUP)
 
