@@ -193,7 +193,7 @@ def test_defaults_compile_without_spills_in_the_shared_memory_that_rules_count(n
         ),
         (
             "rows=4096 n=832 k=2048 experts=8 code=int8 group=0 scale=bf16 bias=same activation=gelu",
-            "tile_m=128 tile_n=64 tile_k=128 stages=8 scaled=accumulators raster=8",
+            "tile_m=128 tile_n=64 tile_k=128 stages=5 scaled=accumulators raster=8",
         ),
         (
             "rows=4096 n=768 k=2048 experts=8 code=e4m3 scale_rows=128 scale=fp32",
