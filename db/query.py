@@ -67,7 +67,7 @@ class Condition:
         try:
             wanted = _parse(declared, self.name, self.text) if declared else _loose(self.name, value, self.text)
             if self.relation in ("=", "!="):
-                stored = {wanted} if declared is None else {wanted, _stored(op, self.name, wanted)}
+                stored = {wanted} if declared is None else {wanted, *_stored(op, self.name, wanted)}
                 return (value in stored) == (self.relation == "=")
             return _COMPARE[self.relation](value, wanted)
         except (UnsupportedProblem, TypeError):  # another op's value
@@ -122,18 +122,20 @@ def matches(op: str, problem: Mapping[str, Scalar], asked: Iterable[Condition]) 
 
 
 @cache
-def _stored(op: str, name: str, value: Scalar) -> Scalar:
-    """The value under which a row for ``value`` is stored: as the op's ``bucket`` has it, tried on its suite."""
+def _stored(op: str, name: str, value: Scalar) -> frozenset[Scalar]:
+    """The values under which rows for ``value`` are stored: as the op's ``bucket`` has it, tried on its suite.
+
+    Those of a head dim differ where the cache does.
+    """
     declared = registry.get(op)
     bucket = _problem(op)[name].metadata.get("bucket")
     if bucket is not None:
-        return bucket(value)  # type: ignore[no-any-return]
+        return frozenset([bucket(value)])
+    found = set()
     for text in declared.suite:
         with suppress(UnsupportedProblem):
-            stored: Scalar = getattr(declared.Problem.parse(text).replace(**{name: value}).bucket(), name)
-            if stored != value:
-                return stored
-    return value
+            found.add(getattr(declared.Problem.parse(text).replace(**{name: value}).bucket(), name))
+    return frozenset(found)
 
 
 def _parse(declared: Field[Any], name: str, text: str) -> Scalar:

@@ -51,7 +51,7 @@ NOTES = {  # what a reader of a suite's rows should know
 # Rows of the README: what, file names (of all cards), or a model and a suite of its rows.
 SPEED: dict[str, tuple[str, ...]] = {
     "`linear`, 1 to 128 tokens": ("gemm_decode_",),
-    "`linear`, 128 to 8192 tokens, 18 weights without winners": ("gemm_heldout",),
+    "`linear`, 128 to 8192 tokens, 18 weight shapes that are not tuned": ("gemm_heldout",),
     "`attention`, prompts": ("attention_hopper",),
     "`attention`, backward": ("attention_backward_hopper",),
     "`moe_ffn` of Qwen3-30B-A3B, experts read from DRAM": ("moe_ffn_layers_qwen3",),

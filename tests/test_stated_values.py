@@ -25,13 +25,13 @@ STATED = [
     ("docs/tune.md", "more than {:.1%} faster", final.EFFECT - 1),
     ("docs/tune.md", "up to {} tasks in progress (`--lanes`)", WORDS[fleet.LANES]),
     ("docs/tune.md", "A lane takes {} GiB", fleet._LANE_BYTES >> 30),
-    ("docs/tune.md", "at least {} times as fast as the default", dispatch.LEAST_GAIN),
+    ("docs/tune.md", "at least {} times the default's speed", dispatch.LEAST_GAIN),
     ("docs/tune.md", "for up to {:.0f} s", calibrate.BUDGET_S),
     ("docs/fleet.md", "up to {} tasks in progress (`--lanes`)", WORDS[fleet.LANES]),
     ("docs/fleet.md", "that loses its GPU {} times fails", WORDS[fleet.MOST_LOSSES]),
     ("docs/architecture.md", "within {} octaves", dispatch.MAX_OCTAVES),
     ("docs/architecture.md", "more than {} times as far behind the default", dispatch.MOST_BEHIND),
-    ("docs/database.md", "at least {} times as fast as the default", dispatch.LEAST_GAIN),
+    ("docs/database.md", "at least {} times the default's speed", dispatch.LEAST_GAIN),
     ("docs/database.md", "ends after {:.0f} s", sqlite.READ_LIMIT_S),
 ]
 HELP = [

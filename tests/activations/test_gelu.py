@@ -29,7 +29,8 @@ from cutekernels.ops.activations.op import (
 from cutekernels.ops.shared import calls
 from tests.activations import gelu_cases
 from tests.activations.gelu_cases import APPROXIMATE, CASES, OPS, PLANTED, SPECIAL, VALUES, error_ratio, truth
-from tests.activations.silu_mul_cases import DTYPES, H200
+from tests.activations.silu_mul_cases import DTYPES
+from tests.compiled import H200
 from tests.interpreted import kernel_tests
 from tests.traced import Graphs
 
