@@ -31,7 +31,7 @@ STATED = [
     ("docs/fleet.md", "that loses its GPU {} times fails", WORDS[fleet.MOST_LOSSES]),
     ("docs/architecture.md", "within {} octaves", dispatch.MAX_OCTAVES),
     ("docs/architecture.md", "more than {} times as far behind the default", dispatch.MOST_BEHIND),
-    ("docs/database.md", "at least {} times the default's speed", dispatch.LEAST_GAIN),
+    ("docs/database.md", "at least {} times as fast as the default", dispatch.LEAST_GAIN),
     ("docs/database.md", "ends after {:.0f} s", sqlite.READ_LIMIT_S),
 ]
 HELP = [
