@@ -86,7 +86,7 @@ def _table(i: Inputs) -> Tensor | None:
 
 
 def _scales(i: Inputs) -> dict[str, Tensor]:
-    """Of a cache in FP8, as ``decode_attention`` takes them."""
+    """Scales of a cache in FP8, as ``decode_attention`` takes them."""
     found = i.operands[4:6] if i.operands[1].element_size() == 1 else ()
     return dict(zip(("k_scale", "v_scale"), found, strict=False))
 

@@ -78,7 +78,7 @@ def load(gpu: str, url: str | None = None, *, strict: bool = False) -> Snapshot:
 
 @cache
 def _rows() -> dict[str, list[list[Any]]]:
-    """By GPU: op, revision, problem, config, origin, median in us, ratio, reason."""
+    """Winners by GPU: op, revision, problem, config, origin, median in us, ratio, reason."""
     found: dict[str, list[list[Any]]] = json.loads((Path(__file__).parents[1] / "winners.json").read_text())
     return found
 

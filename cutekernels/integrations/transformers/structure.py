@@ -36,7 +36,7 @@ _UNKNOWN = Family("", "", windowed=None)
 
 @dataclass
 class Found:
-    """What of a model is replaced: ``(role, module, guess)``, and ``(path, reason)`` of what is left."""
+    """Modules of a model that are replaced: ``(role, module, guess)``, and ``(path, reason)`` of what is left."""
 
     replaced: list[tuple[str, Any, Guess]] = field(default_factory=list)
     left: list[tuple[str, str]] = field(default_factory=list)
@@ -103,7 +103,7 @@ _PLAIN = (bool, int, float, str, tuple, list, dict, torch.dtype, type(None))
 
 
 def _kind(module: Any) -> object:
-    """What modules have in common that one comparison serves: classes, shapes, and all options."""
+    """The key of modules that one comparison serves: classes, shapes, and all options."""
     parts = []
     for name, part in module.named_modules():
         options = {k: repr(v) for k, v in part.__dict__.items() if isinstance(v, _PLAIN) and k[:1] != "_"}

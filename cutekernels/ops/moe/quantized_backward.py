@@ -11,14 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutekernels import gpu as gpus
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.moe.grouped import GROUPED_GEMM, check_offsets, groups_of
-from cutekernels.ops.quantized.backward import parts
-from cutekernels.ops.quantized.decode import DEQUANTIZE, check_weight, rows_of_scale
+from cutekernels.ops.quantized.backward import decoded_parts
+from cutekernels.ops.quantized.decode import check_weight, rows_of_scale
 from cutekernels.ops.shared.calls import run
 from cutekernels.ops.shared.checks import check_results
-from cutekernels.ops.shared.dtypes import GPU_DTYPES
 from cutekernels.ops.shared.registration import define_with_out
 from cutekernels.quant.layout import TILE
 from cutekernels.quant.weight import QuantizedWeight
@@ -59,18 +57,9 @@ def _cuda(given: tuple[Tensor, ...] | None, inputs: tuple[Any, ...], *options: A
     dx = dout.new_empty((dout.shape[0], k)) if given is None else given[0]
     if dx.numel():
         dout = dout if dout.stride(1) == 1 else dout.contiguous()
-        dtype, experts = GPU_DTYPES.names[dout.dtype], offsets.shape[0] - 1
-        ranges = list(parts(total, k, dout.shape[0], gpus.detect(dout.get_device())))
-        workspace = dout.new_empty((total, ranges[0][1]))
-        for begin, end in ranges:
-            width = end - begin
-            decoded = workspace if width == workspace.shape[1] else workspace[:, :width]
-            run(
-                DEQUANTIZE, (decoded,), (packed, scales, zeros), options=(code, group, total, k, width, dtype),
-                scalars=(begin,),
-            )  # fmt: skip
-            weight = decoded.unflatten(0, (experts, -1)).mT
-            own = dx if width == k else dx[:, begin:end]
+        for begin, end, decoded in decoded_parts(dout, (packed, scales, zeros), code, group, total, k):
+            weight = decoded.unflatten(0, (offsets.shape[0] - 1, -1)).mT
+            own = dx if end - begin == k else dx[:, begin:end]
             run(GROUPED_GEMM, (own,), (dout, weight, offsets, None), options=("none",))
     return dx if given is None else None
 

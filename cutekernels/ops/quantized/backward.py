@@ -71,6 +71,20 @@ def _check(given: tuple[Tensor, ...] | None, inputs: tuple[Any, ...], code: str,
     check_results(given or ())
 
 
+def decoded_parts(
+    dout: Tensor, weight: tuple[Tensor, Tensor, Tensor | None], code: str, group: int, n: int, k: int
+) -> Iterator[tuple[int, int, Tensor]]:
+    """Columns from ``begin`` to ``end`` of a packed weight in ``dout``'s type, part by part in one workspace."""
+    dtype = GPU_DTYPES.names[dout.dtype]
+    ranges = list(parts(n, k, dout.shape[0], gpus.detect(dout.get_device())))
+    workspace = dout.new_empty((n, ranges[0][1]))
+    for begin, end in ranges:
+        width = end - begin
+        decoded = workspace if width == workspace.shape[1] else workspace[:, :width]
+        run(DEQUANTIZE, (decoded,), weight, options=(code, group, n, k, width, dtype), scalars=(begin,))
+        yield begin, end, decoded
+
+
 @torch.no_grad()
 def _cuda(given: tuple[Tensor, ...] | None, inputs: tuple[Any, ...], *options: Any) -> Tensor | None:
     _check(given, inputs, *options)
@@ -80,17 +94,8 @@ def _cuda(given: tuple[Tensor, ...] | None, inputs: tuple[Any, ...], *options: A
     if dx.numel():
         if dout.stride(1) != 1:
             dout = dout.contiguous()  # once, not for each part
-        dtype = GPU_DTYPES.names[dout.dtype]
-        ranges = list(parts(n, k, dout.shape[0], gpus.detect(dout.get_device())))
-        workspace = dout.new_empty((n, ranges[0][1]))
-        for begin, end in ranges:
-            width = end - begin
-            decoded = workspace if width == workspace.shape[1] else workspace[:, :width]
-            run(
-                DEQUANTIZE, (decoded,), (packed, scales, zeros), options=(code, group, n, k, width, dtype),
-                scalars=(begin,),
-            )  # fmt: skip
-            gemm(dout, decoded, out=dx if width == k else dx[:, begin:end])
+        for begin, end, decoded in decoded_parts(dout, (packed, scales, zeros), code, group, n, k):
+            gemm(dout, decoded, out=dx if end - begin == k else dx[:, begin:end])
     return dx if given is None else None
 
 

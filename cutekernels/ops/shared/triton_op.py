@@ -38,9 +38,6 @@ if TYPE_CHECKING:
     from cutekernels.backends import Artifact
     from cutekernels.gpu import GpuSpec
 
-_POINTED: dict[str, str | None] = {
-    "fp8": "u8"
-}  # kernels make e4m3's bits themselves: Triton has no conversion to it for every GPU
 _SCHEMA_TYPES = {"fp32": "float", "i32": "int", "i64": "SymInt"}
 
 
@@ -343,7 +340,8 @@ class TritonOp(Ruled, TensorOp[P, C]):
         promised = getattr(p, "align", 1) if getattr(p, "layout", "") != "strided" else None
         kinds = {name: self.kind(p, name) for name in self.operands}
         for name, kind in kinds.items():
-            signature[f"{name}_ptr"] = f"*{_POINTED.get(kind or '', kind)}"
+            # Kernels make e4m3's bits themselves: Triton does not convert to it on every GPU.
+            signature[f"{name}_ptr"] = "*u8" if kind == "fp8" else f"*{kind}"
             if kind is None:
                 constants[f"{name}_ptr"] = 0
             elif self.operands[name].laid and promised is not None:

@@ -8,7 +8,7 @@ Two numbers lie where others have one of 16 bits, so copies and ldmatrix are tho
     V, transposed: two neighbouring columns of two rows. The MMA's columns of two neighbouring groups of 8 are then the
         even and the odd ones of 16, and so are the accumulators' (``DecodeAttentionBody.merge_warps`` sorts them).
 
-Instructions for a word: 2 or 3 where the GPU converts e4m3 (sm_89 on), else about 11.
+Instructions for a word: 2 or 3 where the GPU converts e4m3, else about 11.
 """
 
 from dataclasses import dataclass
@@ -233,7 +233,7 @@ class Float8Queries:
 
     @cute.jit
     def factors(self, lane: Int32, at_factors: cute.Pointer, dtype: cutlass.Constexpr) -> cute.Tensor | None:
-        """What scores of a lane's two rows are multiplied by; None where that is 1."""
+        """Factors of the scores of a lane's two rows; None where they are 1."""
         found = None
         if const_expr(dtype is not Float16):
             found = cute.make_rmem_tensor(2, Float32)

@@ -20,7 +20,7 @@ from cutlass import Int32, const_expr
 from cutekernels.kernels.cute.parts.nf4 import NF4
 from cutekernels.kernels.cute.parts.ptx import held, pure
 
-# Of each pair of e2m1: how far a word is shifted left, and which bits of a half it then has where the type wants them.
+# Moves for each pair of e2m1: a shift to the left, and the mask of the bits that then lie where the type wants them.
 MOVES_BF16 = (((6, 0x81C0),), ((3, 0x81C0),), ((0, 0x81C0),), ((-4, 0x00C0), (-5, 0x0100), (1, 0x8000)))
 MOVES_FP16 = (
     ((9, 0x0E00), (6, 0x8000)),

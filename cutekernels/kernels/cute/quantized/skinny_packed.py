@@ -338,11 +338,11 @@ class SkinnyPacked:
     # ---- where a unit lies: of one product, whose weight has all rows and whose tokens are all of X's
 
     def tile_number(self, of: Extents, unit: Unit) -> Int32:
-        """Of its tile, among all."""
+        """The number of a unit's tile, among all."""
         return unit.n * of.tiles_m + unit.m
 
     def first_row(self, of: Extents, unit: Unit) -> int | Int32:
-        """Where its weight begins, in rows of W."""
+        """The row of W with which the unit's weight begins."""
         return 0
 
     def all_rows(self, given: Operands, of: Extents, unit: int) -> Int32:
@@ -350,7 +350,7 @@ class SkinnyPacked:
         return cute.ceil_div(of.n * self.halves, unit)
 
     def first_token(self, unit: Unit) -> Int32:
-        """Of the tile."""
+        """The first token of a unit's tile."""
         return unit.m * self.tile_m
 
     def end_of_tokens(self, of: Extents, unit: Unit) -> Int32:
