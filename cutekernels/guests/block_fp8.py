@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, ClassVar
+from unittest.mock import patch
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.gpu import GpuSpec
@@ -38,9 +40,14 @@ class BlockFp8Problem(Problem):
 class BlockFp8Linear(Guest[BlockFp8Problem, FusedMoeConfig]):
     """``out[t, j] = sum_i x[t, i] sx[t, i // block_k] * w[j, i] sw[j // block_n, i // block_k]``, in bf16.
 
-    ``sample`` gives ``x``, ``w``, ``sx`` and ``sw``.
+    ``sample`` gives ``x``, ``w``, ``sx`` and ``sw``. The engines' products take their config from a table alone: here
+    from one of one entry.
     """
 
+    product: ClassVar[str]
+    """The engine's module that has the product."""
+    renamed: ClassVar[str]
+    """The name of the product in newer versions; ``w8a8_block_fp8_matmul`` in others."""
     revision = 1
     suite = ("m=1 n=4096 k=7168", "m=1024 n=4096 k=7168")
     Problem = BlockFp8Problem
@@ -88,3 +95,15 @@ class BlockFp8Linear(Guest[BlockFp8Problem, FusedMoeConfig]):
     def work(self, p: BlockFp8Problem) -> Work:
         """The depth stands for sums of fp8 in tensor cores, of some 13 bits: like one rounding of each term to fp16."""
         return Work(2.0 * p.m * p.n * p.k, float(p.m * p.k + p.n * p.k + 2 * p.m * p.n), depth=depth_of({"fp16": 1}))
+
+    def begin(self) -> None:
+        import_module(self.product)
+
+    def call(self, p: BlockFp8Problem, c: FusedMoeConfig, *tensors: Any) -> None:
+        import torch
+
+        module = import_module(self.product)
+        out, x, w, sx, sw = tensors
+        multiply = getattr(module, self.renamed, None) or module.w8a8_block_fp8_matmul
+        with c.handed() as config, patch.object(module, "get_w8a8_block_fp8_configs", lambda *shape: {p.m: config}):
+            out.copy_(multiply(x, w, sx, sw, [p.block_n, p.block_k], torch.bfloat16))

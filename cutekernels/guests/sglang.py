@@ -7,7 +7,6 @@ from functools import cache
 from importlib import import_module
 from inspect import signature
 from typing import Any
-from unittest.mock import patch
 
 from cutekernels.errors import CompileError
 from cutekernels.gpu import GpuSpec
@@ -15,7 +14,6 @@ from cutekernels.guests.block_fp8 import BlockFp8Linear, BlockFp8Problem
 from cutekernels.guests.fused_moe import FusedMoe, FusedMoeConfig, FusedMoeProblem
 
 _LAYERS = "sglang.srt.layers"
-_PRODUCT = f"{_LAYERS}.quantization.fp8_kernel"
 _HOMES = (f"{_LAYERS}.moe.moe_runner.triton_utils", f"{_LAYERS}.moe.fused_moe_triton")  # of the MoE, the newest first
 
 
@@ -64,26 +62,15 @@ def _serving() -> None:
 
 
 class SglangBlockFp8Linear(BlockFp8Linear):
-    """SGLang's Triton product, which takes its config from a table alone: here from one of one entry."""
+    """SGLang's Triton product."""
 
     distributions = ("sglang", "triton")
+    product = f"{_LAYERS}.quantization.fp8_kernel"
+    renamed = "w8a8_block_fp8_matmul_triton"
 
     def default(self, p: BlockFp8Problem, gpu: GpuSpec) -> FusedMoeConfig:
         """What SGLang runs where it finds no table: a stage more than vLLM."""
         return replace(super().default(p, gpu), num_stages=3)
-
-    def begin(self) -> None:
-        import_module(_PRODUCT)
-
-    def call(self, p: BlockFp8Problem, c: FusedMoeConfig, *tensors: Any) -> None:
-        import torch
-
-        fp8_kernel = import_module(_PRODUCT)
-        out, x, w, sx, sw = tensors
-        multiply = getattr(fp8_kernel, "w8a8_block_fp8_matmul_triton", None) or fp8_kernel.w8a8_block_fp8_matmul
-        read = "get_w8a8_block_fp8_configs"
-        with c.handed() as config, patch.object(fp8_kernel, read, lambda *shape: {p.m: config}):
-            out.copy_(multiply(x, w, sx, sw, [p.block_n, p.block_k], torch.bfloat16))
 
 
 def fused_moe() -> FusedMoe:

@@ -5,14 +5,12 @@ from __future__ import annotations
 from importlib import import_module
 from inspect import signature
 from typing import Any
-from unittest.mock import patch
 
 from cutekernels.gpu import GpuSpec
-from cutekernels.guests.block_fp8 import BlockFp8Linear, BlockFp8Problem
+from cutekernels.guests.block_fp8 import BlockFp8Linear
 from cutekernels.guests.fused_moe import FusedMoe, FusedMoeConfig, FusedMoeProblem
 
 _MOE = "vllm.model_executor.layers.fused_moe"
-_PRODUCT = "vllm.model_executor.layers.quantization.utils.fp8_utils"
 
 
 class VllmFusedMoe(FusedMoe):
@@ -54,22 +52,11 @@ def _quantization(p: FusedMoeProblem, fused_experts: Any, s1: Any, s2: Any) -> d
 
 
 class VllmBlockFp8Linear(BlockFp8Linear):
-    """vLLM's Triton product, which takes its config from a table alone: here from one of one entry."""
+    """vLLM's Triton product."""
 
     distributions = ("vllm", "triton")
-
-    def begin(self) -> None:
-        import_module(_PRODUCT)
-
-    def call(self, p: BlockFp8Problem, c: FusedMoeConfig, *tensors: Any) -> None:
-        import torch
-
-        fp8_utils = import_module(_PRODUCT)
-        out, x, w, sx, sw = tensors
-        multiply = getattr(fp8_utils, "w8a8_triton_block_scaled_mm", None) or fp8_utils.w8a8_block_fp8_matmul
-        read = "get_w8a8_block_fp8_configs"
-        with c.handed() as config, patch.object(fp8_utils, read, lambda *shape: {p.m: config}):
-            out.copy_(multiply(x, w, sx, sw, [p.block_n, p.block_k], torch.bfloat16))
+    product = "vllm.model_executor.layers.quantization.utils.fp8_utils"
+    renamed = "w8a8_triton_block_scaled_mm"
 
 
 def fused_moe() -> FusedMoe:
