@@ -16,7 +16,7 @@ Where a line belongs::
     query.py      what queries ask, and what stored texts mean, as the ops declare it
     reader.py     winners as people ask for them: typed, local and shipped side by side
     snapshot.py   winners that a dispatcher loads once: read-only, standard library only, never raises
-    shipped/      winners that travel with the package, one JSON-lines file per GPU
+    shipped/      winners that travel with the package, one file of JSON lines per GPU
     cli.py        ``cutekernels db``
     listing.py    its tables, within 80 columns
     html_report.py  ``cutekernels db report``

@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import sqlite3
 import threading
+import zlib
 from collections.abc import Collection, Iterator
 from contextlib import closing, contextmanager
 from importlib.resources import files
@@ -119,8 +120,8 @@ def file_errors(name: str) -> Iterator[None]:
     """Turn an error of reading or writing the file ``name``, which is no database, into a StoreError."""
     try:
         yield
-    except OSError as error:
-        raise StoreError(f"{name!r}: {error.strerror or error}; name another file") from error
+    except (OSError, EOFError, zlib.error) as error:  # the latter two: of a compressed file
+        raise StoreError(f"{name!r}: {getattr(error, 'strerror', None) or error}; name another file") from error
 
 
 def _remedy(cause: str) -> str:

@@ -11,6 +11,7 @@ merging is a union, in any order, and repeating it changes nothing.
 
 from __future__ import annotations
 
+import gzip
 import os
 import secrets
 import stat
@@ -324,6 +325,8 @@ class Store:
     ) -> int:
         """Writes the winners as JSON lines, ordered by tuning key, to a path (atomically) or a stream.
 
+        A path that ends in ``.gz`` gets them compressed; :meth:`import_` reads such a file too.
+
         ``slim``: what all have in common stands in the first line only, and numbers are rounded.
 
         Returns:
@@ -333,7 +336,9 @@ class Store:
         written = [f"{line}\n" for line in (lines.slim(found) if slim else (winner.as_line() for winner in found))]
         if isinstance(target, str | os.PathLike):
             with file_errors(os.fspath(target)):
-                replace_file(Path(target), "".join(written))
+                data = "".join(written).encode()
+                packed = os.fspath(target).endswith(".gz")
+                replace_file(Path(target), gzip.compress(data, mtime=0) if packed else data)
         else:
             target.writelines(written)
         return len(found)
@@ -347,7 +352,8 @@ class Store:
         if isinstance(source, str | os.PathLike):
             name = os.fspath(source)
             # surrogateescape: a byte that is not UTF-8 becomes a character that no rule lets through
-            with file_errors(name), open(source, encoding="utf-8", errors="surrogateescape") as stream:
+            opened = gzip.open if name.endswith(".gz") else open
+            with file_errors(name), opened(source, "rt", encoding="utf-8", errors="surrogateescape") as stream:
                 incoming = _read_lines(stream, name)
         else:
             incoming = _read_lines(source, getattr(source, "name", "stream"))
@@ -470,15 +476,16 @@ def _require_past(incoming: Trial, latest: datetime) -> None:
         )
 
 
-def replace_file(path: Path, text: str) -> None:
+def replace_file(path: Path, contents: str | bytes) -> None:
     """Write beside ``path`` and rename, so that a reader sees either the old file or the new one, complete.
 
     A device or pipe is written into, and a link stays: what it points to is replaced, and keeps its mode. A database
     is refused.
     """
+    data = contents.encode() if isinstance(contents, str) else contents
     with suppress(FileNotFoundError):
         if not stat.S_ISREG(os.stat(path).st_mode):  # raises for a loop of links
-            path.write_text(text, encoding="utf-8")
+            path.write_bytes(data)
             return
     path = Path(os.path.realpath(path))
     if sqlite.must_not_be_overwritten(path):
@@ -488,8 +495,8 @@ def replace_file(path: Path, text: str) -> None:
     created = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     handle = os.open(temporary, created, 0o666 if mode is None else 0o600)  # less what the umask takes
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
             if mode is not None:
                 os.fchmod(file.fileno(), mode)
             os.fsync(file.fileno())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 from pathlib import Path
@@ -62,16 +63,28 @@ def test_a_hostile_header_breaks_its_rows(header: str) -> None:
     assert found and all(isinstance(t, StoreError) for t in found)
 
 
-def test_an_export_is_imported_and_shipped(tmp_path: Path, shipped: Path) -> None:
+@pytest.mark.parametrize("name", ["l40s.jsonl", "l40s.jsonl.gz"])
+def test_an_export_is_imported_and_shipped(name: str, tmp_path: Path, shipped: Path) -> None:
     with Store(tmp_path / "a.db") as a, Store(tmp_path / "b.db") as b:
         a._import(ROWS, ROWS)
-        assert a.export(shipped / "l40s.jsonl", slim=True) == 2
-        b.import_(shipped / "l40s.jsonl")
+        assert a.export(shipped / name, slim=True) == 2
+        b.import_(shipped / name)
         assert [t.key for t in b.winners()] == [t.key for t in a.winners()]
     assert [t.key for t in snapshot.shipped("l40s")] == [t.key for t in ROWS]
-    text = (shipped / "l40s.jsonl").read_text().replace('"a=2"', '"a=\\u0007"')
+    data = (shipped / name).read_bytes()
+    text = (gzip.decompress(data) if name.endswith(".gz") else data).decode().replace('"a=2"', '"a=\\u0007"')
     with Store(tmp_path / "c.db") as c, pytest.raises(StoreError, match=r"line 3: config must be"):
         c.import_(io.StringIO(text))
+
+
+def test_a_cut_export_is_not_imported(tmp_path: Path) -> None:
+    with Store(tmp_path / "a.db") as a:
+        a._import(ROWS, ROWS)
+        a.export(tmp_path / "all.gz")
+        cut = tmp_path / "cut.gz"
+        cut.write_bytes((tmp_path / "all.gz").read_bytes()[:-9])
+        with pytest.raises(StoreError, match=r"cut.gz.*; name another file"):
+            a.import_(cut)
 
 
 def test_the_dispatcher_gets_the_reason(shipped: Path, tmp_path: Path) -> None:

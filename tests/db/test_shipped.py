@@ -16,13 +16,13 @@ from cutekernels.db.trial import Trial
 from cutekernels.op import Config
 from cutekernels.ops import registry
 
-PREDICTED = ("rtx5090.jsonl",)
+PREDICTED = ("rtx5090",)
 MODELS = ("llama-3-8b", "mistral-7b", "qwen2.5-7b", "qwen3-8b")
-SHIPPED = sorted(f.name for f in (files("cutekernels.db") / "shipped").iterdir() if f.name.endswith(".jsonl"))
+SHIPPED = snapshot.shipped_gpus()
 
 
 def trials(name: str) -> list[Trial]:
-    text = (files("cutekernels.db") / "shipped" / name).read_text(encoding="utf-8")
+    _, text = snapshot._shipped_text(name)
     found = [trial for _, trial in lines.parsed(text.splitlines())]
     assert all(isinstance(trial, Trial) for trial in found)
     return found  # type: ignore[return-value]
@@ -34,7 +34,7 @@ def config_of(trial: Trial) -> Config:
 
 
 def test_something_is_shipped() -> None:
-    assert {"h200.jsonl", *PREDICTED} <= set(SHIPPED)
+    assert {"h200", *PREDICTED} <= set(SHIPPED)
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -43,7 +43,7 @@ def test_rows_are_winners_of_their_gpu(name: str) -> None:
     assert rows and len({(t.op, t.problem) for t in rows}) == len(rows)
     for trial in rows:
         spec, op = gpu.lookup(trial.gpu.name), registry.get(trial.op)
-        assert f"{spec.name}.jsonl" == name
+        assert spec.name == name
         assert trial.revision in op.revisions, "tune again: the op's revision was raised"
         problem, config = op.Problem.parse(trial.problem), config_of(trial)
         assert problem == problem.bucket()
@@ -60,7 +60,7 @@ def test_rows_are_winners_of_their_gpu(name: str) -> None:
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_the_dispatcher_takes_them(name: str) -> None:
-    spec = gpu.lookup(name.removesuffix(".jsonl"))
+    spec = gpu.lookup(name)
     known = snapshot.load(spec.name)
     for trial in trials(name):
         op = registry.get(trial.op)
@@ -79,7 +79,7 @@ def test_predictions_that_serve_are_shipped(name: str) -> None:
     wanted = {(t.op.name, str(t.problem)) for job in MODELS for t in load(job).tasks}
     rows = trials(name)
     assert {(t.op, t.problem) for t in rows} <= wanted
-    spec = gpu.lookup(name.removesuffix(".jsonl"))
+    spec = gpu.lookup(name)
     for trial in rows:
         op = registry.get(trial.op)
         problem, config = op.Problem.parse(trial.problem), config_of(trial)
@@ -93,7 +93,7 @@ def test_predictions_that_serve_are_shipped(name: str) -> None:
 @pytest.mark.parametrize("name", SHIPPED)
 def test_none_is_faster_than_the_roofline(name: str) -> None:
     """Rates are the data sheet's, which no clock exceeds: there is nothing to grant."""
-    spec = gpu.lookup(name.removesuffix(".jsonl"))
+    spec = gpu.lookup(name)
     for t in trials(name):
         assert t.median_us is not None
         op = registry.get(t.op)
@@ -102,8 +102,8 @@ def test_none_is_faster_than_the_roofline(name: str) -> None:
 
 
 def test_predictions_are_small() -> None:
-    sizes = [len((files("cutekernels.db") / "shipped" / name).read_bytes()) for name in PREDICTED]
-    assert sum(sizes) < 10_000
+    sizes = [len((files("cutekernels.db") / "shipped" / f"{name}.jsonl.gz").read_bytes()) for name in PREDICTED]
+    assert sum(sizes) < 3_000
 
 
 def test_what_bf16_was_tuned_for_serves_fp16() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import sqlite3
@@ -130,12 +131,21 @@ def test_a_gpu_that_is_a_path_names_no_file(shipped: Path, caplog: pytest.LogCap
     assert caplog.messages == [], "nothing was read"
 
 
+def test_a_cut_file_of_shipped_winners_is_told_and_skipped(shipped: Path, caplog: pytest.LogCaptureFixture) -> None:
+    whole = gzip.compress((trial("a=1").as_line() + "\n").encode())
+    (shipped / "h200.jsonl.gz").write_bytes(whole)
+    assert [t.config for t in snapshot.shipped("h200")] == ["a=1"]
+    (shipped / "h200.jsonl.gz").write_bytes(whole[:-12])
+    assert snapshot.shipped("h200") == []
+    assert "shipped/h200.jsonl.gz: " in caplog.text
+
+
 def test_every_shipped_row_of_the_package_is_sound() -> None:
-    for file in (Path(snapshot.__file__).parent / "shipped").glob("*.jsonl"):
-        trials = [trial for _, trial in lines.parsed(file.read_text(encoding="utf-8").splitlines())]
+    for file in (Path(snapshot.__file__).parent / "shipped").glob("*.jsonl.gz"):
+        trials = [t for _, t in lines.parsed(gzip.decompress(file.read_bytes()).decode().splitlines())]
         assert trials
         assert not [t for t in trials if isinstance(t, StoreError)]
-        assert {t.gpu.name for t in trials} == {file.stem}
+        assert {t.gpu.name for t in trials} == {file.name.split(".")[0]}
         assert all(t.status == "ok" for t in trials)
         assert len({t.key for t in trials}) == len(trials), f"{file.name}: one row per key"
         for section in {(str(t.environment), str(t.sources)) for t in trials}:
