@@ -8,6 +8,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from statistics import geometric_mean
 
@@ -29,10 +30,13 @@ PEERS = {  # names of contenders as readers know them
 WIDTH = 110  # columns of prose
 WHOLE = 8  # cases of a suite that are all shown; of a larger one the worst three, the median and the best
 NO_PEERS = ("naive",)
+BODIES = ("cutekernels (cute)", "cutekernels (triton)")
+UNPACKED = "our ops in bf16"
 
 # Families of the page, and the suites of each by the beginnings of their files' names.
 FAMILIES = {
     "Matrix products": ("gemm_",),
+    "Weights of four and eight bits": ("quantized_",),
     "Norm and projection": ("rms_norm_linear",),
     "Attention": ("attention", "decode_attention", "kv_append"),
     "Mixture of experts": ("moe_",),
@@ -101,18 +105,24 @@ class Case:
         return self.peer_us / self.ours_us
 
 
-def cases(rows: Sequence[Row], ours: str = OURS) -> list[Case]:
-    """The cases that have our time and a peer's, slowest ratio first."""
-    times: dict[str, dict[str, Row]] = {}
+def timed(rows: Sequence[Row]) -> dict[str, dict[str, Row]]:
+    """``{label: {contender: row}}`` of what was timed."""
+    found: dict[str, dict[str, Row]] = {}
     for row in rows:
         if row.median_us is not None and not row.contender.startswith((stream.NAME, *NO_PEERS)):
-            times.setdefault(row.label + _scales(row, rows), {})[row.contender] = row
+            found.setdefault(row.label + _scales(row, rows), {})[row.contender] = row
+    return found
+
+
+def cases(rows: Sequence[Row], ours: str = OURS) -> list[Case]:
+    """The cases that have our time and a peer's, slowest ratio first. Where nobody else ran, the peer is bf16."""
     found = []
-    for label, timed in times.items():
-        peers = [row for name, row in timed.items() if not is_ours(name)]
-        if peers and ours in timed:
+    for label, by_name in timed(rows).items():
+        peers = [row for name, row in by_name.items() if not is_ours(name)]
+        peers = peers or [row for name, row in by_name.items() if name == UNPACKED]
+        if peers and ours in by_name:
             best = min(peers, key=_us)
-            found.append(Case(label, _us(timed[ours]), _us(best), peer_name(best.contender), timed[ours].stamp))
+            found.append(Case(label, _us(by_name[ours]), _us(best), peer_name(best.contender), by_name[ours].stamp))
     return sorted(found, key=lambda case: case.ratio)
 
 
@@ -190,7 +200,7 @@ def performance() -> str:
         tables = [table for name, cards in found.items() if (table := _suite(name, cards))]
         if tables:
             parts += [f"## {title}\n", *tables]
-    parts += ["## Models\n", _models(), "## Host time of a call\n", _host()]
+    parts += ["## Triton beside CuTe\n", _bodies(), "## Models\n", _models(), "## Host time of a call\n", _host()]
     return "\n".join(parts)
 
 
@@ -266,6 +276,30 @@ def _time(us: float) -> str:
 
 def _peer(case: Case) -> str:
     return f"{_time(case.peer_us)} {case.peer}"
+
+
+def _bodies() -> str:
+    """Ops with a body in Triton and one in CuTe, each at its fastest config."""
+    parts = [
+        "`rms_norm`, `silu_mul` and `rope` have a body in Triton and one in CuTe. Each ran with its fastest config. A\n"
+        "ratio above 1 means that CuTe's is faster. The shapes are those of published comparisons, in fp16.\n"
+    ]
+    for op, card in product(("rms_norm", "silu_mul", "rope"), CARDS):
+        if rows := [row for cards in suites([f"{op}_headtohead"]).values() for row in cards.get(card, [])]:
+            found = {label: each for label, each in timed(rows).items() if set(BODIES) <= set(each)}
+            mean = geometric_mean(_us(each[BODIES[1]]) / _us(each[BODIES[0]]) for each in found.values())
+            lines = [
+                f"**`{op}`** ({CARDS[card]}, {_when(rows[0].stamp)}): {mean:.3f} in the mean\n",
+                "| case | CuTe, µs | Triton, µs | ratio | fastest peer, µs |",
+                "|---|---|---|---|---|",
+            ]
+            for label, each in found.items():
+                cute, triton = (_us(each[name]) for name in BODIES)
+                best = min((row for name, row in each.items() if not is_ours(name)), key=_us, default=None)
+                peer = f"{_time(_us(best))} {peer_name(best.contender)}" if best else ""
+                lines.append(f"| {label} | {_time(cute)} | {_time(triton)} | {triton / cute:.3f} | {peer} |")
+            parts.append("\n".join(lines) + "\n")
+    return "\n".join(parts)
 
 
 def _models() -> str:
