@@ -65,7 +65,10 @@ def truth(op: str, results: list[Tensor], args: dict[str, Any]) -> list[tuple[Te
         y = v * w + bias
         terms = size * abs(w) + abs(bias)
         once = args.get("rounding", "once") == "once"
-        return [(y, terms) if once else (y, terms, v * w), *found]
+        if once:
+            return [(y, terms), *found]
+        least = torch.finfo(results[0].dtype).smallest_normal  # below it, an ulp of v no longer shrinks with v
+        return [(y, terms, v.abs().clamp_min(least) * w), *found]
     d = a["dy"]
     g = d * w
     mean = g.mean(-1, keepdim=True) if op.startswith("layer") else torch.zeros_like(g)
