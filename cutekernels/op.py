@@ -192,8 +192,9 @@ class Config(_Record):
     def vendors(self) -> bool:
         """Whether it launches the vendor library's call (:meth:`Op.vendor`) in place of a kernel of ours.
 
-        Such a config wins by measurement alone: it is no default, is not predicted, serves no neighbouring problem and
-        counts in no claim about our kernels.
+        Such a config wins by measurement alone: it is no default and is not predicted. It serves a neighbouring problem
+        only where the closest winners are all the vendor's (``dispatch.VENDOR_WINNERS``), and counts in no claim about
+        our kernels.
         """
         return False
 

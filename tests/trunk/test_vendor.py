@@ -102,13 +102,24 @@ class TestConfig:
     def test_it_is_never_the_default(self, name: str) -> None:
         assert not any(GEMM.default(GemmProblem.parse(text), gpu.lookup(name)).vendors for text in GEMM.suite)
 
-    def test_it_serves_where_it_was_measured_and_no_neighbour(self) -> None:
+    def test_it_serves_where_it_was_measured_and_where_the_three_closest_winners_are_its(self) -> None:
         text = str(self.PROBLEM)
         assert self.resolved(text, text).config == self.config
         assert self.resolved(f"{text} dtype=fp16", text).config == self.config, "one tuning serves both types"
         near = self.resolved("m=384 n=4096 k=4096 b_major=k", text)
         assert (near.origin, near.config.vendors) == ("default", False)
         assert not self.resolved(f"{text} activation=gelu", text).config.vendors
+        asked, *others = (f"m=512 n=4096 k={k} b_major=k" for k in (4096, 4608, 3584, 5120))
+        assert not self.resolved(asked, *others[:2]).config.vendors, "two are not enough"
+        three = self.resolved(asked, *others)
+        assert three.origin == "nearest" and three.config.vendors
+        ours = str(GEMM.default(GemmProblem.parse(asked), self.H200))
+        rows = {row: Winner(row, str(self.config), "measured", 10.0, 1.2, "database") for row in others}
+        closest = "m=512 n=4096 k=4224 b_major=k"
+        rows[closest] = Winner(closest, ours, "measured", 10.0, 1.0, "database")
+        table = Snapshot(MappingProxyType({("gemm", GEMM.revision): rows}))
+        served = dispatch.resolve(GEMM, GemmProblem.parse(asked), self.H200, table)
+        assert (served.origin, str(served.config)) == ("nearest", ours), "one of ours is closer"
 
     def test_it_is_not_predicted(self, tmp_path: Path) -> None:
         class Machine(ToyMachine):
