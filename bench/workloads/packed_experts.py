@@ -13,10 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.baselines import DTYPES, Contender, Inputs, Launch, Workload
+from bench.baselines import DTYPES, Absent, Contender, Inputs, Launch, Workload
 from bench.suites import Case
 from bench.workloads.experts import MODELS
+from bench.workloads.quantized_peers import nibbles, rows_of
 from cutekernels.op import Work
+from cutekernels.ops.activations.api import silu_mul
+from cutekernels.ops.moe.api import moe_combine, moe_gather, moe_permute
 from cutekernels.ops.moe.ffn import moe_ffn
 from cutekernels.ops.moe.packed_experts import QuantizedGroupedProblem
 from cutekernels.ops.quantized.decode import random_weight, rows_of_scale
@@ -122,6 +125,51 @@ def _launches(case: Case, sets: Sequence[Inputs], weights_of: Any) -> Sequence[L
     return [partial(moe_ffn, i.operands[0], up, down, *i.operands[1:]) for i in sets]
 
 
+# ---- Humming --------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=1)
+def _layers(p: Any, device: str) -> tuple[Any, Any]:
+    """Humming's layers of gate and up, and of down, with the codes and scales of :func:`_stacks`."""
+    try:
+        from humming.layer import HummingLayer
+    except ImportError as error:
+        raise Absent(f"humming-kernels does not import: {error}") from error
+    made = []
+    for each in (p, _down(p)):
+        whole = each.one.replace(n=each.experts * each.weight_rows)
+        rows = rows_of(whole, *random_weight(whole, device, 0)[:2])
+        layer = HummingLayer(
+            shape_n=each.weight_rows,
+            shape_k=each.k,
+            weight_config={"dtype": "uint4", "group_size": each.group},
+            num_experts=each.experts,
+            torch_dtype=DTYPES[each.dtype],
+        ).to(device)
+        weight = nibbles(rows.codes).view(torch.int32).view(each.experts, each.weight_rows, -1)
+        layer.load_from_tensors({"weight": weight, "weight_scale": rows.scales.view(*weight.shape[:2], -1)})
+        layer.transform()
+        made.append(layer)
+    return made[0], made[1]
+
+
+def _humming(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
+    """Its grouped products by its own heuristics, between our permutation, gate and combination."""
+    p = QuantizedGroupedProblem.parse(case.problem)
+    if (p.code, p.group) != ("int4", 128):
+        raise Absent("it is called for int4 in groups of 128")
+    up, down = _layers(p, str(sets[0].operands[0].device))
+    grouped = {"gemm_type": "grouped_contiguous"}
+
+    def ffn(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        _, offsets, inverse = moe_permute(ids, p.experts)
+        layout = {"expert_layout": offsets.long(), "compute_config": grouped}
+        hidden = silu_mul(up(moe_gather(x, inverse), **layout))
+        return moe_combine(down(hidden, **layout), inverse, weights)
+
+    return [partial(ffn, *i.operands) for i in sets]
+
+
 WORKLOADS = (
     Workload(
         op="quantized_moe_ffn",
@@ -130,7 +178,7 @@ WORKLOADS = (
         inputs=_inputs,
         truth=_truth,
         ours=_ours,
-        peers=(Contender("our ops in bf16", _bf16),),
+        peers=(Contender("our ops in bf16", _bf16), Contender("humming", _humming)),
         work=_work,
     ),
 )
