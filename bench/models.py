@@ -32,6 +32,8 @@ from cutekernels import gpu as gpus
 from cutekernels.errors import CuteKernelsError, UnknownGpu
 from cutekernels.measure import Samples
 from cutekernels.models import Decoder
+from cutekernels.models.architectures import read_config
+from cutekernels.models.loaded import LoadedModel, Weighted
 
 HERE = Path(__file__).parent
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -125,6 +127,29 @@ def build(name: str, device: torch.device, dtype: torch.dtype, weights: Path | N
     torch.manual_seed(0)
     with device:
         return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+
+
+def build_packed(name: str, device: torch.device, dtype: torch.dtype, scheme: str) -> LoadedModel:
+    """The model ``name`` with random projections packed by ``scheme``; the head, embeddings and routers are not."""
+    import transformers
+
+    kind, own = CONFIGS[name]
+    given = getattr(transformers, f"{kind}Config")(**(_COMMON | own)).to_dict()
+    model = LoadedModel(read_config(given), None, dtype)
+    draw = torch.Generator(device).manual_seed(0)
+    for path, part in model.parts.items():
+        module = model.get_submodule(path)
+        assert isinstance(module, Weighted)
+        shape = module.weight.shape
+        if part.columns is None:
+            module.put("weight", torch.ones(shape, dtype=dtype, device=device))
+            continue
+        weight = torch.empty(shape, dtype=dtype, device=device).normal_(std=0.02, generator=draw)
+        plain = path in ("lm_head", "model.embed_tokens") or path.endswith("mlp.gate")
+        module.put("weight", weight if plain else cutekernels.quant.quantize(weight, scheme))
+        if module.bias is not None:
+            module.put("bias", torch.zeros(shape[:1], dtype=dtype, device=device))
+    return model.to(device).eval()
 
 
 # ---- contenders: each gives a function that does one step, or one prompt, within what it does to the model --
@@ -342,12 +367,24 @@ def command(
         bool,
         typer.Option("--published", help="The prompts that others timed, in fp16, with norms and MLPs alone ours."),
     ] = False,
+    packed: Annotated[
+        str | None,
+        typer.Option(help="Our decoder alone, its weights packed: int4_g128, fp8_channel, fp8_block, mxfp4."),
+    ] = None,
+    contender: Annotated[list[str] | None, typer.Option(help="Only contenders of one of these names.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List the cases and contenders; time nothing.")] = False,
 ) -> None:
     """Time decode steps and prompts of a model, and record a row of each case and contender."""
     if model not in CONFIGS:
         terminal.fail(f"--model is one of {', '.join(CONFIGS)}; it is {model!r}", code=2)
+    if packed is not None and (published or weights is not None):
+        terminal.fail("--packed has random weights and no peers: leave --published and --weights out", code=2)
     contenders = PUBLISHED_CONTENDERS if published else CONTENDERS
+    if packed is not None:
+        contenders = {f"cutekernels, {packed}": CONTENDERS["cutekernels"]}
+    if unknown := set(contender or ()) - set(contenders):
+        terminal.fail(f"--contender is one of {', '.join(contenders)}; it is {min(unknown)!r}", code=2)
+    contenders = {name: made for name, made in contenders.items() if not contender or name in contender}
     known = PUBLISHED if published else CASES
     cases = [case for case in known if not match or any(each in f"{case.suite} {case}" for each in match)]
     if not cases:
@@ -362,8 +399,10 @@ def command(
         gpu = gpus.lookup("auto")
     except UnknownGpu:
         terminal.fail("no CUDA device is visible, and times are only taken on one; --dry-run lists what would be timed")
-    path = (out or HERE / "results" / gpu.name / "models") / f"{model}{'_published' if published else ''}.jsonl"
-    built = build(model, torch.device("cuda"), torch.float16 if published else torch.bfloat16, weights)
+    kind = "_published" if published else f"_{packed}" if packed else ""
+    path = (out or HERE / "results" / gpu.name / "models") / f"{model}{kind}.jsonl"
+    device, dtype = torch.device("cuda"), torch.float16 if published else torch.bfloat16
+    built = build_packed(model, device, dtype, packed) if packed else build(model, device, dtype, weights)
     rows = []
     for row in run(model, built, cases, Effort(rounds), path, environment.stamp(gpu.name), contenders):
         rows.append(row)

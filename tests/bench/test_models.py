@@ -69,6 +69,23 @@ def test_a_decode_case_has_its_tokens_in_the_middle(model: Any, monkeypatch: pyt
     assert abs(int(decoder._caches[0].lengths[0]) - int(caches[0].get_seq_length())) <= 1
 
 
+def test_packed_weights_run_in_the_decoder() -> None:
+    packed = models.build_packed("tiny", CPU, torch.float32, "int4_g64")
+    kinds = {name: type(module.weight).__name__ for name, module in packed.named_modules() if hasattr(module, "weight")}
+    assert kinds["lm_head"] == "Parameter" and kinds["model.layers.1.mlp.down_proj"] == "QuantizedWeight"
+    samples = models._samples(models.ours(packed, TINY[0], Effort(2, 2)), TINY[0], Effort(2, 2), CPU)
+    assert samples.median > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [(["--packed", "int4_g128", "--published"], "leave --published"), (["--contender", "vllm"], "it is 'vllm'")],
+)
+def test_what_does_not_go_together_is_refused(words: list[str], said: str) -> None:
+    done = CliRunner().invoke(models.app, ["--model", "tiny", "--dry-run", *words])
+    assert done.exit_code == 2 and said in done.output
+
+
 def test_a_failure_is_a_row(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: Any) -> Callable[[], object]:
         raise torch.OutOfMemoryError("CUDA out of memory\nand more")
