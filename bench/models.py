@@ -371,6 +371,7 @@ def command(
         str | None,
         typer.Option(help="Our decoder alone, its weights packed: int4_g128, fp8_channel, fp8_block, mxfp4."),
     ] = None,
+    commit: Annotated[str | None, typer.Option(help="The commit under test, where .git was left behind.")] = None,
     contender: Annotated[list[str] | None, typer.Option(help="Only contenders of one of these names.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List the cases and contenders; time nothing.")] = False,
 ) -> None:
@@ -404,7 +405,7 @@ def command(
     device, dtype = torch.device("cuda"), torch.float16 if published else torch.bfloat16
     built = build_packed(model, device, dtype, packed) if packed else build(model, device, dtype, weights)
     rows = []
-    for row in run(model, built, cases, Effort(rounds), path, environment.stamp(gpu.name), contenders):
+    for row in run(model, built, cases, Effort(rounds), path, environment.stamp(gpu.name, commit), contenders):
         rows.append(row)
         terminal.say(f"{row.suite} {row.label}: {row.contender} {row.median_us or row.reason}")
     terminal.show(table(rows))
