@@ -146,7 +146,7 @@ class Family:
         """Whether an attention module has a rotary embedding."""
         if self.turns_in_windows:
             return attention.sliding_window is not None
-        return attention.__dict__.get("use_rope", True)
+        return bool(attention.__dict__.get("use_rope", True))
 
     def rotary_table(self, t: Tensor) -> Tensor:
         """Cosines or sines of transformers, ``(B, S, ...)``, with each angle once."""
@@ -172,7 +172,8 @@ class Family:
         if self.windowed is None:
             return None
         if self.windowed == "layer" or "sliding_window" in attention.__dict__:
-            return attention.__dict__.get("sliding_window")
+            own: int | None = attention.__dict__.get("sliding_window")
+            return own
         return getattr(attention.config, "sliding_window", None)
 
 
