@@ -82,17 +82,14 @@ def measured(lab: Lab, budget_s: float, clock: Callable[[], float] = time.monoto
             shown["note"] = f"failed: {type(error).__name__}: {error}".partition("\n")[0][:200]
             continue
         shown["reading"] = reading
-        value = probe.rate_of(reading)
         if reading <= 0:
             shown["note"] = "no speed: not stored"
-        elif value is None:
-            shown["note"] = "not stored: no H200's reading is known to set it beside"
         else:
             seen = lab.watch.seen
             words = {"reading": reading, "clock_mhz": seen.clock_mhz, "temperature_c": seen.temperature_c}
             words |= {"power_w": seen.power_w, "driver": driver or None}
             told = (f"{k}={v:.6g}" if isinstance(v, float) else f"{k}={v}" for k, v in words.items() if v is not None)
-            shown["calibrated"] = value
+            shown["calibrated"] = value = probe.rate_of(reading)
             shown["row"] = Rate(
                 gpu=lab.gpu.name,
                 name=probe.rate,
@@ -139,7 +136,7 @@ def _row(spec: GpuSpec, probe: Any) -> dict[str, Any]:
 
     scaled = getattr(rates.scaled(spec), probe.rate)
     shown = {"rate": probe.rate, "unit": unit_of(probe.rate), "scaled": scaled, "calibrated": None, "reading": None}
-    return shown | {"h200_reading": ON_H200.get(probe.rate), "what": probe.what, "note": ""}
+    return shown | {"h200_reading": ON_H200[probe.rate], "what": probe.what, "note": ""}
 
 
 def _write(rows: list[dict[str, Any]], format: Format, columns: tuple[str, ...]) -> None:

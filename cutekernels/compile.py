@@ -120,7 +120,7 @@ def _tell(op: Op[Any, Any], p: Any, seconds: float) -> None:
 
 def cache_key(op: Op[Any, Any], p: Any, c: Any, gpu: GpuSpec) -> str:
     """Names a compiled object by all it was made from."""
-    made_from = [op.name, str(gpu), p.static(), str(c), source_fingerprint(type(op))]
+    made_from = [op.name, str(gpu), op.compiled_from(p), str(c), source_fingerprint(type(op))]
     return hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:32]
 
 
@@ -226,7 +226,7 @@ def _obtained(
 
 def _built(op: Op[Any, Any], p: Any, c: Any, gpu: GpuSpec, key: str) -> Artifact:
     """A fresh artifact, kept as the entry of this key, whose lock is held."""
-    made_from = {"op": op.name, "static": dict(p.static()), "config": str(c), "target": gpu.target}
+    made_from = {"op": op.name, "static": dict(op.compiled_from(p)), "config": str(c), "target": gpu.target}
     try:
         artifact = op.build(p, c, gpu)
         _keep(artifact, made_from, key)

@@ -13,9 +13,9 @@ CUTE = KERNELS / "cute"
 FILES = sorted(CUTE.rglob("*.py"))
 BODIES = [file for file in FILES if file.parent.name in ("gemm", "moe", "attention") and file.stem != "__init__"]
 LEAST_COMMENTS = 6.0  # own-line comments to a hundred lines of code, in a body
-MANY, MOST_OF_MANY = 10, 22  # parameters of a function, and functions that have so many
+MANY, MOST_OF_MANY = 10, 15  # parameters of a function, ``self`` among them, and functions that have so many
 ADDENDS = {"beta", "mC", "gC", "sC", "tC", "rC", "mBias", "rBias", "sBias", "bias", "biases"}
-ENTRIES = ("__call__", "kernel", "normed", "shared")  # a launch's arguments, one by one
+ENTRIES = ("__call__", "kernel")  # a launch's arguments, one by one
 
 
 def aliases(tree: ast.AST) -> Iterator[str]:
@@ -108,7 +108,7 @@ def test_only_entries_have_many_parameters() -> None:
         (str(file.relative_to(CUTE)), node.name)
         for file in FILES
         for node in ast.walk(ast.parse(file.read_text()))
-        if isinstance(node, ast.FunctionDef) and len(node.args.args) - 1 >= MANY
+        if isinstance(node, ast.FunctionDef) and len(node.args.args) >= MANY
     ]
     assert not [found for found in wide if found[1] not in ENTRIES]
     assert len(wide) <= MOST_OF_MANY

@@ -64,6 +64,10 @@ class Guest(Op[P, C]):
         """The roofline for every config, so that the search begins anywhere; a model of the kernel does better."""
         return self.work(p).floor_us(gpu)
 
+    def compiled_from(self, p: P) -> tuple[tuple[str, Any], ...]:
+        """All of ``p``: Triton, for one, specializes on integers that are 1 or that 16 divides."""
+        return tuple(vars(p).items())
+
     def build(self, p: P, c: C, gpu: GpuSpec) -> Artifact:
         return Chained(self.compile(p, c, gpu))
 

@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cutekernels import cli, dispatch, guests
+from cutekernels import compile as compiler
 from cutekernels import gpu as gpus
 from cutekernels.autotune import job as jobs
 from cutekernels.autotune import runtime
@@ -18,6 +19,7 @@ from cutekernels.autotune.job import Job, Task
 from cutekernels.autotune.run import tune
 from cutekernels.autotune.runtime import LocalRuntime, Spares
 from cutekernels.autotune.turns import Turns
+from cutekernels.backends import Facts
 from cutekernels.db import snapshot
 from cutekernels.db.store import Store
 from cutekernels.errors import JobError, UnsupportedProblem
@@ -162,6 +164,14 @@ def test_a_row_of_a_database_imports_nothing(monkeypatch: pytest.MonkeyPatch) ->
 def test_what_is_no_guest_is_refused(name: str, why: str) -> None:
     with pytest.raises(UnsupportedProblem, match=why):
         guests.load(name)
+
+
+def test_problems_of_other_extents_compile_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A guest's compiler may specialize on any extent: what it said of one problem is not what it says of another."""
+    sums = guests.load(NAME)
+    monkeypatch.setattr(type(sums), "compile", lambda self, p, c, gpu: Facts(p.k, 0, 0))
+    own = [compiler.prepare(sums, SumsProblem(4, k), SumsConfig(1), H200).registers for k in (8, 16, 8)]
+    assert own == [8, 16, 8]
 
 
 def test_one_object_may_have_two_names() -> None:

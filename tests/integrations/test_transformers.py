@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -61,6 +62,25 @@ def test_logits_are_those_of_transformers(family: str) -> None:
             for name, mask in masks.items():
                 close(model(ids, attention_mask=mask).logits, expected[name], mask)
         assert torch.equal(model(ids).logits, expected["none"])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_forward_searches_modules_for_children_alone(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch looks up a module's parameters, and what a module has not, in Python: a microsecond each."""
+    model, ids, search = tiny.model(family), tokens(), torch.nn.Module.__getattr__
+    package: str = str(Path(ck.__file__).parent)
+    others: set[tuple[str, str]] = set()
+
+    def searched(self: torch.nn.Module, name: str) -> Any:
+        caller = sys._getframe(1).f_code
+        if caller.co_filename.startswith(package) and name not in self._modules:
+            others.add((caller.co_qualname, name))
+        return search(self, name)
+
+    with torch.no_grad(), ck.patch(model), monkeypatch.context() as patch:
+        patch.setattr(torch.nn.Module, "__getattr__", searched)
+        model(ids)
+    assert not others
 
 
 def test_a_part_of_each_head_turns() -> None:

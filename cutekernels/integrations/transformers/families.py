@@ -110,7 +110,7 @@ class Family:
 
     def norm_options(self, norm: Any) -> dict[str, Any]:
         """Options with which ``rms_norm``, or ``layer_norm``, computes what the module ``norm`` does."""
-        eps = getattr(norm, "variance_epsilon", None)
+        eps = norm.__dict__.get("variance_epsilon")  # where it is missing, getattr would search the module in Python
         eps = norm.eps if eps is None else eps
         if self.layer_norm:
             return {"eps": eps}
@@ -146,30 +146,35 @@ class Family:
         """Whether an attention module has a rotary embedding."""
         if self.turns_in_windows:
             return attention.sliding_window is not None
-        return getattr(attention, "use_rope", True)
+        return bool(attention.__dict__.get("use_rope", True))
 
     def rotary_table(self, t: Tensor) -> Tensor:
         """Cosines or sines of transformers, ``(B, S, ...)``, with each angle once."""
         if self.table == "halves":
-            return t[..., : t.shape[-1] // 2]
+            return t.narrow(-1, 0, t.shape[-1] // 2)
         return t if self.table == "once" else t[..., ::2]
 
     def turned(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Queries and keys behind the rotary embedding; cosines and sines as transformers makes them."""
-        cos, sin = cos.detach(), sin.detach()
+        if cos.requires_grad or sin.requires_grad:
+            cos, sin = cos.detach(), sin.detach()
         if self.table == "halves" and not self.interleaved:
             return rope(q, k, cos, sin)
         batch, tokens = cos.shape[:2]
-        positions = None if batch == 1 else torch.arange(batch * tokens, device=cos.device).view(batch, tokens)
-        cos, sin = (self.rotary_table(t).flatten(0, 1) for t in (cos, sin))
-        return rope(q, k, cos, sin, interleaved=self.interleaved, positions=positions)
+        cos, sin = self.rotary_table(cos), self.rotary_table(sin)
+        if batch == 1:
+            return rope(q, k, cos[0], sin[0], interleaved=self.interleaved)
+        positions = torch.arange(batch * tokens, device=cos.device).view(batch, tokens)
+        return rope(q, k, cos.flatten(0, 1), sin.flatten(0, 1), interleaved=self.interleaved, positions=positions)
 
     def window_of(self, attention: Any) -> int | None:
         """How many tokens a query of an attention module sees, itself included, or None for all."""
         if self.windowed is None:
             return None
-        own = attention if self.windowed == "layer" or hasattr(attention, "sliding_window") else attention.config
-        return getattr(own, "sliding_window", None)
+        if self.windowed == "layer" or "sliding_window" in attention.__dict__:
+            own: int | None = attention.__dict__.get("sliding_window")
+            return own
+        return getattr(attention.config, "sliding_window", None)
 
 
 _GEMMA: dict[str, Any] = {"weight_offset": 1.0, "rounding": "once", "norms": _AROUND, "logit_softcap": True}
@@ -254,9 +259,14 @@ def shared_parameters(model: torch.nn.Module) -> set[int]:
     return {one for one, number in places.items() if number > 1}
 
 
+ACTIVATIONS = ("act_fn", "activation_fn", "act")
+
+
 def activation_of(mlp: Any) -> Any:
     """The activation module of an MLP, whatever its family calls it."""
-    return next(getattr(mlp, name) for name in ("act_fn", "activation_fn", "act") if hasattr(mlp, name))
+    modules = mlp._modules
+    own = next((modules[name] for name in ACTIVATIONS if name in modules), None)
+    return next(getattr(mlp, name) for name in ACTIVATIONS if hasattr(mlp, name)) if own is None else own
 
 
 def gate_of(act: Any) -> Gate | None:

@@ -142,14 +142,15 @@ class Fused(Patched):
         grads = torch.is_grad_enabled() and torch.is_autocast_enabled(self.packed[0].device.type)
         if any(map(sharded, self.sources)):
             return None if traced or self.pack() else self.packed  # lets go of the memory that FSDP has copied
+        modules: Any = self._modules  # type: ignore[attr-defined]
         for name, source in zip(self.parts, self.sources, strict=True):
-            if getattr(self, name) is not source or not unhooked(source):
+            if modules.get(name) is not source or not unhooked(source):
                 return None
         for source, kind, p, address in self.views:
             if grads and p is not None and p.requires_grad:
                 return None
             moved = p is not None and not traced and p.data_ptr() != address
-            now = getattr(source, kind)
+            now = held(source, kind)
             if now is not p or moved:  # it has been replaced, for this call alone where it is no parameter
                 passing = now is not p and not isinstance(now, torch.nn.Parameter)
                 return None if traced or passing or self.pack() else self.fused()
@@ -202,6 +203,12 @@ def _apart(linears: list[Any]) -> str:
     return ""
 
 
+def held(module: Any, name: str) -> Any:
+    """``module.name``, of a parameter. torch searches a module in Python, at a microsecond each."""
+    own = module._parameters
+    return own[name] if name in own else getattr(module, name)
+
+
 def kind_of(cls: type) -> str:
     """A class with where it comes from: many are called Linear."""
     return f"{cls.__module__}.{cls.__qualname__}"
@@ -228,7 +235,7 @@ def multiplied(x: Tensor, weight: Tensor) -> bool:
 def whole(linear: Any, x: Tensor) -> bool:
     """Whether a projection is its parameters alone, and multiplies what has the type of ``x``."""
     own = getattr(type(linear), "original", None) is torch.nn.Linear and unhooked(linear)
-    return own and multiplied(x, linear.weight) and not sharded(linear)
+    return own and multiplied(x, held(linear, "weight")) and not sharded(linear)
 
 
 class Norm(Patched):
@@ -236,9 +243,10 @@ class Norm(Patched):
 
     def forward(self, x: Tensor) -> Tensor:
         """The norm, rounded as the original rounds."""
-        if x.dtype != self.weight.dtype:
+        weight = held(self, "weight")
+        if x.dtype != weight.dtype:
             return super().forward(x)  # type: ignore[misc, no-any-return]
-        return rms_norm(x, self.weight, **self.family.norm_options(self))
+        return rms_norm(x, weight, **self.family.norm_options(self))
 
 
 class LayerNorm(Patched):
@@ -246,9 +254,11 @@ class LayerNorm(Patched):
 
     def forward(self, x: Tensor) -> Tensor:
         """The norm, rounded once."""
-        if x.dtype != self.weight.dtype:
+        me: Any = self
+        weight = held(me, "weight")
+        if x.dtype != weight.dtype:
             return super().forward(x)  # type: ignore[misc, no-any-return]
-        return layer_norm(x, self.weight, getattr(self, "bias", None), **self.family.norm_options(self))
+        return layer_norm(x, weight, me._parameters.get("bias"), **self.family.norm_options(self))
 
 
 class Linear(Patched):
@@ -256,9 +266,10 @@ class Linear(Patched):
 
     def forward(self, x: Tensor) -> Tensor:
         """The product."""
-        if not multiplied(x, self.weight):
+        weight = held(self, "weight")
+        if not multiplied(x, weight):
             return super().forward(x)  # type: ignore[misc, no-any-return]
-        return projected(x, self.weight, self.bias, name="Linear")  # type: ignore[attr-defined]
+        return projected(x, weight, held(self, "bias"), name="Linear")
 
 
 def own_gate(mlp: Any) -> Gate | None:
@@ -282,7 +293,7 @@ class Mlp(Patched):
         if gate is None:  # the activation has been replaced: patch leaves such modules alone
             return super().forward(x)  # type: ignore[misc, no-any-return]
         if whole(gate_up, x):
-            hidden = gated(x, gate_up.weight, gate_up.bias, gate, name="Mlp")
+            hidden = gated(x, held(gate_up, "weight"), held(gate_up, "bias"), gate, name="Mlp")
         else:
             hidden = gate_mul(gate, gate_up(x))
         return getattr(me, self.names[1])(hidden)  # type: ignore[no-any-return]
@@ -299,7 +310,7 @@ class PlainMlp(Patched):
         activation, up = own_gate(me), getattr(me, self.names[0])
         if activation is None or not whole(up, x):
             return super().forward(x)  # type: ignore[misc, no-any-return]
-        hidden = linear(x, up.weight, up.bias, activation=activation)
+        hidden = linear(x, held(up, "weight"), held(up, "bias"), activation=activation)
         return getattr(me, self.names[1])(hidden)  # type: ignore[no-any-return]
 
 
@@ -313,7 +324,7 @@ class PackedMlp(Fused, Mlp):
         """``down(act(gate(x)) * up(x))``."""
         me: Any = self
         fused, gate = self.fused(), own_gate(me)
-        first, second, last = (getattr(me, name) for name in self.names)
+        first, second, last = (me._modules[name] for name in self.names)
         if gate is None:
             return super(Mlp, self).forward(x)  # type: ignore[misc, no-any-return]
         if fused is None or not multiplied(x, fused[0]):
@@ -334,10 +345,10 @@ class Experts(Patched):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """The chosen experts' results, weighted and added up; the router stays the original's."""
-        me: Any = self
-        if not multiplied(hidden_states, self.gate_up_proj) or gate_of(me.act_fn) != "silu":
+        gate_up, down = held(self, "gate_up_proj"), held(self, "down_proj")
+        if not multiplied(hidden_states, gate_up) or gate_of(activation_of(self)) != "silu":
             return super().forward(hidden_states, top_k_index, top_k_weights)  # type: ignore[misc, no-any-return]
-        return moe_ffn(hidden_states, self.gate_up_proj, self.down_proj, top_k_index, top_k_weights)
+        return moe_ffn(hidden_states, gate_up, down, top_k_index, top_k_weights)
 
 
 class Attention(Patched):
@@ -366,7 +377,7 @@ class Attention(Patched):
         if self.family.whole_norms:
             q, k = me.q_norm(q), me.k_norm(k)
         q, k, v = (t.view(*shape, -1, me.head_dim) for t in (q, k, v))
-        if hasattr(me, "q_norm") and not self.family.whole_norms:
+        if "q_norm" in me._modules and not self.family.whole_norms:
             q, k = me.q_norm(q), me.k_norm(k)
         family = self.family
         if family.turns(me):
@@ -379,7 +390,7 @@ class Attention(Patched):
             me.config._attn_implementation, names.eager_attention_forward
         )
         if family.sinks:
-            kwargs["s_aux"] = me.sinks
+            kwargs["s_aux"] = held(me, "sinks")
         out, weights = attend(
             self, q, k, v, attention_mask, dropout=me.attention_dropout if me.training else 0.0, scaling=me.scaling,
             sliding_window=family.window_of(me), softcap=family.softcap_of(me), position_ids=position_ids, **kwargs,
@@ -404,7 +415,7 @@ class PackedAttention(Fused, Attention):
         if fused is None or not multiplied(x, fused[0]):
             return [getattr(self, name)(x) for name in self.parts]
         if (trained := self.trained(x)) is None:
-            sizes = [getattr(self, name).out_features for name in self.parts]
+            sizes = [source.out_features for source in self.sources]
             return projected(x, *fused, name="Attention").split(sizes, dim=-1)
         return packed_training.projections(x, *fused, *trained)
 
@@ -580,7 +591,9 @@ class CausalLM(Patched):
 
 def added(x: Tensor, residual: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
     """``(norm(x + residual), x + residual)``."""
-    if isinstance(norm, Norm) and unhooked(norm) and x.dtype == residual.dtype == norm.weight.dtype:
-        return add_rms_norm(x, residual, norm.weight, **norm.family.norm_options(norm))
+    if isinstance(norm, Norm) and unhooked(norm):
+        weight = held(norm, "weight")
+        if x.dtype == residual.dtype == weight.dtype:
+            return add_rms_norm(x, residual, weight, **norm.family.norm_options(norm))
     total = residual + x
     return norm(total), total

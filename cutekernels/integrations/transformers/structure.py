@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from cutekernels.integrations.transformers import checkpoints, modules
-from cutekernels.integrations.transformers.families import Family, activation_of, gate_of
+from cutekernels.integrations.transformers.families import ACTIVATIONS, Family, activation_of, gate_of
 from cutekernels.nn.mlp import Gate, unhooked
 
 Guess = tuple[type, Family]  # a class of modules.py, and the conventions that it reads
@@ -134,7 +134,7 @@ def _guesses(module: Any, tables: _Tables | None) -> tuple[str, Any]:
             return "norm", list(_norms(parameters))
         return "", ()
     linears = {name: child for name, child in children.items() if type(child) is torch.nn.Linear}
-    act = activation_of(module) if any(hasattr(module, name) for name in ("act_fn", "activation_fn", "act")) else None
+    act = activation_of(module) if any(hasattr(module, name) for name in ACTIVATIONS) else None
     if len(linears) not in (2, 3) or parameters or any(c is not act for n, c in children.items() if n not in linears):
         return "", ()
     if act is not None and gate_of(act) is None:

@@ -34,8 +34,9 @@ Arguments of :func:`kv_append` (strides in elements, channels always dense):
     DEPENDENT                       the launch is a programmatic dependent one
     ==============================  ===================================================================================
 Inside, an operand is a tuple (pointer, outer, inner and head stride); ``sizes`` are (blocks of q, blocks of k or v,
-heads_q, heads_kv); ``scales`` are (pointer of k's, of v's, stride of each); ``widths`` are (half, head_dim,
-half_blocks, whether out_q is q); ``tile`` is (batch, tokens, which exist, page, slot, which are kept).
+heads_q, heads_kv); ``widths`` are (half, head_dim, half_blocks, whether out_q is q); ``ins`` are q, k and v; ``outs``
+are out_q, both caches and their scales, (pointer of k's, of v's, stride of each); ``tile`` is (batch, tokens, which
+exist, page, slot, which are kept); ``values`` are both halves of the pairs, cosines and sines.
 """
 
 import triton
@@ -223,9 +224,7 @@ def _fetch(
     part,
     sizes,
     widths,
-    q,
-    k,
-    v,
+    ins,
     batch,
     s,
     there,
@@ -236,6 +235,7 @@ def _fetch(
 ):
     """Loads tokens ``s`` of a block of heads, as they are."""
     # A surplus block, which WHOLE fetches behind its last, has no heads and loads nothing.
+    q, k, v = ins
     pointer, outer, inner, head = _of(block, sizes, q, k, v)
     h, real = _heads(block, sizes, HEADS)
     rows = pointer + batch * outer + s[:, None] * inner + h[None, :] * head
@@ -249,15 +249,9 @@ def _put(
     part,
     sizes,
     widths,
-    q,
-    k,
-    v,
-    scales,
+    outs,
     tile,
-    x1,
-    x2,
-    cos,
-    sin,
+    values,
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
     TURNING: tl.constexpr,
@@ -268,6 +262,8 @@ def _put(
 
     Returns how many numbers were too large for e4m3.
     """
+    q, k, v, scales = outs
+    x1, x2, cos, sin = values
     batch, s, there, page, slot, kept = tile
     q_blocks, kv_blocks, _, _ = sizes
     half_blocks = widths[2]
@@ -439,15 +435,16 @@ def kv_append(
     x_q = (q_ptr, q_batch, q_seq, q_head)
     x_k = (k_ptr, k_batch, k_seq, k_head)
     x_v = (v_ptr, v_batch, v_seq, v_head)
+    ins = (x_q, x_k, x_v)
     out_q = (out_q_ptr, out_q_batch, out_q_seq, out_q_head)
     out_k = (k_cache_ptr, k_cache_page, k_cache_slot, k_cache_head)
     out_v = (v_cache_ptr, v_cache_page, v_cache_slot, v_cache_head)
-    scales = (k_scale_ptr, v_scale_ptr, k_scale_head, v_scale_head)
+    outs = (out_q, out_k, out_v, (k_scale_ptr, v_scale_ptr, k_scale_head, v_scale_head))
     sizes = (q_blocks, kv_blocks, heads_q, heads_kv)
     widths = (half, head_dim, half_blocks, out_q_ptr.to(tl.int64) == q_ptr.to(tl.int64))
     s = pid % seq_blocks * TOKENS + tl.arange(0, TOKENS).to(tl.int64)
     there = s < seq
-    x1, x2 = _fetch(block, part, sizes, widths, x_q, x_k, x_v, batch, s, there, HEADS, BLOCK, TURNING, INTERLEAVED)
+    x1, x2 = _fetch(block, part, sizes, widths, ins, batch, s, there, HEADS, BLOCK, TURNING, INTERLEAVED)
 
     # ---- what follows from the length: positions, pages and slots, cosines and sines, a ticket
 
@@ -494,52 +491,14 @@ def kv_append(
     if WHOLE:
         # The next block is loaded before this one is stored.
         for i in range(q_blocks + 2 * kv_blocks):
-            next1, next2 = _fetch(
-                i + 1, part, sizes, widths, x_q, x_k, x_v, batch, s, there, HEADS, BLOCK, TURNING, INTERLEAVED
-            )
-            saturated += _put(
-                i,
-                part,
-                sizes,
-                widths,
-                out_q,
-                out_k,
-                out_v,
-                scales,
-                tile,
-                x1,
-                x2,
-                cos,
-                sin,
-                HEADS,
-                BLOCK,
-                TURNING,
-                INTERLEAVED,
-                FP8,
-            )
+            next1, next2 = _fetch(i + 1, part, sizes, widths, ins, batch, s, there, HEADS, BLOCK, TURNING, INTERLEAVED)
+            values = (x1, x2, cos, sin)
+            saturated += _put(i, part, sizes, widths, outs, tile, values, HEADS, BLOCK, TURNING, INTERLEAVED, FP8)
             x1 = next1
             x2 = next2
     else:
-        saturated = _put(
-            block,
-            part,
-            sizes,
-            widths,
-            out_q,
-            out_k,
-            out_v,
-            scales,
-            tile,
-            x1,
-            x2,
-            cos,
-            sin,
-            HEADS,
-            BLOCK,
-            TURNING,
-            INTERLEAVED,
-            FP8,
-        )
+        values = (x1, x2, cos, sin)
+        saturated = _put(block, part, sizes, widths, outs, tile, values, HEADS, BLOCK, TURNING, INTERLEAVED, FP8)
     if FP8:  # noqa: SIM102, a constant
         if saturated > 0:
             tl.atomic_add(out_state_ptr + 3 * out_state_row + batch, saturated, sem="relaxed")

@@ -123,9 +123,8 @@ class Gemm(Op[GemmProblem, GemmConfig]):
         if p.bias != "none":
             kind = cutlass.Float32 if p.bias == "fp32" else dtype
             bias = make_fake_tensor(kind, (extents["n"],), stride=(1,), assumed_align=kind.width // 8)
-        workspace = schedule.workspace_types(c)
         return backend.compile(
-            body.shared if workspace else body,
+            body,
             operand("m", "n", p.out_major, p.out_align),
             operand("m", "k", p.a_major, p.a_align),
             operand("k", "n", p.b_major, p.b_align),
@@ -133,7 +132,7 @@ class Gemm(Op[GemmProblem, GemmConfig]):
             bias,
             cutlass.Float32(1.0),
             cutlass.Float32(0.0),
-            *workspace,
+            *schedule.workspace_types(c),
             gpu=gpu,
         )
 

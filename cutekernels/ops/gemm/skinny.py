@@ -226,9 +226,9 @@ class Skinny(TokensSchedule, Prefetches):
         return c.split_k > 1
 
     def workspace_types(self, c: GemmConfig, extras: Extras = PLAIN) -> list[Any]:
-        """Partial sums and tickets; a body with extras takes two None where no tile is shared."""
+        """Partial sums and tickets, where CTAs share a tile."""
         if c.split_k == 1:
-            return [] if extras == PLAIN else [None, None]
+            return []
         import cutlass
 
         return [vector_type(cutlass.Float32, 16), vector_type(cutlass.Int32, 4)]
@@ -237,7 +237,7 @@ class Skinny(TokensSchedule, Prefetches):
         from cutekernels.ops.shared.per_stream import Workspace
 
         if c.split_k == 1:
-            return tuple if extras == PLAIN else lambda: (None, None)
+            return tuple
         count = tiles(p, c)
         return Workspace(count * c.split_k * (c.tile_n + extras.squares) * c.tile_m, count).get
 

@@ -40,6 +40,7 @@ Source:
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -54,18 +55,7 @@ from cutekernels.kernels.cute.parts.mma import WarpMma
 from cutekernels.kernels.cute.parts.norm import GammaCopies, TokenNorm
 from cutekernels.kernels.cute.parts.prefetch import prefetch_bulk
 from cutekernels.kernels.cute.parts.smem import ALIGNMENT, SkinnySmem
-from cutekernels.kernels.cute.parts.tile_share import LastArrival, Others, Ticket, WarpSums, add_up, leave
-
-
-@dataclass(frozen=True)
-class Workspace:
-    """What the CTAs that share a tile leave for the last of them, for ``split_k > 1``."""
-
-    mPartials: cute.Tensor | None
-    mTickets: cute.Tensor | None  # (tiles,), zero before and after
-
-
-NO_WORKSPACE = Workspace(None, None)
+from cutekernels.kernels.cute.parts.tile_share import LastArrival, Others, Ticket, WarpSums, Workspace, add_up, leave
 
 
 @dataclass(frozen=True)
@@ -73,8 +63,19 @@ class Output:
     """Where results go, and what the epilogue makes them of."""
 
     mD: cute.Tensor  # (N, M, 1)
-    operands: EpilogueOperands  # C (N, M), row factors (M,): rstd, where it is given
-    eps: Float32 | None
+    operands: EpilogueOperands  # C (N, M), row factors (M,)
+
+
+@dataclass(frozen=True)
+class NormOperands:
+    """What a norm in front reads beside the tokens."""
+
+    mGamma: cute.Tensor | None = None  # (K,)
+    mRstd: cute.Tensor | None = None  # (M,), where it is given
+    eps: Float32 | None = None
+
+
+NO_NORM, NO_WORKSPACE = NormOperands(), Workspace()
 
 
 @dataclass(frozen=True)
@@ -142,27 +143,12 @@ class SkinnyGemm:
         mBias: cute.Tensor | None,  # (N,)
         alpha: Float32,
         beta: Float32,
-        stream: cuda.CUstream,
+        *rest: Any,  # for ``split_k > 1`` the workspace's tensors; the stream
     ):
-        """For ``split_k = 1``."""
-        self.extended(mD, mX, mW, EpilogueOperands(mC, mBias, alpha, beta), stream)
-
-    @cute.jit
-    def shared(
-        self,
-        mD: cute.Tensor,
-        mX: cute.Tensor,
-        mW: cute.Tensor,
-        mC: cute.Tensor | None,
-        mBias: cute.Tensor | None,
-        alpha: Float32,
-        beta: Float32,
-        mPartials: cute.Tensor | None,  # (tiles * split_k * tile_m * tile_n,), of the tiles as GemmConfig names them
-        mTickets: cute.Tensor | None,  # (tiles,), zero before and after
-        stream: cuda.CUstream,
-    ):
-        """With a workspace, for ``split_k > 1``."""
-        self.extended(mD, mX, mW, EpilogueOperands(mC, mBias, alpha, beta), stream, Workspace(mPartials, mTickets))
+        """Partials are ``(tiles * split_k * tile_m * tile_n,)``, tickets ``(tiles,)``, of tiles as GemmConfig names
+        them.
+        """
+        self.extended(mD, mX, mW, EpilogueOperands(mC, mBias, alpha, beta), rest[-1], Workspace(*rest[:-1]))
 
     @cute.jit
     def extended(
@@ -177,7 +163,7 @@ class SkinnyGemm:
         """With the operands of any epilogue."""
         if const_expr(operands.mC is not None):
             operands = replace(operands, mC=columns_first(operands.mC)[None, None, 0])
-        self.start(Output(columns_first(mD), operands, None), mX, columns_first(mW), workspace, None, stream)
+        self.start(Output(columns_first(mD), operands), mX, columns_first(mW), NO_NORM, workspace, stream)
 
     @cute.jit
     def normed(
@@ -189,16 +175,13 @@ class SkinnyGemm:
         mGamma: cute.Tensor | None,  # (K,)
         mRstd: cute.Tensor | None,  # (M,)
         eps: Float32,
-        mPartials: cute.Tensor | None,  # (tiles * split_k * (tile_m * tile_n + tile_n),)
-        mTickets: cute.Tensor | None,
-        stream: cuda.CUstream,
+        *rest: Any,  # for ``split_k > 1`` the workspace's tensors; the stream
     ):
-        """With ``norm`` in front or ``gated`` behind; the workspace for ``split_k > 1``."""
+        """A norm in front or a gate behind; partials are ``(tiles * split_k * (tile_m * tile_n + tile_n),)``."""
         alpha = Float32(const_expr(1.0 if self.norm is None else 1.0 / self.norm.scale))
         mW = self.interleaved(mW) if const_expr(self.gated) else rows_first(mW)
-        operands = EpilogueOperands(None, mBias, alpha, Float32(0.0), row_factors=mRstd)
-        out = Output(columns_first(mD), operands, eps)
-        self.start(out, mX, mW, Workspace(mPartials, mTickets), mGamma, stream)
+        out = Output(columns_first(mD), EpilogueOperands(None, mBias, alpha, Float32(0.0)))
+        self.start(out, mX, mW, NormOperands(mGamma, mRstd, eps), Workspace(*rest[:-1]), rest[-1])
 
     @cute.jit
     def start(
@@ -206,25 +189,14 @@ class SkinnyGemm:
         out: Output,
         mX: cute.Tensor,  # (M, K)
         mW: cute.Tensor,  # (N, K, 1)
+        norm: NormOperands,
         workspace: Workspace,
-        mGamma: cute.Tensor | None,
         stream: cuda.CUstream,
     ):
         tiles_n = cute.ceil_div(cute.size(mW, mode=[0]), self.load_w.rows)
         tiles_m = cute.ceil_div(cute.size(out.mD, mode=[1]), self.load_x.rows)
         tiled_mma = self.mma.tiled_mma(mX.element_type)
-        self.kernel(
-            out.mD,
-            rows_first(mX),
-            mW,
-            replace(out.operands, row_factors=None),
-            workspace.mPartials,
-            workspace.mTickets,
-            mGamma,
-            out.operands.row_factors,
-            out.eps,
-            tiled_mma,
-        ).launch(
+        self.kernel(out.mD, rows_first(mX), mW, out.operands, workspace, norm, tiled_mma).launch(
             grid=[self.split_k, tiles_m, tiles_n],
             block=[self.threads, 1, 1],
             min_blocks_per_mp=self.ctas_per_sm,
@@ -253,11 +225,8 @@ class SkinnyGemm:
         mX: cute.Tensor,
         mW: cute.Tensor,
         operands: EpilogueOperands,
-        mPartials: cute.Tensor | None,
-        mTickets: cute.Tensor | None,
-        mGamma: cute.Tensor | None,
-        mRstd: cute.Tensor | None,
-        eps: Float32 | None,
+        workspace: Workspace,
+        given: NormOperands,
         tiled_mma: cute.TiledMma,
     ):
         tid, _, _ = cute.arch.thread_idx()
@@ -274,7 +243,7 @@ class SkinnyGemm:
         shape_acc = tiled_mma.partition_shape_C((self.load_w.rows, self.load_x.rows))
         acc = cute.make_rmem_tensor(shape_acc, Float32)  # ((2, 2), MMA_N, MMA_M)
         per_thread = cute.size(acc)
-        smem = self.smem(mGamma.element_type.width // 8 if const_expr(self.weighted) else 0)
+        smem = self.smem(given.mGamma.element_type.width // 8 if const_expr(self.weighted) else 0)
         storage = SmemAllocator().allocate(smem.total_bytes, byte_alignment=ALIGNMENT)
         base = cute.recast_ptr(storage, dtype=dtype)
         sW = cute.make_tensor(cute.recast_ptr(base, layout_w.inner, dtype), layout_w.outer)  # (N, K, STAGE)
@@ -306,11 +275,11 @@ class SkinnyGemm:
         has_x = tid < self.load_x.threads
         has_w = tid < self.load_w.threads
         if const_expr(self.weighted):
-            kind = mGamma.element_type
+            kind = given.mGamma.element_type
             sG = cute.make_tensor(
                 cute.recast_ptr(storage + smem.gamma_at, dtype=kind), cute.make_layout((self.load_w.tile_k, stages))
             )  # (K, STAGE)
-            gamma = self.norm.copies(tid, mGamma, sG)
+            gamma = self.norm.copies(tid, given.mGamma, sG)
             tCsG = self.norm.of_fragments(tid, sG)  # ((2, 2), MMA_K, STAGE)
         loads = Loads(copies_w, copies_x, has_w, has_x, gamma)
 
@@ -352,7 +321,7 @@ class SkinnyGemm:
         tCsX, tCrX = ldm_x.partition_S(sX), ldm_x.retile(rX)  # (CPY, CPY_M, CPY_K, STAGE)
         blocks = const_expr(self.load_w.tile_k // 16 // self.warps_k)
         if const_expr(self.weighted):
-            rG = cute.make_rmem_tensor(((2, 2), blocks), mGamma.element_type)
+            rG = cute.make_rmem_tensor(((2, 2), blocks), given.mGamma.element_type)
         if const_expr(self.squaring):
             squares = cute.make_rmem_tensor(((2, 2), cute.size(rX, mode=[1])), Float32)
             squares.fill(0.0)
@@ -403,15 +372,15 @@ class SkinnyGemm:
             WarpSums(self.group, self.warps_k).add_up(storage, lane, slice_k, acc)
 
         # rstd of each token: given, or, where squares are summed, left in shared memory before the tile's end.
-        row_factors = mRstd
+        row_factors = given.mRstd
         if const_expr(self.squaring):
             row_factors = sQ[None, 0]
-        out = Output(mD, replace(operands, row_factors=row_factors), eps)
+        out = Output(mD, replace(operands, row_factors=row_factors))
         if const_expr(self.split_k == 1):
             # -- this CTA has the whole K
             if const_expr(self.squaring):
                 if tid < self.load_x.rows:
-                    sQ[tid, 0] = cute.math.rsqrt(self.norm.total(sQ, tid) / k + eps)
+                    sQ[tid, 0] = cute.math.rsqrt(self.norm.total(sQ, tid) / k + given.eps)
                 # Wait until the threads above have left rstd for all.
                 cute.arch.sync_threads()
             if slice_k == 0:
@@ -421,7 +390,8 @@ class SkinnyGemm:
             _, tiles_m, _ = cute.arch.grid_dim()
             tile = index_n * tiles_m + index_m
             squares_left = const_expr(self.load_x.rows if self.squaring else 0)
-            of_tile = mPartials.iterator + Int64(tile) * (self.split_k * (self.group * per_thread + squares_left))
+            length = self.split_k * (self.group * per_thread + squares_left)
+            of_tile = workspace.mPartials.iterator + Int64(tile) * length
             partials = cute.make_tensor(
                 of_tile,
                 cute.make_layout(
@@ -438,12 +408,12 @@ class SkinnyGemm:
                 if tid < self.load_x.rows:
                     gQ[tid, split] = self.norm.total(sQ, tid)
             flag = cute.recast_ptr(storage + smem.flag_at, dtype=Int32)
-            ticket = Ticket(mTickets.iterator + tile, flag)
+            ticket = Ticket(workspace.mTickets.iterator + tile, flag)
             if LastArrival().draw(ticket, tid, Int32(0), self.split_k):
                 # Last to arrive: rstd comes from the squares of all splits.
                 if const_expr(self.squaring):
                     if tid < self.load_x.rows:
-                        sQ[tid, 0] = cute.math.rsqrt(self.norm.total(gQ, tid) / k + eps)
+                        sQ[tid, 0] = cute.math.rsqrt(self.norm.total(gQ, tid) / k + given.eps)
                     # Wait until the threads above have left rstd for all.
                     cute.arch.sync_threads()
                 if slice_k == 0:

@@ -61,17 +61,25 @@ from cutekernels.kernels.cute.parts.pipeline import Position, StagePipeline
 from cutekernels.kernels.cute.parts.results import Place, ResultOperands, ResultTile, TileResults
 from cutekernels.kernels.cute.parts.smem import ALIGNMENT, SWIZZLED, SWIZZLED_ROWS, SkinnyWarpgroupSmem
 from cutekernels.kernels.cute.parts.statistics import StageSquares
-from cutekernels.kernels.cute.parts.warp_groups import wgmma
+from cutekernels.kernels.cute.parts.warp_groups import TmaTensor, wgmma
 
 GROUP = SkinnyWarpgroupSmem.GROUP_THREADS  # a warp group
 SQUARING_WARPS = SkinnyWarpgroupSmem.SQUARING_WARPS
 ROWS = SkinnyWarpgroupSmem.GROUP_ROWS  # of X that it multiplies
-Box = tuple[cute.CopyAtom | None, cute.Tensor | None]
 
 
 def swizzle() -> cute.Swizzle:
     """The 128-byte pattern: 8 rows' chunks of 16 bytes lie in different banks."""
     return cute.make_swizzle(3, 4, 3)
+
+
+@dataclass(frozen=True)
+class NormOperands:
+    """What a norm in front reads beside X."""
+
+    gamma: TmaTensor | None  # (K,)
+    mRstd: cute.Tensor | None  # (M,), where it is given
+    eps: Float32 | None
 
 
 @dataclass(frozen=True)
@@ -198,12 +206,13 @@ class SkinnyWarpgroupGemm:
         stride = ((SWIZZLED, SWIZZLED_ROWS * SWIZZLED), (1, rows * SWIZZLED), rows * self.tile_k)
         return cute.make_layout(shape, stride=stride)
 
-    def boxed(self, op: cpasync.TmaCopyOp, mX: cute.Tensor, rows: int, taken: int) -> Box:
+    def boxed(self, op: cpasync.TmaCopyOp, mX: cute.Tensor, rows: int, taken: int) -> TmaTensor | None:
         """The TMA copy of ``taken`` of an operand's ``rows`` into a stage; None for none."""
         if taken == 0:
-            return None, None
+            return None
         one = cute.select(self.stages_of(rows, taken), mode=[0, 1])
-        return cpasync.make_tiled_tma_atom(op, mX, cute.make_composed_layout(swizzle(), 0, one), (taken, self.tile_k))
+        stage = cute.make_composed_layout(swizzle(), 0, one)
+        return TmaTensor(*cpasync.make_tiled_tma_atom(op, mX, stage, (taken, self.tile_k)))
 
     @cute.jit
     def __call__(
@@ -257,27 +266,26 @@ class SkinnyWarpgroupGemm:
         mX, mW = self.pitched(mX), self.pitched(mW)
         # W comes in one box, X in two: a power of two of its rows, then the others.
         op = cpasync.CopyBulkTensorTileG2SOp()
-        tma_w, tW = self.boxed(op, mW, self.tile_n, self.tile_n)
+        weight = self.boxed(op, mW, self.tile_n, self.tile_n)
         head = self.boxed(op, mX, self.rows, self.head)
         tail = self.boxed(op, mX, self.rows, self.rows - self.head)
         source = warpgroup.OperandSource.SMEM if const_expr(self.norm is None) else warpgroup.OperandSource.RMEM
         tiled_mma = wgmma(dtype, self.tile_n, groups=self.groups, source=source)
-        gamma = (None, None)
+        gamma = None
         if const_expr(self.weighted):
-            gamma = cpasync.make_tiled_tma_atom(op, mGamma, cute.make_layout(self.tile_k), (self.tile_k,))
+            one = cute.make_layout(self.tile_k)
+            gamma = TmaTensor(*cpasync.make_tiled_tma_atom(op, mGamma, one, (self.tile_k,)))
         tiles_m = cute.ceil_div(cute.size(operands.mD, mode=[0]), self.tile_m)
         tiles_n = cute.ceil_div(cute.size(operands.mD, mode=[1]), self.tile_n)
         self.kernel(
             operands.mD,
-            tW,
+            weight.coordinates,
             operands.epilogue,
-            tma_w,
-            *head,
-            *tail,
+            weight.tma,
+            head,
+            tail,
             tiled_mma,
-            *gamma,
-            operands.mRstd,
-            operands.eps,
+            NormOperands(gamma, operands.mRstd, operands.eps),
         ).launch(
             grid=[self.split, tiles_m, tiles_n],
             block=[self.threads, 1, 1],
@@ -304,17 +312,12 @@ class SkinnyWarpgroupGemm:
         tW: cute.Tensor,  # (N, K), coordinates
         epilogue: EpilogueOperands,
         tma_w: cute.CopyAtom,
-        tma_head: cute.CopyAtom,
-        tHead: cute.Tensor,  # (M, K), coordinates
-        tma_tail: cute.CopyAtom | None,
-        tTail: cute.Tensor | None,
+        head: TmaTensor,  # (M, K)
+        tail: TmaTensor | None,  # (M, K)
         tiled_mma: cute.TiledMma,
-        tma_gamma: cute.CopyAtom | None,
-        tGamma: cute.Tensor | None,  # (K,), coordinates
-        mRstd: cute.Tensor | None,
-        eps: Float32 | None,
+        norm: NormOperands,
     ):
-        operands = ResultOperands(mD, epilogue, mRstd, cute.size(tW, mode=[1]), eps)
+        operands = ResultOperands(mD, epilogue, norm.mRstd, cute.size(tW, mode=[1]), norm.eps)
         split, tile_m, tile_n = cute.arch.block_idx()
         storage = SmemAllocator().allocate(self.smem.total_bytes, byte_alignment=ALIGNMENT)
         tid, _, _ = cute.arch.thread_idx()
@@ -327,7 +330,7 @@ class SkinnyWarpgroupGemm:
         # -- setup
         shared = self.allocate(storage, dtype)
         if warp == producer:
-            cpasync.prefetch_descriptor(tma_head)
+            cpasync.prefetch_descriptor(head.tma)
             cpasync.prefetch_descriptor(tma_w)
             with cute.arch.elect_one():
                 self.pipeline.init(shared.full, shared.empty)
@@ -352,17 +355,17 @@ class SkinnyWarpgroupGemm:
         column = cutlass.max(cutlass.min(own_n, n - self.tile_n), Int32(0))
         # A stage's boxes: W, X's first rows, X's other rows, the norm's weight.
         at_x = shared.sX.iterator
-        boxes = [self.load(tma_w, tW, shared.sW, column, self.tile_n)]
+        boxes = [self.load(TmaTensor(tma_w, tW), shared.sW, column, self.tile_n)]
         at_head = cute.make_tensor(at_x, self.stages_of(self.rows, self.head))  # (M, K, STAGE)
-        boxes += [self.load(tma_head, tHead, at_head, row, self.head)]
-        if const_expr(tma_tail is not None):
-            tail = const_expr(self.rows - self.head)
-            at_tail = cute.make_tensor(at_x + self.head * SWIZZLED, self.stages_of(self.rows, tail))  # (M, K, STAGE)
-            boxes += [self.load(tma_tail, tTail, at_tail, later, tail)]
+        boxes += [self.load(head, at_head, row, self.head)]
+        if const_expr(tail is not None):
+            others = const_expr(self.rows - self.head)
+            at_tail = cute.make_tensor(at_x + self.head * SWIZZLED, self.stages_of(self.rows, others))  # (M, K, STAGE)
+            boxes += [self.load(tail, at_tail, later, others)]
         if const_expr(self.weighted):
-            gG = cute.local_tile(tGamma, (self.tile_k,), (None,))  # (tile_k, k)
-            target, source = cpasync.tma_partition(tma_gamma, 0, cute.make_layout(1), shared.sG, gG)
-            boxes += [BoxLoad(tma_gamma, source, target)]
+            gG = cute.local_tile(norm.gamma.coordinates, (self.tile_k,), (None,))  # (tile_k, k)
+            target, source = cpasync.tma_partition(norm.gamma.tma, 0, cute.make_layout(1), shared.sG, gG)
+            boxes += [BoxLoad(norm.gamma.tma, source, target)]
         if const_expr(self.dependent):  # noqa: SIM102  known when compiled
             # PDL: before the wait only prefetches, which are right whatever the previous kernel still writes: they
             # bring lines to the L2, where its writes go too.
@@ -419,14 +422,13 @@ class SkinnyWarpgroupGemm:
     # ---- producer
 
     @cute.jit
-    def load(
-        self, tma: cute.CopyAtom, tX: cute.Tensor, sX: cute.Tensor, row: Int32, rows: cutlass.Constexpr[int]
-    ) -> BoxLoad:
+    def load(self, box: TmaTensor, sX: cute.Tensor, row: Int32, rows: cutlass.Constexpr[int]) -> BoxLoad:
         """The loads of ``rows`` from ``row`` on."""
-        gX = cute.local_tile(cute.domain_offset((row, 0), tX), (rows, self.tile_k), (0, None))  # (rows, K, k)
+        tX = cute.domain_offset((row, 0), box.coordinates)
+        gX = cute.local_tile(tX, (rows, self.tile_k), (0, None))  # (rows, K, k)
         one = cute.make_layout(1)
-        target, source = cpasync.tma_partition(tma, 0, one, cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2))
-        return BoxLoad(tma, source, target)
+        target, source = cpasync.tma_partition(box.tma, 0, one, cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2))
+        return BoxLoad(box.tma, source, target)
 
     @cute.jit
     def prefetch_l2(self, boxes: list[BoxLoad], number: Int32, k_tiles: Int32, first: Int32, end: Int32):

@@ -59,7 +59,7 @@ from cutekernels.kernels.cute.parts.epilogue import EpilogueOperands
 from cutekernels.kernels.cute.parts.pipeline import Position, StagePipeline
 from cutekernels.kernels.cute.parts.schedule import Raster
 from cutekernels.kernels.cute.parts.smem import ALIGNMENT, SWIZZLED, SWIZZLED_ROWS, WarpgroupSmem
-from cutekernels.kernels.cute.parts.warp_groups import GROUP, ROWS, WarpGroupBody, wgmma
+from cutekernels.kernels.cute.parts.warp_groups import GROUP, ROWS, TmaTensor, WarpGroupBody, wgmma
 
 
 @dataclass(frozen=True)
@@ -85,8 +85,7 @@ class Side:
 class Operand:
     """An operand's TMA load, its coordinates in global memory and its stages in shared memory."""
 
-    tma: cute.CopyAtom
-    tX: cute.Tensor  # (rows, K[, L]), coordinates
+    box: TmaTensor  # (rows, K[, L])
     sX: cute.Tensor  # (rows, K, STAGE)
 
 
@@ -214,13 +213,14 @@ class WarpgroupGemm(WarpGroupBody):
         shape = ((SWIZZLED_ROWS, side.box // SWIZZLED_ROWS), self.tile_k, 2 * self.stages)
         return cute.make_layout(shape, stride=((SWIZZLED, SWIZZLED_ROWS * SWIZZLED), 1, side.box * SWIZZLED))
 
-    def boxed(self, mX: cute.Tensor, layout: cute.ComposedLayout, side: Side) -> tuple[cute.CopyAtom, cute.Tensor]:
+    def boxed(self, mX: cute.Tensor, layout: cute.ComposedLayout, side: Side) -> TmaTensor:
         """The TMA load of a box of an operand into one stage of ``layout``."""
         op = cpasync.CopyBulkTensorTileG2SMulticastOp() if side.sharers > 1 else cpasync.CopyBulkTensorTileG2SOp()
         stages = self.halves(side) if side.gated else layout.outer
         # slice_ of the whole layout aborts the compiler where 16 does not divide the rows.
         layout = cute.make_composed_layout(layout.inner, 0, cute.select(stages, mode=[0, 1]))
-        return cpasync.make_tiled_tma_atom(op, mX, layout, (side.box, self.tile_k), num_multicast=side.parts)
+        box = (side.box, self.tile_k)
+        return TmaTensor(*cpasync.make_tiled_tma_atom(op, mX, layout, box, num_multicast=side.parts))
 
     @cute.jit
     def __call__(
@@ -253,8 +253,8 @@ class WarpgroupGemm(WarpGroupBody):
         )  # (N, K)
         mD = self.prepared(mD, self.swap_ab, rows_contiguous)  # (M, N[, L])
         layout_r, layout_s = self.layouts(dtype)
-        tma_r, tR = self.boxed(mR, layout_r, self.of_rows)
-        tma_s, tS = self.boxed(mS, layout_s, self.of_columns)
+        rows = self.boxed(mR, layout_r, self.of_rows)
+        columns = self.boxed(mS, layout_s, self.of_columns)
         box, shape = self.results.layout(), self.results.shape
         # Out leaves, and C comes in, by the same boxes of 64 x 64.
         tma_d, tD = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), mD, box, shape)
@@ -269,10 +269,8 @@ class WarpgroupGemm(WarpGroupBody):
         tiles_n = cute.ceil_div(cute.size(mD, mode=[1]), self.results.columns * self.cluster_n)
         blocks = cutlass.min(tiles_m * tiles_n * layers * self.cluster, Int32(self.resident))
         self.kernel(
-            tma_r,
-            tR,
-            tma_s,
-            tS,
+            rows,
+            columns,
             BoxOperands(tma_d, tD, tma_c, tC, operands.mBias, operands.alpha, operands.beta, own=operands.own),
             tiled_mma,
             layout_r,
@@ -325,10 +323,8 @@ class WarpgroupGemm(WarpGroupBody):
     @cute.kernel
     def kernel(
         self,
-        tma_r: cute.CopyAtom,
-        tR: cute.Tensor,  # (M, K[, L]), coordinates
-        tma_s: cute.CopyAtom,
-        tS: cute.Tensor,  # (N, K[, L]), coordinates
+        rows: TmaTensor,  # (M, K[, L])
+        columns: TmaTensor,  # (N, K[, L])
         outputs: BoxOperands,
         tiled_mma: cute.TiledMma,
         layout_r: cute.ComposedLayout,
@@ -342,12 +338,12 @@ class WarpgroupGemm(WarpGroupBody):
         # -- setup
         storage = SmemAllocator().allocate(self.smem.total_bytes, byte_alignment=ALIGNMENT)
         shared = self.allocate(storage, layout_r, layout_s)
-        self.set_up(warp, (tma_r, tma_s, outputs.tma_d), shared)
+        self.set_up(warp, (rows.tma, columns.tma, outputs.tma_d), shared)
 
         # -- the walk: a cluster's CTAs have neighbouring tiles, the next cluster-tile is a grid further
         rank = block % self.cluster
         first, step = block // self.cluster, blocks // self.cluster
-        k_tiles = cute.ceil_div(cute.size(tR, mode=[1]), self.tile_k)
+        k_tiles = cute.ceil_div(cute.size(rows.coordinates, mode=[1]), self.tile_k)
         walk = Walk(
             rank=rank,
             first=first,
@@ -365,11 +361,10 @@ class WarpgroupGemm(WarpGroupBody):
                 at = Position(Int32(0), Int32(1))  # a fresh empty barrier counts as complete at phase 1
                 for index in cutlass.range(walk.first, walk.count, walk.step, unroll=1):
                     corner = self.place(walk, index)
+                    r, s = Operand(rows, shared.sR), Operand(columns, shared.sS)
                     loads = [
-                        *self.load(Operand(tma_r, tR, shared.sR), self.of_rows, corner.row, corner.layer, walk.rank),
-                        *self.load(
-                            Operand(tma_s, tS, shared.sS), self.of_columns, corner.column, corner.layer, walk.rank
-                        ),
+                        *self.load(r, self.of_rows, corner.row, corner.layer, walk.rank),
+                        *self.load(s, self.of_columns, corner.column, corner.layer, walk.rank),
                     ]
                     at = self.produce(shared, loads, at, k_tiles)
                 if const_expr(self.dependent):
@@ -474,15 +469,15 @@ class WarpgroupGemm(WarpGroupBody):
         """
         mask = Int16((1 << self.cluster) - 1) if const_expr(side.sharers > 1) else None
         if const_expr(not side.gated):
-            return [BoxLoad(operand.tma, *self.partitioned(operand, side, first, layer, rank), mask, None)]
+            return [BoxLoad(operand.box.tma, *self.partitioned(operand, side, first, layer, rank), mask, None)]
         loads = []
         # Gated: gates into the stage's first half, what they multiply into its second. CTAs that share load one each.
-        gates = cute.size(operand.tX, mode=[0]) // 2
-        halves = Operand(operand.tma, operand.tX, cute.make_tensor(operand.sX.iterator, self.halves(side)))
+        gates = cute.size(operand.box.coordinates, mode=[0]) // 2
+        halves = Operand(operand.box, cute.make_tensor(operand.sX.iterator, self.halves(side)))
         for i in cutlass.range_constexpr(2 // side.sharers):
             half = rank if const_expr(side.sharers > 1) else Int32(i)
             boxes = self.partitioned(halves, side, first + half * gates, layer, rank)
-            loads.append(BoxLoad(operand.tma, *boxes, mask, half))
+            loads.append(BoxLoad(operand.box.tma, *boxes, mask, half))
         return loads
 
     @cute.jit
@@ -490,11 +485,13 @@ class WarpgroupGemm(WarpGroupBody):
         self, operand: Operand, side: cutlass.Constexpr[Side], first: Int32, layer: Int32, rank: Int32
     ) -> tuple[cute.Tensor, cute.Tensor]:
         """Source ``(TMA, k)`` and target ``(TMA, STAGE)`` of a box from row ``first`` on: this CTA's part of it."""
-        tX = operand.tX[None, None, layer] if const_expr(cute.rank(operand.tX) == 3) else operand.tX
+        tX = operand.box.coordinates
+        if const_expr(cute.rank(tX) == 3):
+            tX = tX[None, None, layer]
         gX = cute.local_tile(cute.domain_offset((first, 0), tX), (side.box, self.tile_k), (0, None))  # (rows, K, k)
         part = rank if const_expr(side.parts > 1) else Int32(0)
         target, source = cpasync.tma_partition(
-            operand.tma,
+            operand.box.tma,
             part,
             cute.make_layout(side.parts),
             cute.group_modes(operand.sX, 0, 2),

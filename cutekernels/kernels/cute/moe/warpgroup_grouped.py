@@ -42,6 +42,16 @@ from cutekernels.kernels.cute.parts.pipeline import Position
 from cutekernels.kernels.cute.parts.schedule import RingTile, TileRing
 from cutekernels.kernels.cute.parts.smem import ALIGNMENT, WarpgroupSmem
 from cutekernels.kernels.cute.parts.walk import GroupWalk
+from cutekernels.kernels.cute.parts.warp_groups import TmaTensor
+
+
+@dataclass(frozen=True)
+class GroupTensors:
+    """What the kernel reads and writes without TMA."""
+
+    mD: cute.Tensor  # (T, N)
+    mEnds: cute.Tensor  # (G + 1,)
+    mBias: cute.Tensor | None  # (G, N)
 
 
 @dataclass(frozen=True)
@@ -50,8 +60,7 @@ class GroupOperands:
 
     tokens: Operand
     weights: Operand
-    mD: cute.Tensor  # (T, N)
-    mEnds: cute.Tensor  # (G + 1,)
+    given: "GroupTensors"
     tiles_o: Int32  # of clusters, along out's columns
 
 
@@ -112,8 +121,8 @@ class WarpgroupGrouped:
         # T is tokens and W weights; R and S are the tile's rows and columns, T and W or the reverse.
         layout_r, layout_s = body.layouts(dtype)
         layout_t, layout_w = (layout_s, layout_r) if const_expr(swap_ab) else (layout_r, layout_s)
-        tma_t, tX = body.boxed(mX, layout_t, self.tokens)
-        tma_w, tW = body.boxed(mW, layout_w, self.weights)
+        tokens = body.boxed(mX, layout_t, self.tokens)
+        weights = body.boxed(mW, layout_w, self.weights)
         tma_d, tD = cpasync.make_tiled_tma_atom(
             cpasync.CopyBulkTensorTileS2GOp(), mTile, body.results.layout(), body.results.shape
         )
@@ -122,7 +131,8 @@ class WarpgroupGrouped:
         rows, groups = mX.shape[0], mEnds.shape[0] - 1
         tiles_o = cute.ceil_div(mD.shape[1], self.weights.box * self.cluster_o)
         most = (rows // self.walk.unit + cutlass.min(groups, rows)) * tiles_o * body.cluster
-        self.kernel(tma_t, tX, tma_w, tW, tma_d, tD, mD, mEnds, mBias, tiled_mma, layout_r, layout_s, tiles_o).launch(
+        given = GroupTensors(mD, mEnds, mBias)
+        self.kernel(tokens, weights, TmaTensor(tma_d, tD), given, tiled_mma, layout_r, layout_s, tiles_o).launch(
             grid=[cutlass.min(most, Int32(body.resident)), 1, 1],
             block=[body.threads, 1, 1],
             cluster=[body.cluster, 1, 1],
@@ -135,15 +145,10 @@ class WarpgroupGrouped:
     @cute.kernel
     def kernel(
         self,
-        tma_t: cute.CopyAtom,
-        tX: cute.Tensor,  # (T, K), coordinates
-        tma_w: cute.CopyAtom,
-        tW: cute.Tensor,  # (N, K, G), coordinates
-        tma_d: cute.CopyAtom,
-        tD: cute.Tensor,  # (T, N), or (N, T) where swapped, coordinates
-        mD: cute.Tensor,
-        mEnds: cute.Tensor,
-        mBias: cute.Tensor | None,
+        tokens: TmaTensor,  # (T, K)
+        weights: TmaTensor,  # (N, K, G)
+        out: TmaTensor,  # (T, N), or (N, T) where swapped
+        given: GroupTensors,
         tiled_mma: cute.TiledMma,
         layout_r: cute.ComposedLayout,
         layout_s: cute.ComposedLayout,
@@ -162,21 +167,23 @@ class WarpgroupGrouped:
             with cute.arch.elect_one():
                 self.ring.init(ring)
         # Makes the ring's barriers visible with the others, and waits for the previous kernel.
-        body.set_up(warp, (tma_t, tma_w, tma_d), shared)
+        body.set_up(warp, (tokens.tma, weights.tma, out.tma), shared)
 
-        k_tiles = cute.ceil_div(cute.size(tX, mode=[1]), body.tile_k)
+        k_tiles = cute.ceil_div(cute.size(tokens.coordinates, mode=[1]), body.tile_k)
         if group == producer:
             cute.arch.setmaxregister_decrease(body.registers[0])
             if warp == 4 * producer:
-                tokens = Operand(tma_t, tX, shared.sS if const_expr(body.swap_ab) else shared.sR)
-                weights = Operand(tma_w, tW, shared.sR if const_expr(body.swap_ab) else shared.sS)
-                self.produce(GroupOperands(tokens, weights, mD, mEnds, tiles_o), block, shared, ring, k_tiles)
+                sT, sW = (shared.sS, shared.sR) if const_expr(body.swap_ab) else (shared.sR, shared.sS)
+                operands = GroupOperands(Operand(tokens, sT), Operand(weights, sW), given, tiles_o)
+                self.produce(operands, block, shared, ring, k_tiles)
                 if const_expr(body.dependent):
                     # PDL: the next kernel's CTAs may be placed; their setup then runs behind our last products.
                     cute.arch.griddepcontrol_launch_dependents()
         else:
             cute.arch.setmaxregister_increase(body.registers[1])
-            outputs = BoxOperands(tma_d, tD, None, None, mBias, Float32(1.0), Float32(0.0), mD, None)
+            outputs = BoxOperands(
+                out.tma, out.coordinates, None, None, given.mBias, Float32(1.0), Float32(0.0), given.mD, None
+            )
             self.consume(tid, group, shared, tiled_mma, ring, k_tiles, outputs)
         if const_expr(body.cluster > 1):
             # Both CTAs wait for each other's end: the other's multicasts and arrivals need this one's shared memory.
@@ -188,8 +195,8 @@ class WarpgroupGrouped:
         """The producer warp's work: finds the CTA's tiles, passes them on, loads them."""
         body = self.product
         tile_t, tile_o = const_expr(self.tokens.rows), const_expr(self.weights.box)
-        mEnds = operands.mEnds
-        rows, columns = operands.mD.shape
+        mEnds = operands.given.mEnds
+        rows, columns = operands.given.mD.shape
         blocks, _, _ = cute.arch.grid_dim()
         rank, tile, step = block % body.cluster, block // body.cluster, blocks // body.cluster
         # The walk's chunk of groups lies in the warp's registers: each lane has the ends of four.
@@ -270,20 +277,4 @@ class WarpgroupGrouped:
             tile = self.ring.receive(ring, entry)
         # -- rows of no group, of which every CTA has a share
         body.results.drain(consumer.thread)
-        self.blank(tid, outputs.mOut, tile.row, tile.column)
-
-    @cute.jit
-    def blank(self, tid: Int32, mD: cute.Tensor, lead: Int32, tail: Int32):
-        """Zeros for the rows before ``lead`` and from ``tail`` on: this CTA's share."""
-        block, _, _ = cute.arch.block_idx()
-        blocks, _, _ = cute.arch.grid_dim()
-        rows, columns = mD.shape
-        warps = const_expr(4 * self.product.groups)
-        zeros = cute.make_rmem_tensor(8, mD.element_type)
-        zeros.fill(0.0)
-        # A row to a warp, 16 bytes to a lane; the grid's warps take rows in turns.
-        for i in cutlass.range(block * warps + tid // 32, lead + (rows - tail), blocks * warps, unroll=1):
-            row = i if i < lead else i - lead + tail
-            for column in cutlass.range(tid % 32 * 8, columns, 32 * 8, unroll=1):
-                to = mD.iterator + (Int64(row) * mD.stride[0] + column)
-                cute.autovec_copy(zeros, cute.make_tensor(to.align(16), cute.make_layout(8)))
+        body.blank(tid, outputs.mOut, tile.row, tile.column)

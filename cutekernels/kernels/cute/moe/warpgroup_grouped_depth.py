@@ -33,7 +33,7 @@ from cutekernels.kernels.cute.parts.fragments import swizzled
 from cutekernels.kernels.cute.parts.heads import WIDEST, shared_vector
 from cutekernels.kernels.cute.parts.pipeline import Position
 from cutekernels.kernels.cute.parts.smem import ALIGNMENT
-from cutekernels.kernels.cute.parts.warp_groups import GROUP
+from cutekernels.kernels.cute.parts.warp_groups import GROUP, TmaTensor
 
 STEP = 16  # rows of both operands that an MMA multiplies
 
@@ -68,8 +68,8 @@ class WarpgroupGroupedDepth:
         mD = body.prepared(mD, body.swap_ab, body.results.rows_contiguous)  # (M, N, G)
         layout_r, layout_s = body.layouts(dtype)
         # One descriptor serves all experts: a load moves its coordinates to the expert's first row.
-        tma_r, tR = body.boxed(mR, layout_r, body.of_rows)
-        tma_s, tS = body.boxed(mS, layout_s, body.of_columns)
+        rows = body.boxed(mR, layout_r, body.of_rows)
+        columns = body.boxed(mS, layout_s, body.of_columns)
         tma_d, tD = cpasync.make_tiled_tma_atom(
             cpasync.CopyBulkTensorTileS2GOp(), mD, body.results.layout(), body.results.shape
         )
@@ -77,7 +77,8 @@ class WarpgroupGroupedDepth:
         tiles_n = cute.ceil_div(cute.size(mD, mode=[1]), body.results.columns * body.cluster_n)
         tiles = (tiles_m, tiles_n, mEnds.shape[0] - 1)
         blocks = cutlass.min(tiles[0] * tiles[1] * tiles[2] * body.cluster, Int32(body.resident))
-        self.kernel(tma_r, tR, tma_s, tS, tma_d, tD, mEnds, body.mma(dtype), layout_r, layout_s, tiles).launch(
+        out = TmaTensor(tma_d, tD)
+        self.kernel(rows, columns, out, mEnds, body.mma(dtype), layout_r, layout_s, tiles).launch(
             grid=[blocks, 1, 1],
             block=[body.threads, 1, 1],
             cluster=[body.cluster, 1, 1],
@@ -90,12 +91,9 @@ class WarpgroupGroupedDepth:
     @cute.kernel
     def kernel(
         self,
-        tma_r: cute.CopyAtom,
-        tR: cute.Tensor,  # (M, T), coordinates
-        tma_s: cute.CopyAtom,
-        tS: cute.Tensor,  # (N, T), coordinates
-        tma_d: cute.CopyAtom,
-        tD: cute.Tensor,  # (M, N, G), coordinates
+        of_rows: TmaTensor,  # (M, T)
+        of_columns: TmaTensor,  # (N, T)
+        out: TmaTensor,  # (M, N, G)
         mEnds: cute.Tensor,
         tiled_mma: cute.TiledMma,
         layout_r: cute.ComposedLayout,
@@ -109,7 +107,7 @@ class WarpgroupGroupedDepth:
         producer = const_expr(body.groups)  # the warp group that loads
         storage = SmemAllocator().allocate(body.smem.total_bytes, byte_alignment=ALIGNMENT)
         shared = body.allocate(storage, layout_r, layout_s)
-        body.set_up(warp, (tma_r, tma_s, tma_d), shared)
+        body.set_up(warp, (of_rows.tma, of_columns.tma, out.tma), shared)
 
         # -- the walk: every expert's tiles, one expert after the other
         walk = Walk(
@@ -119,10 +117,10 @@ class WarpgroupGroupedDepth:
             step=blocks // body.cluster,
             tiles_m=tiles[0],
             tiles_n=tiles[1],
-            rows=cute.size(tD, mode=[0]),
-            columns=cute.size(tD, mode=[1]),
+            rows=cute.size(out.coordinates, mode=[0]),
+            columns=cute.size(out.coordinates, mode=[1]),
         )
-        ends = Ends(mEnds, cute.size(tR, mode=[1]))
+        ends = Ends(mEnds, cute.size(of_rows.coordinates, mode=[1]))
         if group == producer:
             cute.arch.setmaxregister_decrease(body.registers[0])
             if warp == 4 * producer:
@@ -130,11 +128,11 @@ class WarpgroupGroupedDepth:
                 for index in cutlass.range(walk.first, walk.count, walk.step, unroll=1):
                     corner = body.place(walk, index)
                     begin, rows = self.span(ends, corner.layer)
-                    of_rows = Operand(tma_r, cute.domain_offset((0, begin), tR), shared.sR)
-                    of_columns = Operand(tma_s, cute.domain_offset((0, begin), tS), shared.sS)
+                    own_rows = Operand(self.from_row(of_rows, begin), shared.sR)
+                    own_columns = Operand(self.from_row(of_columns, begin), shared.sS)
                     loads = [
-                        *body.load(of_rows, body.of_rows, corner.row, corner.layer, walk.rank),
-                        *body.load(of_columns, body.of_columns, corner.column, corner.layer, walk.rank),
+                        *body.load(own_rows, body.of_rows, corner.row, corner.layer, walk.rank),
+                        *body.load(own_columns, body.of_columns, corner.column, corner.layer, walk.rank),
                     ]
                     at = body.produce(shared, loads, at, cute.ceil_div(rows, body.tile_k))
                 if const_expr(body.dependent):
@@ -142,12 +140,16 @@ class WarpgroupGroupedDepth:
                     cute.arch.griddepcontrol_launch_dependents()
         else:
             cute.arch.setmaxregister_increase(body.registers[1])
-            outputs = BoxOperands(tma_d, tD, None, None, None, Float32(1.0), Float32(0.0))
+            outputs = BoxOperands(out.tma, out.coordinates, None, None, None, Float32(1.0), Float32(0.0))
             self.consume(tid, group, shared, walk, tiled_mma, ends, outputs)
         if const_expr(body.cluster > 1):
             # Both CTAs wait for each other's end: the other's multicasts and arrivals need this one's shared memory.
             cute.arch.cluster_arrive_relaxed()
             cute.arch.cluster_wait()
+
+    def from_row(self, operand: TmaTensor, begin: Int32) -> TmaTensor:
+        """The operand's rows from ``begin`` on."""
+        return TmaTensor(operand.tma, cute.domain_offset((0, begin), operand.coordinates))
 
     @cute.jit
     def span(self, ends: Ends, group: Int32) -> tuple[Int32, Int32]:

@@ -79,6 +79,14 @@ def add_up(acc: cute.Tensor, parts: cute.Tensor, thread: Int32, first: tuple, ot
 
 
 @dataclass(frozen=True)
+class Workspace:
+    """What the CTAs that share a tile leave for the last of them; None where none do."""
+
+    mPartials: cute.Tensor | None = None
+    mTickets: cute.Tensor | None = None  # zero before and after
+
+
+@dataclass(frozen=True)
 class Ticket:
     """Where the CTAs of a tile are counted."""
 

@@ -4,16 +4,25 @@ The producer's first warp works, its other three are idle; setmaxnreg moves thei
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import ClassVar
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.utils import hopper_helpers
 
 GROUP = 128  # threads of a warp group
 ROWS = 64  # that it multiplies at once
+
+
+@dataclass(frozen=True)
+class TmaTensor:
+    """A TMA copy, and the coordinates that it is given in the tensor it copies from or to."""
+
+    tma: cute.CopyAtom
+    coordinates: cute.Tensor
 
 
 class WarpGroupBody:
@@ -51,6 +60,22 @@ class WarpGroupBody:
                 barriers()
             # Initialized barriers become visible to the TMA and to the cluster's other CTAs.
             cute.arch.mbarrier_init_fence()
+
+    @cute.jit
+    def blank(self, tid: Int32, mD: cute.Tensor, lead: Int32, tail: Int32):
+        """Zeros for the rows of no group, before ``lead`` and from ``tail`` on: this CTA's share, by its consumers."""
+        block, _, _ = cute.arch.block_idx()
+        blocks, _, _ = cute.arch.grid_dim()
+        rows, columns = mD.shape
+        warps = const_expr(4 * self.groups)
+        zeros = cute.make_rmem_tensor(8, mD.element_type)
+        zeros.fill(0.0)
+        # A row to a warp, 16 bytes to a lane; the grid's warps take rows in turns.
+        for i in cutlass.range(block * warps + tid // 32, lead + (rows - tail), blocks * warps, unroll=1):
+            row = i if i < lead else i - lead + tail
+            for column in cutlass.range(tid % 32 * 8, columns, 32 * 8, unroll=1):
+                to = mD.iterator + (Int64(row) * mD.stride[0] + column)
+                cute.autovec_copy(zeros, cute.make_tensor(to.align(16), cute.make_layout(8)))
 
 
 def wgmma(

@@ -84,6 +84,15 @@ class Operands:
 
 
 @dataclass(frozen=True)
+class Member:
+    """A thread, and its warp's part: of the rows, and of each k-tile."""
+
+    tid: Int32
+    warp_n: Int32
+    warp_k: Int32
+
+
+@dataclass(frozen=True)
 class Extents:
     """Sizes of the product in the kernel's units."""
 
@@ -212,7 +221,7 @@ class SkinnyPacked:
         share: Int32,  # units of each
         stream: cuda.CUstream,
     ):
-        self.kernel(mD, mX, mW, mS, mZ, mBias, mPartials, mTickets, share).launch(
+        self.kernel(Operands(mD, mX, mW, mS, mZ, mBias, mPartials, mTickets), share).launch(
             grid=[ctas, 1, 1],
             block=[self.threads, 1, 1],
             min_blocks_per_mp=self.ctas_per_sm,
@@ -222,22 +231,10 @@ class SkinnyPacked:
         )
 
     @cute.kernel
-    def kernel(
-        self,
-        mD: cute.Tensor,
-        mX: cute.Tensor,
-        mW: cute.Tensor,
-        mS: cute.Tensor,
-        mZ: cute.Tensor | None,
-        mBias: cute.Tensor | None,
-        mPartials: cute.Tensor,
-        mTickets: cute.Tensor,
-        share: Int32,
-    ):
+    def kernel(self, given: Operands, share: Int32):
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
-        given = Operands(mD, mX, mW, mS, mZ, mBias, mPartials, mTickets)
-        of = self.extents(given, cute.ceil_div(cute.size(mX, mode=[0]), self.tile_m), share)
+        of = self.extents(given, cute.ceil_div(cute.size(given.mX, mode=[0]), self.tile_m), share)
         first = cta * share
         end = cutlass.min(first + share, of.tiles_n * of.tiles_m * of.k_tiles)
         storage = SmemAllocator().allocate(self.smem.total_bytes, byte_alignment=128)
@@ -280,6 +277,7 @@ class SkinnyPacked:
         constant = self.weights.constant(of.share)
         warp_n = cute.arch.make_warp_uniform(tid // 32 % self.warps_n)
         warp_k = cute.arch.make_warp_uniform(tid // self.group_threads)
+        member = Member(tid, warp_n, warp_k)
 
         # -- prologue: the first stages - 1 units, a commit group each; unrolled, since a load is on its way the sooner
         coming = at
@@ -303,10 +301,10 @@ class SkinnyPacked:
                 if number == cutlass.max(first, end - (self.stages - 1)):
                     # PDL: our last loads are under way, and the next kernel's then follow them.
                     cute.arch.griddepcontrol_launch_dependents()
-            self.multiply(tid, warp_n, warp_k, tiled_mma, base + read * self.smem.stage_bytes, constant, acc)
+            self.multiply(member, tiled_mma, base + read * self.smem.stage_bytes, constant, acc)
             if at.k_tile == of.k_tiles - 1 or number == end - 1:
                 # -- the end of a tile, or of this CTA's part of it
-                self.finish(tid, warp_n, warp_k, cta, storage, given, of, at, acc)
+                self.finish(member, cta, storage, given, of, at, acc)
                 acc.fill(0.0)
             coming = self.following(given, of, coming)
             at = self.following(given, of, at)
@@ -519,16 +517,14 @@ class SkinnyPacked:
     @cute.jit
     def multiply(
         self,
-        tid: Int32,
-        warp_n: Int32,
-        warp_k: Int32,
+        member: Member,
         tiled_mma: cute.TiledMma,
         stage: Int32,
         constant: Int32,
         acc: cute.Tensor,  # ((2, 2), STRIP, TOKENS)
     ):
         """A unit's products of this warp: its strips of rows, its chunk of K."""
-        lane = tid % 32
+        lane, warp_n, warp_k = member.tid % 32, member.warp_n, member.warp_k
         strips, tokens = const_expr(self.strips), const_expr(self.tile_m // 8)
         strip_bytes = const_expr(self.smem.tile_bytes // 4)
         # The lane's bytes of the warp's first strip: strips of a tile lie one behind the other, and so do tiles.
@@ -644,9 +640,7 @@ class SkinnyPacked:
     @cute.jit
     def finish(
         self,
-        tid: Int32,
-        warp_n: Int32,
-        warp_k: Int32,
+        member: Member,
         cta: Int32,
         storage: cute.Pointer,
         given: Operands,
@@ -655,23 +649,21 @@ class SkinnyPacked:
         acc: cute.Tensor,
     ):
         """Adds the accumulators of all groups of warps, and of all CTAs that have a part of the tile; stores them."""
-        lane = tid % self.group_threads
+        lane = member.tid % self.group_threads
         if const_expr(self.warps_k > 1):
             # The groups leave the next tile's behind the next unit's barrier, so after the first group has read.
-            WarpSums(self.group_threads, self.warps_k).add_up(storage + self.smem.sums_at, lane, warp_k, acc)
+            WarpSums(self.group_threads, self.warps_k).add_up(storage + self.smem.sums_at, lane, member.warp_k, acc)
         if at.k_tile == of.k_tiles - 1 and cta * of.share <= self.tile_number(of, at) * of.k_tiles:
             # This CTA has had the whole tile.
-            if warp_k == 0:
-                self.store(tid % 32, warp_n, given, of, at, acc)
+            if member.warp_k == 0:
+                self.store(member, given, of, at, acc)
         else:
-            self.share_tile(tid, warp_n, warp_k, cta, storage, given, of, at, acc)
+            self.share_tile(member, cta, storage, given, of, at, acc)
 
     @cute.jit
     def share_tile(
         self,
-        tid: Int32,
-        warp_n: Int32,
-        warp_k: Int32,
+        member: Member,
         cta: Int32,
         storage: cute.Pointer,
         given: Operands,
@@ -681,7 +673,7 @@ class SkinnyPacked:
     ):
         """Leaves this CTA's part of a tile in memory; the last CTA to arrive adds up all parts and stores them."""
         per_thread, of_part = cute.size(acc), const_expr(self.group_threads * cute.size(acc))
-        lane = tid % self.group_threads
+        lane = member.tid % self.group_threads
         tile = self.tile_number(of, at)
         begin = tile * of.k_tiles
         first_cta, last_cta = begin // of.share, (begin + of.k_tiles - 1) // of.share
@@ -691,20 +683,20 @@ class SkinnyPacked:
         )
         sums = cute.make_tensor(given.mPartials.iterator, layout)  # (THREAD, ACCUMULATOR, PART, CTA)
         own = Int32(1) if cta == first_cta else Int32(0)
-        if warp_k == 0:
+        if member.warp_k == 0:
             leave(acc, sums, lane, (own, cta))
         flag = cute.recast_ptr(storage + self.smem.flag_at, dtype=Int32)
         ticket = Ticket(given.mTickets.iterator + tile, flag)
-        last = LastArrival().draw(ticket, tid, Int32(0), last_cta - first_cta + 1)
-        if last and warp_k == 0:
+        last = LastArrival().draw(ticket, member.tid, Int32(0), last_cta - first_cta + 1)
+        if last and member.warp_k == 0:
             add_up(acc, sums, lane, (1, first_cta), Others((0,), first_cta + 1, last_cta + 1))
-            self.store(tid % 32, warp_n, given, of, at, acc)
+            self.store(member, given, of, at, acc)
 
     @cute.jit
-    def store(self, lane: Int32, warp_n: Int32, given: Operands, of: Extents, at: Unit, acc: cute.Tensor):
+    def store(self, member: Member, given: Operands, of: Extents, at: Unit, acc: cute.Tensor):
         """The epilogue; stores the tile, element by element. Those outside are masked here."""
-        mD, strips = given.mD, const_expr(self.strips // self.halves)
-        first_row = at.n * self.rows + warp_n * (strips * STRIP) + lane // 4
+        mD, strips, lane = given.mD, const_expr(self.strips // self.halves), member.tid % 32
+        first_row = at.n * self.rows + member.warp_n * (strips * STRIP) + lane // 4
         first_token = self.first_token(at) + lane % 4 * 2
         # Of the lane's accumulators: two tokens, rows r and r + 8; strips of 16 rows, in each half; 8 tokens apart.
         row, token, half = cute.E(0), cute.E(1), cute.E(2)

@@ -56,8 +56,8 @@ from cutekernels.kernels.cute.parts.prefetch import prefetch_bulk
 from cutekernels.kernels.cute.parts.ptx import copy_bulk, kept_move
 from cutekernels.kernels.cute.parts.schedule import Raster
 from cutekernels.kernels.cute.parts.smem import ALIGNMENT, WarpgroupPackedSmem
-from cutekernels.kernels.cute.parts.tile_share import LastArrival, Others, Ticket, add_up, leave
-from cutekernels.kernels.cute.parts.warp_groups import GROUP, ROWS, WarpGroupBody, wgmma
+from cutekernels.kernels.cute.parts.tile_share import LastArrival, Others, Ticket, Workspace, add_up, leave
+from cutekernels.kernels.cute.parts.warp_groups import GROUP, ROWS, TmaTensor, WarpGroupBody, wgmma
 
 TILE = 64  # rows, and elements of K, of a packed tile
 BLOCKS = TILE // 16  # k-blocks of a packed tile
@@ -192,22 +192,11 @@ class WarpgroupPacked(WarpGroupBody):
         share: Int32,  # k-tiles of each in those
         stream: cuda.CUstream,
     ):
-        dtype = mX.element_type
-        layout = self.layout(dtype)
-        pitch_x, pitch_d = cute.assume(mX.stride[0], divby=8), cute.assume(mD.stride[0], divby=8)
-        mX = cute.make_tensor(mX.iterator, cute.make_layout((mX.shape[0], mX.shape[1]), stride=(pitch_x, 1)))
-        mD = cute.make_tensor(mD.iterator, cute.make_layout((mD.shape[1], mD.shape[0]), stride=(1, pitch_d)))  # (N, M)
-        stage = cute.make_composed_layout(layout.inner, 0, cute.select(layout.outer, mode=[0, 1]))
-        tma_x, tX = cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileG2SOp(), mX, stage, (self.tile_n, self.tile_k)
-        )
-        box, shape = self.results.layout(), self.results.shape
-        tma_d, tD = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), mD, box, shape)
+        tokens, out, layout = self.boxed(mX, mD)
         alpha = Float32(self.weights.undone if const_expr(self.scaled == "weights") else 1.0)
-        outputs = BoxOperands(tma_d, tD, None, None, mBias, alpha, Float32(0.0))
-        self.kernel(
-            tma_x, tX, outputs, Weight(mW, mS, mZ), mPartials, mTickets, self.mma(dtype), layout, rounds, share
-        ).launch(
+        outputs = BoxOperands(out.tma, out.coordinates, None, None, mBias, alpha, Float32(0.0))
+        weight, workspace = Weight(mW, mS, mZ), Workspace(mPartials, mTickets)
+        self.kernel(tokens, outputs, weight, workspace, self.mma(mX.element_type), layout, rounds, share).launch(
             grid=[ctas, 1, 1],
             block=[self.threads, 1, 1],
             min_blocks_per_mp=1,
@@ -216,15 +205,33 @@ class WarpgroupPacked(WarpGroupBody):
             stream=stream,
         )
 
+    @cute.jit
+    def boxed(self, mX: cute.Tensor, mD: cute.Tensor) -> tuple[TmaTensor, TmaTensor, cute.ComposedLayout]:
+        """TMA copies of tokens (M, K) and of out as (N, M), and the layout of the tokens' stages."""
+        layout = self.layout(mX.element_type)
+        pitch_x, pitch_d = cute.assume(mX.stride[0], divby=8), cute.assume(mD.stride[0], divby=8)
+        mX = cute.make_tensor(mX.iterator, cute.make_layout((mX.shape[0], mX.shape[1]), stride=(pitch_x, 1)))
+        mD = cute.make_tensor(mD.iterator, cute.make_layout((mD.shape[1], mD.shape[0]), stride=(1, pitch_d)))
+        stage = cute.make_composed_layout(layout.inner, 0, cute.select(layout.outer, mode=[0, 1]))
+        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        tokens = TmaTensor(*cpasync.make_tiled_tma_atom(load, mX, stage, (self.tile_n, self.tile_k)))
+        out = TmaTensor(*cpasync.make_tiled_tma_atom(store, mD, self.results.layout(), self.results.shape))
+        return tokens, out, layout
+
+    @cute.jit
+    def allocate(self, storage: cute.Pointer, layout: cute.ComposedLayout) -> Shared:
+        """Stages and barriers in the CTA's shared memory."""
+        full = cute.recast_ptr(storage + self.smem.barriers_at, dtype=Int64)
+        at_x = cute.recast_ptr(storage, layout.inner, self.results.dtype)
+        return Shared(storage, cute.make_tensor(at_x, layout.outer), full, full + self.stages)
+
     @cute.kernel
     def kernel(
         self,
-        tma_x: cute.CopyAtom,
-        tX: cute.Tensor,  # (M, K), coordinates
+        tokens: TmaTensor,  # (M, K)
         outputs: BoxOperands,
         weight: Weight,
-        mPartials: cute.Tensor,
-        mTickets: cute.Tensor,
+        workspace: Workspace,
         tiled_mma: cute.TiledMma,
         layout: cute.ComposedLayout,
         rounds: Int32,
@@ -236,14 +243,11 @@ class WarpgroupPacked(WarpGroupBody):
         producer = const_expr(self.groups)  # the warp group that loads
         # -- setup
         storage = SmemAllocator().allocate(self.smem.total_bytes, byte_alignment=ALIGNMENT)
-        dtype = self.results.dtype
-        full = cute.recast_ptr(storage + self.smem.barriers_at, dtype=Int64)
-        at_x = cute.recast_ptr(storage, layout.inner, dtype)
-        shared = Shared(storage, cute.make_tensor(at_x, layout.outer), full, full + self.stages)
-        self.initialize(warp, (tma_x, outputs.tma_d), lambda: self.pipeline.init(shared.full, shared.empty))
+        shared = self.allocate(storage, layout)
+        self.initialize(warp, (tokens.tma, outputs.tma_d), lambda: self.pipeline.init(shared.full, shared.empty))
         # Nobody touches the barriers before they are initialized.
         cute.arch.sync_threads()
-        m, k, n = cute.size(tX, mode=[0]), cute.size(tX, mode=[1]), cute.size(outputs.tD, mode=[0])
+        (m, k), n = tokens.coordinates.shape, cute.size(outputs.tD, mode=[0])
         of = Extents(
             n=n,
             m=m,
@@ -268,7 +272,7 @@ class WarpgroupPacked(WarpGroupBody):
             if warp == 4 * producer:
                 at = Position(Int32(0), Int32(1))  # a fresh empty barrier counts as complete at phase 1
                 for i in cutlass.range(count, unroll=1):
-                    at = self.produce(tma_x, tX, weight, shared, of, self.segment(of, cta, i), at)
+                    at = self.produce(tokens, weight, shared, of, self.segment(of, cta, i), at)
                 if const_expr(self.dependent):
                     # PDL: the next kernel's CTAs may be placed; their setup then runs behind our last products.
                     cute.arch.griddepcontrol_launch_dependents()
@@ -286,7 +290,7 @@ class WarpgroupPacked(WarpGroupBody):
                 at = self.multiply(consumer, weight, shared, of, segment, at)
                 whole = Boolean(True)
                 if const_expr(self.split):
-                    whole = self.share_tile(consumer, storage, mPartials, mTickets, of, segment, cta)
+                    whole = self.share_tile(consumer, storage, workspace, of, segment, cta)
                 if whole:
                     if const_expr(self.group == 0):
                         self.scale_rows_of(consumer, weight, of, corner.row)
@@ -359,8 +363,7 @@ class WarpgroupPacked(WarpGroupBody):
     @cute.jit
     def produce(
         self,
-        tma_x: cute.CopyAtom,
-        tX: cute.Tensor,
+        tokens: TmaTensor,
         weight: Weight,
         shared: Shared,
         of: Extents,
@@ -369,10 +372,10 @@ class WarpgroupPacked(WarpGroupBody):
     ) -> Position:
         """The loads of one segment. Returns the position behind."""
         gX = cute.local_tile(
-            cute.domain_offset((segment.corner.column, 0), tX), (self.tile_n, self.tile_k), (0, None)
+            cute.domain_offset((segment.corner.column, 0), tokens.coordinates), (self.tile_n, self.tile_k), (0, None)
         )  # (tokens, K, k)
         to_x, from_x = cpasync.tma_partition(
-            tma_x, 0, cute.make_layout(1), cute.group_modes(shared.sX, 0, 2), cute.group_modes(gX, 0, 2)
+            tokens.tma, 0, cute.make_layout(1), cute.group_modes(shared.sX, 0, 2), cute.group_modes(gX, 0, 2)
         )
         base, full = shared.storage.toint().to(Int32), shared.full.toint().to(Int32)
         tiles_k = cute.ceil_div(of.k, TILE)
@@ -387,7 +390,7 @@ class WarpgroupPacked(WarpGroupBody):
             bytes_ = self.smem.x_bytes + present * (weight_bytes + self.smem.scales_bytes + self.smem.zeros_bytes)
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(shared.full + at.stage, bytes_)
-            cute.copy(tma_x, from_x[None, k_tile], to_x[None, at.stage], tma_bar_ptr=shared.full + at.stage)
+            cute.copy(tokens.tma, from_x[None, k_tile], to_x[None, at.stage], tma_bar_ptr=shared.full + at.stage)
             barrier = full + at.stage * 8
             stage = base + at.stage * self.smem.packed_bytes + self.smem.packed_at
             with cute.arch.elect_one():
@@ -714,8 +717,7 @@ class WarpgroupPacked(WarpGroupBody):
         self,
         consumer: Consumer,
         storage: cute.Pointer,
-        mPartials: cute.Tensor,
-        mTickets: cute.Tensor,
+        workspace: Workspace,
         of: Extents,
         segment: Segment,
         cta: Int32,
@@ -732,10 +734,10 @@ class WarpgroupPacked(WarpGroupBody):
                 (GROUP, per_thread, self.groups, 2, 1 << 12),
                 stride=(1, GROUP, of_part, self.groups * of_part, 2 * self.groups * of_part),
             )
-            sums = cute.make_tensor(mPartials.iterator, layout)  # (THREAD, ACCUMULATOR, GROUP, PART, CTA)
+            sums = cute.make_tensor(workspace.mPartials.iterator, layout)  # (THREAD, ACCUMULATOR, GROUP, PART, CTA)
             flags = cute.recast_ptr(storage + self.smem.flags_at, dtype=Int32)
             thread, group = consumer.thread, consumer.group
-            ticket = Ticket(mTickets.iterator + shared * self.groups + group, flags + group)
+            ticket = Ticket(workspace.mTickets.iterator + shared * self.groups + group, flags + group)
             own = Int32(1) if cta == first_cta else Int32(0)
             leave(consumer.acc, sums, thread, (group, own, cta))
             whole = LastArrival(GROUP, FIRST_BARRIER).draw(ticket, thread, group, last_cta - first_cta + 1)

@@ -27,7 +27,6 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
-from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from cutekernels.kernels.cute.parts.boxes import FIRST_BARRIER, BoxOperands, Corner
@@ -36,7 +35,7 @@ from cutekernels.kernels.cute.parts.pipeline import Position
 from cutekernels.kernels.cute.parts.schedule import RingTile, TileRing
 from cutekernels.kernels.cute.parts.smem import ALIGNMENT, WarpgroupPackedSmem, WarpgroupSmem
 from cutekernels.kernels.cute.parts.walk import GroupWalk
-from cutekernels.kernels.cute.parts.warp_groups import GROUP, ROWS
+from cutekernels.kernels.cute.parts.warp_groups import GROUP, ROWS, TmaTensor
 from cutekernels.kernels.cute.quantized.warpgroup_packed import (
     TILE,
     Consumer,
@@ -123,23 +122,13 @@ class WarpgroupPackedGrouped(WarpgroupPacked):
         limit: Float32,
         stream: cuda.CUstream,
     ):
-        dtype = mX.element_type
-        layout = self.layout(dtype)
-        pitch_x, pitch_d = cute.assume(mX.stride[0], divby=8), cute.assume(mD.stride[0], divby=8)
-        mX = cute.make_tensor(mX.iterator, cute.make_layout((mX.shape[0], mX.shape[1]), stride=(pitch_x, 1)))
-        mTile = cute.make_tensor(mD.iterator, cute.make_layout((mD.shape[1], mD.shape[0]), stride=(1, pitch_d)))
-        stage = cute.make_composed_layout(layout.inner, 0, cute.select(layout.outer, mode=[0, 1]))
-        tma_x, tX = cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileG2SOp(), mX, stage, (self.tile_n, self.tile_k)
-        )
-        tma_d, tD = cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileS2GOp(), mTile, self.results.layout(), self.results.shape
-        )
+        tokens, out, layout = self.boxed(mX, mD)
         # A gate's accumulators have had this factor before they meet.
         factor = Float32(self.weights.undone if const_expr(self.scaled == "weights" and not self.gated) else 1.0)
-        outputs = BoxOperands(tma_d, tD, None, None, mBias, factor, Float32(0.0), mD, None)
+        outputs = BoxOperands(out.tma, out.coordinates, None, None, mBias, factor, Float32(0.0), mD, None)
         clamp = (alpha, limit) if const_expr(self.clamped) else None
-        self.kernel(tma_x, tX, outputs, Weight(mW, mS, mZ), mEnds, clamp, self.mma(dtype), layout).launch(
+        tiled_mma = self.mma(mX.element_type)
+        self.kernel(tokens, outputs, Weight(mW, mS, mZ), mEnds, clamp, tiled_mma, layout).launch(
             grid=[ctas, 1, 1],
             block=[self.threads, 1, 1],
             min_blocks_per_mp=1,
@@ -151,8 +140,7 @@ class WarpgroupPackedGrouped(WarpgroupPacked):
     @cute.kernel
     def kernel(
         self,
-        tma_x: cute.CopyAtom,
-        tX: cute.Tensor,  # (T, K), coordinates
+        tokens: TmaTensor,  # (T, K)
         outputs: BoxOperands,
         weight: Weight,
         mEnds: cute.Tensor,
@@ -165,18 +153,15 @@ class WarpgroupPackedGrouped(WarpgroupPacked):
         producer = const_expr(self.groups)  # the warp group that loads
         # -- setup
         storage = SmemAllocator().allocate(self.smem.total_bytes, byte_alignment=ALIGNMENT)
-        dtype = self.results.dtype
-        full = cute.recast_ptr(storage + self.smem.barriers_at, dtype=Int64)
-        at_x = cute.recast_ptr(storage, layout.inner, dtype)
-        shared = Shared(storage, cute.make_tensor(at_x, layout.outer), full, full + self.stages)
+        shared = self.allocate(storage, layout)
         ring = cute.recast_ptr(storage + self.smem.ring_at, dtype=Int64)
         if warp == 4 * producer:
             with cute.arch.elect_one():
                 self.ring.init(ring)
-        self.initialize(warp, (tma_x, outputs.tma_d), lambda: self.pipeline.init(shared.full, shared.empty))
+        self.initialize(warp, (tokens.tma, outputs.tma_d), lambda: self.pipeline.init(shared.full, shared.empty))
         # Nobody touches the barriers before they are initialized.
         cute.arch.sync_threads()
-        m, k, n = cute.size(tX, mode=[0]), cute.size(tX, mode=[1]), cute.size(outputs.tD, mode=[0])
+        (m, k), n = tokens.coordinates.shape, cute.size(outputs.tD, mode=[0])
         tiles_n = cute.ceil_div(n, self.columns)
         of = Extents(n, m, k, cute.ceil_div(k, self.tile_k), tiles_n, Int32(0), ctas, Int32(0), Int32(0))
         if const_expr(self.dependent):
@@ -185,7 +170,7 @@ class WarpgroupPackedGrouped(WarpgroupPacked):
         if group == producer:
             cute.arch.setmaxregister_decrease(self.registers[0])
             if warp == 4 * producer:
-                self.find_and_load(tma_x, tX, weight, shared, of, mEnds, ring)
+                self.find_and_load(tokens, weight, shared, of, mEnds, ring)
                 if const_expr(self.dependent):
                     # PDL: the next kernel's CTAs may be placed; their setup then runs behind our last products.
                     cute.arch.griddepcontrol_launch_dependents()
@@ -212,8 +197,7 @@ class WarpgroupPackedGrouped(WarpgroupPacked):
     @cute.jit
     def find_and_load(
         self,
-        tma_x: cute.CopyAtom,
-        tX: cute.Tensor,
+        tokens: TmaTensor,
         weight: Weight,
         shared: Shared,
         of: Extents,
@@ -238,7 +222,7 @@ class WarpgroupPackedGrouped(WarpgroupPacked):
                 self.ring.publish(ring, entry, RingTile(token, column, expert, found.end))
                 corner = Corner(column, token, Int32(0))
                 segment = GroupSegment(tile, corner, Int32(0), of.k_tiles, expert, found.end)
-                at = self.produce(tma_x, tX, weight, shared, of, segment, at)
+                at = self.produce(tokens, weight, shared, of, segment, at)
                 entry, tile = entry + 1, tile + of.ctas
         # No more tiles.
         self.ring.publish(ring, entry, RingTile(lead, state.top, Int32(-1), Int32(0)))
@@ -340,19 +324,3 @@ class WarpgroupPackedGrouped(WarpgroupPacked):
                     consumer.acc[8 * i + j] = results[j]
             # All have been read: the second group may leave those of its next tile.
             cute.arch.barrier_arrive(barrier_id=TAKEN, number_of_threads=2 * GROUP)
-
-    @cute.jit
-    def blank(self, tid: Int32, mD: cute.Tensor, lead: Int32, tail: Int32):
-        """Zeros for the rows before ``lead`` and from ``tail`` on: this CTA's share."""
-        block, _, _ = cute.arch.block_idx()
-        blocks, _, _ = cute.arch.grid_dim()
-        rows, columns = mD.shape
-        warps = const_expr(4 * self.groups)
-        zeros = cute.make_rmem_tensor(8, mD.element_type)
-        zeros.fill(0.0)
-        # A row to a warp, 16 bytes to a lane; the grid's warps take rows in turns.
-        for i in cutlass.range(block * warps + tid // 32, lead + (rows - tail), blocks * warps, unroll=1):
-            row = i if i < lead else i - lead + tail
-            for column in cutlass.range(tid % 32 * 8, columns, 32 * 8, unroll=1):
-                to = mD.iterator + (Int64(row) * mD.stride[0] + column)
-                cute.autovec_copy(zeros, cute.make_tensor(to.align(16), cute.make_layout(8)))
