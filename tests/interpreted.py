@@ -106,17 +106,17 @@ def serve(reply_to: Callable[[Case], Reply], faults: Mapping[str, tuple[Any, Any
 
 
 def _make_fast() -> None:
-    """Spares the interpreter what it does anew at each operation, three quarters of its time.
+    """Spares the interpreter what it does anew at each operation.
 
-    Triton patches its language in every call of a device function, where once will do. The type in numpy is looked up
-    in a table that is built for it, and a tensor's shape is wrapped again. A reduction by a function of the kernel's
-    goes element by element; here it goes by halves, as on a GPU.
+    Triton patches its language in every call of a device function, builds a table of types for every look-up, and wraps
+    and compares each tensor's shape. A reduction by a function of the kernel's own goes by halves, as on a GPU, where
+    the interpreter goes from element to element.
     """
     from triton.language import core
     from triton.runtime import interpreter
 
     patch, unpatched = interpreter._patch_lang, SimpleNamespace(restore=lambda: None)
-    np_dtype, init = interpreter._get_np_dtype, core.tensor.__init__
+    np_dtype, init, equal = interpreter._get_np_dtype, core.tensor.__init__, core.tuple.__eq__
     modules: set[int] = set()
     dtypes: dict[str, Any] = {}
     shapes: dict[tuple[int, ...], dict[str, Any]] = {}
@@ -161,6 +161,7 @@ def _make_fast() -> None:
     interpreter._patch_lang, interpreter._get_np_dtype = patch_once, known_dtype
     interpreter.ReduceOps.generic_reduce = by_halves
     core.tensor.__init__ = known_shape
+    core.tuple.__eq__ = lambda a, b: core.constexpr(True) if a is b else equal(a, b)
 
 
 def fill(memory: Tensor, generator: torch.Generator, mean: float = 0.0) -> Tensor:

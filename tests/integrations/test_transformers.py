@@ -76,7 +76,7 @@ def test_a_part_of_each_head_turns() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_are_those_of_transformers(family: str, cache: str | None) -> None:
     model, ids = tiny.model(family), tokens()
-    options = {"max_new_tokens": 40, "do_sample": False, "attention_mask": LEFT, "cache_implementation": cache}
+    options = {"max_new_tokens": 16, "do_sample": False, "attention_mask": LEFT, "cache_implementation": cache}
     expected = model.generate(ids, **options)
     with ck.patch(model):
         assert torch.equal(model.generate(ids, **options), expected)
