@@ -22,8 +22,10 @@ TYPES := build/types
 DEMO_PROBLEM := m=4096 n=4096 k=4096
 
 export PATH := $(BIN):$(PATH)
+# The tests start hundreds of processes, which would compile our modules anew where an image sets this.
+unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-quick test-versions lock lint format types plots docs bench install clean
+.PHONY: demo test tests test-quick test-versions lock lint format types plots docs bench install clean
 
 install: $(STAMP)
 
@@ -69,7 +71,13 @@ demo-cpu: $(STAMP)
 	    print("gemm agrees with torch.mm:", torch.allclose(ck.gemm(a, b), a @ b, rtol=2e-2, atol=1))'
 	cutekernels explain rope "batch=1 seq=1024 heads_q=32 head_dim=128 rotary=128 dtype=fp16" --gpu $(GPU)
 
-test: lint
+# mypy, which takes one processor, runs beside the tests.
+test: $(STAMP)
+	ruff check .
+	ruff format --check .
+	@$(MAKE) --no-print-directory -j 2 types tests
+
+tests: $(STAMP)
 	OMP_NUM_THREADS=1 pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # torch's 2.11 with CUDA's libraries, and the newest: 10 GB in .venv-versions. WORKERS as in `make test`.

@@ -5,10 +5,12 @@ Nothing here imports torch unless a test marked ``gpu`` was collected.
 
 from __future__ import annotations
 
+import gc
 import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,6 +29,21 @@ def _has_cuda() -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[Any]:
+    """Modules and tests live to the end: the garbage collector is off while they come, and never looks at them again.
+
+    It took a quarter of the collection, and 0.5 s at each full pass of the tests.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects by these marks

@@ -91,7 +91,7 @@ def serve(reply_to: Callable[[Case], Reply], faults: Mapping[str, tuple[Any, Any
 
     ``faults``: (module, replacement) for each function that a case may have replaced, named by its ``"planted"``.
     """
-    _patch_once()
+    _make_fast()
     found = []
     for case in json.load(sys.stdin):
         name = case.get("planted")
@@ -105,20 +105,63 @@ def serve(reply_to: Callable[[Case], Reply], faults: Mapping[str, tuple[Any, Any
     json.dump(found, sys.stdout)
 
 
-def _patch_once() -> None:
-    """Triton patches its language anew in every call of a device function, a third of the time; once will do."""
+def _make_fast() -> None:
+    """Spares the interpreter what it does anew at each operation.
+
+    Triton patches its language in every call of a device function, builds a table of types for every look-up, and wraps
+    and compares each tensor's shape. A reduction by a function of the kernel's own goes by halves, as on a GPU, where
+    the interpreter goes from element to element.
+    """
+    from triton.language import core
     from triton.runtime import interpreter
 
     patch, unpatched = interpreter._patch_lang, SimpleNamespace(restore=lambda: None)
-    modules = set()
+    np_dtype, init, equal = interpreter._get_np_dtype, core.tensor.__init__, core.tuple.__eq__
+    modules: set[int] = set()
+    dtypes: dict[str, Any] = {}
+    shapes: dict[tuple[int, ...], dict[str, Any]] = {}
 
-    def once(fn: Any) -> Any:
+    def patch_once(fn: Any) -> Any:
         if id(fn.__globals__) not in modules:
             modules.add(id(fn.__globals__))
             patch(fn)
         return unpatched
 
-    interpreter._patch_lang = once
+    def known_dtype(kind: Any) -> Any:
+        name = kind.scalar.name
+        if name not in dtypes:
+            dtypes[name] = np_dtype(kind)
+        return dtypes[name]
+
+    def known_shape(self: Any, handle: Any, type: Any) -> None:
+        shape = type.shape if type.is_block() else ()
+        if shape in shapes:
+            self.__dict__ |= shapes[shape] | {"handle": handle, "type": type, "dtype": type.scalar}
+        else:
+            init(self, handle, type)
+            shapes[shape] = {k: v for k, v in vars(self).items() if k not in ("handle", "type", "dtype")}
+
+    def by_halves(self: Any, inputs: Any) -> Any:
+        assert self.axis is not None
+        types = [t.dtype for t in inputs]
+        parts = [t.handle.data.swapaxes(0, self.axis) for t in inputs]
+        while (half := len(parts[0]) // 2) > 0:
+            pairs = [
+                self.to_tensor(p[at], kind)
+                for at in (slice(half), slice(half, None))
+                for p, kind in zip(parts, types, strict=True)
+            ]
+            found = self.combine_fn.fn(*pairs)
+            parts = [t.handle.data for t in (found if isinstance(found, tuple) else (found,))]
+        parts = [
+            p.swapaxes(0, self.axis) if self.keep_dims else p.swapaxes(0, self.axis).squeeze(self.axis) for p in parts
+        ]
+        return [self.to_tensor(p, kind) for p, kind in zip(parts, types, strict=True)]
+
+    interpreter._patch_lang, interpreter._get_np_dtype = patch_once, known_dtype
+    interpreter.ReduceOps.generic_reduce = by_halves
+    core.tensor.__init__ = known_shape
+    core.tuple.__eq__ = lambda a, b: core.constexpr(True) if a is b else equal(a, b)
 
 
 def fill(memory: Tensor, generator: torch.Generator, mean: float = 0.0) -> Tensor:

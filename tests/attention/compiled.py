@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any
 
@@ -78,13 +78,19 @@ def smallest_first(op: Op[Any, Any], problem: Problem) -> tuple[Any, ...]:
 
 
 def knob_changes_the_code(
-    op: Op[Any, Any], problem: Problem, knob: str, smem_bytes: Callable[[Any], int], others: tuple[str, ...] = ()
+    op: Op[Any, Any],
+    problems: Sequence[Any],
+    knob: str,
+    smem_bytes: Callable[[Any, Any], int],
+    others: tuple[str, ...] = (),
 ) -> None:
     """Two configs that differ in ``knob`` alone, or in ``others`` too that follow from it. Both are as predicted.
 
-    Where the rules leave one value of ctas_per_sm, the one that fits, it is compared with one that does not.
+    They are of the first of ``problems`` whose rules leave two values. Where no rules leave two of ctas_per_sm, the one
+    that fits is compared with one that does not.
     """
-    pair = compiled.one_knob_apart(smallest_first(op, problem), knob, others)
+    pairs = ((p, compiled.one_knob_apart(smallest_first(op, p), knob, others)) for p in problems)
+    problem, pair = next((found for found in pairs if found[1]), (problems[-1], None))
     if pair is None:
         assert knob == "ctas_per_sm"
         bounded = [c for c in op.valid(problem, H200) if getattr(c, "body", "multistage") == "multistage"]
@@ -92,7 +98,7 @@ def knob_changes_the_code(
         pair = fits, fits.replace(ctas_per_sm=fits.ctas_per_sm % 3 + 1)
     else:
         for config in pair:
-            facts(op, problem, config, H200, smem_bytes(config))
+            facts(op, problem, config, H200, smem_bytes(problem, config))
     first, second = pair
     if knob in ("order", "grid"):  # of CTAs: numbers that the host computes for the kernel, and how many CTAs there are
         host = [str(built(op, problem, config)._function.ir_module) for config in (first, second)]

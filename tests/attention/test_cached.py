@@ -193,12 +193,12 @@ def test_a_load_of_a_block_is_one_box_of_each_page(page_size: int, lookups: int)
 
 @pytest.mark.parametrize("change", ["page_size=16", "page_size=256", "window=left", "softcap=1", "lse=1", "sinks=same"])
 def test_static_fields_change_the_code(change: str) -> None:
-    base = CacheProblem.parse("batch=2 seq_q=256 seq_kv=512 heads_q=4 heads_kv=2 head_dim=64")
+    base = CacheProblem.parse("batch=2 seq_q=256 seq_kv=512 heads_q=4 heads_kv=2 head_dim=32")
     compiled.changes_the_code(CACHE_ATTENTION, base, change)
 
 
 def test_the_kernel_depends_on_the_static_half_of_a_problem_alone() -> None:
-    first = CacheProblem.parse(f"{PROBLEMS['small pages']} head_dim=64")
+    first = CacheProblem.parse(f"{PROBLEMS['small pages']} head_dim=32")
     second = first.replace(batch=3, seq_q=300, seq_kv=1008, heads_q=28, heads_kv=4)
     warps = [c for c in CACHE_ATTENTION.valid(second, H200) if c.body == "multistage"]
     config = min(warps, key=lambda c: (area(c), str(c)))  # compiles fast

@@ -270,7 +270,7 @@ def test_compiles_for_every_architecture_as_why_not_predicts(name: str, spec: gp
 
 @pytest.mark.parametrize(("change", "body"), [("sinks=same", "multistage"), ("sinks=fp32", "warpgroup")])
 def test_sinks_change_the_code_of_both_bodies(change: str, body: str) -> None:
-    prefill = f"{PREFILL} head_dim=64"
+    prefill = f"{PREFILL} head_dim=32"
     p = AttentionProblem.parse(prefill)
     valid = [c for c in ATTENTION.valid(p, H200) if c.body == body]
     config = min(valid, key=lambda c: (area(c), str(c)))  # compiles fast
@@ -281,4 +281,4 @@ def test_sinks_change_the_code_of_both_bodies(change: str, body: str) -> None:
 
 @pytest.mark.parametrize("change", ["sinks=same", "sinks=fp32"])
 def test_both_kinds_change_decode_s_code(change: str) -> None:
-    compiled.changes_the_code(DECODE_ATTENTION, DecodeProblem.parse(DECODE), change)
+    compiled.changes_the_code(DECODE_ATTENTION, DecodeProblem.parse(f"{DECODE} head_dim=32"), change)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -28,12 +29,26 @@ def test_rank_correlation(a: list[float], b: list[float], expected: float | None
     assert found == (expected if expected is None else pytest.approx(expected))
 
 
+load = cache(estimates.load)
+real_judge = estimates.judge
+
+
+@cache
+def judged(op: str, problem: str, us: tuple[tuple[str, float], ...], spec: gpu.GpuSpec) -> estimates.Quality | None:
+    return real_judge(op, problem, dict(us), spec)
+
+
+def judge(op: str, problem: str, us: dict[str, float], spec: gpu.GpuSpec) -> estimates.Quality | None:
+    """What each test reads of the same rows is computed once."""
+    return judged(op, problem, tuple(us.items()), spec)
+
+
 def of_sweeps(body: str = "", file: str = "", spec: gpu.GpuSpec = H200) -> list[estimates.Quality]:
     """Today's models on the recorded sweeps or those of one file, of gemm's configs those of one body."""
     found = []
-    for (op, problem), us in estimates.load(estimates.SWEEPS / spec.name / file).items():
+    for (op, problem), us in load(estimates.SWEEPS / spec.name / file).items():
         own = us if op != "gemm" else {config: t for config, t in us.items() if body in config}
-        found.append(estimates.judge(op, problem, own, spec))
+        found.append(judge(op, problem, own, spec))
     return [q for q in found if q]
 
 
@@ -98,7 +113,8 @@ def test_configs_of_older_sweeps_are_passed_over() -> None:
     assert estimates.judge("rms_norm", "rows=16 cols=3584", rows, H200) is None
 
 
-def test_the_command_line(tmp_path: Path) -> None:
+def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(estimates, "judge", judge)
     by_op = CliRunner().invoke(estimates.app, ["--format", "json"])
     assert {"gemm", "attention", "rms_norm"} <= {row["op"] for row in json.loads(by_op.stdout)}
     each = CliRunner().invoke(estimates.app, ["--every", "--format", "json"])

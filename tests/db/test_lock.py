@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -140,36 +139,41 @@ def test_verify_needs_a_lock_that_was_not_changed_since_it_was_read(
 
 
 RANK = """
-import sys, torch.distributed as dist
+import os, sys, torch.distributed as dist
 import cutekernels
 from cutekernels.errors import StoreError
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=int(sys.argv[1]), world_size=2)
-try:
-    print("right", cutekernels.lock.verify())
-except StoreError as error:
-    print("wrong", error)
+for os.environ["CUTEKERNELS_DB"] in sys.argv[3:]:
+    cutekernels.reload()
+    try:
+        print("right", cutekernels.lock.verify())
+    except StoreError as error:
+        print("wrong", str(error).replace("\\n", " "))
 dist.destroy_process_group()
 """
 
 
 @pytest.mark.slow
 def test_ranks_compare_their_locks(frozen: Path, tmp_path: Path) -> None:
-    drifted = tmp_path / "drifted.lock"
+    """Of both ranks; again after an error, which both raise."""
+    drifted, missing = tmp_path / "drifted.lock", tmp_path / "missing.lock"
     drifted.write_text(files.text([tuple(ROW)]))
     digest = files.read(frozen).digest
-    for number, (second, words) in enumerate(
-        {
-            frozen: f"right {digest}",
-            drifted: f"wrong ranks read different winners: lock {digest[:12]} with cutekernels ",
-            tmp_path / "missing.lock": "wrong rank 1: lock",
-        }.items()
-    ):
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, "-c", RANK, str(rank), str(tmp_path / f"meet{number}")],
-                env=os.environ | {"CUTEKERNELS_DB": str(path)}, stdout=subprocess.PIPE, text=True,
-            )
-            for rank, path in enumerate((frozen, second))
-        ]  # fmt: skip
-        told = [rank.communicate(timeout=120)[0] for rank in ranks]
-        assert all(one.startswith(words) for one in told), told
+    locks = {0: [frozen] * 4, 1: [frozen, drifted, missing, frozen]}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, str(rank), str(tmp_path / "meet"), *map(str, paths)],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank, paths in locks.items()
+    ]
+    told = [rank.communicate(timeout=120)[0].splitlines() for rank in ranks]
+    words = [
+        f"right {digest}",
+        f"wrong ranks read different winners: lock {digest[:12]} with cutekernels ",
+        "wrong rank 1: lock",
+        f"right {digest}",
+    ]
+    for lines in told:
+        assert len(lines) == len(words) and all(map(str.startswith, lines, words)), told

@@ -96,7 +96,7 @@ def test_a_part_of_each_head_turns() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_are_those_of_transformers(family: str, cache: str | None) -> None:
     model, ids = tiny.model(family), tokens()
-    options = {"max_new_tokens": 40, "do_sample": False, "attention_mask": LEFT, "cache_implementation": cache}
+    options = {"max_new_tokens": 16, "do_sample": False, "attention_mask": LEFT, "cache_implementation": cache}
     expected = model.generate(ids, **options)
     with ck.patch(model):
         assert torch.equal(model.generate(ids, **options), expected)
@@ -205,8 +205,9 @@ def test_a_compiled_prompt_reads_no_mask(family: str, cached: bool) -> None:
         padded = model(ids, attention_mask=LEFT).logits
         with ck.patch(model):
             torch.compile(model, fullgraph=True, backend=aot_autograd(fw_compiler=kept))(ids, use_cache=cached)
-            ours = torch.compile(model, fullgraph=True, backend="aot_eager")
-            close(ours(ids, attention_mask=LEFT).logits[LEFT.bool()], padded[LEFT.bool()])
+            if not cached:
+                ours = torch.compile(model, fullgraph=True, backend="aot_eager")
+                close(ours(ids, attention_mask=LEFT).logits[LEFT.bool()], padded[LEFT.bool()])
     op = torch.ops.cutekernels._attention.default
     assert [n.args[3] for n in graphs[0].graph.nodes if n.target is op] == [None] * model.config.num_hidden_layers
 
@@ -214,7 +215,7 @@ def test_a_compiled_prompt_reads_no_mask(family: str, cached: bool) -> None:
 def test_compiled_sequences_in_one_row_stay_apart() -> None:
     """Positions that a caller gives may begin anew: the mask is written out."""
     torch.compiler.reset()
-    model, ids = tiny.model("llama"), tokens()[:1]
+    model, ids = tiny.model("llama", num_hidden_layers=1), tokens()[:1]
     positions = torch.cat([torch.arange(5), torch.arange(ids.shape[1] - 5)])[None]
     with torch.no_grad():
         expected = model(ids, position_ids=positions, use_cache=False).logits
@@ -229,7 +230,7 @@ def test_compiled_sequences_in_one_row_stay_apart() -> None:
 @pytest.mark.parametrize("way", ["hook", "wrapper"])
 def test_positions_that_come_late_are_seen(way: str) -> None:
     torch.compiler.reset()
-    model, ids = tiny.model("llama"), tokens()[:1]
+    model, ids = tiny.model("llama", num_hidden_layers=1), tokens()[:1]
     positions = torch.cat([torch.arange(5), torch.arange(ids.shape[1] - 5)])[None]
     with torch.no_grad():
         expected = model(ids, position_ids=positions, use_cache=False).logits

@@ -23,7 +23,7 @@ from cutekernels.ops import registry
 from cutekernels.ops.shared.triton_op import TritonOp
 
 ROOT = Path(__file__).parents[2]
-PROCESSES = 8
+PROCESSES = 4
 KERNELS = 40
 HERE = f"{__name__}:"
 TRITON_OPS = [op for op in registry.OPS if isinstance(op, TritonOp)]

@@ -10,6 +10,7 @@ import sys
 import tarfile
 import tomllib
 import zipfile
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -36,10 +37,11 @@ def name_of(requirement: str) -> str:
     return requirement.split(";")[0].split("[")[0].split("<")[0].split(">")[0].split("=")[0].strip().lower()
 
 
-def imported(*folders: str) -> set[str]:
-    """Top-level modules that the files of ``folders`` import, anywhere."""
+@cache
+def imported() -> set[str]:
+    """Top-level modules that the package's files import, anywhere."""
     found = set()
-    for folder in folders:
+    for folder in ("cutekernels", "autotune", "db"):
         for path in (ROOT / folder).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.Import):
@@ -54,13 +56,10 @@ def modules_of(requirements: list[str]) -> set[str]:
     return {module for name in names for module in MODULES.get(name, {name.replace("-", "_")})}
 
 
-INSTALLED = imported("cutekernels", "autotune", "db")
-
-
 @pytest.mark.parametrize("requirement", PROJECT["dependencies"])
 def test_every_dependency_is_imported(requirement: str) -> None:
     name = name_of(requirement)
-    assert name in BY_NAME or MODULES.get(name, {name.replace("-", "_")}) & INSTALLED
+    assert name in BY_NAME or MODULES.get(name, {name.replace("-", "_")}) & imported()
 
 
 PINS = dict(re.findall(r"^([\w.-]+)==(\S+)", (ROOT / "constraints.txt").read_text().replace("_", "-").lower(), re.M))
@@ -115,7 +114,7 @@ def test_every_import_is_declared() -> None:
     extras = [r for name, rows in PROJECT["optional-dependencies"].items() if name != "dev" for r in rows]
     declared = modules_of([*PROJECT["dependencies"], *extras])
     ours = {"cutekernels", "bench", "tests", "__future__"}
-    foreign = {m for m in INSTALLED if m not in sys.stdlib_module_names} - ours
+    foreign = {m for m in imported() if m not in sys.stdlib_module_names} - ours
     assert foreign <= declared, f"not in pyproject.toml: {sorted(foreign - declared)}"
 
 
