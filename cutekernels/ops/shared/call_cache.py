@@ -136,8 +136,13 @@ class CallCache:
         options: tuple[object, ...],
         scalars: tuple[Any, ...] = (),
         config: object = None,
+        differentiated: Callable[..., Any] | None = None,
     ) -> Tensors | None:
-        """The results of a call like one of the last with its last operand; None for others, and nothing was done."""
+        """The results of a call like one of the last with its last operand; None for others, and nothing was done.
+
+        ``differentiated``: a Function around the launch, where gradients are wanted. It gets the found call behind the
+        inputs, and returns one result or more.
+        """
         if _traced_by_dynamo() or forward_ad._current_level >= 0:
             return None
         operands = inputs if results is None else results + inputs
@@ -152,7 +157,9 @@ class CallCache:
         for guard, its_options, its_config, absent, terms, known, call in found:
             if its_options != options or its_config is not config:
                 continue
-            if terms is not None and ((terms[0] and _is_grad_enabled()) or terms[1] != _current_device()):
+            if terms is not None and (
+                (terms[0] and differentiated is None and _is_grad_enabled()) or terms[1] != _current_device()
+            ):
                 continue
             if not absent:
                 if not guard(*operands):
@@ -161,6 +168,10 @@ class CallCache:
                 continue
             if addresses != known and not call.fits(operands, addresses, known):
                 continue
+            if differentiated is not None:
+                arguments = (*inputs, *options, *scalars, None)
+                made = differentiated(*inputs, (call, inputs, addresses, scalars, arguments))
+                return (made,) if len(call.fresh) == 1 else made
             if results is None or call.fire is None or call.fresh:
                 return call.run(results, inputs, addresses, scalars)
             call.fire(addresses, scalars)

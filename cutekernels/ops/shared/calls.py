@@ -23,11 +23,9 @@ from cutekernels.ops.shared.registration import (
     Autocast,
     Gradient,
     Remember,
-    autocasting,
     define,
     define_with_out,
     direct,
-    plain,
     refuse_gradient,
 )
 from cutekernels.ops.shared.tensor_op import TensorOp
@@ -64,12 +62,10 @@ def call(
             return (results,) if len(op.results) == 1 else tuple(results)
     else:
         try:
-            if is_grad_enabled() and any_requires_grad(*inputs):
-                if out is None and config is None and plain(inputs) and not autocasting():
-                    results = op.path.differentiated(*inputs, *options, *scalars, None)
-                    return (results,) if len(op.results) == 1 else results
-            elif type(inputs[0]) in PLAIN:
-                found = op.calls.replay(out, inputs, options, scalars, config)
+            graded = is_grad_enabled() and any_requires_grad(*inputs)
+            if type(inputs[0]) in PLAIN and not (graded and out is not None):
+                differentiated = op.path.differentiated if graded else None
+                found = op.calls.replay(out, inputs, options, scalars, config, differentiated)
                 if found is not None:
                     return found
             if not inputs[0].is_cuda:  # type: ignore[union-attr]

@@ -124,19 +124,10 @@ class Path:
         keep = remember or _nothing
         backward = gradient or no_gradient(self.name)
 
-        class Traced(Function):
-            """In the form that torch.func takes, of ops."""
-
-            generate_vmap_rule = True
-            forward = staticmethod(op)
-
-            @staticmethod
-            def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-                keep(ctx, inputs, output)
-
-        Traced.__name__ = Traced.__qualname__ = self.name
-        Traced.backward = staticmethod(backward)  # type: ignore[method-assign]
-        self._traced: Callable[..., Any] = Traced.apply
+        # In the form that torch.func takes, of ops.
+        traced = _function(self.name, backward, forward=op, setup_context=keep)
+        traced.generate_vmap_rule = True
+        self._traced: Callable[..., Any] = traced.apply
         self.differentiated = _eager(self.name, self._gpu, keep, backward)
         self._differentiated_on_cpu = _eager(self.name, self._cpu, keep, backward)
 
@@ -185,16 +176,23 @@ class Path:
 def _eager(name: str, kernel: Callable[..., Any], keep: Remember, backward: Gradient) -> Callable[..., Any]:
     """``kernel`` with a gradient, in the form whose apply is cheapest; never seen by Dynamo or torch.func."""
 
-    class Eager(Function):
-        @staticmethod
-        def forward(ctx: Any, *args: Any) -> Any:
+    def forward(ctx: Any, *args: Any) -> Any:
+        if type(args[-1]) is tuple:  # a call that ``CallCache.replay`` found; autograd takes None beyond its arguments
+            call, inputs, addresses, scalars, args = args[-1]
+            made = call.run(None, inputs, addresses, scalars)
+            made = made[0] if len(made) == 1 else made
+        else:
             made = kernel(*args)
-            keep(ctx, args, made)
-            return made
+        keep(ctx, args, made)
+        return made
 
-    Eager.__name__ = Eager.__qualname__ = name
-    Eager.backward = staticmethod(backward)  # type: ignore[method-assign]
-    return super(Function, Eager).apply  # Function.apply adds 1 us for torch.func
+    # Function.apply adds 1 us for torch.func.
+    return super(Function, _function(name, backward, forward=forward)).apply  # type: ignore[no-any-return]
+
+
+def _function(name: str, backward: Gradient, **methods: Callable[..., Any]) -> Any:
+    """A Function that autograd's graph calls ``name``."""
+    return type(name, (Function,), {key: staticmethod(f) for key, f in (methods | {"backward": backward}).items()})
 
 
 def _nothing(ctx: Any, args: tuple[Any, ...], output: Any) -> None:
