@@ -37,7 +37,7 @@ from cutekernels.ops.attention.op import ATTENTION
 from cutekernels.ops.attention.problem import Sides
 from cutekernels.ops.shared.call_cache import CallCache, Inputs
 from cutekernels.ops.shared.checks import check_flag
-from cutekernels.ops.shared.registration import define_with_out, transformed
+from cutekernels.ops.shared.registration import define_with_out, splitting, transformed
 
 _CALLS = CallCache()
 _is_compiling = torch.compiler.is_compiling
@@ -239,7 +239,7 @@ ATTENTION_PATH = define_with_out(
     "attention",
     "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? cu_seqlens_q, Tensor? cu_seqlens_kv, Tensor? sinks",
     "bool causal, int window_left, int window_right, float scale, float softcap, bool return_lse, str? config=None",
-    (_cuda, _cpu, _fake),
+    splitting(7, _cuda, _cpu, _fake),
     returns=("(Tensor, Tensor)", "Tensor"),
     gradient=_gradient,
     remember=_remember,

@@ -40,7 +40,7 @@ from cutekernels.ops.attention.problem import WIDEST, sinks_of
 from cutekernels.ops.shared.call_cache import CallCache, Inputs, empty_copy
 from cutekernels.ops.shared.checks import check_flag
 from cutekernels.ops.shared.dtypes import DTYPES
-from cutekernels.ops.shared.registration import define_with_out, refuse_gradient
+from cutekernels.ops.shared.registration import define_with_out, refuse_gradient, splitting
 
 _CALLS = CallCache()
 _NAMES = DTYPES.names
@@ -396,7 +396,7 @@ DECODE_PATH = define_with_out(
     "Tensor q, Tensor k_cache, Tensor v_cache, Tensor cache_seqlens, Tensor? page_table, Tensor? sinks, "
     "Tensor? k_scale, Tensor? v_scale",
     "int window_left, float scale, float softcap, bool return_lse, str? config=None",
-    (_cuda, _cpu, _fake),
+    splitting(8, _cuda, _cpu, _fake),
     returns=("(Tensor, Tensor)", "Tensor"),
     autocast="lower",
     kept=(5, 6, 7),

@@ -26,7 +26,7 @@ from cutekernels.ops.shared import call_cache
 from cutekernels.ops.shared.call_cache import Call, CallCache
 from cutekernels.ops.shared.checks import check_arguments, check_tensor, check_word, kinds_of
 from cutekernels.ops.shared.dtypes import DTYPES
-from cutekernels.ops.shared.registration import PLAIN, Path, define_with_out, direct, refuse_gradient
+from cutekernels.ops.shared.registration import PLAIN, Path, define_with_out, direct, refuse_gradient, splitting
 from cutekernels.ops.shared.strides import overlaps_itself, pairs, relation, span_bytes
 from cutekernels.quant.weight import QuantizedWeight
 
@@ -394,8 +394,8 @@ def _linear_launch(x: Tensor, weight: Tensor, bias: Tensor | None, activation: s
 
 
 def _gemm_launch(
-    a: Tensor, b: Tensor, c: Tensor | None, bias: Tensor | None, alpha: float, beta: float, activation: str,
-    accumulate: str, config: str | None,
+    a: Tensor, b: Tensor, c: Tensor | None, bias: Tensor | None, alpha: float = 1.0, beta: float = 0.0,
+    activation: str = "none", accumulate: str = "fp32", config: str | None = None,
 ) -> Tensor:  # fmt: skip
     """``gemm`` on a GPU: a product like one before at once."""
     if bias is None and c is None and beta == 0.0:
@@ -577,8 +577,7 @@ GEMM_PATH = define_with_out(
     "gemm",
     _INPUTS,
     _OPTIONS,
-    (_cuda, _cpu, _fake),
-    launches=(_gemm_launch, launch_into),
+    lambda results: [launch_into if results else _gemm_launch, *splitting(4, _cpu, _fake)(results)],
     gradient=_gemm_gradient,
     remember=_remember_gemm,
     autocast="lower",

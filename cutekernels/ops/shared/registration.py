@@ -242,15 +242,13 @@ def define(
     cpu: Callable[..., Any],
     fake: Callable[..., Any],
     *,
-    quick: Callable[..., Any] | None = None,
     into: Any = None,
     inputs: int = 0,
 ) -> Callable[..., Any]:
     """Defines one op of torch's with its three implementations, without autograd; returns it.
 
-    One that writes to its arguments has no gradient; autograd passes it on. ``quick``: a shorter way than ``cuda``, of
-    all arguments, where torch leaves out defaults at the end. ``into``: the op that does the same with
-    its results given behind that many ``inputs``.
+    One that writes to its arguments has no gradient; autograd passes it on. Torch leaves out defaults at the end.
+    ``into``: the op that does the same with its results given behind that many ``inputs``.
     """
     declare: Callable[[str], object] = LIBRARY.define  # torch leaves both untyped
     implement: Callable[[str, Callable[..., object], str], object] = LIBRARY.impl
@@ -260,7 +258,7 @@ def define(
     implement(name, cuda, "CUDA")
     implement(name, cpu, "CPU")
     op = getattr(torch.ops.cutekernels, name).default
-    telling = inductor.lowered(op, quick or cuda, cpu, fake, into, inputs)
+    telling = inductor.lowered(op, cuda, cpu, fake, into, inputs)
     torch.library.register_fake(f"cutekernels::{name}", telling, lib=LIBRARY)
     if "!)" not in schema:
         torch.library.register_vmap(f"cutekernels::{name}", _one_by_one(op), lib=LIBRARY)
@@ -315,40 +313,34 @@ def define_with_out(
     name: str,
     inputs: str,
     options: str,
-    implementations: tuple[Implementation, Implementation, Implementation],
+    implementations: Callable[[int], Sequence[Callable[..., Any]]],
     *,
     results: tuple[str, ...] = ("out",),
     returns: tuple[str, str] = ("Tensor", "()"),
-    launches: tuple[Callable[..., Any], Callable[..., Any] | None] | None = None,
-    gradient: Gradient | None = None,
-    remember: Remember | None = None,
-    autocast: Autocast | None = None,
-    kept: Sequence[int] = (),
+    **path: Any,
 ) -> Path:
     """Defines ``name(inputs, options)`` and ``name_out(inputs, results, options)``; the path of the first.
 
-    ``returns`` are those of the two. ``launches``: shorter ways for both on a GPU, of all arguments. ``gradient``,
-    ``remember``, ``autocast`` and ``kept``: see :class:`Path`.
+    Args:
+        name: of the op.
+        inputs: its tensors, as a schema lists them.
+        options: its other arguments.
+        implementations: those on a GPU, on the CPU and of fakes, with so many results given behind the inputs.
+        results: names of the results.
+        returns: of the two.
+        path: gradient, remember, autocast and kept, as :class:`Path` has them.
     """
-    n = inputs.count(",") + 1
-    places = ", ".join([f"Tensor({chr(ord('a') + i)}!) {result}" for i, result in enumerate(results)])
-    functional = [with_results(f, n, 0) for f in implementations]
-    writing = [with_results(f, n, len(results)) for f in implementations]
-    schema = f"{name}({inputs}, {options}) -> {returns[0]}"
-    quick, quick_out = launches or (None, None)
-    schema_out = f"{name}_out({inputs}, {places}, {options}) -> {returns[1]}"
-    out = define(schema_out, *writing, quick=quick_out)
+    written = ", ".join([f"Tensor({chr(ord('a') + i)}!) {result}" for i, result in enumerate(results)])
+    out = define(f"{name}_out({inputs}, {written}, {options}) -> {returns[1]}", *implementations(len(results)))
+    schema, (cuda, cpu, fake) = f"{name}({inputs}, {options}) -> {returns[0]}", implementations(0)
     into = out if returns[1] == "()" else None
-    op = define(f"_{schema}", *functional, quick=quick, into=into, inputs=n)
-    return Path(
-        schema,
-        (quick or functional[0], functional[1]),
-        op,
-        remember=remember,
-        gradient=gradient,
-        autocast=autocast,
-        kept=kept,
-    )
+    op = define(f"_{schema}", cuda, cpu, fake, into=into, inputs=inputs.count(",") + 1)
+    return Path(schema, (cuda, cpu), op, **path)
+
+
+def splitting(inputs: int, *implementations: Implementation) -> Callable[[int], list[Callable[..., Any]]]:
+    """``implementations`` for :func:`define_with_out`."""
+    return lambda results: [with_results(f, inputs, results) for f in implementations]
 
 
 def with_results(f: Implementation, inputs: int, results: int) -> Callable[..., Any]:
