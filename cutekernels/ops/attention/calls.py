@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cutekernels import dispatch
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.attention.arguments import check_dtype, check_ends, check_scale, check_sinks
-from cutekernels.ops.attention.problem import WIDEST, AttentionProblem, sinks_of
+from cutekernels.ops.attention.problem import WIDEST, AttentionProblem, Sides, sinks_of
 from cutekernels.ops.shared.call_cache import Call, CallCache, Inputs, empty_copy, stand_ins
 from cutekernels.ops.shared.dtypes import DTYPES
 from cutekernels.ops.shared.registration import Implementation, direct
@@ -49,9 +50,8 @@ def implementations(
     calls: CallCache,
     sides: int,
     check: Callable[..., None],
-    launch: Callable[..., tuple[Tensor, ...]],
+    posed: Callable[..., tuple[Any, Any, Sequence[Tensor | None]]],
     compute: Callable[..., tuple[Tensor, Tensor]],
-    fresh_lse: Callable[[Inputs, bool], Tensor],
 ) -> tuple[Implementation, Implementation, Implementation]:
     """An op of ``(*inputs, *sides, scale, softcap, return_lse, config)`` on a GPU, on the CPU and of fakes.
 
@@ -59,14 +59,26 @@ def implementations(
         calls: what repeats.
         sides: the number of options that say which keys a query sees.
         check: ``(*inputs, scale)``, refuses what poses no problem.
-        launch: ``(into, inputs, *options, config)`` for checked tensors: ``(into or a new tensor[, lse])``.
+        posed: ``(out, inputs, *sides, softcap, return_lse)`` for checked GPU tensors: the op, the problem, and what its
+            launch takes for out and the inputs.
         compute: ``(*inputs, *sides, scale, softcap)``: out and lse.
-        fresh_lse: memory for lse, or an empty tensor.
     """
 
-    def returned(given: tuple[Tensor] | None, inputs: Inputs, wanted: bool, made: tuple[Tensor, ...]) -> Any:
-        lse = made[1] if wanted else fresh_lse(inputs, False)
+    def returned(given: tuple[Tensor] | None, inputs: Any, wanted: bool, made: tuple[Tensor, ...]) -> Any:
+        lse = made[1] if wanted else _fresh_lse(inputs[0], False)
         return (made[0], lse) if given is None else lse
+
+    def launched(into: tuple[Tensor] | None, inputs: Any, seen: Any, scalars: Any, wanted: bool, config: Any) -> Any:
+        q: Tensor = inputs[0]
+        out = q.new_empty(q.shape) if into is None else into[0]
+        results = (out, _fresh_lse(q, True)) if wanted else (out,)
+        if out.numel() == 0:
+            return results
+        with torch.cuda.device(q.device):
+            op, problem, (target, *rest) = posed(out, inputs, *seen, scalars[1], wanted)
+            launch = dispatch.plan(op, problem, q.get_device(), config).launch
+        options = (*seen, scalars[1] > 0.0, wanted)
+        return add(calls, launch, into, inputs, options, scalars, config, results, (target, *results[1:], *rest))
 
     def cuda(given: tuple[Tensor] | None, inputs: Any, *options: Any) -> Any:
         *seen, scale, softcap, wanted, config = (*options, None)[: sides + 4]
@@ -78,7 +90,7 @@ def implementations(
             check(*inputs, scale)
             if given is not None:
                 check_out(given[0], *inputs)
-            made = launch(given and given[0], inputs, *seen, scale, softcap, wanted, config)
+            made = launched(given, inputs, seen, (scale, softcap), wanted, config)
         return returned(given, inputs, wanted, made)
 
     def cpu(given: tuple[Tensor] | None, inputs: Any, *options: Any) -> Any:
@@ -97,18 +109,27 @@ def implementations(
         if given is not None:
             check_out_shape(given[0], q)
         out = q.new_empty(q.shape) if given is None else given[0]
-        return returned(given, inputs, wanted, (out, fresh_lse(inputs, wanted)))
+        return returned(given, inputs, wanted, (out, _fresh_lse(q, wanted)))
 
     return cuda, cpu, fake
 
 
-def check_values(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cu_q: Tensor | None, cu_kv: Tensor | None,
-    sinks: Tensor | None, scale: float,
-) -> None:  # fmt: skip
+def _fresh_lse(q: Tensor, wanted: bool) -> Tensor:
+    """Memory for the log-sum-exp, or an empty tensor; packed sequences have no batch."""
+    shape = (*q.shape[:-3], q.shape[-2], q.shape[-3]) if wanted else (0,)
+    return q.new_empty(shape, dtype=torch.promote_types(q.dtype, torch.float32))
+
+
+def sides_seen(left: int, right: int, causal: bool = False) -> Sides:
+    """Keys that a query sees before and behind its own, None for all: of an op's options, -1 for all."""
+    return {"left": None if left < 0 else left, "right": 0 if causal else None if right < 0 else right}
+
+
+def check_values(operands: Any, scale: float) -> None:
     """:func:`check`, and the values of the sequences' ends."""
-    check(q, k, v, mask, cu_q, cu_kv, sinks, scale)
-    if cu_q is not None and cu_kv is not None:
+    check(*(*operands, scale))
+    q, k, _, _, cu_q, cu_kv, _ = operands
+    if cu_q is not None:
         check_ends(q, k, cu_q, cu_kv)
 
 
@@ -237,15 +258,16 @@ def dense(sinks: Tensor | None) -> Tensor | None:
 
 
 def add(
-    calls: CallCache, launch: Callable[..., None], into: Tensor | None, operands: Inputs, options: tuple[object, ...],
-    scalars: tuple[float, float], config: str | None, results: tuple[Tensor, ...], posed: Sequence[Tensor | None],
+    calls: CallCache, launch: Callable[..., None], into: tuple[Tensor] | None, operands: Inputs,
+    options: tuple[object, ...], scalars: tuple[float, float], config: str | None, results: tuple[Tensor, ...],
+    posed: Sequence[Tensor | None],
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Makes and caches the call in which ``launch`` takes ``posed`` for ``(*results, *operands)``."""
     ways = [way(t, p, i == 0) for i, (t, p) in enumerate(zip((*results, *operands), posed, strict=True))]
     copied = [] if posed[0] is None or posed[0].data_ptr() == results[0].data_ptr() else [0]
-    apart = () if into is None else pairs(1, (into, *operands))
+    apart = () if into is None else pairs(1, (*into, *operands))
     call = Call.of(stand_ins(launch, ways, copied), operands, results[into is not None :], apart)
-    return calls.add(call, None if into is None else (into,), operands, options, scalars, config)
+    return calls.add(call, into, operands, options, scalars, config)
 
 
 def way(t: Tensor | None, posed: Tensor | None, result: bool = False) -> Callable[[Tensor], Tensor] | None:
