@@ -108,7 +108,7 @@ def test_torchs_op_checks_a_call_once(cached: Callable[..., None], monkeypatch: 
     launches: list[tuple[Any, ...]] = []
     cached(lambda *args: launches.append(args), a, b)
     with pytest.raises(UnsupportedProblem, match="needs c"):  # no key holds beta
-        matmul._cuda(None, (a, b, None, None), 1.0, 0.5)
+        matmul._gemm_launch(a, b, None, None, 1.0, 0.5)
     assert not launches
 
     def unwanted(*args: Any) -> Any:
@@ -116,10 +116,10 @@ def test_torchs_op_checks_a_call_once(cached: Callable[..., None], monkeypatch: 
 
     monkeypatch.setattr(matmul, "_check", unwanted)
     for left in (a, a.clone(), a.clone()):
-        made = matmul._cuda(None, (left, b, randn(4, 6), None), 0.5)  # beta is 0: C is not read
+        made = matmul._gemm_launch(left, b, randn(4, 6), None, 0.5)  # beta is 0: C is not read
         assert launches.pop() == (made, left, b, 0.5, 0.0)
     with pytest.raises(AssertionError, match="checked again"):
-        matmul._cuda(None, (randn(5, 8), b, None, None))
+        matmul._gemm_launch(randn(5, 8), b, None, None)
 
 
 @pytest.mark.parametrize("into", [False, True])

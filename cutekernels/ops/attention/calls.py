@@ -15,9 +15,10 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.attention.arguments import check_dtype, check_ends, check_scale, check_sinks
 from cutekernels.ops.attention.problem import WIDEST, AttentionProblem, Sides, sinks_of
 from cutekernels.ops.shared.call_cache import Call, CallCache, Inputs, empty_copy, stand_ins
+from cutekernels.ops.shared.checks import check_apart, check_fits
 from cutekernels.ops.shared.dtypes import DTYPES
 from cutekernels.ops.shared.registration import Implementation, direct
-from cutekernels.ops.shared.strides import overlaps_itself, pairs, relation
+from cutekernels.ops.shared.strides import pairs
 
 _is_compiling = torch.compiler.is_compiling
 _autocast = torch._C._is_any_autocast_enabled
@@ -89,7 +90,7 @@ def implementations(
         if made is None:
             check(*inputs, scale)
             if given is not None:
-                check_out(given[0], *inputs)
+                check_out(given[0], inputs)
             made = launched(given, inputs, seen, (scale, softcap), wanted, config)
         return returned(given, inputs, wanted, made)
 
@@ -97,7 +98,7 @@ def implementations(
         *seen, scale, softcap, wanted = options[: sides + 3]
         check(*inputs, scale)
         if given is not None:
-            check_out(given[0], *inputs)
+            check_out(given[0], inputs)
         made = compute(*inputs, *seen, scale, softcap)
         if given is not None:
             given[0].copy_(made[0])
@@ -107,7 +108,7 @@ def implementations(
         q, wanted = inputs[0], options[sides + 2]
         check(*inputs, options[sides])
         if given is not None:
-            check_out_shape(given[0], q)
+            check_fits(given[0], q.shape, q)
         out = q.new_empty(q.shape) if given is None else given[0]
         return returned(given, inputs, wanted, (out, _fresh_lse(q, wanted)))
 
@@ -123,6 +124,12 @@ def _fresh_lse(q: Tensor, wanted: bool) -> Tensor:
 def sides_seen(left: int, right: int, causal: bool = False) -> Sides:
     """Keys that a query sees before and behind its own, None for all: of an op's options, -1 for all."""
     return {"left": None if left < 0 else left, "right": 0 if causal else None if right < 0 else right}
+
+
+def check_out(out: Tensor, inputs: Sequence[Any]) -> None:
+    """Refuses an ``out`` that is not as q or shares memory with an input."""
+    check_fits(out, inputs[0].shape, inputs[0])
+    check_apart(out, [("an input", t) for t in inputs])
 
 
 def check_values(operands: Any, scale: float) -> None:
@@ -192,24 +199,6 @@ def check(
                 )
         if len(cu_q) == 1 and q.shape[0]:
             raise UnsupportedProblem(f"cu_seqlens_q of length 1 has no sequence, yet q has {q.shape[0]} rows")
-
-
-def check_out(out: Tensor, q: Tensor, *inputs: Tensor | None) -> None:
-    """Refuses an ``out`` that is not as ``q`` or shares memory with an input."""
-    check_out_shape(out, q)
-    if overlaps_itself(out):
-        raise UnsupportedProblem(f"out must not overlap itself; its strides are {out.stride()}: give it dense memory")
-    if any(t is not None and relation(out, t) != "apart" for t in (q, *inputs)):
-        raise UnsupportedProblem("out overlaps an input: give it memory of its own")
-
-
-def check_out_shape(out: Tensor, q: Tensor) -> None:
-    """:func:`check_out` of fakes, which have no memory."""
-    if out.shape != q.shape or out.dtype != q.dtype or out.device != q.device:
-        raise UnsupportedProblem(
-            f"out must be {tuple(q.shape)}, {q.dtype}, on {q.device}; it is {tuple(out.shape)}, {out.dtype}, "
-            f"on {out.device}"
-        )
 
 
 def pose(

@@ -23,11 +23,19 @@ from cutekernels.ops.gemm.op import GEMM, reference
 from cutekernels.ops.gemm.problem import ACTIVATIONS, WIDEST, Activation, GemmConfig, GemmProblem
 from cutekernels.ops.gemm.slopes import through_activation
 from cutekernels.ops.shared import call_cache
-from cutekernels.ops.shared.call_cache import Call, CallCache
-from cutekernels.ops.shared.checks import check_arguments, check_tensor, check_word, kinds_of
+from cutekernels.ops.shared.call_cache import Call, CallCache, empty_copy
+from cutekernels.ops.shared.checks import check_apart, check_arguments, check_fits, check_tensor, check_word, kinds_of
 from cutekernels.ops.shared.dtypes import DTYPES
-from cutekernels.ops.shared.registration import PLAIN, Path, define_with_out, direct, refuse_gradient, splitting
-from cutekernels.ops.shared.strides import overlaps_itself, pairs, relation, span_bytes
+from cutekernels.ops.shared.registration import (
+    PLAIN,
+    Path,
+    define_with_out,
+    direct,
+    refuse_gradient,
+    splitting,
+    with_results,
+)
+from cutekernels.ops.shared.strides import pairs, span_bytes
 from cutekernels.quant.weight import QuantizedWeight
 
 _INPUTS = "Tensor a, Tensor b, Tensor? c, Tensor? bias"
@@ -89,8 +97,8 @@ def gemm(
             if c is not None:
                 check_tensor("gemm", "c", c)
             c = None
-        elif c is None:  # refused there; keys and guards do not hold beta
-            return _through_torch(a, b, c, alpha, beta, bias, activation, accumulate, out, config)
+        elif c is None:
+            raise ValueError  # explained below; keys and guards do not hold beta
         plain = c is None and bias is None
         if plain and type(b) is Tensor and not _is_compiling() and forward_ad._current_level < 0:
             # CallCache.replay, written out for a and b alone: 0.4 us less (docs/notes/host.md#gemm).
@@ -135,7 +143,17 @@ def gemm(
     except (ValueError, TypeError, RuntimeError, BufferError, AttributeError):
         # Launches refuse arguments and some tensors have no address: torch's op takes them or says what is wrong.
         pass
-    return _through_torch(a, b, c, alpha, beta, bias, activation, accumulate, out, config)
+    check_word("gemm", "activation", activation, optional=True)
+    name = "none" if activation is None else activation
+    check_arguments("gemm", _KINDS, (a, b, c, bias, alpha, beta, name, accumulate))
+    check_tensor("gemm", "out", out, optional=True)
+    options = alpha, beta, name, accumulate, None if config is None else str(config)
+    if out is None:
+        through_torch = torch.ops.cutekernels.gemm if _is_compiling() else GEMM_PATH
+        return through_torch(a, b, c, bias, *options)  # type: ignore[no-any-return]
+    refuse_gradient(a, b, c, bias, out)
+    torch.ops.cutekernels.gemm_out(a, b, c, bias, out, *options)
+    return out
 
 
 def linear(
@@ -197,12 +215,12 @@ def linear(
     if out is None:
         return gemm(flat, weight.t(), bias=bias, activation=activation).view(shape)
     check_tensor("linear", "out", out)
-    _check_fits(out, shape, x)
+    check_fits(out, shape, x)
     try:
         flat_out = out.view(rows, shape[-1])
     except RuntimeError:  # no single stride walks out's rows
         refuse_gradient(x, weight, bias, out)
-        _check_apart(out, x=x, weight=weight, bias=bias)
+        check_apart(out, [("x", x), ("weight", weight), ("bias", bias)])
         flat_out = out.new_empty((rows, shape[-1]))
         out.copy_(gemm(flat, weight.t(), bias=bias, activation=activation, out=flat_out).view(shape))
     else:
@@ -216,26 +234,6 @@ def _check_linear(x: Tensor, weight: Tensor) -> None:
 
 
 # ---- from operands to a launch --------------------------------------------------------------------------
-
-
-def _through_torch(
-    a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: float, bias: Tensor | None,
-    activation: str | None, accumulate: str, out: Tensor | None, config: GemmConfig | str | None,
-) -> Tensor:  # fmt: skip
-    check_word("gemm", "activation", activation, optional=True)
-    check_arguments(
-        "gemm", _KINDS, (a, b, c, bias, alpha, beta, "none" if activation is None else activation, accumulate)
-    )
-    check_tensor("gemm", "out", out, optional=True)
-    activation = "none" if activation is None else activation
-    text = None if config is None else str(config)
-    if out is None:
-        if _is_compiling():
-            return torch.ops.cutekernels.gemm(a, b, c, bias, alpha, beta, activation, accumulate, text)  # type: ignore[no-any-return]
-        return GEMM_PATH(a, b, c, bias, alpha, beta, activation, accumulate, text)  # type: ignore[no-any-return]
-    refuse_gradient(a, b, c, bias, out)
-    torch.ops.cutekernels.gemm_out(a, b, c, bias, out, alpha, beta, activation, accumulate, text)
-    return out
 
 
 def pose(
@@ -267,9 +265,12 @@ def pose(
 
 
 def _check(
-    a: Tensor, b: Tensor, c: Tensor | None, bias: Tensor | None, beta: float, activation: str, accumulate: str
-) -> tuple[int, ...]:
+    results: tuple[Tensor] | None, inputs: tuple[Any, ...], beta: float, activation: str, accumulate: str, *,
+    apart: bool = True,
+) -> tuple[int, ...]:  # fmt: skip
     """The result's shape. Raises UnsupportedProblem for arguments that pose no problem."""
+    a, b, c, bias = inputs
+    c = None if beta == 0.0 else c
     if a.dim() not in (2, 3) or b.dim() not in (2, 3):
         raise UnsupportedProblem(
             f"a and b must be matrices or batches of them; they have shapes {tuple(a.shape)} and {tuple(b.shape)}"
@@ -304,53 +305,41 @@ def _check(
         raise UnsupportedProblem(f"accumulate='fp16' is for fp16 operands; they are {a.dtype}")
     if a.dtype not in _NAMES and (a.device.type != "cpu" or a.dtype not in (torch.float32, torch.float64)):
         raise UnsupportedProblem(f"gemm takes fp16 and bf16; got {a.dtype}: cast it (the CPU takes fp32 and fp64 too)")
+    if results is not None:
+        check_fits(results[0], shape, a)
+        if apart:  # fakes have no memory
+            check_apart(results[0], [("a", a), ("b", b), ("c", c), ("bias", bias)], in_place="c")
     return shape
 
 
-def _check_fits(out: Tensor, shape: tuple[int, ...], a: Tensor) -> None:
-    if tuple(out.shape) != shape or out.dtype != a.dtype or out.device != a.device:
-        raise UnsupportedProblem(
-            f"out must be {shape}, {a.dtype}, on {a.device}; it is {tuple(out.shape)}, {out.dtype}, on {out.device}"
-        )
-
-
-def _check_apart(out: Tensor, **operands: Tensor | None) -> None:
-    """Refuses an ``out`` that overlaps itself or an operand; only ``c`` it may be, element upon element."""
-    if overlaps_itself(out):
-        raise UnsupportedProblem(f"out must not overlap itself; its strides are {out.stride()}: give it dense memory")
-    for name, t in operands.items():
-        if t is None:
-            continue
-        how = relation(out, t)
-        if how == "overlap" or (how == "same" and name != "c"):
-            raise UnsupportedProblem(f"out overlaps {name}: give it memory of its own")
-
-
-def _cached(inputs: tuple[Any, ...]) -> tuple[CallCache, tuple[Any, ...]]:
-    """The cache of calls with these inputs, and the inputs that it takes."""
-    return (_CALLS, inputs[:2]) if inputs[2] is None and inputs[3] is None else (_FUSED_CALLS, inputs)
-
-
-def _launched(
-    out: Tensor | None, shape: tuple[int, ...], inputs: tuple[Any, ...], options: tuple[str, str],
-    scalars: tuple[float, float], config: str | None,
+def _first(
+    results: tuple[Tensor] | None, inputs: tuple[Any, ...], scalars: tuple[float, float], options: tuple[str, str],
+    config: str | None,
 ) -> Tensor:  # fmt: skip
-    """Poses, plans and launches for checked GPU tensors. Calls that need no copies are cached."""
-    calls, given = _cached(inputs)
-    results = None if out is None else (out,)
+    """A product on a GPU that no guard passed: recalled by its key, or checked, posed, planned and launched.
+
+    Calls that need no copies are cached.
+    """
     a, b, c, bias = inputs
-    result = a.new_empty(shape) if out is None else out
+    beta = scalars[1]
+    inputs = a, b, c if beta != 0.0 else None, bias
+    calls, given = (_CALLS, inputs[:2]) if inputs[2] is None and bias is None else (_FUSED_CALLS, inputs)
+    call_of = results, given, options, scalars, config
+    if beta == 0.0 or c is not None:  # keys and guards do not hold beta, by which a missing C is refused
+        made = calls.replay(*call_of) or calls.recall(*call_of)
+        if made is not None:
+            return made[0]
+    shape = _check(results, inputs, beta, *options)
+    result: Tensor = a.new_empty(shape) if results is None else results[0]
     if result.numel() == 0:
         return result
     if result.dim() == 3:
-        a = a if a.dim() == 3 else a.expand(shape[0], *a.shape)
-        b = b if b.dim() == 3 else b.expand(shape[0], *b.shape)
-    a, b, c = canonical(a), canonical(b), None if c is None else canonical(c)
+        a, b = [t if t.dim() == 3 else t.expand(shape[0], *t.shape) for t in (a, b)]
+    a, b, c = canonical(a), canonical(b), None if inputs[2] is None else canonical(inputs[2])
     copied = worth_copying(a, b)
     a, b = (k_contiguous(a) if copied[0] else a), (k_contiguous(b.mT).mT if copied[1] else b)
     bias = None if bias is None else bias.contiguous()
-    in_place = result.stride(-1) == 1 or result.stride(-2) == 1
-    target = result if in_place else torch.empty_like(result, memory_format=torch.contiguous_format)
+    target = result if result.stride(-1) == 1 or result.stride(-2) == 1 else empty_copy(result)
     with torch.cuda.device(a.device):
         problem = pose(a, b, c, bias, *options, target)
         launch = dispatch.plan(GEMM, problem, a.get_device(), config).launch
@@ -358,12 +347,14 @@ def _launched(
             fire = launch.settled(target, a, b, bias is not None) if isinstance(launch, AddressedLaunch) else None
             plain = calls is _CALLS
             by_tensors = (lambda out, a, b, *scalars: launch(out, a, b, None, None, *scalars)) if plain else launch
-            apart = () if out is None else pairs(1, (out, *given), in_place=(3,))
-            call = Call.of(by_tensors, given, (result,) if out is None else (), apart, fire)
-            return calls.add(call, results, given, options, scalars, config)[0]
+            apart = () if results is None else pairs(1, (result, *given), in_place=(3,))
+            call = Call.of(by_tensors, given, (result,) if results is None else (), apart, fire)
+            return calls.add(call, *call_of)[0]
         launch(target, a, b, c, bias, *scalars)
         if target is not result:
             result.copy_(target)
+        elif results is not None:
+            _increment_version(results)
     return result
 
 
@@ -388,7 +379,7 @@ def _linear_launch(x: Tensor, weight: Tensor, bias: Tensor | None, activation: s
     else:
         made = _FUSED_CALLS.replay(None, (a, b, None, bias), options, (1.0, 0.0))
     if made is None:
-        made = (_general(None, (a, b, None, bias), 1.0, 0.0, *options, None),)
+        made = (_first(None, (a, b, None, bias), (1.0, 0.0), options, None),)
     y = made[0]
     return y if x.dim() == 2 else _shaped(y, x, weight)
 
@@ -398,11 +389,12 @@ def _gemm_launch(
     activation: str = "none", accumulate: str = "fp32", config: str | None = None,
 ) -> Tensor:  # fmt: skip
     """``gemm`` on a GPU: a product like one before at once."""
+    options, scalars = (activation, accumulate), (alpha, beta)
     if bias is None and c is None and beta == 0.0:
-        made = _CALLS.replay(None, (a, b), (activation, accumulate), (alpha, beta), config)
+        made = _CALLS.replay(None, (a, b), options, scalars, config)
         if made is not None:
             return made[0]
-    return _general(None, (a, b, c, bias), alpha, beta, activation, accumulate, config)  # type: ignore[no-any-return]
+    return _first(None, (a, b, c, bias), scalars, options, config)
 
 
 def launch_into(
@@ -417,15 +409,7 @@ def launch_into(
         else:
             made = _FUSED_CALLS.replay((out,), (a, b, None, bias), options, scalars, config)
     if made is None:
-        _general((out,), (a, b, c, bias), alpha, beta, activation, accumulate, config)
-
-
-def _general(*args: Any) -> Any:
-    return _cuda(*args)  # type: ignore[no-untyped-call]
-
-
-def _compute(a: Tensor, b: Tensor, c: Tensor | None, bias: Tensor | None, *options: Any) -> Any:
-    return _cpu(None, (a, b, c, bias), *options)  # type: ignore[no-untyped-call]
+        _first((out,), (a, b, c, bias), scalars, options, config)
 
 
 def _flattened(
@@ -438,22 +422,8 @@ def _flattened(
     return _shaped(made, x, weight)
 
 
-def _cuda(results, inputs, alpha=1.0, beta=0.0, activation="none", accumulate="fp32", config=None):  # type: ignore[no-untyped-def]
-    a, b, c, bias = inputs
-    options, scalars = (activation, accumulate), (alpha, beta)
-    if beta == 0.0 or c is not None:  # keys and guards do not hold beta, by which a missing C is refused
-        calls, given = _cached((a, b, None if beta == 0.0 else c, bias))
-        made = calls.replay(results, given, options, scalars, config)
-        made = made or calls.recall(results, given, options, scalars, config)
-        if made is not None:  # like a call that was checked
-            return made[0] if results is None else None
-    inputs, shape = _checked(results, inputs, beta, activation, accumulate)
-    out = _launched(None if results is None else results[0], shape, inputs, options, scalars, config)
-    return out if results is None else None
-
-
 def _cpu(results, inputs, alpha=1.0, beta=0.0, activation="none", accumulate="fp32", config=None):  # type: ignore[no-untyped-def]
-    inputs, _ = _checked(results, inputs, beta, activation, accumulate)
+    _check(results, inputs, beta, activation, accumulate)
     made = reference(*(*inputs, alpha, beta), activation=activation)
     if results is None:
         return made
@@ -462,27 +432,8 @@ def _cpu(results, inputs, alpha=1.0, beta=0.0, activation="none", accumulate="fp
 
 
 def _fake(results, inputs, alpha=1.0, beta=0.0, activation="none", accumulate="fp32", config=None):  # type: ignore[no-untyped-def]
-    inputs, shape = _checked(results, inputs, beta, activation, accumulate, apart=False)
+    shape = _check(results, inputs, beta, activation, accumulate, apart=False)
     return inputs[0].new_empty(shape) if results is None else None
-
-
-def _checked(
-    results: tuple[Tensor] | None,
-    inputs: tuple[Any, ...],
-    beta: float,
-    activation: str,
-    accumulate: str,
-    apart: bool = True,
-) -> tuple[tuple[Any, ...], tuple[int, ...]]:
-    """The inputs that are read, and the result's shape."""
-    a, b, c, bias = inputs
-    c = c if beta != 0.0 else None
-    shape = _check(a, b, c, bias, beta, activation, accumulate)
-    if results is not None:
-        _check_fits(results[0], shape, a)
-        if apart:  # fakes have no memory
-            _check_apart(results[0], a=a, b=b, c=c, bias=bias)
-    return (a, b, c, bias), shape
 
 
 # ---- gradients ------------------------------------------------------------------------------------------
@@ -584,7 +535,7 @@ GEMM_PATH = define_with_out(
 )
 LINEAR_PATH = Path(
     "linear(Tensor x, Tensor weight, Tensor? bias, str activation='none') -> Tensor",
-    (_linear_launch, partial(_flattened, _compute)),
+    (_linear_launch, partial(_flattened, with_results(_cpu, 4, 0))),
     partial(_flattened, torch.ops.cutekernels._gemm.default),
     gradient=_linear_gradient,
     remember=_remember_linear,
