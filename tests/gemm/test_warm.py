@@ -16,9 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import cutekernels as ck
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.gemm import api as matmul
+from cutekernels.ops.gemm.op import reference
 from cutekernels.ops.shared import call_cache
 from cutekernels.ops.shared.call_cache import Call
 from cutekernels.ops.shared.strides import pairs
+from tests.gpu_path import launching
 from tests.host_cost import direct_anywhere, host_cost
 
 BF16 = torch.bfloat16
@@ -295,3 +297,48 @@ def test_a_warm_call_costs_the_host_less_than_3_8_keys(cached: Callable[..., Non
     found = host_cost(partial(gemm, a, b, out=out), calls=100, chunks=200)
     assert launched == 7 * 20_000
     assert found < 3.8
+
+
+@pytest.mark.parametrize("into", [False, True])
+@pytest.mark.parametrize("form", ["plain", "fused", "batched", "one batch", "strided", "narrow", "rows apart", "empty"])
+def test_a_first_call_is_posed_planned_and_launched(form: str, into: bool) -> None:
+    """Its launch stands in: it computes the product of what it is handed."""
+    a, b, options = randn(6, 8), randn(8, 5), {}
+    out = torch.empty(6, 5, dtype=BF16)
+    if form == "fused":
+        options = {"c": randn(6, 5), "beta": 0.5, "bias": randn(5), "activation": "silu"}
+    elif form in ("batched", "one batch"):
+        a, out = randn(3, 6, 8), torch.empty(3, 6, 5, dtype=BF16)
+        b = randn(3, 8, 5) if form == "batched" else b
+    elif form == "strided":
+        a, b = randn(6, 16)[:, ::2], randn(16, 10)[::2, ::2]
+    elif form == "narrow":
+        a, b, out = randn(512, 1025)[:, :1023], randn(1023, 600), torch.empty(512, 600, dtype=BF16)
+    elif form == "rows apart":
+        out = torch.empty(6, 10, dtype=BF16)[:, ::2]
+    elif form == "empty":
+        a, out = a[:0], out[:0]
+    launched: list[str] = []
+
+    def launch_of(op: Any, problem: Any) -> Callable[..., None]:
+        def launch(out: Tensor, a: Tensor, b: Tensor, c: Any, bias: Any, alpha: float, beta: float) -> None:
+            assert matmul.pose(a, b, c, bias, problem.activation, "fp32", out) == problem
+            launched.append(str(problem))
+            out.copy_(reference(a, b, c, bias, alpha, beta, activation=problem.activation))
+
+        return launch
+
+    expected = ck.gemm(a, b, **options)
+    version = out._version
+    known = form in ("plain", "fused", "batched") or (form == "rows apart" and not into)
+    arguments = (a, b, options.get("c"), options.get("bias"))
+    scalars = 1.0, options.get("beta", 0.0), options.get("activation", "none")
+    with launching(launch_of):
+        for _ in range(3):
+            if into:
+                matmul.launch_into(*arguments, out, *scalars)
+            made = out if into else matmul._gemm_launch(*arguments, *scalars)
+            torch.testing.assert_close(made, expected)
+        assert bool(matmul._CALLS.calls or matmul._FUSED_CALLS.calls) is known
+    assert len(launched) == (0 if form == "empty" else 3)
+    assert out._version > version or not into or form == "empty"
