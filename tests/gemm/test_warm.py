@@ -57,7 +57,7 @@ def cached(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
         apart = () if out is None else pairs(1, (out, *inputs), in_place=(3,))
         call = Call.of(lambda *args: None, inputs, (a @ b,) if out is None else (), apart)
         said = options.get("activation") or "none", options.get("accumulate", "fp32")
-        calls.add(call, results, inputs, said)
+        calls.add(call, (results, inputs, said, (1.0, 0.0), None))
         calls.recent.clear()
         ((key, call),) = calls.calls.items()
         calls.calls[key] = replace(call, launch=launch)

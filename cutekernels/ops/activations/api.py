@@ -208,11 +208,11 @@ def _replayed(
         own = Call.of(
             lambda *given: launched(*parts(given)), tensors, (out,), (), None if fire is None else by_addresses
         )
-        return calls.add(own, None, tensors, chosen)[0]
+        return calls.add(own, (None, tensors, chosen, (), None))[0]
 
     def launch(*args: Any) -> Tensor:
         tensors, chosen = args[:n], args[n : n + options]
-        made = calls.replay(None, tensors, chosen) or calls.recall(None, tensors, chosen)
+        made = calls.replay(None, tensors, chosen) or calls.recall((None, tensors, chosen, (), None))
         if made is not None:
             return made[0]
         if len(chosen) < options or args[n + options :] not in ((), (None,)) or any(t.is_neg() for t in tensors):

@@ -41,9 +41,10 @@ def replayed(
     if type(operands[0]) is not Tensor:  # a fake's address is not to be read
         return None
     results = None if out is None else (out,)
-    made = calls.replay(results, operands, options, scalars, config)
+    call = results, operands, options, scalars, config
+    made = calls.replay(*call)
     if made is None and direct(*operands, out):
-        made = calls.recall(results, operands, options, scalars, config)
+        made = calls.recall(call)
     return made
 
 
@@ -86,7 +87,7 @@ def implementations(
         made = None
         if 0.0 < scale < math.inf:  # neither guards nor keys hold it
             call = given, inputs, (*seen, softcap > 0.0, wanted), (scale, softcap), config
-            made = calls.replay(*call) or calls.recall(*call)
+            made = calls.replay(*call) or calls.recall(call)
         if made is None:
             check(*inputs, scale)
             if given is not None:
@@ -256,7 +257,7 @@ def add(
     copied = [] if posed[0] is None or posed[0].data_ptr() == results[0].data_ptr() else [0]
     apart = () if into is None else pairs(1, (*into, *operands))
     call = Call.of(stand_ins(launch, ways, copied), operands, results[into is not None :], apart)
-    return calls.add(call, into, operands, options, scalars, config)
+    return calls.add(call, (into, operands, options, scalars, config))
 
 
 def way(t: Tensor | None, posed: Tensor | None, result: bool = False) -> Callable[[Tensor], Tensor] | None:

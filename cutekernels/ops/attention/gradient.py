@@ -64,9 +64,9 @@ def _launch(
 ) -> tuple[Tensor, ...]:
     """dq, dk, dv and dsinks, by the statistics' launch and those of the passes: planned once for calls alike."""
     options, scalars = (causal, left, right, softcap > 0.0), (scale, softcap)
+    given = None, inputs, options, scalars, config
     if 0.0 < scale < math.inf:  # neither guards nor keys hold it
-        given = None, inputs, options, scalars, config
-        made = _CALLS.replay(*given) or _CALLS.recall(*given)
+        made = _CALLS.replay(*given) or _CALLS.recall(given)
         if made is not None:
             return made
     _check(*(*inputs, scale))  # type: ignore[arg-type]
@@ -74,7 +74,7 @@ def _launch(
     assert q is not None and k is not None and v is not None
     fresh = _fresh(q, k, v, sinks)
     call = Call.of(_planned(inputs, causal, left, right, softcap, config), inputs, fresh)
-    return _CALLS.add(call, None, inputs, options, scalars, config)
+    return _CALLS.add(call, given)
 
 
 def _planned(

@@ -135,7 +135,7 @@ def gemm(
         if not _is_compiling():
             made = calls.replay(*call_of) if type(b) in PLAIN else None  # a fake's address is not to be read
             if made is None and direct(a, b, c, bias, out):
-                made = calls.recall(*call_of)
+                made = calls.recall(call_of)
             if made is not None:
                 return made[0]
     except UnsupportedProblem:
@@ -326,7 +326,7 @@ def _first(
     calls, given = (_CALLS, inputs[:2]) if inputs[2] is None and bias is None else (_FUSED_CALLS, inputs)
     call_of = results, given, options, scalars, config
     if beta == 0.0 or c is not None:  # keys and guards do not hold beta, by which a missing C is refused
-        made = calls.replay(*call_of) or calls.recall(*call_of)
+        made = calls.replay(*call_of) or calls.recall(call_of)
         if made is not None:
             return made[0]
     shape = _check(results, inputs, beta, *options)
@@ -349,7 +349,7 @@ def _first(
             by_tensors = (lambda out, a, b, *scalars: launch(out, a, b, None, None, *scalars)) if plain else launch
             apart = () if results is None else pairs(1, (result, *given), in_place=(3,))
             call = Call.of(by_tensors, given, (result,) if results is None else (), apart, fire)
-            return calls.add(call, *call_of)[0]
+            return calls.add(call, call_of)[0]
         launch(target, a, b, c, bias, *scalars)
         if target is not result:
             result.copy_(target)

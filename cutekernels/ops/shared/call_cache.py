@@ -31,6 +31,8 @@ except (ImportError, AttributeError):  # another home in some other torch: every
 
 Tensors = tuple[Tensor, ...]
 Inputs = tuple[Tensor | None, ...]
+Given = tuple[Tensors | None, Inputs, tuple[Any, ...], tuple[Any, ...], Any]
+"""A call's results, None for those to be allocated, its inputs, options, scalars and config."""
 Fire = Callable[[list[int], tuple[Any, ...]], None]  # (addresses of the operands, scalars)
 
 MOST_CALLS = 4096  # entries of a table, which begins anew when it is full
@@ -179,64 +181,40 @@ class CallCache:
             return results
         return None
 
-    def recall(
-        self,
-        results: Tensors | None,
-        inputs: Inputs,
-        options: tuple[object, ...],
-        scalars: tuple[Any, ...] = (),
-        config: object = None,
-    ) -> Tensors | None:
+    def recall(self, given: Given) -> Tensors | None:
         """:meth:`replay` for a call like any that was added: by its key, on whatever device."""
-        operands = inputs if results is None else (*results, *inputs)
+        operands = _operands(given)
         try:
-            addresses = [0 if t is None else t.data_ptr() for t in operands]
-            call = self.calls.get(cache_key(operands, addresses, options, config))
+            addresses = _addresses(operands)
+            call = self.calls.get(cache_key(operands, addresses, given[2], given[4]))
         except (RuntimeError, TypeError):  # tensors without strides or memory, options without a hash
             return None
         if call is None or collide(call.pairs, operands, addresses):
             return None
-        return self._made(call, results, inputs, addresses, options, scalars, config)
+        return self._made(call, given, operands, addresses)
 
-    def add(
-        self,
-        call: Call,
-        results: Tensors | None,
-        inputs: Inputs,
-        options: tuple[object, ...],
-        scalars: tuple[Any, ...] = (),
-        config: object = None,
-    ) -> Tensors:
+    def add(self, call: Call, given: Given) -> Tensors:
         """Makes ``call`` and has calls like it replayed from now on. Its operands have been checked."""
-        operands = inputs if results is None else (*results, *inputs)
-        addresses = [0 if t is None else t.data_ptr() for t in operands]
-        key = cache_key(operands, addresses, options, config)
+        operands = _operands(given)
+        addresses = _addresses(operands)
+        key = cache_key(operands, addresses, given[2], given[4])
         hash(key)  # options without a hash fail before anything is launched
-        made = self._made(call, results, inputs, addresses, options, scalars, config)
+        made = self._made(call, given, operands, addresses)
         if key is not None:
             _keep(self.calls, key, call)
         return made
 
-    def _made(
-        self,
-        call: Call,
-        results: Tensors | None,
-        inputs: Inputs,
-        addresses: list[int],
-        options: tuple[object, ...],
-        scalars: tuple[Any, ...],
-        config: object,
-    ) -> Tensors:
+    def _made(self, call: Call, given: Given, operands: Inputs, addresses: list[int]) -> Tensors:
         """Runs ``call`` on its device and guards the next one of the same last operand."""
+        results, inputs, options, scalars, config = given
         known = list(addresses)
         if call.device == _current_device():
             made = call.run(results, inputs, addresses, scalars)
         else:
             with torch.cuda.device(call.device):
                 made = call.run(results, inputs, addresses, scalars)
-        operands = inputs if results is None else (*results, *inputs)
-        given = [t for t in operands if t is not None]
-        if call.launch is None or len(set(map(id, given))) < len(given):  # no guard passes one tensor in two places
+        there = [t for t in operands if t is not None]
+        if call.launch is None or len(set(map(id, there))) < len(there):  # no guard passes one tensor in two places
             return made
         last = _last(known)
         place = last if results is None else ~last
@@ -245,11 +223,19 @@ class CallCache:
             self.recent.pop(place, None)
         else:
             _keep(self._changes, place, changes + 1)
-            graded = any(t.requires_grad for t in given)
+            graded = any(t.requires_grad for t in there)
             terms = (graded, call.device) if graded or torch.cuda.device_count() != 1 else None
-            recent = guard_of(given), options, config, _absent(operands), terms, known, call
+            recent = guard_of(there), options, config, _absent(operands), terms, known, call
             _keep(self.recent, place, [recent, *self.recent.get(place, ())[: MOST_GUARDS - 1]])
         return made
+
+
+def _operands(given: Given) -> Inputs:
+    return given[1] if given[0] is None else (*given[0], *given[1])
+
+
+def _addresses(operands: Inputs) -> list[int]:
+    return [0 if t is None else t.data_ptr() for t in operands]
 
 
 _caches: list[CallCache] = []

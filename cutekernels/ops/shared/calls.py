@@ -17,7 +17,7 @@ from torch import Tensor
 from cutekernels import dispatch
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import C, P, Scalar
-from cutekernels.ops.shared.call_cache import Call, empty_copy, stand_ins
+from cutekernels.ops.shared.call_cache import Call, Given, empty_copy, stand_ins
 from cutekernels.ops.shared.checks import check_arguments, check_overlap, check_tensor, pairs_of, present
 from cutekernels.ops.shared.registration import (
     PLAIN,
@@ -115,16 +115,19 @@ def run(
         UnsupportedProblem: what ``op.admit`` and ``op.problem`` refuse, and results that overlap inputs.
     """
     call = results, inputs, options, scalars, config
-    made = op.calls.replay(*call) or op.calls.recall(*call)
-    if made is not None:
-        return made
+    return op.calls.replay(*call) or op.calls.recall(call) or _first(op, call)
+
+
+def _first(op: TensorOp[Any, Any], call: Given) -> tuple[Tensor, ...]:
+    """The first call of its kind: checked, planned, made and cached."""
+    results, inputs, options, scalars, config = call
     check_arguments(op.name, op.others, (*options, *scalars))
     if any(t.is_neg() for t in present((*(results or ()), *inputs))):
         raise UnsupportedProblem(f"{op.name} reads memory as it lies, not negated: call resolve_neg() first")
     first = planned(op, inputs, results, options, len(scalars), config)
     if results is not None:
         check_overlap(op, results, inputs)
-    return op.calls.add(first, *call)
+    return op.calls.add(first, call)
 
 
 def planned(
@@ -250,9 +253,8 @@ def _implementations(op: TensorOp[Any, Any], given: int) -> tuple[Callable[..., 
 
     def cuda(*args: Any) -> Any:
         config = args[k] if len(args) > k else None
-        results, inputs, options, scalars = args[n:i] if given else None, args[:n], args[i:m], args[m:k]
-        made = replay(results, inputs, options, scalars, config) or recall(results, inputs, options, scalars, config)
-        return returned(made or run(op, results, inputs, options=options, scalars=scalars, config=config))
+        call = args[n:i] if given else None, args[:n], args[i:m], args[m:k], config
+        return returned(replay(*call) or recall(call) or _first(op, call))
 
     def cpu(*args: Any) -> Any:
         results, inputs, options, scalars = split(args)
