@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import cutekernels as ck
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.gemm import api as matmul
+from cutekernels.ops.gemm.launch import AddressedLaunch
 from cutekernels.ops.gemm.op import reference
 from cutekernels.ops.shared import call_cache
 from cutekernels.ops.shared.call_cache import Call
@@ -342,3 +343,48 @@ def test_a_first_call_is_posed_planned_and_launched(form: str, into: bool) -> No
         assert bool(matmul._CALLS.calls or matmul._FUSED_CALLS.calls) is known
     assert len(launched) == (0 if form == "empty" else 3)
     assert out._version > version or not into or form == "empty"
+
+
+@pytest.mark.parametrize("addressed", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("shape", [(6, 16), (2, 3, 16), (16,)])
+def test_linear_repeats_its_product_s_launch(
+    shape: tuple[int, ...], biased: bool, addressed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight, bias = Parameter(randn(8, 16)), Parameter(randn(8)) if biased else None
+    monkeypatch.setattr(matmul.LINEAR_PATH, "_cpu", matmul._linear_launch)
+    monkeypatch.setattr(matmul.LINEAR_PATH, "_differentiated_on_cpu", matmul.LINEAR_PATH.differentiated)
+    monkeypatch.setattr(matmul, "_first", lambda *args, first=matmul._first: checked.append(1) or first(*args))
+    checked: list[int] = []
+    told: list[tuple[Any, ...]] = []
+
+    def launch_of(op: Any, problem: Any) -> Any:
+        if addressed:
+            return AddressedLaunch(lambda *args: told.append(args), problem.along)
+
+        def launch(out: Tensor, a: Tensor, b: Tensor, c: None, bias: Any, alpha: float, beta: float) -> None:
+            out.copy_(reference(a, b, c, bias, alpha, beta, activation=problem.activation))
+
+        return launch
+
+    with launching(launch_of):
+        for gradients, activation in [(g, act) for act in (None, "relu") for g in (False, True, True, False, False)]:
+            with torch.set_grad_enabled(gradients):
+                x = randn(*shape).requires_grad_()
+                y = ck.linear(x, weight, bias, activation=activation)
+            assert y.shape == (*shape[:-1], 8)
+            assert (y.grad_fn is not None) is gradients
+            if addressed:
+                addresses = [None if t is None else t.data_ptr() for t in (y, x, weight, bias)]
+                assert told.pop()[:7] == (*addresses, x.numel() // 16, 8, 16)
+                assert not told
+                continue
+            expected = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
+            expected = expected if activation is None else expected.relu()
+            torch.testing.assert_close(y, expected.to(BF16))
+            if gradients:
+                leaves = [x, weight] if bias is None else [x, weight, bias]
+                found = torch.autograd.grad(y.sum(), leaves)
+                wanted = torch.autograd.grad(expected.sum(), leaves)
+                torch.testing.assert_close(found, wanted, rtol=2e-2, atol=1e-2)
+        assert len(checked) == 2, "once for each activation"

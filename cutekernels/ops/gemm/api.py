@@ -23,7 +23,7 @@ from cutekernels.ops.gemm.op import GEMM, reference
 from cutekernels.ops.gemm.problem import ACTIVATIONS, WIDEST, Activation, GemmConfig, GemmProblem
 from cutekernels.ops.gemm.slopes import through_activation
 from cutekernels.ops.shared import call_cache
-from cutekernels.ops.shared.call_cache import Call, CallCache, empty_copy
+from cutekernels.ops.shared.call_cache import Call, CallCache, Given, Inputs, empty_copy
 from cutekernels.ops.shared.checks import check_apart, check_arguments, check_fits, check_tensor, check_word, kinds_of
 from cutekernels.ops.shared.dtypes import DTYPES
 from cutekernels.ops.shared.registration import (
@@ -44,6 +44,7 @@ _KINDS = kinds_of(f"{_INPUTS}, {_OPTIONS}")
 _NAMES = DTYPES.names
 _CALLS = CallCache()  # a and b alone: a guard takes one number of tensors
 _FUSED_CALLS = CallCache()  # with C or a bias
+_LINEAR_CALLS, _BIASED_CALLS = CallCache(), CallCache()  # of linear without and with a bias
 _recent = _CALLS.recent.get
 _current_device = call_cache._current_device
 _increment_version = torch._C._increment_version
@@ -191,46 +192,43 @@ def linear(
         check_tensor("linear", "weight", weight)
     if weight.dim() != 2:
         raise UnsupportedProblem(f"weight must be (N, K); its shape is {tuple(weight.shape)}")
-    compiling = _is_compiling()
-    if out is None and (compiling or (_is_grad_enabled() and _any_requires_grad(x, weight, bias))):
-        if x.dim() == 0 or x.shape[-1] != weight.shape[1]:
-            _check_linear(x, weight)
-        if activation is not None:
-            check_word("linear", "activation", activation)
-        if bias is not None:
-            check_tensor("linear", "bias", bias)
-        name = "none" if activation is None else activation
-        if compiling:
-            return torch.ops.cutekernels.linear(x, weight, bias, name)  # type: ignore[no-any-return]
-        return LINEAR_PATH(x, weight, bias, name)  # type: ignore[no-any-return]
-    if x.dim() == 2:
+    if out is not None and x.dim() == 2:
         return gemm(x, weight.t(), bias=bias, activation=activation, out=out)
-    try:
-        _check_linear(x, weight)
-        rows, shape = math.prod(x.shape[:-1]), (*x.shape[:-1], weight.shape[0])
-        flat = x.reshape(rows, x.shape[-1])
-    except RuntimeError:  # sparse and nested tensors
+    name, compiling = "none" if activation is None else activation, _is_compiling()
+    direct_types = type(x) in PLAIN and type(weight) in PLAIN and (bias is None or type(bias) in PLAIN)
+    if out is None and direct_types and not compiling:  # a call like one before
+        calls = _LINEAR_CALLS
+        inputs: Inputs = (x, weight)
+        options: tuple[Any, ...] = (None, name)
+        if bias is not None:  # guards take one number of tensors
+            calls, inputs, options = _BIASED_CALLS, (x, weight, bias), (name,)
+        graded = _is_grad_enabled() and _any_requires_grad(*inputs)
+        made = calls.replay(None, inputs, options, (), None, LINEAR_PATH.differentiated if graded else None)
+        if made is not None:
+            return made[0]
+    if x.dim() == 0 or x.shape[-1] != weight.shape[1]:
         check_tensor("linear", "x", x)
-        raise
+        raise UnsupportedProblem(f"x must be (..., K) with weight's K={weight.shape[1]}; its shape is {tuple(x.shape)}")
+    check_word("linear", "activation", name)
+    check_tensor("linear", "bias", bias, optional=True)
     if out is None:
-        return gemm(flat, weight.t(), bias=bias, activation=activation).view(shape)
+        path = torch.ops.cutekernels.linear if compiling else LINEAR_PATH
+        return path(x, weight, bias, name)  # type: ignore[no-any-return]
+    check_tensor("linear", "x", x)
     check_tensor("linear", "out", out)
+    shape = (*x.shape[:-1], weight.shape[0])
     check_fits(out, shape, x)
+    rows = math.prod(shape[:-1])
     try:
-        flat_out = out.view(rows, shape[-1])
+        flat = out.view(rows, shape[-1])
     except RuntimeError:  # no single stride walks out's rows
         refuse_gradient(x, weight, bias, out)
         check_apart(out, [("x", x), ("weight", weight), ("bias", bias)])
-        flat_out = out.new_empty((rows, shape[-1]))
-        out.copy_(gemm(flat, weight.t(), bias=bias, activation=activation, out=flat_out).view(shape))
+        flat = out.new_empty((rows, shape[-1]))
+        out.copy_(gemm(_rows(x), weight.t(), bias=bias, activation=activation, out=flat).view(shape))
     else:
-        gemm(flat, weight.t(), bias=bias, activation=activation, out=flat_out)
+        gemm(_rows(x), weight.t(), bias=bias, activation=activation, out=flat)
     return out
-
-
-def _check_linear(x: Tensor, weight: Tensor) -> None:
-    if x.dim() == 0 or x.shape[-1] != weight.shape[1]:
-        raise UnsupportedProblem(f"x must be (..., K) with weight's K={weight.shape[1]}; its shape is {tuple(x.shape)}")
 
 
 # ---- from operands to a launch --------------------------------------------------------------------------
@@ -371,17 +369,39 @@ def _shaped(y: Tensor, x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _linear_launch(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-    """``linear`` on a GPU: a call like one before at once."""
-    a, b = x if x.dim() == 2 else _rows(x), weight.t()
-    options = activation, "fp32"
-    if bias is None:
-        made = _CALLS.replay(None, (a, b), options, (1.0, 0.0))
-    else:
-        made = _FUSED_CALLS.replay(None, (a, b, None, bias), options, (1.0, 0.0))
-    if made is None:
-        made = (_first(None, (a, b, None, bias), (1.0, 0.0), options, None),)
-    y = made[0]
-    return y if x.dim() == 2 else _shaped(y, x, weight)
+    """``linear`` on a GPU: a call like one before at once, the first one by its product."""
+    given: Given = None, (x, weight), (None, activation), (), None
+    calls, products = _LINEAR_CALLS, _CALLS
+    if bias is not None:
+        given = None, (x, weight, bias), (activation,), (), None
+        calls, products = _BIASED_CALLS, _FUSED_CALLS
+    made = calls.replay(*given) or calls.recall(given)
+    if made is not None:
+        return made[0]
+    options, scalars, operands = (activation, "fp32"), (1.0, 0.0), (_rows(x), weight.t(), None, bias)
+    y = _first(None, operands, scalars, options, None)
+    result = y if x.dim() == 2 else _shaped(y, x, weight)
+    product = products.find((None, operands[:2] if bias is None else operands, options, scalars, None))
+    if product is not None and operands[0].data_ptr() == x.data_ptr():
+        calls.keep(_of_linear(product, given[1], result, y.shape), given)
+    return result
+
+
+def _of_linear(product: Call, inputs: Inputs, result: Tensor, shape: tuple[int, ...]) -> Call:
+    """The call of ``linear`` that is a ``product`` of ``shape``."""
+    by_addresses, absent = product.fire, (None,) * (len(inputs) - 2)
+
+    def launch(out: Tensor, x: Tensor, weight: Tensor, *bias: Tensor) -> None:
+        product.launch(out.view(shape), _rows(x), weight.t(), *absent, *bias, 1.0, 0.0)  # type: ignore[misc]
+
+    def fire(addresses: list[int], scalars: tuple[Any, ...]) -> None:
+        by_addresses(addresses, (1.0, 0.0))  # type: ignore[misc]
+
+    def fire_biased(addresses: list[int], scalars: tuple[Any, ...]) -> None:
+        by_addresses([*addresses[:3], 0, addresses[3]], (1.0, 0.0))  # type: ignore[misc]
+
+    chosen = None if by_addresses is None else fire_biased if absent else fire
+    return Call.of(launch, inputs, (result,), (), chosen)
 
 
 def _gemm_launch(
@@ -472,7 +492,7 @@ def _gemm_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _remember_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, bias, activation = inputs
+    x, weight, bias, activation, *_ = inputs
     ctx.activation = activation
     if activation == "none":
         ctx.bias_dtype = None if bias is None else bias.dtype
@@ -492,7 +512,7 @@ def _linear_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         bias_dtype = None if bias is None else bias.dtype
         z = LINEAR_PATH(x, weight, bias, "none") if output is None else output
         dz = through_activation(grad, z, ctx.activation)
-    needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+    needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
     flat = dz if dz.dim() == 2 else _rows(dz)
     dx = dweight = dbias = None
     if needs_x:

@@ -183,25 +183,32 @@ class CallCache:
 
     def recall(self, given: Given) -> Tensors | None:
         """:meth:`replay` for a call like any that was added: by its key, on whatever device."""
+        call = self.find(given)
+        if call is None:
+            return None
         operands = _operands(given)
+        addresses = _addresses(operands)
+        return None if collide(call.pairs, operands, addresses) else self._made(call, given, operands, addresses)
+
+    def find(self, given: Given) -> Call | None:
+        """The call that was added, or kept, for one like this."""
         try:
-            addresses = _addresses(operands)
-            call = self.calls.get(cache_key(operands, addresses, given[2], given[4]))
+            return self.calls.get(cache_key(given))
         except (RuntimeError, TypeError):  # tensors without strides or memory, options without a hash
             return None
-        if call is None or collide(call.pairs, operands, addresses):
-            return None
-        return self._made(call, given, operands, addresses)
+
+    def keep(self, call: Call, given: Given) -> None:
+        """Has calls like this recalled as ``call`` from now on."""
+        key = cache_key(given)
+        if key is not None:
+            _keep(self.calls, key, call)
 
     def add(self, call: Call, given: Given) -> Tensors:
         """Makes ``call`` and has calls like it replayed from now on. Its operands have been checked."""
+        hash(cache_key(given))  # options without a hash fail before anything is launched
         operands = _operands(given)
-        addresses = _addresses(operands)
-        key = cache_key(operands, addresses, given[2], given[4])
-        hash(key)  # options without a hash fail before anything is launched
-        made = self._made(call, given, operands, addresses)
-        if key is not None:
-            _keep(self.calls, key, call)
+        made = self._made(call, given, operands, _addresses(operands))
+        self.keep(call, given)
         return made
 
     def _made(self, call: Call, given: Given, operands: Inputs, addresses: list[int]) -> Tensors:
@@ -250,18 +257,17 @@ def forget() -> None:
 dispatch.on_reload(forget)
 
 
-def cache_key(
-    operands: Inputs, addresses: Sequence[int], options: tuple[object, ...], config: object
-) -> tuple[object, ...] | None:
+def cache_key(given: Given) -> tuple[object, ...] | None:
     """All that a plan depends on. None where memory does not hold an operand's values, so that torch has to step in."""
-    facts: list[object] = [options, config]
-    for t, address in zip(operands, addresses, strict=True):
+    facts: list[object] = [given[2], given[4]]
+    for t in _operands(given):
         if t is None:
             facts.append(None)
-        elif t.is_neg() or (not address and t.numel()):
+            continue
+        address = t.data_ptr()
+        if t.is_neg() or (not address and t.numel()):
             return None
-        else:
-            facts += (t.shape, t.stride(), t.dtype, t.get_device(), address & _UNALIGNED)
+        facts += (t.shape, t.stride(), t.dtype, t.get_device(), address & _UNALIGNED)
     return tuple(facts)
 
 
