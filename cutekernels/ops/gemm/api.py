@@ -187,13 +187,6 @@ def linear(
         from cutekernels.ops.quantized.api import quantized_linear
 
         return quantized_linear(x, weight, bias, activation=activation, out=out)
-    if not isinstance(x, Tensor) or not isinstance(weight, Tensor) or weight.is_nested:
-        check_tensor("linear", "x", x)
-        check_tensor("linear", "weight", weight)
-    if weight.dim() != 2:
-        raise UnsupportedProblem(f"weight must be (N, K); its shape is {tuple(weight.shape)}")
-    if out is not None and x.dim() == 2:
-        return gemm(x, weight.t(), bias=bias, activation=activation, out=out)
     name, compiling = "none" if activation is None else activation, _is_compiling()
     direct_types = type(x) in PLAIN and type(weight) in PLAIN and (bias is None or type(bias) in PLAIN)
     if out is None and direct_types and not compiling:  # a call like one before
@@ -206,11 +199,17 @@ def linear(
         made = calls.replay(None, inputs, options, (), None, LINEAR_PATH.differentiated if graded else None)
         if made is not None:
             return made[0]
-    if x.dim() == 0 or x.shape[-1] != weight.shape[1]:
+    if out is None or not direct_types or weight.is_nested:
         check_tensor("linear", "x", x)
+        check_tensor("linear", "weight", weight)
+        check_tensor("linear", "bias", bias, optional=True)
+        check_word("linear", "activation", name)
+    if weight.dim() != 2:
+        raise UnsupportedProblem(f"weight must be (N, K); its shape is {tuple(weight.shape)}")
+    if out is not None and x.dim() == 2:
+        return gemm(x, weight.t(), bias=bias, activation=activation, out=out)
+    if x.dim() == 0 or x.shape[-1] != weight.shape[1]:
         raise UnsupportedProblem(f"x must be (..., K) with weight's K={weight.shape[1]}; its shape is {tuple(x.shape)}")
-    check_word("linear", "activation", name)
-    check_tensor("linear", "bias", bias, optional=True)
     if out is None:
         path = torch.ops.cutekernels.linear if compiling else LINEAR_PATH
         return path(x, weight, bias, name)  # type: ignore[no-any-return]
