@@ -127,6 +127,20 @@ def sides_seen(left: int, right: int, causal: bool = False) -> Sides:
     return {"left": None if left < 0 else left, "right": 0 if causal else None if right < 0 else right}
 
 
+def check_heads(q: Tensor, k: Tensor, v: Tensor, suffix: str = "") -> None:
+    """Refuses heads that do not fit together; ``suffix`` ends the names of k and v."""
+    if k.shape != v.shape:
+        raise UnsupportedProblem(
+            f"k{suffix} and v{suffix} must have one shape; they have {tuple(k.shape)} and {tuple(v.shape)}: where v's "
+            "heads are narrower (DeepSeek's v_head_dim), pad them with zeros and drop those channels of the result"
+        )
+    (heads_q, head_dim), heads_kv = q.shape[-2:], k.shape[-2]
+    if head_dim % WIDEST or not 0 < head_dim <= _WIDEST_HEAD:
+        raise UnsupportedProblem(f"q's head dim must be a multiple of {WIDEST} up to {_WIDEST_HEAD}; it is {head_dim}")
+    if heads_kv == 0 or heads_q % heads_kv:
+        raise UnsupportedProblem(f"k{suffix}'s {heads_kv} heads must divide q's {heads_q}")
+
+
 def check_out(out: Tensor, inputs: Sequence[Any]) -> None:
     """Refuses an ``out`` that is not as q or shares memory with an input."""
     check_fits(out, inputs[0].shape, inputs[0])
@@ -159,28 +173,18 @@ def check(
                 f"{name} must have q's dtype {q.dtype} and device {q.device}; it has {t.dtype} on {t.device}"
             )
     check_dtype("attention", q)
-    if k.shape != v.shape:
-        raise UnsupportedProblem(
-            f"k and v must have one shape; they have {tuple(k.shape)} and {tuple(v.shape)}: where v's heads are "
-            "narrower (DeepSeek's v_head_dim), pad them with zeros and drop those channels of the result"
-        )
-    head_dim = q.shape[-1]
-    if k.shape[-1] != head_dim or (not packed and k.shape[0] != q.shape[0]):
+    check_heads(q, k, v)
+    if k.shape[-1] != q.shape[-1] or (not packed and k.shape[0] != q.shape[0]):
         raise UnsupportedProblem(
             f"q and k must agree in head dim and batch; their shapes are {tuple(q.shape)} and {tuple(k.shape)}"
         )
-    if head_dim % WIDEST or not 0 < head_dim <= _WIDEST_HEAD:
-        raise UnsupportedProblem(f"q's head dim must be a multiple of {WIDEST} up to {_WIDEST_HEAD}; it is {head_dim}")
-    heads_q, heads_kv = q.shape[-2], k.shape[-2]
-    if heads_kv == 0 or heads_q % heads_kv:
-        raise UnsupportedProblem(f"k's {heads_kv} heads must divide q's {heads_q}")
     check_scale(scale)
     if sinks is not None:
         check_sinks(sinks, q)
     if mask is not None:
         if packed:
             raise UnsupportedProblem("mask is for a batch of one length: packed sequences take none")
-        wanted = (q.shape[0], heads_q, q.shape[1], k.shape[1])
+        wanted = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
         fits = mask.dim() == 4 and all(
             n == w or (n == 1 and i < 2) for i, (n, w) in enumerate(zip(mask.shape, wanted, strict=True))
         )

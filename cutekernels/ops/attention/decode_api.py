@@ -24,7 +24,7 @@ from cutekernels.ops.attention.arguments import (
     text_of,
 )
 from cutekernels.ops.attention.cached import CACHE_ATTENTION, CacheAttention, CacheProblem
-from cutekernels.ops.attention.calls import canonical, dense, implementations, replayed
+from cutekernels.ops.attention.calls import canonical, check_heads, dense, implementations, replayed
 from cutekernels.ops.attention.config import AttentionConfig
 from cutekernels.ops.attention.decode import (
     DECODE_ATTENTION,
@@ -43,7 +43,6 @@ from cutekernels.ops.shared.registration import define_with_out, refuse_gradient
 
 _CALLS = CallCache()
 _NAMES = DTYPES.names
-_WIDEST_HEAD = 256
 
 
 class _Options(TypedDict, total=False):
@@ -217,24 +216,15 @@ def check(
     check_dtype("decode_attention", q)
     if k.dtype != v.dtype:
         raise UnsupportedProblem(f"k_cache and v_cache must have one dtype; they have {k.dtype} and {v.dtype}")
-    if k.shape != v.shape:
-        raise UnsupportedProblem(
-            f"k_cache and v_cache must have one shape; they have {tuple(k.shape)} and {tuple(v.shape)}: where v's "
-            "heads are narrower (DeepSeek's v_head_dim), pad them with zeros and drop those channels of the result"
-        )
-    batch, seq_q, heads_q, head_dim = q.shape
+    check_heads(q, k, v, "_cache")
+    batch, seq_q, _, head_dim = q.shape
     if not seq_q:
         raise UnsupportedProblem("q must have a token of each sequence at least; it has none: skip the call")
-    if head_dim % WIDEST or not 0 < head_dim <= _WIDEST_HEAD:
-        raise UnsupportedProblem(f"q's head dim must be a multiple of {WIDEST} up to {_WIDEST_HEAD}; it is {head_dim}")
     if k.shape[3] != head_dim or (table is None and k.shape[0] != batch):
         raise UnsupportedProblem(
             f"q and k_cache must agree in head dim and batch; their shapes are {tuple(q.shape)} and {tuple(k.shape)}"
             + (": pages need a page_table" if table is None else "")
         )
-    heads_kv = k.shape[2]
-    if heads_kv == 0 or heads_q % heads_kv:
-        raise UnsupportedProblem(f"k_cache's {heads_kv} heads must divide q's {heads_q}")
     check_scale(scale)
     check_cache_dim(_cache_of(k), head_dim)
     _check_cache_scale("k_scale", k_scale, k)
