@@ -391,7 +391,9 @@ def _of_linear(product: Call, inputs: Inputs, result: Tensor, shape: tuple[int, 
     by_addresses, absent = product.fire, (None,) * (len(inputs) - 2)
 
     def launch(out: Tensor, x: Tensor, weight: Tensor, *bias: Tensor) -> None:
-        product.launch(out.view(shape), _rows(x), weight.t(), *absent, *bias, 1.0, 0.0)  # type: ignore[misc]
+        if out.dim() != 2:
+            out, x = out.view(shape), _rows(x)
+        product.launch(out, x, weight.t(), *absent, *bias, 1.0, 0.0)  # type: ignore[misc]
 
     def fire(addresses: list[int], scalars: tuple[Any, ...]) -> None:
         by_addresses(addresses, (1.0, 0.0))  # type: ignore[misc]
