@@ -16,6 +16,7 @@ pytest.importorskip("triton")
 
 import cutekernels as ck
 import cutekernels.ops.library
+from bench.host import entered
 from cutekernels.backends.triton import Recipe, TritonKernel
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.activations.op import GELU_MUL, SILU_MUL
@@ -145,6 +146,9 @@ def test_a_call_found_with_gradients_is_launched_within_the_function(
         assert kernel.fired[-1][-2:] == (eps, 0.0)
         assert (len(recalled) > made) is (eps == 1e-5)
     assert type(y.grad_fn).__name__ == "rms_normBackward"
+    assert entered(lambda: ck.rms_norm(x, weight)) <= 8
+    with torch.no_grad():
+        assert entered(lambda: ck.rms_norm(x, weight)) <= 6
     y.sum().backward()
     expected = torch.zeros_like(weight, requires_grad=True)
     torch.nn.functional.rms_norm(x, (32,), expected, 1e-6).sum().backward()

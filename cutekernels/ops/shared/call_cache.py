@@ -152,7 +152,7 @@ class CallCache:
             addresses = [0 if t is None else t.data_ptr() for t in operands]
         except RuntimeError:  # a tensor without memory of its own
             return None
-        last = addresses[-1] or _last(addresses)
+        last = addresses[-1] or next(filter(None, reversed(addresses)), 0)
         found = self.recent.get(last if results is None else ~last)
         if found is None:
             return None
@@ -166,7 +166,9 @@ class CallCache:
             if not absent:
                 if not guard(*operands):
                     continue
-            elif _absent(operands) != absent or not guard(*[t for t in operands if t is not None]):
+            elif [i for i, t in enumerate(operands) if t is None] != absent or not guard(
+                *[t for t in operands if t is not None]
+            ):
                 continue
             if addresses != known and not call.fits(operands, addresses, known):
                 continue
@@ -223,7 +225,7 @@ class CallCache:
         there = [t for t in operands if t is not None]
         if call.launch is None or len(set(map(id, there))) < len(there):  # no guard passes one tensor in two places
             return made
-        last = _last(known)
+        last = next(filter(None, reversed(known)), 0)
         place = last if results is None else ~last
         changes = self._changes.get(place, 0)
         if TensorGuards is None or changes > MOST_CHANGES:
@@ -232,7 +234,8 @@ class CallCache:
             _keep(self._changes, place, changes + 1)
             graded = any(t.requires_grad for t in there)
             terms = (graded, call.device) if graded or torch.cuda.device_count() != 1 else None
-            recent = guard_of(there), options, config, _absent(operands), terms, known, call
+            absent = [i for i, t in enumerate(operands) if t is None]
+            recent = guard_of(there), options, config, absent, terms, known, call
             _keep(self.recent, place, [recent, *self.recent.get(place, ())[: MOST_GUARDS - 1]])
         return made
 
@@ -306,11 +309,3 @@ def _keep(table: dict[Any, Any], key: object, value: object) -> None:
     if len(table) >= MOST_CALLS:
         table.clear()
     table[key] = value
-
-
-def _last(addresses: Sequence[int]) -> int:
-    return next(filter(None, reversed(addresses)), 0)
-
-
-def _absent(operands: Inputs) -> list[int]:
-    return [i for i, t in enumerate(operands) if t is None]
