@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 from cutekernels import gpu
 from cutekernels.errors import InvalidConfig, UnsupportedProblem
 from cutekernels.ops import registry
-from cutekernels.ops.activations.api import bias_gelu, gelu_mul, silu_mul
+from cutekernels.ops.activations.api import PACKED, bias_gelu, gelu_mul, silu_mul
 from cutekernels.ops.activations.op import (
     BIAS_GELU,
     BIAS_GELU_BACKWARD,
@@ -296,3 +296,22 @@ def test_a_packed_gradient_is_written_in_halves(launches: list[str]) -> None:
     calls.run(SILU_MUL_BACKWARD, (halves[0], halves[1]), (dout, *packed.chunk(2, dim=-1)))
     assert torch.equal(place, torch.ops.cutekernels.silu_mul_packed_backward(dout, packed))
     assert launches == ["silu_mul_backward rows=6 cols=8 dtype=fp32 layout=rows"]
+
+
+def test_a_packed_call_repeats_the_launch_of_its_halves(launches: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    path, calls = PACKED["silu_mul"]
+    monkeypatch.setattr(path, "_cpu", path._gpu)
+    monkeypatch.setattr(path, "_differentiated_on_cpu", path.differentiated)
+    for gradients in (False, False, True, True):
+        packed = torch.randn(3, 5, 12, requires_grad=True)
+        with torch.set_grad_enabled(gradients):
+            out = silu_mul(packed)
+        gate, up = (t.detach().requires_grad_() for t in packed.chunk(2, dim=-1))
+        expected = torch.nn.functional.silu(gate) * up
+        torch.testing.assert_close(out, expected)
+        assert (out.grad_fn is not None) is gradients
+        if gradients:
+            (found,) = torch.autograd.grad(out.sum(), packed)
+            torch.testing.assert_close(found, torch.cat(torch.autograd.grad(expected.sum(), (gate, up)), dim=-1))
+    assert launches == ["silu_mul rows=15 cols=6 dtype=fp32 layout=rows align=8"] * 4
+    assert len(calls.calls) == 1

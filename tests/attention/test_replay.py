@@ -481,8 +481,9 @@ def test_what_no_key_can_be_made_of_is_refused(seen: Seen) -> None:
 def test_another_device_is_another_key() -> None:
     """As far as a machine without devices can tell."""
     t = prefill()["q"]
-    there = SimpleNamespace(shape=t.shape, stride=t.stride, dtype=t.dtype, get_device=lambda: 1, is_neg=t.is_neg)
-    here, other = (call_cache.cache_key((q, None), (16, 0), (), None) for q in (t, there))  # type: ignore[arg-type]
+    names = ("shape", "stride", "dtype", "is_neg", "data_ptr")
+    there = SimpleNamespace(get_device=lambda: 1, **{name: getattr(t, name) for name in names})
+    here, other = (call_cache.cache_key((None, (q, None), (), (), None)) for q in (t, there))
     assert here != other
 
 

@@ -91,9 +91,9 @@ def test_a_bias_is_told_behind_b(told: list[tuple[Any, ...]]) -> None:
     bias = torch.randn(24, dtype=BF16)
     launch = launch_of(told, out, a, b)
     launch(out, a, b, None, bias, 0.5, 0.0)
-    fire, rest = launch.settled(out, a, b, True), (("none", "fp32"), (0.5, 0.0))
+    fire, rest = launch.settled(out, a, b, True), (("none", "fp32"), (0.5, 0.0), None)
     inputs = (a, b, None, bias)
-    matmul._FUSED_CALLS.add(Call.of(launch, inputs, (), pairs(1, (out, *inputs)), fire), (out,), inputs, *rest)
+    matmul._FUSED_CALLS.add(Call.of(launch, inputs, (), pairs(1, (out, *inputs)), fire), ((out,), inputs, *rest))
     ck.gemm(a, b, bias=bias, alpha=0.5, out=out)
     addresses = [t.data_ptr() for t in (out, a, b, bias)]
     assert told == [(*addresses, 8, 24, 16, 24, 48, 16, 0.5, 0.0, STREAM)] * 3
@@ -110,9 +110,9 @@ def test_the_warm_path_tells_what_the_launch_tells(told: list[tuple[Any, ...]]) 
     """With out and without, through the same buffers and through others; other operands are other calls."""
     a, b, out = matrix(8, 16, 1, 48), matrix(16, 24, 0, 16), torch.empty(8, 24, dtype=BF16)
     launch = launch_of(told, out, a, b)
-    fire, rest = launch.settled(out, a, b, False), (("none", "fp32"), (1.0, 0.0))
-    matmul._CALLS.add(Call.of(launch, (a, b), (), pairs(1, (out, a, b)), fire), (out,), (a, b), *rest)
-    matmul._CALLS.add(Call.of(launch, (a, b), (out,), (), fire), None, (a, b), *rest)
+    fire, rest = launch.settled(out, a, b, False), (("none", "fp32"), (1.0, 0.0), None)
+    matmul._CALLS.add(Call.of(launch, (a, b), (), pairs(1, (out, a, b)), fire), ((out,), (a, b), *rest))
+    matmul._CALLS.add(Call.of(launch, (a, b), (out,), (), fire), (None, (a, b), *rest))
     told.clear()
     others = matrix(8, 16, 1, 48), torch.empty(8, 24, dtype=BF16)
     for left, target in ((a, out), (a, out), others, (a, None)):

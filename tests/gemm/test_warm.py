@@ -16,9 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import cutekernels as ck
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.gemm import api as matmul
+from cutekernels.ops.gemm.launch import AddressedLaunch
+from cutekernels.ops.gemm.op import reference
 from cutekernels.ops.shared import call_cache
 from cutekernels.ops.shared.call_cache import Call
 from cutekernels.ops.shared.strides import pairs
+from tests.gpu_path import launching
 from tests.host_cost import direct_anywhere, host_cost
 
 BF16 = torch.bfloat16
@@ -55,7 +58,7 @@ def cached(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
         apart = () if out is None else pairs(1, (out, *inputs), in_place=(3,))
         call = Call.of(lambda *args: None, inputs, (a @ b,) if out is None else (), apart)
         said = options.get("activation") or "none", options.get("accumulate", "fp32")
-        calls.add(call, results, inputs, said)
+        calls.add(call, (results, inputs, said, (1.0, 0.0), None))
         calls.recent.clear()
         ((key, call),) = calls.calls.items()
         calls.calls[key] = replace(call, launch=launch)
@@ -108,7 +111,7 @@ def test_torchs_op_checks_a_call_once(cached: Callable[..., None], monkeypatch: 
     launches: list[tuple[Any, ...]] = []
     cached(lambda *args: launches.append(args), a, b)
     with pytest.raises(UnsupportedProblem, match="needs c"):  # no key holds beta
-        matmul._cuda(None, (a, b, None, None), 1.0, 0.5)
+        matmul._gemm_launch(a, b, None, None, 1.0, 0.5)
     assert not launches
 
     def unwanted(*args: Any) -> Any:
@@ -116,10 +119,10 @@ def test_torchs_op_checks_a_call_once(cached: Callable[..., None], monkeypatch: 
 
     monkeypatch.setattr(matmul, "_check", unwanted)
     for left in (a, a.clone(), a.clone()):
-        made = matmul._cuda(None, (left, b, randn(4, 6), None), 0.5)  # beta is 0: C is not read
+        made = matmul._gemm_launch(left, b, randn(4, 6), None, 0.5)  # beta is 0: C is not read
         assert launches.pop() == (made, left, b, 0.5, 0.0)
     with pytest.raises(AssertionError, match="checked again"):
-        matmul._cuda(None, (randn(5, 8), b, None, None))
+        matmul._gemm_launch(randn(5, 8), b, None, None)
 
 
 @pytest.mark.parametrize("into", [False, True])
@@ -295,3 +298,93 @@ def test_a_warm_call_costs_the_host_less_than_3_8_keys(cached: Callable[..., Non
     found = host_cost(partial(gemm, a, b, out=out), calls=100, chunks=200)
     assert launched == 7 * 20_000
     assert found < 3.8
+
+
+@pytest.mark.parametrize("into", [False, True])
+@pytest.mark.parametrize("form", ["plain", "fused", "batched", "one batch", "strided", "narrow", "rows apart", "empty"])
+def test_a_first_call_is_posed_planned_and_launched(form: str, into: bool) -> None:
+    """Its launch stands in: it computes the product of what it is handed."""
+    a, b, options = randn(6, 8), randn(8, 5), {}
+    out = torch.empty(6, 5, dtype=BF16)
+    if form == "fused":
+        options = {"c": randn(6, 5), "beta": 0.5, "bias": randn(5), "activation": "silu"}
+    elif form in ("batched", "one batch"):
+        a, out = randn(3, 6, 8), torch.empty(3, 6, 5, dtype=BF16)
+        b = randn(3, 8, 5) if form == "batched" else b
+    elif form == "strided":
+        a, b = randn(6, 16)[:, ::2], randn(16, 10)[::2, ::2]
+    elif form == "narrow":
+        a, b, out = randn(512, 1025)[:, :1023], randn(1023, 600), torch.empty(512, 600, dtype=BF16)
+    elif form == "rows apart":
+        out = torch.empty(6, 10, dtype=BF16)[:, ::2]
+    elif form == "empty":
+        a, out = a[:0], out[:0]
+    launched: list[str] = []
+
+    def launch_of(op: Any, problem: Any) -> Callable[..., None]:
+        def launch(out: Tensor, a: Tensor, b: Tensor, c: Any, bias: Any, alpha: float, beta: float) -> None:
+            assert matmul.pose(a, b, c, bias, problem.activation, "fp32", out) == problem
+            launched.append(str(problem))
+            out.copy_(reference(a, b, c, bias, alpha, beta, activation=problem.activation))
+
+        return launch
+
+    expected = ck.gemm(a, b, **options)
+    version = out._version
+    known = form in ("plain", "fused", "batched") or (form == "rows apart" and not into)
+    arguments = (a, b, options.get("c"), options.get("bias"))
+    scalars = 1.0, options.get("beta", 0.0), options.get("activation", "none")
+    with launching(launch_of):
+        for _ in range(3):
+            if into:
+                matmul.launch_into(*arguments, out, *scalars)
+            made = out if into else matmul._gemm_launch(*arguments, *scalars)
+            torch.testing.assert_close(made, expected)
+        assert bool(matmul._CALLS.calls or matmul._FUSED_CALLS.calls) is known
+    assert len(launched) == (0 if form == "empty" else 3)
+    assert out._version > version or not into or form == "empty"
+
+
+@pytest.mark.parametrize("addressed", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("shape", [(6, 16), (2, 3, 16), (16,)])
+def test_linear_repeats_its_product_s_launch(
+    shape: tuple[int, ...], biased: bool, addressed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight, bias = Parameter(randn(8, 16)), Parameter(randn(8)) if biased else None
+    monkeypatch.setattr(matmul.LINEAR_PATH, "_cpu", matmul._linear_launch)
+    monkeypatch.setattr(matmul.LINEAR_PATH, "_differentiated_on_cpu", matmul.LINEAR_PATH.differentiated)
+    monkeypatch.setattr(matmul, "_first", lambda *args, first=matmul._first: checked.append(1) or first(*args))
+    checked: list[int] = []
+    told: list[tuple[Any, ...]] = []
+
+    def launch_of(op: Any, problem: Any) -> Any:
+        if addressed:
+            return AddressedLaunch(lambda *args: told.append(args), problem.along)
+
+        def launch(out: Tensor, a: Tensor, b: Tensor, c: None, bias: Any, alpha: float, beta: float) -> None:
+            out.copy_(reference(a, b, c, bias, alpha, beta, activation=problem.activation))
+
+        return launch
+
+    with launching(launch_of):
+        for gradients, activation in [(g, act) for act in (None, "relu") for g in (False, True, True, False, False)]:
+            with torch.set_grad_enabled(gradients):
+                x = randn(*shape).requires_grad_()
+                y = ck.linear(x, weight, bias, activation=activation)
+            assert y.shape == (*shape[:-1], 8)
+            assert (y.grad_fn is not None) is gradients
+            if addressed:
+                addresses = [None if t is None else t.data_ptr() for t in (y, x, weight, bias)]
+                assert told.pop()[:7] == (*addresses, x.numel() // 16, 8, 16)
+                assert not told
+                continue
+            expected = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
+            expected = expected if activation is None else expected.relu()
+            torch.testing.assert_close(y, expected.to(BF16))
+            if gradients:
+                leaves = [x, weight] if bias is None else [x, weight, bias]
+                found = torch.autograd.grad(y.sum(), leaves)
+                wanted = torch.autograd.grad(expected.sum(), leaves)
+                torch.testing.assert_close(found, wanted, rtol=2e-2, atol=1e-2)
+        assert len(checked) == 2, "once for each activation"

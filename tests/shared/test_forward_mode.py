@@ -91,7 +91,7 @@ def test_a_repeated_gemm_is_not_replayed(monkeypatch: pytest.MonkeyPatch) -> Non
     a, b, out = torch.randn(4, 8), torch.randn(8, 8), torch.empty(4, 8)
     call_cache.forget()
     call = call_cache.Call.of(lambda *args: launches.append(args), (a, b), ())
-    matmul._CALLS.add(call, (out,), (a, b), ("none", "fp32"), (1.0, 0.0))
+    matmul._CALLS.add(call, ((out,), (a, b), ("none", "fp32"), (1.0, 0.0), None))
     ck.gemm(a, b, out=out)
     assert len(launches) == 2
     with forward_ad.dual_level(), pytest.raises(UnsupportedProblem, match="no forward-mode"):

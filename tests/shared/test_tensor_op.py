@@ -16,12 +16,13 @@ pytest.importorskip("triton")
 
 import cutekernels as ck
 import cutekernels.ops.library
+from bench.host import entered
 from cutekernels.backends.triton import Recipe, TritonKernel
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.activations.op import GELU_MUL, SILU_MUL
 from cutekernels.ops.moe.permute import MOE_PERMUTE
 from cutekernels.ops.moe.route import MOE_ROUTE
-from cutekernels.ops.norms.op import LAYER_NORM
+from cutekernels.ops.norms.op import LAYER_NORM, RMS_NORM
 from cutekernels.ops.rope.op import ROPE
 from cutekernels.ops.shared import call_cache, calls
 from cutekernels.ops.shared.tensor_op import Launch
@@ -131,6 +132,29 @@ def test_a_parameter_seen_without_gradients_is_differentiated_with_them(kernel: 
         assert SILU_MUL.calls.replay(None, (gate, up), ()) is not None
     assert SILU_MUL.calls.replay(None, (gate, up), ()) is None
     assert ck.silu_mul(gate, up).requires_grad
+
+
+def test_a_call_found_with_gradients_is_launched_within_the_function(
+    kernel: Kernel, recalled: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, weight = torch.randn(4, 32), torch.nn.Parameter(torch.randn(32))
+    monkeypatch.setattr(RMS_NORM.path, "_differentiated_on_cpu", RMS_NORM.path.differentiated)
+    for eps in (1e-5, 1e-6, 1e-6):
+        made = len(recalled)
+        y = ck.rms_norm(x := x.clone(), weight, eps=eps)
+        assert kernel.fired[-1][:3] == (y.data_ptr(), x.data_ptr(), weight.data_ptr())
+        assert kernel.fired[-1][-2:] == (eps, 0.0)
+        assert (len(recalled) > made) is (eps == 1e-5)
+    assert type(y.grad_fn).__name__ == "rms_normBackward"
+    assert entered(lambda: ck.rms_norm(x, weight)) <= 8
+    with torch.no_grad():
+        assert entered(lambda: ck.rms_norm(x, weight)) <= 6
+    y.sum().backward()
+    expected = torch.zeros_like(weight, requires_grad=True)
+    torch.nn.functional.rms_norm(x, (32,), expected, 1e-6).sum().backward()
+    torch.testing.assert_close(weight.grad, expected.grad)
+    with pytest.raises(UnsupportedProblem, match="once"):
+        torch.autograd.grad(ck.rms_norm(x, weight).square().sum(), weight, create_graph=True)[0].sum().backward()
 
 
 def test_results_in_place_of_an_input_are_replayed(kernel: Kernel, recalled: list[object]) -> None:

@@ -24,8 +24,8 @@ from cutekernels.ops.activations.op import (
 )
 from cutekernels.ops.activations.tiles import TileConfig
 from cutekernels.ops.shared.call_cache import Call, CallCache
-from cutekernels.ops.shared.calls import call, planned, refuse_others, register, run
-from cutekernels.ops.shared.registration import Path, define, direct, refuse_gradient
+from cutekernels.ops.shared.calls import call, is_grad_enabled, planned, refuse_others, register, run
+from cutekernels.ops.shared.registration import PLAIN, Path, define, direct, refuse_gradient
 
 # ---- the functions --------------------------------------------------------------------------------------
 
@@ -125,11 +125,16 @@ def _gated(
 ) -> Tensor:
     """``op`` of two tensors, or of the halves of one."""
     if up is None:
+        if out is None and type(gate) in PLAIN:
+            path, calls = PACKED[op.name]
+            differentiated = path.differentiated if is_grad_enabled() and gate.requires_grad else None
+            made = calls.replay(None, (gate,), options, (), config, differentiated)
+            if made is not None:
+                return made[0]
         refuse_others(op, (gate, gate), None, options)
-        if out is None and not direct(gate):
-            text = None if config is None else str(config)
-            return PACKED[op.name](gate, *options, text)  # type: ignore[no-any-return]
-        refuse_gradient(None if out is None else gate)
+        if out is None:
+            return PACKED[op.name][0](gate, *options, None if config is None else str(config))  # type: ignore[no-any-return]
+        refuse_gradient(gate)
         gate, up = _halves(op.name, gate)
     elif isinstance(gate, Tensor) and isinstance(up, Tensor) and not gate.dim():  # one element is a row of one
         row = _gated(op, gate[None], up[None], options, None if out is None else out[None], config)
@@ -173,20 +178,24 @@ def _bias_gelu_gradient(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
     return dx, dbias, None, None
 
 
-PACKED: dict[str, Path] = {}
-"""By name of the op: its path of one tensor that holds gate and up."""
+PACKED: dict[str, tuple[Path, CallCache]] = {}
+"""By name of the op: its path of one tensor that holds gate and up, and the calls of that."""
 PACKED_BACKWARD: dict[str, Path] = {}
 
 
 def _replayed(
-    op: Gated[Any], halved: tuple[bool, ...], general: Callable[..., Tensor], empty: Callable[..., Tensor]
+    calls: CallCache,
+    op: Gated[Any],
+    halved: tuple[bool, ...],
+    general: Callable[..., Tensor],
+    empty: Callable[..., Tensor],
 ) -> Callable[..., Tensor]:
     """``general(*tensors, *options, config)`` on a GPU, where a call like one before is one launch by addresses.
 
     ``op`` is called with the halves of those of (result, *tensors) that are ``halved``. ``empty(*tensors)``: memory for
     the result.
     """
-    calls, n, options = CallCache(), len(halved) - 1, len(op.options)
+    n, options = len(halved) - 1, len(op.options)
 
     def parts(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         pairs = zip(tensors, halved, strict=True)
@@ -208,11 +217,11 @@ def _replayed(
         own = Call.of(
             lambda *given: launched(*parts(given)), tensors, (out,), (), None if fire is None else by_addresses
         )
-        return calls.add(own, None, tensors, chosen)[0]
+        return calls.add(own, (None, tensors, chosen, (), None))[0]
 
     def launch(*args: Any) -> Tensor:
         tensors, chosen = args[:n], args[n : n + options]
-        made = calls.replay(None, tensors, chosen) or calls.recall(None, tensors, chosen)
+        made = calls.replay(None, tensors, chosen) or calls.recall((None, tensors, chosen, (), None))
         if made is not None:
             return made[0]
         if len(chosen) < options or args[n + options :] not in ((), (None,)) or any(t.is_neg() for t in tensors):
@@ -241,17 +250,17 @@ def _register_packed(op: Gated[Any], backward: Gated[Any]) -> None:
 
     words = "".join(f", str {option}" for option in op.options)
     schema = f"{op.name}_packed_backward(Tensor dout, Tensor packed{words}, str? config=None) -> Tensor"
-    on_gpu = _replayed(backward, (True, False, True), gradient, lambda dout, packed: packed.new_empty(packed.shape))
+    on_gpu = _replayed(
+        CallCache(), backward, (True, False, True), gradient, lambda dout, packed: packed.new_empty(packed.shape)
+    )
     PACKED_BACKWARD[op.name] = Path(schema, (on_gpu, gradient), define(f"_{schema}", on_gpu, gradient, gradient))
     schema = f"{op.name}_packed(Tensor packed{words}, str? config=None) -> Tensor"
-    on_gpu = _replayed(op, (False, True), forward, lambda packed: packed.new_empty(_halves(op.name, packed)[0].shape))
-    PACKED[op.name] = Path(
-        schema,
-        (on_gpu, forward),
-        define(f"_{schema}", on_gpu, forward, forward),
-        remember=_remember,
-        gradient=_gradient(PACKED_BACKWARD[op.name]),
+    calls = CallCache()
+    on_gpu = _replayed(
+        calls, op, (False, True), forward, lambda packed: packed.new_empty(_halves(op.name, packed)[0].shape)
     )
+    own, gradient_of = define(f"_{schema}", on_gpu, forward, forward), _gradient(PACKED_BACKWARD[op.name])
+    PACKED[op.name] = Path(schema, (on_gpu, forward), own, remember=_remember, gradient=gradient_of), calls
 
 
 for op, backward in ((SILU_MUL, SILU_MUL_BACKWARD), (GELU_MUL, GELU_MUL_BACKWARD)):

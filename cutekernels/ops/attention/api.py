@@ -7,7 +7,6 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 import torch
 from torch import Tensor
 
-from cutekernels import dispatch
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.attention import reference
 from cutekernels.ops.attention.arguments import (
@@ -21,7 +20,6 @@ from cutekernels.ops.attention.arguments import (
     text_of,
 )
 from cutekernels.ops.attention.calls import (
-    add,
     canonical,
     check,
     check_values,
@@ -30,14 +28,14 @@ from cutekernels.ops.attention.calls import (
     is_canonical,
     pose,
     replayed,
+    sides_seen,
 )
 from cutekernels.ops.attention.config import AttentionConfig
 from cutekernels.ops.attention.gradient import BACKWARD_PATH
 from cutekernels.ops.attention.op import ATTENTION
-from cutekernels.ops.attention.problem import Sides
-from cutekernels.ops.shared.call_cache import CallCache, Inputs
+from cutekernels.ops.shared.call_cache import CallCache, empty_copy
 from cutekernels.ops.shared.checks import check_flag
-from cutekernels.ops.shared.registration import define_with_out, transformed
+from cutekernels.ops.shared.registration import define_with_out, splitting, transformed
 
 _CALLS = CallCache()
 _is_compiling = torch.compiler.is_compiling
@@ -144,7 +142,7 @@ def attention(
         operands = (q, k, v, mask, cu_seqlens_q, cu_seqlens_kv, sinks)
         if check is not False:
             check_flag("attention", "check", check)
-            check_values(*operands, factor)
+            check_values(operands, factor)
         made = replayed(_CALLS, out, operands, (causal, left, right, cap > 0.0, return_lse), (factor, cap), text)
         if made is not None:
             return made if return_lse else made[0]  # type: ignore[return-value]
@@ -169,35 +167,17 @@ def attention(
         raise
 
 
-def _launched(
-    into: Tensor | None, operands: tuple[Any, ...], causal: bool, left: int, right: int, scale: float, softcap: float,
-    return_lse: bool, config: str | None,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """Poses, plans and launches for checked GPU tensors: ``(into or a new tensor[, lse])``."""
-    q, k, v, mask, cu_q, cu_kv, sinks = operands
-    out = q.new_empty(q.shape) if into is None else into
-    more = (_fresh_lse(operands, True),) if return_lse else ()
-    if out.numel() == 0:
-        return out, *more
-    with torch.cuda.device(q.device):
-        problem = pose(q, k, mask, cu_q, causal, left, right, softcap, return_lse, sinks)
-        launch = dispatch.plan(ATTENTION, problem, q.get_device(), config).launch
-        target = canonical(out) if is_canonical(out) else torch.empty_like(out, memory_format=torch.contiguous_format)
-        if mask is not None:
-            mask = mask.expand(q.shape[0], q.shape[2], -1, -1)
-        ends = [None if t is None else t.contiguous() for t in (cu_q, cu_kv)]
-        posed = (canonical(q), canonical(k), canonical(v), mask, *ends, dense(sinks))
-    options = (causal, left, right, softcap > 0.0, return_lse)
-    return add(_CALLS, launch, into, operands, options, (scale, softcap), config, (out, *more), (target, *more, *posed))
-
-
-def _fresh_lse(inputs: Inputs, wanted: bool) -> Tensor:
-    q: Tensor = inputs[0]  # type: ignore[assignment]
-    kind = torch.promote_types(q.dtype, torch.float32)
-    if not wanted:
-        return q.new_empty((0,), dtype=kind)
-    shape = (q.shape[0], q.shape[2], q.shape[1]) if inputs[4] is None else (q.shape[1], q.shape[0])
-    return q.new_empty(shape, dtype=kind)
+def _posed(
+    out: Tensor, inputs: Any, causal: bool, left: int, right: int, softcap: float, return_lse: bool
+) -> tuple[Any, Any, list[Tensor | None]]:
+    """The op, the problem that checked GPU tensors pose, and what a launch takes for out and inputs."""
+    q, k, v, mask, cu_q, cu_kv, sinks = inputs
+    problem = pose(q, k, mask, cu_q, causal, left, right, softcap, return_lse, sinks)
+    target = canonical(out) if is_canonical(out) else empty_copy(out)
+    if mask is not None:
+        mask = mask.expand(q.shape[0], q.shape[2], -1, -1)
+    ends = [None if t is None else t.contiguous() for t in (cu_q, cu_kv)]
+    return ATTENTION, problem, [target, canonical(q), canonical(k), canonical(v), mask, *ends, dense(sinks)]
 
 
 # ---- torch.library --------------------------------------------------------------------------------------
@@ -221,25 +201,23 @@ def _gradient(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, 
     return *grads, None, None, None, None if sinks is None else dsinks, *(None,) * 7
 
 
-def _computed(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cu_q: Tensor | None, cu_kv: Tensor | None,
-    sinks: Tensor | None, causal: bool, left: int, right: int, scale: float, softcap: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def _computed(*args: Any) -> tuple[Tensor, Tensor]:
     """The reference, of ends whose values are right."""
-    if cu_q is not None and cu_kv is not None:
+    q, k, v, mask, cu_q, cu_kv, sinks, causal, left, right, scale, softcap = args
+    if cu_q is not None:
         check_ends(q, k, cu_q, cu_kv)
     if mask is not None:
         mask = mask.expand(q.shape[0], q.shape[2], -1, -1)
-    sides: Sides = {"left": None if left < 0 else left, "right": 0 if causal else None if right < 0 else right}
+    sides = sides_seen(left, right, causal)
     return reference.attention(q, k, v, mask, cu_q, cu_kv, sinks, scale, softcap, **sides)
 
 
-_cuda, _cpu, _fake = implementations(_CALLS, 3, check, _launched, _computed, _fresh_lse)
+_cuda, _cpu, _fake = implementations(_CALLS, 3, check, _posed, _computed)
 ATTENTION_PATH = define_with_out(
     "attention",
     "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? cu_seqlens_q, Tensor? cu_seqlens_kv, Tensor? sinks",
     "bool causal, int window_left, int window_right, float scale, float softcap, bool return_lse, str? config=None",
-    (_cuda, _cpu, _fake),
+    splitting(7, _cuda, _cpu, _fake),
     returns=("(Tensor, Tensor)", "Tensor"),
     gradient=_gradient,
     remember=_remember,

@@ -10,13 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cutekernels import dispatch
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.attention.arguments import check_dtype, check_ends, check_scale, check_sinks
-from cutekernels.ops.attention.problem import WIDEST, AttentionProblem, sinks_of
+from cutekernels.ops.attention.problem import WIDEST, AttentionProblem, Sides, sinks_of
 from cutekernels.ops.shared.call_cache import Call, CallCache, Inputs, empty_copy, stand_ins
+from cutekernels.ops.shared.checks import check_apart, check_fits
 from cutekernels.ops.shared.dtypes import DTYPES
 from cutekernels.ops.shared.registration import Implementation, direct
-from cutekernels.ops.shared.strides import overlaps_itself, pairs, relation
+from cutekernels.ops.shared.strides import pairs
 
 _is_compiling = torch.compiler.is_compiling
 _autocast = torch._C._is_any_autocast_enabled
@@ -39,9 +41,10 @@ def replayed(
     if type(operands[0]) is not Tensor:  # a fake's address is not to be read
         return None
     results = None if out is None else (out,)
-    made = calls.replay(results, operands, options, scalars, config)
+    call = results, operands, options, scalars, config
+    made = calls.replay(*call)
     if made is None and direct(*operands, out):
-        made = calls.recall(results, operands, options, scalars, config)
+        made = calls.recall(call)
     return made
 
 
@@ -49,9 +52,8 @@ def implementations(
     calls: CallCache,
     sides: int,
     check: Callable[..., None],
-    launch: Callable[..., tuple[Tensor, ...]],
+    posed: Callable[..., tuple[Any, Any, Sequence[Tensor | None]]],
     compute: Callable[..., tuple[Tensor, Tensor]],
-    fresh_lse: Callable[[Inputs, bool], Tensor],
 ) -> tuple[Implementation, Implementation, Implementation]:
     """An op of ``(*inputs, *sides, scale, softcap, return_lse, config)`` on a GPU, on the CPU and of fakes.
 
@@ -59,33 +61,45 @@ def implementations(
         calls: what repeats.
         sides: the number of options that say which keys a query sees.
         check: ``(*inputs, scale)``, refuses what poses no problem.
-        launch: ``(into, inputs, *options, config)`` for checked tensors: ``(into or a new tensor[, lse])``.
+        posed: ``(out, inputs, *sides, softcap, return_lse)`` for checked GPU tensors: the op, the problem, and what its
+            launch takes for out and the inputs.
         compute: ``(*inputs, *sides, scale, softcap)``: out and lse.
-        fresh_lse: memory for lse, or an empty tensor.
     """
 
-    def returned(given: tuple[Tensor] | None, inputs: Inputs, wanted: bool, made: tuple[Tensor, ...]) -> Any:
-        lse = made[1] if wanted else fresh_lse(inputs, False)
+    def returned(given: tuple[Tensor] | None, inputs: Any, wanted: bool, made: tuple[Tensor, ...]) -> Any:
+        lse = made[1] if wanted else _fresh_lse(inputs[0], False)
         return (made[0], lse) if given is None else lse
+
+    def launched(into: tuple[Tensor] | None, inputs: Any, seen: Any, scalars: Any, wanted: bool, config: Any) -> Any:
+        q: Tensor = inputs[0]
+        out = q.new_empty(q.shape) if into is None else into[0]
+        results = (out, _fresh_lse(q, True)) if wanted else (out,)
+        if out.numel() == 0:
+            return results
+        with torch.cuda.device(q.device):
+            op, problem, (target, *rest) = posed(out, inputs, *seen, scalars[1], wanted)
+            launch = dispatch.plan(op, problem, q.get_device(), config).launch
+        options = (*seen, scalars[1] > 0.0, wanted)
+        return add(calls, launch, into, inputs, options, scalars, config, results, (target, *results[1:], *rest))
 
     def cuda(given: tuple[Tensor] | None, inputs: Any, *options: Any) -> Any:
         *seen, scale, softcap, wanted, config = (*options, None)[: sides + 4]
         made = None
         if 0.0 < scale < math.inf:  # neither guards nor keys hold it
             call = given, inputs, (*seen, softcap > 0.0, wanted), (scale, softcap), config
-            made = calls.replay(*call) or calls.recall(*call)
+            made = calls.replay(*call) or calls.recall(call)
         if made is None:
             check(*inputs, scale)
             if given is not None:
-                check_out(given[0], *inputs)
-            made = launch(given and given[0], inputs, *seen, scale, softcap, wanted, config)
+                check_out(given[0], inputs)
+            made = launched(given, inputs, seen, (scale, softcap), wanted, config)
         return returned(given, inputs, wanted, made)
 
     def cpu(given: tuple[Tensor] | None, inputs: Any, *options: Any) -> Any:
         *seen, scale, softcap, wanted = options[: sides + 3]
         check(*inputs, scale)
         if given is not None:
-            check_out(given[0], *inputs)
+            check_out(given[0], inputs)
         made = compute(*inputs, *seen, scale, softcap)
         if given is not None:
             given[0].copy_(made[0])
@@ -95,20 +109,49 @@ def implementations(
         q, wanted = inputs[0], options[sides + 2]
         check(*inputs, options[sides])
         if given is not None:
-            check_out_shape(given[0], q)
+            check_fits(given[0], q.shape, q)
         out = q.new_empty(q.shape) if given is None else given[0]
-        return returned(given, inputs, wanted, (out, fresh_lse(inputs, wanted)))
+        return returned(given, inputs, wanted, (out, _fresh_lse(q, wanted)))
 
     return cuda, cpu, fake
 
 
-def check_values(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cu_q: Tensor | None, cu_kv: Tensor | None,
-    sinks: Tensor | None, scale: float,
-) -> None:  # fmt: skip
+def _fresh_lse(q: Tensor, wanted: bool) -> Tensor:
+    """Memory for the log-sum-exp, or an empty tensor; packed sequences have no batch."""
+    shape = (*q.shape[:-3], q.shape[-2], q.shape[-3]) if wanted else (0,)
+    return q.new_empty(shape, dtype=torch.promote_types(q.dtype, torch.float32))
+
+
+def sides_seen(left: int, right: int, causal: bool = False) -> Sides:
+    """Keys that a query sees before and behind its own, None for all: of an op's options, -1 for all."""
+    return {"left": None if left < 0 else left, "right": 0 if causal else None if right < 0 else right}
+
+
+def check_heads(q: Tensor, k: Tensor, v: Tensor, suffix: str = "") -> None:
+    """Refuses heads that do not fit together; ``suffix`` ends the names of k and v."""
+    if k.shape != v.shape:
+        raise UnsupportedProblem(
+            f"k{suffix} and v{suffix} must have one shape; they have {tuple(k.shape)} and {tuple(v.shape)}: where v's "
+            "heads are narrower (DeepSeek's v_head_dim), pad them with zeros and drop those channels of the result"
+        )
+    (heads_q, head_dim), heads_kv = q.shape[-2:], k.shape[-2]
+    if head_dim % WIDEST or not 0 < head_dim <= _WIDEST_HEAD:
+        raise UnsupportedProblem(f"q's head dim must be a multiple of {WIDEST} up to {_WIDEST_HEAD}; it is {head_dim}")
+    if heads_kv == 0 or heads_q % heads_kv:
+        raise UnsupportedProblem(f"k{suffix}'s {heads_kv} heads must divide q's {heads_q}")
+
+
+def check_out(out: Tensor, inputs: Sequence[Any]) -> None:
+    """Refuses an ``out`` that is not as q or shares memory with an input."""
+    check_fits(out, inputs[0].shape, inputs[0])
+    check_apart(out, [("an input", t) for t in inputs])
+
+
+def check_values(operands: Any, scale: float) -> None:
     """:func:`check`, and the values of the sequences' ends."""
-    check(q, k, v, mask, cu_q, cu_kv, sinks, scale)
-    if cu_q is not None and cu_kv is not None:
+    check(*(*operands, scale))
+    q, k, _, _, cu_q, cu_kv, _ = operands
+    if cu_q is not None:
         check_ends(q, k, cu_q, cu_kv)
 
 
@@ -130,28 +173,18 @@ def check(
                 f"{name} must have q's dtype {q.dtype} and device {q.device}; it has {t.dtype} on {t.device}"
             )
     check_dtype("attention", q)
-    if k.shape != v.shape:
-        raise UnsupportedProblem(
-            f"k and v must have one shape; they have {tuple(k.shape)} and {tuple(v.shape)}: where v's heads are "
-            "narrower (DeepSeek's v_head_dim), pad them with zeros and drop those channels of the result"
-        )
-    head_dim = q.shape[-1]
-    if k.shape[-1] != head_dim or (not packed and k.shape[0] != q.shape[0]):
+    check_heads(q, k, v)
+    if k.shape[-1] != q.shape[-1] or (not packed and k.shape[0] != q.shape[0]):
         raise UnsupportedProblem(
             f"q and k must agree in head dim and batch; their shapes are {tuple(q.shape)} and {tuple(k.shape)}"
         )
-    if head_dim % WIDEST or not 0 < head_dim <= _WIDEST_HEAD:
-        raise UnsupportedProblem(f"q's head dim must be a multiple of {WIDEST} up to {_WIDEST_HEAD}; it is {head_dim}")
-    heads_q, heads_kv = q.shape[-2], k.shape[-2]
-    if heads_kv == 0 or heads_q % heads_kv:
-        raise UnsupportedProblem(f"k's {heads_kv} heads must divide q's {heads_q}")
     check_scale(scale)
     if sinks is not None:
         check_sinks(sinks, q)
     if mask is not None:
         if packed:
             raise UnsupportedProblem("mask is for a batch of one length: packed sequences take none")
-        wanted = (q.shape[0], heads_q, q.shape[1], k.shape[1])
+        wanted = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
         fits = mask.dim() == 4 and all(
             n == w or (n == 1 and i < 2) for i, (n, w) in enumerate(zip(mask.shape, wanted, strict=True))
         )
@@ -171,24 +204,6 @@ def check(
                 )
         if len(cu_q) == 1 and q.shape[0]:
             raise UnsupportedProblem(f"cu_seqlens_q of length 1 has no sequence, yet q has {q.shape[0]} rows")
-
-
-def check_out(out: Tensor, q: Tensor, *inputs: Tensor | None) -> None:
-    """Refuses an ``out`` that is not as ``q`` or shares memory with an input."""
-    check_out_shape(out, q)
-    if overlaps_itself(out):
-        raise UnsupportedProblem(f"out must not overlap itself; its strides are {out.stride()}: give it dense memory")
-    if any(t is not None and relation(out, t) != "apart" for t in (q, *inputs)):
-        raise UnsupportedProblem("out overlaps an input: give it memory of its own")
-
-
-def check_out_shape(out: Tensor, q: Tensor) -> None:
-    """:func:`check_out` of fakes, which have no memory."""
-    if out.shape != q.shape or out.dtype != q.dtype or out.device != q.device:
-        raise UnsupportedProblem(
-            f"out must be {tuple(q.shape)}, {q.dtype}, on {q.device}; it is {tuple(out.shape)}, {out.dtype}, "
-            f"on {out.device}"
-        )
 
 
 def pose(
@@ -237,15 +252,16 @@ def dense(sinks: Tensor | None) -> Tensor | None:
 
 
 def add(
-    calls: CallCache, launch: Callable[..., None], into: Tensor | None, operands: Inputs, options: tuple[object, ...],
-    scalars: tuple[float, float], config: str | None, results: tuple[Tensor, ...], posed: Sequence[Tensor | None],
+    calls: CallCache, launch: Callable[..., None], into: tuple[Tensor] | None, operands: Inputs,
+    options: tuple[object, ...], scalars: tuple[float, float], config: str | None, results: tuple[Tensor, ...],
+    posed: Sequence[Tensor | None],
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Makes and caches the call in which ``launch`` takes ``posed`` for ``(*results, *operands)``."""
     ways = [way(t, p, i == 0) for i, (t, p) in enumerate(zip((*results, *operands), posed, strict=True))]
     copied = [] if posed[0] is None or posed[0].data_ptr() == results[0].data_ptr() else [0]
-    apart = () if into is None else pairs(1, (into, *operands))
+    apart = () if into is None else pairs(1, (*into, *operands))
     call = Call.of(stand_ins(launch, ways, copied), operands, results[into is not None :], apart)
-    return calls.add(call, None if into is None else (into,), operands, options, scalars, config)
+    return calls.add(call, (into, operands, options, scalars, config))
 
 
 def way(t: Tensor | None, posed: Tensor | None, result: bool = False) -> Callable[[Tensor], Tensor] | None:

@@ -7,7 +7,6 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 import torch
 from torch import Tensor
 
-from cutekernels import dispatch
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.attention import reference
 from cutekernels.ops.attention.arguments import (
@@ -25,7 +24,7 @@ from cutekernels.ops.attention.arguments import (
     text_of,
 )
 from cutekernels.ops.attention.cached import CACHE_ATTENTION, CacheAttention, CacheProblem
-from cutekernels.ops.attention.calls import add, canonical, dense, implementations, replayed
+from cutekernels.ops.attention.calls import canonical, check_heads, dense, implementations, replayed
 from cutekernels.ops.attention.config import AttentionConfig
 from cutekernels.ops.attention.decode import (
     DECODE_ATTENTION,
@@ -37,14 +36,13 @@ from cutekernels.ops.attention.decode import (
     check_page_size,
 )
 from cutekernels.ops.attention.problem import WIDEST, sinks_of
-from cutekernels.ops.shared.call_cache import CallCache, Inputs, empty_copy
+from cutekernels.ops.shared.call_cache import CallCache, empty_copy
 from cutekernels.ops.shared.checks import check_flag
 from cutekernels.ops.shared.dtypes import DTYPES
-from cutekernels.ops.shared.registration import define_with_out, refuse_gradient
+from cutekernels.ops.shared.registration import define_with_out, refuse_gradient, splitting
 
 _CALLS = CallCache()
 _NAMES = DTYPES.names
-_WIDEST_HEAD = 256
 
 
 class _Options(TypedDict, total=False):
@@ -161,7 +159,7 @@ def decode_attention(
         target = out.unsqueeze(1) if single and out is not None else out
         if check is not False:
             check_flag("decode_attention", "check", check)
-            _check_values(*operands, factor, left)
+            _check_values(operands, factor, left)
         made = replayed(_CALLS, target, operands, (left, cap > 0.0, return_lse), (factor, cap), text)
         result: Tensor
         lse: Tensor
@@ -190,12 +188,10 @@ def decode_attention(
         raise
 
 
-def _check_values(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, table: Tensor | None, sinks: Tensor | None,
-    k_scale: Tensor | None, v_scale: Tensor | None, scale: float, left: int,
-) -> None:  # fmt: skip
+def _check_values(operands: Any, scale: float, left: int) -> None:
     """:func:`check`, and the values of lengths and page table."""
-    check(q, k, v, lengths, table, sinks, k_scale, v_scale, scale)
+    check(*(*operands, scale))
+    q, k, _, lengths, table, *_ = operands
     check_lengths(lengths, room_of(k, table))
     if table is not None:
         check_pages(table, lengths, k.shape[0], k.shape[1], q.shape[1], left)
@@ -220,24 +216,15 @@ def check(
     check_dtype("decode_attention", q)
     if k.dtype != v.dtype:
         raise UnsupportedProblem(f"k_cache and v_cache must have one dtype; they have {k.dtype} and {v.dtype}")
-    if k.shape != v.shape:
-        raise UnsupportedProblem(
-            f"k_cache and v_cache must have one shape; they have {tuple(k.shape)} and {tuple(v.shape)}: where v's "
-            "heads are narrower (DeepSeek's v_head_dim), pad them with zeros and drop those channels of the result"
-        )
-    batch, seq_q, heads_q, head_dim = q.shape
+    check_heads(q, k, v, "_cache")
+    batch, seq_q, _, head_dim = q.shape
     if not seq_q:
         raise UnsupportedProblem("q must have a token of each sequence at least; it has none: skip the call")
-    if head_dim % WIDEST or not 0 < head_dim <= _WIDEST_HEAD:
-        raise UnsupportedProblem(f"q's head dim must be a multiple of {WIDEST} up to {_WIDEST_HEAD}; it is {head_dim}")
     if k.shape[3] != head_dim or (table is None and k.shape[0] != batch):
         raise UnsupportedProblem(
             f"q and k_cache must agree in head dim and batch; their shapes are {tuple(q.shape)} and {tuple(k.shape)}"
             + (": pages need a page_table" if table is None else "")
         )
-    heads_kv = k.shape[2]
-    if heads_kv == 0 or heads_q % heads_kv:
-        raise UnsupportedProblem(f"k_cache's {heads_kv} heads must divide q's {heads_q}")
     check_scale(scale)
     check_cache_dim(_cache_of(k), head_dim)
     _check_cache_scale("k_scale", k_scale, k)
@@ -284,39 +271,25 @@ def _op_of(q: Tensor) -> DecodeAttention | CacheAttention:
 
 def pose(
     q: Tensor, k: Tensor, table: Tensor | None, left: int, softcap: float, lse: bool, sinks: Tensor | None = None
-) -> DecodeProblem | CacheProblem:
+) -> Any:
     """The problem these checked arguments pose."""
-    if q.shape[1] > MOST_QUERIES:
-        return CacheProblem(
-            batch=q.shape[0],
-            seq_q=q.shape[1],
-            seq_kv=room_of(k, table),
-            heads_q=q.shape[2],
-            heads_kv=k.shape[2],
-            window_left=max(left, 0),
-            head_dim=q.shape[3],
-            dtype=_NAMES[q.dtype],
-            window="left" if left >= 0 else "none",
-            softcap=softcap > 0.0,
-            lse=lse,
-            sinks=sinks_of(sinks, q),
-            page_size=0 if table is None else k.shape[1],
-            cache=_cache_of(k),
-        )
-    return DecodeProblem(
-        batch=q.shape[0],
+    batch, seq_q, heads_q, head_dim = q.shape
+    chunk = seq_q > MOST_QUERIES
+    kind: Any = CacheProblem if chunk else DecodeProblem
+    return kind(
+        batch=batch,
+        seq_q=seq_q,
         seq_kv=room_of(k, table),
-        heads_q=q.shape[2],
+        heads_q=heads_q,
         heads_kv=k.shape[2],
-        seq_q=q.shape[1],
         window_left=max(left, 0),
-        head_dim=q.shape[3],
+        head_dim=head_dim,
         dtype=_NAMES[q.dtype],
-        page_size=0 if table is None else k.shape[1],
-        window=left >= 0,
+        window=("left" if left >= 0 else "none") if chunk else left >= 0,
         softcap=softcap > 0.0,
         lse=lse,
         sinks=sinks_of(sinks, q),
+        page_size=0 if table is None else k.shape[1],
         cache=_cache_of(k),
     )
 
@@ -348,41 +321,24 @@ def _fitted(t: Tensor) -> Tensor:
     return t.as_strided(t.shape, (*[0 if n == 1 else s for n, s in zip(t.shape[:-1], t.stride()[:-1], strict=True)], 1))
 
 
-def _launched(
-    into: Tensor | None, operands: tuple[Any, ...], left: int, scale: float, softcap: float, return_lse: bool,
-    config: str | None,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """Poses, plans and launches for checked GPU tensors: ``(into or a new tensor[, lse])``."""
-    q, k, v, lengths, table, sinks, k_scale, v_scale = operands
-    out = q.new_empty(q.shape) if into is None else into
-    more = (_fresh_lse(operands, True),) if return_lse else ()
-    if out.numel() == 0:
-        return out, *more
-    with torch.cuda.device(q.device):
-        problem = pose(q, k, table, left, softcap, return_lse, sinks)
-        launch = dispatch.plan(_op_of(q), problem, q.get_device(), config).launch
-        target = _fitted(out if readable(out) else empty_copy(out))
-        caches = _cache("k_cache", k), _cache("v_cache", v)
-        indices = lengths.contiguous(), None if table is None else table.contiguous()
-        posed = (canonical(q), *caches, *indices, dense(sinks), dense(k_scale), dense(v_scale))
-    options = (left, softcap > 0.0, return_lse)
-    return add(_CALLS, launch, into, operands, options, (scale, softcap), config, (out, *more), (target, *more, *posed))
-
-
-def _fresh_lse(inputs: Inputs, wanted: bool) -> Tensor:
-    q: Tensor = inputs[0]  # type: ignore[assignment]
-    shape = (q.shape[0], q.shape[2], q.shape[1]) if wanted else (0,)
-    return q.new_empty(shape, dtype=torch.promote_types(q.dtype, torch.float32))
+def _posed(
+    out: Tensor, inputs: Any, left: int, softcap: float, return_lse: bool
+) -> tuple[Any, Any, list[Tensor | None]]:
+    """The op, the problem that checked GPU tensors pose, and what a launch takes for out and inputs."""
+    q, k, v, lengths, table, sinks, *scales = inputs
+    problem = pose(q, k, table, left, softcap, return_lse, sinks)
+    target = _fitted(out if readable(out) else empty_copy(out))
+    indices = lengths.contiguous(), None if table is None else table.contiguous()
+    caches = _cache("k_cache", k), _cache("v_cache", v)
+    return _op_of(q), problem, [target, canonical(q), *caches, *indices, *map(dense, (sinks, *scales))]
 
 
 # ---- torch.library --------------------------------------------------------------------------------------
 
 
-def _computed(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, table: Tensor | None, sinks: Tensor | None,
-    k_scale: Tensor | None, v_scale: Tensor | None, left: int, scale: float, softcap: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def _computed(*args: Any) -> tuple[Tensor, Tensor]:
     """The reference, of pages that are there."""
+    q, k, v, lengths, table, sinks, k_scale, v_scale, left, scale, softcap = args
     if table is not None:
         check_pages(table, lengths, k.shape[0], k.shape[1], q.shape[1], left)
     seen = lengths.clamp(0, room_of(k, table))  # as the kernel does, which cannot raise
@@ -390,13 +346,13 @@ def _computed(
     return reference.decode(q, k, v, seen, table, sinks, scale, softcap, k_scale, v_scale, left=window)
 
 
-_cuda, _cpu, _fake = implementations(_CALLS, 1, check, _launched, _computed, _fresh_lse)
+_cuda, _cpu, _fake = implementations(_CALLS, 1, check, _posed, _computed)
 DECODE_PATH = define_with_out(
     "decode_attention",
     "Tensor q, Tensor k_cache, Tensor v_cache, Tensor cache_seqlens, Tensor? page_table, Tensor? sinks, "
     "Tensor? k_scale, Tensor? v_scale",
     "int window_left, float scale, float softcap, bool return_lse, str? config=None",
-    (_cuda, _cpu, _fake),
+    splitting(8, _cuda, _cpu, _fake),
     returns=("(Tensor, Tensor)", "Tensor"),
     autocast="lower",
     kept=(5, 6, 7),

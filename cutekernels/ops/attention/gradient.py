@@ -19,7 +19,7 @@ from cutekernels.ops.attention import reference
 from cutekernels.ops.attention.arguments import check_ends
 from cutekernels.ops.attention.backward import ATTENTION_BACKWARD
 from cutekernels.ops.attention.backward_config import AttentionBackwardProblem, passes
-from cutekernels.ops.attention.calls import canonical, check, pose, way
+from cutekernels.ops.attention.calls import canonical, check, pose, sides_seen, way
 from cutekernels.ops.attention.delta import ATTENTION_DELTA
 from cutekernels.ops.attention.problem import LOG2_E, AttentionProblem
 from cutekernels.ops.shared.call_cache import Call, CallCache, Inputs
@@ -64,9 +64,9 @@ def _launch(
 ) -> tuple[Tensor, ...]:
     """dq, dk, dv and dsinks, by the statistics' launch and those of the passes: planned once for calls alike."""
     options, scalars = (causal, left, right, softcap > 0.0), (scale, softcap)
+    given = None, inputs, options, scalars, config
     if 0.0 < scale < math.inf:  # neither guards nor keys hold it
-        given = None, inputs, options, scalars, config
-        made = _CALLS.replay(*given) or _CALLS.recall(*given)
+        made = _CALLS.replay(*given) or _CALLS.recall(given)
         if made is not None:
             return made
     _check(*(*inputs, scale))  # type: ignore[arg-type]
@@ -74,7 +74,7 @@ def _launch(
     assert q is not None and k is not None and v is not None
     fresh = _fresh(q, k, v, sinks)
     call = Call.of(_planned(inputs, causal, left, right, softcap, config), inputs, fresh)
-    return _CALLS.add(call, None, inputs, options, scalars, config)
+    return _CALLS.add(call, given)
 
 
 def _planned(
@@ -168,11 +168,9 @@ def _cpu(*args: Any) -> Results:
         check_ends(q, k, cu_q, cu_kv)
     if mask is not None:
         mask = mask.expand(q.shape[0], q.shape[2], -1, -1)
-    reach = 0 if causal else right
     dq, dk, dv = reference.gradients(
-        dout, dlse, q, k, v, mask, cu_q, cu_kv, scale, softcap,
-        left=None if left < 0 else left, right=None if reach < 0 else reach, sinks=sinks,
-    )  # fmt: skip
+        dout, dlse, q, k, v, mask, cu_q, cu_kv, scale, softcap, **sides_seen(left, right, causal), sinks=sinks
+    )
     dsinks = q.new_empty((0,)) if sinks is None else reference.sink_gradients(dout, dlse, out, lse, sinks)
     return dq, dk, dv, dsinks
 

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from cutekernels.ops.embedding.op import EMBEDDING, EMBEDDING_BACKWARD, EmbeddingConfig, grouped
 from cutekernels.ops.shared.calls import call, register
-from cutekernels.ops.shared.checks import check_tensor
 
 
 def embedding(ids: Tensor, table: Tensor, *, config: EmbeddingConfig | str | None = None) -> Tensor:
@@ -27,12 +26,7 @@ def embedding(ids: Tensor, table: Tensor, *, config: EmbeddingConfig | str | Non
         UnsupportedProblem: a type no kernel takes, a table that is no matrix, two devices, an id outside the table.
         InvalidConfig: ``config`` breaks a rule of the op.
     """
-    if not isinstance(ids, Tensor) or ids.dim() != 1:
-        check_tensor("embedding", "ids", ids)
-    if ids.dim() == 1:
-        return call(EMBEDDING, (ids, table), config=config)[0]
-    (rows,) = call(EMBEDDING, (ids.reshape(-1), table), config=config)
-    return rows.view(*ids.shape, table.shape[-1])
+    return call(EMBEDDING, (ids, table), config=config)[0]
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -102,8 +102,8 @@ class Embedding(_EmbeddingOp):
         "rows=16384 vocabulary=32000 cols=1024 dtype=fp32",
     )
     kernel = "embedding:embedding"
-    out = Matrix("rows", "cols", result=True)
-    ids = Vector("rows", dtype="index")
+    out = Matrix("*rows", "cols", result=True)
+    ids = Vector("*rows", dtype="index")
     table = Matrix("vocabulary", "cols")
     sizes = {"rows": "i64", "vocabulary": "i64", "cols": "i64"}
 
@@ -149,7 +149,7 @@ class EmbeddingBackward(_EmbeddingOp):
     )
     kernel = "embedding:embedding_backward"
     dtable = Matrix("vocabulary", "cols", result=True)
-    dout = Matrix("rows", "cols")
+    dout = Matrix("*rows", "cols")
     order = Vector("rows", dtype="i64")
     starts = Vector("vocabulary+1", dtype="i64")
     sizes = {"cols": "i64"}
@@ -171,6 +171,7 @@ class EmbeddingBackward(_EmbeddingOp):
         dout, order, starts = args
         counts = starts.diff()
         rows = torch.repeat_interleave(torch.arange(len(counts), device=dout.device), counts)
+        dout = dout.flatten(0, -2)
         total = dout.new_zeros((len(counts), dout.shape[1]), dtype=torch.float64)
         total.index_add_(0, rows, dout[order[int(starts[0]) : int(starts[-1])]].double())
         return (total.to(dout.dtype),)
@@ -184,11 +185,11 @@ EMBEDDING_BACKWARD = EmbeddingBackward()
 
 
 def grouped(ids: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
-    """``(order, starts)`` of ids ``(N,)``: positions sorted by id, stably, and where each id's positions begin.
+    """``(order, starts)`` of flattened ids: positions sorted by id, stably, and where each id's positions begin.
 
     Ids outside the vocabulary lie before the first start or behind the last.
     """
     import torch
 
-    by_id, order = torch.sort(ids.long(), stable=True)
+    by_id, order = torch.sort(ids.flatten().long(), stable=True)
     return order, torch.searchsorted(by_id, torch.arange(vocabulary + 1, device=ids.device))

@@ -23,11 +23,19 @@ from cutekernels.ops.gemm.op import GEMM, reference
 from cutekernels.ops.gemm.problem import ACTIVATIONS, WIDEST, Activation, GemmConfig, GemmProblem
 from cutekernels.ops.gemm.slopes import through_activation
 from cutekernels.ops.shared import call_cache
-from cutekernels.ops.shared.call_cache import Call, CallCache
-from cutekernels.ops.shared.checks import check_arguments, check_tensor, check_word, kinds_of
+from cutekernels.ops.shared.call_cache import Call, CallCache, Given, Inputs, empty_copy
+from cutekernels.ops.shared.checks import check_apart, check_arguments, check_fits, check_tensor, check_word, kinds_of
 from cutekernels.ops.shared.dtypes import DTYPES
-from cutekernels.ops.shared.registration import PLAIN, Path, define_with_out, direct, refuse_gradient
-from cutekernels.ops.shared.strides import overlaps_itself, pairs, relation, span_bytes
+from cutekernels.ops.shared.registration import (
+    PLAIN,
+    Path,
+    define_with_out,
+    direct,
+    refuse_gradient,
+    splitting,
+    with_results,
+)
+from cutekernels.ops.shared.strides import pairs, span_bytes
 from cutekernels.quant.weight import QuantizedWeight
 
 _INPUTS = "Tensor a, Tensor b, Tensor? c, Tensor? bias"
@@ -36,6 +44,7 @@ _KINDS = kinds_of(f"{_INPUTS}, {_OPTIONS}")
 _NAMES = DTYPES.names
 _CALLS = CallCache()  # a and b alone: a guard takes one number of tensors
 _FUSED_CALLS = CallCache()  # with C or a bias
+_LINEAR_CALLS, _BIASED_CALLS = CallCache(), CallCache()  # of linear without and with a bias
 _recent = _CALLS.recent.get
 _current_device = call_cache._current_device
 _increment_version = torch._C._increment_version
@@ -89,8 +98,8 @@ def gemm(
             if c is not None:
                 check_tensor("gemm", "c", c)
             c = None
-        elif c is None:  # refused there; keys and guards do not hold beta
-            return _through_torch(a, b, c, alpha, beta, bias, activation, accumulate, out, config)
+        elif c is None:
+            raise ValueError  # explained below; keys and guards do not hold beta
         plain = c is None and bias is None
         if plain and type(b) is Tensor and not _is_compiling() and forward_ad._current_level < 0:
             # CallCache.replay, written out for a and b alone: 0.4 us less (docs/notes/host.md#gemm).
@@ -127,7 +136,7 @@ def gemm(
         if not _is_compiling():
             made = calls.replay(*call_of) if type(b) in PLAIN else None  # a fake's address is not to be read
             if made is None and direct(a, b, c, bias, out):
-                made = calls.recall(*call_of)
+                made = calls.recall(call_of)
             if made is not None:
                 return made[0]
     except UnsupportedProblem:
@@ -135,7 +144,17 @@ def gemm(
     except (ValueError, TypeError, RuntimeError, BufferError, AttributeError):
         # Launches refuse arguments and some tensors have no address: torch's op takes them or says what is wrong.
         pass
-    return _through_torch(a, b, c, alpha, beta, bias, activation, accumulate, out, config)
+    check_word("gemm", "activation", activation, optional=True)
+    name = "none" if activation is None else activation
+    check_arguments("gemm", _KINDS, (a, b, c, bias, alpha, beta, name, accumulate))
+    check_tensor("gemm", "out", out, optional=True)
+    options = alpha, beta, name, accumulate, None if config is None else str(config)
+    if out is None:
+        through_torch = torch.ops.cutekernels.gemm if _is_compiling() else GEMM_PATH
+        return through_torch(a, b, c, bias, *options)  # type: ignore[no-any-return]
+    refuse_gradient(a, b, c, bias, out)
+    torch.ops.cutekernels.gemm_out(a, b, c, bias, out, *options)
+    return out
 
 
 def linear(
@@ -168,74 +187,50 @@ def linear(
         from cutekernels.ops.quantized.api import quantized_linear
 
         return quantized_linear(x, weight, bias, activation=activation, out=out)
-    if not isinstance(x, Tensor) or not isinstance(weight, Tensor) or weight.is_nested:
+    name, compiling = "none" if activation is None else activation, _is_compiling()
+    direct_types = type(x) in PLAIN and type(weight) in PLAIN and (bias is None or type(bias) in PLAIN)
+    if out is None and direct_types and not compiling:  # a call like one before
+        calls = _LINEAR_CALLS
+        inputs: Inputs = (x, weight)
+        options: tuple[Any, ...] = (None, name)
+        if bias is not None:  # guards take one number of tensors
+            calls, inputs, options = _BIASED_CALLS, (x, weight, bias), (name,)
+        graded = _is_grad_enabled() and _any_requires_grad(*inputs)
+        made = calls.replay(None, inputs, options, (), None, LINEAR_PATH.differentiated if graded else None)
+        if made is not None:
+            return made[0]
+    if out is None or not direct_types or weight.is_nested:
         check_tensor("linear", "x", x)
         check_tensor("linear", "weight", weight)
+        check_tensor("linear", "bias", bias, optional=True)
+        check_word("linear", "activation", name)
     if weight.dim() != 2:
         raise UnsupportedProblem(f"weight must be (N, K); its shape is {tuple(weight.shape)}")
-    compiling = _is_compiling()
-    if out is None and (compiling or (_is_grad_enabled() and _any_requires_grad(x, weight, bias))):
-        if x.dim() == 0 or x.shape[-1] != weight.shape[1]:
-            _check_linear(x, weight)
-        if activation is not None:
-            check_word("linear", "activation", activation)
-        if bias is not None:
-            check_tensor("linear", "bias", bias)
-        name = "none" if activation is None else activation
-        if compiling:
-            return torch.ops.cutekernels.linear(x, weight, bias, name)  # type: ignore[no-any-return]
-        return LINEAR_PATH(x, weight, bias, name)  # type: ignore[no-any-return]
-    if x.dim() == 2:
+    if out is not None and x.dim() == 2:
         return gemm(x, weight.t(), bias=bias, activation=activation, out=out)
-    try:
-        _check_linear(x, weight)
-        rows, shape = math.prod(x.shape[:-1]), (*x.shape[:-1], weight.shape[0])
-        flat = x.reshape(rows, x.shape[-1])
-    except RuntimeError:  # sparse and nested tensors
-        check_tensor("linear", "x", x)
-        raise
-    if out is None:
-        return gemm(flat, weight.t(), bias=bias, activation=activation).view(shape)
-    check_tensor("linear", "out", out)
-    _check_fits(out, shape, x)
-    try:
-        flat_out = out.view(rows, shape[-1])
-    except RuntimeError:  # no single stride walks out's rows
-        refuse_gradient(x, weight, bias, out)
-        _check_apart(out, x=x, weight=weight, bias=bias)
-        flat_out = out.new_empty((rows, shape[-1]))
-        out.copy_(gemm(flat, weight.t(), bias=bias, activation=activation, out=flat_out).view(shape))
-    else:
-        gemm(flat, weight.t(), bias=bias, activation=activation, out=flat_out)
-    return out
-
-
-def _check_linear(x: Tensor, weight: Tensor) -> None:
     if x.dim() == 0 or x.shape[-1] != weight.shape[1]:
         raise UnsupportedProblem(f"x must be (..., K) with weight's K={weight.shape[1]}; its shape is {tuple(x.shape)}")
+    if out is None:
+        path = torch.ops.cutekernels.linear if compiling else LINEAR_PATH
+        return path(x, weight, bias, name)  # type: ignore[no-any-return]
+    check_tensor("linear", "x", x)
+    check_tensor("linear", "out", out)
+    shape = (*x.shape[:-1], weight.shape[0])
+    check_fits(out, shape, x)
+    rows = math.prod(shape[:-1])
+    try:
+        flat = out.view(rows, shape[-1])
+    except RuntimeError:  # no single stride walks out's rows
+        refuse_gradient(x, weight, bias, out)
+        check_apart(out, [("x", x), ("weight", weight), ("bias", bias)])
+        flat = out.new_empty((rows, shape[-1]))
+        out.copy_(gemm(_rows(x), weight.t(), bias=bias, activation=activation, out=flat).view(shape))
+    else:
+        gemm(_rows(x), weight.t(), bias=bias, activation=activation, out=flat)
+    return out
 
 
 # ---- from operands to a launch --------------------------------------------------------------------------
-
-
-def _through_torch(
-    a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: float, bias: Tensor | None,
-    activation: str | None, accumulate: str, out: Tensor | None, config: GemmConfig | str | None,
-) -> Tensor:  # fmt: skip
-    check_word("gemm", "activation", activation, optional=True)
-    check_arguments(
-        "gemm", _KINDS, (a, b, c, bias, alpha, beta, "none" if activation is None else activation, accumulate)
-    )
-    check_tensor("gemm", "out", out, optional=True)
-    activation = "none" if activation is None else activation
-    text = None if config is None else str(config)
-    if out is None:
-        if _is_compiling():
-            return torch.ops.cutekernels.gemm(a, b, c, bias, alpha, beta, activation, accumulate, text)  # type: ignore[no-any-return]
-        return GEMM_PATH(a, b, c, bias, alpha, beta, activation, accumulate, text)  # type: ignore[no-any-return]
-    refuse_gradient(a, b, c, bias, out)
-    torch.ops.cutekernels.gemm_out(a, b, c, bias, out, alpha, beta, activation, accumulate, text)
-    return out
 
 
 def pose(
@@ -267,9 +262,12 @@ def pose(
 
 
 def _check(
-    a: Tensor, b: Tensor, c: Tensor | None, bias: Tensor | None, beta: float, activation: str, accumulate: str
-) -> tuple[int, ...]:
+    results: tuple[Tensor] | None, inputs: tuple[Any, ...], beta: float, activation: str, accumulate: str, *,
+    apart: bool = True,
+) -> tuple[int, ...]:  # fmt: skip
     """The result's shape. Raises UnsupportedProblem for arguments that pose no problem."""
+    a, b, c, bias = inputs
+    c = None if beta == 0.0 else c
     if a.dim() not in (2, 3) or b.dim() not in (2, 3):
         raise UnsupportedProblem(
             f"a and b must be matrices or batches of them; they have shapes {tuple(a.shape)} and {tuple(b.shape)}"
@@ -304,53 +302,41 @@ def _check(
         raise UnsupportedProblem(f"accumulate='fp16' is for fp16 operands; they are {a.dtype}")
     if a.dtype not in _NAMES and (a.device.type != "cpu" or a.dtype not in (torch.float32, torch.float64)):
         raise UnsupportedProblem(f"gemm takes fp16 and bf16; got {a.dtype}: cast it (the CPU takes fp32 and fp64 too)")
+    if results is not None:
+        check_fits(results[0], shape, a)
+        if apart:  # fakes have no memory
+            check_apart(results[0], [("a", a), ("b", b), ("c", c), ("bias", bias)], in_place="c")
     return shape
 
 
-def _check_fits(out: Tensor, shape: tuple[int, ...], a: Tensor) -> None:
-    if tuple(out.shape) != shape or out.dtype != a.dtype or out.device != a.device:
-        raise UnsupportedProblem(
-            f"out must be {shape}, {a.dtype}, on {a.device}; it is {tuple(out.shape)}, {out.dtype}, on {out.device}"
-        )
-
-
-def _check_apart(out: Tensor, **operands: Tensor | None) -> None:
-    """Refuses an ``out`` that overlaps itself or an operand; only ``c`` it may be, element upon element."""
-    if overlaps_itself(out):
-        raise UnsupportedProblem(f"out must not overlap itself; its strides are {out.stride()}: give it dense memory")
-    for name, t in operands.items():
-        if t is None:
-            continue
-        how = relation(out, t)
-        if how == "overlap" or (how == "same" and name != "c"):
-            raise UnsupportedProblem(f"out overlaps {name}: give it memory of its own")
-
-
-def _cached(inputs: tuple[Any, ...]) -> tuple[CallCache, tuple[Any, ...]]:
-    """The cache of calls with these inputs, and the inputs that it takes."""
-    return (_CALLS, inputs[:2]) if inputs[2] is None and inputs[3] is None else (_FUSED_CALLS, inputs)
-
-
-def _launched(
-    out: Tensor | None, shape: tuple[int, ...], inputs: tuple[Any, ...], options: tuple[str, str],
-    scalars: tuple[float, float], config: str | None,
+def _first(
+    results: tuple[Tensor] | None, inputs: tuple[Any, ...], scalars: tuple[float, float], options: tuple[str, str],
+    config: str | None,
 ) -> Tensor:  # fmt: skip
-    """Poses, plans and launches for checked GPU tensors. Calls that need no copies are cached."""
-    calls, given = _cached(inputs)
-    results = None if out is None else (out,)
+    """A product on a GPU that no guard passed: recalled by its key, or checked, posed, planned and launched.
+
+    Calls that need no copies are cached.
+    """
     a, b, c, bias = inputs
-    result = a.new_empty(shape) if out is None else out
+    beta = scalars[1]
+    inputs = a, b, c if beta != 0.0 else None, bias
+    calls, given = (_CALLS, inputs[:2]) if inputs[2] is None and bias is None else (_FUSED_CALLS, inputs)
+    call_of = results, given, options, scalars, config
+    if beta == 0.0 or c is not None:  # keys and guards do not hold beta, by which a missing C is refused
+        made = calls.replay(*call_of) or calls.recall(call_of)
+        if made is not None:
+            return made[0]
+    shape = _check(results, inputs, beta, *options)
+    result: Tensor = a.new_empty(shape) if results is None else results[0]
     if result.numel() == 0:
         return result
     if result.dim() == 3:
-        a = a if a.dim() == 3 else a.expand(shape[0], *a.shape)
-        b = b if b.dim() == 3 else b.expand(shape[0], *b.shape)
-    a, b, c = canonical(a), canonical(b), None if c is None else canonical(c)
+        a, b = [t if t.dim() == 3 else t.expand(shape[0], *t.shape) for t in (a, b)]
+    a, b, c = canonical(a), canonical(b), None if inputs[2] is None else canonical(inputs[2])
     copied = worth_copying(a, b)
     a, b = (k_contiguous(a) if copied[0] else a), (k_contiguous(b.mT).mT if copied[1] else b)
     bias = None if bias is None else bias.contiguous()
-    in_place = result.stride(-1) == 1 or result.stride(-2) == 1
-    target = result if in_place else torch.empty_like(result, memory_format=torch.contiguous_format)
+    target = result if result.stride(-1) == 1 or result.stride(-2) == 1 else empty_copy(result)
     with torch.cuda.device(a.device):
         problem = pose(a, b, c, bias, *options, target)
         launch = dispatch.plan(GEMM, problem, a.get_device(), config).launch
@@ -358,12 +344,14 @@ def _launched(
             fire = launch.settled(target, a, b, bias is not None) if isinstance(launch, AddressedLaunch) else None
             plain = calls is _CALLS
             by_tensors = (lambda out, a, b, *scalars: launch(out, a, b, None, None, *scalars)) if plain else launch
-            apart = () if out is None else pairs(1, (out, *given), in_place=(3,))
-            call = Call.of(by_tensors, given, (result,) if out is None else (), apart, fire)
-            return calls.add(call, results, given, options, scalars, config)[0]
+            apart = () if results is None else pairs(1, (result, *given), in_place=(3,))
+            call = Call.of(by_tensors, given, (result,) if results is None else (), apart, fire)
+            return calls.add(call, call_of)[0]
         launch(target, a, b, c, bias, *scalars)
         if target is not result:
             result.copy_(target)
+        elif results is not None:
+            _increment_version(results)
     return result
 
 
@@ -380,29 +368,54 @@ def _shaped(y: Tensor, x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _linear_launch(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-    """``linear`` on a GPU: a call like one before at once."""
-    a, b = x if x.dim() == 2 else _rows(x), weight.t()
-    options = activation, "fp32"
-    if bias is None:
-        made = _CALLS.replay(None, (a, b), options, (1.0, 0.0))
-    else:
-        made = _FUSED_CALLS.replay(None, (a, b, None, bias), options, (1.0, 0.0))
-    if made is None:
-        made = (_general(None, (a, b, None, bias), 1.0, 0.0, *options, None),)
-    y = made[0]
-    return y if x.dim() == 2 else _shaped(y, x, weight)
+    """``linear`` on a GPU: a call like one before at once, the first one by its product."""
+    given: Given = None, (x, weight), (None, activation), (), None
+    calls, products = _LINEAR_CALLS, _CALLS
+    if bias is not None:
+        given = None, (x, weight, bias), (activation,), (), None
+        calls, products = _BIASED_CALLS, _FUSED_CALLS
+    made = calls.replay(*given) or calls.recall(given)
+    if made is not None:
+        return made[0]
+    options, scalars, operands = (activation, "fp32"), (1.0, 0.0), (_rows(x), weight.t(), None, bias)
+    y = _first(None, operands, scalars, options, None)
+    result = y if x.dim() == 2 else _shaped(y, x, weight)
+    product = products.find((None, operands[:2] if bias is None else operands, options, scalars, None))
+    if product is not None and operands[0].data_ptr() == x.data_ptr():
+        calls.keep(_of_linear(product, given[1], result, y.shape), given)
+    return result
+
+
+def _of_linear(product: Call, inputs: Inputs, result: Tensor, shape: tuple[int, ...]) -> Call:
+    """The call of ``linear`` that is a ``product`` of ``shape``."""
+    by_addresses, absent = product.fire, (None,) * (len(inputs) - 2)
+
+    def launch(out: Tensor, x: Tensor, weight: Tensor, *bias: Tensor) -> None:
+        if out.dim() != 2:
+            out, x = out.view(shape), _rows(x)
+        product.launch(out, x, weight.t(), *absent, *bias, 1.0, 0.0)  # type: ignore[misc]
+
+    def fire(addresses: list[int], scalars: tuple[Any, ...]) -> None:
+        by_addresses(addresses, (1.0, 0.0))  # type: ignore[misc]
+
+    def fire_biased(addresses: list[int], scalars: tuple[Any, ...]) -> None:
+        by_addresses([*addresses[:3], 0, addresses[3]], (1.0, 0.0))  # type: ignore[misc]
+
+    chosen = None if by_addresses is None else fire_biased if absent else fire
+    return Call.of(launch, inputs, (result,), (), chosen)
 
 
 def _gemm_launch(
-    a: Tensor, b: Tensor, c: Tensor | None, bias: Tensor | None, alpha: float, beta: float, activation: str,
-    accumulate: str, config: str | None,
+    a: Tensor, b: Tensor, c: Tensor | None, bias: Tensor | None, alpha: float = 1.0, beta: float = 0.0,
+    activation: str = "none", accumulate: str = "fp32", config: str | None = None,
 ) -> Tensor:  # fmt: skip
     """``gemm`` on a GPU: a product like one before at once."""
+    options, scalars = (activation, accumulate), (alpha, beta)
     if bias is None and c is None and beta == 0.0:
-        made = _CALLS.replay(None, (a, b), (activation, accumulate), (alpha, beta), config)
+        made = _CALLS.replay(None, (a, b), options, scalars, config)
         if made is not None:
             return made[0]
-    return _general(None, (a, b, c, bias), alpha, beta, activation, accumulate, config)  # type: ignore[no-any-return]
+    return _first(None, (a, b, c, bias), scalars, options, config)
 
 
 def launch_into(
@@ -417,15 +430,7 @@ def launch_into(
         else:
             made = _FUSED_CALLS.replay((out,), (a, b, None, bias), options, scalars, config)
     if made is None:
-        _general((out,), (a, b, c, bias), alpha, beta, activation, accumulate, config)
-
-
-def _general(*args: Any) -> Any:
-    return _cuda(*args)  # type: ignore[no-untyped-call]
-
-
-def _compute(a: Tensor, b: Tensor, c: Tensor | None, bias: Tensor | None, *options: Any) -> Any:
-    return _cpu(None, (a, b, c, bias), *options)  # type: ignore[no-untyped-call]
+        _first((out,), (a, b, c, bias), scalars, options, config)
 
 
 def _flattened(
@@ -438,22 +443,8 @@ def _flattened(
     return _shaped(made, x, weight)
 
 
-def _cuda(results, inputs, alpha=1.0, beta=0.0, activation="none", accumulate="fp32", config=None):  # type: ignore[no-untyped-def]
-    a, b, c, bias = inputs
-    options, scalars = (activation, accumulate), (alpha, beta)
-    if beta == 0.0 or c is not None:  # keys and guards do not hold beta, by which a missing C is refused
-        calls, given = _cached((a, b, None if beta == 0.0 else c, bias))
-        made = calls.replay(results, given, options, scalars, config)
-        made = made or calls.recall(results, given, options, scalars, config)
-        if made is not None:  # like a call that was checked
-            return made[0] if results is None else None
-    inputs, shape = _checked(results, inputs, beta, activation, accumulate)
-    out = _launched(None if results is None else results[0], shape, inputs, options, scalars, config)
-    return out if results is None else None
-
-
 def _cpu(results, inputs, alpha=1.0, beta=0.0, activation="none", accumulate="fp32", config=None):  # type: ignore[no-untyped-def]
-    inputs, _ = _checked(results, inputs, beta, activation, accumulate)
+    _check(results, inputs, beta, activation, accumulate)
     made = reference(*(*inputs, alpha, beta), activation=activation)
     if results is None:
         return made
@@ -462,27 +453,8 @@ def _cpu(results, inputs, alpha=1.0, beta=0.0, activation="none", accumulate="fp
 
 
 def _fake(results, inputs, alpha=1.0, beta=0.0, activation="none", accumulate="fp32", config=None):  # type: ignore[no-untyped-def]
-    inputs, shape = _checked(results, inputs, beta, activation, accumulate, apart=False)
+    shape = _check(results, inputs, beta, activation, accumulate, apart=False)
     return inputs[0].new_empty(shape) if results is None else None
-
-
-def _checked(
-    results: tuple[Tensor] | None,
-    inputs: tuple[Any, ...],
-    beta: float,
-    activation: str,
-    accumulate: str,
-    apart: bool = True,
-) -> tuple[tuple[Any, ...], tuple[int, ...]]:
-    """The inputs that are read, and the result's shape."""
-    a, b, c, bias = inputs
-    c = c if beta != 0.0 else None
-    shape = _check(a, b, c, bias, beta, activation, accumulate)
-    if results is not None:
-        _check_fits(results[0], shape, a)
-        if apart:  # fakes have no memory
-            _check_apart(results[0], a=a, b=b, c=c, bias=bias)
-    return (a, b, c, bias), shape
 
 
 # ---- gradients ------------------------------------------------------------------------------------------
@@ -521,7 +493,7 @@ def _gemm_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _remember_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, bias, activation = inputs
+    x, weight, bias, activation, *_ = inputs
     ctx.activation = activation
     if activation == "none":
         ctx.bias_dtype = None if bias is None else bias.dtype
@@ -541,7 +513,7 @@ def _linear_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         bias_dtype = None if bias is None else bias.dtype
         z = LINEAR_PATH(x, weight, bias, "none") if output is None else output
         dz = through_activation(grad, z, ctx.activation)
-    needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+    needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
     flat = dz if dz.dim() == 2 else _rows(dz)
     dx = dweight = dbias = None
     if needs_x:
@@ -577,15 +549,14 @@ GEMM_PATH = define_with_out(
     "gemm",
     _INPUTS,
     _OPTIONS,
-    (_cuda, _cpu, _fake),
-    launches=(_gemm_launch, launch_into),
+    lambda results: [launch_into if results else _gemm_launch, *splitting(4, _cpu, _fake)(results)],
     gradient=_gemm_gradient,
     remember=_remember_gemm,
     autocast="lower",
 )
 LINEAR_PATH = Path(
     "linear(Tensor x, Tensor weight, Tensor? bias, str activation='none') -> Tensor",
-    (_linear_launch, partial(_flattened, _compute)),
+    (_linear_launch, partial(_flattened, with_results(_cpu, 4, 0))),
     partial(_flattened, torch.ops.cutekernels._gemm.default),
     gradient=_linear_gradient,
     remember=_remember_linear,

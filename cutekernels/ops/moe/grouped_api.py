@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from cutekernels.ops.activations.api import PACKED_BACKWARD
 from cutekernels.ops.gemm.problem import Activation, GemmConfig
-from cutekernels.ops.gemm.slopes import SLOPES
+from cutekernels.ops.gemm.slopes import through_activation
 from cutekernels.ops.moe.group_sums import group_sums
 from cutekernels.ops.moe.grouped import GATED, GROUPED_GEMM, GROUPED_GEMM_WGRAD
 from cutekernels.ops.moe.quantized import ALPHA, LIMIT
@@ -86,9 +85,7 @@ def _gradient(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.activation == GATED:
             dz = PACKED_BACKWARD["silu_mul"](dout, z, None)
         else:
-            wide = torch.promote_types(z.dtype, torch.float32)
-            slope = (z > 0).to(wide) if ctx.activation == "relu" else SLOPES[ctx.activation](z.to(wide))
-            dz = (dout.to(wide) * slope).to(dout.dtype)
+            dz = through_activation(dout, z, ctx.activation)
     needs = ctx.needs_input_grad
     dx = GROUPED_GEMM.path(dz, weight.mT, offsets, None, "none", None) if needs[0] else None
     dweight = GROUPED_GEMM_WGRAD.path(dz, x, offsets, None) if needs[1] else None

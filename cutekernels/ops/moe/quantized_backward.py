@@ -17,7 +17,7 @@ from cutekernels.ops.quantized.backward import decoded_parts
 from cutekernels.ops.quantized.decode import check_weight, rows_of_scale
 from cutekernels.ops.shared.calls import run
 from cutekernels.ops.shared.checks import check_results
-from cutekernels.ops.shared.registration import define_with_out
+from cutekernels.ops.shared.registration import define_with_out, splitting
 from cutekernels.quant.layout import TILE
 from cutekernels.quant.weight import QuantizedWeight
 
@@ -93,6 +93,6 @@ BACKWARD_PATH = define_with_out(
     NAME,
     "Tensor dout, Tensor packed, Tensor scales, Tensor? zeros, Tensor offsets",
     "str code, int group, int k",
-    (_cuda, _cpu, _fake),
+    splitting(5, _cuda, _cpu, _fake),
     results=("dx",),
 )

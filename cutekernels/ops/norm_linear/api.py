@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, overload
+from typing import Any, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch import Tensor
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.gemm.problem import MOST_TOKENS, Activation
 from cutekernels.ops.norm_linear.chain import linear_then_gate, norm_then_linear
-from cutekernels.ops.norm_linear.op import LINEAR_SILU_MUL, RMS_NORM_LINEAR, NormLinear
+from cutekernels.ops.norm_linear.op import LINEAR_SILU_MUL, RMS_NORM_LINEAR
 from cutekernels.ops.norm_linear.problem import NormLinearConfig
 from cutekernels.ops.norms.api import rms_norm
 from cutekernels.ops.shared.calls import call, register
@@ -27,27 +27,33 @@ from cutekernels.ops.shared.registration import autocasting, transformed
 from cutekernels.quant.weight import QuantizedWeight
 
 
+class _Options(TypedDict, total=False):
+    eps: float
+    rstd: Tensor | None
+    activation: Activation | None
+    exact: bool
+    out: Tensor | None
+    config: NormLinearConfig | str | None
+
+
+_Weight = Tensor | QuantizedWeight
+
+
 # fmt: off
 @overload
 def rms_norm_linear(
-    x: Tensor, norm_weight: Tensor | None, weight: Tensor | QuantizedWeight, bias: Tensor | None = ..., *,
-    eps: float = ...,
-    residual: None = ..., rstd: Tensor | None = ..., activation: Activation | None = ..., exact: bool = ...,
-    out: Tensor | None = ..., config: NormLinearConfig | str | None = ...,
+    x: Tensor, norm_weight: Tensor | None, weight: _Weight, bias: Tensor | None = ..., *, residual: None = ...,
+    **options: Unpack[_Options],
 ) -> Tensor: ...
 @overload
 def rms_norm_linear(
-    x: Tensor, norm_weight: Tensor | None, weight: Tensor | QuantizedWeight, bias: Tensor | None = ..., *,
-    eps: float = ...,
-    residual: Tensor, rstd: Tensor | None = ..., activation: Activation | None = ..., exact: bool = ...,
-    out: Tensor | None = ..., config: NormLinearConfig | str | None = ...,
+    x: Tensor, norm_weight: Tensor | None, weight: _Weight, bias: Tensor | None = ..., *, residual: Tensor,
+    **options: Unpack[_Options],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def rms_norm_linear(
-    x: Tensor, norm_weight: Tensor | None, weight: Tensor | QuantizedWeight, bias: Tensor | None = ..., *,
-    eps: float = ...,
-    residual: Tensor | None, rstd: Tensor | None = ..., activation: Activation | None = ..., exact: bool = ...,
-    out: Tensor | None = ..., config: NormLinearConfig | str | None = ...,
+    x: Tensor, norm_weight: Tensor | None, weight: _Weight, bias: Tensor | None = ..., *, residual: Tensor | None,
+    **options: Unpack[_Options],
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 # fmt: on
 def rms_norm_linear(
@@ -123,14 +129,9 @@ def rms_norm_linear(
                 x, norm_weight, weight, bias, rstd, eps, activation, residual=residual, exact=exact, out=out
             )
         return y if residual is None else (y, u)
-    return _call(
-        RMS_NORM_LINEAR,
-        (x, norm_weight, weight, bias, rstd),
-        ("none" if activation is None else activation,),
-        eps,
-        out,
-        config,
-    )
+    inputs, results = (x, norm_weight, weight, bias, rstd), None if out is None else (out,)
+    options = ("none" if activation is None else activation,)
+    return call(RMS_NORM_LINEAR, inputs, options, (eps,), config=config, out=results)[0]
 
 
 def linear_silu_mul(
@@ -200,7 +201,8 @@ def linear_silu_mul(
                 return linear_then_gate(x, w_gate_up, norm_weight, eps, norm, out=out)
             if norm:
                 x, norm_weight, norm = rms_norm(x, norm_weight, eps=eps), None, False
-    return _call(LINEAR_SILU_MUL, (x, w_gate_up, norm_weight), (norm,), eps, out, config)
+    results = None if out is None else (out,)
+    return call(LINEAR_SILU_MUL, (x, w_gate_up, norm_weight), (norm,), (eps,), config=config, out=results)[0]
 
 
 def fold(norm_weight: Tensor, weight: Tensor) -> Tensor:
@@ -258,17 +260,6 @@ def _check_tensors(op: str, *, optional: bool = False, **tensors: Tensor | None)
 def _uncast(x: Tensor, out: Tensor | None) -> AbstractContextManager[object]:
     """The chain's types are those of its operands where it writes to ``out``, under autocast too."""
     return nullcontext() if out is None or not autocasting() else torch.autocast(x.device.type, enabled=False)
-
-
-def _call(
-    op: NormLinear[Any],
-    inputs: tuple[Tensor | None, ...],
-    options: tuple[Any, ...],
-    eps: float,
-    out: Tensor | None,
-    config: NormLinearConfig | str | None,
-) -> Tensor:
-    return call(op, inputs, options, (eps,), config=config, out=None if out is None else (out,))[0]
 
 
 # ---- torch.library --------------------------------------------------------------------------------------

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import math
 import sys
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.optimizer.op import ADAMW_STEP, UPDATED, AdamWConfig, Hyper
-from cutekernels.ops.shared.calls import places, register, register_inplace, run
+from cutekernels.ops.shared.calls import call, places, register, register_inplace
 from cutekernels.ops.shared.checks import (
     check_flag,
     check_number,
@@ -24,7 +23,7 @@ from cutekernels.ops.shared.checks import (
     present,
     said,
 )
-from cutekernels.ops.shared.registration import direct, refuse_duals, transformed
+from cutekernels.ops.shared.registration import refuse_duals, transformed
 from cutekernels.ops.shared.strides import is_dense, walk
 
 _MOST_STEPS = int(sys.float_info.max)  # the corrections are computed in floats
@@ -88,35 +87,31 @@ def adamw_step(
     if torch.is_grad_enabled() and any(t.requires_grad for t in present(inputs)):
         raise UnsupportedProblem("adamw_step is not differentiable: call it under torch.no_grad()")
     refuse_duals("adamw_step", inputs)
-    runs = [t for t in inputs[:5] if t is not None]
+
+    def update(inputs: tuple[Tensor | None, ...]) -> None:
+        results = places(inputs, UPDATED)
+        call(ADAMW_STEP, inputs, (maximize,), tuple(hyper), config=config, out=results, in_place=True)
+
+    runs = present(inputs[:5])
     if not all(walk(t) == walk(param) and is_dense(t) for t in runs):
         results = places(inputs, UPDATED)
         check_results(results)
         if not (torch.compiler.is_compiling() or transformed() or any(map(_placeless, present(inputs)))):
             check_overlap(ADAMW_STEP, results, inputs)  # copies would hide it
         copies = [None if t is None else t.contiguous() for t in inputs[:5]]
-        _launched((*copies, steps, rates), maximize, hyper, config)
+        update((*copies, steps, rates))
         for i in UPDATED:
             target, source = inputs[i], copies[i]
             if target is not None and source is not None and target is not source:
                 target.copy_(source)
         return param
-    _launched(inputs, maximize, hyper, config)
+    update(inputs)
     return param
 
 
 def _placeless(t: Tensor) -> bool:
     """Whether ``t`` may have no address: on meta, or a fake."""
     return t.is_meta or type(t) not in (Tensor, torch.nn.Parameter)
-
-
-def _launched(inputs: tuple[Tensor | None, ...], maximize: bool, hyper: Hyper, config: Any) -> None:
-    if direct(*inputs):
-        results = tuple([inputs[0].new_empty(0) if inputs[i] is None else inputs[i] for i in UPDATED])  # type: ignore[union-attr]
-        run(ADAMW_STEP, results, inputs, options=(maximize,), scalars=hyper, config=config)  # type: ignore[arg-type]
-    else:
-        text = None if config is None else str(config)
-        torch.ops.cutekernels.adamw_step_inplace(*inputs, maximize, *hyper, text)
 
 
 def check_hyper(lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:

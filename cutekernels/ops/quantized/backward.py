@@ -20,7 +20,7 @@ from cutekernels.ops.quantized.decode import DEQUANTIZE, check_weight, rows_of_s
 from cutekernels.ops.shared.calls import run
 from cutekernels.ops.shared.checks import check_results
 from cutekernels.ops.shared.dtypes import GPU_DTYPES
-from cutekernels.ops.shared.registration import define_with_out
+from cutekernels.ops.shared.registration import define_with_out, splitting
 from cutekernels.quant.layout import TILE
 from cutekernels.quant.weight import QuantizedWeight
 
@@ -126,6 +126,6 @@ BACKWARD_PATH = define_with_out(
     NAME,
     "Tensor dout, Tensor packed, Tensor scales, Tensor? zeros",
     "str code, int group, int n, int k",
-    (_cuda, _cpu, _fake),
+    splitting(4, _cuda, _cpu, _fake),
     results=("dx",),
 )

@@ -6,7 +6,7 @@ op, and the op is differentiable any number of times.
 
 from __future__ import annotations
 
-from typing import Any, overload
+from typing import Any, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -17,21 +17,21 @@ from cutekernels.ops.shared.calls import call, refuse_others, register, register
 from cutekernels.ops.shared.checks import check_flag, said
 
 
+class _Options(TypedDict, total=False):
+    interleaved: bool
+    positions: Tensor | int | None
+    inplace: bool
+    config: RopeConfig | str | None
+
+
 # fmt: off
 @overload
-def rope(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = ...,
-    positions: Tensor | int | None = ..., inplace: bool = ..., config: RopeConfig | str | None = ...,
-) -> tuple[Tensor, Tensor]: ...
+def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, **options: Unpack[_Options]) -> tuple[Tensor, Tensor]: ...
+@overload
+def rope(q: Tensor, k: None, cos: Tensor, sin: Tensor, **options: Unpack[_Options]) -> tuple[Tensor, None]: ...
 @overload
 def rope(
-    q: Tensor, k: None, cos: Tensor, sin: Tensor, *, interleaved: bool = ...,
-    positions: Tensor | int | None = ..., inplace: bool = ..., config: RopeConfig | str | None = ...,
-) -> tuple[Tensor, None]: ...
-@overload
-def rope(
-    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, *, interleaved: bool = ...,
-    positions: Tensor | int | None = ..., inplace: bool = ..., config: RopeConfig | str | None = ...,
+    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, **options: Unpack[_Options]
 ) -> tuple[Tensor, Tensor | None]: ...
 # fmt: on
 def rope(

@@ -31,6 +31,8 @@ except (ImportError, AttributeError):  # another home in some other torch: every
 
 Tensors = tuple[Tensor, ...]
 Inputs = tuple[Tensor | None, ...]
+Given = tuple[Tensors | None, Inputs, tuple[Any, ...], tuple[Any, ...], Any]
+"""A call's results, None for those to be allocated, its inputs, options, scalars and config."""
 Fire = Callable[[list[int], tuple[Any, ...]], None]  # (addresses of the operands, scalars)
 
 MOST_CALLS = 4096  # entries of a table, which begins anew when it is full
@@ -136,8 +138,13 @@ class CallCache:
         options: tuple[object, ...],
         scalars: tuple[Any, ...] = (),
         config: object = None,
+        differentiated: Callable[..., Any] | None = None,
     ) -> Tensors | None:
-        """The results of a call like one of the last with its last operand; None for others, and nothing was done."""
+        """The results of a call like one of the last with its last operand; None for others, and nothing was done.
+
+        ``differentiated``: a Function around the launch, where gradients are wanted. It gets the found call behind the
+        inputs, and returns one result or more.
+        """
         if _traced_by_dynamo() or forward_ad._current_level >= 0:
             return None
         operands = inputs if results is None else results + inputs
@@ -145,22 +152,30 @@ class CallCache:
             addresses = [0 if t is None else t.data_ptr() for t in operands]
         except RuntimeError:  # a tensor without memory of its own
             return None
-        last = addresses[-1] or _last(addresses)
+        last = addresses[-1] or next(filter(None, reversed(addresses)), 0)
         found = self.recent.get(last if results is None else ~last)
         if found is None:
             return None
         for guard, its_options, its_config, absent, terms, known, call in found:
             if its_options != options or its_config is not config:
                 continue
-            if terms is not None and ((terms[0] and _is_grad_enabled()) or terms[1] != _current_device()):
+            if terms is not None and (
+                (terms[0] and differentiated is None and _is_grad_enabled()) or terms[1] != _current_device()
+            ):
                 continue
             if not absent:
                 if not guard(*operands):
                     continue
-            elif _absent(operands) != absent or not guard(*[t for t in operands if t is not None]):
+            elif [i for i, t in enumerate(operands) if t is None] != absent or not guard(
+                *[t for t in operands if t is not None]
+            ):
                 continue
             if addresses != known and not call.fits(operands, addresses, known):
                 continue
+            if differentiated is not None:
+                arguments = (*inputs, *options, *scalars, None)
+                made = differentiated(*inputs, (call, inputs, addresses, scalars, arguments))
+                return (made,) if len(call.fresh) == 1 else made
             if results is None or call.fire is None or call.fresh:
                 return call.run(results, inputs, addresses, scalars)
             call.fire(addresses, scalars)
@@ -168,77 +183,69 @@ class CallCache:
             return results
         return None
 
-    def recall(
-        self,
-        results: Tensors | None,
-        inputs: Inputs,
-        options: tuple[object, ...],
-        scalars: tuple[Any, ...] = (),
-        config: object = None,
-    ) -> Tensors | None:
+    def recall(self, given: Given) -> Tensors | None:
         """:meth:`replay` for a call like any that was added: by its key, on whatever device."""
-        operands = inputs if results is None else (*results, *inputs)
+        call = self.find(given)
+        if call is None:
+            return None
+        operands = _operands(given)
+        addresses = _addresses(operands)
+        return None if collide(call.pairs, operands, addresses) else self._made(call, given, operands, addresses)
+
+    def find(self, given: Given) -> Call | None:
+        """The call that was added, or kept, for one like this."""
         try:
-            addresses = [0 if t is None else t.data_ptr() for t in operands]
-            call = self.calls.get(cache_key(operands, addresses, options, config))
+            return self.calls.get(cache_key(given))
         except (RuntimeError, TypeError):  # tensors without strides or memory, options without a hash
             return None
-        if call is None or collide(call.pairs, operands, addresses):
-            return None
-        return self._made(call, results, inputs, addresses, options, scalars, config)
 
-    def add(
-        self,
-        call: Call,
-        results: Tensors | None,
-        inputs: Inputs,
-        options: tuple[object, ...],
-        scalars: tuple[Any, ...] = (),
-        config: object = None,
-    ) -> Tensors:
-        """Makes ``call`` and has calls like it replayed from now on. Its operands have been checked."""
-        operands = inputs if results is None else (*results, *inputs)
-        addresses = [0 if t is None else t.data_ptr() for t in operands]
-        key = cache_key(operands, addresses, options, config)
-        hash(key)  # options without a hash fail before anything is launched
-        made = self._made(call, results, inputs, addresses, options, scalars, config)
+    def keep(self, call: Call, given: Given) -> None:
+        """Has calls like this recalled as ``call`` from now on."""
+        key = cache_key(given)
         if key is not None:
             _keep(self.calls, key, call)
+
+    def add(self, call: Call, given: Given) -> Tensors:
+        """Makes ``call`` and has calls like it replayed from now on. Its operands have been checked."""
+        hash(cache_key(given))  # options without a hash fail before anything is launched
+        operands = _operands(given)
+        made = self._made(call, given, operands, _addresses(operands))
+        self.keep(call, given)
         return made
 
-    def _made(
-        self,
-        call: Call,
-        results: Tensors | None,
-        inputs: Inputs,
-        addresses: list[int],
-        options: tuple[object, ...],
-        scalars: tuple[Any, ...],
-        config: object,
-    ) -> Tensors:
+    def _made(self, call: Call, given: Given, operands: Inputs, addresses: list[int]) -> Tensors:
         """Runs ``call`` on its device and guards the next one of the same last operand."""
+        results, inputs, options, scalars, config = given
         known = list(addresses)
         if call.device == _current_device():
             made = call.run(results, inputs, addresses, scalars)
         else:
             with torch.cuda.device(call.device):
                 made = call.run(results, inputs, addresses, scalars)
-        operands = inputs if results is None else (*results, *inputs)
-        given = [t for t in operands if t is not None]
-        if call.launch is None or len(set(map(id, given))) < len(given):  # no guard passes one tensor in two places
+        there = [t for t in operands if t is not None]
+        if call.launch is None or len(set(map(id, there))) < len(there):  # no guard passes one tensor in two places
             return made
-        last = _last(known)
+        last = next(filter(None, reversed(known)), 0)
         place = last if results is None else ~last
         changes = self._changes.get(place, 0)
         if TensorGuards is None or changes > MOST_CHANGES:
             self.recent.pop(place, None)
         else:
             _keep(self._changes, place, changes + 1)
-            graded = any(t.requires_grad for t in given)
+            graded = any(t.requires_grad for t in there)
             terms = (graded, call.device) if graded or torch.cuda.device_count() != 1 else None
-            recent = guard_of(given), options, config, _absent(operands), terms, known, call
+            absent = [i for i, t in enumerate(operands) if t is None]
+            recent = guard_of(there), options, config, absent, terms, known, call
             _keep(self.recent, place, [recent, *self.recent.get(place, ())[: MOST_GUARDS - 1]])
         return made
+
+
+def _operands(given: Given) -> Inputs:
+    return given[1] if given[0] is None else (*given[0], *given[1])
+
+
+def _addresses(operands: Inputs) -> list[int]:
+    return [0 if t is None else t.data_ptr() for t in operands]
 
 
 _caches: list[CallCache] = []
@@ -253,18 +260,17 @@ def forget() -> None:
 dispatch.on_reload(forget)
 
 
-def cache_key(
-    operands: Inputs, addresses: Sequence[int], options: tuple[object, ...], config: object
-) -> tuple[object, ...] | None:
+def cache_key(given: Given) -> tuple[object, ...] | None:
     """All that a plan depends on. None where memory does not hold an operand's values, so that torch has to step in."""
-    facts: list[object] = [options, config]
-    for t, address in zip(operands, addresses, strict=True):
+    facts: list[object] = [given[2], given[4]]
+    for t in _operands(given):
         if t is None:
             facts.append(None)
-        elif t.is_neg() or (not address and t.numel()):
+            continue
+        address = t.data_ptr()
+        if t.is_neg() or (not address and t.numel()):
             return None
-        else:
-            facts += (t.shape, t.stride(), t.dtype, t.get_device(), address & _UNALIGNED)
+        facts += (t.shape, t.stride(), t.dtype, t.get_device(), address & _UNALIGNED)
     return tuple(facts)
 
 
@@ -303,11 +309,3 @@ def _keep(table: dict[Any, Any], key: object, value: object) -> None:
     if len(table) >= MOST_CALLS:
         table.clear()
     table[key] = value
-
-
-def _last(addresses: Sequence[int]) -> int:
-    return next(filter(None, reversed(addresses)), 0)
-
-
-def _absent(operands: Inputs) -> list[int]:
-    return [i for i, t in enumerate(operands) if t is None]

@@ -8,6 +8,7 @@ whose end is :func:`run`, which checks, poses, plans, launches and remembers. :f
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,18 +17,13 @@ from torch import Tensor
 from cutekernels import dispatch
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import C, P, Scalar
-from cutekernels.ops.shared.call_cache import Call, empty_copy, stand_ins
+from cutekernels.ops.shared.call_cache import Call, Given, empty_copy, stand_ins
 from cutekernels.ops.shared.checks import check_arguments, check_overlap, check_tensor, pairs_of, present
 from cutekernels.ops.shared.registration import (
     PLAIN,
-    Autocast,
-    Gradient,
-    Remember,
-    autocasting,
     define,
     define_with_out,
     direct,
-    plain,
     refuse_gradient,
 )
 from cutekernels.ops.shared.tensor_op import TensorOp
@@ -64,12 +60,10 @@ def call(
             return (results,) if len(op.results) == 1 else tuple(results)
     else:
         try:
-            if is_grad_enabled() and any_requires_grad(*inputs):
-                if out is None and config is None and plain(inputs) and not autocasting():
-                    results = op.path.differentiated(*inputs, *options, *scalars, None)
-                    return (results,) if len(op.results) == 1 else results
-            elif type(inputs[0]) in PLAIN:
-                found = op.calls.replay(out, inputs, options, scalars, config)
+            graded = is_grad_enabled() and any_requires_grad(*inputs)
+            if type(inputs[0]) in PLAIN and not (graded and out is not None):
+                differentiated = op.path.differentiated if graded else None
+                found = op.calls.replay(out, inputs, options, scalars, config, differentiated)
                 if found is not None:
                     return found
             if not inputs[0].is_cuda:  # type: ignore[union-attr]
@@ -87,10 +81,8 @@ def call(
             raise
         refuse_others(op, inputs, out, (*options, *scalars))
     refuse_gradient(*inputs, *out)
-    if in_place:
-        getattr(torch.ops.cutekernels, f"{op.name}_inplace")(*inputs, *options, *scalars, text)
-    else:
-        getattr(torch.ops.cutekernels, f"{op.name}_out")(*inputs, *out, *options, *scalars, text)
+    name, places = (f"{op.name}_inplace", ()) if in_place else (f"{op.name}_out", out)
+    getattr(torch.ops.cutekernels, name)(*inputs, *places, *options, *scalars, text)
     return out
 
 
@@ -102,7 +94,7 @@ def refuse_others(
     for name, t in (*zip(op.inputs, inputs, strict=True), *zip(op.results, out or (), strict=False)):
         optional = ("Tensor?", name) in op.kinds or (name in declared and declared[name].optional)
         check_tensor(op.name, name, t, optional=optional)
-    check_arguments(op.name, [kind for kind in op.kinds if not kind[0].startswith("Tensor")], rest)
+    check_arguments(op.name, op.others, rest)
 
 
 # ---- from operands to a launch --------------------------------------------------------------------------
@@ -122,53 +114,34 @@ def run(
     Raises:
         UnsupportedProblem: what ``op.admit`` and ``op.problem`` refuse, and results that overlap inputs.
     """
-    return (
-        op.calls.replay(results, inputs, options, scalars, config)
-        or op.calls.recall(results, inputs, options, scalars, config)
-        or _first(op, results, inputs, options, scalars, config)
-    )
+    call = results, inputs, options, scalars, config
+    return op.calls.replay(*call) or op.calls.recall(call) or _first(op, call)
 
 
-def _first(
-    op: TensorOp[P, C],
-    results: tuple[Tensor, ...] | None,
-    inputs: tuple[Tensor | None, ...],
-    options: tuple[Scalar, ...],
-    scalars: tuple[float, ...],
-    config: C | str | None,
-) -> tuple[Tensor, ...]:
+def _first(op: TensorOp[Any, Any], call: Given) -> tuple[Tensor, ...]:
     """The first call of its kind: checked, planned, made and cached."""
-    given = (*(results or ()), *inputs)
-    check_arguments(op.name, [kind for kind in op.kinds if not kind[0].startswith("Tensor")], (*options, *scalars))
-    if any(t is not None and t.is_neg() for t in given):
+    results, inputs, options, scalars, config = call
+    check_arguments(op.name, op.others, (*options, *scalars))
+    if any(t.is_neg() for t in present((*(results or ()), *inputs))):
         raise UnsupportedProblem(f"{op.name} reads memory as it lies, not negated: call resolve_neg() first")
-    call = _planned(op, results, inputs, dict(zip(op.options, options, strict=True)), len(scalars), config)
+    first = planned(op, inputs, results, options, len(scalars), config)
     if results is not None:
         check_overlap(op, results, inputs)
-    return op.calls.add(call, results, inputs, options, scalars, config)
+    return op.calls.add(first, call)
 
 
 def planned(
     op: TensorOp[P, C],
     inputs: tuple[Tensor | None, ...],
-    results: tuple[Tensor, ...] | None = None,
+    given: tuple[Tensor, ...] | None = None,
     options: tuple[Scalar, ...] = (),
+    scalars: int = 0,
+    config: C | str | None = None,
 ) -> Call:
-    """The call of ``inputs``, for an op without scalars; it allocates its results unless they are given."""
-    return _planned(op, results, inputs, dict(zip(op.options, options, strict=True)), 0, None)
-
-
-def _planned(
-    op: TensorOp[P, C],
-    given: tuple[Tensor, ...] | None,
-    inputs: tuple[Tensor | None, ...],
-    options: dict[str, Scalar],
-    scalars: int,
-    config: C | str | None,
-) -> Call:
-    """Refuses what no kernel takes, and plans the rest."""
-    op.admit(inputs, given or (), **options)
-    fresh = () if given is not None else op.fresh(*[None if t is None else _dense(t) for t in inputs], **options)
+    """The call of ``inputs``; it allocates its results unless they are ``given``. Refuses what no kernel takes."""
+    chosen = dict(zip(op.options, options, strict=True))
+    op.admit(inputs, given or (), **chosen)
+    fresh = () if given is not None else op.fresh(*[None if t is None else _dense(t) for t in inputs], **chosen)
     results = fresh if given is None else given
     pairs = () if given is None else pairs_of(op, given, inputs)
     if all(t.numel() == 0 for t in results):
@@ -177,7 +150,7 @@ def _planned(
     names = (*op.results, *op.inputs)
     copied = [t is not None and not op.takes(name, t) for name, t in zip(names, operands, strict=True)]
     posed = [_dense(t) if copy and t is not None else t for t, copy in zip(operands, copied, strict=True)]
-    problem = op.problem(*posed, **options)
+    problem = op.problem(*posed, **chosen)
     device = present(inputs)[0].get_device()
     with torch.cuda.device(device):
         launch = dispatch.plan(op, problem, device, config).launch
@@ -202,57 +175,22 @@ def _dense(t: Tensor) -> Tensor:
 # ---- the way through torch ------------------------------------------------------------------------------
 
 
-def register(
-    op: TensorOp[Any, Any],
-    *,
-    gradient: Gradient | None = None,
-    remember: Remember | None = None,
-    autocast: Autocast | None = None,
-    kept: Sequence[int] = (),
-) -> None:
+def register(op: TensorOp[Any, Any], **path: Any) -> None:
     """Defines ``op.name(schema, str? config=None) -> results`` and ``op.name + "_out"``, and sets ``op.path``.
 
-    The second takes the results behind the inputs. Without ``gradient`` a backward is refused with a clear error.
+    The second takes the results behind the inputs. ``path``: gradient, remember, autocast and kept, as :class:`Path`
+    has them.
     """
     words, n, r = op.schema.split(", "), len(op.inputs), len(op.results)
-    returns = "Tensor" if r == 1 else "(" + ", ".join(["Tensor"] * r) + ")"
     op.path = define_with_out(
         op.name,
         ", ".join(words[:n]),
         ", ".join([*words[n:], "str? config=None"]),
-        _implementations(op),
+        partial(_implementations, op),
         results=op.results,
-        returns=(returns, "()"),
-        launches=_launched(op),
-        gradient=gradient,
-        remember=remember,
-        autocast=autocast,
-        kept=kept,
+        returns=("Tensor" if r == 1 else f"({', '.join(['Tensor'] * r)})", "()"),
+        **path,
     )
-
-
-def _launched(op: TensorOp[Any, Any]) -> tuple[Callable[..., Any], Callable[..., None]]:
-    """``launch(*inputs, *options, *scalars, config)`` on a GPU, and the same with results behind the inputs.
-
-    With as few calls on the way as there can be.
-    """
-    n, r = len(op.inputs), len(op.results)
-    i = n + r
-    m = n + len(op.options)
-    k = m + len(op.scalars)
-    replay, recall, single = op.calls.replay, op.calls.recall, len(op.results) == 1
-
-    def launch(*args: Any) -> Any:
-        call = None, args[:n], args[n:m], args[m:k], args[k]
-        made = replay(*call) or recall(*call) or _first(op, *call)
-        return made[0] if single else made
-
-    def launch_into(*args: Any) -> None:
-        call = args[n:i], args[:n], args[i : m + r], args[m + r : k + r], args[k + r]
-        if replay(*call) is None and recall(*call) is None:
-            _first(op, *call)
-
-    return launch, launch_into
 
 
 def register_inplace(op: TensorOp[Any, Any], updated: Sequence[int]) -> None:
@@ -278,9 +216,13 @@ def register_updating(
     """Defines ``op.name + arguments -> ()``, for GPU, CPU and fakes: ``split(*tensors)`` is (results, inputs)."""
 
     def updating(f: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args: f(*split(*args[:tensors]), *args[tensors:])
+        def update(*args: Any) -> None:
+            results, inputs = split(*args[:tensors])
+            f(*inputs, *results, *args[tensors:])
 
-    define(f"{op.name}{arguments} -> ()", *map(updating, _implementations(op)))
+        return update
+
+    define(f"{op.name}{arguments} -> ()", *map(updating, _implementations(op, len(op.results))))
 
 
 def places(inputs: Sequence[Tensor | None], updated: Sequence[int]) -> tuple[Tensor, ...]:
@@ -290,34 +232,41 @@ def places(inputs: Sequence[Tensor | None], updated: Sequence[int]) -> tuple[Ten
     return tuple([first.new_empty(0) if (t := inputs[i]) is None else t for i in updated])
 
 
-def _implementations(op: TensorOp[Any, Any]) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
-    """``op`` on the GPU, on the CPU and of fakes, as :data:`~cutekernels.ops.shared.registration.Implementation`."""
-    o, s = len(op.options), len(op.scalars)
-    floating = [kind == "float" for kind, _ in op.kinds[len(op.kinds) - s :]]
+def _implementations(op: TensorOp[Any, Any], given: int) -> tuple[Callable[..., Any], ...]:
+    """``op`` on the GPU, on the CPU and of fakes: ``(*inputs, *results, *options, *scalars, config)``, with so many
+    results ``given``. Torch leaves out a config of None.
+    """
+    n = len(op.inputs)
+    i, m = n + given, n + given + len(op.options)
+    k, single = m + len(op.scalars), len(op.results) == 1
+    replay, recall = op.calls.replay, op.calls.recall
+    floating = [kind == "float" for kind, _ in op.others[len(op.options) :]]
 
-    def returned(given: tuple[Tensor, ...] | None, results: tuple[Tensor, ...]) -> Any:
-        return None if given is not None else results[0] if len(results) == 1 else results
+    def split(args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Results, inputs, options by name and scalars of arguments that the op admits."""
+        results, inputs, options = args[n:i], args[:n], dict(zip(op.options, args[i:m], strict=True))
+        op.admit(inputs, results, **options)
+        return results, inputs, options, args[m:k]
 
-    def admitted(given: tuple[Tensor, ...] | None, inputs: tuple[Any, ...], rest: tuple[Any, ...]) -> dict[str, Any]:
-        options = dict(zip(op.options, rest[:o], strict=True))
-        op.admit(inputs, given or (), **options)
-        return options
+    def returned(made: tuple[Tensor, ...]) -> Any:
+        return None if given else made[0] if single else made
 
-    def cuda(given: tuple[Tensor, ...] | None, inputs: tuple[Any, ...], *rest: Any) -> Any:
-        config = rest[o + s] if len(rest) > o + s else None
-        return returned(given, run(op, given, inputs, options=rest[:o], scalars=rest[o : o + s], config=config))
+    def cuda(*args: Any) -> Any:
+        config = args[k] if len(args) > k else None
+        call = args[n:i] if given else None, args[:n], args[i:m], args[m:k], config
+        return returned(replay(*call) or recall(call) or _first(op, call))
 
-    def cpu(given: tuple[Tensor, ...] | None, inputs: tuple[Any, ...], *rest: Any) -> Any:
-        options = admitted(given, inputs, rest)
-        args = (*inputs, *[float(x) if floats else x for x, floats in zip(rest[o : o + s], floating, strict=True)])
-        if given is None:
-            return returned(None, tuple([t.contiguous() for t in op.evaluate(*args, **options)]))
-        check_overlap(op, given, inputs)
-        op.update(given, args, **options)
+    def cpu(*args: Any) -> Any:
+        results, inputs, options, scalars = split(args)
+        numbers = [float(x) if floats else x for x, floats in zip(scalars, floating, strict=True)]
+        if not given:
+            return returned(tuple([t.contiguous() for t in op.evaluate(*inputs, *numbers, **options)]))
+        check_overlap(op, results, inputs)
+        op.update(results, (*inputs, *numbers), **options)
         return None
 
-    def fake(given: tuple[Tensor, ...] | None, inputs: tuple[Any, ...], *rest: Any) -> Any:
-        options = admitted(given, inputs, rest)
-        return None if given is not None else returned(None, op.fresh(*inputs, **options))
+    def fake(*args: Any) -> Any:
+        _, inputs, options, _ = split(args)
+        return None if given else returned(op.fresh(*inputs, **options))
 
     return cuda, cpu, fake

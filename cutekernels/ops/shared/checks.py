@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Op
 from cutekernels.ops.shared.dtypes import GPU_DTYPES
-from cutekernels.ops.shared.strides import Pair, collide, overlaps_itself, pairs
+from cutekernels.ops.shared.strides import Pair, collide, overlaps_itself, pairs, relation
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -165,6 +165,25 @@ def check_alike(
                     f"{op.name} takes operands of one {name}; got {getattr(first, name)} and {getattr(t, name)}: "
                     "expand or convert one explicitly"
                 )
+
+
+def check_fits(out: Tensor, shape: Sequence[int], like: Tensor) -> None:
+    """Refuses an ``out`` that is not of ``shape``, with the type and device of ``like``."""
+    if tuple(out.shape) != tuple(shape) or out.dtype != like.dtype or out.device != like.device:
+        raise UnsupportedProblem(
+            f"out must be {tuple(shape)}, {like.dtype}, on {like.device}; it is {tuple(out.shape)}, {out.dtype}, on "
+            f"{out.device}"
+        )
+
+
+def check_apart(out: Tensor, operands: Iterable[tuple[str, Tensor | None]], in_place: str = "") -> None:
+    """Refuses an ``out`` that overlaps itself or an operand; that ``in_place`` it may be, element upon element."""
+    if overlaps_itself(out):
+        raise UnsupportedProblem(f"out must not overlap itself; its strides are {out.stride()}: give it dense memory")
+    for name, t in operands:
+        how = "apart" if t is None else relation(out, t)
+        if how == "overlap" or (how == "same" and name != in_place):
+            raise UnsupportedProblem(f"out overlaps {name}: give it memory of its own")
 
 
 def check_results(results: Sequence[Tensor]) -> None:

@@ -69,14 +69,14 @@ class Operand:
 
     def walk(self, t: Tensor) -> tuple[int, ...]:
         """The strides that kernels are told: 0 along an axis of one element that is never walked, a last one as 1."""
-        if len(self.axes) == 2 and not self.axes[1].endswith("?"):
-            found = matrix(t.shape, t.stride())
+        if (len(self.axes) == 2 and not self.axes[1].endswith("?")) or (len(self.axes) == 1 and self.leads):
+            found = self._matrix(t)
             if found is None:
                 raise UnsupportedProblem(
                     f"leading dimensions must be walked by one stride; strides {t.stride()} of shape {tuple(t.shape)} "
                     "are not: pass a contiguous copy"
                 )
-            return found[2:]
+            return found[2 : 2 + len(self.axes)]
         if not self.axes:
             return ()
         *outer, last = [(n, s) for n, s in zip(t.shape, t.stride(), strict=True)]
@@ -93,7 +93,12 @@ class Operand:
             return t.is_contiguous()
         if not self.leads:
             return len(self.strides) == len(self.axes) or self.walk(t)[-1] == 1
-        return len(self.axes) != 2 or matrix(t.shape, t.stride()) is not None
+        return len(self.axes) > 2 or self._matrix(t) is not None
+
+    def _matrix(self, t: Tensor) -> tuple[int, int, int, int] | None:
+        """``t`` as rows and columns; flattened alone, its rows have one column each."""
+        column = (1,) * (len(self.axes) == 1)
+        return matrix((*t.shape, *column), (*t.stride(), *column))
 
     def describe(self) -> str:
         """Its shape in words: ``(..., cols)``."""

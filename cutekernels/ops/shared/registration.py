@@ -124,19 +124,10 @@ class Path:
         keep = remember or _nothing
         backward = gradient or no_gradient(self.name)
 
-        class Traced(Function):
-            """In the form that torch.func takes, of ops."""
-
-            generate_vmap_rule = True
-            forward = staticmethod(op)
-
-            @staticmethod
-            def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-                keep(ctx, inputs, output)
-
-        Traced.__name__ = Traced.__qualname__ = self.name
-        Traced.backward = staticmethod(backward)  # type: ignore[method-assign]
-        self._traced: Callable[..., Any] = Traced.apply
+        # In the form that torch.func takes, of ops.
+        traced = _function(self.name, backward, forward=op, setup_context=keep)
+        traced.generate_vmap_rule = True
+        self._traced: Callable[..., Any] = traced.apply
         self.differentiated = _eager(self.name, self._gpu, keep, backward)
         self._differentiated_on_cpu = _eager(self.name, self._cpu, keep, backward)
 
@@ -185,16 +176,23 @@ class Path:
 def _eager(name: str, kernel: Callable[..., Any], keep: Remember, backward: Gradient) -> Callable[..., Any]:
     """``kernel`` with a gradient, in the form whose apply is cheapest; never seen by Dynamo or torch.func."""
 
-    class Eager(Function):
-        @staticmethod
-        def forward(ctx: Any, *args: Any) -> Any:
+    def forward(ctx: Any, *args: Any) -> Any:
+        if type(args[-1]) is tuple:  # a call that ``CallCache.replay`` found; autograd takes None beyond its arguments
+            call, inputs, addresses, scalars, args = args[-1]
+            made = call.run(None, inputs, addresses, scalars)
+            made = made[0] if len(made) == 1 else made
+        else:
             made = kernel(*args)
-            keep(ctx, args, made)
-            return made
+        keep(ctx, args, made)
+        return made
 
-    Eager.__name__ = Eager.__qualname__ = name
-    Eager.backward = staticmethod(backward)  # type: ignore[method-assign]
-    return super(Function, Eager).apply  # Function.apply adds 1 us for torch.func
+    # Function.apply adds 1 us for torch.func.
+    return super(Function, _function(name, backward, forward=forward)).apply  # type: ignore[no-any-return]
+
+
+def _function(name: str, backward: Gradient, **methods: Callable[..., Any]) -> Any:
+    """A Function that autograd's graph calls ``name``."""
+    return type(name, (Function,), {key: staticmethod(f) for key, f in (methods | {"backward": backward}).items()})
 
 
 def _nothing(ctx: Any, args: tuple[Any, ...], output: Any) -> None:
@@ -244,15 +242,13 @@ def define(
     cpu: Callable[..., Any],
     fake: Callable[..., Any],
     *,
-    quick: Callable[..., Any] | None = None,
     into: Any = None,
     inputs: int = 0,
 ) -> Callable[..., Any]:
     """Defines one op of torch's with its three implementations, without autograd; returns it.
 
-    One that writes to its arguments has no gradient; autograd passes it on. ``quick``: a shorter way than ``cuda``, of
-    all arguments, where torch leaves out defaults at the end. ``into``: the op that does the same with
-    its results given behind that many ``inputs``.
+    One that writes to its arguments has no gradient; autograd passes it on. Torch leaves out defaults at the end.
+    ``into``: the op that does the same with its results given behind that many ``inputs``.
     """
     declare: Callable[[str], object] = LIBRARY.define  # torch leaves both untyped
     implement: Callable[[str, Callable[..., object], str], object] = LIBRARY.impl
@@ -262,7 +258,7 @@ def define(
     implement(name, cuda, "CUDA")
     implement(name, cpu, "CPU")
     op = getattr(torch.ops.cutekernels, name).default
-    telling = inductor.lowered(op, quick or cuda, cpu, fake, into, inputs)
+    telling = inductor.lowered(op, cuda, cpu, fake, into, inputs)
     torch.library.register_fake(f"cutekernels::{name}", telling, lib=LIBRARY)
     if "!)" not in schema:
         torch.library.register_vmap(f"cutekernels::{name}", _one_by_one(op), lib=LIBRARY)
@@ -317,40 +313,34 @@ def define_with_out(
     name: str,
     inputs: str,
     options: str,
-    implementations: tuple[Implementation, Implementation, Implementation],
+    implementations: Callable[[int], Sequence[Callable[..., Any]]],
     *,
     results: tuple[str, ...] = ("out",),
     returns: tuple[str, str] = ("Tensor", "()"),
-    launches: tuple[Callable[..., Any], Callable[..., Any] | None] | None = None,
-    gradient: Gradient | None = None,
-    remember: Remember | None = None,
-    autocast: Autocast | None = None,
-    kept: Sequence[int] = (),
+    **path: Any,
 ) -> Path:
     """Defines ``name(inputs, options)`` and ``name_out(inputs, results, options)``; the path of the first.
 
-    ``returns`` are those of the two. ``launches``: shorter ways for both on a GPU, of all arguments. ``gradient``,
-    ``remember``, ``autocast`` and ``kept``: see :class:`Path`.
+    Args:
+        name: of the op.
+        inputs: its tensors, as a schema lists them.
+        options: its other arguments.
+        implementations: those on a GPU, on the CPU and of fakes, with so many results given behind the inputs.
+        results: names of the results.
+        returns: of the two.
+        path: gradient, remember, autocast and kept, as :class:`Path` has them.
     """
-    n = inputs.count(",") + 1
-    places = ", ".join([f"Tensor({chr(ord('a') + i)}!) {result}" for i, result in enumerate(results)])
-    functional = [with_results(f, n, 0) for f in implementations]
-    writing = [with_results(f, n, len(results)) for f in implementations]
-    schema = f"{name}({inputs}, {options}) -> {returns[0]}"
-    quick, quick_out = launches or (None, None)
-    schema_out = f"{name}_out({inputs}, {places}, {options}) -> {returns[1]}"
-    out = define(schema_out, *writing, quick=quick_out)
+    written = ", ".join([f"Tensor({chr(ord('a') + i)}!) {result}" for i, result in enumerate(results)])
+    out = define(f"{name}_out({inputs}, {written}, {options}) -> {returns[1]}", *implementations(len(results)))
+    schema, (cuda, cpu, fake) = f"{name}({inputs}, {options}) -> {returns[0]}", implementations(0)
     into = out if returns[1] == "()" else None
-    op = define(f"_{schema}", *functional, quick=quick, into=into, inputs=n)
-    return Path(
-        schema,
-        (quick or functional[0], functional[1]),
-        op,
-        remember=remember,
-        gradient=gradient,
-        autocast=autocast,
-        kept=kept,
-    )
+    op = define(f"_{schema}", cuda, cpu, fake, into=into, inputs=inputs.count(",") + 1)
+    return Path(schema, (cuda, cpu), op, **path)
+
+
+def splitting(inputs: int, *implementations: Implementation) -> Callable[[int], list[Callable[..., Any]]]:
+    """``implementations`` for :func:`define_with_out`."""
+    return lambda results: [with_results(f, inputs, results) for f in implementations]
 
 
 def with_results(f: Implementation, inputs: int, results: int) -> Callable[..., Any]:

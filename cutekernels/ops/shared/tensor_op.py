@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from cutekernels.op import C, Op, P
-from cutekernels.ops.shared.checks import check_alike, check_dtype, check_results, kinds_of, present
+from cutekernels.ops.shared.checks import kinds_of
 from cutekernels.ops.shared.strides import matrix
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ class TensorOp(Op[P, C]):
 
     def __init__(self) -> None:
         self.kinds = kinds_of(self.schema)
+        self.others = [kind for kind in self.kinds if not kind[0].startswith("Tensor")]
 
     @cached_property
     def calls(self) -> CallCache:
@@ -80,20 +81,6 @@ class TensorOp(Op[P, C]):
 
     def reference(self, p: P, *args: Any) -> tuple[Tensor, ...]:
         return self.evaluate(*args, **{name: getattr(p, name) for name in self.options})
-
-
-class ElementwiseOp(TensorOp[P, C]):
-    """An op over tensors of one shape, dtype and device."""
-
-    def admit(self, inputs: Sequence[Tensor | None], results: Sequence[Tensor] = (), **options: Any) -> None:
-        first, *rest = present(inputs)
-        check_dtype(self, first)
-        check_alike(self, first, [*rest, *results])
-        check_results(results)
-
-    def fresh(self, *inputs: Tensor | None, **options: Any) -> tuple[Tensor, ...]:
-        first = present(inputs)[0]
-        return tuple([first.new_empty(first.shape) for _ in self.results])
 
 
 class Launch:
