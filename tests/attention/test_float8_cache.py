@@ -120,6 +120,7 @@ def test_a_first_prompt_sets_scales_by_head_that_hold_at_every_position(interlea
     torch.testing.assert_close(cache.k_scale, torch.hypot(*halves).amax((0, 2)) * 4 / 448)
     first = [cache.k_scale.clone(), cache.v_scale.clone()]
     cache.reset()
+    k[1], v[1] = k[0], v[0]  # scales are the first sequence's
     cache.append(k * 3, v * 3, cos=cos, sin=sin, q=q, interleaved=interleaved)  # 4 times as large would fit
     cache[0:1].append(k[:1, :1], v[:1, :1])
     assert all(torch.equal(a, b) for a, b in zip(first, (cache.k_scale, cache.v_scale), strict=True))
