@@ -56,6 +56,7 @@ class Coefficients:
         shared: of smem_bytes_per_us, for what MMAs read and what arrives.
         apart: factor where a cluster shares the operand of fewer rows, which the L2 holds anyway.
         epilogue: bytes per output element, at sm_bytes_per_us.
+        gate: a gated result's epilogue to a plain one's; 1.0 and 1.5 fit 14 pairs of runs alike.
         single: what a single box of results adds to an epilogue, as its share; half of that where groups take turns.
         latency: of exchange_us, for a load that comes back while the other stages are multiplied.
         sharpness: exponent of the mean of a k-tile's four times.
@@ -69,6 +70,7 @@ class Coefficients:
     shared: float = 1.4
     apart: float = 1.048
     epilogue: float = 5.5e-5 * 99e3
+    gate: float = 1.5
     single: float = 0.2
     latency: float = 1.1 / 0.63
     sharpness: float = 8.2
@@ -243,7 +245,7 @@ class Warpgroup(GemmSchedule, Prefetches):
         awaited = own.latency * rate.exchange_us / (c.stages - 1)
         step = sum(us**own.sharpness for us in (multiply, fetch, passed, awaited)) ** (1 / own.sharpness)
         step = max(step, arriving / (own.arrival * rate.sm_bytes_per_us))
-        finished = tile_columns / 2 if extras.gated else tile_columns
+        finished = tile_columns * (own.gate / 2 if extras.gated else 1)
         epilogue = own.epilogue / rate.sm_bytes_per_us * tile_rows * finished
         ends = 1.0 if c.pingpong else float(tiles)
         if own.single and self.smem(c, extras).boxes == 1:

@@ -52,6 +52,7 @@ class GroupsSchedule(Warpgroup):
         shared=math.inf,
         apart=1.0,
         epilogue=11.0,
+        gate=3.5,
         single=0.0,
         latency=1.39,
         sharpness=2.63,
