@@ -31,10 +31,7 @@ MOST_VALUES = {1: 212, 2: 212, 3: 132}
 FEW_VALUES = 160  # of body=few: docs/notes/attention.md#few-tiles
 
 # Constants of the model: docs/notes/attention.md#warpgroup-model (H200, 2026-11-24).
-_MMA = 1.15  # of warpgroup_flops_per_us
-_ALONE = 0.28  # of one group's exponents: what no other group's products hide
 _BLOCK = {2: 1.4, 1: 6.4}  # of barrier_us, by stages: a block of keys, whatever its size
-_LAUNCH = 2.0 / 1.5  # of launch_us
 # In dram_latency_us: an SM's first CTA, a further CTA, a further tile of a CTA, one whose queries load ahead.
 _CTA, _AGAIN, _NEXT, _AHEAD = 1.6 / 0.8, 3.9 / 0.8, 2.9 / 0.8, 2.4 / 0.8
 _PORT = 0.33  # of sm_bytes_per_us: an SM's first loads, its last results, and the sums that a cluster exchanges
@@ -277,7 +274,7 @@ def warpgroup_us(p: AttentionProblem, c: AttentionConfig, gpu: GpuSpec) -> float
     rate = rates.of(gpu)
     count = tiles(p, c)
     if count == 0 or p.seq_kv == 0:
-        return _LAUNCH * rate.launch_us
+        return rate.launch_us
     paired = c.order == "paired"
     uneven = (p.limited_left or p.limited_right) and not paired
     per_sm = count * c.split / (_ROOM[c.split] * gpu.sm_count)
@@ -290,10 +287,10 @@ def warpgroup_us(p: AttentionProblem, c: AttentionConfig, gpu: GpuSpec) -> float
     if c.split > 1:
         blocks, longest = blocks / c.split, math.ceil(longest / c.split)
     groups = 1 if paired else c.tile_q // GROUP_ROWS  # a paired CTA's walks are in turn, mostly
-    multiply = 4.0 * GROUP_ROWS * c.tile_kv * p.width / (_MMA * rate.warpgroup_flops_per_us)
+    multiply = 4.0 * GROUP_ROWS * c.tile_kv * p.width / rate.warpgroup_flops_per_us
     exponents = GROUP_ROWS * c.tile_kv / (EXPONENTS_PER_CLOCK * rate.clock_mhz) * (1.0 if c.lazy else EAGER)
     step = groups * together * (multiply + EXPONENTS * exponents)  # a block of each tile of the SM
-    step += _ALONE * exponents + _BLOCK[c.stages] * rate.barrier_us
+    step += _BLOCK[c.stages] * rate.barrier_us
     step *= (1.0 if c.turns or together > 1 else _NO_TURNS) * (1.0 if c.tile_kv % 64 == 0 else _ODD)
     exchanged = 4 * c.tile_q * p.width if c.split > 1 else 0
     moved = 2 * (2 * c.tile_q + c.tile_kv) * p.width  # queries and results, the first block of keys
@@ -306,4 +303,4 @@ def warpgroup_us(p: AttentionProblem, c: AttentionConfig, gpu: GpuSpec) -> float
     busy = max(busy, longest * step + edges)
     dram = p.bytes_moved / (rate.dram_share * gpu.dram_gbps * 1e3)
     early = rate.dependent_us if c.dependent else 0.0
-    return float(_LAUNCH * rate.launch_us - early + max(busy, dram))
+    return float(rate.launch_us - early + max(busy, dram))

@@ -147,17 +147,14 @@ OTHER_REGISTERS = 72  # beside accumulators and Q: fragments, row statistics, ad
 _MOST_TICKETS = 2**20  # of ``Workspace``
 
 # Constants of the model, most as multiples of rates: docs/notes/attention.md#decode-model (H200, 2026-11-24).
-_LAUNCH = 0.3 / 1.5  # of launch_us
 _PORT = 108 / 99  # of sm_bytes_per_us
 _LATENCY, _CTA = 0.57 / 0.8, 1.45 / 0.8  # of dram_latency_us: a load, the beginning and end of a CTA
-_DRAM = 1.63 / 0.92  # of dram_share
 _BLOCK_CYCLES = 0.11 * 1700  # per 16 keys of a warp
 # Cycles more for each padded column of e4m3, where the GPU converts it and where it does not: guesses by instructions.
 _DECODE_CYCLES = {True: 0.7, False: 3.0}
 _BESIDE = 0.59  # the share of the shorter of a warp's loads and products that does not hide behind the longer
 _TICKET, _PARTIAL = 3.2 / 0.63, 0.3 / 0.63  # of exchange_us: splits leave their sums and draw a ticket; to add one up
-# The same in a cluster: once, for each CTA, and shared by the warps.
-_MEETING, _MESSAGE, _COLLECT = 0.6 / 0.63, 0.2 / 0.63, 1.5 / 0.63
+_MEETING, _MESSAGE = 0.6 / 0.63, 0.2 / 0.63  # the same in a cluster: once, and for each CTA
 _CLUSTERED = 0.8  # of the SMs hold clusters of three CTAs and more: parts of a chip have a remainder
 _HIDDEN = 0.12  # the share of the shorter of two times that goes on behind the longer
 
@@ -221,7 +218,7 @@ class SplitDecode(AttentionSchedule[DecodeProblem, DecodeConfig]):
         """Waves of CTAs at the rate of their bytes in flight, or a block's latency; or DRAM, if slower."""
         rate = rates.of(gpu)
         if p.tiles == 0 or p.keys == 0:
-            return _LAUNCH * rate.launch_us
+            return rate.launch_us
         row_bytes = p.row_bytes
         block_cycles = _BLOCK_CYCLES + (_DECODE_CYCLES[gpu.has_fp8] * p.width if p.cache == "fp8" else 0.0)
         blocks = math.ceil(-(-p.keys // c.tile_kv) / c.splits)
@@ -240,15 +237,15 @@ class SplitDecode(AttentionSchedule[DecodeProblem, DecodeConfig]):
         busy = waves * wave_us(c.ctas_per_sm)
         if rest:
             busy += wave_us(-(-rest // sms))
-        dram = DECODE_ATTENTION.work(p).bytes / (_DRAM * rate.dram_share * gpu.dram_gbps * 1e3) + cta_us
+        dram = DECODE_ATTENTION.work(p).bytes / (rate.dram_share * gpu.dram_gbps * 1e3) + cta_us
         combine = 0.0
         if c.splits > 1:
             combine = (_TICKET + _PARTIAL * c.splits / c.warps) * rate.exchange_us
         if c.cluster:
-            combine = (_MEETING + _MESSAGE * c.splits + _COLLECT / c.warps) * rate.exchange_us
+            combine = (_MEETING + _MESSAGE * c.splits) * rate.exchange_us
         # CTAs of the next launch are placed early where one wave leaves them room.
         early = (rate.dependent_us if waves == 0 else -rate.dependent_us) if c.pdl else 0.0
-        return float(_LAUNCH * rate.launch_us - early + max(busy, dram) + (1.0 - _HIDDEN) * min(busy, dram) + combine)
+        return float(rate.launch_us - early + max(busy, dram) + (1.0 - _HIDDEN) * min(busy, dram) + combine)
 
 
 class DecodeAttention(AttentionOp[DecodeProblem, DecodeConfig]):
