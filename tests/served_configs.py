@@ -97,7 +97,8 @@ def served(op: Any, gpu_name: str, asked: list[Any]) -> list[str]:
 
 
 def _hash(lines: list[str]) -> str:
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
+    """In whatever order shipped rows and suites list the problems."""
+    return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()[:12]
 
 
 def _differences(op: str, lines: list[str]) -> list[str]:
