@@ -163,8 +163,8 @@ def ours(model: Any, case: Case, effort: Effort, *, kv_cache: Literal["fp8"] | N
         return lambda: decoder.generate([prompt], max_new_tokens=1, stop=())
     begin, most = _begin(case, effort), effort.total + 2
     decoder = Decoder.from_transformers(model, max_batch=case.batch, max_tokens=begin + most, kv_cache=kv_cache)
-    for _ in range(case.batch):
-        decoder.add(_prompt(vocabulary, begin), max_new_tokens=most, stop=())
+    for number in range(case.batch):  # prompts differ, or all requests would have the same experts
+        decoder.add(_prompt(vocabulary, begin, number), max_new_tokens=most, stop=())
     decoder.step()
     return decoder.step
 
@@ -279,8 +279,8 @@ def _begin(case: Case, effort: Effort) -> int:
     return max(1, case.tokens - effort.total // 2)
 
 
-def _prompt(vocabulary: int, tokens: int) -> list[int]:
-    return random.Random(tokens).choices(range(vocabulary), k=tokens)
+def _prompt(vocabulary: int, tokens: int, number: int = 0) -> list[int]:
+    return random.Random(f"{tokens} {number}").choices(range(vocabulary), k=tokens)
 
 
 # ---- timing ---------------------------------------------------------------------------------------------

@@ -64,6 +64,8 @@ SPEED: dict[str, tuple[str, ...]] = {
 
 MODEL_WAYS = {  # contenders of a model, and their columns
     OURS: "`Decoder`",
+    "cutekernels, FP8 cache": "its cache in FP8",
+    "cutekernels, int4_g128": "its weights in INT4",
     "cutekernels patched, compiled": "patched, compiled",
     "cutekernels patched": "patched",
     "transformers compiled": "transformers, compiled",
@@ -305,25 +307,32 @@ def _bodies() -> str:
 def _models() -> str:
     """Decode steps and prompts of whole models, milliseconds; every contender that ran."""
     intro = (
-        "Random weights, bf16, milliseconds: a step with 1024 tokens in the cache, or a prompt. transformers has a\n"
-        '`StaticCache` and is compiled with `mode="reduce-overhead"`. Eager times depend on the host.\n'
+        "Random weights, bf16, milliseconds: a step with so many tokens in the cache of each request, or a prompt.\n"
+        'transformers has a `StaticCache` and is compiled with `mode="reduce-overhead"`. Eager times depend on the\n'
+        "host. At batch 16, requests of qwen3-30b-a3b had one prompt, so that they shared experts.\n"
     )
     parts = [intro]
     for card in CARDS:
+        by_model: dict[str, list[Row]] = {}
         for path in sorted((plots.RESULTS / card / "models").glob("*.jsonl")):
+            if not path.stem.endswith("_published"):
+                for row in read(path):
+                    by_model.setdefault(row.op, []).append(row)
+        for model, rows in by_model.items():
             by_case: dict[tuple[str, str], dict[str, Row]] = {}
-            for row in read(path):
+            for row in rows:
                 if row.median_us is not None:
                     by_case.setdefault((row.suite, row.label), {})[row.contender] = row
             ours = [timed[OURS] for timed in by_case.values()]
             taken = ", ".join(dict.fromkeys(_when(row.stamp) for row in ours))
             memory = min(row.memory_gib for row in ours if row.memory_gib is not None)
-            parts.append(f"**{path.stem}** ({CARDS[card]}, {taken}; from {memory:.1f} GiB of GPU memory)\n")
-            lines = [f"| case | {' | '.join(MODEL_WAYS.values())} |", "|---" * (1 + len(MODEL_WAYS)) + "|"]
+            parts.append(f"**{model}** ({CARDS[card]}, {taken}; from {memory:.1f} GiB of GPU memory)\n")
+            ways = {name: way for name, way in MODEL_WAYS.items() if any(name in timed for timed in by_case.values())}
+            lines = [f"| case | {' | '.join(ways.values())} |", "|---" * (1 + len(ways)) + "|"]
             for (suite, label), timed in by_case.items():
                 batch, tokens = (word.split("=")[1] for word in label.split())
-                case = f"step, batch {batch}" if suite == "decode" else f"prompt of {tokens}"
-                cells = [f"{_us(timed[name]) / 1e3:.3g}" if name in timed else "" for name in MODEL_WAYS]
+                case = f"step, batch {batch}, {tokens} tokens" if suite == "decode" else f"prompt of {tokens}"
+                cells = [f"{_us(timed[name]) / 1e3:.3g}" if name in timed else "" for name in ways]
                 lines.append(f"| {' | '.join([case, *cells])} |")
             parts.append("\n".join(lines) + "\n")
     return "\n".join(parts)

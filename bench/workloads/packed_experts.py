@@ -178,6 +178,7 @@ WORKLOADS = (
         inputs=_inputs,
         truth=_truth,
         ours=_ours,
+        configured=False,
         peers=(Contender("our ops in bf16", _bf16), Contender("humming", _humming)),
         work=_work,
     ),
