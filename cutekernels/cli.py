@@ -270,7 +270,8 @@ def jobs(format: As = Format.table) -> None:
         count = sum(len(t.get("problems", ())) + _combinations(t.get("grid")) for t in tasks)
         rows.append({"job": name, "problems": count, "ops": " ".join(ops)})
     count = sum(len(grid.points(family)) for family in grid.FAMILIES)
-    rows.append({"job": grid.NAME, "problems": count, "ops": " ".join(family.op for family in grid.FAMILIES)})
+    ops = dict.fromkeys(family.op for family in grid.FAMILIES)
+    rows.append({"job": grid.NAME, "problems": count, "ops": " ".join(ops)})
     terminal.write(rows, format)
 
 
