@@ -37,17 +37,18 @@ One tile, consumer group:
        a given mask all blocks are.
     3. ``O += P V`` of the first block; divide by the totals; results leave through shared memory (``group_results``).
     With ``turns`` (ping-pong) a group starts its two products only after the group before has, so that one group's
-    softmax runs behind the other's products.
+    softmax runs while the other's products do.
 
-The next tile's Q is loaded behind the next tile's first K, once ``empty_q`` has the group's arrival: after its results
+The next tile's Q is loaded after the next tile's first K, once ``empty_q`` has the group's arrival: after its results
 have left, since they use the queries' bytes; with ``separate_output_smem`` already after its last ``Q K^T``.
 A row that sees no key gets 0, and -inf as log-sum-exp (its sink's, where it has one): ``parts/softmax.py``.
 
 K and V may be in a cache, contiguous or in pages, with lengths and page table on the device: the producer looks pages
 up, and consumers zero rows of V behind a length or before a window in shared memory, since they may be NaN.
-CTAs take one tile each, or walk over the tiles in a persistent grid, where the next tile's keys are loaded behind the
-last products of this one. For few tiles: ``split`` CTAs of a cluster share the keys of a tile and add up their parts
-(``parts/cluster_reduction.py``); ``paired_tiles`` gives a CTA the i-th and the i-th last 64 rows, one to each group.
+CTAs take one tile each, or walk over the tiles in a persistent grid, where the next tile's first keys are loaded
+during the last products of this one. For few tiles: ``split`` CTAs of a cluster share the keys of a tile and add up
+their parts (``parts/cluster_reduction.py``); ``paired_tiles`` gives a CTA the i-th and the i-th last 64 rows, one to
+each group.
 
 Refuses (``ops/attention/config.py``): GPUs without wgmma; ``split`` or ``paired_tiles`` with packed sequences, a given
 mask or a cache; ``paired_tiles`` unless there are two groups and rows see more keys the later they are; pages that are
@@ -131,7 +132,7 @@ class Tile:
     head: Int32
     head_kv: Int32
     row: Int32  # the first one, in its sequence
-    valid: Int32  # rows that exist
+    valid: Int32  # rows that exist from ``row`` on; with paired_tiles of the first group's
     begin_q: Int32  # of the sequence, in packed tensors
     begin_kv: Int32
     band: Band
@@ -524,7 +525,7 @@ class WarpgroupAttention(WarpGroupBody):
                     self.keys.acquire(barriers.full_v, barriers.empty_v, before.stage, before.phase)
                     self.loads.load(values, first, before.stage, barriers.full_v, pages)
                 q_phase = q_phase ^ 1
-            # Waits until all consumer threads have read the tile's number before.
+            # Where tiles are drawn from a counter: waits until all consumer threads have read the previous number.
             self.queue.publish(barriers.queue, following, queue_phase)
             queue_phase = queue_phase ^ 1
             index = following
@@ -559,6 +560,7 @@ class WarpgroupAttention(WarpGroupBody):
         """A consumer warp group's 64 rows of each of this CTA's tiles."""
         own, barriers = held.own, held.barriers
         index = self.first_tile()
+        # Ping-pong: the first group has the first turn.
         self.products_order.start(own.group)
         at, q_phase, queue_phase = Position(Int32(0), Int32(0)), Int32(0), Int32(0)
         while index < launch.tiles * launch.layers:

@@ -15,7 +15,7 @@ Barriers (all mbarriers but the last; one phase bit each):
     empty[stage]: 1 arrival for each consumer group that reads the stage, of each CTA in the cluster. The producer
         waits; with a cluster its multicast writes to both CTAs' stages, so the readers of both must be done.
     c_full[group, box]: 1 arrival with a box's bytes: a box of C has landed. The group that asked for it waits.
-    order[group]: 1 arrival, from the other group: its products are all issued (ping-pong alone).
+    order[group]: 1 arrival, by thread 0 of the other group, which has issued its products (ping-pong alone).
     Named barriers 1, 2, ...: the 128 threads of a consumer group, around its boxes (``parts/boxes.py``).
 
 One k-tile, producer: wait empty[stage]; arrive on full[stage] with the bytes; TMA both operands; next stage.
@@ -240,7 +240,7 @@ class WarpgroupGemm(WarpGroupBody):
     def extended(
         self, mD: cute.Tensor, mA: cute.Tensor, mB: cute.Tensor, operands: EpilogueOperands, stream: cuda.CUstream
     ):
-        """With the operands of any epilogue."""
+        """With the operands of any epilogue: its own are in ``operands.own`` (``parts/epilogue.py``)."""
         mC = operands.mC
         dtype = mA.element_type
         rows_contiguous = const_expr(self.results.rows_contiguous)
@@ -250,7 +250,7 @@ class WarpgroupGemm(WarpGroupBody):
         )  # (M, K[, L])
         mS = self.prepared(
             mB if const_expr(not self.swap_ab) else mA, not self.swap_ab, not self.columns_k_major
-        )  # (N, K)
+        )  # (N, K[, L])
         mD = self.prepared(mD, self.swap_ab, rows_contiguous)  # (M, N[, L])
         layout_r, layout_s = self.layouts(dtype)
         rows = self.boxed(mR, layout_r, self.of_rows)
@@ -588,16 +588,16 @@ class WarpgroupGemm(WarpGroupBody):
                     consumer.acc,
                 )
             warpgroup.commit_group()
-            # The products of the k-tile before are done, so the producer may refill its stage; these go on.
+            # Waits for the products of the k-tile before: the producer may refill its stage; these go on.
             warpgroup.wait_group(1)
             self.pipeline.release(consumer.thread, shared.empty, before, k_tile > 0)
             before = at.stage
             at = self.pipeline.next(at)
         if const_expr(self.pingpong):  # noqa: SIM102  known when compiled
             if consumer.thread == 0:
-                # All products of this tile are issued: the other group may issue its own behind them.
+                # Thread 0 has issued all products of this tile: the other group may issue its own after them.
                 cute.arch.mbarrier_arrive(shared.order + (consumer.group ^ 1))
-        # The last products are done: accumulators may be read, and the producer may refill the last stage.
+        # Waits for the last products: then accumulators may be read, and the producer may refill the last stage.
         warpgroup.wait_group(0)
         self.pipeline.release(consumer.thread, shared.empty, before, Boolean(True))
         return at
