@@ -220,7 +220,19 @@ class Called(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-VIEWS = ("slice", "select", "split_with_sizes", "unsqueeze", "flatten", "unflatten", "view", "reshape", "t", "to")
+VIEWS = (
+    "_unsafe_view",
+    "slice",
+    "select",
+    "split_with_sizes",
+    "unsqueeze",
+    "flatten",
+    "unflatten",
+    "view",
+    "reshape",
+    "t",
+    "to",
+)
 OTHERS = ("argmax", "copy_", "mul", "div", "tanh")  # of tokens and logits
 
 
