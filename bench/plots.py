@@ -46,6 +46,7 @@ _COLORS = {  # by the first word or words of a contender's name; the longest mat
     f"{OURS}, torch's AdamW": "#4b7a00",
     f"{OURS}, linear_logprob": "#2e5000",
     f"{OURS}, norms and MLPs": "#2e5000",
+    f"{OURS}, FP8 cache": "#2e5000",
     "our ops one by one": "#b7dd79",
     "our ops in bf16": "#4b7a00",
     "16-bit cache": "#9aa0a6",
