@@ -34,6 +34,7 @@ from cutekernels.measure import Samples
 from cutekernels.models import Decoder
 from cutekernels.models.architectures import read_config
 from cutekernels.models.loaded import LoadedModel, Weighted
+from cutekernels.quant.formats.own import SCHEMES
 
 HERE = Path(__file__).parent
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -369,7 +370,7 @@ def command(
     ] = False,
     packed: Annotated[
         str | None,
-        typer.Option(help="Our decoder alone, its weights packed: int4_g128, fp8_channel, fp8_block, mxfp4."),
+        typer.Option(help="Our decoder alone, its weights packed by a scheme of quant.quantize: int4_g128, say."),
     ] = None,
     commit: Annotated[str | None, typer.Option(help="The commit under test, where .git was left behind.")] = None,
     contender: Annotated[list[str] | None, typer.Option(help="Only contenders of one of these names.")] = None,
@@ -380,6 +381,8 @@ def command(
         terminal.fail(f"--model is one of {', '.join(CONFIGS)}; it is {model!r}", code=2)
     if packed is not None and (published or weights is not None):
         terminal.fail("--packed has random weights and no peers: leave --published and --weights out", code=2)
+    if packed is not None and packed not in SCHEMES:
+        terminal.fail(f"--packed is one of {', '.join(SCHEMES)}; it is {packed!r}", code=2)
     contenders = PUBLISHED_CONTENDERS if published else CONTENDERS
     if packed is not None:
         contenders = {f"cutekernels, {packed}": CONTENDERS["cutekernels"]}

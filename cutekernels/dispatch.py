@@ -45,7 +45,8 @@ MOST_TRIED = 4
 """Neighbours that are tried: each takes the models of two problems, milliseconds of host time."""
 VENDOR_WINNERS = 3
 """The vendor's call serves a neighbour where so many of the closest winners are its. Each of 290 products left out in
-turn (H100, 2026-11-26): 30 got it, 28 of them rightly, 1.42 times as fast as the default; with two, 6 of 37 wrongly."""
+turn (H100, 2026-11-26): 30 got it, 28 of them rightly, 1.42 times as fast as the default beside which they were tuned;
+with two, 6 of 37 wrongly."""
 MOST_BEHIND = 1.05
 """Limit on a neighbour's config: its time over the default's by the model, here against at its own problem.
 

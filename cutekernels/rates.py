@@ -82,9 +82,9 @@ _H200 = Rates(
     walked_us=0.022,
     exchange_us=0.63,
 )
-# Of 191 products tuned on an H100 SXM (2026-11-26), the model's choice among the measured configs took 14 % more than
-# the best up to 128 tokens and 4.7 % from 512 on with the H200's rate, 8 and 3.7 % with this one; of 47 recorded sweeps
-# up to 128 tokens 10 and 3 %.
+# The H100's rate was chosen on 191 products tuned there (2026-11-26): the model's choice among their measured configs
+# is 8 % behind the best up to 128 tokens and 3.7 % from 512 on, with the H200's rate 14 and 4.7 %. Of sweeps on which
+# it was not chosen, 47 products up to 128 tokens are 3 % behind (10), 8 of grouped_gemm_wgrad 8 % (7).
 _MEASURED = {"h200": _H200, "h100-sxm": replace(_H200, sm_bytes_per_us=84e3)}
 FITTED = _H200
 """The row that the models' constants are multiples of."""

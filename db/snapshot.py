@@ -29,7 +29,7 @@ from cutekernels.db.migrations import HEAD, RATES_SINCE, READABLE
 from cutekernels.db.trial import ORIGINS, Trial, gpu_name_rule
 from cutekernels.errors import StoreError
 
-_SHIPPED = (".jsonl", ".jsonl.gz")  # the first of them that a GPU has is read
+_SHIPPED = ".jsonl.gz"  # ends the names of files of shipped winners
 _TIMEOUT_S = 1.0
 _LIMIT_S = 10.0  # of reading; views of a hostile database may never end
 _ATTEMPTS = 3
@@ -199,7 +199,7 @@ def _locked(gpu: str, frozen: lock.Lock) -> Snapshot:
 def shipped_gpus() -> list[str]:
     """The GPUs for which winners travel with the package."""
     found = (file.name for file in (files("cutekernels.db") / "shipped").iterdir())
-    return sorted({name.split(".")[0] for name in found if name.endswith(_SHIPPED)})
+    return sorted(name.removesuffix(_SHIPPED) for name in found if name.endswith(_SHIPPED))
 
 
 def serves_over(winner: str, below: str | None) -> bool:
@@ -233,7 +233,14 @@ def shipped(gpu: str) -> list[Trial]:
     """The winners that travel with the package for one GPU; a broken row is logged once and skipped."""
     if gpu_name_rule(gpu) is not None:  # not a file name either
         return []
-    name, text = _shipped_text(gpu)
+    name = gpu + _SHIPPED
+    try:
+        text = zlib.decompress((files("cutekernels.db") / "shipped" / name).read_bytes(), wbits=31).decode()
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, zlib.error) as error:
+        say(f"shipped/{name}: {error}")
+        return []
     found, bad = [], []
     for number, trial in lines.parsed(text.splitlines()):
         if isinstance(trial, Trial) and trial.gpu.name != gpu:
@@ -245,20 +252,6 @@ def shipped(gpu: str) -> list[Trial]:
     if bad:
         say(f"shipped/{name}: {len(bad)} broken rows skipped, the first: {bad[0]}")
     return found
-
-
-def _shipped_text(gpu: str) -> tuple[str, str]:
-    """The name and the text of the file of shipped winners; "" where there is none or none can be read."""
-    name = ""
-    try:
-        for name in (f"{gpu}{suffix}" for suffix in _SHIPPED):
-            file = files("cutekernels.db") / "shipped" / name
-            if file.is_file():
-                data = file.read_bytes()
-                return name, (zlib.decompress(data, wbits=31) if name.endswith(".gz") else data).decode()
-    except (OSError, ValueError, zlib.error) as error:
-        say(f"shipped/{name}: {error}")
-    return name, ""
 
 
 _Read = tuple[list[_Row], dict[tuple[str, int], float]]

@@ -39,7 +39,7 @@ def judged(op: str, problem: str, us: tuple[tuple[str, float], ...], spec: gpu.G
 
 
 def judge(op: str, problem: str, us: dict[str, float], spec: gpu.GpuSpec) -> estimates.Quality | None:
-    """What each test reads of the same rows is computed once."""
+    """Quality of one problem's estimates, computed once for all tests that read the same rows."""
     return judged(op, problem, tuple(us.items()), spec)
 
 

@@ -79,7 +79,11 @@ def test_packed_weights_run_in_the_decoder() -> None:
 
 @pytest.mark.parametrize(
     ("words", "said"),
-    [(["--packed", "int4_g128", "--published"], "leave --published"), (["--contender", "vllm"], "it is 'vllm'")],
+    [
+        (["--packed", "int4_g128", "--published"], "leave --published"),
+        (["--packed", "int3"], "it is 'int3'"),
+        (["--contender", "vllm"], "it is 'vllm'"),
+    ],
 )
 def test_what_does_not_go_together_is_refused(words: list[str], said: str) -> None:
     done = CliRunner().invoke(models.app, ["--model", "tiny", "--dry-run", *words])

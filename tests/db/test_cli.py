@@ -27,6 +27,7 @@ from cutekernels.db.uuid7 import uuid7
 from cutekernels.errors import UnknownGpu, UnsupportedProblem
 from cutekernels.ops import registry
 from tests.db.trials import H200, L40S, trial
+from tests.shipping import ship
 
 KNOBS = "tile_n=128 tile_k=64 warps_m=2 warps_n=2 stages=3 raster=8 ctas_per_sm=2"
 GEMM = trial(f"tile_m=128 {KNOBS}", problem="m=4096 n=4096 k=4096", ratio=1.25, baseline_us=2000.0)
@@ -36,6 +37,7 @@ SKINNY = trial(
     origin="predicted",
     median_us=None,
 )
+
 SILU = trial("block=[red]1024", gpu=L40S, op="silu_mul", problem="rows=4096 cols=64")
 LOST = trial("tile_m=256 stages=2", problem="m=4096 n=4096 k=4096", status="crashed", message="Xid 13\nillegal address")
 
@@ -132,7 +134,7 @@ def test_query_gives_typed_columns() -> None:
 def test_local_and_shipped_winners_stand_side_by_side(shipped: Path) -> None:
     """Both shipped winners are measured: a local measurement serves in their place, a local prediction does not."""
     measured = [replace(t, origin="measured", id=uuid7()) for t in (GEMM, SKINNY)]
-    (shipped / "h200.jsonl").write_text("".join(t.as_line() + "\n" for t in measured))
+    ship(shipped, "h200", "".join(t.as_line() + "\n" for t in measured))
     for problem, local_serves in (("m=4096", True), ("m=16", False)):
         same = rows("query", "--gpu", "h200", "--op", "gemm", "--problem", problem)
         assert [(row["source"], row["serves"]) for row in same] == [
@@ -146,7 +148,7 @@ def test_local_and_shipped_winners_stand_side_by_side(shipped: Path) -> None:
 
 @pytest.mark.usefixtures("db")
 def test_local_alone(shipped: Path) -> None:
-    (shipped / "h200.jsonl").write_text(GEMM.as_line() + "\n")
+    ship(shipped, "h200", GEMM.as_line() + "\n")
     assert {row["source"] for row in rows("query", "--local")} == {"local"}
     assert {row["source"] for row in rows("query")} == {"local", "shipped"}
 
@@ -154,7 +156,7 @@ def test_local_alone(shipped: Path) -> None:
 @pytest.mark.usefixtures("db")
 def test_of_two_predictions_that_serve_nobody_the_local_one_is_shown(shipped: Path) -> None:
     other = trial("tile_m=32 stages=4", problem=SKINNY.problem, origin="predicted", median_us=None)
-    (shipped / "h200.jsonl").write_text(other.as_line() + "\n")
+    ship(shipped, "h200", other.as_line() + "\n")
     (shown,) = rows("show", SKINNY.problem)
     assert (shown["source"], shown["config_text"]) == ("local", SKINNY.config)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import io
 import json
 from pathlib import Path
@@ -14,6 +13,7 @@ from cutekernels.db import lines, snapshot
 from cutekernels.db.store import Store, Trial
 from cutekernels.errors import StoreError
 from tests.db.trials import L40S, trial
+from tests.shipping import ship, text_of
 
 ROWS = [
     trial("a=1", gpu=L40S, problem="m=1", origin="predicted", median_us=43.839999, message="twice as fast"),
@@ -63,16 +63,16 @@ def test_a_hostile_header_breaks_its_rows(header: str) -> None:
     assert found and all(isinstance(t, StoreError) for t in found)
 
 
-@pytest.mark.parametrize("name", ["l40s.jsonl", "l40s.jsonl.gz"])
-def test_an_export_is_imported_and_shipped(name: str, tmp_path: Path, shipped: Path) -> None:
+def test_an_export_is_imported_and_shipped(tmp_path: Path, shipped: Path) -> None:
     with Store(tmp_path / "a.db") as a, Store(tmp_path / "b.db") as b:
         a._import(ROWS, ROWS)
-        assert a.export(shipped / name, slim=True) == 2
-        b.import_(shipped / name)
+        assert a.export(shipped / "l40s.jsonl.gz", slim=True) == a.export(tmp_path / "plain.jsonl", slim=True) == 2
+        b.import_(shipped / "l40s.jsonl.gz")
         assert [t.key for t in b.winners()] == [t.key for t in a.winners()]
     assert [t.key for t in snapshot.shipped("l40s")] == [t.key for t in ROWS]
-    data = (shipped / name).read_bytes()
-    text = (gzip.decompress(data) if name.endswith(".gz") else data).decode().replace('"a=2"', '"a=\\u0007"')
+    text = text_of(shipped / "l40s.jsonl.gz")
+    assert text == (tmp_path / "plain.jsonl").read_text()
+    text = text.replace('"a=2"', '"a=\\u0007"')
     with Store(tmp_path / "c.db") as c, pytest.raises(StoreError, match=r"line 3: config must be"):
         c.import_(io.StringIO(text))
 
@@ -88,7 +88,7 @@ def test_a_cut_export_is_not_imported(tmp_path: Path) -> None:
 
 
 def test_the_dispatcher_gets_the_reason(shipped: Path, tmp_path: Path) -> None:
-    (shipped / "l40s.jsonl").write_text("\n".join(lines.slim(ROWS)))
+    ship(shipped, "l40s", "\n".join(lines.slim(ROWS)))
     table: Any = snapshot.load("l40s", str(tmp_path / "none.db")).table["gemm", 1]
     assert (table["m=1"].reason, table["m=2"].reason) == ("twice as fast", "")
     assert {w.source for w in table.values()} == {"shipped"}

@@ -155,7 +155,7 @@ dist.destroy_process_group()
 
 @pytest.mark.slow
 def test_ranks_compare_their_locks(frozen: Path, tmp_path: Path) -> None:
-    """Of both ranks; again after an error, which both raise."""
+    """Two ranks agree on one lock, both raise where theirs differ or one is missing, and agree again afterwards."""
     drifted, missing = tmp_path / "drifted.lock", tmp_path / "missing.lock"
     drifted.write_text(files.text([tuple(ROW)]))
     digest = files.read(frozen).digest

@@ -27,6 +27,7 @@ from cutekernels.errors import InvalidConfig
 from cutekernels.ops import registry
 from tests.db.test_store import fresh, postgres, url  # noqa: F401  fixtures
 from tests.db.trials import trial
+from tests.shipping import ship
 
 H200 = gpu.lookup("h200")
 GEMM = registry.get("gemm")
@@ -38,6 +39,7 @@ NEW = (
     .replace("specialized", "skinny_warpgroup")
     .replace("ahead", "prefetch_l2")
 )
+
 OTHER = NEW.replace("stages=6", "stages=5")
 
 # op, problem, the text of revision 1, today's
@@ -134,7 +136,7 @@ class TestServing:
         self, db: Path, shipped: Path, local: list[Trial], shipped_rows: list[Trial], wins: str
     ) -> None:
         crowned(db, *local)
-        (shipped / "h200.jsonl").write_text("".join(f"{t.as_line()}\n" for t in shipped_rows))
+        ship(shipped, "h200", "".join(f"{t.as_line()}\n" for t in shipped_rows))
         assert str(served().config) == wins
         (one,) = [w for w in Database(None).winners(gpu="h200", op="gemm") if w.serves]
         assert one.config_text == wins
@@ -144,7 +146,7 @@ class TestServing:
     def test_a_lock_freezes_the_row_that_serves(
         self, db: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shipped: Path
     ) -> None:
-        (shipped / "h200.jsonl").write_text(f"{row(OTHER, 2).as_line()}\n")
+        ship(shipped, "h200", f"{row(OTHER, 2).as_line()}\n")
         crowned(db, row())
         before = served()
         lock.write(str(tmp_path / "w.lock"), ["h200"])
@@ -219,7 +221,7 @@ class TestTuning:
         return TaskHistory(store, GEMM, GEMM.Problem.parse(PROBLEM), H200, Environment(), "measured")
 
     def test_earlier_rows_are_the_tasks_own(self, tmp_path: Path, shipped: Path) -> None:
-        (shipped / "h200.jsonl").write_text(f"{row(OLD.replace('stages=6', 'stages=4')).as_line()}\n")
+        ship(shipped, "h200", f"{row(OLD.replace('stages=6', 'stages=4')).as_line()}\n")
         crowned(tmp_path / "t.db", row(created_at=row().created_at - timedelta(hours=1)))
         with Store(tmp_path / "t.db") as store:
             history = self.history(store)

@@ -17,6 +17,7 @@ from cutekernels.ops import registry
 from cutekernels.ops.gemm.problem import GemmProblem
 from tests.db.test_cli import GEMM, SILU, SKINNY, ok, rows
 from tests.db.trials import H200, trial
+from tests.shipping import ship
 
 HUGE = GEMM.config.replace("tile_m=128", "tile_m=999999999")
 WASTEFUL = GEMM.config.replace("ctas_per_sm=2", "ctas_per_sm=1")
@@ -53,7 +54,7 @@ def test_a_winner_that_calls_refuse_is_shown_so(edited: str, config: str, why: s
         with Store(db) as store:
             store.record([SKINNY])
             store.crown(SKINNY.id)
-        (shipped / "h200.jsonl").write_text(replace(GEMM, config=config).as_line() + "\n")
+        ship(shipped, "h200", replace(GEMM, config=config).as_line() + "\n")
     dispatch.reload()
     (row,) = rows("query", "--gpu", "h200", "--op", "gemm", "--problem", "m=4096")
     assert (row["source"], row["serves"], row["config_text"]) == (edited, False, config)
@@ -75,7 +76,7 @@ def test_rows_that_serve_nobody_say_why(db: Path, shipped: Path) -> None:
         store.record([old, gone])
         store.crown(old.id)
         store.crown(gone.id)
-    (shipped / "h200.jsonl").write_text(replace(GEMM, id=uuid7()).as_line() + "\n")
+    ship(shipped, "h200", replace(GEMM, id=uuid7()).as_line() + "\n")
     found = {(row["source"], row["id"][-6:]): row["reason"] for row in rows("query", "--gpu", "h200")}
     assert found["local", GEMM.id[-6:]] == ""
     assert "earlier" not in found["local", old.id[-6:]] and "revision 1" in found["local", old.id[-6:]]

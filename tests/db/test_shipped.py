@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.resources import files
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +16,7 @@ from cutekernels.db import lines, snapshot
 from cutekernels.db.trial import Trial
 from cutekernels.op import Config
 from cutekernels.ops import registry
+from tests.shipping import text_of
 
 PREDICTED = ("rtx5090",)
 MODELS = ("llama-3-8b", "mistral-7b", "qwen2.5-7b", "qwen3-8b")
@@ -22,7 +24,7 @@ SHIPPED = snapshot.shipped_gpus()
 
 
 def trials(name: str) -> list[Trial]:
-    _, text = snapshot._shipped_text(name)
+    text = text_of(Path(snapshot.__file__).parent / f"shipped/{name}.jsonl.gz")
     found = [trial for _, trial in lines.parsed(text.splitlines())]
     assert all(isinstance(trial, Trial) for trial in found)
     return found  # type: ignore[return-value]

@@ -22,6 +22,7 @@ from cutekernels.db.snapshot import Winner
 from cutekernels.db.store import Store, Trial
 from cutekernels.errors import StoreError
 from tests.db.trials import L40S, trial
+from tests.shipping import ship, text_of
 
 pytestmark = pytest.mark.usefixtures("shipped")
 
@@ -88,7 +89,7 @@ def test_the_users_rows_overlay_the_shipped(
     shipped: Path, tmp_path: Path, below: str | None, above: str | None, seen: str
 ) -> None:
     if below:
-        (shipped / "h200.jsonl").write_text(trial("a=1", origin=below, ratio=2.0).as_line() + "\n")
+        ship(shipped, "h200", trial("a=1", origin=below, ratio=2.0).as_line() + "\n")
     fill(tmp_path / "x.db", trial("a=9", problem="m=1"), *([trial("a=2", origin=above)] if above else []))
     table = snapshot.load("h200", str(tmp_path / "x.db")).table["gemm", 1]
     if seen == "shipped":
@@ -100,7 +101,7 @@ def test_the_users_rows_overlay_the_shipped(
 
 def test_an_export_can_be_shipped(shipped: Path, path: Path, tmp_path: Path) -> None:
     with Store(path) as store:
-        store.export(shipped / "h200.jsonl")
+        store.export(shipped / "h200.jsonl.gz")
     table = snapshot.load("h200", str(tmp_path / "absent.db")).table
     assert table == {("gemm", 1): {PROBLEM: Winner(PROBLEM, "a=1", "measured", 12.5, None, "shipped", revision=1)}}
 
@@ -109,8 +110,10 @@ def test_broken_shipped_rows_are_skipped_with_one_line(
     shipped: Path, path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     good = trial("a=5", problem="m=1")
-    (shipped / "h200.jsonl").write_text(
-        f"not json\n\n{good.as_line()}\n{trial(gpu=L40S).as_line()}\n{json.dumps(good.as_row() | {'op': 5})}\n"
+    ship(
+        shipped,
+        "h200",
+        f"not json\n\n{good.as_line()}\n{trial(gpu=L40S).as_line()}\n{json.dumps(good.as_row() | {'op': 5})}\n",
     )
     for _ in range(2):
         assert configs(path) == ["a=1", "a=5"]
@@ -121,12 +124,12 @@ def test_broken_shipped_rows_are_skipped_with_one_line(
 
 def test_shipped_rows_come_in_the_order_of_their_file(shipped: Path) -> None:
     found = [trial("a=1", problem=f"m={m} n=64 k=32") for m in (16, 4, 64)]
-    (shipped / "h200.jsonl").write_text("".join(t.as_line() + "\n" for t in found))
+    ship(shipped, "h200", "".join(t.as_line() + "\n" for t in found))
     assert snapshot.shipped("h200") == found
 
 
 def test_a_gpu_that_is_a_path_names_no_file(shipped: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (shipped.parent / "h200.jsonl").write_text("somebody else's\n")
+    ship(shipped.parent, "h200", "somebody else's\n")
     assert snapshot.shipped("../h200") == []
     assert caplog.messages == [], "nothing was read"
 
@@ -142,7 +145,7 @@ def test_a_cut_file_of_shipped_winners_is_told_and_skipped(shipped: Path, caplog
 
 def test_every_shipped_row_of_the_package_is_sound() -> None:
     for file in (Path(snapshot.__file__).parent / "shipped").glob("*.jsonl.gz"):
-        trials = [t for _, t in lines.parsed(gzip.decompress(file.read_bytes()).decode().splitlines())]
+        trials = [t for _, t in lines.parsed(text_of(file).splitlines())]
         assert trials
         assert not [t for t in trials if isinstance(t, StoreError)]
         assert {t.gpu.name for t in trials} == {file.name.split(".")[0]}
@@ -229,7 +232,7 @@ def test_a_checkpoint_while_reading_is_noticed(path: Path, monkeypatch: pytest.M
 @pytest.fixture
 def one_warning(shipped: Path, caplog: pytest.LogCaptureFixture) -> Iterator[Path]:
     """A shipped winner ``a=0`` is there; the test must log one warning, however often it loads."""
-    (shipped / "h200.jsonl").write_text(trial("a=0").as_line() + "\n")
+    ship(shipped, "h200", trial("a=0").as_line() + "\n")
     yield shipped
     (record,) = caplog.get_records("call")
     assert record.levelname == "WARNING"

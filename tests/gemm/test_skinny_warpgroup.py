@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from cutekernels.ops.gemm.op import GEMM
 from cutekernels.ops.gemm.problem import GemmConfig, GemmProblem
 from cutekernels.ops.gemm.schedule import PLAIN
 from cutekernels.ops.gemm.skinny_warpgroup import SKINNY_WARPGROUP
+from tests.shipping import ship, text_of
 
 H200 = gpu.lookup("h200")
 
@@ -89,10 +89,9 @@ def test_a_neighbour_s_tile_is_not_taken_where_it_idles_the_gpu(shipped: Path) -
     """18944 columns are 132 tiles of 144, one for each SM; 4608 would be 32, where 64 of 72 go to two SMs each. Of 32
     they would be 144, and most SMs would have one while some have two.
     """
-    packed = (Path(snapshot.__file__).parent / "shipped/h200.jsonl.gz").read_bytes()
-    header, *rows = gzip.decompress(packed).decode().splitlines()
+    header, *rows = text_of(Path(snapshot.__file__).parent / "shipped/h200.jsonl.gz").splitlines()
     (one,) = [row for row in rows if str(linear(128, 18944)) in json.loads(row)]
-    (shipped / "h200.jsonl").write_text(f"{header}\n{one}\n")
+    ship(shipped, "h200", f"{header}\n{one}\n")
     tuned = dispatch.resolve(GEMM, linear(128, 18944), H200)
     assert (tuned.origin, tuned.config.tile_n) == ("tuned", 144)
     for m in (48, 64, 96, 128):

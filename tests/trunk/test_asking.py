@@ -19,6 +19,7 @@ from cutekernels.db.uuid7 import uuid7
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops import registry
 from tests.db.trials import L40S, trial
+from tests.shipping import ship
 
 ROOT = Path(__file__).parents[2]
 
@@ -89,7 +90,7 @@ def test_a_gpu_without_measured_winners_gets_one_sentence(shipped: Path, tmp_pat
     end = "each op's default; `cutekernels tune JOB` on such a GPU measures, "
     end += "`--gpu l40s` on a machine without one predicts"
     assert told() == [f"no measured winner serves l40s and no prediction is shipped: calls there use {end}"] * 2
-    (shipped / "l40s.jsonl").write_text(one.as_line())
+    ship(shipped, "l40s", one.as_line())
     some = f"no measured winner serves l40s: calls there use 1 prediction, of which 1 shipped, and otherwise {end}"
     assert told() == [some] * 2
     with Store(tmp_path / "t.db") as store:

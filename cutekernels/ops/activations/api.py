@@ -179,7 +179,7 @@ def _bias_gelu_gradient(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
 
 
 PACKED: dict[str, tuple[Path, CallCache]] = {}
-"""By name of the op: its path of one tensor that holds gate and up, and the calls of that."""
+"""Paths of one tensor that holds gate and up, by name of the op, each with its cache of calls."""
 PACKED_BACKWARD: dict[str, Path] = {}
 
 

@@ -60,7 +60,7 @@ class GroupOperands:
 
     tokens: Operand
     weights: Operand
-    given: "GroupTensors"
+    given: GroupTensors
     tiles_o: Int32  # of clusters, along out's columns
 
 
