@@ -42,6 +42,8 @@ FAMILIES: dict[str, tuple[str, ...]] = {
         "moe_route_backward",
         "moe_permute",
         "moe_gather",
+        "moe_dispatch",
+        "moe_route_dispatch",
         "moe_combine",
         "moe_combine_backward",
         "grouped_gemm",

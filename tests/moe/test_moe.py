@@ -17,6 +17,13 @@ import cutekernels
 from cutekernels import gpu
 from cutekernels.errors import InvalidConfig, UnsupportedProblem
 from cutekernels.ops import registry
+from cutekernels.ops.moe.dispatch import (
+    MOE_DISPATCH,
+    MOE_ROUTE_DISPATCH,
+    MoeDispatchProblem,
+    MoeRouteDispatchProblem,
+    most_routed,
+)
 from cutekernels.ops.moe.permute import MOE_PERMUTE, MoePermuteProblem
 from cutekernels.ops.moe.route import MOE_ROUTE, MoeRouteProblem
 from cutekernels.ops.moe.rows import MOE_GATHER, MoeMoveProblem
@@ -48,8 +55,9 @@ def test_every_layout_was_among_the_cases(interpreted: dict[str, dict[str, Any]]
 def aligned(problem: Callable[..., Any], **fields: Any) -> Any:
     """A problem with the best alignment that its rows allow."""
     size = 4 if fields["dtype"] == "fp32" else 2
-    cols = fields["experts"] if "experts" in fields else fields["cols"]
-    bits = 16 | cols * size
+    bits = 16 | fields.get("cols", fields.get("experts")) * size
+    if "router" in fields:
+        bits |= fields["experts"] * (4 if fields["router"] == "fp32" else size)
     return problem(**fields, align=bits & -bits)
 
 
@@ -86,13 +94,41 @@ permutes = st.builds(
 )
 
 
-@given(route=routes(), move=moves(), permute=permutes, spec=st.sampled_from(gpu.GPUS))
+@st.composite
+def dispatches(draw: st.DrawFn) -> MoeDispatchProblem:
+    top_k = draw(st.integers(1, 32))
+    return aligned(  # type: ignore[no-any-return]
+        MoeDispatchProblem,
+        tokens=draw(st.integers(0, 256 // top_k)),
+        cols=draw(st.integers(0, 1 << 25) | st.integers(0, 70)),
+        experts=draw(st.integers(1, 1023)),
+        top_k=top_k,
+        dtype=draw(st.sampled_from(list(DTYPES))),
+    )
+
+
+@st.composite
+def routed_dispatches(draw: st.DrawFn) -> MoeRouteDispatchProblem:
+    experts = draw(st.integers(1, 512))
+    top_k = draw(st.integers(1, min(32, experts)))
+    return aligned(  # type: ignore[no-any-return]
+        MoeRouteDispatchProblem,
+        tokens=draw(st.integers(0, most_routed(experts, top_k))),
+        cols=draw(st.integers(0, 1 << 25) | st.integers(0, 70)),
+        experts=experts,
+        top_k=top_k,
+        dtype=draw(st.sampled_from(list(DTYPES))),
+        router=draw(st.sampled_from(["same", "fp32"])),
+    )
+
+
+@given(
+    problems=st.tuples(routes(), moves(), permutes, dispatches(), routed_dispatches()), spec=st.sampled_from(gpu.GPUS)
+)
 @settings(deadline=None, max_examples=40)
-def test_default_is_valid_and_everything_round_trips(
-    route: MoeRouteProblem, move: MoeMoveProblem, permute: MoePermuteProblem, spec: gpu.GpuSpec
-) -> None:
+def test_default_is_valid_and_everything_round_trips(problems: tuple[Any, ...], spec: gpu.GpuSpec) -> None:
     for op in OPS.values():
-        problem = route if "route" in op.name else permute if op.name == "moe_permute" else move
+        (problem,) = (p for p in problems if type(p) is op.Problem)
         config = op.default(problem, spec)
         assert op.why_not(problem, config, spec) is None, (problem, config)
         assert op.estimate_us(problem, config, spec) > 0
@@ -145,6 +181,9 @@ def test_all_are_registered() -> None:
         (MOE_GATHER, "tokens=4 cols=4096", "block=256 warps=8", "an access need 2048"),
         (MOE_GATHER, "tokens=4 cols=4096", "block=4096 warps=1", "of a tile make 128"),
         (MOE_GATHER, "tokens=4 cols=100 align=8", "block=1024 warps=4", "with rows of 100"),
+        (MOE_DISPATCH, "tokens=4 cols=4096 experts=8", "block=256 warps=8", "an access need 2048"),
+        (MOE_ROUTE_DISPATCH, "tokens=16 cols=4096 experts=128", "block=256 warps=1", "2048 of a tile make 64"),
+        (MOE_ROUTE_DISPATCH, "tokens=1 cols=4096 experts=8", "block=256 warps=2", "64 threads of 8 elements"),
     ],
 )
 def test_rules_say_what_is_wrong(op: Any, problem: str, config: str, rule: str) -> None:
@@ -160,6 +199,16 @@ def test_rules_say_what_is_wrong(op: Any, problem: str, config: str, rule: str) 
         (MoeRouteProblem, "tokens=4 experts=100", "rows of 200 bytes are not aligned to 16"),
         (MoeRouteProblem, "tokens=4 experts=128 layout=strided align=2", "leave it at 16"),
         (MoePermuteProblem, "pairs=4 experts=1024", "1 to 1023 experts"),
+        (MoeDispatchProblem, "tokens=4 cols=8 experts=1024", "1 to 1023 experts"),
+        (MoeDispatchProblem, "tokens=33 cols=8 experts=64", "up to 256 pairs .* got 33 times 8"),
+        (
+            MoeRouteDispatchProblem,
+            "tokens=17 cols=8 experts=128",
+            "up to 16 tokens that choose 8 of 128 experts; got 17",
+        ),
+        (MoeRouteDispatchProblem, "tokens=9 cols=8 experts=128 top_k=32", "up to 8 tokens that choose 32"),
+        (MoeRouteDispatchProblem, "tokens=1 cols=8 experts=4", "top_k is from 1 to 4"),
+        (MoeRouteDispatchProblem, "tokens=1 cols=8 experts=60", "logits of 120 bytes are not aligned to 16"),
         (MoeMoveProblem, "tokens=1 cols=8 dtype=fp32 align=2", "one element of fp32, 4 bytes"),
     ],
 )

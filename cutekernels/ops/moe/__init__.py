@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from cutekernels.op import Op
+from cutekernels.ops.moe.dispatch import MOE_DISPATCH, MOE_ROUTE_DISPATCH
 from cutekernels.ops.moe.grouped import GROUPED_GEMM, GROUPED_GEMM_WGRAD
 from cutekernels.ops.moe.permute import MOE_PERMUTE
 from cutekernels.ops.moe.quantized import QUANTIZED_GROUPED_GEMM
@@ -16,6 +17,8 @@ OPS: tuple[Op[Any, Any], ...] = (
     MOE_ROUTE_BACKWARD,
     MOE_PERMUTE,
     MOE_GATHER,
+    MOE_DISPATCH,
+    MOE_ROUTE_DISPATCH,
     MOE_COMBINE,
     MOE_COMBINE_BACKWARD,
     GROUPED_GEMM,

@@ -203,11 +203,7 @@ class MoePermute(TritonOp[MoePermuteProblem, MoePermuteConfig]):
     def draw(
         self, p: MoePermuteProblem, name: str, shape: tuple[int, ...], generator: torch.Generator
     ) -> Tensor | None:
-        import torch
-
-        # Some experts are more popular than others.
-        popularity = torch.randn(shape, generator=generator, device=generator.device).sigmoid()
-        return (popularity * p.experts).to(TYPES[p.index]).clamp_(0, p.experts - 1)
+        return popular_ids(p.experts, p.index, shape, generator)
 
     def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
         import torch
@@ -224,6 +220,14 @@ class MoePermute(TritonOp[MoePermuteProblem, MoePermuteConfig]):
 
     def work(self, p: MoePermuteProblem) -> Work:
         return Work(0.0, self.bytes(p))
+
+
+def popular_ids(experts: int, index: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Random ids, of some experts more often than of others."""
+    import torch
+
+    popularity = torch.randn(shape, generator=generator, device=generator.device).sigmoid()
+    return (popularity * experts).to(TYPES[index]).clamp_(0, experts - 1)
 
 
 def _check_groups(experts: int) -> None:

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
     from cutekernels.gpu import GpuSpec
 
-_MAX_PER_THREAD = 32
-_GRID_Y = 65535
+MAX_PER_THREAD = 32
+GRID_Y = 65535
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class _MoveOp(TritonOp[MoeMoveProblem, MoeMoveConfig]):
 
     @of_config
     def most_elements(self, c: MoeMoveConfig, gpu: GpuSpec) -> str | None:
-        return tile_rules.most_elements(c.block, c.warps, _MAX_PER_THREAD)
+        return tile_rules.most_elements(c.block, c.warps, MAX_PER_THREAD)
 
     @of_both
     def no_idle_columns(self, p: MoeMoveProblem, c: MoeMoveConfig, gpu: GpuSpec) -> str | None:
@@ -88,12 +88,12 @@ class _MoveOp(TritonOp[MoeMoveProblem, MoeMoveConfig]):
     @of_both
     def most_blocks(self, p: MoeMoveProblem, c: MoeMoveConfig, gpu: GpuSpec) -> str | None:
         blocks = -(-p.cols // c.block)
-        if blocks <= _GRID_Y or c.block >= 8192:
+        if blocks <= GRID_Y or c.block >= 8192:
             return None
-        return f"a grid has at most {_GRID_Y} blocks of a row; block={c.block} makes {blocks}"
+        return f"a grid has at most {GRID_Y} blocks of a row; block={c.block} makes {blocks}"
 
     def default(self, p: MoeMoveProblem, gpu: GpuSpec) -> MoeMoveConfig:
-        if -(-p.cols // 256) > _GRID_Y:
+        if -(-p.cols // 256) > GRID_Y:
             return MoeMoveConfig(8192, 8)
         # One access of 16 bytes per thread, in small programs where there is little to do.
         width = max(256, power_of_two(p.cols))
