@@ -108,7 +108,7 @@ class MoeRouteDispatchProblem(LaidOut, Problem):
     @property
     def width(self) -> int:
         """The power of two that a token's logits fill in registers."""
-        return _width(self.experts)
+        return max(8, power_of_two(self.experts))
 
     def static(self) -> tuple[tuple[str, Scalar], ...]:
         return (*super().static(), ("rows", self.rows), ("width", self.width))
@@ -293,13 +293,9 @@ def _reduce_clocks(warps: int) -> int:
     return _REDUCE_CLOCKS if warps == 1 else _REDUCE_CLOCKS + _SPREAD_CLOCKS
 
 
-def _width(experts: int) -> int:
-    return max(8, power_of_two(experts))
-
-
 def most_routed(experts: int, top_k: int) -> int:
-    """The tokens that :class:`MoeRouteDispatch` takes."""
-    return min(MAX_LOGITS // _width(experts), MAX_PAIRS // top_k)
+    """The tokens that :class:`MoeRouteDispatch` takes: their logits, to powers of two, and their pairs are few."""
+    return min(MAX_LOGITS >> max(3, (experts - 1).bit_length()), MAX_PAIRS // top_k)
 
 
 def _check(tokens: int, top_k: int, experts: int) -> None:
