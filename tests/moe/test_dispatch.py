@@ -207,7 +207,7 @@ def refusals() -> dict[str, Callable[[], Any]]:
         "got torch.int64": lambda: routed_ffn(x, up, down, logits.long(), 2),
         "w_gate_up .E, 2 . I, H.": lambda: routed_ffn(x[:, :7], up, down, logits, 2),
         "1 to 1023 experts; got 0": lambda: dispatched(x, torch.zeros(4, 2, dtype=torch.int32), 0),
-        "1 to 32 experts of a token; got 33": lambda: dispatched(x, torch.zeros(4, 33, dtype=torch.int32), 9),
+        "K from 1 to 32; K is 33": lambda: dispatched(x, torch.zeros(4, 33, dtype=torch.int32), 9),
         "takes ids in int32 or int64; got torch.float64": lambda: dispatched(x, x[:, :2], 9),
     }
 

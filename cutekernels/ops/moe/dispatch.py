@@ -324,7 +324,7 @@ def _check_routed(tokens: int, top_k: int, experts: int) -> None:
 
 def _check_top_k(op: str, top_k: int) -> None:
     if not 1 <= top_k <= MAX_TOP_K:
-        raise UnsupportedProblem(f"{op} takes 1 to {MAX_TOP_K} experts of a token; got {top_k}")
+        raise UnsupportedProblem(f"{op} gives a token K experts with K from 1 to {MAX_TOP_K}; K is {top_k}")
 
 
 MOE_DISPATCH = MoeDispatch()
