@@ -132,8 +132,9 @@ class TileResults:
         ctas = const_expr(self.smem.split)
         full = cute.recast_ptr(tile.storage + self.smem.inbox_barrier_at, dtype=Int64)
         if const_expr(self.smem.inbox_in_stages):
-            # This thread's products have read their stages: its word for the others' stores to their place.
-            cute.arch.cluster_arrive()
+            # This thread's products have read their stages: its word for the others' stores to their place. Relaxed, as
+            # it follows reads alone, which the wait for the last products has seen complete.
+            cute.arch.cluster_arrive_relaxed()
         # Wait until the other CTAs have set up their barriers, since these stores arrive on their inbox_full; of more
         # than two, until they have read their stages too.
         cute.arch.cluster_wait()

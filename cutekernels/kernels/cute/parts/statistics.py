@@ -121,8 +121,8 @@ class StageSquares:
                 totals[i] = totals[i] + cute.arch.shuffle_sync_bfly(totals[i], offset=1 << step)
         ctas = const_expr(self.smem.split)
         if const_expr(self.smem.inbox_in_stages):
-            # These threads have read their stages, whose place the others' accumulators take.
-            cute.arch.cluster_arrive()
+            # These threads have read their stages, whose place the others' accumulators take: the sums hold them all.
+            cute.arch.cluster_arrive_relaxed()
         if const_expr(ctas > 1):
             # Wait until the other CTAs have set up their barriers, since these stores arrive on their squared_full.
             cute.arch.cluster_wait()
