@@ -44,12 +44,7 @@ _WEIGHING_REGISTERS = 56  # for k-tiles of 128: fragments as loaded and as multi
 _WEIGHED_CYCLES = 3.74  # per k of 64 tokens, weighed on their way to the MMA
 # Bytes of W in flight, enough for two CTAs to a tile: docs/notes/gemm.md#skinny_warpgroup-ties (H200, 2026-11-22).
 _FEW_TOKENS, _FEW_TOKENS_WEIGHTS, _WEIGHTS = 16, 80_000, 70_000
-# More than two CTAs to a tile: of exchange_us, the message of each further one, as in decode attention; and the gain
-# that the model must see, since it was not fitted to so many.
-_MESSAGE, _SURELY = 0.2 / 0.63, 1.05
-# Of sm_bytes_per_us, what an SM gets where others are idle: a power of how many there are for each that loads, up to a
-# limit: docs/notes/gemm.md#skinny_warpgroup-model (H100, 2026-11-26).
-_ALONE, _MOST_ALONE = 0.6, 1.9
+_MESSAGE = 0.2 / 0.63  # of exchange_us, that of each CTA of a tile beyond two, as in decode attention
 
 
 @dataclass(frozen=True)
@@ -222,8 +217,7 @@ class SkinnyWarpgroup(TokensSchedule, Prefetches):
         k_tiles = -(-p.k // c.tile_k) / c.split_k
         weighed = weighing_us(p, c, gpu) / k_tiles if extras.weighs else 0.0
         finished = rows * c.tile_n * min(1.0, 2 / c.split_k)  # outputs of a CTA; the numbers were fitted to one and two
-        idle = min(_MOST_ALONE, float(max(1.0, gpu.sm_count / count) ** _ALONE))
-        port = own.port * rate.sm_bytes_per_us * idle
+        port = own.port * rate.sm_bytes_per_us
 
         def wave_us(together: int) -> float:
             step = max(
@@ -246,7 +240,7 @@ class SkinnyWarpgroup(TokensSchedule, Prefetches):
         if c.split_k > 2:  # the wait for the whole cluster, messages, and what is sent beyond half a tile
             met = rate.exchange_us * (1.0 + _MESSAGE * (c.split_k - 2))
             sent = 2 * 4 * rows * c.tile_n * (1 / 2 - 1 / c.split_k) / rate.sm_bytes_per_us
-            us = _SURELY * (us + met + sent)
+            us += met + sent
         return float(us)
 
     def body(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> Any:
