@@ -182,6 +182,7 @@ def test_every_value_of_every_knob_is_reachable() -> None:
     wide = [f"m=64 n={132 * tile} k=4096 b_major=k" for tile in skinny_warpgroup.TILES]
     others = [
         "m=8192 n=8192 k=4096",
+        "m=192 n=512 k=4096 b_major=k",
         "m=192 n=4096 k=4096 b_major=k",
         "m=256 n=64 k=512 dtype=fp16 accumulate=fp16",
         "m=32 n=32 k=64",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cutekernels import dispatch, gpu
+from cutekernels import dispatch, gpu, rates
 from cutekernels.db import snapshot
 from cutekernels.kernels.cute.parts.smem import SkinnyWarpgroupSmem
 from cutekernels.op import ladder
@@ -19,7 +19,8 @@ from cutekernels.ops.gemm.schedule import PLAIN
 from cutekernels.ops.gemm.skinny_warpgroup import SKINNY_WARPGROUP
 from tests.shipping import ship, text_of
 
-H200 = gpu.lookup("h200")
+H100, H200 = gpu.lookup("h100-sxm"), gpu.lookup("h200")
+MANY_CTAS = (4, 8)  # to a tile: those that send into the place of stages
 
 
 def linear(m: int, n: int = 3584, k: int = 3584, words: str = "") -> GemmProblem:
@@ -118,6 +119,51 @@ def test_sums_and_results_lie_within_the_shared_memory() -> None:
         assert frame.total_bytes >= frame.barriers_at + 8 * (2 * c.stages + 1)
 
 
+@pytest.mark.parametrize("split", MANY_CTAS)
+def test_many_ctas_deal_out_all_columns_and_send_into_the_stages(split: int) -> None:
+    """Each accumulator is one CTA's to add up, in whole blocks of 8 columns; some CTAs of a narrow tile have none."""
+    for tile_n in skinny_warpgroup.TILES:
+        for rows in (16, 64, 96, 256):
+            frame = SkinnyWarpgroupSmem(rows, tile_n, 64, 4, split, gamma_bytes=2, squares=True)
+            counts = [frame.count(cta) for cta in range(split)]
+            assert sum(counts) == tile_n // 2
+            assert max(counts) == frame.share < frame.ACCUMULATORS_PER_BLOCK + tile_n // 2 / split
+            assert all(count % frame.ACCUMULATORS_PER_BLOCK == 0 for count in counts)
+            assert frame.inbox_at % 16 == 0
+            assert frame.inbox_at == rows * frame.out_pitch * 2, "results are written while the inbox is read"
+            inbox_end = frame.inbox_at + (split - 1) * frame.share * frame.consumer_threads * 4
+            assert frame.squares_at == max(inbox_end, 4 * frame.stage_bytes), "sums of squares outlive the stages"
+
+
+def test_many_ctas_to_a_tile_are_for_few_tiles_and_a_long_k() -> None:
+    few = linear(256, 1024, 4096)
+    found = {c.split_k: c for c in valid(few, H100) if c.tile_n == 72 and c.tile_k == 64}
+    config = found[4]
+    assert all(c.ctas_per_sm == 1 for c in valid(few, H100) if c.split_k > 2)
+    assert "take ctas_per_sm=1" in str(GEMM.why_not(few, config.replace(ctas_per_sm=2, stages=3), H100))
+    assert "less than two k-tiles" in str(GEMM.why_not(linear(256, 1024, 448), config, H100))
+    assert GEMM.why_not(linear(256, 1024, 456), config, H100) is None
+    # 30 clusters of four run at once, not 33.
+    assert skinny_warpgroup.resident(config, H100) == skinny_warpgroup.resident(config.replace(split_k=8), H100) == 120
+    assert skinny_warpgroup.resident(config.replace(split_k=2), H100) == H100.sm_count
+    assert "fill the GPU" in str(GEMM.why_not(linear(256, 8192, 4096), config, H100))
+
+
+def test_the_model_takes_many_ctas_where_two_leave_narrow_tiles() -> None:
+    """Few tiles and a long K: the default's estimate is 5 % below any of two CTAs, above what its MMAs alone take."""
+    for m, n, k in ((128, 512, 10816), (256, 1664, 9536), (512, 896, 31872), (600, 1152, 6912)):
+        problem = linear(m, n, k)
+        config = GEMM.default(problem, H100)
+        assert (config.body, config.split_k in MANY_CTAS) == ("skinny_warpgroup", True), problem
+        chosen = GEMM.estimate_us(problem, config, H100)
+        two = min(GEMM.estimate_us(problem, c, H100) for c in valid(problem, H100) if c.split_k <= 2)
+        assert chosen < two
+        flops = 2 * 64 * skinny_warpgroup.groups(config) * config.tile_n * k / config.split_k
+        assert chosen > flops / rates.of(H100).warpgroup_flops_per_us + rates.of(H100).launch_us
+    for m, n, k in ((64, 4096, 4096), (128, 14336, 4096), (256, 4864, 32768), (128, 512, 1024), (1024, 4096, 4096)):
+        assert GEMM.default(linear(m, n, k), H100).split_k <= 2, (m, n, k)
+
+
 def test_prefetches_only_as_a_dependent_and_little() -> None:
     config = GEMM.default(linear(64), H200)
     assert config.pdl
@@ -140,7 +186,7 @@ def test_two_ctas_to_a_tile_have_their_sms_to_themselves() -> None:
             replace(SKINNY_WARPGROUP.smem(c), exclusive=False).total_bytes,
         )
         together = 2 * (total + H200.SMEM_RESERVED_BYTES) <= H200.smem_per_sm_bytes
-        if c.split_k == 2 and c.ctas_per_sm == 1:
+        if c.split_k > 1 and c.ctas_per_sm == 1:
             assert not together, c
         else:
             assert total == used, c
@@ -166,6 +212,26 @@ def test_default_beyond_a_few_tokens() -> None:
     assert GEMM.default(linear(1), H200).body == "skinny_warpgroup"
     assert GEMM.default(linear(1, 18944), H200).body == "skinny_warpgroup"
     assert GEMM.default(linear(64), gpu.lookup("l40s")).body == "multistage"
+
+
+@pytest.mark.parametrize(
+    ("text", "knobs"),
+    [
+        ("m=600 n=1152 k=6912 b_major=k", "tile_m=128 tile_n=192 stages=5 split_k=4"),
+        ("m=600 n=1000 k=4096 b_major=k c=n bias=same out_align=1", "tile_m=192 tile_n=88 stages=6 split_k=4"),
+        ("m=64 n=512 k=9216 b_major=k dtype=fp16 bias=fp32 activation=gelu", "tile_m=64 tile_n=40 stages=8 split_k=8"),
+    ],
+)
+def test_many_ctas_compile_without_spills(text: str, knobs: str) -> None:
+    problem = GemmProblem.parse(text)
+    values = {name: int(value) for name, value in (word.split("=") for word in knobs.split())}
+    config = next(iter(SKINNY_WARPGROUP.spanned())).replace(tile_k=64, pdl=True, **values)
+    assert not list(SKINNY_WARPGROUP.foreign_knobs(config))
+    assert SKINNY_WARPGROUP.fits(config, H100, PLAIN)
+    facts = GEMM.build(problem, config, H100).facts
+    assert facts.stack_bytes == 0
+    assert facts.smem_bytes == SKINNY_WARPGROUP.smem(config).total_bytes
+    assert facts.registers * SKINNY_WARPGROUP.threads(config) <= H100.REGISTERS_PER_SM
 
 
 def test_compiles_without_spills() -> None:

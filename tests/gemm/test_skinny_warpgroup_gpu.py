@@ -52,9 +52,35 @@ def test_nothing_beyond_the_tokens_reaches_the_result(tile_m: int) -> None:
         assert_right(launch(problem, args, str(config)), problem, args, str(config))
 
 
-def test_a_cluster_s_sum_is_the_same_every_time() -> None:
-    problem = GemmProblem.parse("m=64 n=3584 k=3584 b_major=k")
-    assert_same_every_time(problem, random.Random(0).sample(skinny_warpgroup(problem, split_k=2), 4))
+@pytest.mark.parametrize("split", [2, 4, 8])
+def test_a_cluster_s_sum_is_the_same_every_time(split: int) -> None:
+    problem = GemmProblem.parse(f"m=64 n={3584 // split} k=3584 b_major=k")
+    assert_same_every_time(problem, random.Random(0).sample(skinny_warpgroup(problem, split_k=split), 4))
+
+
+@pytest.mark.parametrize("split", [4, 8])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "m=13 n=257 k=2056 out_align=1 bias=fp32 activation=gelu",
+        "m=64 n=512 k=2048 c=n bias=same activation=silu",
+        "m=100 n=1000 k=3592 dtype=fp16 bias=same",
+        "m=333 n=1000 k=2168 c=n c_align=1",
+        "m=513 n=514 k=1096 out_align=2 c=m c_align=1 bias=fp32 activation=relu",
+        "m=300 n=768 k=4096",
+    ],
+)
+def test_many_ctas_to_a_tile(split: int, text: str) -> None:
+    """Ragged extents and every epilogue; the narrowest, the widest and the tallest tile, of which CTAs of a cluster may
+    have no columns, and any others.
+    """
+    problem = GemmProblem.parse(f"{text} b_major=k")
+    found = skinny_warpgroup(problem, split_k=split)
+    shapes = [min(found, key=lambda c: c.tile_n), max(found, key=lambda c: (c.tile_n, c.stages))]
+    shapes += [max(found, key=lambda c: (c.tile_m, c.tile_k)), *random.Random(split).sample(found, 2)]
+    args = GEMM.sample(problem, "cuda", split)
+    for config in dict.fromkeys(shapes):
+        assert_right(launch(problem, args, str(config)), problem, args, str(config))
 
 
 def test_default_of_many_sizes() -> None:
@@ -90,6 +116,7 @@ def test_weights_without_rows_apart() -> None:
     torch.testing.assert_close(ck.gemm(x, w.t()), x @ w.t(), rtol=2**-6, atol=0.05)
 
 
-def test_dependent_launches_see_what_came_before() -> None:
+@pytest.mark.parametrize("split", [1, 4])
+def test_dependent_launches_see_what_came_before(split: int) -> None:
     problem = GemmProblem.parse("m=64 n=2048 k=2048 b_major=k")
-    assert_dependents_wait(64, str(skinny_warpgroup(problem, pdl=True, split_k=1)[-1]))
+    assert_dependents_wait(64, str(skinny_warpgroup(problem, pdl=True, split_k=split)[-1]))

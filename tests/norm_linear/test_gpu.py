@@ -152,7 +152,7 @@ def test_large_and_small_weights_of_the_norm(dtype: str) -> None:
             assert (y.double() - exact).norm() <= 2 * theirs, config
 
 
-@pytest.mark.parametrize("split_k", [2, 4])
+@pytest.mark.parametrize("split_k", [2, 4, 8])
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 def test_split_k_is_the_same_every_time(op: NormLinear[Any], split_k: int) -> None:
     more = "" if op is RMS_NORM_LINEAR else " norm=1 norm_weight=same"
@@ -161,6 +161,8 @@ def test_split_k_is_the_same_every_time(op: NormLinear[Any], split_k: int) -> No
     args[0][:, ::97] *= 1e4
     rng = random.Random(split_k)
     by_body = [fused(op, p, split_k=split_k, body=body) for body in ("skinny", "skinny_warpgroup")]
+    if not any(by_body):
+        pytest.skip(f"{op.name} has no split_k={split_k} here")
     for config in [c for configs in by_body for c in rng.sample(configs, min(3, len(configs)))]:
         results = [launch(op, p, args, config) for _ in range(20)]
         assert all(torch.equal(results[0], r) for r in results[1:]), config

@@ -167,7 +167,7 @@ class GemmConfig(Config):
     persistent: bool = knob(False, True, added=True)
     body: str = knob("multistage", "skinny", "skinny_warpgroup", "warpgroup", "vendor", added=True)
     warps_k: int = knob(1, 2, 4, 8, added=True)
-    split_k: int = knob(1, 2, 4, added=True)
+    split_k: int = knob(1, 2, 4, 8, added=True)
     pdl: bool = knob(False, True, added=True)
     prefetch_l2: int = knob(0, 1, 2, 4, 8, added=True)
     pingpong: bool = knob(False, True, added=True)
@@ -242,7 +242,7 @@ BODIES: dict[str, dict[str, tuple[Any, ...]]] = {
         "tile_k": (64, 128),
         "stages": (2, 3, 4, 5, 6, 8, 12),
         "ctas_per_sm": (1, 2),
-        "split_k": (1, 2),
+        "split_k": (1, 2, 4, 8),
         "pdl": (False, True),
         "prefetch_l2": (0, 1, 2, 4, 8),
     },

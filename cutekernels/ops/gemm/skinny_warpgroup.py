@@ -36,12 +36,15 @@ LEAST_IN_FLIGHT = 32 * 1024  # bytes of stages
 # Least share of the GPU at work, relative to the best tile's. A tuned neighbour's tile suits its own columns, and is
 # refused where it would idle an SM in three.
 LEAST_BUSY = 0.8
+# Share of the SMs that clusters find at once, by their CTAs: 30 of four, 15 of eight on 132 (H200, 2026-11-24).
+_ROOM = {4: 0.91, 8: 0.91}
 _OTHER_REGISTERS = 40
 _WEIGHING_REGISTERS = 56  # for k-tiles of 128: fragments as loaded and as multiplied, the norm's weight
 
 _WEIGHED_CYCLES = 3.74  # per k of 64 tokens, weighed on their way to the MMA
 # Bytes of W in flight, enough for two CTAs to a tile: docs/notes/gemm.md#skinny_warpgroup-ties (H200, 2026-11-22).
 _FEW_TOKENS, _FEW_TOKENS_WEIGHTS, _WEIGHTS = 16, 80_000, 70_000
+_MESSAGE = 0.2 / 0.63  # of exchange_us, that of each CTA of a tile beyond two, as in decode attention
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,7 @@ class Coefficients:
         launch: of launch_us.
         undependent: of dependent_us, for a launch that is not dependent.
         ahead: of dependent_us, what a prefetch gains at most.
+        port: of sm_bytes_per_us.
         latency: of l2_latency_us.
         shallow: share of a k-tile's time lost to few stages, divided by them.
         columns_lost: that an MMA could multiply while it starts.
@@ -63,6 +67,7 @@ class Coefficients:
     launch: float
     undependent: float
     ahead: float
+    port: float
     latency: float
     shallow: float
     columns_lost: float
@@ -73,11 +78,11 @@ class Coefficients:
 
 
 FEW = Coefficients(  # of up to USUAL_TOKENS tokens (H200 and H100, 2026-11-25)
-    launch=2.59, undependent=1.64, ahead=2.23, latency=1.63, shallow=0.147, columns_lost=21, dram=1.09, sum_bytes=5.2,
-    enough=1.0, few=0.69,
+    launch=2.59, undependent=1.64, ahead=2.23, port=1.0, latency=1.63, shallow=0.147, columns_lost=21, dram=1.09,
+    sum_bytes=5.2, enough=1.0, few=0.69,
 )  # fmt: skip
-MANY = Coefficients(  # of more (H200, 2026-11-22)
-    launch=1.64, undependent=0.937, ahead=0.635, latency=1.006, shallow=0.257, columns_lost=20, dram=0.87,
+MANY = Coefficients(  # of more (H200, 2026-11-22; the port: H100, 2026-11-26)
+    launch=1.64, undependent=0.937, ahead=0.635, port=0.9, latency=1.006, shallow=0.257, columns_lost=20, dram=0.87,
     sum_bytes=15.5, enough=0.96, few=0.3,
 )  # fmt: skip
 
@@ -132,6 +137,12 @@ class SkinnyWarpgroup(TokensSchedule, Prefetches):
         return None
 
     @of_config
+    def lone_ctas(self, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
+        if c.split_k > 2 and c.ctas_per_sm > 1:
+            return f"split_k={c.split_k} is for tiles that leave SMs idle: take ctas_per_sm=1"
+        return None
+
+    @of_config
     def registers(self, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
         # Registers are allocated for whole groups of warps: ptxas gives 96 a thread to 544 threads, not 120.
         reserved_threads = -(-self.threads(c) // 128) * 128
@@ -172,7 +183,7 @@ class SkinnyWarpgroup(TokensSchedule, Prefetches):
     @of_both
     def splits(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
         if c.split_k > 1 and waves(p, c, gpu)[c.tile_n][0] > 1:
-            return f"split_k={c.split_k}: the tiles fill the GPU without"
+            return f"split_k={c.split_k}: the tiles fill the GPU without, or with fewer CTAs to each"
         if c.split_k > 1 and c.split_k * 2 > -(-p.k // c.tile_k):
             return f"split_k={c.split_k} leaves less than two k-tiles of {c.tile_k} to each"
         return None
@@ -205,25 +216,32 @@ class SkinnyWarpgroup(TokensSchedule, Prefetches):
         count = ctas(p, c)
         k_tiles = -(-p.k // c.tile_k) / c.split_k
         weighed = weighing_us(p, c, gpu) / k_tiles if extras.weighs else 0.0
+        finished = rows * c.tile_n * min(1.0, 2 / c.split_k)  # outputs of a CTA; the numbers were fitted to one and two
+        port = own.port * rate.sm_bytes_per_us
 
         def wave_us(together: int) -> float:
             step = max(
-                together * frame.stage_bytes / rate.sm_bytes_per_us,
+                together * frame.stage_bytes / port,
                 together * 2 * rows * (c.tile_n + own.columns_lost) * c.tile_k / rate.warpgroup_flops_per_us,
                 own.latency * rate.l2_latency_us / (c.stages - 1),
                 together * weighed,
             )
-            sums = together * rows * c.tile_n * own.sum_bytes / rate.sm_bytes_per_us
+            sums = together * finished * own.sum_bytes / rate.sm_bytes_per_us
             return k_tiles * step * (1.0 + own.shallow / c.stages) + sums
 
-        room = gpu.sm_count * c.ctas_per_sm
+        room = resident(c, gpu)
         full, rest = divmod(count, room)
         busy = full * wave_us(c.ctas_per_sm) + (wave_us(-(-rest // gpu.sm_count)) if rest else 0.0)
         each = -(-count // gpu.sm_count)  # CTAs of an SM, or of most
         loading = min(1.0, count / (own.enough * each * gpu.sm_count)) ** own.few if count <= room else 1.0
         dram = ELEMENT_BYTES * p.n * (p.k + p.m) / (own.dram * rate.dram_share * gpu.dram_gbps * 1e3 * loading)
         fixed = own.launch * rate.launch_us + (0.0 if c.pdl else own.undependent * rate.dependent_us)
-        return float(fixed + max(busy, dram) - (prefetch.saved_us(c, gpu, own.ahead) if count <= room else 0.0))
+        us = fixed + max(busy, dram) - (prefetch.saved_us(c, gpu, own.ahead) if count <= room else 0.0)
+        if c.split_k > 2:  # the wait for the whole cluster, messages, and what is sent beyond half a tile
+            met = rate.exchange_us * (1.0 + _MESSAGE * (c.split_k - 2))
+            sent = 2 * 4 * rows * c.tile_n * (1 / 2 - 1 / c.split_k) / rate.sm_bytes_per_us
+            us += met + sent
+        return float(us)
 
     def body(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> Any:
         from cutekernels.kernels.cute.gemm.skinny_warpgroup_gemm import SkinnyWarpgroupGemm
@@ -278,9 +296,14 @@ def exclusive(c: GemmConfig) -> bool:
     return c.split_k > 1 and c.ctas_per_sm == 1
 
 
+def resident(c: GemmConfig, gpu: GpuSpec) -> int:
+    """CTAs that run at once: whole clusters, of which larger ones leave some SMs of a part of the chip over."""
+    return int(gpu.sm_count * _ROOM.get(c.split_k, 1.0)) // c.split_k * c.split_k * c.ctas_per_sm
+
+
 def waves(p: GemmProblem, c: GemmConfig, gpu: GpuSpec) -> dict[int, tuple[int, float]]:
     """Waves of CTAs and the share of the GPU at work, by a tile's columns."""
-    return _waves(p.n, -(-p.m // (GROUP_TOKENS * groups(c))) * c.split_k, gpu.sm_count * c.ctas_per_sm)
+    return _waves(p.n, -(-p.m // (GROUP_TOKENS * groups(c))) * c.split_k, resident(c, gpu))
 
 
 @lru_cache(maxsize=1024)

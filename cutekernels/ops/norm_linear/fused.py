@@ -113,8 +113,10 @@ class FusedSkinnyWarpgroup(Fused):
         return None
 
     def shortlist(self, p: NormLinearProblem, gpu: GpuSpec, x: Extras) -> Iterable[NormLinearConfig]:
-        """Those that run all of their CTAs at once."""
-        among = {"stages": (4, 5, 6, 8, 12), "prefetch_l2": (0, 1, 2, 4), "pdl": (True,)}
+        """Those that run all of their CTAs at once; more than two to a tile, whose times nobody measured behind a norm,
+        are for the tuner.
+        """
+        among = {"stages": (4, 5, 6, 8, 12), "prefetch_l2": (0, 1, 2, 4), "pdl": (True,), "split_k": (1, 2)}
         fitting = self.fitting(gpu, x, tile_m=(self.inner.fitting_tiles(product_of(p))[0],), **among)
         return (c for c in fitting if -(-p.n // c.tile_n) * c.split_k <= gpu.sm_count)
 

@@ -12,8 +12,8 @@ Roles:
 Barriers (mbarriers; one phase bit each):
     full[stage]: 1 arrival, the producer's with the stage's bytes; TMA completes it. Consumers and squaring warps wait.
     empty[stage]: 1 arrival of each consumer group and of each squaring warp. The producer waits.
-    inbox_full: 1 arrival, of the receiving CTA's thread 0 with the bytes that the other CTA sends (``split`` = 2).
-    squared_full: 1 arrival of each squaring warp, the first one's with the bytes that the other CTA sends.
+    inbox_full: 1 arrival, of the receiving CTA's thread 0 with the bytes that the other CTAs send (``split`` > 1).
+    squared_full: 1 arrival of each squaring warp, the first one's with the bytes that the other CTAs send.
     Named barrier 1: all consumer threads, around results in shared memory.
 
 One k-tile, producer: wait empty[stage]; arrive on full[stage] with the bytes; TMA each box; next stage.
@@ -21,13 +21,15 @@ One k-tile, consumer: wait full[stage]; issue the wgmmas, commit; wait for those
     empty. Where ``eager``: wait for these at once, arrive on this stage's.
     With a ``norm`` X's fragments go through registers, where they are multiplied by the norm's weight, half a k-tile
     while the products of the other half run; rstd multiplies the accumulators.
-Tile's end, consumer (``parts/results.py``): exchange with the other CTA; scale, add, activate, round; store. Where rows
-    of out are aligned, by way of shared memory, in the place of the stages, as whole lines:
+Tile's end, consumer (``parts/results.py``): exchange with the other CTAs; scale, add, activate, round; store. Where
+    rows of out are aligned, by way of shared memory, in the place of the stages, as whole lines:
     docs/notes/gemm.md#whole-lines.
 
-Cluster: with ``split`` = 2 the two CTAs of a cluster share a tile's K. Each sends the other its accumulators of that
-one's half of the columns, into shared memory there, and adds up its own half, so the result is the same each time. The
-stores arrive on the receiver's barrier, without barriers of the cluster: docs/notes/gemm.md#clusters.
+Cluster: the ``split`` CTAs of a cluster share a tile's K. Each sends every other its accumulators of that one's
+columns, into shared memory there, and adds up its own columns in a fixed order, so the result is the same each time.
+The stores arrive on the receiver's barrier. Two CTAs need no barrier of the cluster (docs/notes/gemm.md#clusters). What
+more of them send takes the place of stages, so all threads of the cluster arrive once they have read theirs, and
+consumers wait for that before they send: docs/notes/gemm.md#many-ctas-to-a-tile.
 
 Dependent launch (PDL): the producer prefetches the first ``prefetch_tiles`` k-tiles of W into the L2 while the previous
 kernel still runs, and lets the next kernel start when its own last loads are under way (``ops/gemm/prefetch.py``).
@@ -342,9 +344,9 @@ class SkinnyWarpgroupGemm:
             cute.arch.mbarrier_init_fence()
         # ... and no thread of this CTA touches them before.
         cute.arch.sync_threads()
-        if const_expr(self.split > 1):
+        if const_expr(self.split > 1 and not self.smem.inbox_in_stages):
             # Tells the other CTA that this one's barriers are set up. Each role waits for the other's word before it
-            # sends there; nobody waits here.
+            # sends there; nobody waits here. More than two CTAs arrive once they have read their stages.
             cute.arch.cluster_arrive_relaxed()
 
         # -- this tile's beginning: the last tiles begin early, to end where the operands do
@@ -380,6 +382,8 @@ class SkinnyWarpgroupGemm:
             self.produce(boxes, shared, first, end)
             if const_expr(self.dependent):
                 cute.arch.griddepcontrol_launch_dependents()  # PDL: the next kernel's loads then follow ours
+            if const_expr(self.smem.inbox_in_stages):
+                cute.arch.cluster_arrive_relaxed()  # this warp reads no stages
             if const_expr(self.split > 1):
                 cute.arch.cluster_wait()  # pairs this warp's arrival
         if const_expr(self.squaring):  # noqa: SIM102  known when compiled

@@ -1,7 +1,8 @@
-"""From a skinny_warpgroup GEMM's accumulators to rows of out: two CTAs' shares, the epilogue, whole lines.
+"""From a skinny_warpgroup GEMM's accumulators to rows of out: the cluster's shares, the epilogue, whole lines.
 
-1. With ``split`` = 2: each CTA sends the other its accumulators of that one's half of the columns (``exchange``), and
-   waits on its ``inbox_full`` for those of its own half.
+1. With ``split`` > 1: each CTA sends every other its accumulators of that one's columns (``exchange``), and waits on
+   its ``inbox_full`` for those of its own. Of more than two CTAs the inbox is in the place of stages, so they send when
+   the whole cluster has read its stages.
 2. Factors of rows: alpha times rstd, given or from sums of squares (``scale`` waits on ``squared_full``).
 3. Scale, add C and bias, activate, round (``finish``).
 4. Store: pairs from registers, or, where out is aligned, through shared memory in the place of the stages, between two
@@ -127,39 +128,74 @@ class TileResults:
 
     @cute.jit
     def exchange(self, tile: ResultTile, acc: cute.Tensor, factors: cute.Tensor | None, split: Int32):
-        """Two CTAs halve a tile's columns between them: each sends the other its accumulators of that one's half."""
-        tid = tile.tid
-        count, share, threads = (
-            const_expr(cute.size(acc)),
-            const_expr(self.smem.share),
-            const_expr(self.smem.consumer_threads),
-        )
-        inbox = cute.recast_ptr(tile.storage + self.smem.inbox_at, dtype=Float32)
+        """The CTAs deal a tile's columns out among them: each sends every other its accumulators of that one's."""
+        ctas = const_expr(self.smem.split)
         full = cute.recast_ptr(tile.storage + self.smem.inbox_barrier_at, dtype=Int64)
-        bits = cute.recast_tensor(acc, Int32)
-        # Wait until the other CTA has set up its barriers, since these stores arrive on its inbox_full.
+        if const_expr(self.smem.inbox_in_stages):
+            # This thread's products have read their stages: its word for the others' stores to their place. Relaxed, as
+            # it follows reads alone, which the wait for the last products has seen complete.
+            cute.arch.cluster_arrive_relaxed()
+        # Wait until the other CTAs have set up their barriers, since these stores arrive on their inbox_full; of more
+        # than two, until they have read their stages too.
         cute.arch.cluster_wait()
-        for part in cutlass.range_constexpr(2):
-            if split != part:
-                for i in cutlass.range_constexpr(0, min(share, count - part * share), 4):
-                    four = tuple([bits[part * share + i + j] for j in range(4)])
-                    cute.arch.store_async_dsmem((inbox + threads * i + 4 * tid).align(16), four, full, part)
-        self.scale(tile, factors)  # while the other's are on their way
-        for part in cutlass.range_constexpr(2):
-            if split == part:
-                begin, size = const_expr(part * share), const_expr(min(share, count - part * share))
-                if tid == 0:
-                    cute.arch.mbarrier_arrive_and_expect_tx(full, 4 * size * threads)
-                # Wait for all that the other CTA sends to this one: its only phase, as a CTA has one tile.
-                cute.arch.mbarrier_wait(full, 0)
-                own = cute.make_rmem_tensor(size, Float32)
-                for i in cutlass.range_constexpr(0, size, 4):
-                    theirs = cute.make_rmem_tensor(4, Float32)
-                    left = (inbox + threads * i + 4 * tid).align(16)
-                    cute.autovec_copy(cute.make_tensor(left, cute.make_layout(4)), theirs)
-                    for j in cutlass.range_constexpr(4):
-                        own[i + j] = acc[begin + i + j] + theirs[j]
-                self.finish(tile, own, factors, begin)
+        self.send(tile, acc, split, full)
+        self.scale(tile, factors)  # while the others' are on their way
+        for part in cutlass.range_constexpr(ctas):
+            if const_expr(self.smem.count(part) > 0):  # noqa: SIM102  known when compiled
+                if split == part:
+                    self.add_up(tile, acc, factors, part, full)
+
+    @cute.jit
+    def add_up(
+        self,
+        tile: ResultTile,
+        acc: cute.Tensor,
+        factors: cute.Tensor | None,
+        part: cutlass.Constexpr[int],
+        full: cute.Pointer,
+    ):
+        """Adds the other CTAs' accumulators of CTA ``part``'s columns to its own, and finishes them."""
+        others, threads = const_expr(self.smem.split - 1), const_expr(self.smem.consumer_threads)
+        begin, size = const_expr(self.smem.begin(part)), const_expr(self.smem.count(part))
+        if tile.tid == 0:
+            cute.arch.mbarrier_arrive_and_expect_tx(full, 4 * size * threads * others)
+        # Wait for all that the other CTAs send to this one: its only phase, as a CTA has one tile.
+        cute.arch.mbarrier_wait(full, 0)
+        own = cute.make_rmem_tensor(size, Float32)
+        for i in cutlass.range_constexpr(0, size, 4):
+            for j in cutlass.range_constexpr(4):
+                own[i + j] = acc[begin + i + j]
+            # Always in the order of the CTAs behind this one, whichever sent first.
+            for slot in cutlass.range_constexpr(others):
+                theirs = cute.make_rmem_tensor(4, Float32)
+                left = self.inbox(tile, slot, i)
+                cute.autovec_copy(cute.make_tensor(left, cute.make_layout(4)), theirs)
+                for j in cutlass.range_constexpr(4):
+                    own[i + j] = own[i + j] + theirs[j]
+        self.finish(tile, own, factors, begin)
+
+    @cute.jit
+    def send(self, tile: ResultTile, acc: cute.Tensor, split: Int32, full: cute.Pointer):
+        """Sends every other CTA its columns of ``acc``: of several CTAs a block to each in turn, so that none of them
+        has to take in all others' at once.
+        """
+        ctas, share = const_expr(self.smem.split), const_expr(self.smem.share)
+        together = const_expr(share if ctas == 2 else 4)
+        bits = cute.recast_tensor(acc, Int32)
+        for first in cutlass.range_constexpr(0, share, together):
+            for part in cutlass.range_constexpr(ctas):
+                if split != part:
+                    for i in cutlass.range_constexpr(first, min(first + together, self.smem.count(part)), 4):
+                        four = tuple([bits[self.smem.begin(part) + i + j] for j in range(4)])
+                        # As seen from there, this CTA is so many behind it.
+                        slot = 0 if const_expr(ctas == 2) else (split + const_expr(ctas - 1 - part)) % ctas
+                        cute.arch.store_async_dsmem(self.inbox(tile, slot, i), four, full, part)
+
+    @cute.jit
+    def inbox(self, tile: ResultTile, slot: Int32 | int, i: cutlass.Constexpr[int]) -> cute.Pointer:
+        """A thread's accumulators ``i`` to ``i + 4`` from the CTA that is ``slot + 1`` behind this one."""
+        inbox = cute.recast_ptr(tile.storage + self.smem.inbox_at, dtype=Float32)
+        return (inbox + self.smem.consumer_threads * (self.smem.share * slot + i) + 4 * tile.tid).align(16)
 
     @cute.jit
     def scale(self, tile: ResultTile, factors: cute.Tensor | None):

@@ -87,7 +87,10 @@ class SkinnySmem:
 @dataclass(frozen=True, slots=True)
 class SkinnyWarpgroupSmem:
     """Shared memory of a skinny_warpgroup GEMM: stages of X and W, later the results in their place; an inbox for the
-    accumulators that the other CTA of a split tile's cluster sends; sums of rows' squares; barriers.
+    accumulators that the other CTAs of a split tile's cluster send; sums of rows' squares; barriers.
+
+    The inbox of two CTAs lies behind the stages, so each sends as soon as it is done. That of more, which is larger,
+    takes the place of stages, behind the results (``inbox_in_stages``).
 
     With a norm in front, stages hold its weight too, ``gamma_bytes`` an element, and ``squares`` of rows have a sum for
     each CTA of the cluster. ``exclusive`` takes more than half of an SM's, so that no second CTA fits.
@@ -120,10 +123,23 @@ class SkinnyWarpgroupSmem:
     def gamma_at(self) -> int:
         return self.w_at + self.stages * self.tile_n * self.tile_k * self.element_bytes
 
+    def begin(self, cta: int) -> int:
+        """The first of a thread's accumulators that CTA ``cta`` of the cluster adds up: whole blocks of 8 columns."""
+        return -(-self.tile_n // 8 * cta // self.split) * self.ACCUMULATORS_PER_BLOCK
+
+    def count(self, cta: int) -> int:
+        """How many those are."""
+        return self.begin(cta + 1) - self.begin(cta)
+
     @property
     def share(self) -> int:
-        """Accumulators of a thread that one CTA of the cluster adds up: whole blocks of 8 columns."""
-        return -(-self.tile_n // 8 // self.split) * self.ACCUMULATORS_PER_BLOCK
+        """The most of them that one CTA adds up."""
+        return self.begin(1)
+
+    @property
+    def inbox_in_stages(self) -> bool:
+        """Whether CTAs send only when the whole cluster has read its stages."""
+        return self.split > 2
 
     @property
     def out_pitch(self) -> int:
@@ -132,7 +148,8 @@ class SkinnyWarpgroupSmem:
 
     @property
     def inbox_at(self) -> int:
-        return max(self.stages * self.stage_bytes, self.tile_m * self.out_pitch * self.element_bytes)
+        results = self.tile_m * self.out_pitch * self.element_bytes
+        return results if self.inbox_in_stages else max(self.stages * self.stage_bytes, results)
 
     @property
     def consumer_threads(self) -> int:
@@ -146,7 +163,8 @@ class SkinnyWarpgroupSmem:
 
     @property
     def squares_at(self) -> int:
-        return self.inbox_at + (self.split - 1) * self.share * self.consumer_threads * 4
+        inbox_end = self.inbox_at + (self.split - 1) * self.share * self.consumer_threads * 4
+        return max(inbox_end, self.stages * self.stage_bytes)
 
     @property
     def barriers_at(self) -> int:

@@ -44,7 +44,7 @@ def add_squares(x: cute.Tensor, sums: cute.Tensor):
 class StageSquares:
     """Sums of squares of X's rows, stage by stage, by warps beside those that multiply: every third four rows each.
 
-    Two CTAs that share K leave their sums in each other's shared memory too, beside that one's own.
+    CTAs that share K leave their sums in each other's shared memory too, beside that one's own.
     """
 
     smem: SkinnyWarpgroupSmem
@@ -119,8 +119,12 @@ class StageSquares:
         for step in cutlass.range_constexpr(_LANES.bit_length() - 1):
             for i in cutlass.range_constexpr(self.rows4):
                 totals[i] = totals[i] + cute.arch.shuffle_sync_bfly(totals[i], offset=1 << step)
-        if const_expr(self.smem.split > 1):
-            # Wait until the other CTA has set up its barriers, since these stores arrive on its squared_full.
+        ctas = const_expr(self.smem.split)
+        if const_expr(self.smem.inbox_in_stages):
+            # These threads have read their stages, whose place the others' accumulators take: the sums hold them all.
+            cute.arch.cluster_arrive_relaxed()
+        if const_expr(ctas > 1):
+            # Wait until the other CTAs have set up their barriers, since these stores arrive on their squared_full.
             cute.arch.cluster_wait()
         for first in cutlass.range_constexpr(0, self.rows4, _LANES):
             mine, number = totals[first], first + lane % _LANES
@@ -130,15 +134,17 @@ class StageSquares:
             row = (number * WARPS + warp) * _TOGETHER + lane // _LANES
             if number < self.rows4 and row < self.smem.tile_m:
                 own[row] = mine
-                if const_expr(self.smem.split > 1):
+                if const_expr(ctas > 1):
                     sent = cute.make_rmem_tensor(1, Float32)
                     sent[0] = mine
-                    cute.arch.store_async_dsmem(squares + row, cute.recast_tensor(sent, Int32)[0], full, 1 - split)
+                    for other in cutlass.range_constexpr(1, ctas):
+                        peer = 1 - split if const_expr(ctas == 2) else (split + other) % ctas
+                        cute.arch.store_async_dsmem(squares + row, cute.recast_tensor(sent, Int32)[0], full, peer)
         # All lanes have stored; then one says so to this CTA's consumers. The first warp's arrival also announces the
-        # bytes that the other CTA sends, so the consumers wait for those too.
+        # bytes that the other CTAs send, so the consumers wait for those too.
         cute.arch.sync_warp()
         if lane == 0:
-            if warp == 0 and const_expr(self.smem.split > 1):
-                cute.arch.mbarrier_arrive_and_expect_tx(full, self.smem.tile_m * 4)
+            if warp == 0 and const_expr(ctas > 1):
+                cute.arch.mbarrier_arrive_and_expect_tx(full, self.smem.tile_m * 4 * (ctas - 1))
             else:
                 cute.arch.mbarrier_arrive(full)
