@@ -221,8 +221,7 @@ def interpret(
     op.check(problem, chosen, spec)
     built = build_arguments(op, problem, chosen, spec)
     tensors = {t.data_ptr(): t.as_strided((1,), (1,)) for t in (*results, *inputs) if t is not None and t.numel()}
-    named = zip((*op.results, *op.inputs), (*results, *inputs), strict=True)
-    empty = {f"{name}_ptr": torch.empty(1, dtype=t.dtype) for name, t in named if t is not None and not t.numel()}
+    tensors[0] = torch.empty(1, dtype=torch.int32)  # where empty operands point, of which nothing is read
     tensors = {at: t if t.dtype != torch.float8_e4m3fn else t.view(torch.uint8) for at, t in tensors.items()}
 
     def kernel(grid: tuple[int, int, int], *args: Any) -> None:
@@ -240,9 +239,8 @@ def interpret(
         names |= {
             n: tensors[v] if v in tensors else _at(v, built["signature"][n])
             for n, v in names.items()
-            if n.endswith("_ptr") and v
+            if n.endswith("_ptr") and n not in constants
         }
-        names |= {n: t for n, t in empty.items() if not names.get(n, True)}  # the interpreter takes no null pointer
         built["fn"][grid](**names, num_warps=built["options"].get("num_warps", 4))
 
     from cutekernels.ops.norms import passes

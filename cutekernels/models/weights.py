@@ -24,7 +24,8 @@ from cutekernels.nn.moe import MoE
 from cutekernels.nn.packing import side_by_side
 from cutekernels.ops.embedding.api import embedding
 from cutekernels.ops.gemm.api import linear
-from cutekernels.ops.moe.ffn import routed_ffn
+from cutekernels.ops.moe.api import moe_route
+from cutekernels.ops.moe.ffn import moe_ffn
 from cutekernels.ops.norms.api import add_rms_norm, layer_norm, rms_norm
 from cutekernels.quant import QuantizedStack, QuantizedWeight, concatenate
 
@@ -156,8 +157,8 @@ class Experts:
     options: dict[str, Any]
 
     def __call__(self, x: Tensor) -> Tensor:
-        logits = self.router(x)
-        return routed_ffn(x, self.gate_up, self.down, logits, self.top_k, renormalize=self.renormalize, **self.options)
+        weights, ids = moe_route(self.router(x), self.top_k, renormalize=self.renormalize)
+        return moe_ffn(x, self.gate_up, self.down, ids, weights, **self.options)
 
 
 @dataclass(frozen=True)

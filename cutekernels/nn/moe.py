@@ -11,7 +11,7 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.nn.mlp import SwiGLU, plain, projected
 from cutekernels.nn.packed_experts import PackedExperts
 from cutekernels.ops.moe.api import moe_route
-from cutekernels.ops.moe.ffn import moe_ffn, routed_ffn
+from cutekernels.ops.moe.ffn import moe_ffn
 from cutekernels.ops.moe.packed_experts import GATES
 from cutekernels.ops.moe.quantized import LIMIT
 from cutekernels.ops.shared.checks import check_flag, check_number, check_place, check_tensor, check_whole, check_word
@@ -207,7 +207,8 @@ class MoE(torch.nn.Module):
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """``(weights, ids)`` of each token's experts, ``(..., top_k)``."""
         if self.scoring == "softmax":
-            return moe_route(self._logits(x), self.top_k, renormalize=self.renormalize)
+            logits = projected(x, self.gate.weight, self.gate.bias, name="MoE") if plain(self.gate) else self.gate(x)
+            return moe_route(logits, self.top_k, renormalize=self.renormalize)
         wide = torch.promote_types(x.dtype, torch.float32)
         correction: Any
         if plain(self.gate):
@@ -231,28 +232,19 @@ class MoE(torch.nn.Module):
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
         return weights * self.scaling, ids
 
-    def _logits(self, x: Tensor) -> Tensor:
-        return projected(x, self.gate.weight, self.gate.bias, name="MoE") if plain(self.gate) else self.gate(x)
-
     def forward(self, x: Tensor) -> Tensor:
         check_tensor("MoE", "x", x)
         if x.dim() == 0 or x.shape[-1] != self.hidden_size:
             raise UnsupportedProblem(
                 f"MoE takes x (..., {self.hidden_size}), its hidden_size; got {tuple(x.shape)}: project it first"
             )
+        weights, ids = self.route(x)
         experts = self.experts
-        matrices = experts.gate_up_proj, experts.down_proj
-        options: dict[str, Any] = {
-            "gate_up_bias": getattr(experts, "gate_up_proj_bias", None),
-            "down_bias": getattr(experts, "down_proj_bias", None),
-            "activation": self.activation,
-            "limit": self.limit,
-        }
-        if self.scoring == "softmax" and type(self).route is MoE.route and "route" not in vars(self):
-            out = routed_ffn(x, *matrices, self._logits(x), self.top_k, renormalize=self.renormalize, **options)
-        else:  # a route that somebody has replaced, too
-            weights, ids = self.route(x)
-            out = moe_ffn(x, *matrices, ids, weights, **options)
+        out = moe_ffn(
+            x, experts.gate_up_proj, experts.down_proj, ids, weights,
+            gate_up_bias=getattr(experts, "gate_up_proj_bias", None),
+            down_bias=getattr(experts, "down_proj_bias", None), activation=self.activation, limit=self.limit,
+        )  # fmt: skip
         return out if self.shared_experts is None else out + self.shared_experts(x)
 
     def extra_repr(self) -> str:

@@ -43,7 +43,6 @@ FAMILIES: dict[str, tuple[str, ...]] = {
         "moe_permute",
         "moe_gather",
         "moe_dispatch",
-        "moe_route_dispatch",
         "moe_combine",
         "moe_combine_backward",
         "grouped_gemm",

@@ -245,7 +245,7 @@ def test_a_step_is_of_our_ops_and_waits_for_nothing(name: str) -> None:
         engine._decode(2, True)
     theirs = {op.split(".")[1] for op in called.names if op.startswith("aten.")}
     assert theirs <= {*VIEWS, *OTHERS}
-    experts = {"moe_route_dispatch", "grouped_gemm", "moe_combine"}
+    experts = {"moe_route", "moe_permute", "moe_gather", "grouped_gemm", "moe_combine"}
     ours = {op.split(".")[1].lstrip("_") for op in called.names if op.startswith("cutekernels.")}
     assert (experts & ours) == (experts if name in ("mixtral", "qwen3-moe-dense") else set())
     assert {"embedding", "rms_norm", "add_rms_norm", "gemm", "kv_append", "decode_attention"} <= ours

@@ -15,23 +15,20 @@ import triton.language as tl
 from torch import Tensor
 
 from cutekernels.kernels.triton.moe import route as kernels
-from cutekernels.ops.moe.dispatch import MOE_DISPATCH, MOE_ROUTE_DISPATCH
 from cutekernels.ops.moe.permute import MOE_PERMUTE
 from cutekernels.ops.moe.route import MOE_ROUTE, MOE_ROUTE_BACKWARD
-from cutekernels.ops.moe.rows import MOE_COMBINE, MOE_COMBINE_BACKWARD, MOE_GATHER
+from cutekernels.ops.moe.rows import MOE_COMBINE, MOE_COMBINE_BACKWARD, MOE_DISPATCH, MOE_GATHER
 from tests.interpreted import DTYPES, H200, interpret, serve
 from tests.tolerance import FP32_ULP, worst_ratio
 
 ROUTING = {op.name: op for op in (MOE_ROUTE, MOE_ROUTE_BACKWARD)}
 MOVING = {op.name: op for op in (MOE_GATHER, MOE_COMBINE, MOE_COMBINE_BACKWARD)}
-DISPATCHING = {op.name: op for op in (MOE_DISPATCH, MOE_ROUTE_DISPATCH)}
-OPS: dict[str, Any] = {**ROUTING, "moe_permute": MOE_PERMUTE, **MOVING, **DISPATCHING}
+OPS: dict[str, Any] = {**ROUTING, "moe_permute": MOE_PERMUTE, **MOVING, "moe_dispatch": MOE_DISPATCH}
 OPTIONS = {
     "moe_route": ("top_k", "renormalize"),
     "moe_route_backward": ("top_k", "renormalize"),
     "moe_permute": ("experts",),
     "moe_dispatch": ("experts",),
-    "moe_route_dispatch": ("top_k", "renormalize"),
 }
 
 # ---- tolerances -----------------------------------------------------------------------------------------
@@ -69,10 +66,6 @@ def truth(op: str, inputs: Sequence[Any], **options: Any) -> list[tuple[Tensor, 
         return [(MOE_GATHER.evaluate(*wide)[0], None)]
     if op == "moe_dispatch":
         return [(t, None) for t in MOE_DISPATCH.evaluate(*wide, **options)]
-    if op == "moe_route_dispatch":
-        x, logits = wide
-        routed = truth("moe_route", (inputs[1],), **options)
-        return [*truth("moe_dispatch", (x, routed[1][0]), experts=logits.shape[-1]), *routed]
     if op == "moe_combine":
         rows, inverse, weights = wide
         positive = None if weights is None else weights.abs()
@@ -129,13 +122,10 @@ def posed(case: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
         return [ids], options
     if op == "moe_route":
         return [logits_of(case, draw)], options
-    if op in DISPATCHING:
-        x = arranged(torch.randn((case["rows"], case["wide"]), generator=draw).to(DTYPES[case["dtype"]]), case["kind"])
-        if op == "moe_route_dispatch":
-            return [x, logits_of(case | {"dtype": case.get("router", case["dtype"])}, draw)], options
+    if op == "moe_dispatch":
         kind = torch.int64 if case.get("index") == "i64" else torch.int32
         ids = torch.randint(-2, case["experts"] + 2, (case["rows"], case["top_k"]), generator=draw, dtype=kind)
-        return [x, arranged(ids, "transposed") if case["kind"] == "transposed" else ids], options
+        return [logits_of(case, draw), ids], options
     if op == "moe_route_backward":
         logits = logits_of(case, draw)
         weights, ids = MOE_ROUTE.evaluate(logits, **options)
@@ -238,27 +228,11 @@ def numerics_cases() -> dict[str, dict[str, Any]]:
     cases.append({"op": "moe_combine", "rows": 4, "cols": 33, "top_k": 2, "dtype": "bf16", "kind": "dense"})
     cases[-1]["unweighted"] = True
 
-    sent = {"op": "moe_dispatch", "rows": 7, "wide": 300, "top_k": 3, "experts": 5, "kind": "dense"}
-    for dtype in DTYPES:
-        cases.append({**sent, "dtype": dtype, "index": "i64" if dtype == "fp16" else "i32"})
-    for kind in ("odd", "transposed", "every other", "expanded"):
-        cases.append({**sent, "dtype": "bf16", "kind": kind})
-    for rows, wide, top_k, experts in [(0, 8, 2, 4), (1, 0, 2, 4), (1, 1, 1, 1), (8, 4, 32, 70), (128, 24, 2, 1023)]:
-        cases.append({**sent, "rows": rows, "wide": wide, "top_k": top_k, "experts": experts, "dtype": "fp32"})
-    cases.append({**sent, "wide": 600, "dtype": "bf16", "config": "block=512 warps=2"})
-
-    both = route | {"op": "moe_route_dispatch", "wide": 300}
-    for dtype in DTYPES:
-        cases += [
-            {**both, "dtype": dtype, "ties": True},
-            {**both, "dtype": dtype, "renormalize": False, "kind": "odd"},
-            {**both, "dtype": dtype, "rows": 6, "cols": 8, "wide": 40, "values": _ODD, "router": "fp32"},
-        ]
-    for kind in ("transposed", "padded", "every other", "expanded"):
-        cases.append({**both, "dtype": "bf16", "kind": kind})
-    for rows, cols, top_k in [(0, 8, 2), (1, 1, 1), (1, 128, 8), (16, 100, 8), (128, 7, 2), (4, 300, 32)]:
-        cases.append({**both, "rows": rows, "cols": cols, "top_k": top_k, "dtype": "bf16", "wide": 24})
-    cases.append({**both, "rows": 4, "wide": 600, "dtype": "fp16", "router": "fp32", "config": "block=512 warps=4"})
+    sent = {"op": "moe_dispatch", "rows": 7, "cols": 300, "top_k": 3, "experts": 5, "kind": "dense", "dtype": "bf16"}
+    cases += [{**sent, "dtype": "fp16", "index": "i64"}, {**sent, "cols": 600, "config": "block=512 warps=2"}]
+    cases += [{**sent, "kind": kind} for kind in ("odd", "transposed", "every other", "expanded")]
+    for rows, cols, top_k, experts in [(0, 8, 2, 4), (1, 0, 2, 4), (1, 1, 1, 1), (8, 4, 32, 70), (128, 24, 2, 1023)]:
+        cases.append({**sent, "rows": rows, "cols": cols, "top_k": top_k, "experts": experts, "dtype": "fp32"})
 
     rng = random.Random(5)
     for name, text in (
@@ -280,7 +254,6 @@ CASES = numerics_cases()
 _ROUTE = {"op": "moe_route", "rows": 5, "cols": 20, "top_k": 3, "renormalize": True, "kind": "padded", "dtype": "fp32"}
 _PERMUTE = {"op": "moe_permute", "pairs": 300, "experts": 6, "config": "block=256 programs=32 passes=2 warps=4"}
 _MOVE = {"rows": 5, "cols": 70, "top_k": 3, "dtype": "fp32", "kind": "padded"}
-_SENT = _ROUTE | {"wide": 72, "experts": 5}
 PLANTED = {
     "an expert forgotten": _ROUTE | {"edit": {"experts": -1}, "top_k": 20, "kind": "dense"},
     "a token forgotten": _ROUTE | {"edit": {"tokens": -1}},
@@ -295,14 +268,10 @@ PLANTED = {
     "programs out of step": _PERMUTE | {"edit": {"run": -256}},
     "a column not copied": _MOVE | {"op": "moe_gather", "edit": {"cols": -4}, "cols": 72},
     "rows by another pitch": _MOVE | {"op": "moe_combine", "edit": {"rows_row": -4}},
+    "a pair uncounted": _MOVE | {"op": "moe_dispatch", "experts": 5, "edit": {"tokens": -1}},
+    "strangers among experts": _MOVE | {"op": "moe_dispatch", "experts": 5, "edit": {"experts": 2}},
+    "a column not sent": _MOVE | {"op": "moe_dispatch", "experts": 5, "edit": {"cols": -4}, "cols": 72},
     "weights by another pitch": _MOVE | {"op": "moe_combine", "edit": {"weights_row": 1}},
-    "a pair uncounted": _SENT | {"op": "moe_dispatch", "edit": {"tokens": -1}},
-    "strangers among experts": _SENT | {"op": "moe_dispatch", "edit": {"experts": 2}},
-    "ids by another pitch": _SENT | {"op": "moe_dispatch", "edit": {"ids_row": -1}},
-    "a column not sent": _SENT | {"op": "moe_dispatch", "edit": {"cols": -4}},
-    "an expert unseen": _SENT | {"op": "moe_route_dispatch", "edit": {"experts": -1}, "cols": 4, "top_k": 4},
-    "logits by another pitch": _SENT | {"op": "moe_route_dispatch", "edit": {"logits_row": -4}},
-    "routed one per cent off": _SENT | {"op": "moe_route_dispatch", "planted": "_exp"},
     "dout by another pitch": _MOVE | {"op": "moe_combine_backward", "edit": {"dout_row": -4}},
 }
 

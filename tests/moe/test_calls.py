@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.moe.permute import MOE_PERMUTE
 from cutekernels.ops.moe.route import MOE_ROUTE
-from cutekernels.ops.moe.rows import MOE_COMBINE, MOE_COMBINE_BACKWARD, MOE_GATHER
+from cutekernels.ops.moe.rows import MOE_COMBINE, MOE_COMBINE_BACKWARD, MOE_DISPATCH, MOE_GATHER
 from cutekernels.ops.sampling.op import SAMPLE_FILTER
 from cutekernels.ops.shared import calls
 
@@ -65,6 +65,18 @@ def test_ids_and_rows_of_any_strides(launches: list[str]) -> None:
         "moe_combine tokens=10 cols=16 top_k=3 dtype=fp32 layout=strided",
         "moe_combine tokens=10 cols=16 top_k=3 dtype=fp32 weighted=1 layout=strided",
         "moe_combine_backward tokens=10 cols=16 top_k=3 dtype=fp32 weighted=1",
+    ]
+
+
+def test_few_pairs_of_any_strides(launches: list[str]) -> None:
+    x, ids = torch.randn(5, 2, 32)[..., ::2], torch.randint(0, 9, (5, 2, 6))[..., ::2]
+    for part in (slice(0, 5), slice(0, 0)):
+        grouped = calls.run(MOE_DISPATCH, None, (x[part], ids[part]), options=(9,))
+        expected = MOE_DISPATCH.evaluate(x[part], ids[part], experts=9)
+        assert all(torch.equal(a, b) for a, b in zip(grouped, expected, strict=True))
+    assert launches == [
+        "moe_dispatch tokens=10 cols=16 experts=9 top_k=3 dtype=fp32 index=i64 layout=strided",
+        "moe_dispatch tokens=0 cols=16 experts=9 top_k=3 dtype=fp32 index=i64",
     ]
 
 

@@ -28,7 +28,6 @@ SIZES = {  # a problem of each op, and configs that together leave another value
     "moe_combine": ("tokens=2048 cols=4096 weighted=1", ["block=2048 warps=4"]),
     "moe_combine_backward": ("tokens=2048 cols=4096 weighted=1", ["block=2048 warps=4"]),
     "moe_dispatch": ("tokens=16 cols=4096 experts=128", ["block=2048 warps=4"]),
-    "moe_route_dispatch": ("tokens=16 cols=4096 experts=128", ["block=2048 warps=4"]),
     "sample_filter": ("rows=4 cols=128256 dtype=fp32 by_k=1 by_p=1", ["block=1024 warps=16 bits=1 splits=1"]),
 }
 
@@ -69,7 +68,6 @@ def test_every_knob_changes_the_code_or_the_launches(op: Any) -> None:
         ("moe_gather", "tokens=2048 cols=4096", {"v4.b32", "b32"}),
         ("moe_gather", "tokens=2048 cols=4100 align=8", {"v2.b32", "b32"}),
         ("moe_dispatch", "tokens=16 cols=4096 experts=128", {"v4.b32", "b32"}),
-        ("moe_route_dispatch", "tokens=16 cols=4096 experts=128", {"v4.b32", "b32"}),
         ("moe_combine", "tokens=2048 cols=4096 weighted=1", {"v4.b32", "b32"}),
         ("moe_combine", "tokens=2048 cols=1001 align=2", {"b16", "b32"}),
         ("moe_combine_backward", "tokens=2048 cols=4096 weighted=1", {"v4.b32", "b32"}),
@@ -91,9 +89,8 @@ def test_accesses_are_as_wide_as_alignment_allows(op: str, text: str, widths: se
     [
         ("moe_route", ["tokens=4096 experts=128", "tokens=9 experts=72"]),
         ("moe_permute", ["pairs=4096 experts=100", "pairs=300 experts=64"]),
-        ("moe_combine", ["tokens=4096 cols=4096", "tokens=9 cols=1000"]),
         ("moe_dispatch", ["tokens=16 cols=4096 experts=100", "tokens=9 cols=1000 experts=64"]),
-        ("moe_route_dispatch", ["tokens=16 cols=4096 experts=128", "tokens=9 cols=1000 experts=72"]),
+        ("moe_combine", ["tokens=4096 cols=4096", "tokens=9 cols=1000"]),
         ("sample_filter", ["rows=256 cols=128256 by_p=1", "rows=256 cols=32000 by_p=1"]),
     ],
 )

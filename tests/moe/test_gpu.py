@@ -16,11 +16,9 @@ import cutekernels
 from cutekernels import compile as compiler
 from cutekernels import gpu, verify
 from cutekernels.errors import InvalidConfig, UnsupportedProblem
-from cutekernels.ops.moe.dispatch import MOE_DISPATCH, MOE_ROUTE_DISPATCH, most_routed
-from cutekernels.ops.moe.dispatch_api import dispatched, route_dispatched
 from cutekernels.ops.moe.permute import MOE_PERMUTE
 from cutekernels.ops.moe.route import MOE_ROUTE, MOE_ROUTE_BACKWARD
-from cutekernels.ops.moe.rows import MOE_COMBINE, MOE_COMBINE_BACKWARD, MOE_GATHER
+from cutekernels.ops.moe.rows import MOE_COMBINE, MOE_COMBINE_BACKWARD, MOE_DISPATCH, MOE_GATHER
 from tests.moe.cases import DTYPES, OPS, ratio, truth, worst
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_cache_one_seed")]
@@ -41,14 +39,11 @@ AWKWARD = [
     (MOE_PERMUTE, "pairs=70001 experts=31"),
     (MOE_GATHER, "tokens=3 cols=1 top_k=1 align=2"),
     (MOE_GATHER, "tokens=31 cols=8191 top_k=5 dtype=fp32 align=4"),
+    (MOE_DISPATCH, "tokens=1 cols=1 experts=1 top_k=1 align=2"),
+    (MOE_DISPATCH, "tokens=8 cols=8191 experts=1023 top_k=32 dtype=fp32 index=i64 align=4"),
     (MOE_COMBINE, "tokens=3 cols=1 top_k=32 weighted=1 align=2"),
     (MOE_COMBINE, "tokens=31 cols=65536 top_k=3 dtype=fp16 weighted=1"),
     (MOE_COMBINE_BACKWARD, "tokens=31 cols=8191 top_k=5 dtype=fp32 weighted=1 align=4"),
-    (MOE_DISPATCH, "tokens=1 cols=1 experts=1 top_k=1 align=2"),
-    (MOE_DISPATCH, "tokens=8 cols=8191 experts=1023 top_k=32 dtype=fp32 index=i64 align=4"),
-    (MOE_ROUTE_DISPATCH, "tokens=1 cols=1 experts=1 top_k=1 align=2"),
-    (MOE_ROUTE_DISPATCH, "tokens=4 cols=500 experts=500 top_k=32 router=fp32 layout=strided"),
-    (MOE_ROUTE_DISPATCH, "tokens=128 cols=136 experts=7 top_k=2 renormalize=0 align=2"),
 ]
 _JUDGED_BYTES = 1 << 28  # what fp64 copies of a whole problem may come from
 
@@ -124,55 +119,19 @@ def test_the_whole_dance() -> None:
     assert ratio(out, each.sum(1), each.abs().sum(1)) <= 1
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 3, 8, 16])
-@pytest.mark.parametrize(("experts", "top_k"), [(8, 2), (60, 4), (128, 8), (256, 8), (7, 7)])
-def test_few_tokens_are_grouped_as_by_three_ops(tokens: int, experts: int, top_k: int) -> None:
-    """Ties, NaN and infinities among logits; ids that name no expert; strides. Every row and place bit for bit."""
-    tokens = min(tokens, most_routed(experts, top_k))
-    x, whole = normal(tokens, 2 * 320), (2 * normal(tokens, experts + 3, dtype=torch.float32)).round() / 2
-    whole[-1, 3:5] = float("nan")
-    whole[tokens // 2, 2:6] = float("inf")
-    for logits in (whole[:, 3:], whole[:, 3:].bfloat16()):
-        for taken in (x[:, :320], x[:, ::2]):
-            for renormalize in (True, False):
-                rows, offsets, inverse, weights, ids = route_dispatched(taken, logits, top_k, renormalize)
-                theirs, chosen = moe_route(logits, top_k, renormalize=renormalize)
-                assert torch.equal(ids, chosen)
-                torch.testing.assert_close(weights, theirs, rtol=2.0**-21, atol=0, equal_nan=True)
-                _, *expected = moe_permute(chosen, experts)
-                assert torch.equal(offsets, expected[0])
-                assert torch.equal(inverse, expected[1])
-                assert torch.equal(rows, moe_gather(taken, inverse))
-        for strangers in (
-            torch.where(ids == 1, -1, ids),
-            torch.where(ids == 0, 1 << 40, ids.long()),
-            ids.t().clone().t(),
-        ):
-            rows, offsets, inverse = dispatched(taken, strangers, experts)
-            _, *expected = moe_permute(strangers, experts)
+@pytest.mark.parametrize("tokens", [0, 1, 3, 16, 32])
+@pytest.mark.parametrize(("experts", "top_k"), [(8, 2), (60, 4), (128, 8), (7, 7)])
+def test_few_pairs_are_grouped_as_by_two_ops(tokens: int, experts: int, top_k: int) -> None:
+    """Strides, and ids that name no expert: every row and place bit for bit."""
+    wide = normal(tokens, 2 * 320)
+    ids = torch.randint(-2, experts + 2, (tokens, top_k), device="cuda")
+    for x in (wide[:, :320], wide[:, ::2]):
+        for given in (ids.int(), torch.where(ids < 0, 1 << 40, ids), ids.t().clone().t()):
+            rows, offsets, inverse = torch.ops.cutekernels.moe_dispatch(x, given, experts)
+            _, *expected = moe_permute(given, experts)
             assert torch.equal(offsets, expected[0])
             assert torch.equal(inverse, expected[1])
-            assert torch.equal(rows, moe_gather(taken, inverse))
-
-
-def test_few_tokens_in_a_graph() -> None:
-    """Captured once, replayed on other logits."""
-    x, logits = normal(16, 2048), normal(16, 128)
-
-    def both() -> tuple[Tensor, ...]:
-        routed = route_dispatched(x, logits, 8, True)
-        return *routed, *dispatched(x, routed[-1], 128)
-
-    both()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = both()
-    for _ in range(3):
-        logits.normal_()
-        x.normal_()
-        graph.replay()
-        assert worst("moe_route_dispatch", found[:5], (x, logits), top_k=8, renormalize=True) <= 1
-        assert all(torch.equal(a, b) for a, b in zip(found[5:], found[:3], strict=True))
+            assert torch.equal(rows, moe_gather(x, inverse))
 
 
 # ---- memory ---------------------------------------------------------------------------------------------
@@ -210,10 +169,6 @@ def test_empty(tokens: int) -> None:
     assert offsets.tolist() == [0] * 9
     assert order.numel() == 0
     assert moe_combine(normal(0, 6), inverse, weights).shape == (0, 6)
-    for rows, offsets, *_ in (dispatched(normal(0, 6), ids, 8), route_dispatched(normal(0, 6), normal(0, 8), 2, True)):
-        assert offsets.tolist() == [0] * 9
-        assert rows.shape == (0, 6)
-    assert dispatched(normal(3, 0), torch.zeros(3, 1, device="cuda", dtype=torch.int32), 1)[1].tolist() == [0, 3]
     width = torch.zeros(tokens, 2, device="cuda", dtype=torch.int32)
     assert moe_gather(normal(tokens, 0), width).shape == (2 * tokens, 0)
 
@@ -271,13 +226,16 @@ def test_runs_on_the_current_stream() -> None:
 
 @pytest.mark.parametrize("tokens", [5, 4096])
 def test_captured_in_a_graph(tokens: int) -> None:
-    """One graph of all ops, with one or two launches in moe_permute, is captured and replayed on other logits."""
+    """One graph of all ops, with moe_dispatch or two launches in moe_permute, is replayed on other logits."""
     logits, x = normal(tokens, 64), normal(tokens, 256)
 
     def dance() -> tuple[Tensor, ...]:
         weights, ids = moe_route(logits, 4)
         order, offsets, inverse = moe_permute(ids, 64)
-        return weights, ids, order, offsets, inverse, moe_combine(moe_gather(x, inverse), inverse, weights)
+        rows = moe_gather(x, inverse)
+        if tokens == 5:
+            rows, offsets, inverse = torch.ops.cutekernels.moe_dispatch(x, ids, 64)
+        return weights, ids, order, offsets, inverse, moe_combine(rows, inverse, weights)
 
     dance()
     graph = torch.cuda.CUDAGraph()

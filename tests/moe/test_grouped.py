@@ -7,6 +7,7 @@ import random
 from functools import cache
 from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from cutekernels.ops.moe.grouped import (
     sample_offsets,
 )
 from cutekernels.ops.moe.grouped import GroupedProblem as Problem
+from cutekernels.ops.moe.rows import MOE_DISPATCH
 from cutekernels.ops.shared import calls
 from tests import compiled
 from tests.gpu_path import recorded
@@ -72,6 +74,23 @@ def test_without_gradients_an_ffn_is_the_same() -> None:
     kept = ck.moe_ffn(x, up, down, ids, weights)
     with torch.no_grad():
         torch.testing.assert_close(ck.moe_ffn(x, up, down, ids, weights), kept.detach(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("tokens", "graded", "few"), [(0, 0, 1), (85, 0, 1), (86, 0, 0), (85, 1, 0)])
+def test_few_pairs_are_dispatched_where_no_gradient_is_kept(tokens: int, graded: int, few: int) -> None:
+    draw = torch.Generator().manual_seed(5)
+    x, up = (torch.randn(shape, generator=draw, dtype=torch.float64) for shape in [(86, 8), (6, 12, 8)])
+    down, ids = torch.randn(6, 8, 6, generator=draw, dtype=torch.float64), torch.randint(-1, 7, (86, 3), generator=draw)
+    weights = torch.rand(86, 3, generator=draw)
+    whole = ck.moe_ffn(x, up, down, ids, weights)
+    given = x[:tokens].clone().requires_grad_(bool(graded))
+    with mock.patch.object(MOE_DISPATCH, "evaluate", wraps=MOE_DISPATCH.evaluate) as dispatched:
+        out = ck.moe_ffn(given, up, down, ids[:tokens], weights[:tokens])
+    assert dispatched.call_count == few
+    torch.testing.assert_close(out, whole[:tokens])
+    by_func = torch.func.grad(lambda x: ck.moe_ffn(x, up, down, ids[:tokens], weights[:tokens]).sum())(given.detach())
+    if graded:
+        torch.testing.assert_close(torch.autograd.grad(out.sum(), given)[0], by_func)
 
 
 def test_it_is_the_product_between_permute_and_combine() -> None:

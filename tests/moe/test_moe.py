@@ -17,16 +17,9 @@ import cutekernels
 from cutekernels import gpu
 from cutekernels.errors import InvalidConfig, UnsupportedProblem
 from cutekernels.ops import registry
-from cutekernels.ops.moe.dispatch import (
-    MOE_DISPATCH,
-    MOE_ROUTE_DISPATCH,
-    MoeDispatchProblem,
-    MoeRouteDispatchProblem,
-    most_routed,
-)
 from cutekernels.ops.moe.permute import MOE_PERMUTE, MoePermuteProblem
 from cutekernels.ops.moe.route import MOE_ROUTE, MoeRouteProblem
-from cutekernels.ops.moe.rows import MOE_GATHER, MoeMoveProblem
+from cutekernels.ops.moe.rows import MOE_DISPATCH, MOE_GATHER, MoeDispatchProblem, MoeMoveProblem
 from tests.interpreted import kernel_tests
 from tests.moe import cases as routing_cases
 from tests.moe.cases import CASES, DTYPES, H200, OPS, PLANTED, worst
@@ -56,8 +49,6 @@ def aligned(problem: Callable[..., Any], **fields: Any) -> Any:
     """A problem with the best alignment that its rows allow."""
     size = 4 if fields["dtype"] == "fp32" else 2
     bits = 16 | fields.get("cols", fields.get("experts")) * size
-    if "router" in fields:
-        bits |= fields["experts"] * (4 if fields["router"] == "fp32" else size)
     return problem(**fields, align=bits & -bits)
 
 
@@ -86,14 +77,6 @@ def moves(draw: st.DrawFn) -> MoeMoveProblem:
     )
 
 
-permutes = st.builds(
-    MoePermuteProblem,
-    pairs=st.integers(0, (1 << 31) - (1 << 20)) | st.integers(0, 5000),
-    experts=st.integers(1, 1023),
-    index=st.sampled_from(["i32", "i64"]),
-)
-
-
 @st.composite
 def dispatches(draw: st.DrawFn) -> MoeDispatchProblem:
     top_k = draw(st.integers(1, 32))
@@ -107,24 +90,15 @@ def dispatches(draw: st.DrawFn) -> MoeDispatchProblem:
     )
 
 
-@st.composite
-def routed_dispatches(draw: st.DrawFn) -> MoeRouteDispatchProblem:
-    experts = draw(st.integers(1, 512))
-    top_k = draw(st.integers(1, min(32, experts)))
-    return aligned(  # type: ignore[no-any-return]
-        MoeRouteDispatchProblem,
-        tokens=draw(st.integers(0, most_routed(experts, top_k))),
-        cols=draw(st.integers(0, 1 << 25) | st.integers(0, 70)),
-        experts=experts,
-        top_k=top_k,
-        dtype=draw(st.sampled_from(list(DTYPES))),
-        router=draw(st.sampled_from(["same", "fp32"])),
-    )
-
-
-@given(
-    problems=st.tuples(routes(), moves(), permutes, dispatches(), routed_dispatches()), spec=st.sampled_from(gpu.GPUS)
+permutes = st.builds(
+    MoePermuteProblem,
+    pairs=st.integers(0, (1 << 31) - (1 << 20)) | st.integers(0, 5000),
+    experts=st.integers(1, 1023),
+    index=st.sampled_from(["i32", "i64"]),
 )
+
+
+@given(problems=st.tuples(routes(), moves(), permutes, dispatches()), spec=st.sampled_from(gpu.GPUS))
 @settings(deadline=None, max_examples=40)
 def test_default_is_valid_and_everything_round_trips(problems: tuple[Any, ...], spec: gpu.GpuSpec) -> None:
     for op in OPS.values():
@@ -182,8 +156,6 @@ def test_all_are_registered() -> None:
         (MOE_GATHER, "tokens=4 cols=4096", "block=4096 warps=1", "of a tile make 128"),
         (MOE_GATHER, "tokens=4 cols=100 align=8", "block=1024 warps=4", "with rows of 100"),
         (MOE_DISPATCH, "tokens=4 cols=4096 experts=8", "block=256 warps=8", "an access need 2048"),
-        (MOE_ROUTE_DISPATCH, "tokens=16 cols=4096 experts=128", "block=256 warps=1", "2048 of a tile make 64"),
-        (MOE_ROUTE_DISPATCH, "tokens=1 cols=4096 experts=8", "block=256 warps=2", "64 threads of 8 elements"),
     ],
 )
 def test_rules_say_what_is_wrong(op: Any, problem: str, config: str, rule: str) -> None:
@@ -201,14 +173,6 @@ def test_rules_say_what_is_wrong(op: Any, problem: str, config: str, rule: str) 
         (MoePermuteProblem, "pairs=4 experts=1024", "1 to 1023 experts"),
         (MoeDispatchProblem, "tokens=4 cols=8 experts=1024", "1 to 1023 experts"),
         (MoeDispatchProblem, "tokens=33 cols=8 experts=64", "up to 256 pairs .* got 33 times 8"),
-        (
-            MoeRouteDispatchProblem,
-            "tokens=17 cols=8 experts=128",
-            "up to 16 tokens that choose 8 of 128 experts; got 17",
-        ),
-        (MoeRouteDispatchProblem, "tokens=9 cols=8 experts=128 top_k=32", "up to 8 tokens that choose 32"),
-        (MoeRouteDispatchProblem, "tokens=1 cols=8 experts=4", "top_k is from 1 to 4"),
-        (MoeRouteDispatchProblem, "tokens=1 cols=8 experts=60", "logits of 120 bytes are not aligned to 16"),
         (MoeMoveProblem, "tokens=1 cols=8 dtype=fp32 align=2", "one element of fp32, 4 bytes"),
     ],
 )
@@ -357,6 +321,7 @@ def test_opcheck(gradient: bool) -> None:
     torch.library.opcheck(ops.moe_combine.default, (rows, inverse, weights.requires_grad_(gradient)))
     if not gradient:
         torch.library.opcheck(ops.moe_permute.default, (ids, 6))
+        torch.library.opcheck(ops.moe_dispatch.default, (x, ids, 6))
         torch.library.opcheck(ops.moe_route_backward.default, (weights, weights, ids, logits, 2, True))
         torch.library.opcheck(ops.moe_combine_backward.default, (x, rows, inverse, weights))
         torch.library.opcheck(ops.moe_permute_out.default, (ids, *MOE_PERMUTE.fresh(ids, experts=6), 6))

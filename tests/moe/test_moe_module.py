@@ -112,7 +112,14 @@ def test_compiles_whole() -> None:
     made = torch.compile(module, backend=graphs.backend, fullgraph=True)
     with torch.no_grad():
         torch.testing.assert_close(made(x), module(x))
-    assert graphs.ops() == ["linear", "moe_route_dispatch", "grouped_gemm", "grouped_gemm", "moe_combine"]
+    experts = ["moe_permute", "moe_gather", "grouped_gemm", "grouped_gemm", "moe_combine"]
+    assert graphs.ops() == ["linear", "moe_route", *experts]
+    made = torch.compile(module, backend=graphs.backend, fullgraph=True, dynamic=True)
+    with torch.no_grad():
+        for tokens in (5, 300):
+            x = torch.randn(tokens, 16)
+            torch.testing.assert_close(made(x), module(x))
+    assert len(graphs.seen) == 2  # one for any number of tokens
 
 
 @pytest.mark.parametrize(

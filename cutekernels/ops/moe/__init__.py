@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from cutekernels.op import Op
-from cutekernels.ops.moe.dispatch import MOE_DISPATCH, MOE_ROUTE_DISPATCH
 from cutekernels.ops.moe.grouped import GROUPED_GEMM, GROUPED_GEMM_WGRAD
 from cutekernels.ops.moe.permute import MOE_PERMUTE
 from cutekernels.ops.moe.quantized import QUANTIZED_GROUPED_GEMM
 from cutekernels.ops.moe.route import MOE_ROUTE, MOE_ROUTE_BACKWARD
-from cutekernels.ops.moe.rows import MOE_COMBINE, MOE_COMBINE_BACKWARD, MOE_GATHER
+from cutekernels.ops.moe.rows import MOE_COMBINE, MOE_COMBINE_BACKWARD, MOE_DISPATCH, MOE_GATHER
 
 OPS: tuple[Op[Any, Any], ...] = (
     MOE_ROUTE,
@@ -18,7 +17,6 @@ OPS: tuple[Op[Any, Any], ...] = (
     MOE_PERMUTE,
     MOE_GATHER,
     MOE_DISPATCH,
-    MOE_ROUTE_DISPATCH,
     MOE_COMBINE,
     MOE_COMBINE_BACKWARD,
     GROUPED_GEMM,

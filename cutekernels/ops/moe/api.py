@@ -8,7 +8,7 @@ from torch import Tensor
 
 from cutekernels.ops.moe.permute import MOE_PERMUTE, MoePermuteConfig
 from cutekernels.ops.moe.route import MOE_ROUTE, MOE_ROUTE_BACKWARD, MoeRouteConfig
-from cutekernels.ops.moe.rows import MOE_COMBINE, MOE_COMBINE_BACKWARD, MOE_GATHER, MoeMoveConfig
+from cutekernels.ops.moe.rows import MOE_COMBINE, MOE_COMBINE_BACKWARD, MOE_DISPATCH, MOE_GATHER, MoeMoveConfig
 from cutekernels.ops.shared.calls import call, register
 from cutekernels.ops.shared.checks import check_flag, check_whole
 
@@ -161,5 +161,6 @@ register(MOE_ROUTE, gradient=_route_gradient, remember=_remember_route)
 register(MOE_ROUTE_BACKWARD)
 register(MOE_PERMUTE)
 register(MOE_GATHER, gradient=_gather_gradient, remember=_remember_inverse)
+register(MOE_DISPATCH)
 register(MOE_COMBINE, gradient=_combine_gradient, remember=_remember_combine)
 register(MOE_COMBINE_BACKWARD)

@@ -1,24 +1,24 @@
-"""``moe_ffn``: the experts of a mixture as one differentiable call over the family's ops; and with the routing."""
+"""``moe_ffn``: the experts of a mixture as one differentiable call over the family's ops."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.activations.api import silu_mul
-from cutekernels.ops.moe.api import moe_combine
-from cutekernels.ops.moe.dispatch_api import dispatched, route_dispatched
+from cutekernels.ops.moe.api import moe_combine, moe_gather, moe_permute
 from cutekernels.ops.moe.grouped import GATED
 from cutekernels.ops.moe.grouped_api import grouped_gemm
 from cutekernels.ops.moe.packed_experts import CLAMPED, GATES
 from cutekernels.ops.moe.quantized import ALPHA, LIMIT
 from cutekernels.ops.moe.quantized_api import clamped_swiglu
-from cutekernels.ops.shared.calls import any_requires_grad, is_grad_enabled
+from cutekernels.ops.moe.rows import FEW_PAIRS, MOE_DISPATCH
+from cutekernels.ops.shared.calls import any_requires_grad, call, is_grad_enabled
 from cutekernels.ops.shared.checks import check_tensor, check_word
-from cutekernels.ops.shared.registration import PLAIN
+from cutekernels.ops.shared.registration import PLAIN, undisturbed
 from cutekernels.quant.experts import QuantizedStack
 
 _WEIGHTS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -39,9 +39,10 @@ def moe_ffn(
 ) -> Tensor:
     """``out[t] = sum_j weights[t, j] * down_e(silu(gate_e(x[t])) * up_e(x[t]))`` with ``e = ids[t, j]``.
 
-    The path is permute and gather, of few tokens in one launch, gate and up with SwiGLU behind them, down, combine;
-    where a gradient is taken, SwiGLU is a kernel of its own. Nothing waits for the host, sums run in a fixed order, and
-    CUDA graphs can hold the call.
+    The path is permute, gather, gate and up with SwiGLU behind them, down, combine. Where a gradient is taken, SwiGLU
+    is a kernel of its own; else few pairs of a token and an expert, up to 256, are permuted and gathered in one launch
+    (torch.compile's graphs keep two). Nothing waits for the host, sums run in a fixed order, and CUDA graphs can hold
+    the call.
 
     Args:
         x: ``(..., H)``, fp16 or bf16 (on the CPU fp32 and fp64 too).
@@ -62,61 +63,7 @@ def moe_ffn(
     Raises:
         UnsupportedProblem: a dtype no kernel takes, shapes that do not fit, other devices.
     """
-    biases = gate_up_bias, down_bias
-    experts = _checked(x, w_gate_up, w_down, {"ids": ids, "weights": weights}, biases, activation)
-    if ids.shape != weights.shape or ids.shape[:-1] != x.shape[:-1]:
-        raise UnsupportedProblem(
-            f"moe_ffn takes ids and weights (..., K) for x (..., H); got {tuple(ids.shape)}, "
-            f"{tuple(weights.shape)} and {tuple(x.shape)}"
-        )
-    if weights.dtype not in _WEIGHTS:
-        names = ", ".join(str(kind).removeprefix("torch.") for kind in _WEIGHTS)
-        raise UnsupportedProblem(f"moe_ffn takes weights in {names}; got {weights.dtype}: pass those of moe_route")
-    rows, offsets, inverse = dispatched(x, ids, experts)
-    y = _experts(rows, offsets, w_gate_up, w_down, biases, (activation, alpha, limit))
-    return moe_combine(y, inverse, weights.to(torch.float64 if x.dtype == torch.float64 else torch.float32))
-
-
-def routed_ffn(
-    x: Tensor,
-    w_gate_up: Tensor | QuantizedStack,
-    w_down: Tensor | QuantizedStack,
-    logits: Tensor,
-    top_k: int,
-    *,
-    renormalize: bool = True,
-    gate_up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None,
-    activation: Literal["silu_mul", "swiglu_oai"] = "silu_mul",
-    alpha: float = ALPHA,
-    limit: float = LIMIT,
-) -> Tensor:
-    """:func:`moe_ffn` by :func:`moe_route` of ``logits`` ``(..., E)``, which takes no launch of its own for few tokens.
-
-    Other arguments are those of the two.
-    """
-    biases = gate_up_bias, down_bias
-    experts = _checked(x, w_gate_up, w_down, {"logits": logits}, biases, activation)
-    if logits.shape != (*x.shape[:-1], experts):
-        raise UnsupportedProblem(
-            f"moe_ffn of {experts} experts is routed by logits (..., {experts}) for x (..., H); got "
-            f"{tuple(logits.shape)} and {tuple(x.shape)}"
-        )
-    rows, offsets, inverse, weights, _ = route_dispatched(x, logits, top_k, renormalize)
-    y = _experts(rows, offsets, w_gate_up, w_down, biases, (activation, alpha, limit))
-    return moe_combine(y, inverse, weights.to(torch.float64 if x.dtype == torch.float64 else torch.float32))
-
-
-def _checked(
-    x: Tensor,
-    w_gate_up: Tensor | QuantizedStack,
-    w_down: Tensor | QuantizedStack,
-    others: dict[str, Tensor],
-    biases: tuple[Tensor | None, Tensor | None],
-    activation: str,
-) -> int:
-    """The number of experts. Raises UnsupportedProblem for weights that do not fit ``x``, and for no tensors."""
-    given = {"x": x, "w_gate_up": w_gate_up, "w_down": w_down, **others}
+    given = {"x": x, "w_gate_up": w_gate_up, "w_down": w_down, "ids": ids, "weights": weights}
     for name, t in given.items():
         if isinstance(t, QuantizedStack):
             if name.startswith("w_"):
@@ -124,7 +71,7 @@ def _checked(
             check_tensor("moe_ffn", name, t)
         elif type(t) not in PLAIN or t.layout is not torch.strided or t.is_nested or t.is_quantized:
             check_tensor("moe_ffn", name, t)
-    for name, bias in zip(("gate_up_bias", "down_bias"), biases, strict=True):
+    for name, bias in (("gate_up_bias", gate_up_bias), ("down_bias", down_bias)):
         if bias is not None:
             check_tensor("moe_ffn", name, bias)
     check_word("moe_ffn", "activation", activation)
@@ -138,19 +85,21 @@ def _checked(
             f"moe_ffn takes w_gate_up (E, 2 * I, H) and w_down (E, H, I) for x (..., H); got {tuple(w_gate_up.shape)}, "
             f"{tuple(w_down.shape)} and {tuple(x.shape)}"
         )
-    return experts
-
-
-def _experts(
-    rows: Tensor,
-    offsets: Tensor,
-    w_gate_up: Tensor | QuantizedStack,
-    w_down: Tensor | QuantizedStack,
-    biases: tuple[Tensor | None, Tensor | None],
-    gate: tuple[Any, float, float],
-) -> Tensor:
-    """The two products of the grouped ``rows``, the gate between them."""
-    (gate_up_bias, down_bias), (activation, alpha, limit) = biases, gate
+    if ids.shape != weights.shape or ids.shape[:-1] != x.shape[:-1]:
+        raise UnsupportedProblem(
+            f"moe_ffn takes ids and weights (..., K) for x (..., H); got {tuple(ids.shape)}, "
+            f"{tuple(weights.shape)} and {tuple(x.shape)}"
+        )
+    if weights.dtype not in _WEIGHTS:
+        names = ", ".join(str(kind).removeprefix("torch.") for kind in _WEIGHTS)
+        raise UnsupportedProblem(f"moe_ffn takes weights in {names}; got {weights.dtype}: pass those of moe_route")
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    # Graphs may serve any number of tokens, so that none is asked for there; moe_dispatch has no gradient.
+    if undisturbed(x, ids) is not None and ids.numel() <= FEW_PAIRS:
+        rows, offsets, inverse = call(MOE_DISPATCH, (x, ids), (experts,))
+    else:
+        _, offsets, inverse = moe_permute(ids, experts)
+        rows = moe_gather(x, inverse)
     hidden: Tensor
     if isinstance(w_gate_up, QuantizedStack):
         hidden = grouped_gemm(rows, w_gate_up, offsets, gate_up_bias, activation=activation, alpha=alpha, limit=limit)
@@ -160,4 +109,4 @@ def _experts(
         hidden = silu_mul(grouped_gemm(rows, w_gate_up, offsets, gate_up_bias))  # backward reads gate and up
     else:
         hidden = grouped_gemm(rows, w_gate_up, offsets, gate_up_bias, activation=GATED)
-    return grouped_gemm(hidden, w_down, offsets, down_bias)
+    return moe_combine(grouped_gemm(hidden, w_down, offsets, down_bias), inverse, weights.to(wide))

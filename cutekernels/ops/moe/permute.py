@@ -53,12 +53,11 @@ class MoePermuteProblem(Problem):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_groups(self.experts)
+        check_groups(self.experts)
 
     @property
     def bins(self) -> int:
-        """One for each expert and one for ids that name none, to a power of two."""
-        return max(32, power_of_two(self.experts + 1))
+        return bins_of(self.experts)
 
     def static(self) -> tuple[tuple[str, Scalar], ...]:
         return (*super().static(), ("bins", self.bins))
@@ -110,7 +109,7 @@ class MoePermute(TritonOp[MoePermuteProblem, MoePermuteConfig]):
     extras = {"counts_ptr": "*i32", "phase": "i32"}
 
     def refuse(self, named: Mapping[str, Tensor | None], sizes: Sizes, **options: Any) -> None:
-        _check_groups(options["experts"])
+        check_groups(options["experts"])
         if sizes["pairs"] > MAX_PAIRS:
             raise UnsupportedProblem(
                 f"moe_permute takes up to {MAX_PAIRS} ids, numbered in int32; got {sizes['pairs']}"
@@ -203,7 +202,11 @@ class MoePermute(TritonOp[MoePermuteProblem, MoePermuteConfig]):
     def draw(
         self, p: MoePermuteProblem, name: str, shape: tuple[int, ...], generator: torch.Generator
     ) -> Tensor | None:
-        return popular_ids(p.experts, p.index, shape, generator)
+        import torch
+
+        # Some experts are more popular than others.
+        popularity = torch.randn(shape, generator=generator, device=generator.device).sigmoid()
+        return (popularity * p.experts).to(TYPES[p.index]).clamp_(0, p.experts - 1)
 
     def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
         import torch
@@ -222,15 +225,12 @@ class MoePermute(TritonOp[MoePermuteProblem, MoePermuteConfig]):
         return Work(0.0, self.bytes(p))
 
 
-def popular_ids(experts: int, index: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Random ids, of some experts more often than of others."""
-    import torch
-
-    popularity = torch.randn(shape, generator=generator, device=generator.device).sigmoid()
-    return (popularity * experts).to(TYPES[index]).clamp_(0, experts - 1)
+def bins_of(experts: int) -> int:
+    """One for each expert and one for ids that name none, to a power of two."""
+    return max(32, power_of_two(experts + 1))
 
 
-def _check_groups(experts: int) -> None:
+def check_groups(experts: int) -> None:
     if not 1 <= experts <= MAX_GROUPS:
         raise UnsupportedProblem(f"moe_permute groups by 1 to {MAX_GROUPS} experts; got {experts}")
 

@@ -1,7 +1,7 @@
-"""Rows to their experts and back: ``moe_gather``, ``moe_combine`` and their gradients.
+"""Rows to their experts and back: ``moe_gather``, ``moe_combine`` and their gradients; ``moe_dispatch`` of few pairs.
 
 ``permute.py`` says where they stand among the steps of a mixture of experts. Each way is the gradient of the other,
-weights apart.
+weights apart. ``moe_dispatch`` permutes and gathers in one launch, without a gradient.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Config, Problem, Scalar, Work, extent, knob, ladder, plain, power_of_two
-from cutekernels.ops.moe.permute import MAX_PAIRS
+from cutekernels.ops.moe.permute import MAX_PAIRS, MOE_PERMUTE, bins_of, check_groups
 from cutekernels.ops.moe.route import MAX_TOP_K
 from cutekernels.ops.shared import streaming, tile_rules
-from cutekernels.ops.shared.operands import Matrix, Sizes
+from cutekernels.ops.shared.operands import Array, Matrix, Sizes
 from cutekernels.ops.shared.triton_op import LaidOut, TritonOp
 from cutekernels.rules import of_both, of_config
 
@@ -25,8 +25,10 @@ if TYPE_CHECKING:
 
     from cutekernels.gpu import GpuSpec
 
-MAX_PER_THREAD = 32
-GRID_Y = 65535
+FEW_PAIRS = 256
+"""That ``moe_dispatch`` takes: each program counts them all for each slot, eight in a lane of its warp."""
+_MAX_PER_THREAD = 32
+_GRID_Y = 65535
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,33 @@ class MoeMoveProblem(LaidOut, Problem):
     weighted: bool = plain(False, True)
     layout: str = plain("rows", "strided")
     align: int = plain(16, 8, 4, 2)
+
+
+@dataclass(frozen=True)
+class MoeDispatchProblem(LaidOut, Problem):
+    """``tokens`` rows of ``cols`` elements, each of which goes to the ``top_k`` of ``experts`` that its ids name."""
+
+    aligns_rows: ClassVar[str | None] = "cols"
+    tokens: int = extent()
+    cols: int = extent()
+    experts: int = extent()
+    top_k: int = plain(8, *(k for k in range(1, MAX_TOP_K + 1) if k != 8))
+    dtype: str = plain("bf16", "fp16", "fp32")
+    index: str = plain("i32", "i64")
+    layout: str = plain("rows", "strided")
+    align: int = plain(16, 8, 4, 2)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_few(self.tokens, self.top_k, self.experts)
+
+    def static(self) -> tuple[tuple[str, Scalar], ...]:
+        return (*super().static(), ("pairs", self.pairs), ("bins", bins_of(self.experts)))
+
+    @property
+    def pairs(self) -> int:
+        """Pairs, to a power of two."""
+        return max(32, power_of_two(self.tokens * self.top_k))
 
 
 @dataclass(frozen=True)
@@ -79,7 +108,7 @@ class _MoveOp(TritonOp[MoeMoveProblem, MoeMoveConfig]):
 
     @of_config
     def most_elements(self, c: MoeMoveConfig, gpu: GpuSpec) -> str | None:
-        return tile_rules.most_elements(c.block, c.warps, MAX_PER_THREAD)
+        return tile_rules.most_elements(c.block, c.warps, _MAX_PER_THREAD)
 
     @of_both
     def no_idle_columns(self, p: MoeMoveProblem, c: MoeMoveConfig, gpu: GpuSpec) -> str | None:
@@ -88,12 +117,12 @@ class _MoveOp(TritonOp[MoeMoveProblem, MoeMoveConfig]):
     @of_both
     def most_blocks(self, p: MoeMoveProblem, c: MoeMoveConfig, gpu: GpuSpec) -> str | None:
         blocks = -(-p.cols // c.block)
-        if blocks <= GRID_Y or c.block >= 8192:
+        if blocks <= _GRID_Y or c.block >= 8192:
             return None
-        return f"a grid has at most {GRID_Y} blocks of a row; block={c.block} makes {blocks}"
+        return f"a grid has at most {_GRID_Y} blocks of a row; block={c.block} makes {blocks}"
 
     def default(self, p: MoeMoveProblem, gpu: GpuSpec) -> MoeMoveConfig:
-        if -(-p.cols // 256) > GRID_Y:
+        if -(-p.cols // 256) > _GRID_Y:
             return MoeMoveConfig(8192, 8)
         # One access of 16 bytes per thread, in small programs where there is little to do.
         width = max(256, power_of_two(p.cols))
@@ -105,7 +134,7 @@ class _MoveOp(TritonOp[MoeMoveProblem, MoeMoveConfig]):
         return p.tokens, max(1, -(-p.cols // c.block)), 1
 
     def estimate_us(self, p: MoeMoveProblem, c: MoeMoveConfig, gpu: GpuSpec) -> float:
-        tile = c.block * p.itemsize * (1 if self.name == "moe_gather" else p.top_k)
+        tile = c.block * p.itemsize * (p.top_k if "combine" in self.name else 1)
         return streaming.estimate_us(
             gpu, self.work(p).bytes, self.grid(p, c), c.warps, tile, coalesced=p.layout == "rows"
         )
@@ -157,6 +186,62 @@ class MoeGather(_MoveOp):
         x, inverse = args
         copies = x.unsqueeze(-2).expand(*inverse.shape, x.shape[-1]).reshape(inverse.numel(), x.shape[-1])
         return (torch.empty_like(copies).index_copy_(0, _checked(inverse).flatten(), copies),)
+
+
+class MoeDispatch(_MoveOp):
+    """``rows[inverse[t, j]] = x[t]``, with the ``offsets`` and ``inverse`` of a stable sort of ``ids`` by expert."""
+
+    name = "moe_dispatch"
+    revision = 1
+    Problem = MoeDispatchProblem  # type: ignore[assignment]  # which has what these methods read
+    kernel = "moe.permute:moe_dispatch"
+    options = ("experts",)
+    suite = (
+        "tokens=1 cols=2048 experts=128",
+        "tokens=16 cols=2048 experts=128",
+        "tokens=32 cols=7168 experts=256",
+        "tokens=33 cols=1001 experts=60 top_k=4 index=i64 align=2",
+        "tokens=57 cols=130 experts=8 top_k=2 dtype=fp16 layout=strided",
+        "tokens=128 cols=4096 experts=8 top_k=2 dtype=fp32",
+    )
+    rows = Matrix("pairs", "cols", result=True)
+    offsets = Array("experts+1", dtype="i32", strides=(), result=True)
+    inverse = Matrix("*tokens", "top_k", "i32", strides=(), result=True)
+    x = Matrix("*tokens", "cols")
+    ids = Matrix("*tokens", "top_k", "index", strides=())
+    sizes = {"tokens": "i32", "cols": "i32", "experts": "i32"}
+
+    def refuse(self, named: Mapping[str, Tensor | None], sizes: Sizes, **options: Any) -> None:
+        super().refuse(named, sizes)
+        _check_few(sizes["tokens"], sizes["top_k"], sizes["experts"])
+
+    def constants(self, p: Any, c: MoeMoveConfig) -> dict[str, int | bool | str]:
+        return super().constants(p, c) | {"PAIRS": p.pairs, "BINS": bins_of(p.experts)}
+
+    most_blocks = None  # type: ignore[assignment]  # they stand on the grid's long axis
+
+    def default(self, p: Any, gpu: GpuSpec) -> MoeMoveConfig:
+        return MoeMoveConfig(256, 1)  # one warp, whose sums need no barrier
+
+    def grid(self, p: Any, c: MoeMoveConfig) -> tuple[int, int, int]:
+        return 1 + -(-p.cols // c.block), max(1, p.tokens), 1
+
+    def draw(self, p: Any, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor | None:
+        return MOE_PERMUTE.draw(p, name, shape, generator) if name == "ids" else None
+
+    def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
+        x, ids = args
+        _, offsets, inverse = MOE_PERMUTE.evaluate(ids, **options)
+        return *MOE_GATHER.evaluate(x, inverse), offsets, inverse
+
+
+def _check_few(tokens: int, top_k: int, experts: int) -> None:
+    check_groups(experts)
+    if tokens * top_k > FEW_PAIRS:
+        raise UnsupportedProblem(
+            f"moe_dispatch takes up to {FEW_PAIRS} pairs of a token and an expert; got {tokens} times {top_k}: call "
+            "moe_permute and moe_gather"
+        )
 
 
 class MoeCombine(_MoveOp):
@@ -234,5 +319,6 @@ class MoeCombineBackward(_MoveOp):
 
 
 MOE_GATHER = MoeGather()
+MOE_DISPATCH = MoeDispatch()
 MOE_COMBINE = MoeCombine()
 MOE_COMBINE_BACKWARD = MoeCombineBackward()

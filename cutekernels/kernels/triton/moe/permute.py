@@ -16,15 +16,17 @@ from cutekernels.kernels.triton.dependent import pdl_wait
 
 
 @triton.jit
-def _bins(ids_ptr, begin, end, experts, BLOCK: tl.constexpr):
-    """A mask of the pairs from ``begin`` on that are before ``end``, and their bins.
+def _bin(ids, experts):
+    """An id that names no expert goes to the bin behind the last expert."""
+    return tl.where((ids >= 0) & (ids < experts), ids, experts).to(tl.int32)
 
-    An id that names no expert goes to the bin behind the last expert.
-    """
+
+@triton.jit
+def _bins(ids_ptr, begin, end, experts, BLOCK: tl.constexpr):
+    """A mask of the pairs from ``begin`` on that are before ``end``, and their bins."""
     i = begin + tl.arange(0, BLOCK)
     here = i < end
-    ids = tl.load(ids_ptr + i, mask=here, other=0)
-    return here, tl.where((ids >= 0) & (ids < experts), ids, experts).to(tl.int32)
+    return here, _bin(tl.load(ids_ptr + i, mask=here, other=0), experts)
 
 
 @triton.jit
@@ -172,6 +174,56 @@ def moe_gather(
         at = tl.load(inverse_ptr + t * inverse_row + j * inverse_col).to(tl.int64)
         known = (at >= 0) & (at < tokens * TOP_K)
         tl.store(rows_ptr + at * rows_row + c * rows_col, x, mask=inside & known)
+
+
+@triton.jit
+def moe_dispatch(
+    rows_ptr,
+    offsets_ptr,
+    inverse_ptr,
+    x_ptr,
+    ids_ptr,
+    tokens,
+    cols,
+    experts,
+    rows_row,
+    rows_col,
+    x_row,
+    x_col,
+    TOP_K: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BINS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr = False,
+):
+    """:func:`moe_permute` without its order, and :func:`moe_gather`: one launch for the few pairs that PAIRS holds.
+
+    Grid: (1 + blocks of BLOCK columns, tokens). A token's first program writes its line of ``inverse``, token 0's the
+    offsets too; the others copy columns. Each finds its token's rows for itself: a pair's is the number of pairs of
+    lower bins, and of its own bin before it. Without tokens only offsets are written.
+    """
+    pdl_wait(DEPENDENT)
+    # The token's columns are on their way while pairs are counted.
+    t = tl.program_id(1)
+    first = tl.program_id(0) == 0
+    c = (tl.program_id(0) - 1) * BLOCK + tl.arange(0, BLOCK)
+    inside = (c < cols) & (t < tokens) & (not first)
+    c = c.to(tl.int64)
+    x = tl.load(x_ptr + t.to(tl.int64) * x_row + c * x_col, mask=inside)
+    # All pairs, then slot by slot where the token's go.
+    pair = tl.arange(0, PAIRS)
+    here, bins = _bins(ids_ptr, 0, tokens * TOP_K, experts, PAIRS)
+    counted = tl.where(here, bins, BINS)  # pairs that do not exist come behind all
+    for j in tl.static_range(TOP_K):
+        place = t * TOP_K + j
+        own = _bin(tl.load(ids_ptr + place, mask=t < tokens, other=0), experts)
+        row = tl.sum(((counted < own) | ((counted == own) & (pair < place))).to(tl.int32), 0)
+        tl.store(rows_ptr + row.to(tl.int64) * rows_row + c * rows_col, x, mask=inside)
+        tl.store(inverse_ptr + place, row, mask=first & (t < tokens))
+    if first & (t == 0):
+        bin = tl.arange(0, BINS)
+        counts = tl.histogram(bins, BINS, mask=here)
+        tl.store(offsets_ptr + bin, tl.cumsum(counts, 0) - counts, mask=bin <= experts)
 
 
 @triton.jit

@@ -66,53 +66,6 @@ def _rows(tokens, TOKENS: tl.constexpr):
 
 
 @triton.jit
-def largest(x, there, col, TOP_K: tl.constexpr, WIDTH: tl.constexpr):
-    """TOP_K times the maximum of each row of logits ``x``, which is then struck out: ``(top, ids, most, left)``.
-
-    ``top``, the keys, and ``ids``, their columns, stand in the first TOP_K columns of the tile itself, so that no
-    layout is ever converted. ``most`` is the largest key of each row; ``left`` is LOWEST in the columns taken.
-    """
-    key = ordered(x)
-    top = tl.full(x.shape, 0, tl.int32)
-    ids = tl.full(x.shape, 0, tl.int32)
-    if x.dtype.primitive_bitwidth == 16:
-        # Ranked: the key above, WIDTH - 1 - column below, so that the lower column wins among equal keys.
-        left = tl.where(there, key * 65536 + (WIDTH - 1 - col), LOWEST)
-        for j in tl.static_range(TOP_K):
-            best = tl.max(left, axis=1, keep_dims=True)
-            top = tl.where(col == j, best, top)
-            left = tl.where(left == best, LOWEST, left)
-            if j == 0:
-                most = best >> 16
-        ids = WIDTH - 1 - (top & 65535)
-        top = top >> 16
-    else:
-        left = tl.where(there, key, LOWEST)
-        for j in tl.static_range(TOP_K):
-            best = tl.max(left, axis=1, keep_dims=True)
-            at = tl.min(tl.where(left == best, col, WIDTH), axis=1, keep_dims=True)
-            top = tl.where(col == j, best, top)
-            ids = tl.where(col == j, at, ids)
-            left = tl.where(col == at, LOWEST, left)
-            if j == 0:
-                most = best
-    return top, ids, most, left
-
-
-@triton.jit
-def softmax_of(x, there, top, most, slot, TOP_K: tl.constexpr, RENORMALIZE: tl.constexpr):
-    """The softmax of the keys ``top`` of logits ``x``, whose columns are the ``slot``s, over those or over all."""
-    # The row's maximum is NaN if there is any: as in torch's softmax, the whole row is then NaN.
-    most = valued(most, x.dtype)
-    e = _exp(valued(top, x.dtype) - most)
-    if RENORMALIZE:
-        total = tl.sum(tl.where(slot[None, :] < TOP_K, e, 0.0), axis=1, keep_dims=True)
-    else:
-        total = tl.sum(tl.where(there, _exp(x.to(tl.float32) - most), 0.0), axis=1, keep_dims=True)
-    return tl.div_rn(e, tl.broadcast_to(total, e.shape))
-
-
-@triton.jit
 def moe_route(
     weights_ptr,
     ids_ptr,
@@ -136,7 +89,7 @@ def moe_route(
     an int32 with its column, so that a maximum finds both; an fp32 logit takes a second reduction, or an int64.
     """
     pdl_wait(DEPENDENT)
-    # ---- this program's rows of logits
+    # ---- this program's rows of logits, as keys
 
     first, r, here = _rows(tokens, TOKENS)
     c = tl.arange(0, WIDTH)
@@ -147,13 +100,15 @@ def moe_route(
         start + r.to(tl.int64)[:, None] * logits_row + c.to(tl.int64)[None, :] * logits_col, mask=there, other=0
     )
     dtype: tl.constexpr = x.dtype
+    half: tl.constexpr = dtype.primitive_bitwidth == 16
+    key = ordered(x)
 
     # ---- the TOP_K largest of each row
 
+    # Ranked: the key above, WIDTH - 1 - column below.
+    # The lower column wins among equal keys.
     if METHOD == "sort":
-        # Ranked: the key above, WIDTH - 1 - column below, so that the lower column wins among equal keys.
-        key = ordered(x)
-        if dtype.primitive_bitwidth == 16:
+        if half:
             ranked = tl.where(there, key * 65536 + (WIDTH - 1 - col), LOWEST)
             best = tl.topk(ranked, SLOTS)
             top = best >> 16
@@ -166,12 +121,41 @@ def moe_route(
         slot = tl.arange(0, SLOTS)
         most = tl.max(tl.where(slot[None, :] == 0, top, LOWEST), axis=1, keep_dims=True)
     else:
-        top, ids, most, _ = largest(x, there, col, TOP_K, WIDTH)
+        # Results gather in the first TOP_K columns of the tile itself: no layout is ever converted.
+        top = tl.full([TOKENS, WIDTH], 0, tl.int32)
+        ids = tl.full([TOKENS, WIDTH], 0, tl.int32)
+        if half:
+            ranked = tl.where(there, key * 65536 + (WIDTH - 1 - col), LOWEST)
+            for j in tl.static_range(TOP_K):
+                best = tl.max(ranked, axis=1, keep_dims=True)
+                top = tl.where(col == j, best, top)
+                ranked = tl.where(ranked == best, LOWEST, ranked)
+                if j == 0:
+                    most = best >> 16
+            ids = WIDTH - 1 - (top & 65535)
+            top = top >> 16
+        else:
+            ranked = tl.where(there, key, LOWEST)
+            for j in tl.static_range(TOP_K):
+                best = tl.max(ranked, axis=1, keep_dims=True)
+                at = tl.min(tl.where(ranked == best, col, WIDTH), axis=1, keep_dims=True)
+                top = tl.where(col == j, best, top)
+                ids = tl.where(col == j, at, ids)
+                ranked = tl.where(col == at, LOWEST, ranked)
+                if j == 0:
+                    most = best
         slot = c
 
     # ---- their weights
 
-    w = softmax_of(x, there, top, most, slot, TOP_K, RENORMALIZE)
+    # The row's maximum is NaN if there is any: as in torch's softmax, the whole row is then NaN.
+    most = valued(most, dtype)
+    e = _exp(valued(top, dtype) - most)
+    if RENORMALIZE:
+        total = tl.sum(tl.where(slot[None, :] < TOP_K, e, 0.0), axis=1, keep_dims=True)
+    else:
+        total = tl.sum(tl.where(there, _exp(x.to(tl.float32) - most), 0.0), axis=1, keep_dims=True)
+    w = tl.div_rn(e, tl.broadcast_to(total, e.shape))
     # Slots beyond TOP_K are the tile's width alone.
     inside = here[:, None] & (slot < TOP_K)[None, :]
     to = first * TOP_K + (r * TOP_K)[:, None] + slot[None, :]
