@@ -211,15 +211,16 @@ def lock(
         typer.echo(found.digest)
         terminal.say(f"{file}: {len(found.rows)} rows, as they were written")
         return
-    digest, count = locks.write(file, _gpus_with_winners(db) if gpu is None else [_gpu_name(gpu)], db)
+    digest, count = locks.write(file, _gpus_with_winners(db) if gpu is None else _with_siblings(gpu), db)
     typer.echo(digest)
     terminal.say(f"{file}: {count} rows; {settings.DB_VARIABLE}={file} makes calls read it and nothing else")
 
 
-def _gpu_name(name: str) -> str:
-    from cutekernels.gpu import lookup
+def _with_siblings(name: str) -> list[str]:
+    from cutekernels.gpu import lookup, siblings
 
-    return lookup(name).name
+    spec = lookup(name)
+    return [one.name for one in (spec, *siblings(spec))]
 
 
 def _gpus_with_winners(db: str | None) -> list[str]:

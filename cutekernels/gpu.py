@@ -222,6 +222,14 @@ def stands_for(spec: GpuSpec, own: GpuSpec) -> bool:
     return spec in (own, own if spec.smem_cap_bytes is None else own.limited(spec.smem_cap_bytes // KIB))
 
 
+def siblings(gpu: GpuSpec) -> tuple[GpuSpec, ...]:
+    """Others of the table with the same multiprocessors and as many of them; a confined GPU has none."""
+    if gpu.smem_cap_bytes is not None:
+        return ()
+    own = gpu.capability, gpu.sm_count
+    return tuple(other for other in GPUS if (other.capability, other.sm_count) == own and other.name != gpu.name)
+
+
 def one_process(device: int | None = None) -> bool:
     """Whether the driver lets one process alone use a GPU of this machine: compute mode ``EXCLUSIVE_PROCESS``."""
     import torch

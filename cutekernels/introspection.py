@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+from functools import cache
 from importlib import import_module
 
 from cutekernels import dispatch, gpu, rates, settings
@@ -41,7 +42,7 @@ def explain(
     spec, posed = gpu.lookup(gpu_name), declared.Problem.parse(problem)
     if database is None:
         return dispatch.explain(declared, posed, spec, config)
-    known = snapshot.load(spec.name, database, strict=True)
+    known = cache(lambda of: snapshot.load(of.name, database, strict=True))
     with rates.read_from(database):
         return dispatch.explain(declared, posed, spec, config, known)
 

@@ -311,7 +311,7 @@ def _models() -> str:
     intro = (
         "Random weights, bf16, milliseconds: a step with so many tokens in the cache of each request, or a prompt.\n"
         'transformers has a `StaticCache` and is compiled with `mode="reduce-overhead"`. Eager times depend on the\n'
-        "host. At batch 16, requests of qwen3-30b-a3b had one prompt, so that they shared experts.\n"
+        "host. On the H200, the 16 requests of qwen3-30b-a3b had one prompt, so that they shared experts.\n"
     )
     parts = [intro]
     for card in CARDS:

@@ -85,6 +85,32 @@ class TestOrder:
         choice = dispatch.resolve(TOY, PROBLEM, H200, everything, forced=C)
         assert (choice.origin, choice.config) == ("forced", C)
 
+    @pytest.mark.parametrize(("ratio", "serves"), [(1.25, True), (1.1, True), (1.099, False), (None, False)])
+    def test_a_siblings_winner_serves_where_it_gained_enough(
+        self, ratio: float | None, serves: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        own: list[Winner] = []
+        held: dict[str, Any] = {
+            "h200-99kib": snapshot,
+            "h200": lambda: snapshot(*own),
+            "h100-sxm": lambda: snapshot(winner("m=16 n=64", A, ratio=ratio)),
+        }
+        monkeypatch.setattr(dispatch, "winners", lambda gpu: held[gpu.name]())
+        choice = dispatch.resolve(TOY, PROBLEM, H200)
+        assert (choice.origin, choice.config) == (("sibling", A) if serves else ("default", DEFAULT))
+        assert dispatch.resolve(TOY, ToyProblem(24, 64), H200).origin == "default", "a neighbour's does not serve"
+        assert "on h100-sxm" in dict(dispatch.explain(TOY, PROBLEM, H200).considered)["sibling"]
+        own.append(winner("m=40 n=64", B))
+        assert dispatch.resolve(TOY, PROBLEM, H200).origin == "nearest"
+        assert dispatch.resolve(TOY, PROBLEM, H200, snapshot()).origin == "default"
+        assert dispatch.resolve(TOY, PROBLEM, H200.limited(99), None).origin == "default"
+
+    def test_siblings_have_the_same_multiprocessors_and_as_many(self) -> None:
+        names = {gpu.name: {one.name for one in gpus.siblings(gpu)} for gpu in gpus.GPUS}
+        assert names["h200"] == {"h100-sxm"}
+        assert names["h100-pcie"] == names["rtx5090"] == set()
+        assert "a100-sxm-40gb" in names["a100-pcie-80gb"]
+
     def test_a_problem_stands_under_its_bucket(self) -> None:
         assert origin(winner("m=16 n=64", A), problem=ToyProblem(13, 64)) == ("tuned", A)
         assert origin(winner("m=16 n=64", A), problem=ToyProblem(12, 64)) == ("nearest", A)

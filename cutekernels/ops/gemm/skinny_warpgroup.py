@@ -44,7 +44,9 @@ _WEIGHING_REGISTERS = 56  # for k-tiles of 128: fragments as loaded and as multi
 _WEIGHED_CYCLES = 3.74  # per k of 64 tokens, weighed on their way to the MMA
 # Bytes of W in flight, enough for two CTAs to a tile: docs/notes/gemm.md#skinny_warpgroup-ties (H200, 2026-11-22).
 _FEW_TOKENS, _FEW_TOKENS_WEIGHTS, _WEIGHTS = 16, 80_000, 70_000
-_MESSAGE = 0.2 / 0.63  # of exchange_us, that of each CTA of a tile beyond two, as in decode attention
+# Of exchange_us, more than two CTAs to a tile: the wait for the whole cluster, which ends the loads (H200, 2026-11-26);
+# the message of each CTA beyond two, as in decode attention.
+_MET, _MESSAGE = 3.3, 0.2 / 0.63
 
 
 @dataclass(frozen=True)
@@ -238,7 +240,7 @@ class SkinnyWarpgroup(TokensSchedule, Prefetches):
         fixed = own.launch * rate.launch_us + (0.0 if c.pdl else own.undependent * rate.dependent_us)
         us = fixed + max(busy, dram) - (prefetch.saved_us(c, gpu, own.ahead) if count <= room else 0.0)
         if c.split_k > 2:  # the wait for the whole cluster, messages, and what is sent beyond half a tile
-            met = rate.exchange_us * (1.0 + _MESSAGE * (c.split_k - 2))
+            met = rate.exchange_us * (_MET + _MESSAGE * (c.split_k - 2))
             sent = 2 * 4 * rows * c.tile_n * (1 / 2 - 1 / c.split_k) / rate.sm_bytes_per_us
             us += met + sent
         return float(us)

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 CLAMPED = "swiglu_oai"  # gpt-oss's gate: (up + 1) * gate * sigmoid(alpha * gate), with both clamped
 GATES = (GATED, CLAMPED)
 _MOST_UNITS = 2**31 - 1
+LEAST_STAGES = 3
+"""Of warpgroup: with two the fastest took 1.17 to 1.37 times as long at all three problems where a tune had some (H100,
+2026-11-26)."""
 _SURVEY_US = 0.7  # counting the groups' tiles; not measured
 TILE = 64  # rows of a packed tile
 
@@ -192,6 +195,12 @@ class GroupedWarpgroupSchedule(_Grouped, PackedWarpgroupSchedule):
     @of_config
     def whole_tiles(self, c: QuantizedConfig, gpu: GpuSpec, x: Any) -> str | None:
         return "stream_k=1: warpgroup gives each CTA whole tiles of experts; take 0" if c.stream_k else None
+
+    @of_config
+    def depth(self, c: QuantizedConfig, gpu: GpuSpec, x: Any) -> str | None:
+        if c.stages < LEAST_STAGES:
+            return f"stages={c.stages} loads one k-tile while another is multiplied: take {LEAST_STAGES} or more"
+        return None
 
     @of_both
     def two_groups(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec, x: Any) -> str | None:
