@@ -355,7 +355,8 @@ def _host() -> str:
         cells = [f"{1 / case.ratio:.2f}" if (case := next(iter(each[way]), None)) else "" for way in ways]
         peers = ", ".join(dict.fromkeys(case.peer for some in each.values() for case in some))
         lines.append(f"| `{op}` | {' | '.join(cells)} | {peers} |")
-    return "\n".join([*lines, "", f"H200 machine, 16 cores, Python 3.12, {_when(found[0].stamp)}.\n"])
+    runs = "; ".join(sorted({_when(row.stamp) for row in found}))
+    return "\n".join([*lines, "", f"H200 machine, 16 cores, Python 3.12: {runs}.\n"])
 
 
 def fill(text: str, name: str, table: str) -> str:
