@@ -197,7 +197,7 @@ def explain(
 def lock(
     file: Annotated[str, typer.Argument(help="The lock to write; its name ends with .lock.")] = "winners.lock",
     gpu: Annotated[
-        str | None, typer.Option(help="Only this GPU: auto, h200, a100; default: all that have winners.")
+        str | None, typer.Option(help="Only this GPU and its siblings: auto, h200, a100; default: all with winners.")
     ] = None,
     check: Annotated[bool, typer.Option("--check", help="Write nothing; read FILE and print its hash.")] = False,
     db: Annotated[str | None, typer.Option("--db", metavar="URL", help="Path or URL; default: CUTEKERNELS_DB.")] = None,
