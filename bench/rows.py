@@ -36,7 +36,7 @@ class Row:
     status: str
     reason: str = ""
     config: str = ""  # of ours
-    origin: str = ""  # of the config: forced, tuned, nearest, predicted, default
+    origin: str = ""  # of the config: forced, tuned, nearest, sibling, predicted, default
     l2: str = "cold"  # cold: inputs rotate through three times the L2; warm: one set
     rest_ms: float = 0.0  # idle time before each sample: 0 is sustained load, 50 a burst at full clock
     sets: int = 0

@@ -197,7 +197,7 @@ def explain(
 def lock(
     file: Annotated[str, typer.Argument(help="The lock to write; its name ends with .lock.")] = "winners.lock",
     gpu: Annotated[
-        str | None, typer.Option(help="Only this GPU and its siblings: auto, h200, a100; default: all with winners.")
+        str | None, typer.Option(help="Only what this GPU uses: auto, h200, a100; default: all with winners.")
     ] = None,
     check: Annotated[bool, typer.Option("--check", help="Write nothing; read FILE and print its hash.")] = False,
     db: Annotated[str | None, typer.Option("--db", metavar="URL", help="Path or URL; default: CUTEKERNELS_DB.")] = None,
@@ -211,16 +211,17 @@ def lock(
         typer.echo(found.digest)
         terminal.say(f"{file}: {len(found.rows)} rows, as they were written")
         return
-    digest, count = locks.write(file, _gpus_with_winners(db) if gpu is None else _with_siblings(gpu), db)
+    digest, count = locks.write(file, _gpus_with_winners(db) if gpu is None else _with_sibling(gpu), db)
     typer.echo(digest)
     terminal.say(f"{file}: {count} rows; {settings.DB_VARIABLE}={file} makes calls read it and nothing else")
 
 
-def _with_siblings(name: str) -> list[str]:
-    from cutekernels.gpu import lookup, siblings
+def _with_sibling(name: str) -> list[str]:
+    from cutekernels.gpu import lookup, sibling
 
     spec = lookup(name)
-    return [one.name for one in (spec, *siblings(spec))]
+    other = sibling(spec)
+    return [spec.name] if other is None else [spec.name, other.name]
 
 
 def _gpus_with_winners(db: str | None) -> list[str]:

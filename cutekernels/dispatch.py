@@ -8,8 +8,8 @@ choice. A config comes from the first of these that ``why_not`` accepts for the 
 3. ``nearest``: a measured winner with the same static fields and extents within an octave and a half in all, unless
    the model has it far behind the default here but not at its own problem; the vendor's call where the three closest
    winners are its;
-4. ``sibling``: the bucket's winner on a GPU with the same multiprocessors and as many of them, where it was at least
-   ``SIBLING_GAIN`` times as fast as the default;
+4. ``sibling``: the bucket's winner on the GPU that ``gpus.sibling`` names, where it was at least ``SIBLING_GAIN`` times
+   as fast as the same default;
 5. ``predicted``: the model's winner of the bucket, or of its nearest neighbour, where its row says why it is better;
 6. ``default``: the op's analytical choice.
 
@@ -54,17 +54,15 @@ MOST_BEHIND = 1.05
 
 1.05: docs/notes/trunk.md#neighbours (H200, 2026-11-25)."""
 SIBLING_GAIN = 1.1
-"""A sibling's winner serves calls where it was at least this many times as fast as the default on its own GPU. Of 165
-winners of the H100 timed on an H200 (2026-11-26), these 40 were 1.20 times as fast as the H200's own choice (0.90 to
-2.10, three below 0.97), the other 125 1.007 times (0.73 to 1.27, seventeen below 0.97). Its neighbours do not serve: of
-17 of our own found so for products, 8 were slower than the default."""
+"""A sibling's winner serves calls where it was so many times as fast as the default there, which is the default here
+too: 1.24 times as fast in the mean of 26, docs/notes/trunk.md#siblings (H200, 2026-11-26)."""
 LEAST_GAIN = 1.5
 """A prediction serves calls where the model has it at least this many times as fast as the default. On the H200's
 sweeps the model promised 1.00 to 1.45 where its choice is not the default, and 31 of 46 were slower:
 docs/notes/trunk.md#predictions."""
 
 
-Known = Callable[["GpuSpec"], "Snapshot"]
+_Known = Callable[["GpuSpec"], "Snapshot"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +152,7 @@ def plan(op: Op[Any, Any], p: Any, device: int | None = None, forced: Config | s
 
 
 def explain(
-    op: Op[Any, Any], p: Any, gpu: GpuSpec, config: Config | str | None = None, known: Known | None = None
+    op: Op[Any, Any], p: Any, gpu: GpuSpec, config: Config | str | None = None, known: _Known | None = None
 ) -> Explanation:
     """The config that a call with ``p`` would run on ``gpu``, its source and those tried before. Compiles nothing.
 
@@ -186,14 +184,16 @@ def explain(
         against = (
             f", {choice.winner.ratio:.3f} times as fast as the default then" if choice.winner.ratio is not None else ""
         )
-        where = "its bucket" if choice.origin == "tuned" else choice.winner.problem
+        where = "its bucket" if choice.origin in ("tuned", "sibling") else choice.winner.problem
+        if choice.origin == "sibling":
+            where += f" on {gpus.SIBLINGS[gpu.name]}"
         rows.append(("measured", f"{choice.winner.median_us:.2f} us at {where}{against}"))
     rows += [(f"asked: {name}", said) for name, said in considered]
     usable = (
         w for table in known(gpu).table.values() for w in table.values() if snapshots.may_serve(w.origin, w.reason)
     )
     note = snapshots.unmeasured(gpu.name, ((w.origin, w.source) for w in usable))
-    rows += [("note", note)] if note else []
+    rows += [("note", note)] if note and choice.origin != "sibling" else []
     return Explanation(op.name, p, gpu.name, choice, tuple(considered), tuple(rows))
 
 
@@ -363,11 +363,11 @@ def _forced(op: Op[Any, Any], p: Any, gpu: GpuSpec, config: Config | str) -> Cho
     return Choice(op.check(p, config, gpu), "forced", "the caller's config=")
 
 
-def _alone(gpu: GpuSpec, snapshot: Snapshot) -> Known:
+def _alone(gpu: GpuSpec, snapshot: Snapshot) -> _Known:
     return lambda other: snapshot if other == gpu else snapshots.Snapshot({})
 
 
-def _sources(op: Op[Any, Any], p: Any, gpu: GpuSpec, known: Known) -> Iterator[tuple[str, Choice | str]]:
+def _sources(op: Op[Any, Any], p: Any, gpu: GpuSpec, known: _Known) -> Iterator[tuple[str, Choice | str]]:
     """Each source in order, with its choice or the reason it has none."""
     table = _table(op, gpu, known(gpu))
     bucket = p.bucket()
@@ -379,7 +379,8 @@ def _sources(op: Op[Any, Any], p: Any, gpu: GpuSpec, known: Known) -> Iterator[t
     else:
         yield "tuned", _adopt(op, p, gpu, at_bucket, "tuned", f"measured for its bucket ({at_bucket.source})")
     yield "nearest", _nearest(op, p, gpu, table, "measured", "nearest")
-    for sibling in gpus.siblings(gpu):
+    sibling = gpus.sibling(gpu)
+    if sibling is not None:
         yield "sibling", _of_sibling(op, p, gpu, sibling, known(sibling))
     if at_bucket is None or at_bucket.origin != "predicted":
         yield "predicted", _nearest(op, p, gpu, table, "predicted", "predicted")
@@ -408,15 +409,18 @@ def _table(op: Op[Any, Any], gpu: GpuSpec, snapshot: Snapshot) -> Mapping[str, W
 
 
 def _of_sibling(op: Op[Any, Any], p: Any, gpu: GpuSpec, sibling: GpuSpec, snapshot: Snapshot) -> Choice | str:
-    """The winner of the bucket on ``sibling``, if it gained enough there."""
-    row = _table(op, sibling, snapshot).get(str(p.bucket()))
+    """The winner of the bucket on ``sibling``, if it gained enough there over what is the default here too."""
+    bucket = p.bucket()
+    row = _table(op, sibling, snapshot).get(str(bucket))
     if row is None or row.origin != "measured":
         return f"nobody tuned the bucket on {sibling.name}"
     note = f"measured for its bucket on {sibling.name} ({row.source})"
-    if row.ratio is not None and row.ratio >= SIBLING_GAIN:
-        return _adopt(op, p, gpu, row, "sibling", note)
-    told = "not set beside" if row.ratio is None else f"{row.ratio:.3f} times as fast as"
-    return f"{note}, but {told} the default there; it takes {SIBLING_GAIN:g} to serve here"
+    if row.ratio is None or row.ratio < SIBLING_GAIN:
+        told = "not set beside" if row.ratio is None else f"{row.ratio:.3f} times as fast as"
+        return f"{note}, but {told} the default there; it takes {SIBLING_GAIN:g} to serve here"
+    if op.default(bucket, sibling) != op.default(bucket, gpu):
+        return f"{note}, but the default that it was set beside there is another here"
+    return _adopt(op, p, gpu, row, "sibling", note)
 
 
 def _nearest(

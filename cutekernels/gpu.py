@@ -160,6 +160,9 @@ GPUS: tuple[GpuSpec, ...] = (
 
 ALIASES = {"a100": "a100-sxm-80gb", "h100": "h100-sxm"}
 
+SIBLINGS = {"h200": "h100-sxm"}
+"""GPUs with the SMs of another, whose winners were timed on them: docs/notes/trunk.md#siblings (H200, 2026-11-26)."""
+
 _BY_NAME = {gpu.name: gpu for gpu in GPUS}
 _BY_PRODUCT = {gpu.product.lower(): gpu for gpu in GPUS}
 
@@ -222,12 +225,10 @@ def stands_for(spec: GpuSpec, own: GpuSpec) -> bool:
     return spec in (own, own if spec.smem_cap_bytes is None else own.limited(spec.smem_cap_bytes // KIB))
 
 
-def siblings(gpu: GpuSpec) -> tuple[GpuSpec, ...]:
-    """Others of the table with the same multiprocessors and as many of them; a confined GPU has none."""
-    if gpu.smem_cap_bytes is not None:
-        return ()
-    own = gpu.capability, gpu.sm_count
-    return tuple(other for other in GPUS if (other.capability, other.sm_count) == own and other.name != gpu.name)
+def sibling(gpu: GpuSpec) -> GpuSpec | None:
+    """The GPU whose winners may serve ``gpu`` too."""
+    name = SIBLINGS.get(gpu.name)
+    return None if name is None else _BY_NAME[name]
 
 
 def one_process(device: int | None = None) -> bool:

@@ -51,7 +51,8 @@ NOTES = {  # what a reader of a suite's rows should know
     "moe_ffn_layers": "H200: one set of experts, of which few tokens find a part in the L2. H100: experts rotate, so "
     "that they come from DRAM.",
     "decode_attention_fp8": "The peer is our own kernel over a cache of 16 bits.",
-    "quantized_moe_ffn": "The peer is our own `moe_ffn` of bf16 weights: no other library was timed.",
+    "quantized_moe_ffn": "Peers: our own `moe_ffn` of bf16 weights, and Humming where weights are int4. On the H200 "
+    "the configs are defaults.",
     "rms_norm_linear": "Taken before three mechanisms that gained 0.1 to 0.5 % were deleted; not timed again.",
 }
 # Rows of the README: what, file names (of all cards), or a model and a suite of its rows.

@@ -109,6 +109,7 @@ def test_the_command(frozen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.chdir(tmp_path)
     made = CliRunner().invoke(cli.app, ["lock", "--gpu", "h200"])
     assert made.exit_code == 0 and made.stdout.strip() == files.read(tmp_path / "winners.lock").digest
+    assert {row[1] for row in files.read(tmp_path / "winners.lock").rows} >= {"h200", "h100-sxm"}, "what an H200 uses"
     assert CliRunner().invoke(cli.app, ["lock", "--check"]).stdout == made.stdout
     for wrong, words in (
         (["w.txt"], "ends with .lock"),

@@ -163,6 +163,22 @@ def test_the_gradient_of_a_wider_bias_is_rounded_once() -> None:
     torch.testing.assert_close(bias.grad.double(), expected, rtol=1e-6, atol=0.0)
 
 
+@pytest.mark.parametrize("trained", [False, True])
+def test_the_ffn_is_one_graph_where_gradients_are_on(trained: bool) -> None:
+    draw = torch.Generator().manual_seed(5)
+    x = torch.randn(5, 16, generator=draw, dtype=torch.float64)
+    up = torch.randn(4, 32, 16, generator=draw, dtype=torch.float64, requires_grad=trained)
+    down = torch.randn(4, 16, 16, generator=draw, dtype=torch.float64)
+    ids, weights = torch.randint(0, 4, (5, 2), generator=draw), torch.rand(5, 2, generator=draw, dtype=torch.float64)
+    made = torch.compile(lambda *a: ck.moe_ffn(*a), backend="aot_eager", fullgraph=True)
+    y, expected = made(x, up, down, ids, weights), ck.moe_ffn(x, up, down, ids, weights)
+    torch.testing.assert_close(y, expected)
+    assert y.requires_grad == trained
+    if trained:
+        found, wanted = (torch.autograd.grad(t.sum(), up)[0] for t in (y, expected))
+        torch.testing.assert_close(found, wanted)
+
+
 def test_opcheck_and_compile() -> None:
     x, w, b = posed()
     torch.library.opcheck(torch.ops.cutekernels.grouped_gemm, (x, w, OFFSETS, b, "silu"))

@@ -105,11 +105,26 @@ class TestOrder:
         assert dispatch.resolve(TOY, PROBLEM, H200, snapshot()).origin == "default"
         assert dispatch.resolve(TOY, PROBLEM, H200.limited(99), None).origin == "default"
 
-    def test_siblings_have_the_same_multiprocessors_and_as_many(self) -> None:
-        names = {gpu.name: {one.name for one in gpus.siblings(gpu)} for gpu in gpus.GPUS}
-        assert names["h200"] == {"h100-sxm"}
-        assert names["h100-pcie"] == names["rtx5090"] == set()
-        assert "a100-sxm-40gb" in names["a100-pcie-80gb"]
+    def test_a_siblings_gain_over_another_default_says_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        held = {"h200": snapshot(), "h100-sxm": snapshot(winner("m=16 n=64", A))}
+        monkeypatch.setattr(dispatch, "winners", lambda gpu: held[gpu.name])
+        own = TOY.default
+        monkeypatch.setattr(TOY, "default", lambda p, gpu: own(p, gpu) if gpu == H200 else B)
+        assert dispatch.resolve(TOY, PROBLEM, H200).origin == "default"
+        assert "is another here" in dict(dispatch.explain(TOY, PROBLEM, H200).considered)["sibling"]
+
+    def test_explain_names_the_siblings_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        held = {"h200": snapshot(), "h100-sxm": snapshot(winner("m=16 n=64", A))}
+        monkeypatch.setattr(dispatch, "winners", lambda gpu: held[gpu.name])
+        rows = dict(dispatch.explain(TOY, PROBLEM, H200).rows)
+        assert "its bucket on h100-sxm" in rows["measured"]
+        assert "note" not in rows
+
+    def test_a_sibling_has_the_sms_of_the_gpu(self) -> None:
+        for name, other in gpus.SIBLINGS.items():
+            one, two = gpus.lookup(name), gpus.lookup(other)
+            assert (one.capability, one.sm_count, gpus.sibling(one)) == (two.capability, two.sm_count, two)
+        assert gpus.sibling(H200.limited(99)) is None
 
     def test_a_problem_stands_under_its_bucket(self) -> None:
         assert origin(winner("m=16 n=64", A), problem=ToyProblem(13, 64)) == ("tuned", A)

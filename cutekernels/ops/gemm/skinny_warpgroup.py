@@ -44,8 +44,8 @@ _WEIGHING_REGISTERS = 56  # for k-tiles of 128: fragments as loaded and as multi
 _WEIGHED_CYCLES = 3.74  # per k of 64 tokens, weighed on their way to the MMA
 # Bytes of W in flight, enough for two CTAs to a tile: docs/notes/gemm.md#skinny_warpgroup-ties (H200, 2026-11-22).
 _FEW_TOKENS, _FEW_TOKENS_WEIGHTS, _WEIGHTS = 16, 80_000, 70_000
-# Of exchange_us, more than two CTAs to a tile: the wait for the whole cluster, which ends the loads (H200, 2026-11-26);
-# the message of each CTA beyond two, as in decode attention.
+# Costs of more than two CTAs to a tile, in exchange_us: the wait for the whole cluster, which ends the loads, and the
+# message of each CTA beyond two, as in decode attention: docs/notes/gemm.md#many-ctas-to-a-tile (H200, 2026-11-26).
 _MET, _MESSAGE = 3.3, 0.2 / 0.63
 
 
@@ -185,7 +185,7 @@ class SkinnyWarpgroup(TokensSchedule, Prefetches):
     @of_both
     def splits(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
         if c.split_k > 1 and waves(p, c, gpu)[c.tile_n][0] > 1:
-            return f"split_k={c.split_k}: the tiles fill the GPU without, or with fewer CTAs to each"
+            return f"split_k={c.split_k}: the tiles fill the GPU with fewer CTAs to each"
         if c.split_k > 1 and c.split_k * 2 > -(-p.k // c.tile_k):
             return f"split_k={c.split_k} leaves less than two k-tiles of {c.tile_k} to each"
         return None
@@ -198,7 +198,7 @@ class SkinnyWarpgroup(TokensSchedule, Prefetches):
         return chain.from_iterable(self.fitting(gpu, PLAIN, tile_m=(tile,), **among) for tile in tiles)
 
     def preference(self, p: GemmProblem, c: GemmConfig, extras: Extras = PLAIN) -> tuple[object, ...]:
-        """One CTA to an SM, two to a tile, most bytes in flight, long k-tiles; for two CTAs to a tile just enough
+        """One CTA to an SM, many to a tile, most bytes in flight, long k-tiles; for several CTAs to a tile just enough
         bytes of W: docs/notes/gemm.md#skinny_warpgroup-ties (H200, 2026-11-22).
         """
         frame = self.smem(c)

@@ -16,11 +16,12 @@ from cutekernels.ops.moe.packed_experts import CLAMPED, GATES
 from cutekernels.ops.moe.quantized import ALPHA, LIMIT
 from cutekernels.ops.moe.quantized_api import clamped_swiglu
 from cutekernels.ops.moe.rows import FEW_PAIRS, MOE_DISPATCH
-from cutekernels.ops.shared.calls import any_requires_grad, call, is_grad_enabled
+from cutekernels.ops.shared.calls import call, is_grad_enabled
 from cutekernels.ops.shared.checks import check_tensor, check_word
 from cutekernels.ops.shared.registration import PLAIN, undisturbed
 from cutekernels.quant.experts import QuantizedStack
 
+_IDS = (torch.int32, torch.int64)
 _WEIGHTS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -40,9 +41,9 @@ def moe_ffn(
     """``out[t] = sum_j weights[t, j] * down_e(silu(gate_e(x[t])) * up_e(x[t]))`` with ``e = ids[t, j]``.
 
     The path is permute, gather, gate and up with SwiGLU behind them, down, combine. Where a gradient is taken, SwiGLU
-    is a kernel of its own; else few pairs of a token and an expert, up to 256, are permuted and gathered in one launch
-    (torch.compile's graphs keep two). Nothing waits for the host, sums run in a fixed order, and CUDA graphs can hold
-    the call.
+    is a kernel of its own. Where x takes none, few pairs of a token and an expert, up to 256, are permuted and gathered
+    in one launch; torch.compile's graphs and autocast keep two. Nothing waits for the host, sums run in a fixed order,
+    and CUDA graphs can hold the call.
 
     Args:
         x: ``(..., H)``, fp16 or bf16 (on the CPU fp32 and fp64 too).
@@ -95,7 +96,7 @@ def moe_ffn(
         raise UnsupportedProblem(f"moe_ffn takes weights in {names}; got {weights.dtype}: pass those of moe_route")
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     # Graphs may serve any number of tokens, so that none is asked for there; moe_dispatch has no gradient.
-    if undisturbed(x, ids) is not None and ids.numel() <= FEW_PAIRS:
+    if undisturbed(x, ids) is not None and ids.numel() <= FEW_PAIRS and ids.dtype in _IDS and ids.device == x.device:
         rows, offsets, inverse = call(MOE_DISPATCH, (x, ids), (experts,))
     else:
         _, offsets, inverse = moe_permute(ids, experts)
@@ -105,7 +106,7 @@ def moe_ffn(
         hidden = grouped_gemm(rows, w_gate_up, offsets, gate_up_bias, activation=activation, alpha=alpha, limit=limit)
     elif activation == CLAMPED:
         hidden = clamped_swiglu(grouped_gemm(rows, w_gate_up, offsets, gate_up_bias), alpha, limit)
-    elif is_grad_enabled() and any_requires_grad(rows, w_gate_up, gate_up_bias):
+    elif is_grad_enabled() and any(t is not None and t.requires_grad for t in (rows, w_gate_up, gate_up_bias)):
         hidden = silu_mul(grouped_gemm(rows, w_gate_up, offsets, gate_up_bias))  # backward reads gate and up
     else:
         hidden = grouped_gemm(rows, w_gate_up, offsets, gate_up_bias, activation=GATED)

@@ -31,8 +31,8 @@ CLAMPED = "swiglu_oai"  # gpt-oss's gate: (up + 1) * gate * sigmoid(alpha * gate
 GATES = (GATED, CLAMPED)
 _MOST_UNITS = 2**31 - 1
 LEAST_STAGES = 3
-"""Of warpgroup: with two the fastest took 1.17 to 1.37 times as long at all three problems where a tune had some (H100,
-2026-11-26)."""
+"""Stages of warpgroup: with two its fastest took 1.17 to 1.37 times as long at all three problems where a tune had some
+(H100, 2026-11-26)."""
 _SURVEY_US = 0.7  # counting the groups' tiles; not measured
 TILE = 64  # rows of a packed tile
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from cutekernels.gpu import GpuSpec
 
 FEW_PAIRS = 256
-"""That ``moe_dispatch`` takes: each program counts them all for each slot, eight in a lane of its warp."""
+"""Most pairs that ``moe_dispatch`` takes: each program counts them all for each slot, eight in a lane of its warp."""
 _MAX_PER_THREAD = 32
 _GRID_Y = 65535
 
@@ -81,7 +81,7 @@ class MoeMoveConfig(Config):
 
 
 class _MoveOp(TritonOp[MoeMoveProblem, MoeMoveConfig]):
-    """Shared by all three: ``inverse`` numbers the rows of the grouped order for each token."""
+    """Shared by all: ``inverse`` numbers the rows of the grouped order for each token."""
 
     Problem = MoeMoveProblem
     Config = MoeMoveConfig

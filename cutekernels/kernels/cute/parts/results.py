@@ -202,7 +202,7 @@ class TileResults:
         """The factors of this thread's rows: alpha times rstd, from sums of squares where those are computed."""
         operands = tile.operands
         if const_expr(self.smem.squares):
-            # Wait until the squaring warps, of both CTAs where K is split, have left the rows' sums.
+            # Wait until the squaring warps of all CTAs that share K have left the rows' sums.
             cute.arch.mbarrier_wait(cute.recast_ptr(tile.storage + self.smem.squares_barrier_at, dtype=Int64), 0)
             squares = cute.make_tensor(
                 cute.recast_ptr(tile.storage + self.smem.squares_at, dtype=Float32),

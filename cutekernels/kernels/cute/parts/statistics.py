@@ -121,7 +121,8 @@ class StageSquares:
                 totals[i] = totals[i] + cute.arch.shuffle_sync_bfly(totals[i], offset=1 << step)
         ctas = const_expr(self.smem.split)
         if const_expr(self.smem.inbox_in_stages):
-            # These threads have read their stages, whose place the others' accumulators take: the sums hold them all.
+            # Word that these threads have read their stages, whose place the others' accumulators take. Relaxed: the
+            # last stage's arrival on its empty barrier, which releases, has put the reads before it.
             cute.arch.cluster_arrive_relaxed()
         if const_expr(ctas > 1):
             # Wait until the other CTAs have set up their barriers, since these stores arrive on their squared_full.

@@ -2,7 +2,8 @@
 
 A counting sort, stable and without atomics: programs take consecutive runs of the pairs, in order. Each counts its
 runs per expert; a program's place in the output follows from the counts of all; inside a block of pairs a
-bitonic sort of ``id * BLOCK + place`` keeps equal ids in order.
+bitonic sort of ``id * BLOCK + place`` keeps equal ids in order. :func:`moe_dispatch` has few pairs, which each program
+counts whole.
 
 Strides: ids, order, inverse (when written) and counts are dense; rows and tokens of :func:`moe_gather` and what follows
 have a row and a column stride each. ``inverse``, read by these, is (tokens, TOP_K). A place of ``inverse`` that is no
