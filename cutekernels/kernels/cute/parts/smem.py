@@ -124,16 +124,16 @@ class SkinnyWarpgroupSmem:
         return self.w_at + self.stages * self.tile_n * self.tile_k * self.element_bytes
 
     def begin(self, cta: int) -> int:
-        """The first of a thread's accumulators that CTA ``cta`` of the cluster adds up: whole blocks of 8 columns."""
+        """First of a thread's accumulators that CTA ``cta`` of the cluster adds up: whole blocks of 8 columns."""
         return -(-self.tile_n // 8 * cta // self.split) * self.ACCUMULATORS_PER_BLOCK
 
     def count(self, cta: int) -> int:
-        """How many those are."""
+        """Accumulators of a thread that CTA ``cta`` adds up."""
         return self.begin(cta + 1) - self.begin(cta)
 
     @property
     def share(self) -> int:
-        """The most of them that one CTA adds up."""
+        """Accumulators of a thread that one CTA adds up at most."""
         return self.begin(1)
 
     @property

@@ -18,7 +18,7 @@ from cutekernels.kernels.triton.dependent import pdl_wait
 
 @triton.jit
 def _bin(ids, experts):
-    """An id that names no expert goes to the bin behind the last expert."""
+    """Bins of ids: the expert, or the one behind the last for an id that names none."""
     return tl.where((ids >= 0) & (ids < experts), ids, experts).to(tl.int32)
 
 
