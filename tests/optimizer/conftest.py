@@ -19,8 +19,13 @@ from tests.optimizer.cases import DTYPES, H200
 
 
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, ...]]]:
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """The GPU's path on CPU tensors: kernels that read the table as the real ones do. Records updates' tensors."""
+    return stand_ins(monkeypatch)
+
+
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """``launches`` for as long as ``monkeypatch`` lasts."""
     from cutekernels.optim import plan
 
     seen: list[tuple[int, ...]] = []
@@ -77,7 +82,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, ...]]]
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
     real = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *a, pin_memory=False, **more: real(*a, **more))
-    yield seen
+    return seen
 
 
 @pytest.fixture(params=["alone", "launches", pytest.param("cuda", marks=pytest.mark.gpu)])

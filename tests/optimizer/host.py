@@ -1,0 +1,53 @@
+"""A step's CPU time in a process of its own, where nothing that other tests left stands in the caches or the heap.
+
+``python -m tests.optimizer.host NUMBER GROUPS`` prints the least milliseconds of a step of ours and of torch's.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from cutekernels.optim import FusedAdamW
+from cutekernels.optim import plan as plans
+from tests.optimizer.conftest import stand_ins
+
+# Ours clips but launches nothing; torch's arithmetic stands for its launches.
+KINDS: dict[Any, dict[str, Any]] = {FusedAdamW: {"max_grad_norm": 1.0}, torch.optim.AdamW: {"fused": True}}
+
+
+def optimizer(kind: Any, number: int, groups: int) -> tuple[Any, list[torch.nn.Parameter]]:
+    """An optimizer of ``KINDS`` over small parameters in ``groups`` groups, and the parameters."""
+    params = [torch.nn.Parameter(torch.ones(4, 1 + i % 5)) for i in range(number)]
+    return kind([{"params": params[i::groups]} for i in range(groups)], **KINDS[kind]), params
+
+
+def step(stepped: Any, params: list[torch.nn.Parameter]) -> float:
+    """CPU milliseconds of one step with new gradients."""
+    for p in params:
+        p.grad = torch.ones_like(p)
+    begin = time.thread_time()
+    stepped.step()
+    return 1e3 * (time.thread_time() - begin)
+
+
+def main(number: int, groups: int, rounds: int = 25) -> None:
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        stand_ins(patch)
+        patch.setattr(plans.compiler, "get", lambda *args: lambda *launch: None)
+        pairs = [optimizer(kind, number, groups) for kind in KINDS]
+        for pair in pairs:
+            step(*pair)
+        gc.disable()
+        ours, theirs = map(min, zip(*([step(*pair) for pair in pairs] for _ in range(rounds)), strict=True))
+    print(f"{ours:.3f} {theirs:.3f}")
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))
