@@ -108,18 +108,21 @@ def serve(reply_to: Callable[[Case], Reply], faults: Mapping[str, tuple[Any, Any
 def _make_fast() -> None:
     """Spares the interpreter what it does anew at each operation.
 
-    Triton patches its language in every call of a device function, builds a table of types for every look-up, and wraps
-    and compares each tensor's shape. A reduction by a function of the kernel's own goes by halves, as on a GPU, where
-    the interpreter goes from element to element.
+    Triton patches its language in every call of a device function, builds a table of types for every look-up, makes,
+    wraps and compares each tensor's shape, and looks for constants within everything. A reduction by a function of the
+    kernel's own goes by halves, as on a GPU, where the interpreter goes from element to element.
     """
     from triton.language import core
     from triton.runtime import interpreter
 
     patch, unpatched = interpreter._patch_lang, SimpleNamespace(restore=lambda: None)
     np_dtype, init, equal = interpreter._get_np_dtype, core.tensor.__init__, core.tuple.__eq__
+    unwrap, block_init = core._unwrap_if_constexpr, core.block_type.__init__
+    nested, truth = (list, tuple, core.tuple), (core.constexpr(False), core.constexpr(True))
     modules: set[int] = set()
     dtypes: dict[str, Any] = {}
     shapes: dict[tuple[int, ...], dict[str, Any]] = {}
+    blocks: dict[tuple[Any, ...], dict[str, Any]] = {}
 
     def patch_once(fn: Any) -> Any:
         if id(fn.__globals__) not in modules:
@@ -141,6 +144,23 @@ def _make_fast() -> None:
             init(self, handle, type)
             shapes[shape] = {k: v for k, v in vars(self).items() if k not in ("handle", "type", "dtype")}
 
+    def unwrapped(o: Any) -> Any:
+        if type(o) is core.constexpr:
+            return o.value
+        return unwrap(o) if isinstance(o, nested) else o
+
+    def known_block(self: Any, element_ty: Any, shape: Any) -> None:
+        pointer = (element_ty.const, element_ty.address_space) if element_ty.is_ptr() else None
+        key = (element_ty.name, pointer, *map(unwrapped, shape))
+        if key not in blocks:
+            block_init(self, element_ty, shape)
+            blocks[key] = self.__dict__
+        else:
+            self.__dict__ = blocks[key]
+
+    def same(a: Any, b: Any) -> Any:
+        return truth[a is b or a.values == b.values] if type(b) is core.tuple else equal(a, b)
+
     def by_halves(self: Any, inputs: Any) -> Any:
         assert self.axis is not None
         types = [t.dtype for t in inputs]
@@ -160,8 +180,9 @@ def _make_fast() -> None:
 
     interpreter._patch_lang, interpreter._get_np_dtype = patch_once, known_dtype
     interpreter.ReduceOps.generic_reduce = by_halves
-    core.tensor.__init__ = known_shape
-    core.tuple.__eq__ = lambda a, b: core.constexpr(True) if a is b else equal(a, b)
+    core.tensor.__init__, core.block_type.__init__ = known_shape, known_block
+    core._unwrap_if_constexpr = unwrapped
+    core.tuple.__eq__ = same
 
 
 def fill(memory: Tensor, generator: torch.Generator, mean: float = 0.0) -> Tensor:

@@ -26,7 +26,7 @@ from tests.tuner.test_kills import begin, check
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("kind", "kill"), [("sqlite", False), ("postgres", False), ("postgres", True)])
+@pytest.mark.parametrize(("kind", "kill"), [("sqlite", False), ("postgres", True)])
 def test_two_runs_of_one_job(
     kind: str, kill: bool, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
