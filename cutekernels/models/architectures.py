@@ -122,6 +122,11 @@ def _layers_after(raw: dict[str, Any], count: int) -> list[str]:
     return [SLIDING if i >= first else FULL for i in range(count)]
 
 
+def _layers_all_sliding(raw: dict[str, Any], count: int) -> list[str]:
+    """Windows, where there are any, in every layer."""
+    return [FULL if raw["sliding_window"] is None else SLIDING] * count
+
+
 def _layers_by_pattern(raw: dict[str, Any], count: int) -> list[str]:
     """Each ``sliding_window_pattern``-th layer has full attention."""
     return [SLIDING if (i + 1) % raw["sliding_window_pattern"] else FULL for i in range(count)]
@@ -214,6 +219,8 @@ _COMMON: dict[str, Any] = {
     "num_key_value_heads": None, "head_dim": None, "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
     "max_position_embeddings": 32768, "sliding_window": None, "attention_bias": False, "mlp_bias": False,
 }  # fmt: skip
+# Transformers' other families ignore these keys, which some checkpoints have all the same.
+_READ_BY_SOME = {"hidden_activation", "norm_topk_prob", "no_rope_layers", "use_sliding_window"}
 _QWEN = {"sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 28}
 _GEMMA = {
     "num_key_value_heads": 4, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "sliding_window": 4096,
@@ -226,6 +233,7 @@ ARCHITECTURES = {
     "mistral": Architecture(
         _layer(_PRE_NORMS, False, False, False),
         {"num_key_value_heads": 8, "sliding_window": 4096, "max_position_embeddings": 131072},
+        _layers_all_sliding,  # with layer_types it is a Ministral
     ),
     "qwen2": Architecture(_layer(_PRE_NORMS, True, False, False), _QWEN, _layers_after),
     "qwen3": Architecture(
@@ -445,6 +453,8 @@ def read_config(given: dict[str, Any]) -> Config:
         )
     architecture = ARCHITECTURES[kind]
     raw = _COMMON | architecture.defaults | given
+    for name in _READ_BY_SOME - architecture.defaults.keys():
+        raw.pop(name, None)
     for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
         check_whole("config.json", name, raw.get(name), 1, _MOST_LAYERS if name == "num_hidden_layers" else _MOST)
     heads = raw["num_attention_heads"]

@@ -227,6 +227,28 @@ def test_options_of_a_family_are_read_or_refused(
         load(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("family", "values"),
+    [
+        ("mistral", {"layer_types": ["full_attention", "sliding_attention"]}),  # a Ministral, as transformers has it
+        ("mistral", {"use_sliding_window": False}),
+        ("mixtral", {"norm_topk_prob": False}),
+        ("starcoder2", {"hidden_activation": "silu"}),
+        ("llama", {"no_rope_layers": [0, 0]}),
+    ],
+)
+def test_keys_of_other_families_mean_what_transformers_reads(
+    family: str, values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(tiny.model(family), tmp_path)
+    config(**values)(tmp_path)
+    _, found = logits(Decoder.from_pretrained(tmp_path, **SIZES), monkeypatch)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    with torch.no_grad():
+        expected = model(torch.tensor(prompts(21, 3)[:1])).logits[:, -1]
+    assert (found[0] - expected).abs().max() < 1e-3 * expected.abs().max()
+
+
 def test_no_library_is_needed(tmp_path: Path) -> None:
     """In a process where neither transformers nor safetensors nor huggingface_hub can be imported."""
     model = tiny.model("qwen3", eos_token_id=7)
