@@ -12,7 +12,7 @@ from typing import Any, Literal
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.models.ropes import read_ropes
 from cutekernels.nn.mlp import Gate
-from cutekernels.ops.shared.checks import check_number, check_whole, said
+from cutekernels.ops.shared.checks import check_flag, check_number, check_whole, said
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 _MOST, _MOST_LAYERS = 2**31 - 1, 2000
@@ -221,6 +221,10 @@ _COMMON: dict[str, Any] = {
 }  # fmt: skip
 # Transformers' other families ignore these keys, which some checkpoints have all the same.
 _READ_BY_SOME = {"hidden_activation", "norm_topk_prob", "no_rope_layers", "use_sliding_window"}
+_FLAGS = (
+    "attention_bias", "is_causal", "mlp_bias", "norm_topk_prob", "tie_word_embeddings", "use_bias",
+    "use_sliding_window",
+)  # fmt: skip
 _QWEN = {"sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 28}
 _GEMMA = {
     "num_key_value_heads": 4, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "sliding_window": 4096,
@@ -455,6 +459,10 @@ def read_config(given: dict[str, Any]) -> Config:
     raw = _COMMON | architecture.defaults | given
     for name in _READ_BY_SOME - architecture.defaults.keys():
         raw.pop(name, None)
+    for name in _FLAGS:
+        if raw.get(name) is not None:
+            check_flag("config.json", name, raw[name])
+    check_ends("config.json", raw.get("eos_token_id"))
     for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
         check_whole("config.json", name, raw.get(name), 1, _MOST_LAYERS if name == "num_hidden_layers" else _MOST)
     heads = raw["num_attention_heads"]
@@ -516,6 +524,14 @@ def read_config(given: dict[str, Any]) -> Config:
         is_causal=bool(raw.get("is_causal", True)) and not raw.get("use_bidirectional_attention"),
         tied=raw.get("tie_word_embeddings"), eos_token_id=raw.get("eos_token_id"), raw=raw,
     )  # fmt: skip
+
+
+def check_ends(file: str, ids: Any) -> None:
+    """Refuses an ``eos_token_id`` that is neither a token's number nor a list of such, at which no text would end."""
+    if ids is not None and not all(type(token) is int for token in (ids if isinstance(ids, list) else [ids])):
+        raise UnsupportedProblem(
+            f"eos_token_id of {file} is a token's number, or a list of them; it is {said(ids)}: mend {file}"
+        )
 
 
 def _types(raw: dict[str, Any], architecture: Architecture) -> tuple[str, ...] | None:

@@ -216,6 +216,8 @@ def test_configs_of_hubs_mean_what_transformers_reads(name: str) -> None:
         ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 0}, "no_rope_layer_interval as a whole number"),
         ("granite", {"logits_scaling": 0.0}, "logits_scaling"),
         ("starcoder2", {"norm_epsilon": "x"}, "norm_epsilon"),
+        ("qwen3-moe", {"norm_topk_prob": "false"}, "norm_topk_prob as a bool; got 'false'"),
+        ("llama", {"eos_token_id": [2, "x"]}, r"eos_token_id of config.json .* it is \[2, 'x'\]"),
     ],
 )
 def test_options_of_a_family_are_read_or_refused(
