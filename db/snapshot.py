@@ -9,6 +9,7 @@ in place of both: a broken database is logged once per process, and only shipped
 from __future__ import annotations
 
 import logging
+import math
 import os
 import sqlite3
 import threading
@@ -277,7 +278,11 @@ def _database(gpu: str, url: str | None, *, strict: bool = False) -> _Read:
         bad = [row for row in rows if not _sound([row])]
         rows = [row for row in rows if _sound([row])]
         say(f"tuned-config database {shown}: {len(bad)} broken rows skipped, the first: {bad[0]!r:.200}")
-    return rows, {(name, revision): value for name, revision, value in rates if type(value) is float and value > 0}
+    return rows, {
+        (name, revision): value
+        for name, revision, value in rates
+        if (type(name), type(revision), type(value)) == (str, int, float) and 0 < value < math.inf
+    }
 
 
 def _shown(url: str) -> str:
