@@ -13,6 +13,7 @@ from cutekernels import settings
 from cutekernels.db import snapshot
 from cutekernels.db.lock import is_one, path_of, read, text
 from cutekernels.errors import StoreError
+from cutekernels.gpu import SIBLINGS
 
 __all__ = ["digest", "verify", "write"]
 
@@ -78,7 +79,9 @@ def verify(group: Any = None) -> str:
 
 
 def write(target: str, gpus: Iterable[str], database: str | None = None) -> tuple[str, int]:
-    """Freeze what calls on ``gpus`` use into the file ``target``; its hash, and how many rows it has."""
+    """Freeze what calls on ``gpus`` use, their siblings' winners too, into the file ``target``; its hash, and how many
+    rows it has.
+    """
     from cutekernels.db.engine import file_errors
     from cutekernels.db.store import replace_file
     from cutekernels.ops import registry
@@ -86,7 +89,7 @@ def write(target: str, gpus: Iterable[str], database: str | None = None) -> tupl
     if not is_one(target):
         raise StoreError(f"a lock's name ends with .lock; {target!r} does not")
     rows: list[tuple[Any, ...]] = []
-    for gpu in gpus:
+    for gpu in dict.fromkeys(name for own in gpus for name in (own, SIBLINGS.get(own, own))):
         known = snapshot.load(gpu, database, strict=True)
         for name in dict.fromkeys(op for op, _ in known.table):
             op = registry.find(name)

@@ -33,11 +33,12 @@ def named(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_calls_choose_as_they_did_and_read_nothing_else(frozen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = snapshot.load("h200")
+    before, sibling = snapshot.load("h200"), snapshot.load(gpu.SIBLINGS["h200"])
     named(frozen, monkeypatch)
     monkeypatch.setattr(snapshot, "shipped", lambda gpu: pytest.fail("shipped winners are in the lock"))
     after = snapshot.load("h200")
     assert after.table.keys() == before.table.keys() and after.rates == before.rates
+    assert snapshot.load(gpu.SIBLINGS["h200"]).table.keys() == sibling.table.keys() != set()
     for key, table in before.table.items():
         assert {p: w._replace(source="lock") for p, w in table.items()} == dict(after.table[key])
     told = cutekernels.explain("gemm", "m=16 n=4096 k=4096", gpu_name="h200")
