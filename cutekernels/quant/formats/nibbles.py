@@ -36,7 +36,7 @@ def check(name: str, tensor: object, *, by: str) -> None:
     if isinstance(tensor, Tensor) and tensor.layout is torch.strided and tensor.device.type != "meta":
         return
     found = f"one of {tensor.layout} on {tensor.device}" if isinstance(tensor, Tensor) else type(tensor).__name__
-    raise UnsupportedProblem(f"{by}'s {name} is a dense tensor with values, not {found}; pass the checkpoint's own")
+    raise UnsupportedProblem(f"{by}'s {name} is a dense tensor with values, not {found}; pass one")
 
 
 def extents(name: str, tensor: Tensor, *, by: str) -> tuple[int, ...]:
