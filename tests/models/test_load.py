@@ -515,6 +515,17 @@ def test_strange_values_of_a_config_are_refused(family: str, tmp_path: Path) -> 
                 assert "\n" not in str(error)
 
 
+def test_what_the_system_cannot_read(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
+    places = {"model.norm.weight": "x" * 300 + ".safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    with pytest.raises(UnsupportedProblem, match=r"cannot be read, File name too long: pass a folder that can$"):
+        load(tmp_path)
+    monkeypatch.setattr(Path, "open", lambda *_: os.open("/nowhere", os.O_RDONLY))
+    with pytest.raises(UnsupportedProblem, match="'/nowhere' cannot be read, No such file or directory"):
+        load(whole)
+
+
 def test_no_folder() -> None:
     with pytest.raises(UnsupportedProblem, match="'Qwen/Qwen2.5-7B' is none: download the model first"):
         load("Qwen/Qwen2.5-7B")
