@@ -205,31 +205,25 @@ def lock(
     """Freeze the winners that calls use into a file with a hash, for CUTEKERNELS_DB; print the hash."""
     from cutekernels import lock as locks
     from cutekernels.db import lock as files
+    from cutekernels.gpu import lookup
 
     if check:
         found = files.read(Path(file))
         typer.echo(found.digest)
         terminal.say(f"{file}: {len(found.rows)} rows, as they were written")
         return
-    digest, count = locks.write(file, _gpus_with_winners(db) if gpu is None else _with_sibling(gpu), db)
+    digest, count = locks.write(file, _gpus_with_winners(db) if gpu is None else [lookup(gpu).name], db)
     typer.echo(digest)
     terminal.say(f"{file}: {count} rows; {settings.DB_VARIABLE}={file} makes calls read it and nothing else")
-
-
-def _with_sibling(name: str) -> list[str]:
-    from cutekernels.gpu import lookup, sibling
-
-    spec = lookup(name)
-    other = sibling(spec)
-    return [spec.name] if other is None else [spec.name, other.name]
 
 
 def _gpus_with_winners(db: str | None) -> list[str]:
     from cutekernels import db as database
     from cutekernels.db.snapshot import shipped_gpus
+    from cutekernels.guests import is_guest
 
     with database.open(db) as opened:
-        return sorted({*shipped_gpus(), *(w.gpu for w in opened.winners())})
+        return sorted({*shipped_gpus(), *(w.gpu for w in opened.winners() if not is_guest(w.op))})
 
 
 # ---- what is known ------------------------------------------------------------------------------------------

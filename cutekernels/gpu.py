@@ -175,11 +175,16 @@ def lookup(name: str) -> GpuSpec:
     Raises:
         UnknownGpu: no such row, or ``auto`` where no CUDA device is present.
     """
+    if not isinstance(name, str):
+        raise UnknownGpu(f"a GPU is named by a text such as 'h200'; got {name!r:.60}")
     key = name.strip().lower()
     if is_auto(name):
         return detect()
     cap = re.fullmatch(r"(.+)-([1-9][0-9]{0,3})kib", key)
     if cap is not None:
+        least = min(gpu.smem_per_block_bytes for gpu in GPUS) // KIB
+        if int(cap[2]) < least:
+            raise UnknownGpu(f"kernels need {least} KiB of shared memory; {key[:60]!r} has less: name a larger limit")
         return lookup(cap[1]).limited(int(cap[2]))
     key = ALIASES.get(key, key)
     found = _BY_NAME.get(key) or _BY_PRODUCT.get(key)

@@ -35,9 +35,12 @@ def explain(
         UnknownGpu: no such GPU.
         InvalidConfig: ``config`` breaks a rule of the op.
         StoreError: ``database`` cannot be read.
+        ValueError: ``database`` is neither a path nor a URL.
     """
     check_word("explain", "op", op)
     check_word("explain", "problem", problem)
+    check_word("explain", "gpu_name", gpu_name)
+    _check_database(database)
     declared = registry.get(op)
     spec, posed = gpu.lookup(gpu_name), declared.Problem.parse(problem)
     if database is None:
@@ -68,8 +71,7 @@ def report_misses(database: str | None = None, *, every_s: float | None = None) 
     """
     global _to
     _reporter.check(every_s)
-    if database is not None and not isinstance(database, str | os.PathLike):
-        raise ValueError(f"database is a path or a URL; it is {database!r:.60}")
+    _check_database(database)
     if every_s is not None:
         if database is None and not settings.load().database_named:
             raise ValueError(f"every_s needs a database that others read: set {settings.DB_VARIABLE} or give database=")
@@ -81,6 +83,11 @@ def report_misses(database: str | None = None, *, every_s: float | None = None) 
     _to = database
     _reporter.every(every_s)
     return _report(database)
+
+
+def _check_database(database: object) -> None:
+    if database is not None and not isinstance(database, str | os.PathLike):
+        raise ValueError(f"database is a path or a URL; it is {database!r:.60}")
 
 
 def _report(database: str | None) -> int:

@@ -13,6 +13,7 @@ from cutekernels import settings
 from cutekernels.db import snapshot
 from cutekernels.db.lock import is_one, path_of, read, text
 from cutekernels.errors import StoreError
+from cutekernels.gpu import SIBLINGS, lookup
 
 __all__ = ["digest", "verify", "write"]
 
@@ -78,16 +79,22 @@ def verify(group: Any = None) -> str:
 
 
 def write(target: str, gpus: Iterable[str], database: str | None = None) -> tuple[str, int]:
-    """Freeze what calls on ``gpus`` use into the file ``target``; its hash, and how many rows it has."""
+    """Freeze what calls on ``gpus`` use, their siblings' winners too, into the file ``target``; its hash, and how many
+    rows it has.
+    """
     from cutekernels.db.engine import file_errors
     from cutekernels.db.store import replace_file
     from cutekernels.ops import registry
 
-    if not is_one(target):
+    if not isinstance(target, str) or not is_one(target):
         raise StoreError(f"a lock's name ends with .lock; {target!r} does not")
+    if isinstance(gpus, str):
+        raise StoreError(f"gpus is a list of GPUs' names; got {gpus!r:.60}: pass [{gpus!r:.60}]")
     rows: list[tuple[Any, ...]] = []
-    for gpu in gpus:
+    for gpu in dict.fromkeys(name for own in gpus for name in (own, SIBLINGS.get(own, own))):
         known = snapshot.load(gpu, database, strict=True)
+        if not known.table:  # none of a GPU of the table is no mistake
+            lookup(gpu)
         for name in dict.fromkeys(op for op, _ in known.table):
             op = registry.find(name)
             revisions = op.revisions if op else ()

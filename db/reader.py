@@ -279,6 +279,9 @@ class Database:
 
         ``latest``: the last so many alone.
         """
+        _require_texts(gpu=gpu, op=op, problem=problem, part=part)
+        if latest is not None and (type(latest) is not int or latest < 1):
+            raise UnsupportedProblem(f"latest is a number of trials from 1 up, or None; it is {latest!r:.60}")
         gpu, op = self.gpu(gpu), self.op(op)
         conditions = query.conditions(problem or "", op)
         found: Sequence[Trial] = []

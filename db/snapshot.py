@@ -9,6 +9,7 @@ in place of both: a broken database is logged once per process, and only shipped
 from __future__ import annotations
 
 import logging
+import math
 import os
 import sqlite3
 import threading
@@ -277,7 +278,11 @@ def _database(gpu: str, url: str | None, *, strict: bool = False) -> _Read:
         bad = [row for row in rows if not _sound([row])]
         rows = [row for row in rows if _sound([row])]
         say(f"tuned-config database {shown}: {len(bad)} broken rows skipped, the first: {bad[0]!r:.200}")
-    return rows, {(name, revision): value for name, revision, value in rates if type(value) is float and value > 0}
+    return rows, {
+        (name, revision): value
+        for name, revision, value in rates
+        if (type(name), type(revision), type(value)) == (str, int, float) and 0 < value < math.inf
+    }
 
 
 def _shown(url: str) -> str:
@@ -292,9 +297,19 @@ def _shown(url: str) -> str:
 def _sound(rows: list[_Row]) -> bool:
     """Whether all rows are sound, looked at by columns: seven times as fast as row by row."""
     columns = list(zip(*rows, strict=True))
-    return all(set(map(type, c)) <= types for c, types in zip(columns, _SOUND, strict=False)) and (
-        not rows or set(columns[4]) <= set(ORIGINS)
+    if not rows:
+        return True
+    return (
+        all(set(map(type, c)) <= types for c, types in zip(columns, _SOUND, strict=False))
+        and set(columns[4]) <= set(ORIGINS)
+        and all(map(_from_0_up, columns[5:7]))
     )
+
+
+def _from_0_up(values: Sequence[float | None]) -> bool:
+    """Whether times or ratios are ones, or absent: SQLite stores an infinity, and none that is not a number."""
+    found = [value for value in values if value is not None]
+    return not found or (min(found) >= 0 and max(found) < math.inf)
 
 
 def _read_sqlite(path: Path, gpu: str) -> tuple[list[_Row], list[_Row]]:

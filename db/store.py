@@ -163,7 +163,8 @@ class Store:
         query = query.where(*statements.where(gpu, op, None, None, origin))
         with self._reading() as session:
             found = [TaskKey(*row) for row in session.execute(query) if trial.problem_rule(row[3]) is None]
-        return sorted((k for k in found if trial.op_rule(k.op) is None and type(k.revision) is int), key=astuple)
+        named = (k for k in found if trial.gpu_name_rule(k.gpu) is None and trial.op_rule(k.op) is None)
+        return sorted((k for k in named if type(k.revision) is int), key=astuple)
 
     def trial(self, trial_id: str) -> Trial | None:
         """The trial with this id, or None."""

@@ -42,8 +42,17 @@ def write(out: Path, backend: str = "cuda") -> Path:
     """Write the repository for a backend; the variant's folder.
 
     Raises:
-        UnsupportedProblem: ``out`` is a file, or a folder with something else in it.
+        UnsupportedProblem: ``out`` is a file, a folder with something else in it, or one that cannot be written.
     """
+    try:
+        return _written(out, backend)
+    except OSError as error:
+        raise UnsupportedProblem(
+            f"a kernel repository cannot be written into {out}: {error.strerror}; name another folder"
+        ) from error
+
+
+def _written(out: Path, backend: str) -> Path:
     variant = out / "build" / f"torch-{backend}"
     if out.exists() and (not out.is_dir() or any(path.name != "build" for path in out.iterdir()) or variant.exists()):
         raise UnsupportedProblem(f"a kernel repository is written into a new or an empty folder; {out} is none")

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.models.ropes import read_ropes
 from cutekernels.nn.mlp import Gate
-from cutekernels.ops.shared.checks import check_number, check_whole, said
+from cutekernels.ops.shared.checks import check_flag, check_number, check_whole, said
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 _MOST, _MOST_LAYERS = 2**31 - 1, 2000
@@ -122,6 +122,11 @@ def _layers_after(raw: dict[str, Any], count: int) -> list[str]:
     return [SLIDING if i >= first else FULL for i in range(count)]
 
 
+def _layers_all_sliding(raw: dict[str, Any], count: int) -> list[str]:
+    """Windows, where there are any, in every layer."""
+    return [FULL if raw["sliding_window"] is None else SLIDING] * count
+
+
 def _layers_by_pattern(raw: dict[str, Any], count: int) -> list[str]:
     """Each ``sliding_window_pattern``-th layer has full attention."""
     return [SLIDING if (i + 1) % raw["sliding_window_pattern"] else FULL for i in range(count)]
@@ -214,6 +219,12 @@ _COMMON: dict[str, Any] = {
     "num_key_value_heads": None, "head_dim": None, "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
     "max_position_embeddings": 32768, "sliding_window": None, "attention_bias": False, "mlp_bias": False,
 }  # fmt: skip
+# Transformers' other families ignore these keys, which some checkpoints have all the same.
+_READ_BY_SOME = {"hidden_activation", "norm_topk_prob", "no_rope_layers", "use_sliding_window"}
+_FLAGS = (
+    "attention_bias", "is_causal", "mlp_bias", "norm_topk_prob", "tie_word_embeddings", "use_bias",
+    "use_sliding_window",
+)  # fmt: skip
 _QWEN = {"sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 28}
 _GEMMA = {
     "num_key_value_heads": 4, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "sliding_window": 4096,
@@ -226,6 +237,7 @@ ARCHITECTURES = {
     "mistral": Architecture(
         _layer(_PRE_NORMS, False, False, False),
         {"num_key_value_heads": 8, "sliding_window": 4096, "max_position_embeddings": 131072},
+        _layers_all_sliding,  # with layer_types it is a Ministral
     ),
     "qwen2": Architecture(_layer(_PRE_NORMS, True, False, False), _QWEN, _layers_after),
     "qwen3": Architecture(
@@ -445,6 +457,12 @@ def read_config(given: dict[str, Any]) -> Config:
         )
     architecture = ARCHITECTURES[kind]
     raw = _COMMON | architecture.defaults | given
+    for name in _READ_BY_SOME - architecture.defaults.keys():
+        raw.pop(name, None)
+    for name in _FLAGS:
+        if raw.get(name) is not None:
+            check_flag("config.json", name, raw[name])
+    check_ends("config.json", raw.get("eos_token_id"))
     for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
         check_whole("config.json", name, raw.get(name), 1, _MOST_LAYERS if name == "num_hidden_layers" else _MOST)
     heads = raw["num_attention_heads"]
@@ -506,6 +524,14 @@ def read_config(given: dict[str, Any]) -> Config:
         is_causal=bool(raw.get("is_causal", True)) and not raw.get("use_bidirectional_attention"),
         tied=raw.get("tie_word_embeddings"), eos_token_id=raw.get("eos_token_id"), raw=raw,
     )  # fmt: skip
+
+
+def check_ends(file: str, ids: Any) -> None:
+    """Refuses an ``eos_token_id`` that is neither a token's number nor a list of such, at which no text would end."""
+    if ids is not None and not all(type(token) is int for token in (ids if isinstance(ids, list) else [ids])):
+        raise UnsupportedProblem(
+            f"eos_token_id of {file} is a token's number, or a list of them; it is {said(ids)}: mend {file}"
+        )
 
 
 def _types(raw: dict[str, Any], architecture: Architecture) -> tuple[str, ...] | None:

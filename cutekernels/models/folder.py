@@ -34,6 +34,14 @@ class Folder:
         if not isinstance(path, str | os.PathLike):
             raise UnsupportedProblem(f"load takes the path of a checkpoint's folder; got {said(path)}: pass one")
         self.path = Path(path)
+        try:
+            self._read_headers(path)
+        except OSError as error:  # no permission, a name that is too long
+            raise UnsupportedProblem(
+                f"{said(str(error.filename or path))} cannot be read, {error.strerror}: pass a folder that can"
+            ) from error
+
+    def _read_headers(self, path: str | os.PathLike[str]) -> None:
         if not self.path.is_dir():
             raise UnsupportedProblem(
                 f"load takes the folder of a checkpoint, with {_CONFIG} and safetensors, and {said(str(path))} is "

@@ -61,6 +61,7 @@ def load(
     check_place(dtype, device, optional=True)
     folder = Folder(path)
     config = architectures.read_config(folder.config)
+    architectures.check_ends("generation_config.json", (folder.generation or {}).get("eos_token_id"))
     place = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device is None else device)
     dtype = dtype or _own_dtype(folder)
     if dtype not in PLAIN or (place.type == "cuda" and dtype.itemsize != 2):

@@ -170,8 +170,13 @@ class FusedAdamW(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         given: list[dict[str, Any]] = []  # what the caller's hooks made of it
+
+        def check(_: Any, last: dict[str, Any]) -> None:
+            given.append(last)
+            self._check_state(last)
+
         hooks = (
-            self.register_load_state_dict_pre_hook(lambda _, last: given.append(last)),
+            self.register_load_state_dict_pre_hook(check),
             self.register_load_state_dict_post_hook(lambda _: self._convert(given[0]), prepend=True),
         )
         try:
@@ -179,6 +184,26 @@ class FusedAdamW(torch.optim.Optimizer):
         finally:
             for hook in hooks:
                 hook.remove()
+
+    def _check_state(self, given: dict[str, Any]) -> None:
+        """Refuses a state that is not its parameter's, before anything is taken over."""
+        for saved, group in zip(given["param_groups"], self.param_groups, strict=False):
+            for key, param in zip(saved["params"], group["params"], strict=False):
+                found = given["state"].get(key, {})
+                absent = {"step", *MOMENTS} - found.keys()
+                if found and absent:
+                    raise UnsupportedProblem(
+                        f"the state of parameter {key} has step, {' and '.join(MOMENTS)}, and here it lacks "
+                        f"{', '.join(sorted(absent))}: load a whole state of AdamW, or leave the parameter out of it"
+                    )
+                for name, shape in (*dict.fromkeys((*MOMENTS, "master"), param.shape).items(), ("step", ())):
+                    t = found.get(name)
+                    number = name == "step" and not isinstance(t, Tensor)
+                    if name in found and not (isinstance(t, Real) if number else _shaped(t, shape)):
+                        raise UnsupportedProblem(
+                            f"{name} of parameter {key} is of shape {tuple(shape)}; the state has {said(t)}: load the "
+                            "state of this model's optimizer"
+                        )
 
     def _convert(self, given: dict[str, Any]) -> None:
         """Takes state from ``given`` again, which torch has cast to the parameters' type; moments in this group's."""
@@ -300,6 +325,11 @@ class _Alone:
         torch.autograd.graph.increment_version(o.written)
         if o.master is not None:
             self.versions[self.param] = o.written._version
+
+
+def _shaped(t: object, shape: tuple[int, ...]) -> bool:
+    """Whether it is a tensor of this shape; of one number in any shape where that is ()."""
+    return isinstance(t, Tensor) and (t.shape == shape or (not shape and t.numel() == 1))
 
 
 def _settings_of(group: dict[str, Any]) -> Settings:

@@ -128,6 +128,8 @@ def assemble(
 
 def check_scales(scales: Tensor, code: str) -> None:
     """Scales are finite fp16, bf16 or fp32; of e2m1 exponents up to ``MOST_EXPONENT``."""
+    if not scales.numel():
+        raise UnsupportedProblem("a weight has scales, and here are none; download the checkpoint again")
     if code == "e2m1":
         if scales.dtype != EXPONENTS or int(scales.amax()) > MOST_EXPONENT:
             found = f"{int(scales.amax())}" if scales.dtype == EXPONENTS else f"{scales.dtype}"

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.quant.formats import awq, bitsandbytes, compressed_tensors, gptq, mxfp4, own, plain, torchao
-from cutekernels.quant.formats.nibbles import known_only, short, take
+from cutekernels.quant.formats.nibbles import check, known_only, short, take
 from cutekernels.quant.scheme import Scheme, read_config
 from cutekernels.quant.weight import QuantizedWeight
 
@@ -34,6 +34,10 @@ def read(
         UnsupportedProblem: a format that is not read, a layer that is not quantized, and corrupt tensors.
     """
     scheme = config if isinstance(config, Scheme) else read_config(config)
+    for name, tensor in tensors.items():
+        if not isinstance(name, str):
+            raise UnsupportedProblem(f"tensors have names, and one here is {name!r:.60}; pass those of the checkpoint")
+        check(name, tensor, by=scheme.format)
     named = scheme.of(module) if module is not None else None
     if not scheme.holds(tensors) and not _is_subclass(tensors):
         weight = tensors.get("weight")

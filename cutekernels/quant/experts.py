@@ -87,6 +87,11 @@ def stack(weights: Sequence[QuantizedWeight], *, details: Mapping[str, Any] | No
     Raises:
         UnsupportedProblem: none, weights that differ, and what :class:`QuantizedStack` refuses.
     """
+    if not isinstance(weights, Sequence) or not all(isinstance(w, QuantizedWeight) for w in weights):
+        raise UnsupportedProblem(
+            f"stack takes a list of QuantizedWeight, one for each expert; got {type(weights).__name__}: quantize() "
+            "each expert's matrix"
+        )
     if not weights:
         raise UnsupportedProblem("a stack has an expert at least, and got none; pass their weights")
     first = weights[0]

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem, near
 from cutekernels.quant.assembly import assemble, groups_of
+from cutekernels.quant.formats.nibbles import check
 from cutekernels.quant.formats.own import SCHEMES
 from cutekernels.quant.weight import FLOATS, QuantizedWeight
 
@@ -39,11 +40,14 @@ def quantize(weight: Tensor, scheme: str, *, symmetric: bool = True) -> Quantize
     Raises:
         UnsupportedProblem: an unknown scheme, zeros for eight bits, or a weight that is no finite matrix.
     """
-    if scheme not in SCHEMES:
+    if not isinstance(scheme, str) or scheme not in SCHEMES:
         raise UnsupportedProblem(
             f"a scheme is one of {', '.join(SCHEMES)}, not {str(scheme)[:60]!r}. {near(str(scheme), SCHEMES)}"
             "Pass one of them"
         )
+    if not isinstance(symmetric, bool):
+        raise UnsupportedProblem(f"symmetric is True or False, not {symmetric!r:.60}; pass either")
+    check("weight", weight, by="quantize")
     code, group, scale_rows = SCHEMES[scheme]
     if weight.dtype not in FLOATS or weight.dim() != 2 or 0 in weight.shape:
         raise UnsupportedProblem(

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -16,7 +17,7 @@ from cutekernels import cli, dispatch, gpu, lock
 from cutekernels.db import lock as files
 from cutekernels.db import snapshot
 from cutekernels.db.store import Store
-from cutekernels.errors import StoreError
+from cutekernels.errors import StoreError, UnknownGpu
 
 ROW = ["winner", "h200", "gemm", 12, "m=16 n=4096 k=4096", "tile_m=64", "measured", 11.25, None, ""]
 
@@ -33,17 +34,27 @@ def named(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_calls_choose_as_they_did_and_read_nothing_else(frozen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = snapshot.load("h200")
+    before, sibling = snapshot.load("h200"), snapshot.load(gpu.SIBLINGS["h200"])
     named(frozen, monkeypatch)
     monkeypatch.setattr(snapshot, "shipped", lambda gpu: pytest.fail("shipped winners are in the lock"))
     after = snapshot.load("h200")
     assert after.table.keys() == before.table.keys() and after.rates == before.rates
+    assert snapshot.load(gpu.SIBLINGS["h200"]).table.keys() == sibling.table.keys() != set()
     for key, table in before.table.items():
         assert {p: w._replace(source="lock") for p, w in table.items()} == dict(after.table[key])
     told = cutekernels.explain("gemm", "m=16 n=4096 k=4096", gpu_name="h200")
     assert told.choice.origin == "tuned" and "(lock)" in str(told)
     assert lock.digest() == after.digest == files.read(frozen).digest
     assert snapshot.load("a100").table == {}, "a GPU that was not frozen has no winner"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "said"), [("h200", r"list of GPUs' names; got 'h200'"), (["h300"], "no GPU is called")]
+)
+def test_names_that_freeze_nothing_are_refused(gpus: Any, said: str, tmp_path: Path) -> None:
+    with pytest.raises((StoreError, UnknownGpu), match=said):
+        lock.write(str(tmp_path / "w.lock"), gpus)
+    assert not (tmp_path / "w.lock").exists()
 
 
 def test_equal_winners_have_equal_hashes(frozen: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import os
 import sqlite3
 import subprocess
@@ -459,9 +460,25 @@ def test_a_prediction_needs_no_time_and_a_problem_is_text(tmp_path: Path, caplog
     assert "1 broken rows skipped" in caplog.text
 
 
+@pytest.mark.parametrize("column", ["median_us", "ratio"])
+@pytest.mark.parametrize("value", ["9e999", "-1.0"])
+def test_a_time_that_is_none_serves_no_call(
+    column: str, value: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As listings and `db doctor` leave its row out; a lock could not hold it."""
+    path = tmp_path / "x.db"
+    fill(path, trial("a=1", problem="m=1"), trial("a=2", problem="m=2"))
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("PRAGMA ignore_check_constraints = 1")
+        connection.execute(f"UPDATE trial SET {column} = {value} WHERE problem = 'm=2'")
+        connection.commit()
+    assert [*snapshot.load("h200", str(path)).table["gemm", 1]] == ["m=1"]
+    assert "1 broken rows skipped" in caplog.text
+
+
 def test_a_rate_of_no_speed_is_left_out(path: Path) -> None:
     with closing(sqlite3.connect(path)) as connection:
-        for name, value in (("good", 2.0), ("none", 0.0), ("negative", -1.0)):
+        for name, value in (("good", 2.0), ("none", 0.0), ("negative", -1.0), ("endless", math.inf), (b"\xff", 2.0)):
             row = ("h200", name, 1, value, "us", "2026-01-01 00:00:00", "", "")
             connection.execute("INSERT INTO rate VALUES (?, ?, ?, ?, ?, ?, ?, ?)", row)
         connection.commit()

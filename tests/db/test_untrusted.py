@@ -13,8 +13,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from cutekernels import terminal
+from cutekernels import cli, terminal
 from cutekernels.db import engine, snapshot, sqlite, statements
 from cutekernels.db.certificate import Certificate
 from cutekernels.db.reader import Database
@@ -301,6 +302,14 @@ def test_doctor_finds_the_rows_that_listings_leave_out(path: Path, column: str, 
     change(path, "DELETE FROM winner", f"UPDATE trial SET {column} = {value}")
     with Store(path) as store:
         assert len(store.broken_rows()) == 1 - len(store.trials())
+
+
+@pytest.mark.parametrize("name", ["x'ff00'", "'h200' || char(27)"])
+def test_a_task_of_a_gpu_whose_name_is_none_is_left_out(path: Path, name: str) -> None:
+    change(path, f"UPDATE gpu SET name = {name}")
+    assert CliRunner().invoke(cli.app, ["studies", "--db", str(path)]).exit_code == 0
+    with Store(path) as store:
+        assert store.tasks() == [] and len(store.broken_rows()) > 0
 
 
 def test_what_is_read_does_not_grow_with_the_trials(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from cutekernels.db import snapshot
+from cutekernels.errors import UnsupportedProblem
 from cutekernels.hub import tree, winners
 
 ROOT = Path(__file__).parents[2]
@@ -86,6 +87,12 @@ def test_a_folder_with_something_in_it_is_refused(repository: Path, tmp_path: Pa
         assert done.returncode == 1
         assert done.stderr == f"a kernel repository is written into a new or an empty folder; {out} is none\n"
     assert {path: path.stat().st_mtime_ns for path in repository.rglob("*")} == before
+
+
+def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UnsupportedProblem, match=r"into .*/file/out: Not a directory; name another folder"):
+        tree.write(tmp_path / "file" / "out", "cpu")
 
 
 def test_sources_that_import_something_else_are_refused() -> None:

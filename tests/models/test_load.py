@@ -216,6 +216,8 @@ def test_configs_of_hubs_mean_what_transformers_reads(name: str) -> None:
         ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 0}, "no_rope_layer_interval as a whole number"),
         ("granite", {"logits_scaling": 0.0}, "logits_scaling"),
         ("starcoder2", {"norm_epsilon": "x"}, "norm_epsilon"),
+        ("qwen3-moe", {"norm_topk_prob": "false"}, "norm_topk_prob as a bool; got 'false'"),
+        ("llama", {"eos_token_id": [2, "x"]}, r"eos_token_id of config.json .* it is \[2, 'x'\]"),
     ],
 )
 def test_options_of_a_family_are_read_or_refused(
@@ -225,6 +227,28 @@ def test_options_of_a_family_are_read_or_refused(
     config(**values)(tmp_path)
     with pytest.raises(UnsupportedProblem, match=rule):
         load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("family", "values"),
+    [
+        ("mistral", {"layer_types": ["full_attention", "sliding_attention"]}),  # a Ministral, as transformers has it
+        ("mistral", {"use_sliding_window": False}),
+        ("mixtral", {"norm_topk_prob": False}),
+        ("starcoder2", {"hidden_activation": "silu"}),
+        ("llama", {"no_rope_layers": [0, 0]}),
+    ],
+)
+def test_keys_of_other_families_mean_what_transformers_reads(
+    family: str, values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(tiny.model(family), tmp_path)
+    config(**values)(tmp_path)
+    _, found = logits(Decoder.from_pretrained(tmp_path, **SIZES), monkeypatch)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    with torch.no_grad():
+        expected = model(torch.tensor(prompts(21, 3)[:1])).logits[:, -1]
+    assert (found[0] - expected).abs().max() < 1e-3 * expected.abs().max()
 
 
 def test_no_library_is_needed(tmp_path: Path) -> None:
@@ -489,6 +513,17 @@ def test_strange_values_of_a_config_are_refused(family: str, tmp_path: Path) -> 
                 Decoder.from_pretrained(tmp_path, max_batch=1, max_tokens=16, page_size=16)
             except UnsupportedProblem as error:
                 assert "\n" not in str(error)
+
+
+def test_what_the_system_cannot_read(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
+    places = {"model.norm.weight": "x" * 300 + ".safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    with pytest.raises(UnsupportedProblem, match=r"cannot be read, File name too long: pass a folder that can$"):
+        load(tmp_path)
+    monkeypatch.setattr(Path, "open", lambda *_: os.open("/nowhere", os.O_RDONLY))
+    with pytest.raises(UnsupportedProblem, match="'/nowhere' cannot be read, No such file or directory"):
+        load(whole)
 
 
 def test_no_folder() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from typing import Any
 
@@ -128,10 +129,14 @@ def test_misfits_are_refused(changed: dict[str, Any], said: str) -> None:
         ck.grouped_gemm(**good | changed)
 
 
-def test_experts_that_a_gate_cannot_halve_are_refused() -> None:
-    weight = experts(5, 192, 64, "mxfp4")  # 96 rows of gates are no whole tiles
-    with pytest.raises(UnsupportedProblem, match="128 rows or a multiple"):
+@pytest.mark.parametrize(
+    ("rows", "scheme", "said"), [(192, "mxfp4", "128 rows or a multiple"), (128, "fp8_block", "256 rows .* have 128")]
+)
+def test_experts_that_a_gate_cannot_halve_are_refused(rows: int, scheme: str, said: str) -> None:
+    weight = experts(5, rows, 64, scheme)  # 96 rows of gates are no whole tiles, 64 no whole block
+    with pytest.raises(UnsupportedProblem, match=said) as caught:
         ck.grouped_gemm(torch.zeros(13, 64).bfloat16(), weight, OFFSETS, activation="silu_mul")
+    assert "offsets" not in str(caught.value), "they are the stack's"
 
 
 def test_an_ffn_refuses_a_stack_in_the_place_of_a_tensor() -> None:
@@ -143,6 +148,13 @@ def test_an_ffn_refuses_a_stack_in_the_place_of_a_tensor() -> None:
         ck.moe_ffn(torch.zeros(3, 64).bfloat16(), up, up, ids, weights)
     with pytest.raises(UnsupportedProblem, match="takes x as a torch.Tensor"):
         ck.moe_ffn(up, up, down, ids, weights)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("changed", [{"limit": -1.0}, {"limit": math.nan}, {"alpha": "x"}])
+def test_a_clamped_gate_of_plain_experts_has_the_same_limits(changed: dict[str, Any]) -> None:
+    x, ids, weights = torch.zeros(3, 4), torch.zeros(3, 1).int(), torch.ones(3, 1)
+    with pytest.raises(UnsupportedProblem, match=f"moe_ffn takes {next(iter(changed))} as a finite number"):
+        ck.moe_ffn(x, torch.zeros(2, 6, 4), torch.zeros(2, 4, 3), ids, weights, activation="swiglu_oai", **changed)
 
 
 def test_operands_pose_what_they_are() -> None:

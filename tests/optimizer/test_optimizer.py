@@ -323,6 +323,35 @@ def test_state_goes_both_ways(fused: bool | None) -> None:
             torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        ({"exp_avg": torch.ones(1)}, r"exp_avg of parameter 1 is of shape \(3, 4\); the state has .* shape \(1,\)"),
+        ({"exp_avg_sq": None}, "exp_avg_sq of parameter 1 is of shape .* has None"),
+        ({"master": torch.ones(4)}, "master of parameter 1"),
+        ({"step": torch.ones(2)}, "step of parameter 1"),
+        ("exp_avg_sq", "it lacks exp_avg_sq: load a whole state"),
+    ],
+)
+def test_state_of_another_model_is_refused_whole(change: Any, rule: str) -> None:
+    """Moments that fit by broadcasting too; what was there before stays."""
+    params = [torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(3, 4))]
+    optimizer = FusedAdamW(params)
+    grads(params, 0)
+    optimizer.step()
+    before, wrong = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(optimizer.state_dict())
+    wrong["state"][0]["exp_avg"].zero_()
+    if isinstance(change, str):
+        del wrong["state"][1][change]
+    else:
+        wrong["state"][1] |= change
+    with pytest.raises(UnsupportedProblem, match=rule):
+        optimizer.load_state_dict(wrong)
+    for number, state in before["state"].items():
+        for name, t in state.items():
+            assert torch.equal(optimizer.state_dict()["state"][number][name], t)
+
+
 def test_moments_of_half_parameters_stay_fp32() -> None:
     params = [torch.nn.Parameter(torch.randn(40).bfloat16())]
     optimizer = FusedAdamW(params, lr=0.01, master_weights=True)

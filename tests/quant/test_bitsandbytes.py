@@ -113,6 +113,9 @@ def _say(**changes: Any) -> Any:
         (_say(shape=[8]), "is JSON with blocksize"),
         (_say(shape=None), "is JSON with blocksize"),
         (_say(quant_type="fp4"), "says nf4"),
+        (_say(shape=["x", "y"]), "says nf4"),
+        (_say(dtype=[]), "says nf4"),
+        (_say(blocksize=1e400), "says nf4"),
         (_say(blocksize=48), "blocks of 48 elements end with a row"),
     ],
 )

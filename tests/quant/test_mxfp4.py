@@ -76,6 +76,8 @@ def test_stacks_of_what_is_quantized_alike() -> None:
         quant.stack([quant.quantize(dense[0, :64], "fp8_block")])
     with pytest.raises(UnsupportedProblem, match="an expert at least"):
         quant.stack([])
+    with pytest.raises(UnsupportedProblem, match="takes a list of QuantizedWeight"):
+        quant.stack([*dense])  # type: ignore[list-item]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -104,8 +106,11 @@ def test_round_trip_through_a_file(scheme: str, symmetric: bool) -> None:
         (torch.zeros(2, 2, dtype=torch.int8), "int4", "not torch.int8"),
         (torch.full((2, 2), float("nan")), "int4", "NaN or infinite"),
         (torch.full((2, 2), float("inf")), "fp8_channel", "NaN or infinite"),
+        (torch.zeros(2, 2, device="meta"), "int4", "a dense tensor with values, not one of torch.strided on meta"),
+        ([[1.0]], "int4", "a dense tensor with values, not list"),
+        (torch.zeros(2, 2), ["int4"], "a scheme is one of"),
     ],
 )
-def test_what_is_refused(weight: torch.Tensor, scheme: str, said: str) -> None:
+def test_what_is_refused(weight: Any, scheme: Any, said: str) -> None:
     with pytest.raises(UnsupportedProblem, match=said):
         quant.quantize(weight, scheme)

@@ -272,6 +272,11 @@ CORRUPT = [
     ("own", cut("weight.scales"), "scales of a 16 x 128 weight"),
     ("own", cut("weight.shape"), "weight.shape is \\(N, K\\)"),
     ("own", filled("weight.zeros", 17), "zeros are 0 to 16, not 17"),
+    ("own", typed("weight.shape", torch.complex64), "weight.shape holds whole numbers, not complex64"),
+    ("own", lambda t: t.update({"weight.scales": torch.zeros(0, 16)}), "has scales, and here are none"),
+    ("awq", lambda t: t.update(scales=None), "awq's scales is a dense tensor with values, not NoneType"),
+    ("gptq", lambda t: t.update(scales=t["scales"].to("meta")), "with values, not one of torch.strided on meta"),
+    ("fp8", lambda t: t.update(weight=t["weight"].float().to_sparse()), "with values, not one of torch.sparse_coo"),
     ("own", filled("weight.scales", float("nan")), "NaN or infinite"),
 ]
 

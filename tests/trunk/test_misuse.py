@@ -10,6 +10,7 @@ import torch
 
 import cutekernels as ck
 from cutekernels.errors import CuteKernelsError
+from cutekernels.models import Sampling
 from cutekernels.nn import MoE, RMSNorm, RotaryEmbedding
 
 X, W = torch.randn(4, 8), torch.randn(16, 8)
@@ -20,6 +21,10 @@ CALLS: dict[str, tuple[Callable[[], object], str]] = {
     "a pair of one": (lambda: ck.warmup([("gemm",)]), "pairs of an op's name"),  # type: ignore[list-item]
     "explain a number": (lambda: ck.explain("gemm", 3, gpu_name="h200"), "problem as a string"),  # type: ignore[arg-type]
     "explain a list": (lambda: ck.explain(["gemm"], "m=1", gpu_name="h200"), "op as a string"),  # type: ignore[arg-type]
+    "explain on no GPU": (lambda: ck.explain("gemm", "m=1", gpu_name=None), "gpu_name as a string"),  # type: ignore[arg-type]
+    "a seed of 70 bits": (lambda: Sampling(seed=2**70), "from 0 to 9223372036854775807; got 1180591620717411303424"),
+    "trials of a part 3": (lambda: ck.db.open().trials(part=3), "part must be a text"),  # type: ignore[arg-type]
+    "the latest -1 trials": (lambda: ck.db.open().trials(latest=-1), "latest is a number of trials from 1 up"),
     "tables to a text": (lambda: RotaryEmbedding(8).tables("x"), "positions as a whole number"),  # type: ignore[arg-type]
     "tables to -5": (lambda: RotaryEmbedding(8).tables(-5), "positions as a whole number"),
     "a wider head": (lambda: RotaryEmbedding(8)(torch.randn(1, 2, 1, 16)), "heads of 8 channels"),

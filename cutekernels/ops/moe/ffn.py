@@ -17,7 +17,7 @@ from cutekernels.ops.moe.quantized import ALPHA, LIMIT
 from cutekernels.ops.moe.quantized_api import clamped_swiglu
 from cutekernels.ops.moe.rows import FEW_PAIRS, MOE_DISPATCH
 from cutekernels.ops.shared.calls import call, is_grad_enabled
-from cutekernels.ops.shared.checks import check_tensor, check_word
+from cutekernels.ops.shared.checks import check_number, check_tensor, check_word
 from cutekernels.ops.shared.registration import PLAIN, undisturbed
 from cutekernels.quant.experts import QuantizedStack
 
@@ -78,6 +78,9 @@ def moe_ffn(
     check_word("moe_ffn", "activation", activation)
     if activation not in GATES:
         raise UnsupportedProblem(f"moe_ffn takes activation as {' or '.join(GATES)}; got {activation!r}: pass one")
+    if activation == CLAMPED:
+        check_number("moe_ffn", "alpha", alpha)
+        check_number("moe_ffn", "limit", limit, 0.0)
     shape = tuple(w_gate_up.shape)
     experts, width = shape[0] if len(shape) == 3 else 0, x.shape[-1] if x.dim() else 0
     fits = len(shape) == 3 and shape[1] % 2 == 0 and shape[2] == width

@@ -177,10 +177,15 @@ class QuantizedGroupedGemm(TensorOp[QuantizedGroupedProblem, QuantizedConfig]):
         check_weight(packed, scales, zeros, options["code"], options["group"], total, x.shape[1])
         gated = options["activation"] in GATES
         unit = max(64, rows_of_scale(scales, total)) * (2 if gated else 1)
-        if n * experts != total or n % unit:
+        if n * experts != total:
             raise UnsupportedProblem(
-                f"a stack of {total} rows is not of {experts} experts, as offsets has them, with {unit} rows or a "
-                "multiple each: pass the stack's own offsets"
+                f"a stack of {total} rows is not of {experts} experts, as offsets has them: pass offsets of the stack's"
+            )
+        if n % unit:
+            raise UnsupportedProblem(
+                f"packed experts have {unit} rows or a multiple{', half of them gates,' if gated else ''} so that "
+                f"tiles of 64 and scales of {rows_of_scale(scales, total)} rows end with them; these have {n}: pad "
+                "them, or quantize them with a scale to a row"
             )
         if bias is not None and (tuple(bias.shape) != (experts, n) or bias.dtype not in (x.dtype, torch.float32)):
             raise UnsupportedProblem(

@@ -68,7 +68,8 @@ def check_whole(op: str, name: str, value: object, low: int = -(2**63), high: in
     import torch
 
     if isinstance(value, bool) or not isinstance(value, int | torch.SymInt) or not low <= value <= high:
-        limits = f" of at least {low}" if high >= 2**62 else f" from {low} to {high}"
+        beyond = isinstance(value, int) and value > high
+        limits = f" of at least {low}" if high >= 2**62 and not beyond else f" from {low} to {high}"
         raise UnsupportedProblem(f"{op} takes {name} as a whole number{limits}; got {said(value)}: pass an int")
 
 

@@ -8,6 +8,7 @@ offset stand in ``quant_state.bitsandbytes__nf4``, JSON as bytes. An element is 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.kernels.cute.parts.nf4 import NF4
 from cutekernels.quant.assembly import assemble, unassemble
-from cutekernels.quant.formats.nibbles import expect, take, to_bytes
+from cutekernels.quant.formats.nibbles import check, expect, take, to_bytes
 from cutekernels.quant.formats.plain import copied
 from cutekernels.quant.layout import dense
 from cutekernels.quant.weight import QuantizedWeight
@@ -48,6 +49,7 @@ def from_bitsandbytes(
     Raises:
         UnsupportedProblem: fp4, blocks that cross rows, and tensors that contradict each other.
     """
+    check("weight", weight, by=_BY)
     state = getattr(weight, "quant_state", None) if state is None else state
     if state is None:
         raise UnsupportedProblem(
@@ -57,8 +59,8 @@ def from_bitsandbytes(
     data = weight.detach().as_subclass(Tensor)
     tensors = dict(state if isinstance(state, Mapping) else state.as_dict(packed=True))
     said = _said(tensors)
-    n, k = (int(extent) for extent in said["shape"])
-    block = int(said["blocksize"])
+    n, k = said["shape"]
+    block = said["blocksize"]
     if k % block:
         raise UnsupportedProblem(
             f"blocks of {block} elements end with a row of K={k} only if they divide it; "
@@ -103,20 +105,23 @@ def _said(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         fields["quant_type"] = said.get("quant_type", "nf4")
         if "nested_absmax" in tensors:
             fields |= {name: said[name] for name in ("nested_blocksize", "nested_offset")}
-        int(fields["blocksize"])
-        n, k = fields["shape"]
-    except (ValueError, TypeError, KeyError, UnicodeDecodeError) as error:
+        rows, columns = fields["shape"]
+        sizes = rows, columns, fields["blocksize"], fields.get("nested_blocksize", 1)
+        offset = float(fields.get("nested_offset", 0.0))
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         raise UnsupportedProblem(
-            f"{STATE} is JSON with blocksize, dtype and a shape of two, and here it is not ({error!r}); "
-            "download the checkpoint again"
+            f"{STATE} is JSON with blocksize, dtype and a shape of two, and here it is not "
+            f"({type(error).__name__}: {str(error)[:80]}); download the checkpoint again"
         ) from None
     if (
         fields["quant_type"] != "nf4"
-        or fields["dtype"] not in _DTYPES
-        or min(int(n), int(k), int(fields["blocksize"])) < 1
+        or str(fields["dtype"]) not in _DTYPES
+        or not all(type(size) is int and 0 < size < 2**31 for size in sizes)
+        or not math.isfinite(offset)
     ):
         raise UnsupportedProblem(
-            f"{STATE} says nf4, fp16, bf16 or fp32 and sizes of at least 1, not {fields}; quantize anew as nf4"
+            f"{STATE} says nf4, fp16, bf16 or fp32 and sizes of at least 1, not {str(fields)[:200]}; "
+            "quantize anew as nf4"
         )
     return fields
 
@@ -129,7 +134,7 @@ def _absmax(tensors: Mapping[str, Tensor], said: Mapping[str, Any], blocks: int)
     expect("absmax", absmax, (torch.float32,) if nested is None else (torch.uint8,), (blocks,), why, by=_BY)
     if nested is None:
         return absmax
-    size = int(said["nested_blocksize"])
+    size = said["nested_blocksize"]
     table = take(tensors, "nested_quant_map", by=_BY)
     expect("nested_absmax", nested, (torch.float32,), (-(-blocks // size),), f"{blocks} blocks by {size}", by=_BY)
     expect("nested_quant_map", table, (torch.float32,), (256,), "eight bits", by=_BY)

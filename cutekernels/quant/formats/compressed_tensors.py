@@ -18,7 +18,7 @@ from torch import Tensor
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.quant.assembly import assemble, groups_of, unassemble
 from cutekernels.quant.formats.gptq import order_of, unordered
-from cutekernels.quant.formats.nibbles import expect, known_only, matrix, of_words, take, to_words
+from cutekernels.quant.formats.nibbles import expect, extents, known_only, matrix, of_words, take, to_words
 from cutekernels.quant.formats.plain import ACTIVATIONS, extras, kept, read_plain, write_plain
 from cutekernels.quant.layout import dense
 from cutekernels.quant.weight import FLOATS, QuantizedWeight
@@ -150,7 +150,7 @@ def _nibbles(zero: Tensor) -> Tensor:
 def _columns(tensors: Mapping[str, Tensor], n: int, columns: int, lanes: int) -> int:
     """K, which ``weight_shape`` says and ``weight_packed`` rounds up."""
     shape = take(tensors, "weight_shape", by=_BY)
-    said = tuple(int(extent) for extent in shape.flatten().tolist())
+    said = extents("weight_shape", shape, by=_BY)
     if len(said) != 2 or said[0] != n or said[1] < 1 or -(-said[1] // lanes) != columns:
         raise UnsupportedProblem(
             f"weight_packed of {n} x {columns} words holds {n} x {columns * lanes} elements at most, and weight_shape "

@@ -31,10 +31,28 @@ def to_bytes(nibbles: Tensor) -> Tensor:
     return nibbles[..., 0::2] | (nibbles[..., 1::2] << 4)
 
 
+def check(name: str, tensor: object, *, by: str) -> None:
+    """Refuses what is no tensor with values in memory."""
+    if isinstance(tensor, Tensor) and tensor.layout is torch.strided and tensor.device.type != "meta":
+        return
+    found = f"one of {tensor.layout} on {tensor.device}" if isinstance(tensor, Tensor) else type(tensor).__name__
+    raise UnsupportedProblem(f"{by}'s {name} is a dense tensor with values, not {found}; pass one")
+
+
+def extents(name: str, tensor: Tensor, *, by: str) -> tuple[int, ...]:
+    """The whole numbers of a tensor that holds a shape."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        raise UnsupportedProblem(
+            f"{by}'s {name} holds whole numbers, not {short(tensor.dtype)}; download the checkpoint again"
+        )
+    return tuple(int(extent) for extent in tensor.flatten().tolist())
+
+
 def expect(
     name: str, tensor: Tensor, dtypes: Sequence[torch.dtype], shape: tuple[int, ...], why: str, *, by: str
 ) -> None:
     """Refuses a ``tensor`` of another type or shape, in one sentence: ``why`` says where ``shape`` comes from."""
+    check(name, tensor, by=by)
     if tensor.dtype not in dtypes:
         kinds = " or ".join(short(dtype) for dtype in dtypes)
         raise UnsupportedProblem(
@@ -49,6 +67,7 @@ def expect(
 
 def matrix(name: str, tensor: Tensor, dtypes: Sequence[torch.dtype], *, by: str) -> tuple[int, int]:
     """The shape of ``tensor``, refused where it is no matrix, is empty or is of another type."""
+    check(name, tensor, by=by)
     if tensor.dim() != 2 or 0 in tensor.shape:
         raise UnsupportedProblem(
             f"{by}'s {name} is a matrix, not of shape {tuple(tensor.shape)}; pass the tensors of one linear layer"
@@ -64,6 +83,7 @@ def take(tensors: Mapping[str, Tensor], name: str, *, by: str) -> Tensor:
         raise UnsupportedProblem(
             f"a layer of {by} has {name}, and this one has {found}; pass all tensors of the layer, without its prefix"
         )
+    check(name, tensors[name], by=by)
     return tensors[name]
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.quant.assembly import check_scales
-from cutekernels.quant.formats.nibbles import known_only, take
+from cutekernels.quant.formats.nibbles import extents, known_only, take
 from cutekernels.quant.weight import FLOATS, QuantizedWeight
 
 PREFIX = "weight."
@@ -41,10 +41,10 @@ def from_own(tensors: Mapping[str, Tensor], scheme: str, *, dtype: torch.dtype |
     known_only(tensors, NAMES, by="cutekernels")
     packed, scales, shape = (take(tensors, PREFIX + name, by="cutekernels") for name in ("packed", "scales", "shape"))
     check_scales(scales, code)
-    said = shape.flatten().tolist()
+    said = extents("weight.shape", shape, by="cutekernels")
     if len(said) != 2:
         raise UnsupportedProblem(f"weight.shape is (N, K), not {said}; download the checkpoint again")
-    n, k = int(said[0]), int(said[1])
+    n, k = said
     group = 0 if scale_rows == 1 and group >= k and code != "e2m1" else group
     weight = QuantizedWeight(
         code,
