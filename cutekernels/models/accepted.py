@@ -11,8 +11,8 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.integrations.transformers.checkpoints import REMEDY as QUANTIZED
 from cutekernels.integrations.transformers.checkpoints import is_quantized, layout_of, said_kind
 from cutekernels.integrations.transformers.families import FAMILIES, Family, family_of, shared_parameters
-from cutekernels.integrations.transformers.modules import kind_of, sharded
 from cutekernels.integrations.transformers.patching import is_patched
+from cutekernels.integrations.transformers.projections import kind_of, sharded
 from cutekernels.integrations.transformers.rules import WIDEST_HEAD
 from cutekernels.integrations.transformers.tensor_parallel import is_planned
 from cutekernels.models.loaded import LoadedModel

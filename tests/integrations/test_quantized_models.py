@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import json
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -82,8 +84,53 @@ def nf4(n: int, k: int) -> Made:
     return made, torch.tensor(NF4)[codes] * absmax.repeat_interleave(64, 1)
 
 
+def words(codes: torch.Tensor, places: tuple[int, ...]) -> torch.Tensor:
+    """int32 of eight codes along the last dimension; that of ``places[i]`` becomes nibble i."""
+    eight = codes.long().unflatten(-1, (-1, 8))[..., list(places)]
+    packed = (eight << torch.arange(0, 32, 4)).sum(-1)
+    return torch.where(packed >= 2**31, packed - 2**32, packed).int()
+
+
+def gptqmodel(kind: str, n: int, k: int, **tensors: torch.Tensor) -> torch.nn.Module:
+    """A projection of gptqmodel, by its name and attributes."""
+    names: dict[str, Any] = {
+        "__module__": "gptqmodel.nn_modules.qlinear",
+        "forward": lambda self, x: pytest.fail("called"),
+    }
+    made: Any = type(kind, (torch.nn.Module,), names)()
+    made.bits, made.group_size, made.in_features, made.out_features, made.bias = 4, 32, k, n, None
+    made.adapter = made.had_K = None
+    made.qzero_format = functools.partial(int, 2)
+    for name, tensor in tensors.items():
+        made.register_buffer(name, tensor)
+    return made  # type: ignore[no-any-return]
+
+
+def quantized(n: int, k: int) -> tuple[torch.Tensor, ...]:
+    """Codes (N, K), zeros and scales (groups, N), and what they are."""
+    codes, zeros = torch.randint(0, 16, (n, k)), torch.randint(0, 16, (k // 32, n))
+    scales = torch.rand(k // 32, n).half() * 0.05
+    exact = (codes - zeros.t().repeat_interleave(32, 1)) * scales.t().float().repeat_interleave(32, 1)
+    return codes, zeros, scales, exact
+
+
+def gptq(n: int, k: int) -> Made:
+    codes, zeros, scales, exact = quantized(n, k)
+    straight = tuple(range(8))
+    tensors = {"qweight": words(codes, straight).t().contiguous(), "qzeros": words(zeros, straight), "scales": scales}
+    return gptqmodel("TorchLinear", n, k, **tensors, g_idx=(torch.arange(k) // 32).int()), exact
+
+
+def awq(n: int, k: int) -> Made:
+    codes, zeros, scales, exact = quantized(n, k)
+    order = (0, 2, 4, 6, 1, 3, 5, 7)
+    tensors = {"qweight": words(codes.t(), order), "qzeros": words(zeros, order), "scales": scales}
+    return gptqmodel("AwqGEMMLinear", n, k, **tensors), exact
+
+
 LAYOUTS: dict[str, Callable[[int, int], Made]] = {
-    "fp8": fp8_blocks, "fp8-tensor": fp8_tensor, "fp8-rows": fp8_rows, "packed": packed, "nf4": nf4,
+    "fp8": fp8_blocks, "fp8-tensor": fp8_tensor, "fp8-rows": fp8_rows, "packed": packed, "nf4": nf4, "gptq": gptq,
+    "awq": awq,
 }  # fmt: skip
 
 
@@ -123,16 +170,154 @@ def test_a_decoder_takes_over_what_transformers_has_loaded(name: str, monkeypatc
     assert isinstance(attention.qkv, Projections if name == "fp8" else Projection), "64 rows are half a block"
 
 
+def small() -> Any:
+    return tiny.model("llama", num_key_value_heads=4, intermediate_size=128)
+
+
+def looks(model: Any) -> dict[str, Any]:
+    """What unpatch has to restore."""
+    projections = {name: (type(m), set(m.__dict__)) for name, m in model.named_modules() if hasattr(m, "in_features")}
+    return {"hooks": list(model._forward_pre_hooks), **projections}
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_patch_leaves_quantized_projections_and_names_load(name: str) -> None:
-    model = tiny.model("llama", num_key_value_heads=4, intermediate_size=128)
-    replaced(model, LAYOUTS[name])
+def test_patch_multiplies_by_what_transformers_has_loaded(name: str) -> None:
+    model, ids = small(), tiny.tokens()
+    expected = replaced(model, LAYOUTS[name])(ids).logits
+    before, state = looks(model), {key: t.clone() for key, t in model.state_dict().items()}
     with ck.patch(model) as report:
-        reasons = dict(report.left)
-    for path in ("self_attn.q_proj", "mlp.down_proj"):
-        assert "quantized" in reasons[f"model.layers.0.{path}"]
-        assert r"cutekernels.models.load(path)" in reasons[f"model.layers.0.{path}"]
-    assert report.patched["linear"] == 1, "the head"
+        torch.testing.assert_close(model(ids).logits, expected)
+        if name == "packed":
+            compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+            torch.testing.assert_close(compiled(ids, use_cache=False).logits, expected)
+        assert model.state_dict().keys() == state.keys()
+        projection = model.model.layers[0].mlp.up_proj
+        assert quantized_weight(projection) is projection.packed, "a decoder shares it"
+        model.bfloat16()
+        assert model(ids).logits.dtype == torch.bfloat16
+    assert report.patched["quantized"] == 14 and not report.left
+    assert looks(model) == before
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_nothing_is_in_memory_twice_and_everything_comes_back(name: str) -> None:
+    model = tiny.model("llama", num_key_value_heads=4, hidden_size=512, intermediate_size=512)
+    replaced(model, LAYOUTS[name])
+    projection = model.model.layers[0].mlp.up_proj
+    torch.manual_seed(5)
+    projection, _ = LAYOUTS[name](512, 512)
+    model.model.layers[0].mlp.up_proj = projection
+    state = {key: t.clone() for key, t in projection.state_dict().items()}
+    own = lambda: sum(t.nbytes for t in (*projection.parameters(), *projection.buffers()))  # noqa: E731
+    before = own()
+    with ck.patch(model):
+        assert own() + projection.packed.nbytes <= 1.2 * before, "codes once; a scale for 32 is a fifth of them"
+        found = [projection.state_dict(), copy.deepcopy(projection).state_dict()]
+    for after in (*found, projection.state_dict()):
+        assert after.keys() == state.keys()
+        assert all(torch.equal(after[key], t) and after[key].dtype == t.dtype for key, t in state.items())
+    assert own() == before
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_loaded_state_dict_is_multiplied_by(assign: bool) -> None:
+    model, other, ids = small(), small(), tiny.tokens()
+    replaced(model, gptq)
+    torch.manual_seed(9)
+    twin = tiny.model("llama", num_key_value_heads=4, intermediate_size=128)
+    for path, linear in list(twin.named_modules()):
+        if type(linear) is torch.nn.Linear and path != "lm_head":
+            made, linear.weight.data = gptq(*linear.weight.shape)
+            other.set_submodule(path, made)
+    with ck.patch(model):
+        state = other.state_dict()
+        model.load_state_dict(state, assign=assign)
+        assert all(t.numel() for t in state.values()), "what the caller holds stays"
+        torch.testing.assert_close(model(ids).logits, twin(ids).logits)
+
+
+def test_a_state_dict_that_is_refused_changes_nothing() -> None:
+    model, ids = small(), tiny.tokens()
+    expected = replaced(model, fp8_rows)(ids).logits
+    state = model.state_dict()
+    state["model.layers.0.mlp.up_proj.weight_scale"] = torch.full((1, 128), float("nan"))
+    with ck.patch(model):
+        with pytest.raises(RuntimeError, match=r"up_proj\.weight: .*finite"):
+            model.load_state_dict(state)
+        torch.testing.assert_close(model(ids).logits, expected)
+
+
+def test_compare_decodes_the_weights() -> None:
+    model, ids = small(), tiny.tokens()
+    replaced(model, gptq)
+    for linear in model.modules():
+        weight = quantized_weight(linear, torch.float32)
+        if weight is not None:  # each fake has a class of its own
+            exact = weight.dequantize()
+            type(linear).forward = lambda self, x, exact=exact: torch.nn.functional.linear(x, exact)  # type: ignore[method-assign,assignment]
+    found = ck.compare(model, ids)
+    assert found.patched["logits"] < 1e-5 and found.plain["logits"] < 1e-5
+
+
+def test_compressed_tensors_decompresses_nothing_that_is_patched() -> None:
+    model, ids = small(), tiny.tokens()
+    expected = replaced(model, packed)(ids).logits
+    model.ct_decompress_hook = model.register_forward_pre_hook(lambda *args: pytest.fail("decompressed"))
+    before = looks(model)
+    with ck.patch(model):
+        torch.testing.assert_close(model(ids).logits, expected)
+    assert looks(model) == before and before["hooks"]
+
+
+def test_compressed_tensors_is_patched_whole_or_not() -> None:
+    model = small()
+    replaced(model, packed)
+    model.model.layers[1].mlp.up_proj.quantization_scheme.weights.model_dump = lambda mode: {"num_bits": 3}
+    model.ct_decompress_hook = model.register_forward_pre_hook(lambda *args: None)
+    with ck.patch(model) as report:
+        assert "quantized" not in report.patched and len(model._forward_pre_hooks) == 1
+        assert {name for name, why in report.left if "num_bits" in why} >= {"model.layers.0.self_attn.q_proj"}
+        assert len([why for _, why in report.left if "num_bits" in why]) == 14
+
+
+def test_a_module_that_device_map_has_hooked_is_left() -> None:
+    model = small()
+    replaced(model, fp8_rows)
+    linear = model.model.layers[0].mlp.up_proj
+    linear.forward, linear._hf_hook = linear.forward, object()
+    with ck.patch(model) as report:
+        assert dict(report.left)["model.layers.0.mlp.up_proj"].startswith("its forward has been replaced")
+        assert report.patched["quantized"] == 13
+
+
+@pytest.mark.parametrize("spoil", [{"bits": 8}, {"adapter": object()}, {"had_K": torch.eye(2)}])
+def test_what_gptqmodel_adds_to_a_weight_is_not_dropped(spoil: dict[str, Any]) -> None:
+    made, _ = gptq(64, 64)
+    for name, value in spoil.items():
+        setattr(made, name, value)
+    with pytest.raises(UnsupportedProblem, match=r"read with .*: load the checkpoint itself"):
+        quantized_weight(made)
+
+
+def test_adapters_on_quantized_projections_train() -> None:
+    """QLoRA: the adapter stays PEFT's, the projection that it stands before is ours, and gradients pass through it."""
+    peft = pytest.importorskip("peft")
+    ids, found = tiny.tokens(), []
+    for quantize in (False, True):
+        torch.manual_seed(3)
+        model = small()
+        twin = replaced(model, nf4)
+        torch.manual_seed(4)
+        options = {"r": 4, "target_modules": ["q_proj", "down_proj"], "init_lora_weights": False}
+        model = peft.get_peft_model(model if quantize else twin, peft.LoraConfig(**options))
+        if quantize:
+            report = ck.patch(model)
+            assert report.patched["quantized"] == 14 and not [why for _, why in report.left if "quantized" in why]
+        model(ids, labels=ids).loss.backward()
+        found.append({name: p.grad for name, p in model.named_parameters() if p.requires_grad})
+    assert found[0].keys() == found[1].keys() and len(found[0]) == 8
+    for name, grad in found[0].items():
+        torch.testing.assert_close(found[1][name], grad, msg=name)
 
 
 def machete(**names: Any) -> torch.nn.Module:

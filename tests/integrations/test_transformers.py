@@ -21,7 +21,7 @@ from transformers import DynamicCache, StaticCache
 
 import cutekernels as ck
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.integrations.transformers import modules
+from cutekernels.integrations.transformers import modules, projections
 from tests.integrations import tiny
 from tests.integrations.tiny import FAMILIES, tokens
 
@@ -446,11 +446,12 @@ def test_products_and_attention_in_fp32_on_a_gpu_are_left(monkeypatch: pytest.Mo
     """A GPU's tensors, of which the CPU's stand in here: kernels multiply 16-bit types alone."""
     with FakeTensorMode():
         wide, half = (torch.empty(2, 2, dtype=d, device="cuda") for d in (torch.float32, torch.bfloat16))
-        assert not modules.multiplied(wide, wide)
-        assert modules.multiplied(half, half)
-        assert not modules.multiplied(half, wide)
+        assert not projections.multiplied(wide, wide)
+        assert projections.multiplied(half, half)
+        assert not projections.multiplied(half, wide)
     model = tiny.model("llama")
-    monkeypatch.setattr(modules, "multiplied", lambda x, weight: False)
+    for file in (modules, projections):
+        monkeypatch.setattr(file, "multiplied", lambda x, weight: False)
     expected = model(tokens()).logits
     with ck.patch(model) as report:
         left = dict(report.left)

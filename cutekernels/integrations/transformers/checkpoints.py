@@ -1,4 +1,4 @@
-"""Quantized projections as transformers has loaded them: which are read in their place, and what to do about others.
+"""Quantized projections as transformers has loaded them: which are read, and what to do about others.
 
 Classes and attributes are told by name, so that none of the libraries they come from is needed. Machete, Marlin and
 Exllama repack a weight when it is loaded, and others keep it in a layout of their own: those are not taken over.
@@ -16,16 +16,26 @@ from cutekernels.integrations.transformers.families import gate_of
 from cutekernels.quant import (
     QuantizedStack,
     QuantizedWeight,
+    from_awq,
     from_bitsandbytes,
     from_compressed_tensors,
     from_fp8,
+    from_gptq,
     from_torchao,
     stack,
 )
 
 REMEDY = "load the checkpoint itself by cutekernels.models.load(path)"
 _TORCHAO = ("Int4Tensor", "Int4TilePackedTo4dTensor", "Float8Tensor")
-_PACKED = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")
+_GPTQMODEL = {  # kernels of gptqmodel that keep the checkpoint's tensors
+    "TorchLinear": "gptq",
+    "TritonV2Linear": "gptq",
+    "AwqTorchLinear": "awq",
+    "AwqGEMMLinear": "awq",
+    "AwqGEMMTritonLinear": "awq",
+}
+_STORED = (torch.float8_e4m3fn, torch.int8)  # as compressed-tensors keeps a weight that it has not decompressed
+_COMPRESSED = ("weight", "weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")
 _LIBRARIES = {  # parts of the module's name of a class whose weights are quantized
     "aqlm", "auto_gptq", "autoawq", "awq", "bitnet", "bitsandbytes", "compressed_tensors", "eetq", "fbgemm_fp8",
     "finegrained_fp8", "fp_quant", "ggml", "gguf", "gptqmodel", "higgs", "hqq", "mxfp4", "quanto",
@@ -35,7 +45,12 @@ _LIBRARIES = {  # parts of the module's name of a class whose weights are quanti
 
 def layout_of(module: Any) -> str:
     """In which layout a projection, or experts, hold quantized weights that are read here, or ""."""
-    kind, weight = type(module).__name__, getattr(module, "weight", None)
+    if hasattr(module, "base_layer"):  # an adapter's, which shows the weight that it stands before
+        return ""
+    if "quantized_layout" in module.__dict__:  # of a patched one
+        return module.__dict__["quantized_layout"]  # type: ignore[no-any-return]
+    original, weight = type(module), getattr(module, "weight", None)
+    kind = original.__name__
     if isinstance(weight, QuantizedWeight):  # nn.QuantizedLinear
         return "cutekernels"
     if kind == "FP8Linear" and hasattr(module, "weight_scale_inv"):
@@ -46,16 +61,22 @@ def layout_of(module: Any) -> str:
         return "fp8-rows"
     if kind == "Linear4bit" and getattr(weight, "quant_state", None) is not None:
         return "bitsandbytes"
-    if type(module) is torch.nn.Linear and "weight_packed" in module._parameters:
+    if original.__module__.startswith("gptqmodel."):
+        return _GPTQMODEL.get(kind, "")
+    if original is not torch.nn.Linear:
+        return ""
+    if "weight_packed" in module._parameters:
         return "compressed-tensors"
-    return "torchao" if type(module) is torch.nn.Linear and type(weight).__name__ in _TORCHAO else ""
+    if hasattr(module, "quantization_scheme") and getattr(weight, "dtype", None) in _STORED:
+        return "compressed-tensors"
+    return "torchao" if type(weight).__name__ in _TORCHAO else ""
 
 
 def quantized_weight(module: Any, dtype: torch.dtype | None = None) -> QuantizedWeight | None:
     """The weight of a projection, packed anew; None where it is not quantized, or in no layout that is read.
 
     The module keeps its own, so that until it goes there are two; but for :class:`cutekernels.nn.QuantizedLinear`,
-    whose weight it is.
+    whose weight it is, and for a patched projection, which has it already.
 
     Args:
         module: of a model that transformers has loaded. One of compressed-tensors must not have been called: it then
@@ -65,10 +86,15 @@ def quantized_weight(module: Any, dtype: torch.dtype | None = None) -> Quantized
     Raises:
         UnsupportedProblem: tensors that contradict each other, options that are not read.
     """
+    there = module.weight if layout_of(module) == "cutekernels" else module.__dict__.get("packed")
+    if isinstance(there, QuantizedWeight):
+        return there if dtype in (None, there.dtype) else there.to(dtype=dtype)
+    return read_weight(module, dtype)
+
+
+def read_weight(module: Any, dtype: torch.dtype | None = None) -> QuantizedWeight | None:
+    """:func:`quantized_weight`, read of the module's tensors."""
     layout = layout_of(module)
-    if layout == "cutekernels":
-        found: QuantizedWeight = module.weight
-        return found if dtype in (None, found.dtype) else found.to(dtype=dtype)
     if layout == "fp8":
         block = module.block_size
         return from_fp8(_data(module.weight), _data(module.weight_scale_inv), block and tuple(block), dtype=dtype)
@@ -78,14 +104,34 @@ def quantized_weight(module: Any, dtype: torch.dtype | None = None) -> Quantized
         weights = {"num_bits": 8, "type": "float", "strategy": "channel"}
         return from_compressed_tensors({"weight": _data(module.weight), "weight_scale": scale}, weights, dtype=dtype)
     if layout == "bitsandbytes":
+        if getattr(module.weight.quant_state, "packing_format_for_cpu", False):
+            raise UnsupportedProblem(
+                f"bitsandbytes has packed it for its CPU kernel at the first call: move the model to a GPU, or {REMEDY}"
+            )
         return from_bitsandbytes(module.weight, dtype=dtype)
     if layout == "compressed-tensors":
         own = module._parameters | module._buffers
-        tensors = {name: _data(own[name]) for name in _PACKED if own.get(name) is not None}
+        tensors = {name: _data(own[name]) for name in _COMPRESSED if own.get(name) is not None}
         weights = module.quantization_scheme.weights
         plain = weights if isinstance(weights, dict) else weights.model_dump(mode="json")
         return from_compressed_tensors(tensors, plain, dtype=dtype)
+    if layout in ("gptq", "awq"):
+        return _of_gptqmodel(module, layout, dtype)
     return from_torchao(module.weight, dtype=dtype) if layout == "torchao" else None
+
+
+def _of_gptqmodel(module: Any, layout: str, dtype: torch.dtype | None) -> QuantizedWeight:
+    for what, broken in (
+        ("four bits in words of 32", module.bits != 4 or module.qweight.dtype != torch.int32),
+        ("no adapter of its own", getattr(module, "adapter", None) is not None),
+        ("no rotation of its input", getattr(module, "had_K", None) is not None),
+    ):
+        if broken:
+            raise UnsupportedProblem(f"a projection of gptqmodel is read with {what}: {REMEDY}")
+    tensors = _data(module.qweight), _data(module.qzeros), _data(module.scales)
+    if layout == "awq":
+        return from_awq(*tensors, module.group_size, dtype=dtype)
+    return from_gptq(*tensors, module.group_size, _data(module.g_idx), module.qzero_format(), dtype=dtype)
 
 
 def quantized_experts(module: Any, dtype: torch.dtype | None = None) -> tuple[QuantizedStack, QuantizedStack] | None:
@@ -120,10 +166,10 @@ def is_quantized(module: Any) -> bool:
 
 
 def why_left(module: Any) -> str:
-    """Why ``patch`` leaves a quantized module as it is, and the remedy; "" for no projection, and for our own."""
-    if not hasattr(module, "in_features") or layout_of(module) == "cutekernels":
+    """Why ``patch`` leaves a quantized module in no layout that is read, and the remedy; "" for no projection."""
+    if not hasattr(module, "in_features") or layout_of(module) == "cutekernels" or hasattr(module, "base_layer"):
         return ""
-    return f"it is quantized ({said_kind(module)}), and patch takes plain weights: {REMEDY} for a models.Decoder"
+    return f"it is quantized ({said_kind(module)}) in a layout that is not read: {REMEDY} for a models.Decoder"
 
 
 def said_kind(module: Any) -> str:

@@ -14,6 +14,7 @@ from torch import Tensor
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.integrations.transformers.families import family_of
 from cutekernels.integrations.transformers.patching import is_patched, patch, unpatch
+from cutekernels.integrations.transformers.quantized import decoded
 from cutekernels.integrations.transformers.tensor_parallel import is_planned
 from cutekernels.ops.shared.checks import check_flag, check_tensor, said
 
@@ -72,6 +73,7 @@ def compare(model: torch.nn.Module, inputs: Tensor | Mapping[str, Tensor], *, la
         with patch(twin):
             plain, ours = own, _results(twin, given, layers)
     wide = {k: v.float() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in given.items()}
+    decoded(twin)
     exact = _results(twin.float(), wide, layers)
     seen = given.get("attention_mask")
     seen = (

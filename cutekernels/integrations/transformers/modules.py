@@ -18,6 +18,7 @@ from torch import Tensor
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.integrations.transformers.attention import register_attention
 from cutekernels.integrations.transformers.families import Family, activation_of, gate_of
+from cutekernels.integrations.transformers.projections import held, is_linear, kind_of, multiplied, sharded, whole
 from cutekernels.nn import packed_training
 from cutekernels.nn.mlp import Gate, gate_mul, gated, projected, unhooked
 from cutekernels.nn.packing import side_by_side
@@ -25,7 +26,6 @@ from cutekernels.ops.gemm.api import linear
 from cutekernels.ops.loss.cross_entropy import linear_cross_entropy
 from cutekernels.ops.moe.ffn import moe_ffn
 from cutekernels.ops.norms.api import add_rms_norm, layer_norm, rms_norm
-from cutekernels.ops.shared.dtypes import DTYPES
 
 # ---- classes that change places -------------------------------------------------------------------------
 
@@ -191,7 +191,8 @@ def _apart(linears: list[Any]) -> str:
         return "its projections are sharded as DTensors, each a product of its own"
     if not all(map(unhooked, linears)):
         return "its projections have hooks"
-    if any(type(w) is not torch.nn.Parameter or w.is_meta or w.dim() != 2 for w in (x.weight for x in linears)):
+    weights = [x._parameters.get("weight") for x in linears]
+    if any(type(w) is not torch.nn.Parameter or w.is_meta or w.dim() != 2 for w in weights):
         return "its weights are no plain parameters"
     if any(map(sharded, linears)):
         return "its projections are sharded by FSDP"
@@ -203,39 +204,12 @@ def _apart(linears: list[Any]) -> str:
     return ""
 
 
-def held(module: Any, name: str) -> Any:
-    """``module.name``, of a parameter. torch searches a module in Python, at a microsecond each."""
-    own = module._parameters
-    return own[name] if name in own else getattr(module, name)
-
-
-def kind_of(cls: type) -> str:
-    """A class with where it comes from: many are called Linear."""
-    return f"{cls.__module__}.{cls.__qualname__}"
-
-
-def sharded(linear: Any) -> bool:
-    """Whether FSDP puts a module's parameters in place for each call; torch.compile reads the same mark."""
-    return "_is_fsdp_managed_module" in linear.__dict__
-
-
 def _together(linears: list[Any], name: str) -> Tensor | None:
     parts = [getattr(x, name) for x in linears]
     return None if parts[0] is None else side_by_side(parts)
 
 
 # ---- layers ---------------------------------------------------------------------------------------------
-
-
-def multiplied(x: Tensor, weight: Tensor) -> bool:
-    """Whether our kernels multiply ``x`` by ``weight``: of one type, but on the CPU a 16-bit one."""
-    return x.dtype == weight.dtype and (x.device.type == "cpu" or x.dtype in DTYPES.values())
-
-
-def whole(linear: Any, x: Tensor) -> bool:
-    """Whether a projection is its parameters alone, and multiplies what has the type of ``x``."""
-    own = getattr(type(linear), "original", None) is torch.nn.Linear and unhooked(linear)
-    return own and multiplied(x, held(linear, "weight")) and not sharded(linear)
 
 
 class Norm(Patched):
@@ -575,7 +549,7 @@ class CausalLM(Patched):
             return "some logits are asked for"
         if getattr(me.loss_function, "__name__", "") != "ForCausalLMLoss":
             return "the model has a loss of its own"
-        if getattr(type(head), "original", None) is not torch.nn.Linear or not unhooked(head):
+        if not is_linear(head):
             return "its head is no plain Linear, or has hooks"
         if type(head.weight) is not torch.nn.Parameter or head.weight.dim() != 2:
             return "its head's weight is no plain parameter (sharded, say)"

@@ -9,7 +9,16 @@ from typing import Any
 import torch
 
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.integrations.transformers import attention, checkpoints, modules, rules, structure, tensor_parallel
+from cutekernels.integrations.transformers import (
+    attention,
+    checkpoints,
+    modules,
+    projections,
+    quantized,
+    rules,
+    structure,
+    tensor_parallel,
+)
 from cutekernels.integrations.transformers.families import Family, family_of, is_listed, shared_parameters
 from cutekernels.ops.shared.checks import check_flag, said
 
@@ -63,8 +72,12 @@ def patch(model: torch.nn.Module, *, unlisted: bool = False) -> Report:
     state dicts, optimizers and PEFT adapters are not touched. Weights that multiply one input (q, k and v; gate and
     up) are moved side by side in memory, and multiplied as one where no gradient of them is taken. They move once,
     here, and stay there: :func:`unpatch` and a second patch move nothing. A CUDA graph captured before the move reads
-    memory that is freed, so capture after it. Modules keep their hooks; those with hooks on their projections,
-    quantized weights or adapters keep their own projections.
+    memory that is freed, so capture after it. Modules keep their hooks; those with hooks on their projections or
+    adapters keep their own projections.
+
+    Quantized projections are packed anew, if their layout is read, and multiplied without decoding the whole weight;
+    activations stay in 16 bits. The largest of their own tensors is then not in memory; state dicts have it, and
+    :func:`unpatch` puts it back, bit for bit.
 
     Args:
         model: of Llama, Mistral, Mixtral, Qwen2, Qwen2-MoE, Qwen3, Qwen3-MoE, Phi-3, Phi-4, Granite, OLMo2,
@@ -117,7 +130,15 @@ def patch(model: torch.nn.Module, *, unlisted: bool = False) -> Report:
     routers: list[Any] = [m for m in model.modules() if hasattr(m, "experts") and hasattr(m, "gate")]
     chosen = {id(m.experts): getattr(m.gate, "top_k", 1) for m in routers}
     try:
+        packed = quantized.take(model, family)
         for name, module in model.named_modules():
+            left = packed.get(id(module))
+            if left:
+                report.left.append((name, left))
+            elif left is not None:
+                report.patched["quantized"] += 1
+            if left is not None:
+                continue
             role = "linear" if type(module) is torch.nn.Linear else roles.get(type(module))
             reason = (
                 checkpoints.why_left(module)
@@ -181,6 +202,8 @@ def _pack(model: torch.nn.Module, report: Report) -> None:
     shared = shared_parameters(model)
     for name, module in model.named_modules():
         if isinstance(module, modules.Fused):
+            if any(isinstance(getattr(module, part), quantized.Quantized) for part in module.parts):
+                continue  # each a product of its own
             own = [p for part in module.parts for p in getattr(module, part).parameters()]
             module.shared = any(id(p) in shared for p in own)
             reason = module.pack()
@@ -210,13 +233,16 @@ def unpatch(model: torch.nn.Module) -> None:
         attention.unwatch(module)
     for module in reversed(found):  # a model behind those inside it, so that its attention counts
         if isinstance(module, modules.Patched):
+            if isinstance(module, quantized.Quantized):
+                quantized.put_back(module)
             module.__class__ = classes[type(module)]
             tensor_parallel.rebind(module)
-            for name in ("packed", "sources", "views", "shared"):
+            for name in ("packed", "quantized_layout", "sources", "views", "shared"):
                 module.__dict__.pop(name, None)
             for name, value in module.__dict__.items():  # what a wrapper has kept of the patched forward (accelerate's)
                 if getattr(getattr(value, "__func__", None), "__module__", None) == modules.__name__:
                     module.__dict__[name] = getattr(module.__class__, value.__name__).__get__(module)
+        quantized.give_back(module)
         before = module.__dict__.pop(_BEFORE, None)
         if before is not None:
             module.set_attn_implementation(before)
@@ -230,7 +256,7 @@ def _other(module: Any) -> str:
     """The reason to leave a projection that is no ``torch.nn.Linear``, nor an adapter around one; "" for any other."""
     if not hasattr(module, "in_features") or any(type(x) is torch.nn.Linear for x in module.modules()):
         return ""
-    return f"it is no torch.nn.Linear but a {modules.kind_of(type(module))}"
+    return f"it is no torch.nn.Linear but a {projections.kind_of(type(module))}"
 
 
 def _bodies(model: torch.nn.Module) -> list[torch.nn.Module]:

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.integrations.transformers import modules
+from cutekernels.integrations.transformers import modules, projections
 from cutekernels.integrations.transformers.experts import why_not_experts
 from cutekernels.integrations.transformers.families import Family, activation_of, gate_of
+from cutekernels.integrations.transformers.quantized import Quantized, computed
 from cutekernels.integrations.transformers.tensor_parallel import is_planned
 from cutekernels.nn.mlp import Gate, gate_mul, unhooked
 from cutekernels.ops.attention.api import attention
@@ -95,7 +96,7 @@ def why_no_core(module: Any, family: Family) -> str:
     if module.head_dim % WIDEST or module.head_dim > WIDEST_HEAD:
         return f"kernels take a head_dim that is a multiple of {WIDEST} up to {WIDEST_HEAD}; it is {module.head_dim}"
     window, weight = family.window_of(module), _query(module)
-    return _not_multiplied(weight) or _of_core(
+    return _not_computed(module) or _of_core(
         module.head_dim, *_heads(module), _dtype(weight), module.scaling, family.softcap_of(module), window
     )
 
@@ -103,10 +104,18 @@ def why_no_core(module: Any, family: Family) -> str:
 # ---- weights --------------------------------------------------------------------------------------------
 
 
+def _not_computed(module: Any) -> str:
+    """Why the queries of an attention layer have no type that kernels take: that of its weights, or of the model."""
+    projection = _query_of(module)
+    if isinstance(projection, Quantized):
+        return computed(projection, getattr(module.config, "dtype", None))
+    return _not_multiplied(getattr(projection, "weight", None))
+
+
 def _not_multiplied(weight: object) -> str:
     if not isinstance(weight, Tensor):
         return "its weights are no tensors (quantized, say)"
-    if modules.multiplied(weight, weight):
+    if projections.multiplied(weight, weight):
         return ""
     return f"on a GPU kernels multiply fp16 and bf16, and its weights are {weight.dtype}"
 
@@ -129,8 +138,12 @@ def _heads(module: Any) -> tuple[int, int]:
     return module.config.num_attention_heads, module.config.num_key_value_heads
 
 
+def _query_of(module: Any) -> Any:
+    return module.qkv_proj if hasattr(module, "qkv_proj") else module.q_proj
+
+
 def _query(module: Any) -> object:
-    return getattr(module.qkv_proj if hasattr(module, "qkv_proj") else module.q_proj, "weight", None)
+    return getattr(_query_of(module), "weight", None)
 
 
 def _meta(*shape: int, dtype: torch.dtype) -> Tensor:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutekernels.integrations.transformers import checkpoints, modules
+from cutekernels.integrations.transformers import checkpoints, modules, projections
 from cutekernels.integrations.transformers.families import ACTIVATIONS, Family, activation_of, gate_of
 from cutekernels.nn.mlp import Gate, unhooked
 
@@ -88,13 +88,13 @@ def _why_not(role: str, module: Any, places: int) -> str:
         return "it stands in several places of the model"
     if role == "rotary":
         return ""
-    if any(map(modules.sharded, module.modules())) or any(type(p) is not torch.nn.Parameter for _, p in own):
+    if any(map(projections.sharded, module.modules())) or any(type(p) is not torch.nn.Parameter for _, p in own):
         return "its weights are no plain parameters (quantized or sharded)"
     if any(p.is_meta for _, p in own):
         return "its weights are on the meta device, where nothing can be compared"
     if any(map(checkpoints.is_quantized, module.modules())) or any(not p.is_floating_point() for _, p in own):
         return "its weights are quantized"
-    if any(not modules.multiplied(p, p) for _, p in own if p.dim() > 1):
+    if any(not projections.multiplied(p, p) for _, p in own if p.dim() > 1):
         return f"on a GPU kernels multiply fp16 and bf16, and its weights are {own[0][1].dtype}"
     return ""
 

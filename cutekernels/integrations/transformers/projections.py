@@ -1,0 +1,43 @@
+"""What a projection of a transformers model is, and what kernels multiply of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cutekernels.nn.mlp import unhooked
+from cutekernels.ops.shared.dtypes import DTYPES
+
+
+def held(module: Any, name: str) -> Any:
+    """``module.name``, of a parameter. torch searches a module in Python, at a microsecond each."""
+    own = module._parameters
+    return own[name] if name in own else getattr(module, name)
+
+
+def kind_of(cls: type) -> str:
+    """A class with where it comes from: many are called Linear."""
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def sharded(linear: Any) -> bool:
+    """Whether FSDP puts a module's parameters in place for each call; torch.compile reads the same mark."""
+    return "_is_fsdp_managed_module" in linear.__dict__
+
+
+def multiplied(x: Tensor, weight: Tensor) -> bool:
+    """Whether our kernels multiply ``x`` by ``weight``: of one type, but on the CPU a 16-bit one."""
+    return x.dtype == weight.dtype and (x.device.type == "cpu" or x.dtype in DTYPES.values())
+
+
+def is_linear(module: Any) -> bool:
+    """Whether a patched module is a plain Linear: not quantized, without hooks."""
+    own = getattr(type(module), "original", None) is torch.nn.Linear
+    return own and "quantized_layout" not in module.__dict__ and unhooked(module)
+
+
+def whole(linear: Any, x: Tensor) -> bool:
+    """Whether a projection is its parameters alone, and multiplies what has the type of ``x``."""
+    return is_linear(linear) and multiplied(x, held(linear, "weight")) and not sharded(linear)
