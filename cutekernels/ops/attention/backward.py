@@ -16,6 +16,7 @@ from cutekernels.ops.attention.backward_config import (
     AttentionBackwardProblem,
     WarpgroupBackward,
 )
+from cutekernels.ops.attention.coefficients import MULTISTAGE
 from cutekernels.ops.attention.config import GROUP_ROWS
 from cutekernels.ops.attention.delta import ATTENTION_DELTA
 from cutekernels.ops.attention.op import ATTENTION
@@ -30,11 +31,6 @@ if TYPE_CHECKING:
 # Registers beside accumulators, owned operands and one per row of the warp, for fragments: addresses, statistics; and
 # more with one stage, since a tile is fetched while all sums are alive (docs/notes/attention.md#backward-registers).
 OTHER_REGISTERS, LATE_REGISTERS = 15, 17
-# Constants of the model, the forward pass's and guesses: docs/notes/attention.md#backward-model.
-_TILE = 0.17 / 0.08  # of barrier_us: a walked tile, whatever its size
-_WAIT = 0.4 / 0.08  # of the same: waiting for the next tile, with one stage
-_EXPONENTS = 0.5  # the share of the exponents' time that products do not hide
-_CROWD_WARPS, _CROWD = 8, 0.3  # speed falls by this power of the SM's warps where there are fewer: they hide less
 
 
 class MultistageBackward(TilesSchedule[AttentionBackwardProblem, AttentionBackwardConfig]):
@@ -51,10 +47,12 @@ class MultistageBackward(TilesSchedule[AttentionBackwardProblem, AttentionBackwa
 
     def estimate_us(self, p: AttentionBackwardProblem, c: AttentionBackwardConfig, gpu: GpuSpec, x: object) -> float:
         """See :meth:`TilesSchedule.tiles_us`; not fitted to measurements of its own."""
+        own = MULTISTAGE
         return self.tiles_us(
             p, c, gpu, products=p.products, read_rows=0 if c.in_registers else c.rows * p.operands,
-            exponents=_EXPONENTS, fixed=_TILE + (_WAIT if c.stages == 1 else 0.0),
-            crowd=min(1.0, c.ctas_per_sm * c.warps / _CROWD_WARPS) ** _CROWD, uneven=p.limited_left or p.limited_right,
+            exponents=own.slopes, fixed=own.tile + (own.wait if c.stages == 1 else 0.0),
+            crowd=min(1.0, c.ctas_per_sm * c.warps / own.CROWD_WARPS) ** own.crowd,
+            uneven=p.limited_left or p.limited_right,
         )  # fmt: skip
 
 

@@ -10,8 +10,9 @@ from cutekernels import rates
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.kernels.cute.parts.attention_smem import WarpgroupBackwardSmem, padded
 from cutekernels.op import knob, plain, power_of_two
+from cutekernels.ops.attention.coefficients import ORDER, WARPGROUP_BACKWARD
 from cutekernels.ops.attention.config import GROUP_ROWS, GROUP_WARPS, MOST_VALUES
-from cutekernels.ops.attention.problem import ORDER, AttentionProblem, BodiesConfig, BodySchedule
+from cutekernels.ops.attention.problem import AttentionProblem, BodiesConfig, BodySchedule
 from cutekernels.ops.shared.occupancy import no_warpgroups
 from cutekernels.rules import of_both, of_config, of_problem
 
@@ -124,13 +125,6 @@ class AttentionBackwardConfig(BodiesConfig):
 # ---- the warpgroup body ----------------------------------------------------------------------------------
 
 _CAP = 8  # registers of a cap's factors and intermediate values
-# Constants of the model: docs/notes/attention.md#warpgroup-backward-model (H200, 2026-11-24).
-_MMA = 1.03  # of warpgroup_flops_per_us
-_LAUNCH, _CTA, _NEXT = 2.0 / 1.5, 3.9 / 0.8, 2.5 / 0.8  # of launch_us; of dram_latency_us: a CTA, a further tile
-_TILE = 0.3 / 0.08  # of barrier_us: a walked tile, whatever its size
-_DRAWN, _TIGHT = 1.04, 1.01  # tiles drawn from a counter; two stages
-_MANY = 8  # tiles of an SM above which its last one does not count
-_LATE, _FULL = 0.4, 2.0  # share of the heaviest tile; tiles for each SM below which a band's heavy ones are its last
 
 
 class WarpgroupBackward(BodySchedule[AttentionBackwardProblem, AttentionBackwardConfig]):
@@ -201,20 +195,20 @@ def warpgroup_us(p: AttentionBackwardProblem, c: AttentionBackwardConfig, gpu: G
 
     Uneven tiles take at least as long as the heaviest, and longer where the last heads' heavy ones start late.
     """
-    rate = rates.of(gpu)
+    rate, own = rates.of(gpu), WARPGROUP_BACKWARD
     tiles, heads = -(-p.seq_own // c.tile_own), p.batch * (p.heads_kv if p.by_keys else p.heads_q)
     if tiles * heads * p.heads_q == 0 or p.seq_walked == 0:
-        return _LAUNCH * rate.launch_us
+        return rate.launch_us
     uneven = p.limited_left or p.limited_right
     most = min(p.pairs / p.seq_own + (0.5 * c.tile_own if uneven else 0), p.seq_walked)
     turns = p.group if p.by_keys else 1
     shared = math.gcd(c.tile_own if uneven else p.seq_walked, c.tile_walked)
     steps = max(1.0, most / c.tile_walked + 0.5 * (1.0 - shared / c.tile_walked)) * turns
-    multiply = 2.0 * p.products * c.tile_own * c.tile_walked * p.width / (_MMA * rate.warpgroup_flops_per_us)
-    step = multiply + _TILE * rate.barrier_us
-    between = (_CTA if c.grid == "tiles" else _NEXT) * rate.dram_latency_us
+    multiply = 2.0 * p.products * c.tile_own * c.tile_walked * p.width / rate.warpgroup_flops_per_us
+    step = multiply + own.tile * rate.barrier_us
+    between = (own.cta if c.grid == "tiles" else own.next) * rate.dram_latency_us
     per_sm = tiles * heads / gpu.sm_count
-    smooth = uneven or c.grid == "dynamic" or per_sm > _MANY
+    smooth = uneven or c.grid == "dynamic" or per_sm > own.many
     busy = (per_sm if smooth else math.ceil(per_sm)) * (steps * step + between)
     if uneven:
         if p.limited_left != p.limited_right:  # one triangle: some rows see all
@@ -222,10 +216,10 @@ def warpgroup_us(p: AttentionBackwardProblem, c: AttentionBackwardConfig, gpu: G
         heaviest = steps * step + between
         fitting = max(1, gpu.l2_bytes // 2 // (4 * p.seq_walked * p.width * turns)) * (1 if p.by_keys else p.group)
         band = {"rows": 1, "l2": min(heads, fitting), "heads": heads}[c.order]
-        late = band < heads and per_sm > 1 and tiles * (heads % band or band) < _FULL * gpu.sm_count
-        busy = max(busy, heaviest) + (_LATE * heaviest if late else 0.0)
-    busy *= ORDER[False][c.order] * (_DRAWN if c.grid == "dynamic" else 1.0) * (1.0 if c.stages > 2 else _TIGHT)
-    return float(_LAUNCH * rate.launch_us + busy)
+        late = band < heads and per_sm > 1 and tiles * (heads % band or band) < own.full * gpu.sm_count
+        busy = max(busy, heaviest) + (own.late * heaviest if late else 0.0)
+    busy *= ORDER[False][c.order] * (own.drawn if c.grid == "dynamic" else 1.0) * (1.0 if c.stages > 2 else own.tight)
+    return float(rate.launch_us + busy)
 
 
 def own_tiles(p: AttentionBackwardProblem, c: AttentionBackwardConfig) -> int:

@@ -9,11 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from cutekernels import rates
 from cutekernels.kernels.cute.parts.attention_smem import MultistageAttentionSmem, WarpgroupAttentionSmem
 from cutekernels.op import knob, power_of_two
+from cutekernels.ops.attention.coefficients import EAGER, EXPONENTS, EXPONENTS_PER_CLOCK, ORDER, WARPGROUP
 from cutekernels.ops.attention.problem import (
-    EAGER,
-    EXPONENTS,
-    EXPONENTS_PER_CLOCK,
-    ORDER,
     AttentionProblem,
     BodiesConfig,
     BodySchedule,
@@ -29,15 +26,6 @@ GROUP_WARPS = 4
 # Accumulators and probabilities that a thread keeps without spilling: docs/notes/attention.md#warpgroup-registers.
 MOST_VALUES = {1: 212, 2: 212, 3: 132}
 FEW_VALUES = 160  # of body=few: docs/notes/attention.md#few-tiles
-
-# Constants of the model: docs/notes/attention.md#warpgroup-model (H200, 2026-11-24).
-_BLOCK = {2: 1.4, 1: 6.4}  # of barrier_us, by stages: a block of keys, whatever its size
-# In dram_latency_us: an SM's first CTA, a further CTA, a further tile of a CTA, one whose queries load ahead.
-_CTA, _AGAIN, _NEXT, _AHEAD = 1.6 / 0.8, 3.9 / 0.8, 2.9 / 0.8, 2.4 / 0.8
-_PORT = 0.33  # of sm_bytes_per_us: an SM's first loads, its last results, and the sums that a cluster exchanges
-_NO_TURNS, _DEALT = 1.02, 1.06  # groups that do not take turns; tiles dealt out before the heavy ones are done
-_ODD = 1.04  # blocks of keys that are no multiple of 64
-_ROOM = {1: 1.0, 2: 1.0, 4: 0.95}  # share of the SMs that clusters find at once: 32 of four CTAs took turns on 132
 
 
 @dataclass(frozen=True)
@@ -271,13 +259,13 @@ def warpgroup_us(p: AttentionProblem, c: AttentionConfig, gpu: GpuSpec) -> float
 
     No less than the longest tile takes, with a second one beside it where two CTAs share the SM.
     """
-    rate = rates.of(gpu)
+    rate, own = rates.of(gpu), WARPGROUP
     count = tiles(p, c)
     if count == 0 or p.seq_kv == 0:
         return rate.launch_us
     paired = c.order == "paired"
     uneven = (p.limited_left or p.limited_right) and not paired
-    per_sm = count * c.split / (_ROOM[c.split] * gpu.sm_count)
+    per_sm = count * c.split / ((own.room if c.split > 2 else 1.0) * gpu.sm_count)
     # CTAs of a cluster share an SM even where others are idle.
     together = c.ctas_per_sm if c.split > 1 else min(c.ctas_per_sm, math.ceil(per_sm))
     per_sm = max(per_sm, together if c.split > 1 else 1.0)
@@ -290,16 +278,16 @@ def warpgroup_us(p: AttentionProblem, c: AttentionConfig, gpu: GpuSpec) -> float
     multiply = 4.0 * GROUP_ROWS * c.tile_kv * p.width / rate.warpgroup_flops_per_us
     exponents = GROUP_ROWS * c.tile_kv / (EXPONENTS_PER_CLOCK * rate.clock_mhz) * (1.0 if c.lazy else EAGER)
     step = groups * together * (multiply + EXPONENTS * exponents)  # a block of each tile of the SM
-    step += _BLOCK[c.stages] * rate.barrier_us
-    step *= (1.0 if c.turns or together > 1 else _NO_TURNS) * (1.0 if c.tile_kv % 64 == 0 else _ODD)
+    step += own.block[c.stages - 1] * rate.barrier_us
+    step *= (1.0 if c.turns or together > 1 else own.no_turns) * (1.0 if c.tile_kv % 64 == 0 else own.odd)
     exchanged = 4 * c.tile_q * p.width if c.split > 1 else 0
     moved = 2 * (2 * c.tile_q + c.tile_kv) * p.width  # queries and results, the first block of keys
-    edges = _CTA * rate.dram_latency_us + (moved + exchanged) / (_PORT * rate.sm_bytes_per_us)
-    further = {"tiles": _AGAIN, "ahead": _AHEAD}.get(c.grid, _NEXT) * rate.dram_latency_us
+    edges = rate.dram_latency_us + (moved + exchanged) / (own.port * rate.sm_bytes_per_us)
+    further = {"tiles": own.again, "ahead": own.ahead}.get(c.grid, own.next) * rate.dram_latency_us
     more = max(0.0, per_sm - together) / together if c.grid == "tiles" else math.ceil(per_sm) - 1
     busy = (per_sm * blocks * step / together + edges + more * further) * ORDER[uneven]["rows" if paired else c.order]
     if uneven and c.grid == "persistent":
-        busy *= _DEALT
+        busy *= own.dealt
     busy = max(busy, longest * step + edges)
     dram = p.bytes_moved / (rate.dram_share * gpu.dram_gbps * 1e3)
     early = rate.dependent_us if c.dependent else 0.0

@@ -17,6 +17,7 @@ from cutekernels import rates
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.kernels.cute.parts.attention_smem import DecodeSmem, padded
 from cutekernels.op import Work, extent, knob, ladder, plain, power_of_two
+from cutekernels.ops.attention.coefficients import DECODE
 from cutekernels.ops.attention.problem import (
     CACHES,
     E4M3_MAX,
@@ -146,18 +147,6 @@ MOST_WAVES = 16  # of one CTA per SM, the most that splits may make
 OTHER_REGISTERS = 72  # beside accumulators and Q: fragments, row statistics, addresses, pages
 _MOST_TICKETS = 2**20  # of ``Workspace``
 
-# Constants of the model, most as multiples of rates: docs/notes/attention.md#decode-model (H200, 2026-11-24).
-_PORT = 108 / 99  # of sm_bytes_per_us
-_LATENCY, _CTA = 0.57 / 0.8, 1.45 / 0.8  # of dram_latency_us: a load, the beginning and end of a CTA
-_BLOCK_CYCLES = 0.11 * 1700  # per 16 keys of a warp
-# Cycles more for each padded column of e4m3, where the GPU converts it and where it does not: guesses by instructions.
-_DECODE_CYCLES = {True: 0.7, False: 3.0}
-_BESIDE = 0.59  # the share of the shorter of a warp's loads and products that does not hide behind the longer
-_TICKET, _PARTIAL = 3.2 / 0.63, 0.3 / 0.63  # of exchange_us: splits leave their sums and draw a ticket; to add one up
-_MEETING, _MESSAGE = 0.6 / 0.63, 0.2 / 0.63  # the same in a cluster: once, and for each CTA
-_CLUSTERED = 0.8  # of the SMs hold clusters of three CTAs and more: parts of a chip have a remainder
-_HIDDEN = 0.12  # the share of the shorter of two times that goes on behind the longer
-
 
 class SplitDecode(AttentionSchedule[DecodeProblem, DecodeConfig]):
     """Splits of the keys, met by ticket or in a cluster."""
@@ -216,23 +205,23 @@ class SplitDecode(AttentionSchedule[DecodeProblem, DecodeConfig]):
 
     def estimate_us(self, p: DecodeProblem, c: DecodeConfig, gpu: GpuSpec, x: object) -> float:
         """Waves of CTAs at the rate of their bytes in flight, or a block's latency; or DRAM, if slower."""
-        rate = rates.of(gpu)
+        rate, own = rates.of(gpu), DECODE
         if p.tiles == 0 or p.keys == 0:
             return rate.launch_us
         row_bytes = p.row_bytes
-        block_cycles = _BLOCK_CYCLES + (_DECODE_CYCLES[gpu.has_fp8] * p.width if p.cache == "fp8" else 0.0)
+        column_cycles = (own.float8 if gpu.has_fp8 else own.converted) if p.cache == "fp8" else 0.0
+        block_cycles = own.block + column_cycles * p.width
         blocks = math.ceil(-(-p.keys // c.tile_kv) / c.splits)
         cta_bytes = blocks * c.tile_kv * row_bytes
-        cta_us = _CTA * rate.dram_latency_us
+        cta_us = rate.dram_latency_us  # the beginning and end of a CTA
 
         def wave_us(together: int) -> float:
             in_flight = together * (c.stages - 1) * c.tile_kv * row_bytes
-            port = min(_PORT * rate.sm_bytes_per_us, in_flight / (_LATENCY * rate.dram_latency_us))
+            port = min(own.port * rate.sm_bytes_per_us, in_flight / (own.latency * rate.dram_latency_us))
             warp_us = blocks * c.rows / 16 * block_cycles / rate.clock_mhz
-            load_us = together * cta_bytes / port
-            return max(load_us, warp_us) + _BESIDE * min(load_us, warp_us) + cta_us
+            return together * cta_bytes / port + warp_us + cta_us
 
-        sms = int(gpu.sm_count * (_CLUSTERED if c.cluster and c.splits > 2 else 1.0))
+        sms = int(gpu.sm_count * (own.clustered if c.cluster and c.splits > 2 else 1.0))
         waves, rest = divmod(p.tiles * c.splits, sms * c.ctas_per_sm)
         busy = waves * wave_us(c.ctas_per_sm)
         if rest:
@@ -240,12 +229,11 @@ class SplitDecode(AttentionSchedule[DecodeProblem, DecodeConfig]):
         dram = DECODE_ATTENTION.work(p).bytes / (rate.dram_share * gpu.dram_gbps * 1e3) + cta_us
         combine = 0.0
         if c.splits > 1:
-            combine = (_TICKET + _PARTIAL * c.splits / c.warps) * rate.exchange_us
+            combine = (own.ticket + own.partial * c.splits / c.warps) * rate.exchange_us
         if c.cluster:
-            combine = (_MEETING + _MESSAGE * c.splits) * rate.exchange_us
-        # CTAs of the next launch are placed early where one wave leaves them room.
-        early = (rate.dependent_us if waves == 0 else -rate.dependent_us) if c.pdl else 0.0
-        return float(rate.launch_us - early + max(busy, dram) + (1.0 - _HIDDEN) * min(busy, dram) + combine)
+            combine = (1.0 + own.message * c.splits) * rate.exchange_us
+        early = rate.dependent_us if c.pdl else 0.0
+        return float(rate.launch_us - early + max(busy, dram) + (1.0 - own.hidden) * min(busy, dram) + combine)
 
 
 class DecodeAttention(AttentionOp[DecodeProblem, DecodeConfig]):

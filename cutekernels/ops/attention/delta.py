@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from cutekernels import rates
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Problem, Work, extent, knob, ladder, plain, power_of_two
+from cutekernels.ops.attention.coefficients import FEW
 from cutekernels.ops.attention.problem import HEAD_DIMS, LOG2_E, WIDEST, WarpsConfig
 from cutekernels.ops.shared import tile_rules
 from cutekernels.ops.shared.dtypes import DTYPES
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
 
 _MAX_ELEMENTS = 64  # elements of out, and of dout, per thread
 _MOST_PROGRAMS = 2**31 - 1
-_LAUNCH = 2.0 / 1.5  # of launch_us
-_FEW = 1.6  # share of the time that is lost, divided by the elements a thread has in flight
 
 
 @dataclass(frozen=True)
@@ -147,8 +146,7 @@ class AttentionDelta(TritonOp[DeltaProblem, DeltaConfig]):
     def estimate_us(self, p: DeltaProblem, c: DeltaConfig, gpu: GpuSpec) -> float:
         """The time of the bytes, longer where threads have few in flight."""
         in_flight = c.block_rows * power_of_two(p.head_dim) / c.threads
-        launch_us = _LAUNCH * rates.of(gpu).launch_us
-        return launch_us + self.work(p).bytes / (gpu.dram_gbps * 1e3) * (1.0 + _FEW / in_flight)
+        return rates.of(gpu).launch_us + self.work(p).bytes / (gpu.dram_gbps * 1e3) * (1.0 + FEW / in_flight)
 
     def grid(self, p: DeltaProblem, c: DeltaConfig) -> tuple[int, int, int]:
         return p.batch * p.heads * -(-p.seq // c.block_rows), 1, 1

@@ -10,10 +10,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from cutekernels.op import Work
+from cutekernels.ops.attention.coefficients import EAGER, EXPONENTS, MULTISTAGE
 from cutekernels.ops.attention.config import GROUP_ROWS, AttentionConfig, FewForward, WarpgroupForward
 from cutekernels.ops.attention.problem import (
-    EAGER,
-    EXPONENTS,
     NO_SCALES,
     SLACK,
     AttentionOp,
@@ -39,9 +38,6 @@ if TYPE_CHECKING:
 # Registers beside accumulators and Q: fragments, row statistics, addresses (docs/notes/attention.md#prefill-registers).
 OTHER_REGISTERS = {"bf16": 56, "fp16": 64}
 CONVERTING = 40  # for vectors in e4m3 on their way to shared memory
-# Constants of the model: docs/notes/attention.md#prefill-model (H200, 2026-11-22).
-_BLOCK = 0.17 / 0.08  # of barrier_us: a block of keys, whatever its size
-_ONE_STAGE = 1.05  # of the same: 1 % faster where both were timed, and spills (bf16, head dim 128)
 
 
 class MultistageForward(TilesSchedule[Any, AttentionConfig]):
@@ -66,7 +62,8 @@ class MultistageForward(TilesSchedule[Any, AttentionConfig]):
         """See :meth:`TilesSchedule.tiles_us`."""
         return self.tiles_us(
             p, c, gpu, products=2, read_rows=0 if c.q_in_registers else c.rows,
-            exponents=EXPONENTS * (1.0 if c.lazy else EAGER), fixed=_BLOCK * (1.0 if c.stages > 1 else _ONE_STAGE),
+            exponents=EXPONENTS * (1.0 if c.lazy else EAGER),
+            fixed=MULTISTAGE.tile * (1.0 if c.stages > 1 else MULTISTAGE.one_stage),
             crowd=1.0, uneven=p.limited_right,
         )  # fmt: skip
 

@@ -14,6 +14,7 @@ from cutekernels import rates
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.kernels.cute.parts.attention_smem import padded
 from cutekernels.op import C, Config, Op, P, Problem, extent, ladder, plain, power_of_two, respelled
+from cutekernels.ops.attention.coefficients import EXPONENTS_PER_CLOCK, MULTISTAGE, ORDER
 from cutekernels.ops.shared.dtypes import DTYPES
 from cutekernels.ops.shared.occupancy import occupancy_rules
 from cutekernels.rules import Schedule, combinations, foreign, of_both, of_config, values_of
@@ -34,19 +35,6 @@ E4M3_MAX = 448.0
 NO_SCALES = (None, None)  # of k and v in a cache that is not in FP8
 SLACK = 8.0  # slack of lazy rescaling, base 2: fp16 probabilities up to 256
 MAX_CTAS = 3  # per SM, of tiles that walk tiles
-
-# Constants of the model, most as multiples of rates: docs/notes/attention.md#prefill-model (H200, 2026-11-22).
-_LAUNCH = 2.0 / 1.5  # of launch_us
-_CTA = 2.75 / 0.8  # of dram_latency_us: the beginning and end of a CTA
-_EDGE = 1.7  # masked tiles at the edges of the band cost this share of an owned tile
-_FED = 0.83  # share of the tensor cores' rate that a full SM of warps reaches
-_DRAM = 0.9 / 0.92  # of dram_share
-_UNHIDDEN = 0.05  # share of the shorter of two times that the longer does not hide
-EXPONENTS_PER_CLOCK = 16
-EXPONENTS = 0.35  # the share of the forward exponents' time that products do not hide
-EAGER = 1.7  # cost of rescaling in every block, of the exponents' time
-_MANY = 8  # CTAs per SM from which no wave is left half empty
-ORDER = {False: {"rows": 1.0, "l2": 1.01, "heads": 1.02}, True: {"rows": 1.05, "l2": 1.05, "heads": 1.0}}
 
 
 class Sides(TypedDict):
@@ -452,28 +440,27 @@ class TilesSchedule(BodySchedule[Q, T]):
         ``exponents``: the share of their time that products do not hide. ``fixed``: a walked tile's cost, whatever its
         size, in ``barrier_us``. ``crowd``: the speedup by more warps. ``uneven``: tiles differ in work.
         """
-        rate = rates.of(gpu)
+        rate, model = rates.of(gpu), MULTISTAGE
         own, walked = c.own, c.walked
         tiles = -(-p.seq_own // own) * p.batch * (p.heads_kv if p.by_keys else p.heads_q)
         if tiles == 0 or p.seq_walked == 0:
-            return _LAUNCH * rate.launch_us
+            return rate.launch_us
         # Rows that an owned tile walks, on average.
-        seen = p.pairs / p.seq_own + (_EDGE * own if p.limited_left or p.limited_right else 0)
+        seen = p.pairs / p.seq_own + (model.edge * own if p.limited_left or p.limited_right else 0)
         steps = max(1.0, min(seen, p.seq_walked) / walked + 0.5) * (p.group if p.by_keys else 1)
-        multiply = 2.0 * products * own * walked * p.width / (_FED * rate.mma_flops_per_us)
+        multiply = 2.0 * products * own * walked * p.width / (model.fed * rate.mma_flops_per_us)
         feed = c.warps * (products * walked + read_rows) * p.width * 2 / rate.smem_bytes_per_us
         exponent_us = own * walked / (EXPONENTS_PER_CLOCK * rate.clock_mhz)
         per_sm = tiles / gpu.sm_count
         together = min(c.ctas_per_sm, math.ceil(per_sm))
         step = (max(multiply, feed) + exponents * exponent_us) / crowd + fixed * rate.barrier_us / together
-        cta = steps * step + _CTA * rate.dram_latency_us / together
-        busy = cta * (max(1.0, per_sm) if uneven or per_sm > _MANY else math.ceil(per_sm))
+        cta = steps * step + model.cta * rate.dram_latency_us / together
+        busy = cta * (max(1.0, per_sm) if uneven or per_sm > model.many else math.ceil(per_sm))
         if uneven and not p.by_keys:
             busy = max(busy, cta + (min(p.most_seen, p.seq_walked) / walked - steps) * step)
-        # Uneven tiles: the heavy ones had better not be the last. Even ones: K and V had better stay in the L2.
         busy *= ORDER[uneven][c.order]
-        dram = p.work_bytes / (_DRAM * rate.dram_share * gpu.dram_gbps * 1e3)
-        return float(_LAUNCH * rate.launch_us + max(busy, dram) + _UNHIDDEN * min(busy, dram))
+        dram = p.work_bytes / (model.dram * rate.dram_share * gpu.dram_gbps * 1e3)
+        return float(rate.launch_us + max(busy, dram) + model.unhidden * min(busy, dram))
 
 
 def vectors_along(width: int) -> int:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from cutekernels import rates
 from cutekernels.kernels.cute.parts.smem import GemmSmem
 from cutekernels.op import power_of_two
+from cutekernels.ops.gemm import coefficients
 from cutekernels.ops.gemm.problem import ELEMENT_BYTES, GemmConfig, GemmProblem
 from cutekernels.ops.gemm.schedule import PLAIN, Extras, GemmSchedule
 from cutekernels.ops.shared.occupancy import occupancy_rules
@@ -30,18 +31,6 @@ FEW_ROWS = 32  # the most of a tile's smaller side where k-tiles may be 256 byte
 # Registers beside accumulators and double-buffered fragments: addresses, masks, loop state.
 OTHER_REGISTERS = 48  # docs/notes/gemm.md#registers (compiled for the H200, 2026-11)
 
-# Coefficients of the model, each a multiple of a rate: docs/notes/gemm.md#multistage-model (H200, 2026-11).
-_LAUNCH = 1.3 / 1.5  # of launch_us
-_LATENCY = 1.1 / 0.8  # of dram_latency_us, for a k-tile that nothing hides
-_FIXED = 1.0  # of dram_latency_us, for the beginning and the end of a CTA
-_PORT = 70 / 99  # of sm_bytes_per_us
-_EPILOGUE_BYTES = 2.7e-4 * 99e3  # per output element, at sm_bytes_per_us
-_BARRIER = {2: 1.8, 3: 1.0}  # of barrier_us, by stages; 0.4 with more
-_PERSISTENT = 0.4  # of the fixed time, the rest of which overlaps the next tile's loads
-# DRAM's time by the bytes of a row that a k-tile loads, in units of that for 128: docs/notes/moe.md#two-bodies.
-_BY_ROW_BYTES = {64: 1.07, 256: 0.95}
-_SHOWN = 0.002  # of the shorter of the SMs' time and DRAM's: a guess, settles ties: docs/notes/gemm.md#multistage-model
-_UNALIGNED_RATE = {8: 1.0, 4: 0.85, 2: 0.6, 1: 0.3}  # guesses, by the narrower operand's alignment
 # Tiles and warps that the default chooses among.
 _SHORTLIST = (
     (128, 256, 2, 4), (256, 128, 4, 2), (128, 128, 2, 2), (128, 128, 2, 4), (64, 128, 2, 2), (128, 64, 2, 2),
@@ -179,28 +168,28 @@ class Multistage(GemmSchedule):
         """
         if tiles == 0:
             return 0.0
-        rate = rates.of(gpu)
+        rate, own = rates.of(gpu), coefficients.MULTISTAGE
         rows, columns = p.sides
         c = of_kernel(p, c)
         warp_m, warp_n = c.warp_tile
         peak = rate.mma_fp16_flops_per_us if p.accumulate == "fp16" else rate.mma_flops_per_us
-        flops_per_us = peak * _UNALIGNED_RATE[min(p.a_align, p.b_align)]
+        flops_per_us = peak * own.aligned[min(p.a_align, p.b_align).bit_length() - 1]
         reuse = warp_m * warp_n / (warp_m + warp_n)  # multiplications per element of a fragment loaded
         k_tiles = max(1, -(-p.k // c.tile_k))
         stage_bytes = (c.tile_m + c.tile_n) * c.tile_k * ELEMENT_BYTES
 
         def wave_us(together: int) -> float:
             """How long ``together`` CTAs on an SM take."""
-            fed = min(1.0, (together * c.warps / 8) ** 0.15) * reuse / (reuse + 5.0)
+            fed = min(1.0, (together * c.warps / own.CROWD_WARPS) ** own.crowd) * reuse / (reuse + own.reuse)
             multiply = together * 2.0 * c.tile_m * c.tile_n * c.tile_k / (flops_per_us * fed)
-            fetch = together * stage_bytes / (_PORT * rate.sm_bytes_per_us)
-            barrier = rate.barrier_us * _BARRIER.get(c.stages, 0.4) / min(together, 2)
+            fetch = together * stage_bytes / (own.port * rate.sm_bytes_per_us)
+            barrier = rate.barrier_us * own.barrier[min(c.stages, 4) - 2] / min(together, 2)
             step = max(multiply, fetch) + barrier
-            fixed = _FIXED * rate.dram_latency_us / min(together, 2)
-            fixed += _EPILOGUE_BYTES / rate.sm_bytes_per_us * c.tile_m * c.tile_n * together
+            fixed = rate.dram_latency_us / min(together, 2)  # the beginning and end of a CTA
+            fixed += own.epilogue / rate.sm_bytes_per_us * c.tile_m * c.tile_n * together
             if c.persistent:
-                fixed *= _PERSISTENT
-            return float(k_tiles * max(step, _LATENCY * rate.dram_latency_us / (c.stages - 1)) + fixed)
+                fixed *= own.persistent
+            return float(k_tiles * max(step, own.latency * rate.dram_latency_us / (c.stages - 1)) + fixed)
 
         full, rest = divmod(tiles, gpu.sm_count * c.ctas_per_sm)
         busy = full * wave_us(c.ctas_per_sm) + (wave_us(-(-rest // gpu.sm_count)) if rest else 0.0)
@@ -209,8 +198,8 @@ class Multistage(GemmSchedule):
         bytes_per_us = min(rate.dram_share * gpu.dram_gbps * 1e3, in_flight / rate.dram_latency_us)
         larger, across = (columns, c.tile_n) if columns.extent > rows.extent else (rows, c.tile_m)
         row_bytes = ELEMENT_BYTES * (c.tile_k if larger.k_major else min(across, 64))
-        dram = moved / bytes_per_us * _BY_ROW_BYTES.get(row_bytes, 1.0)
-        return float(_LAUNCH * rate.launch_us + max(busy, dram) + _SHOWN * min(busy, dram))
+        dram = moved / bytes_per_us * own.row_bytes[row_bytes // 128]
+        return float(rate.launch_us + max(busy, dram) + own.shown * min(busy, dram))
 
     def preference(self, p: GemmProblem, c: GemmConfig, extras: Extras = PLAIN) -> tuple[object, ...]:
         return (str(of_kernel(p, c)),)

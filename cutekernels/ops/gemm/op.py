@@ -38,10 +38,6 @@ SCHEDULES: dict[str, GemmSchedule] = {
 }
 
 
-# Warpgroup replaces another schedule below a share of its time, less a part of launch_us; the models are 4 to 20 % off.
-CLEARLY = {SKINNY_WARPGROUP.name: (0.96, 0.4), MULTISTAGE.name: (0.95, 0.0)}
-
-
 class Gemm(Op[GemmProblem, GemmConfig]):
     """Arguments: a, b, c or None, bias or None, alpha, beta. Result: out."""
 
@@ -262,7 +258,7 @@ def reference(
 @rates.remembered
 def _default(p: GemmProblem, gpu: GpuSpec) -> GemmConfig:
     """The first choice that has a config: skinny for the fewest tokens, skinny_warpgroup up to MOST_TOKENS; beyond, and
-    for other layouts, warpgroup where its model is clearly ahead, else the schedule it would replace.
+    for other layouts, the body that its model puts first, of warpgroup and the one it would replace.
     """
     x = summed(p)
     special = SKINNY_WARPGROUP.refusal(p, gpu, x) is None
@@ -272,8 +268,7 @@ def _default(p: GemmProblem, gpu: GpuSpec) -> GemmConfig:
     before = (SKINNY_WARPGROUP.best(p, gpu, x) if special else None) or MULTISTAGE.best(p, gpu, x)
     after = None if special and p.m <= MOST_TOKENS else WARPGROUP.best(p, gpu, x)
     if before and after:
-        share, lead = CLEARLY[before[1].body]
-        return after[1] if after[0] < share * before[0] - lead * rates.of(gpu).launch_us else before[1]
+        return after[1] if after[0] < before[0] else before[1]
     if found := before or after:
         return found[1]
     raise AssertionError(f"no config for {p} on {gpu.name}")

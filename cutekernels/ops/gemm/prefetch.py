@@ -9,14 +9,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from cutekernels import rates
+from cutekernels.ops.gemm.coefficients import PREFETCH
 from cutekernels.ops.gemm.problem import ELEMENT_BYTES, GemmConfig
 from cutekernels.rules import of_config
 
 if TYPE_CHECKING:
     from cutekernels.gpu import GpuSpec
 
-# Bytes of a CTA: the gain is whole from ENOUGH on, and is lost again beyond TOO_MUCH.
-ENOUGH, TOO_MUCH = 32 * 1024, 48 * 1024  # docs/notes/gemm.md#prefetch (H200, 2026-11-22)
 MOST = 128 * 1024
 
 
@@ -47,6 +46,6 @@ def saved_us(c: GemmConfig, gpu: GpuSpec, most: float) -> float:
     """Gain of a launch whose CTAs are all placed at once, at most ``most`` of the time between launches; CTAs of later
     waves have nothing to wait for.
     """
-    taken = prefetched_bytes(c)
+    taken, enough, too_much = prefetched_bytes(c), PREFETCH.enough, PREFETCH.too_much
     gain = most * rates.of(gpu).dependent_us
-    return gain * (min(taken, ENOUGH) / ENOUGH - max(0, taken - TOO_MUCH) / TOO_MUCH)
+    return gain * (min(taken, enough) / enough - max(0, taken - too_much) / too_much)

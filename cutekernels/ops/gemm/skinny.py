@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from cutekernels import rates
 from cutekernels.kernels.cute.parts.smem import SkinnySmem
 from cutekernels.op import ladder, power_of_two
-from cutekernels.ops.gemm import prefetch
+from cutekernels.ops.gemm import coefficients, prefetch
 from cutekernels.ops.gemm.prefetch import Prefetches
 from cutekernels.ops.gemm.problem import ELEMENT_BYTES, MOST_TOKENS, WIDEST, GemmConfig, GemmProblem
 from cutekernels.ops.gemm.schedule import GRID_AXIS, PLAIN, Extras, TokensSchedule, vector_type
@@ -37,17 +37,6 @@ _MOST_ACCUMULATORS = {
     True: 96,
     False: 88,
 }  # accumulators where groups of warps share K, by whether the tile is a usual one
-
-# Coefficients of the model, each a multiple of a rate: docs/notes/gemm.md#skinny-model (H200, 2026-11-21).
-_LAUNCH = 1.4 / 1.5  # of launch_us
-_SPLIT = 2.8 / 0.63  # of exchange_us
-_AHEAD = 0.4 / 0.63  # of dependent_us, what a prefetch gains
-_PORT, _L2 = 59 / 99, 54.6 / 99  # of sm_bytes_per_us: one SM's, and all of them at once
-_LATENCY, _CTA = 0.87 / 0.8, 1.3 / 0.8  # of dram_latency_us: a load, the beginning and end of a CTA
-_K_TILE = 0.009 / 0.08  # of barrier_us
-_DRAM = 0.81 / 0.92  # of dram_share
-_CROWDED = 1.15  # early CTAs of a dependent launch pile up on the SMs that are free
-_SQUARES_CYCLES = 34.0  # per token, for 4096 of K
 
 
 @dataclass(frozen=True)
@@ -157,10 +146,10 @@ class Skinny(TokensSchedule, Prefetches):
         return c.tile_n, -c.warps, -c.warps_n, str(c)
 
     def estimate_us(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> float:
-        """The slowest of an SM's port, latency, DRAM and the L2, plus fixed costs."""
+        """The slowest of an SM's port, latency and DRAM, plus fixed costs."""
         if p.m == 0 or p.n == 0:
             return 0.0
-        rate = rates.of(gpu)
+        rate, own = rates.of(gpu), coefficients.SKINNY
         ctas = tiles(p, c) * c.split_k
         fit = gpu.smem_per_sm_bytes // (self.smem(c, extras).total_bytes + gpu.SMEM_RESERVED_BYTES)
         resident = max(1, min(fit, gpu.max_warps // c.warps))
@@ -170,25 +159,24 @@ class Skinny(TokensSchedule, Prefetches):
 
         def wave_us(together: int) -> float:
             in_flight = together * (c.stages - 1) * (c.tile_n + tokens) * c.tile_k * ELEMENT_BYTES
-            bytes_per_us = min(_PORT * rate.sm_bytes_per_us, in_flight / (_LATENCY * rate.dram_latency_us))
-            fixed = _CTA * rate.dram_latency_us + _K_TILE * rate.barrier_us * k_tiles / together
+            bytes_per_us = min(own.port * rate.sm_bytes_per_us, in_flight / rate.dram_latency_us)
+            fixed = own.cta * rate.dram_latency_us + own.k_tile * rate.barrier_us * k_tiles / together
             return together * cta_bytes / bytes_per_us + fixed
 
         waves, rest = divmod(ctas, gpu.sm_count * resident)
-        busy = waves * wave_us(resident) * (0.93 if waves > 1 else 1.0)
+        busy = waves * wave_us(resident)
         if rest:
             busy += wave_us(-(-rest // gpu.sm_count))
-        dram = ELEMENT_BYTES * p.n * p.k / (_DRAM * rate.dram_share * gpu.dram_gbps * 1e3)
-        l2 = ctas * cta_bytes / (_L2 * rate.sm_bytes_per_us * gpu.sm_count)
-        us = _LAUNCH * rate.launch_us + max(dram, l2, busy)
+        dram = ELEMENT_BYTES * p.n * p.k / (own.dram * rate.dram_share * gpu.dram_gbps * 1e3)
+        us = rate.launch_us + max(dram, busy)
         us -= rate.dependent_us if c.pdl else 0.0
-        us += _SPLIT * rate.exchange_us if c.split_k > 1 else 0.0
+        us += own.split * rate.exchange_us if c.split_k > 1 else 0.0
         if ctas <= gpu.sm_count * resident:
-            us -= prefetch.saved_us(c, gpu, _AHEAD)
+            us -= prefetch.saved_us(c, gpu, own.ahead)
         if c.pdl and resident > 1 and waves == 0:
-            us *= _CROWDED
+            us *= own.crowded
         if extras.squares:
-            us += _SQUARES_CYCLES / rate.clock_mhz * tokens * p.k / 4096
+            us += own.squares / rate.clock_mhz * tokens * p.k
         return float(us)
 
     def body(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> Any:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from cutekernels import rates
 from cutekernels.kernels.cute.parts.smem import SkinnyWarpgroupSmem
 from cutekernels.op import ladder
-from cutekernels.ops.gemm import prefetch
+from cutekernels.ops.gemm import coefficients, prefetch
 from cutekernels.ops.gemm.prefetch import Prefetches
 from cutekernels.ops.gemm.problem import BODIES, ELEMENT_BYTES, GemmConfig, GemmProblem
 from cutekernels.ops.gemm.schedule import GRID_AXIS, PLAIN, Extras, TokensSchedule
@@ -41,52 +41,8 @@ _ROOM = {4: 0.91, 8: 0.91}
 _OTHER_REGISTERS = 40
 _WEIGHING_REGISTERS = 56  # for k-tiles of 128: fragments as loaded and as multiplied, the norm's weight
 
-_WEIGHED_CYCLES = 3.74  # per k of 64 tokens, weighed on their way to the MMA
 # Bytes of W in flight, enough for two CTAs to a tile: docs/notes/gemm.md#skinny_warpgroup-ties (H200, 2026-11-22).
 _FEW_TOKENS, _FEW_TOKENS_WEIGHTS, _WEIGHTS = 16, 80_000, 70_000
-# Costs of more than two CTAs to a tile, in exchange_us: the wait for the whole cluster, which ends the loads, and the
-# message of each CTA beyond two, as in decode attention: docs/notes/gemm.md#many-ctas-to-a-tile (H200, 2026-11-26).
-_MET, _MESSAGE = 3.3, 0.2 / 0.63
-
-
-@dataclass(frozen=True)
-class Coefficients:
-    """The model's numbers, each a multiple of a rate: docs/notes/gemm.md#skinny_warpgroup-model.
-
-    Attributes:
-        launch: of launch_us.
-        undependent: of dependent_us, for a launch that is not dependent.
-        ahead: of dependent_us, what a prefetch gains at most.
-        port: of sm_bytes_per_us.
-        latency: of l2_latency_us.
-        shallow: share of a k-tile's time lost to few stages, divided by them.
-        columns_lost: that an MMA could multiply while it starts.
-        dram: of dram_share.
-        sum_bytes: per output element, at sm_bytes_per_us.
-        enough: share of the SMs below which DRAM is slower, by the power ``few`` of how many load.
-    """
-
-    launch: float
-    undependent: float
-    ahead: float
-    port: float
-    latency: float
-    shallow: float
-    columns_lost: float
-    dram: float
-    sum_bytes: float
-    enough: float
-    few: float
-
-
-FEW = Coefficients(  # of up to USUAL_TOKENS tokens (H200 and H100, 2026-11-25)
-    launch=2.59, undependent=1.64, ahead=2.23, port=1.0, latency=1.63, shallow=0.147, columns_lost=21, dram=1.09,
-    sum_bytes=5.2, enough=1.0, few=0.69,
-)  # fmt: skip
-MANY = Coefficients(  # of more (H200, 2026-11-22; the port: H100, 2026-11-26)
-    launch=1.64, undependent=0.937, ahead=0.635, port=0.9, latency=1.006, shallow=0.257, columns_lost=20, dram=0.87,
-    sum_bytes=15.5, enough=0.96, few=0.3,
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -213,34 +169,33 @@ class SkinnyWarpgroup(TokensSchedule, Prefetches):
         """The slowest of an SM's port, its MMAs, weighing, a stage's latency and DRAM, plus fixed costs."""
         if p.m == 0 or p.n == 0:
             return 0.0
-        rate, own = rates.of(gpu), FEW if p.m <= USUAL_TOKENS else MANY
+        rate, own = rates.of(gpu), coefficients.SKINNY_WARPGROUP
         frame, rows = self.smem(c), GROUP_TOKENS * groups(c)
         count = ctas(p, c)
         k_tiles = -(-p.k // c.tile_k) / c.split_k
         weighed = weighing_us(p, c, gpu) / k_tiles if extras.weighs else 0.0
         finished = rows * c.tile_n * min(1.0, 2 / c.split_k)  # outputs of a CTA; the numbers were fitted to one and two
-        port = own.port * rate.sm_bytes_per_us
 
         def wave_us(together: int) -> float:
             step = max(
-                together * frame.stage_bytes / port,
-                together * 2 * rows * (c.tile_n + own.columns_lost) * c.tile_k / rate.warpgroup_flops_per_us,
+                together * frame.stage_bytes / rate.sm_bytes_per_us,
+                together * 2 * rows * (c.tile_n + own.started) * c.tile_k / rate.warpgroup_flops_per_us,
                 own.latency * rate.l2_latency_us / (c.stages - 1),
                 together * weighed,
             )
-            sums = together * finished * own.sum_bytes / rate.sm_bytes_per_us
+            sums = together * finished * own.epilogue / rate.sm_bytes_per_us
             return k_tiles * step * (1.0 + own.shallow / c.stages) + sums
 
         room = resident(c, gpu)
         full, rest = divmod(count, room)
         busy = full * wave_us(c.ctas_per_sm) + (wave_us(-(-rest // gpu.sm_count)) if rest else 0.0)
         each = -(-count // gpu.sm_count)  # CTAs of an SM, or of most
-        loading = min(1.0, count / (own.enough * each * gpu.sm_count)) ** own.few if count <= room else 1.0
+        loading = min(1.0, count / (each * gpu.sm_count)) if count <= room else 1.0
         dram = ELEMENT_BYTES * p.n * (p.k + p.m) / (own.dram * rate.dram_share * gpu.dram_gbps * 1e3 * loading)
-        fixed = own.launch * rate.launch_us + (0.0 if c.pdl else own.undependent * rate.dependent_us)
+        fixed = own.launch * rate.launch_us + (0.0 if c.pdl else rate.dependent_us)
         us = fixed + max(busy, dram) - (prefetch.saved_us(c, gpu, own.ahead) if count <= room else 0.0)
         if c.split_k > 2:  # the wait for the whole cluster, messages, and what is sent beyond half a tile
-            met = rate.exchange_us * (_MET + _MESSAGE * (c.split_k - 2))
+            met = rate.exchange_us * (own.met + own.message * (c.split_k - 2))
             sent = 2 * 4 * rows * c.tile_n * (1 / 2 - 1 / c.split_k) / rate.sm_bytes_per_us
             us += met + sent
         return float(us)
@@ -322,5 +277,5 @@ def registers_per_thread(c: GemmConfig) -> int:
 
 def weighing_us(p: GemmProblem, c: GemmConfig, gpu: GpuSpec) -> float:
     """Time that a CTA's warps need to multiply its tokens by the norm's weight."""
-    each = _WEIGHED_CYCLES / rates.of(gpu).clock_mhz
+    each = coefficients.SKINNY_WARPGROUP.weighed / rates.of(gpu).clock_mhz
     return -(-p.k // c.tile_k) / c.split_k * c.tile_k * groups(c) * each

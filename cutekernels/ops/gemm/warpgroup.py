@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from cutekernels import rates
 from cutekernels.gpu import ARCHITECTURES
 from cutekernels.kernels.cute.parts.smem import WarpgroupSmem
+from cutekernels.ops.gemm import coefficients
 from cutekernels.ops.gemm.prefetch import Prefetches
 from cutekernels.ops.gemm.problem import (
     ELEMENT_BYTES,
@@ -44,48 +45,11 @@ BOXES, SOURCE_BOXES = (2, 1), 4
 
 
 @dataclass(frozen=True)
-class Coefficients:
-    """The model's numbers, each a multiple of a rate: docs/notes/gemm.md#warpgroup-model (H200, 2026-11-24).
-
-    Attributes:
-        fixed: of launch_us.
-        mma: of warpgroup_flops_per_us.
-        port: of sm_bytes_per_us, what the L2 gives an SM.
-        steady: the same for an SM that has several tiles.
-        arrival: of sm_bytes_per_us, what may arrive in an SM, multicast or not.
-        shared: of smem_bytes_per_us, for what MMAs read and what arrives.
-        apart: factor where a cluster shares the operand of fewer rows, which the L2 holds anyway.
-        epilogue: bytes per output element, at sm_bytes_per_us.
-        gate: a gated result's epilogue to a plain one's; 1.0 and 1.5 fit 14 pairs of runs alike.
-        single: what a single box of results adds to an epilogue, as its share; half of that where groups take turns.
-        latency: of exchange_us, for a load that comes back while the other stages are multiplied.
-        sharpness: exponent of the mean of a k-tile's four times.
-    """
-
-    fixed: float = 2.19 / 1.5
-    mma: float = 6.51 / 6.22
-    port: float = 105.7 / 99.0
-    steady: float = 93.9 / 99.0
-    arrival: float = 119.8 / 99.0
-    shared: float = 1.4
-    apart: float = 1.048
-    epilogue: float = 5.5e-5 * 99e3
-    gate: float = 1.5
-    single: float = 0.2
-    latency: float = 1.1 / 0.63
-    sharpness: float = 8.2
-
-
-_UNDEPENDENT = 0.59 / 0.63  # of dependent_us
-_HIDDEN = 3.0  # exponent of the mean of the busiest SM's time and DRAM's
-
-
-@dataclass(frozen=True)
 class Warpgroup(GemmSchedule, Prefetches):
     """One warp loads by TMA, groups of four warps multiply from shared memory; takes a gate behind the product."""
 
     name = "warpgroup"
-    coefficients: ClassVar[Coefficients] = Coefficients()
+    table: ClassVar[coefficients.Warpgroup] = coefficients.WARPGROUP
     places: ClassVar[int] = 0  # of a ring of tiles in shared memory
 
     # -- rules
@@ -233,7 +197,7 @@ class Warpgroup(GemmSchedule, Prefetches):
         """The time of so many tiles of clusters, ``k`` deep, that move so many bytes between DRAM and chip. ``more``:
         the side of the tile whose operand has more rows, ``"m"`` or ``"n"``.
         """
-        rate, own = rates.of(gpu), self.coefficients
+        rate, own = rates.of(gpu), self.table
         (tile_rows, tile_columns), (cluster_rows, cluster_columns) = c.mma_tile, c.mma_cluster
         tiles = -(-tiles // max(1, gpu.sm_count // (c.cluster_m * c.cluster_n)))
         multiply = 2.0 * c.tile_m * c.tile_n * c.tile_k / (own.mma * rate.warpgroup_flops_per_us)
@@ -252,10 +216,10 @@ class Warpgroup(GemmSchedule, Prefetches):
             ends += own.single * ((1 + tiles) / 2 if c.pingpong else tiles)
         busy = tiles * -(-k // c.tile_k) * step + epilogue * ends
         dram = moved / (rate.dram_share * gpu.dram_gbps * 1e3)
-        fixed = own.fixed * rate.launch_us + (0.0 if c.pdl else _UNDEPENDENT * rate.dependent_us)
+        fixed = own.fixed * rate.launch_us + (0.0 if c.pdl else rate.dependent_us)
         shared = {"m": cluster_columns, "n": cluster_rows}.get(more, 2)
         apart = own.apart if c.cluster_m * c.cluster_n > 1 and shared == 1 else 1.0
-        return float(fixed + (busy**_HIDDEN + dram**_HIDDEN) ** (1 / _HIDDEN)) * apart
+        return float(fixed + (busy**own.hidden + dram**own.hidden) ** (1 / own.hidden)) * apart
 
     def body(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> Any:
         import cutlass

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Config, Problem, Work, exact, extent, knob, ladder, plain, power_of_two
 from cutekernels.ops.shared import streaming, tile_rules
+from cutekernels.ops.shared.coefficients import STREAMING
 from cutekernels.ops.shared.dtypes import BYTES, WIDEST_BYTES
 from cutekernels.ops.shared.operands import Array, Matrix, Sizes
 from cutekernels.ops.shared.triton_op import LaidOut, TritonOp
@@ -154,7 +155,7 @@ class LogitStatistics(_LogitOp):
     def estimate_us(self, p: LogitProblem, c: LogitConfig, gpu: GpuSpec) -> float:
         item = 4 if p.dtype == "fp32" else 2
         passes = -(-p.cols // c.block)
-        moved = self.work(p).bytes * (passes * c.block / max(1, p.cols)) ** 0.5
+        moved = self.work(p).bytes * (passes * c.block / max(1, p.cols)) ** STREAMING.ragged
         coalesced = p.layout == "rows"
         return streaming.estimate_us(gpu, moved, self.grid(p, c), c.warps, c.block * item, coalesced=coalesced)
 

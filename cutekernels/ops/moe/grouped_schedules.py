@@ -21,12 +21,12 @@ from cutekernels.ops.gemm.schedule import PLAIN, Extras
 from cutekernels.ops.gemm.warpgroup import (
     GROUP_ROWS,
     LEAST_EXTENT,
-    Coefficients,
     Warpgroup,
     cluster_tiles,
     deepest,
     sharing,
 )
+from cutekernels.ops.moe.coefficients import GROUPED
 from cutekernels.rules import of_config, of_problem
 
 if TYPE_CHECKING:
@@ -42,21 +42,7 @@ class GroupsSchedule(Warpgroup):
 
     narrowed: ClassVar = {"tile_n": BY_SIXTEENS}
     layout_of_c = strides = few_tokens = least_extents = None  # type: ignore[assignment]  # rules of gemm's alone
-    # Fitted to 1800 runs of 95 products: docs/notes/moe.md#a-model-of-two-gpus (H200, 2026-11-24; H100, 2026-11-25).
-    coefficients = Coefficients(
-        fixed=1.56,
-        mma=0.974,
-        port=0.63,
-        steady=1.0,
-        arrival=math.inf,
-        shared=math.inf,
-        apart=1.0,
-        epilogue=11.0,
-        gate=3.5,
-        single=0.0,
-        latency=1.39,
-        sharpness=2.63,
-    )
+    table = GROUPED
 
     def shortlist(self, p: GemmProblem, gpu: GpuSpec, x: Extras = PLAIN) -> Iterable[GemmConfig]:
         """The two deepest pipelines of every tile. Clusters are for tiles of many tokens: others share little."""

@@ -33,7 +33,6 @@ _MOST_UNITS = 2**31 - 1
 LEAST_STAGES = 3
 """Stages of warpgroup: with two its fastest took 1.17 to 1.37 times as long at all three problems where a tune had some
 (H100, 2026-11-26)."""
-_SURVEY_US = 0.7  # counting the groups' tiles; not measured
 TILE = 64  # rows of a packed tile
 
 
@@ -169,7 +168,7 @@ class GroupedSkinnySchedule(_Grouped, PackedSkinnySchedule):
         count = x.row_tiles(c.tile_m)
         tokens = min(float(c.tile_m), x.rows / max(1, count))
         count *= -(-p.n // c.tile_n)
-        return _SURVEY_US + packed_skinny.tiles_us(p, c, gpu, count, tokens, x.hit * p.weight_bytes)
+        return packed_skinny.tiles_us(p, c, gpu, count, tokens, x.hit * p.weight_bytes)
 
     def ctas(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec, x: Experts) -> int:
         """All that are resident, or as many as there can be tiles or k-tiles."""
@@ -237,7 +236,7 @@ class GroupedWarpgroupSchedule(_Grouped, PackedWarpgroupSchedule):
         tiles = x.row_tiles(c.tile_m) * -(-p.n // c.tile_n)
         steps = float(-(-tiles // gpu.sm_count) * -(-p.k // c.tile_k))
         moved = x.hit * p.weight_bytes + 2.0 * x.rows * (p.k + p.columns)
-        return _SURVEY_US + packed_warpgroup.steps_us(p, c, gpu, steps, moved)
+        return packed_warpgroup.steps_us(p, c, gpu, steps, moved)
 
     def ctas(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec, x: Experts) -> int:
         """All that are resident, or as many as there can be tiles."""

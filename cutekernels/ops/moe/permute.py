@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from cutekernels import rates
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Config, Problem, Scalar, Work, extent, knob, ladder, plain, power_of_two
+from cutekernels.ops.moe.coefficients import PERMUTE
 from cutekernels.ops.shared import tile_rules
 from cutekernels.ops.shared.dtypes import TYPES
 from cutekernels.ops.shared.operands import Array, Sizes
@@ -78,7 +79,6 @@ class MoePermuteConfig(Config):
 
 _SORTED = 8  # more spill on Ampere, and take half a minute to compile
 _RECOUNTED = 16  # blocks that every program may count for itself
-_SCATTERED = 0.7  # share of DRAM's rate that scattered stores reach
 
 
 class MoePermute(TritonOp[MoePermuteProblem, MoePermuteConfig]):
@@ -177,13 +177,16 @@ class MoePermute(TritonOp[MoePermuteProblem, MoePermuteConfig]):
         """Counting, reading everyone's counts, and placing; or bytes, if those take longer."""
         rate = rates.of(gpu)
         programs, blocks = self.grid(p, c)[0], max(1, -(-p.pairs // c.block))
-        waves = -(-programs // (gpu.sm_count * 4))
+        waves = -(-programs // (gpu.sm_count * PERMUTE.resident))
         each = c.block / (32 * c.warps * 4)
-        count, place = (clocks / rate.clock_mhz for clocks in (1000 + 500 * each, 1700 + 2000 * each))
+        count, place = (
+            clocks / rate.clock_mhz
+            for clocks in (PERMUTE.count + PERMUTE.counted * each, PERMUTE.place + PERMUTE.placed * each)
+        )
         own = self.run(p, c) // c.block
         counting = count * (blocks if c.passes == 1 else own) * waves
-        reading = 0.0 if c.passes == 1 else (1700 + programs * p.bins / 8) / rate.clock_mhz
-        memory = self.work(p).bytes / (gpu.dram_gbps * 1e3 * _SCATTERED)
+        reading = 0.0 if c.passes == 1 else (PERMUTE.place + programs * p.bins * PERMUTE.read) / rate.clock_mhz
+        memory = self.work(p).bytes / (gpu.dram_gbps * 1e3 * PERMUTE.scattered)
         return rate.launch_us * c.passes + max(memory, counting + reading + place * own * waves)
 
     def bind(self, p: MoePermuteProblem, c: MoePermuteConfig, kernel: Callable[..., Any]) -> Callable[..., None]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic
 from cutekernels import rates
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import C, Config, Problem, Scalar, Work, extent, knob, ladder, plain, power_of_two
+from cutekernels.ops.moe.coefficients import ROUTE
 from cutekernels.ops.shared import tile_rules
 from cutekernels.ops.shared.dtypes import WIDEST_BYTES
 from cutekernels.ops.shared.operands import Matrix, Sizes
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
 MAX_EXPERTS = 512
 MAX_TOP_K = 32
 _MAX_TILE = 32  # elements of a thread's tile, each with its key, its result and a mask
-_ISSUE_SLOTS = 4  # warp instructions per clock of an SM
-_DEPENDENT_CLOCKS = 3.4  # from one instruction of a chain to the next, where nothing hides it
 
 
 @dataclass(frozen=True)
@@ -125,9 +124,9 @@ class _RouteOp(TritonOp[MoeRouteProblem, C], Generic[C]):
         """Bytes over bandwidth, or warp instructions over an SM's issue slots where those take longer."""
         rate = rates.of(gpu)
         programs = -(-p.tokens // tokens)
-        waves = -(-programs // (gpu.sm_count * max(1, gpu.max_warps // warps // 2)))
-        alone = warps * instructions / min(_ISSUE_SLOTS, warps) * _DEPENDENT_CLOCKS / rate.clock_mhz
-        issue = programs / gpu.sm_count * warps * instructions / _ISSUE_SLOTS / rate.clock_mhz
+        waves = -(-programs // (gpu.sm_count * max(1, gpu.max_warps // warps // ROUTE.occupied)))
+        alone = warps * instructions / min(ROUTE.slots, warps) * ROUTE.dependent / rate.clock_mhz
+        issue = programs / gpu.sm_count * warps * instructions / ROUTE.slots / rate.clock_mhz
         memory = self.work(p).bytes / (gpu.dram_gbps * 1e3 * rate.dram_share)
         return rate.launch_us + max(memory, issue, waves * alone)
 
@@ -166,11 +165,11 @@ class MoeRoute(_RouteOp[MoeRouteConfig]):
         each = c.tokens * p.width / (32 * c.warps)
         keys = 1 if p.itemsize == 2 else 2
         if c.method == "rounds":
-            steps = p.top_k * (each * 3 + 10) * keys
+            steps = p.top_k * (each * ROUTE.round + ROUTE.rounds) * keys
         else:
             depth = p.slots.bit_length() * (p.width.bit_length() + p.slots.bit_length()) / 2
-            steps = depth * each * 8 * keys
-        return self._model_us(p, c.tokens, c.warps, 100 + each * 20 + steps, gpu)
+            steps = depth * each * ROUTE.compared * keys
+        return self._model_us(p, c.tokens, c.warps, ROUTE.start + each * ROUTE.softmax + steps, gpu)
 
     def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
         import torch
@@ -211,7 +210,7 @@ class MoeRouteBackward(_RouteOp[MoeRouteBackwardConfig]):
 
     def estimate_us(self, p: MoeRouteProblem, c: MoeRouteBackwardConfig, gpu: GpuSpec) -> float:
         each = c.tokens * p.width / (32 * c.warps)
-        return self._model_us(p, c.tokens, c.warps, 100 + each * (10 + 3 * p.top_k), gpu)
+        return self._model_us(p, c.tokens, c.warps, ROUTE.start + each * (ROUTE.gradient + ROUTE.round * p.top_k), gpu)
 
     def sample(self, p: MoeRouteProblem, device: str, seed: int) -> tuple[Tensor, ...]:
         dweights, _, _, logits = super().sample(p, device, seed)

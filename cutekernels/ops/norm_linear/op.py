@@ -17,6 +17,7 @@ from cutekernels import dispatch, rates
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Op, Problem, Work
 from cutekernels.ops.activations.op import SILU_MUL, GluProblem
+from cutekernels.ops.gemm.coefficients import NORM
 from cutekernels.ops.gemm.layouts import alignment
 from cutekernels.ops.gemm.op import GEMM, SCHEDULES, nothing
 from cutekernels.ops.gemm.problem import ACTIVATIONS, ELEMENT_BYTES, WIDEST, GemmProblem, activated
@@ -47,14 +48,7 @@ if TYPE_CHECKING:
     from cutekernels.backends import Artifact
     from cutekernels.gpu import GpuSpec
 
-# Cost of the norm's kernel in front of a product, and of the norm within it where it is hidden, as multiples of rates:
-# docs/notes/norm_linear.md#fused-or-chain (H200, 2026-11-22).
-_NORM, _NORM_OF_PRODUCT = 0.8 / 1.5, 0.02  # of launch_us, of the product's time
-_NORM_CYCLES, _NORM_TOKENS = 8.5, 64  # per token, up to so many
-_WITHIN = 0.5 / 0.63  # of exchange_us
 _FEW = NormLinearConfig(path="fused", tile_m=8, tile_n=16, tile_k=256, warps_k=4)  # the skinny body
-# Most of the product's time that weighing may take and be hidden: docs/notes/norm_linear.md#weighing
-_HIDDEN = 0.55
 
 
 # ---- ops ------------------------------------------------------------------------------------------------
@@ -96,14 +90,14 @@ class NormLinear(TensorOp[N, NormLinearConfig]):
             return CHAIN
         among = list(schedule.suiting(p, gpu, x, schedule.shortlist(p, gpu, x)))
         alone_us = min((SKINNY_WARPGROUP.estimate_us(product, c.product, gpu) for c in among), default=0.0)
-        hidden = [c for c in among if weighing_us(product, c.product, gpu) < _HIDDEN * alone_us]
+        hidden = [c for c in among if weighing_us(product, c.product, gpu) < NORM.hidden * alone_us]
         found = best(hidden, lambda c: self.estimate_us(p, c, gpu), lambda c: schedule.preference(p, c, x))
         if found is None:
             return CHAIN
         rate = rates.of(gpu)
-        norm_us = _NORM * rate.launch_us + _NORM_CYCLES / rate.clock_mhz * min(p.m, _NORM_TOKENS)
-        chain_us = alone_us + norm_us + _NORM_OF_PRODUCT * alone_us
-        return found[1] if found[0] + _WITHIN * rate.exchange_us < chain_us else CHAIN
+        norm_us = NORM.kernel * rate.launch_us + NORM.token / rate.clock_mhz * min(p.m, NORM.tokens)
+        chain_us = alone_us + norm_us + NORM.of_product * alone_us
+        return found[1] if found[0] + NORM.within * rate.exchange_us < chain_us else CHAIN
 
     def estimate_us(self, p: N, c: NormLinearConfig, gpu: GpuSpec) -> float:
         """The schedule's model, or the sum of those of the chain's ops."""

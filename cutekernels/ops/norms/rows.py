@@ -14,6 +14,7 @@ from cutekernels import rates
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Config, Problem, Scalar, Work, exact, extent, knob, ladder, plain, power_of_two
 from cutekernels.ops.shared import streaming, tile_rules
+from cutekernels.ops.shared.coefficients import STREAMING
 from cutekernels.ops.shared.dtypes import BYTES, WIDEST_BYTES
 from cutekernels.ops.shared.operands import Leads, Looks, Named, Operand, Sizes, misfit
 from cutekernels.ops.shared.strides import cube, matrix
@@ -385,8 +386,7 @@ class NormOp(TritonOp[N, NormConfig]):
         grid = self.grid(p, c, gpu.sm_count)
         width = min(p.cols, c.block_cols if c.resident else 2 * c.block_cols)  # the next chunk is loaded early
         tile = c.block_rows * width * p.itemsize * self._rowed(p, self.inputs) * max(1, c.stages - 1)
-        # Rows that are walked again come from the caches; threads that hold little of them leave room for more.
-        passes = 1.0 if c.resident else 0.97 if self.chunks else 1.3
+        passes = STREAMING.chunked if self.chunks and not c.resident else 1.0
         registers = self._registers(p, c)
         walked = 0 if c.resident else 2 * -(-p.cols // c.block_cols) * c.block_cols / (32 * c.warps)  # by a thread
         first = streaming.estimate_us(

@@ -11,6 +11,7 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Config, Problem, Work, extent, knob, plain
 from cutekernels.ops.gemm.layouts import alignment
 from cutekernels.ops.gemm.problem import ELEMENT_BYTES
+from cutekernels.ops.quantized import coefficients
 from cutekernels.ops.quantized.problem import BITS, SCALE_BYTES, check_scaling
 from cutekernels.ops.shared.checks import check_results
 from cutekernels.ops.shared.dtypes import DTYPES, GPU_DTYPES
@@ -105,8 +106,9 @@ class Dequantize(Ruled, TensorOp[DequantizeProblem, DequantizeConfig]):
 
     def estimate_us(self, p: DequantizeProblem, c: DequantizeConfig, gpu: GpuSpec) -> float:
         busy = self.work(p).bytes / (gpu.dram_gbps * 1e3)
-        odds = 0.02 * abs(c.tiles - 2) + 0.02 * (not c.pdl)
-        return float(rates.of(gpu).launch_us + 1.3 * busy * (1.0 + odds))
+        own = coefficients.DEQUANTIZE
+        odds = own.odd * (abs(c.tiles - 2) + (not c.pdl))
+        return float(rates.of(gpu).launch_us + own.dram * busy * (1.0 + odds))
 
     def build(self, p: DequantizeProblem, c: DequantizeConfig, gpu: GpuSpec) -> Artifact:
         import cutlass

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from cutekernels import rates
 from cutekernels.kernels.cute.parts.smem import SkinnyPackedSmem
+from cutekernels.ops.quantized.coefficients import SKINNY
 from cutekernels.ops.quantized.problem import (
     DECODE_INSTRUCTIONS,
     SCALE_BYTES,
@@ -25,15 +26,6 @@ _MOST_ACCUMULATORS = 64  # of a thread; as many again where scales have groups
 _MOST_WARPS = {16: 24, 24: 16, 48: 12, 64: 8}  # of an SM, by a thread's accumulators: registers
 _MOST_CHUNK = {32: 512, 64: 128}  # elements of K that a warp multiplies at a time, likewise
 _LEAST_IN_FLIGHT = 32 * 1024  # bytes of an SM's stages
-# Coefficients of the model: docs/notes/quantized.md#models (H200, 2026-11-26).
-_BESIDE, _COLUMN, _FRAGMENT = 2.9, 1.6, 0.66  # others: always; for 8 tokens; for 8 tokens, shared by a warp's strips
-_ISSUE, _FEW = 0.63, 2.1  # of a scheduler's cycles; and how much less where an SM has few warps
-_MMA_CYCLES, _MMA = 15.3, 0.85  # of a scheduler, for 8 weights of a lane and 8 tokens; of mma_flops_per_us
-_PORT, _LATENCY = 0.56, 1.65  # of sm_bytes_per_us, of dram_latency_us
-_DRAM = 0.9  # of dram_share
-_UNIT, _END, _GROUPS = 0.048, 0.45, 0.063  # us: between units, at a tile's end, for each further group of warps
-_FIXED, _SHARED = 1.03, 8.3  # of launch_us, of exchange_us
-_SHARPNESS = 8.0
 
 
 def fitting_tiles(p: QuantizedProblem) -> tuple[int, ...]:
@@ -185,7 +177,7 @@ def tiles_us(
 
     ``count`` tiles of ``tokens`` each, which read ``weight_bytes`` from DRAM.
     """
-    rate = rates.of(gpu)
+    rate, own = rates.of(gpu), SKINNY
     ctas, share = dealt(count, p, c, gpu)
     frame = smem(p, c)
     per_sm = -(-ctas // gpu.sm_count)
@@ -193,19 +185,21 @@ def tiles_us(
     units = per_sm * share
     unit_bytes = frame.x_at + tokens * c.tile_k * 2 + (frame.stage_bytes - frame.scales_at)
     in_flight = resident * (c.stages - 1) * unit_bytes
-    port = min(_PORT * rate.sm_bytes_per_us, in_flight / (_LATENCY * rate.dram_latency_us))
+    port = min(own.port * rate.sm_bytes_per_us, in_flight / (own.latency * rate.dram_latency_us))
     lanes = units * c.tile_n * c.tile_k / 256 / 4  # of a scheduler: MMAs of 8 tokens
     columns, strips = c.tile_m / 8, c.tile_n // 16 // c.warps_n
-    instructions = DECODE_INSTRUCTIONS[p.code] + _BESIDE + (_COLUMN + _FRAGMENT / strips) * columns
-    issue = lanes * instructions / (_ISSUE * rate.clock_mhz) * (1 + _FEW / (c.warps_n * c.warps_k * resident))
+    instructions = DECODE_INSTRUCTIONS[p.code] + own.beside + (own.column + own.fragment / strips) * columns
+    issue = lanes * instructions / (own.issue * rate.clock_mhz) * (1 + own.few / (c.warps_n * c.warps_k * resident))
     flops = 2.0 * units * c.tile_n * c.tile_k * c.tile_m
-    multiply = max(lanes * columns * _MMA_CYCLES / rate.clock_mhz, flops / (_MMA * rate.mma_flops_per_us))
-    dram = weight_bytes / (_DRAM * rate.dram_share * gpu.dram_gbps * 1e3)
-    busy = sum(us**_SHARPNESS for us in (dram, units * unit_bytes / port, issue, multiply)) ** (1 / _SHARPNESS)
+    multiply = max(lanes * columns * own.mma_cycles / rate.clock_mhz, flops / (own.mma * rate.mma_flops_per_us))
+    dram = weight_bytes / (own.dram * rate.dram_share * gpu.dram_gbps * 1e3)
+    sharp = own.sharpness
+    busy = sum(us**sharp for us in (dram, units * unit_bytes / port, issue, multiply)) ** (1 / sharp)
     k_tiles = max(1, -(-p.k // c.tile_k))
-    fixed = _FIXED * rate.launch_us + _UNIT * share + _END * per_sm * -(-share // k_tiles) + _GROUPS * (c.warps_k - 1)
+    fixed = rate.launch_us + own.unit_us * share + own.end_us * per_sm * -(-share // k_tiles)
+    fixed += own.group_us * (c.warps_k - 1)
     if c.stream_k and share % k_tiles:
-        fixed += _SHARED * rate.exchange_us
+        fixed += own.shared * rate.exchange_us
     return float(fixed + busy + (0.0 if c.pdl else rate.dependent_us))
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from cutekernels import rates
 from cutekernels.kernels.cute.parts.smem import WarpgroupPackedSmem
+from cutekernels.ops.quantized.coefficients import WARPGROUP
 from cutekernels.ops.quantized.problem import (
     DECODE_INSTRUCTIONS,
     SCALE_BYTES,
@@ -24,14 +25,6 @@ ROWS = 64  # of a consumer group
 _REGISTERS = {1: 232, 2: 232, 3: 160}  # of a consumer's thread, by groups
 _BOXES = 1  # buffers of results of a consumer group
 _BESIDE_REGISTERS = 76  # decoded weights twice, addresses, scales
-# Coefficients of the model: docs/notes/quantized.md#models (H200, 2026-11-26).
-_BESIDE, _SCALED, _SCALED_EXACT = 1.8, 11.3, 6.5  # others: always; scales of weights; those of the activations' type
-_ISSUE, _ALONE = 0.41, 0.4  # of a scheduler's cycles; the share of decoding that one group alone does not hide
-_MMA, _PORT = 1.01, 0.93  # of warpgroup_flops_per_us, of sm_bytes_per_us
-_DRAM = 1.5  # of dram_share
-_HALF, _GROUP = 0.023, 0.011  # us: for each 64 of K, at a group's end
-_FIXED, _SHARED, _PARTS = 2.6, 4.1, 7.7  # of launch_us; of exchange_us: a shared tile, and its 128 x 128 partial sums
-_SHARPNESS, _HIDDEN = 4.9, 3.3
 
 
 def groups(c: QuantizedConfig) -> int:
@@ -170,27 +163,28 @@ def estimate_us(p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec) -> float:
 
 def steps_us(p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec, steps: float, moved: float) -> float:
     """``steps`` k-tiles of the busiest SM, bound by MMAs, decoding or loads; DRAM beside; fixed costs."""
-    rate, count = rates.of(gpu), groups(c)
-    instructions = float(DECODE_INSTRUCTIONS[p.code]) + _BESIDE
+    rate, own, count = rates.of(gpu), WARPGROUP, groups(c)
+    instructions = float(DECODE_INSTRUCTIONS[p.code]) + own.beside
     if c.scaled == "weights":
-        instructions += 0.0 if p.code == "e2m1" else _SCALED_EXACT if p.scale == p.dtype else _SCALED
+        instructions += 0.0 if p.code == "e2m1" else own.exact if p.scale == p.dtype else own.scaled
     instructions *= c.tile_k / 64 * 4
     ends = 0.0
     if p.group and c.scaled == "accumulators":
         ends = c.tile_k / min(p.group, c.tile_k)
         instructions += ends * c.tile_m / 2
-    decode = instructions / (_ISSUE * rate.clock_mhz)  # of one group
-    multiply = 2.0 * c.tile_n * c.tile_m * c.tile_k / (_MMA * rate.warpgroup_flops_per_us) + _GROUP * ends
+    decode = instructions / (own.issue * rate.clock_mhz)  # of one group
+    multiply = 2.0 * c.tile_n * c.tile_m * c.tile_k / (own.mma * rate.warpgroup_flops_per_us) + own.end_us * ends
     if count == 1:
-        multiply += _ALONE * decode
-    fetch = (c.tile_m * c.tile_k * 2 + c.tile_n * c.tile_k * p.bits / 8) / (_PORT * rate.sm_bytes_per_us)
-    step = sum(us**_SHARPNESS for us in (multiply, count * decode, fetch)) ** (1 / _SHARPNESS)
-    busy = steps * (step + _HALF * c.tile_k / 64)
-    dram = moved / (_DRAM * rate.dram_share * gpu.dram_gbps * 1e3)
-    fixed = _FIXED * rate.launch_us + (0.0 if c.pdl else rate.dependent_us)
+        multiply += own.alone * decode
+    fetch = (c.tile_m * c.tile_k * 2 + c.tile_n * c.tile_k * p.bits / 8) / (own.port * rate.sm_bytes_per_us)
+    sharp = own.sharpness
+    step = sum(us**sharp for us in (multiply, count * decode, fetch)) ** (1 / sharp)
+    busy = steps * (step + own.half_us * c.tile_k / 64)
+    dram = moved / (own.dram * rate.dram_share * gpu.dram_gbps * 1e3)
+    fixed = own.fixed * rate.launch_us + (0.0 if c.pdl else rate.dependent_us)
     if c.stream_k:
-        fixed += (_SHARED + _PARTS * c.tile_m * count / 256) * rate.exchange_us
-    return float(fixed + (busy**_HIDDEN + dram**_HIDDEN) ** (1 / _HIDDEN))
+        fixed += (own.shared + own.parts * c.tile_m * count / 256) * rate.exchange_us
+    return float(fixed + (busy**own.hidden + dram**own.hidden) ** (1 / own.hidden))
 
 
 def body(p: QuantizedProblem, c: QuantizedConfig) -> Any:

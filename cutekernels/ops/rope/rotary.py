@@ -13,6 +13,7 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.gpu import GpuSpec
 from cutekernels.op import Config, Problem, Scalar, knob, power_of_two
 from cutekernels.ops.shared import streaming, tile_rules
+from cutekernels.ops.shared.coefficients import STREAMING
 from cutekernels.ops.shared.operands import Array, Operand, Sizes
 from cutekernels.ops.shared.triton_op import LaidOut, TritonOp
 from cutekernels.rules import of_both
@@ -25,7 +26,6 @@ MAX_PROGRAMS = (1 << 31) - 1  # along a grid's first axis
 MOST = (1 << 16) - 1  # along its others
 DEPTH = 32.0  # terms several times the size of a typical result may cancel: 4 ulp of fp32 of that
 _MAX_OPERAND_REGISTERS = 128
-_IDLE = 0.2  # what a head of a tile that is not there costs, of one that is
 _TURN = 6.2831853
 
 
@@ -249,10 +249,11 @@ class RotaryOp(TritonOp[P, C]):
         return x * y * z
 
     def estimate_us(self, p: P, c: C, gpu: GpuSpec) -> float:
+        idle = STREAMING.idle
         there = sum(p.groups) / max(1, self.blocks(p, c.heads) * c.heads)
         return streaming.estimate_us(
             gpu,
-            self.work(p).bytes * (1 - _IDLE + _IDLE / (there or 1.0)),
+            self.work(p).bytes * (1 - idle + idle / (there or 1.0)),
             self.grid(p, c),
             c.warps,
             2 * c.tokens * c.heads * c.block * p.itemsize * there,

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from cutekernels import rates
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Config, Problem, Work, extent, knob, ladder, plain
+from cutekernels.ops.shared.coefficients import FILTER
 from cutekernels.ops.shared.operands import Array, Matrix
 from cutekernels.ops.shared.triton_op import LaidOut, TritonOp
 from cutekernels.rules import of_both, of_config
@@ -83,7 +84,6 @@ class SampleFilterConfig(Config):
 
 
 _MAX_SUMS = 32  # 64-bit sums of one thread
-_PASS_US = 0.3  # from one pass to the next within a launch
 
 
 class SampleFilter(TritonOp[SampleFilterProblem, SampleFilterConfig]):
@@ -194,10 +194,12 @@ class SampleFilter(TritonOp[SampleFilterProblem, SampleFilterConfig]):
         """Instructions or bytes of each pass over a row, one pass after another."""
         rate, programs = rates.of(gpu), p.rows * self.grid(p, c)[1]
         memory = p.rows * p.cols * p.itemsize / (gpu.dram_gbps * 1e3)
-        between = rate.launch_us if c.splits > 1 else _PASS_US
+        between = rate.launch_us if c.splits > 1 else FILTER.pass_us
+        digits = FILTER.digit << c.bits
+        each = FILTER.first, FILTER.top_k + digits, FILTER.top_p + 2 * digits, FILTER.last
         total = 0.0
         for stage, _ in self.passes(p, c):
-            instructions = (12, 4 + 2 * (1 << c.bits), 45 + 4 * (1 << c.bits), 30)[stage]
+            instructions = each[stage]
             alone = self.chunk(p, c) * instructions / (32 * min(4, c.warps)) / rate.clock_mhz
             total += max(alone * max(1.0, programs / gpu.sm_count), memory) + between
         return rate.launch_us + total

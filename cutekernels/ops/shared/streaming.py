@@ -6,12 +6,10 @@ import math
 from typing import TYPE_CHECKING
 
 from cutekernels import rates
+from cutekernels.ops.shared.coefficients import STREAMING
 
 if TYPE_CHECKING:
     from cutekernels.gpu import GpuSpec
-
-_MOST_BLOCKS = 32  # resident on one SM
-_UNCOALESCED = 4.0  # what strided columns cost: neighbouring threads use an eighth to a half of a sector
 
 
 def estimate_us(
@@ -39,15 +37,15 @@ def estimate_us(
     """
     rate = rates.of(gpu)
     programs = max(1, math.prod(grid))
-    resident = max(1, min(_MOST_BLOCKS, gpu.max_warps // warps, gpu.REGISTERS_PER_SM // (32 * warps * registers)))
+    resident = max(1, min(gpu.max_warps // warps, gpu.REGISTERS_PER_SM // (32 * warps * registers)))
     each = programs / gpu.sm_count
     in_flight = gpu.sm_count * min(resident, each) * tile_bytes
     peak = gpu.dram_gbps * 1e3 * rate.dram_share
     bandwidth = min(1.0, in_flight / (gpu.dram_gbps * 1e3 * rate.dram_latency_us))
     waves = each / resident
     busy = min(1.0, each) if waves <= 1 else waves / math.ceil(waves)
-    memory = moved_bytes / peak * (1.0 if coalesced else _UNCOALESCED)
-    memory_us = memory / max(0.05, bandwidth * max(0.5, busy))
+    memory = moved_bytes / peak * (1.0 if coalesced else STREAMING.uncoalesced)
+    memory_us = memory / max(1 / gpu.sm_count, bandwidth * busy)  # an SM's share at least
     return rate.launch_us + max(each * rate.block_us, memory_us) + walked * rate.walked_us
 
 

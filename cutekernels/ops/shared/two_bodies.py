@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Generic
 
 from cutekernels.op import C, P, Scalar
+from cutekernels.ops.shared.coefficients import STREAMING
 from cutekernels.ops.shared.triton_op import TritonOp
 from cutekernels.rules import Ruled, combinations, foreign, of_problem, values_of
 
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from cutekernels.ops.shared.call_cache import Fire
 
 BODIES = ("triton", "cute")
-_BEHIND = 1.25  # of the default's estimate: no model puts an unmeasured config of CuTe's first
 
 
 class CuteBody(Ruled, ABC, Generic[P, C]):
@@ -70,7 +70,7 @@ class TwoBodies(TritonOp[P, C]):
     def estimate_us(self, p: P, c: C, gpu: GpuSpec) -> float:
         estimate: Callable[[P, C, GpuSpec], float] = super().estimate_us  # type: ignore[safe-super]
         own = estimate(p, c, gpu)
-        return _BEHIND * max(own, estimate(p, self.default(p, gpu), gpu)) if _in_cute(c) else own
+        return STREAMING.cute * max(own, estimate(p, self.default(p, gpu), gpu)) if _in_cute(c) else own
 
     def build(self, p: P, c: C, gpu: GpuSpec) -> Artifact:
         if not _in_cute(c):

@@ -1,0 +1,31 @@
+"""The numbers of the models of norms and of other ops that stream rows: docs/notes/streaming.md."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Streaming:
+    """Of all ops whose bytes are the limit (H200, 2026-11-23)."""
+
+    uncoalesced: float = 4.0  # factor of DRAM's time: neighbouring threads use an eighth to a half of a sector
+    chunked: float = 0.97  # factor of the bytes: rows walked in chunks come from the caches the second time
+    idle: float = 0.2  # share of a head's cost: one of a tile that is not there
+    ragged: float = 0.5  # power by which a row's last block, in part empty, counts
+    cute: float = 1.25  # factor of the default's estimate: no model puts an unmeasured config of CuTe's first
+
+
+@dataclass(frozen=True)
+class Filter:
+    """Of the passes over a row of logits, instructions of a warp; no sweep of it is recorded."""
+
+    pass_us: float = 0.3  # us: from one pass to the next within a launch
+    first: int = 12  # instructions: an element, in the pass for the maximum,
+    top_k: int = 4  # instructions: in one that counts,
+    top_p: int = 45  # instructions: in one that adds probabilities,
+    last: int = 30  # instructions: and in the one that writes
+    digit: int = 2  # instructions: the same for each digit of a count; twice as many for a sum
+
+
+STREAMING, FILTER = Streaming(), Filter()
