@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cutekernels import rates
 from cutekernels.kernels.cute.parts.smem import SkinnyWarpgroupSmem
@@ -121,16 +121,7 @@ class SkinnyWarpgroup(TokensSchedule, Prefetches):
     def busy_gpu(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
         if c.tile_n not in TILES:
             return None
-        by_tile = waves(p, c, gpu)
-        count, busy = by_tile[c.tile_n]
-        least = next(tile for tile in TILES if by_tile[tile][0] == count)
-        if least < c.tile_n:
-            return f"tile_n={c.tile_n} makes as many waves of CTAs as tile_n={least}"
-        best = max(TILES, key=lambda tile: by_tile[tile][1])
-        if busy < LEAST_BUSY * by_tile[best][1]:
-            best_busy = by_tile[best][1]
-            return f"tile_n={c.tile_n} has {busy:.0%} of the GPU at work where tile_n={best} has {best_busy:.0%}"
-        return None
+        return waves(p, c, gpu)[c.tile_n].idle
 
     @of_both
     def grid_axes(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
@@ -140,7 +131,7 @@ class SkinnyWarpgroup(TokensSchedule, Prefetches):
 
     @of_both
     def splits(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
-        if c.split_k > 1 and waves(p, c, gpu)[c.tile_n][0] > 1:
+        if c.split_k > 1 and waves(p, c, gpu)[c.tile_n].count > 1:
             return f"split_k={c.split_k}: the tiles fill the GPU with fewer CTAs to each"
         if c.split_k > 1 and c.split_k * 2 > -(-p.k // c.tile_k):
             return f"split_k={c.split_k} leaves less than two k-tiles of {c.tile_k} to each"
@@ -258,16 +249,33 @@ def resident(c: GemmConfig, gpu: GpuSpec) -> int:
     return int(gpu.sm_count * _ROOM.get(c.split_k, 1.0)) // c.split_k * c.split_k * c.ctas_per_sm
 
 
-def waves(p: GemmProblem, c: GemmConfig, gpu: GpuSpec) -> dict[int, tuple[int, float]]:
-    """Waves of CTAs and the share of the GPU at work, by a tile's columns."""
+class Waves(NamedTuple):
+    """What tiles of so many columns do to a GPU: waves of CTAs, and why others keep more of it at work."""
+
+    count: int
+    idle: str | None
+
+
+def waves(p: GemmProblem, c: GemmConfig, gpu: GpuSpec) -> dict[int, Waves]:
+    """Waves by a tile's columns."""
     return _waves(p.n, -(-p.m // (GROUP_TOKENS * groups(c))) * c.split_k, resident(c, gpu))
 
 
 @lru_cache(maxsize=1024)
-def _waves(columns: int, ctas: int, room: int) -> dict[int, tuple[int, float]]:
+def _waves(columns: int, ctas: int, room: int) -> dict[int, Waves]:
     """For ``ctas`` to a tile's columns; an idle column of a tile counts as an idle share of its CTA."""
     counts = {tile: -(-(-(-columns // tile) * ctas) // room) for tile in TILES}
-    return {tile: (n, columns * ctas / max(1, n * room * tile)) for tile, n in counts.items()}
+    busy = {tile: columns * ctas / max(1, n * room * tile) for tile, n in counts.items()}
+    best, found = max(TILES, key=lambda tile: busy[tile]), {}
+    for tile, count in counts.items():
+        least = next(other for other in TILES if counts[other] == count)
+        idle = None
+        if least < tile:
+            idle = f"tile_n={tile} makes as many waves of CTAs as tile_n={least}"
+        elif busy[tile] < LEAST_BUSY * busy[best]:
+            idle = f"tile_n={tile} has {busy[tile]:.0%} of the GPU at work where tile_n={best} has {busy[best]:.0%}"
+        found[tile] = Waves(count, idle)
+    return found
 
 
 def registers_per_thread(c: GemmConfig) -> int:
