@@ -183,7 +183,7 @@ def _own(module: Any) -> Any:
 
 
 def _is_empty(module: Any) -> bool:
-    return module.__dict__["empties"] and _own(module).numel() == 0
+    return bool(module.__dict__["empties"]) and _own(module).numel() == 0
 
 
 def _like(t: Tensor, data: Tensor) -> Tensor:
