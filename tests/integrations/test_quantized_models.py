@@ -6,7 +6,7 @@ import copy
 import functools
 import json
 from collections.abc import Callable
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +15,10 @@ from transformers.integrations.finegrained_fp8 import FP8Linear
 
 import cutekernels as ck
 from cutekernels.errors import UnsupportedProblem
+from cutekernels.integrations.transformers import projections
+from cutekernels.integrations.transformers import quantized as module_of_quantized
 from cutekernels.integrations.transformers.checkpoints import layout_of, quantized_weight
+from cutekernels.integrations.transformers.quantized import decoded
 from cutekernels.kernels.cute.parts.nf4 import NF4
 from cutekernels.models import Decoder
 from cutekernels.models.weights import Projection, Projections
@@ -58,7 +61,7 @@ def packed(n: int, k: int) -> Made:
         made.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
     weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True}
     made.quantization_scheme = SimpleNamespace(weights=SimpleNamespace(model_dump=lambda mode: weights))  # type: ignore[assignment]
-    made.forward = lambda x: pytest.fail("called")  # type: ignore[method-assign,assignment]
+    made.forward = MethodType(lambda self, x: pytest.fail("called"), made)  # type: ignore[method-assign]
     codes = torch.stack([(tensors["weight_packed"] >> (4 * i)) & 15 for i in range(8)], -1).flatten(1)
     return made, (codes - 8).float() * tensors["weight_scale"].float().repeat_interleave(32, 1)
 
@@ -192,7 +195,7 @@ def test_patch_multiplies_by_what_transformers_has_loaded(name: str) -> None:
             torch.testing.assert_close(compiled(ids, use_cache=False).logits, expected)
         assert model.state_dict().keys() == state.keys()
         projection = model.model.layers[0].mlp.up_proj
-        assert quantized_weight(projection) is projection.packed, "a decoder shares it"
+        assert quantized_weight(projection) is projection.packed, "not packed twice"
         model.bfloat16()
         assert model(ids).logits.dtype == torch.bfloat16
     assert report.patched["quantized"] == 14 and not report.left
@@ -236,27 +239,148 @@ def test_a_loaded_state_dict_is_multiplied_by(assign: bool) -> None:
         torch.testing.assert_close(model(ids).logits, twin(ids).logits)
 
 
-def test_a_state_dict_that_is_refused_changes_nothing() -> None:
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_state_dict_that_is_refused_changes_nothing(assign: bool) -> None:
     model, ids = small(), tiny.tokens()
     expected = replaced(model, fp8_rows)(ids).logits
-    state = model.state_dict()
+    state = {key: t.clone() for key, t in model.state_dict().items()}
     state["model.layers.0.mlp.up_proj.weight_scale"] = torch.full((1, 128), float("nan"))
     with ck.patch(model):
         with pytest.raises(RuntimeError, match=r"up_proj\.weight: .*finite"):
-            model.load_state_dict(state)
+            model.load_state_dict(state, assign=assign)
+        torch.testing.assert_close(model(ids).logits, expected)
+    assert all(t.isfinite().all() for name, t in model.state_dict().items() if name.endswith("weight_scale"))
+
+
+def test_a_weight_without_bitsandbytes_state_is_refused_when_it_is_loaded() -> None:
+    model, ids = small(), tiny.tokens()
+    expected = replaced(model, nf4)(ids).logits
+    with ck.patch(model):
+        with pytest.raises(RuntimeError, match=r"up_proj\.weight: .*quant_state.*from_pretrained"):
+            model.load_state_dict({key: t.clone() for key, t in model.state_dict().items()}, assign=True)
         torch.testing.assert_close(model(ids).logits, expected)
 
 
-def test_compare_decodes_the_weights() -> None:
+@pytest.mark.parametrize("name", ["fp8-rows", "packed", "nf4"])
+def test_who_reads_the_weight_gets_it_and_one_in_its_place_is_multiplied_by(name: str) -> None:
+    """PEFT's DoRA reads the weight at each call, its merge puts another one there."""
+    model = small()
+    replaced(model, LAYOUTS[name])
+    projection, x = model.model.layers[0].mlp.up_proj, torch.randn(3, 64)
+    other, exact = LAYOUTS[name](*quantized_weight(projection).shape)  # type: ignore[union-attr]
+    codes = "weight_packed" if name == "packed" else "weight"
+    own = {key: t.clone() for key, t in projection.state_dict().items()}
+    with ck.patch(model):
+        read = getattr(projection, codes)
+        assert torch.equal(read, own[codes]) and hasattr(read, "quant_state") == (name == "nf4")
+        assert not projection._parameters[codes].numel(), "still once in memory"
+        assert all(t.numel() for t in projection.state_dict(keep_vars=True).values())
+        for key, t in other._parameters.items():
+            setattr(projection, key, t)
+        torch.testing.assert_close(projection(x), torch.nn.functional.linear(x, exact))
+        assert not projection._parameters[codes].numel() and getattr(other, codes).numel(), "the caller's stays"
+    found, given = projection.state_dict(), other.state_dict()
+    assert all(torch.equal(found[key], t) for key, t in given.items())
+
+
+def test_a_weight_in_two_projections_stays_for_the_other_one() -> None:
     model, ids = small(), tiny.tokens()
-    replaced(model, gptq)
-    for linear in model.modules():
-        weight = quantized_weight(linear, torch.float32)
-        if weight is not None:  # each fake has a class of its own
-            exact = weight.dequantize()
-            type(linear).forward = lambda self, x, exact=exact: torch.nn.functional.linear(x, exact)  # type: ignore[method-assign,assignment]
+    twin = replaced(model, fp8_rows)
+    (first, second), plain = (layer.mlp for layer in model.model.layers), [layer.mlp for layer in twin.model.layers]
+    second.up_proj.weight, second.up_proj.weight_scale = first.up_proj.weight, first.up_proj.weight_scale
+    plain[1].up_proj.weight = plain[0].up_proj.weight
+    second.up_proj.forward = lambda x: torch.nn.functional.linear(x, first.up_proj.weight.float() * scale.t())
+    scale = first.up_proj.weight_scale
+    with ck.patch(model) as report:
+        assert report.patched["quantized"] == 13
+        torch.testing.assert_close(model(ids).logits, twin(ids).logits)
+
+
+@pytest.mark.parametrize("name", ["packed", "gptq"])
+def test_hooks_of_accelerate_survive_unpatch(name: str) -> None:
+    hooks = pytest.importorskip("accelerate.hooks")
+    model, ids = small(), tiny.tokens()
+    expected = replaced(model, LAYOUTS[name])(ids).logits
+    projection = model.model.layers[0].mlp.up_proj
+    own = projection.forward
+    ck.patch(model)
+    hooks.add_hook_to_module(projection, hooks.ModelHook())
+    model.load_state_dict(model.state_dict())
+    torch.testing.assert_close(model(ids).logits, expected)
+    hooked = projection.forward
+    ck.unpatch(model)
+    assert projection.forward is hooked and projection._old_forward == own
+
+
+def test_activations_that_no_kernel_takes_are_multiplied_by_the_decoded_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As fp32 on a GPU, of which the CPU stands in here; bitsandbytes casts them to its own type."""
+    peft, model = pytest.importorskip("peft"), small()
+    twin = replaced(model, nf4)
+    x, weight = torch.randn(3, 64), twin.model.layers[0].mlp.up_proj.weight
+    with ck.patch(model):
+        projection = model.model.layers[0].mlp.up_proj
+        monkeypatch.setattr(module_of_quantized, "_multiplied", lambda device, dtype: dtype == torch.bfloat16)
+        monkeypatch.setattr(projections, "multiplied", lambda x, weight: x.dtype == weight.dtype == torch.bfloat16)
+        assert torch.equal(projection(x), torch.nn.functional.linear(x, weight))
+        projection.compute_dtype = torch.bfloat16
+        found = projection(x)
+        assert found.dtype == x.dtype and torch.equal(found, found.bfloat16().float())
+    with ck.patch(model) as report:
+        left = [why for _, why in report.left if "torch.float32: load it with dtype=torch.bfloat16" in why]
+        assert report.patched["quantized"] == 1 and len(left) == 14, "13 projections, and attention's core"
+        assert model.config._attn_implementation != "cutekernels"
+    model.bfloat16().config.dtype = torch.float32  # the embeddings' type counts
+    ck.patch(peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"])))
+    assert model.config._attn_implementation == "cutekernels", "an adapter's weights may have any type"
+
+
+@pytest.mark.parametrize("patched", [False, True])
+def test_compare_decodes_the_weights(patched: bool) -> None:
+    """Of a copy: at the plain model's first call compressed-tensors would decompress it for good."""
+    model, ids = small(), tiny.tokens()
+    replaced(model, packed)
+    model.is_quantized = True  # of which transformers refuses float()
+
+    def decompress(model: Any, args: Any) -> None:
+        decoded(model)
+        del model.ct_decompress_hook
+        model._forward_pre_hooks.clear()
+
+    model.ct_decompress_hook = model.register_forward_pre_hook(decompress)
+    if patched:
+        ck.patch(model)
     found = ck.compare(model, ids)
     assert found.patched["logits"] < 1e-5 and found.plain["logits"] < 1e-5
+    ck.unpatch(model)
+    assert ck.patch(model).patched["quantized"] == 14
+
+
+def test_compare_refuses_what_it_cannot_decode() -> None:
+    model = tiny.model("llama")
+    model.model.layers[1].mlp.up_proj = machete(in_features=64)
+    with pytest.raises(UnsupportedProblem, match=r"up_proj are in a layout that is not decoded \(.*MacheteLinear"):
+        ck.compare(model, tiny.tokens())
+
+
+def test_a_copy_does_not_read_the_original() -> None:
+    """gptqmodel compiles a bound method, which copies would share."""
+    model = small()
+    replaced(model, gptq)
+    projection = model.model.layers[0].mlp.up_proj
+    projection.dequantize_weight = lambda: projection.qweight
+    with ck.patch(model):
+        assert "dequantize_weight" not in copy.deepcopy(projection).__dict__
+    assert "dequantize_weight" in projection.__dict__
+
+
+def test_quantized_experts_are_reported() -> None:
+    from transformers.integrations.finegrained_fp8 import FP8Experts
+
+    model = tiny.model("mixtral")
+    model.model.layers[0].mlp.experts = FP8Experts(model.config)
+    with ck.patch(model) as report:
+        assert report.patched["experts"] == 1
+        assert dict(report.left)["model.layers.0.mlp.experts"].endswith("a models.Decoder multiplies by them")
 
 
 def test_compressed_tensors_decompresses_nothing_that_is_patched() -> None:

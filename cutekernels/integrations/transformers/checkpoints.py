@@ -104,6 +104,11 @@ def read_weight(module: Any, dtype: torch.dtype | None = None) -> QuantizedWeigh
         weights = {"num_bits": 8, "type": "float", "strategy": "channel"}
         return from_compressed_tensors({"weight": _data(module.weight), "weight_scale": scale}, weights, dtype=dtype)
     if layout == "bitsandbytes":
+        if getattr(module.weight, "quant_state", None) is None:
+            raise UnsupportedProblem(
+                "bitsandbytes' weight is a Params4bit with its quant_state, and this one has none: load the quantized "
+                "model by from_pretrained"
+            )
         if getattr(module.weight.quant_state, "packing_format_for_cpu", False):
             raise UnsupportedProblem(
                 f"bitsandbytes has packed it for its CPU kernel at the first call: move the model to a GPU, or {REMEDY}"
@@ -165,9 +170,21 @@ def is_quantized(module: Any) -> bool:
     return any(set(kind.__module__.split(".")) & _LIBRARIES for kind in kinds)
 
 
+def is_undecoded(module: Any) -> bool:
+    """Whether a module is experts or a projection whose quantized weight nothing here decodes."""
+    if hasattr(module, "quantization_scheme") and getattr(module, "weight", None) is not None:
+        return module.weight.dtype in _STORED and not layout_of(module)  # else compressed-tensors has decompressed it
+    layout = layout_of(module)
+    known = hasattr(module, "in_features") and not hasattr(module, "base_layer")
+    return layout == "fp8-experts" or (known and not layout and is_quantized(module))
+
+
 def why_left(module: Any) -> str:
     """Why ``patch`` leaves a quantized module in no layout that is read, and the remedy; "" for no projection."""
-    if not hasattr(module, "in_features") or layout_of(module) == "cutekernels" or hasattr(module, "base_layer"):
+    layout = layout_of(module)
+    if layout == "fp8-experts":
+        return "its experts are quantized, and patch keeps the model's own: a models.Decoder multiplies by them"
+    if not hasattr(module, "in_features") or layout == "cutekernels" or hasattr(module, "base_layer"):
         return ""
     return f"it is quantized ({said_kind(module)}) in a layout that is not read: {REMEDY} for a models.Decoder"
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
+from cutekernels.integrations.transformers import checkpoints
 from cutekernels.integrations.transformers.families import family_of
 from cutekernels.integrations.transformers.patching import is_patched, patch, unpatch
 from cutekernels.integrations.transformers.quantized import decoded
@@ -44,8 +45,9 @@ class Comparison:
 def compare(model: torch.nn.Module, inputs: Tensor | Mapping[str, Tensor], *, layers: bool = False) -> Comparison:
     """Run a model patched, plain and in fp32 on the same inputs, and compare the results.
 
-    Two of the three runs are of a copy, which takes as much memory as the model, and twice that in fp32. The model is
-    left as it was, patched or not: none of its parameters moves, so graphs and decoders that read them stay valid.
+    A copy runs, which takes as much memory as the model, and twice that in fp32, where quantized weights are decoded.
+    The model is left as it was, patched or not: none of its parameters moves, so graphs and decoders that read them
+    stay valid.
 
     Args:
         model: as :func:`patch` takes it.
@@ -58,23 +60,29 @@ def compare(model: torch.nn.Module, inputs: Tensor | Mapping[str, Tensor], *, la
         A :class:`Comparison`, which prints as a table.
 
     Raises:
-        UnsupportedProblem: a model that :func:`patch` does not take, or without a language model's head or weights;
-            inputs that are not as above, or on another device than the model.
+        UnsupportedProblem: a model that :func:`patch` does not take, without a language model's head or weights, or
+            with quantized weights in a layout that is not read; inputs that are not as above, or on another device
+            than the model.
     """
     check_flag("compare", "layers", layers)
     _check_model(model)
     given = _checked(model, inputs)
-    own = _results(model, given, layers)
     twin = copy.deepcopy(model)
     if is_patched(twin):
         unpatch(twin)
-        plain, ours = _results(twin, given, layers), own
+        ours = _results(model, given, layers)
     else:
         with patch(twin):
-            plain, ours = own, _results(twin, given, layers)
+            ours = _results(twin, given, layers)
+    plain = _results(twin, given, layers)  # at which libraries decompress and repack weights: the model's own stay
+    if any(map(checkpoints.is_quantized, model.modules())):
+        del twin
+        twin = copy.deepcopy(model)
+        unpatch(twin)
+        decoded(twin)
     wide = {k: v.float() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in given.items()}
-    decoded(twin)
-    exact = _results(twin.float(), wide, layers)
+    torch.nn.Module.float(twin)  # transformers' own refuses what was quantized
+    exact = _results(twin, wide, layers)
     seen = given.get("attention_mask")
     seen = (
         torch.ones(exact["logits"].shape[:2], dtype=torch.bool, device=exact["logits"].device)
@@ -100,6 +108,11 @@ def _check_model(model: Any) -> None:
             f"compare takes a model with weights, and this one has some on the meta device: {remedy}"
         )
     for name, module in model.named_modules():
+        if checkpoints.is_undecoded(module):
+            raise UnsupportedProblem(
+                f"compare decodes quantized weights to fp32, and those of {name} are in a layout that is not decoded "
+                f"({checkpoints.said_kind(module)}): compare the model that was quantized"
+            )
         if is_planned(module):
             raise UnsupportedProblem(
                 f"compare runs a copy of the model, and tensor parallelism binds {name} to the original: load the "

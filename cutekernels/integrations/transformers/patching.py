@@ -77,7 +77,8 @@ def patch(model: torch.nn.Module, *, unlisted: bool = False) -> Report:
 
     Quantized projections are packed anew, if their layout is read, and multiplied without decoding the whole weight;
     activations stay in 16 bits. The largest of their own tensors is then not in memory; state dicts have it, and
-    :func:`unpatch` puts it back, bit for bit.
+    :func:`unpatch` puts it back, bit for bit. A weight that is replaced meanwhile (PEFT's merge) is packed at the next
+    call.
 
     Args:
         model: of Llama, Mistral, Mixtral, Qwen2, Qwen2-MoE, Qwen3, Qwen3-MoE, Phi-3, Phi-4, Granite, OLMo2,
@@ -237,10 +238,11 @@ def unpatch(model: torch.nn.Module) -> None:
                 quantized.put_back(module)
             module.__class__ = classes[type(module)]
             tensor_parallel.rebind(module)
-            for name in ("packed", "quantized_layout", "sources", "views", "shared"):
+            for name in ("packed", "sources", "views", "shared"):
                 module.__dict__.pop(name, None)
             for name, value in module.__dict__.items():  # what a wrapper has kept of the patched forward (accelerate's)
-                if getattr(getattr(value, "__func__", None), "__module__", None) == modules.__name__:
+                of = getattr(getattr(value, "__func__", None), "__module__", None) or ""
+                if of.rpartition(".")[0] == __package__:
                     module.__dict__[name] = getattr(module.__class__, value.__name__).__get__(module)
         quantized.give_back(module)
         before = module.__dict__.pop(_BEFORE, None)
@@ -278,8 +280,9 @@ def _route(model: Any, family: Family, report: Report) -> None:
         if broken:
             report.left.append(("attention's core", rule))
             return
+    dtype = quantized.computed(model)
     for name, module in model.named_modules():
-        rule = rules.why_no_core(module, module.family) if isinstance(module, modules.Attention) else ""
+        rule = rules.why_no_core(module, module.family, dtype) if isinstance(module, modules.Attention) else ""
         if rule:
             report.left.append((f"{name}'s core", rule))
             return

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.integrations.transformers import modules, projections
+from cutekernels.integrations.transformers.checkpoints import is_quantized
 from cutekernels.integrations.transformers.experts import why_not_experts
 from cutekernels.integrations.transformers.families import Family, activation_of, gate_of
-from cutekernels.integrations.transformers.quantized import Quantized, computed
+from cutekernels.integrations.transformers.quantized import Quantized, why_not_computed
 from cutekernels.integrations.transformers.tensor_parallel import is_planned
 from cutekernels.nn.mlp import Gate, gate_mul, unhooked
 from cutekernels.ops.attention.api import attention
@@ -68,7 +69,7 @@ def _mlp_left(module: Any, family: Family) -> str:
     if not unhooked(act):
         return "its activation has hooks"
     name = "c_fc" if not family.gated else "gate_up_proj" if family.joined_mlp else "gate_proj"
-    weight: Any = getattr(getattr(module, name), "weight", None)
+    weight: Any = _weight_of(getattr(module, name))
     if not _has_shape(weight, 2):
         return ""
     if not family.gated:
@@ -91,12 +92,12 @@ def _asks_for_more(original: type[Any]) -> str:
     return ""
 
 
-def why_no_core(module: Any, family: Family) -> str:
-    """Why no kernel takes the queries, keys and values of an attention layer, or ""."""
+def why_no_core(module: Any, family: Family, dtype: torch.dtype) -> str:
+    """Why no kernel takes the queries, keys and values of an attention layer, or "". ``dtype``: the model's."""
     if module.head_dim % WIDEST or module.head_dim > WIDEST_HEAD:
         return f"kernels take a head_dim that is a multiple of {WIDEST} up to {WIDEST_HEAD}; it is {module.head_dim}"
     window, weight = family.window_of(module), _query(module)
-    return _not_computed(module) or _of_core(
+    return _not_computed(module, dtype) or _of_core(
         module.head_dim, *_heads(module), _dtype(weight), module.scaling, family.softcap_of(module), window
     )
 
@@ -104,11 +105,12 @@ def why_no_core(module: Any, family: Family) -> str:
 # ---- weights --------------------------------------------------------------------------------------------
 
 
-def _not_computed(module: Any) -> str:
+def _not_computed(module: Any, dtype: torch.dtype) -> str:
     """Why the queries of an attention layer have no type that kernels take: that of its weights, or of the model."""
     projection = _query_of(module)
-    if isinstance(projection, Quantized):
-        return computed(projection, getattr(module.config, "dtype", None))
+    own = next((t for t in (*projection.parameters(), *projection.buffers())), None)
+    if own is not None and is_quantized(projection):
+        return why_not_computed(own.device, dtype)
     return _not_multiplied(getattr(projection, "weight", None))
 
 
@@ -139,11 +141,17 @@ def _heads(module: Any) -> tuple[int, int]:
 
 
 def _query_of(module: Any) -> Any:
-    return module.qkv_proj if hasattr(module, "qkv_proj") else module.q_proj
+    projection = module.qkv_proj if hasattr(module, "qkv_proj") else module.q_proj
+    return getattr(projection, "base_layer", projection)  # behind an adapter
 
 
 def _query(module: Any) -> object:
-    return getattr(_query_of(module), "weight", None)
+    return _weight_of(_query_of(module))
+
+
+def _weight_of(projection: Any) -> object:
+    """A projection's weight; None for a patched quantized one, which would have to make it."""
+    return None if isinstance(projection, Quantized) else getattr(projection, "weight", None)
 
 
 def _meta(*shape: int, dtype: torch.dtype) -> Tensor:

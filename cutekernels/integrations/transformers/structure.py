@@ -28,6 +28,7 @@ ATTENTION_LEFT = (
     "it stays the model's own; where transformers dispatches it by name, cutekernels.register_attention() and "
     'model.set_attn_implementation("cutekernels") run it here'
 )
+_QUANTIZED = "its weights are quantized, which unlisted=True does not patch: put cutekernels.nn.QuantizedLinear there"
 _GATES: tuple[Gate, ...] = ("silu", "gelu", "gelu_tanh")
 _FP32 = 64 * 2.0**-23
 _TOKENS = 6
@@ -55,7 +56,9 @@ def _find(model: torch.nn.Module) -> Found:
     for path, module in model.named_modules():
         role, guesses = _guesses(module, tables)
         if not role:
-            if any(True for _ in module.parameters(recurse=False)):
+            if checkpoints.is_quantized(module) and hasattr(module, "in_features"):
+                found.left.append((path, _QUANTIZED))
+            elif any(True for _ in module.parameters(recurse=False)):
                 found.left.append((path, "no kernel is known by its structure"))
             continue
         reason = _why_not(role, module, places[id(module)])
@@ -93,7 +96,7 @@ def _why_not(role: str, module: Any, places: int) -> str:
     if any(p.is_meta for _, p in own):
         return "its weights are on the meta device, where nothing can be compared"
     if any(map(checkpoints.is_quantized, module.modules())) or any(not p.is_floating_point() for _, p in own):
-        return "its weights are quantized"
+        return _QUANTIZED
     if any(not projections.multiplied(p, p) for _, p in own if p.dim() > 1):
         return f"on a GPU kernels multiply fp16 and bf16, and its weights are {own[0][1].dtype}"
     return ""
