@@ -131,7 +131,7 @@ class SkinnyWarpgroup(TokensSchedule, Prefetches):
 
     @of_both
     def splits(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
-        if c.split_k > 1 and waves(p, c, gpu)[c.tile_n].count > 1:
+        if c.split_k > 1 and waves(p, c, gpu)[c.tile_n].number > 1:
             return f"split_k={c.split_k}: the tiles fill the GPU with fewer CTAs to each"
         if c.split_k > 1 and c.split_k * 2 > -(-p.k // c.tile_k):
             return f"split_k={c.split_k} leaves less than two k-tiles of {c.tile_k} to each"
@@ -252,7 +252,7 @@ def resident(c: GemmConfig, gpu: GpuSpec) -> int:
 class Waves(NamedTuple):
     """What tiles of so many columns do to a GPU: waves of CTAs, and why others keep more of it at work."""
 
-    count: int
+    number: int
     idle: str | None
 
 
