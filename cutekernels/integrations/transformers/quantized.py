@@ -156,11 +156,11 @@ def _reading(module: Any, dtype: torch.dtype) -> QuantizedWeight | str:
     """The weight of a projection of a model that computes in ``dtype``, or why it cannot be patched."""
     own = [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
     if any(hasattr(t, "placements") for t in own) or sharded(module):
-        return "it is quantized and sharded"
+        return "it is quantized and sharded: load it whole, on one device"
     if any(t.is_meta for t in own):
         return "it is quantized and on the meta device: load it first"
     if "forward" in module.__dict__ and (hasattr(module, "_hf_hook") or layout_of(module) != "compressed-tensors"):
-        return "its forward has been replaced (by device_map's hooks, say)"
+        return "its forward has been replaced (by device_map's hooks, say): load the model on one device"
     lower = module.__dict__.get("compute_dtype")  # to which bitsandbytes casts
     if reason := why_not_computed(own[0].device, lower if lower in DTYPES.values() else dtype):
         return reason
