@@ -8,6 +8,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -320,7 +321,8 @@ def test_a_parameter_that_stands_twice_is_refused() -> None:
 
 def test_a_step_costs_the_host_less_than_torchs() -> None:
     command = [sys.executable, "-m", "tests.optimizer.host"]
-    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    root = Path(__file__).parents[2]
+    lines = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout.splitlines()
     for case, line in zip(host.CASES, lines, strict=True):
         ours, theirs = map(float, line.split())
         assert ours < 0.8 * theirs, case
