@@ -61,7 +61,7 @@ def bench(
         Accumulate, typer.Option(help="Type of accumulation; fp16 needs --dtype fp16.")
     ] = Accumulate.fp32,
     out: Annotated[Path | None, typer.Option(help="Folder of the results; default bench/results/<gpu>.")] = None,
-    max_smem_kib: Annotated[int | None, typer.Option(min=99, help="Time our best within this much smem too.")] = None,
+    max_smem_kib: Annotated[int | None, typer.Option(min=1, help="Time our best within this much smem too.")] = None,
     example: Annotated[Path | None, typer.Option(help="NVIDIA's tensorop_gemm.py, from a CUTLASS checkout.")] = None,
     match: Annotated[str, typer.Option(help="Only cases with this in their label or problem.")] = "",
     alone: Annotated[bool, typer.Option("--alone", help="Ours without its peers: many cases in little time.")] = False,

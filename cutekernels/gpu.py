@@ -92,7 +92,13 @@ class GpuSpec:
         """This GPU with only ``smem_kib`` KiB of shared memory per SM, to imitate a smaller one.
 
         In the database it is a GPU of its own: ``h200-99kib``.
+
+        Raises:
+            UnknownGpu: less than the smallest GPU has, where some ops have no config.
         """
+        least = min(gpu.smem_per_block_bytes for gpu in GPUS) // KIB
+        if smem_kib < least:
+            raise UnknownGpu(f"kernels need {least} KiB of shared memory; {smem_kib} are less: name a larger limit")
         return replace(self, name=f"{self.name}-{smem_kib}kib", smem_cap_bytes=smem_kib * KIB)
 
     @property
@@ -182,9 +188,6 @@ def lookup(name: str) -> GpuSpec:
         return detect()
     cap = re.fullmatch(r"(.+)-([1-9][0-9]{0,3})kib", key)
     if cap is not None:
-        least = min(gpu.smem_per_block_bytes for gpu in GPUS) // KIB
-        if int(cap[2]) < least:
-            raise UnknownGpu(f"kernels need {least} KiB of shared memory; {key[:60]!r} has less: name a larger limit")
         return lookup(cap[1]).limited(int(cap[2]))
     key = ALIASES.get(key, key)
     found = _BY_NAME.get(key) or _BY_PRODUCT.get(key)

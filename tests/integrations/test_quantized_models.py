@@ -178,7 +178,7 @@ def small() -> Any:
 
 
 def looks(model: Any) -> dict[str, Any]:
-    """What unpatch has to restore."""
+    """The classes, attributes and hooks that unpatch has to restore."""
     projections = {name: (type(m), set(m.__dict__)) for name, m in model.named_modules() if hasattr(m, "in_features")}
     return {"hooks": list(model._forward_pre_hooks), **projections}
 
@@ -283,6 +283,21 @@ def test_who_reads_the_weight_gets_it_and_one_in_its_place_is_multiplied_by(name
     assert all(torch.equal(found[key], t) for key, t in given.items())
 
 
+def test_a_graph_multiplies_by_the_weight_that_is_there() -> None:
+    """Made before the weight is replaced and after it, before any other call."""
+    model, x = small(), torch.randn(3, 64)
+    replaced(model, fp8_rows)
+    projection = model.model.layers[0].mlp.up_proj
+    with ck.patch(model):
+        compiled = torch.compile(projection, backend="aot_eager")
+        compiled(x)
+        for run in (compiled, torch.compile(projection, backend="aot_eager")):
+            other, exact = fp8_rows(*projection.packed.shape)
+            projection.weight, projection.weight_scale = other.weight, other.weight_scale
+            torch.testing.assert_close(run(x), torch.nn.functional.linear(x, exact))
+        assert not projection._parameters["weight"].numel()
+
+
 def test_a_weight_in_two_projections_stays_for_the_other_one() -> None:
     model, ids = small(), tiny.tokens()
     twin = replaced(model, fp8_rows)
@@ -319,7 +334,7 @@ def test_activations_that_no_kernel_takes_are_multiplied_by_the_decoded_weight(m
     x, weight = torch.randn(3, 64), twin.model.layers[0].mlp.up_proj.weight
     with ck.patch(model):
         projection = model.model.layers[0].mlp.up_proj
-        monkeypatch.setattr(module_of_quantized, "_multiplied", lambda device, dtype: dtype == torch.bfloat16)
+        monkeypatch.setattr(module_of_quantized, "computes", lambda device, dtype: dtype == torch.bfloat16)
         monkeypatch.setattr(projections, "multiplied", lambda x, weight: x.dtype == weight.dtype == torch.bfloat16)
         assert torch.equal(projection(x), torch.nn.functional.linear(x, weight))
         projection.compute_dtype = torch.bfloat16
@@ -336,7 +351,7 @@ def test_activations_that_no_kernel_takes_are_multiplied_by_the_decoded_weight(m
 
 @pytest.mark.parametrize("patched", [False, True])
 def test_compare_decodes_the_weights(patched: bool) -> None:
-    """Of a copy: at the plain model's first call compressed-tensors would decompress it for good."""
+    """Copies run: at the plain model's first call compressed-tensors would decompress it for good."""
     model, ids = small(), tiny.tokens()
     replaced(model, packed)
     model.is_quantized = True  # of which transformers refuses float()

@@ -49,8 +49,8 @@ def layout_of(module: Any) -> str:
         return ""
     if "quantized_layout" in module.__dict__:  # of a patched one
         return module.__dict__["quantized_layout"]  # type: ignore[no-any-return]
-    original, weight = type(module), getattr(module, "weight", None)
-    kind = original.__name__
+    cls, weight = type(module), getattr(module, "weight", None)
+    kind = cls.__name__
     if isinstance(weight, QuantizedWeight):  # nn.QuantizedLinear
         return "cutekernels"
     if kind == "FP8Linear" and hasattr(module, "weight_scale_inv"):
@@ -61,9 +61,9 @@ def layout_of(module: Any) -> str:
         return "fp8-rows"
     if kind == "Linear4bit" and getattr(weight, "quant_state", None) is not None:
         return "bitsandbytes"
-    if original.__module__.startswith("gptqmodel."):
+    if cls.__module__.startswith("gptqmodel."):
         return _GPTQMODEL.get(kind, "")
-    if original is not torch.nn.Linear:
+    if cls is not torch.nn.Linear:
         return ""
     if "weight_packed" in module._parameters:
         return "compressed-tensors"

@@ -27,9 +27,14 @@ def sharded(linear: Any) -> bool:
     return "_is_fsdp_managed_module" in linear.__dict__
 
 
+def computes(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether our kernels compute in ``dtype``: a 16-bit one, but on the CPU any."""
+    return device.type == "cpu" or dtype in DTYPES.values()
+
+
 def multiplied(x: Tensor, weight: Tensor) -> bool:
-    """Whether our kernels multiply ``x`` by ``weight``: of one type, but on the CPU a 16-bit one."""
-    return x.dtype == weight.dtype and (x.device.type == "cpu" or x.dtype in DTYPES.values())
+    """Whether our kernels multiply ``x`` by ``weight``: of one type, in which they compute."""
+    return x.dtype == weight.dtype and computes(x.device, x.dtype)
 
 
 def is_linear(module: Any) -> bool:

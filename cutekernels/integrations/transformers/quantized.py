@@ -17,7 +17,7 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.integrations.transformers.checkpoints import layout_of, quantized_weight, read_weight
 from cutekernels.integrations.transformers.families import Family, shared_parameters
 from cutekernels.integrations.transformers.modules import Patched, swapped
-from cutekernels.integrations.transformers.projections import held, sharded
+from cutekernels.integrations.transformers.projections import computes, held, sharded
 from cutekernels.nn.quantized import applied
 from cutekernels.ops.gemm.api import linear
 from cutekernels.ops.quantized.api import check_kernels
@@ -63,9 +63,9 @@ class Quantized(Patched):
     def forward(self, x: Tensor) -> Tensor:
         """The product."""
         me: Any = self
-        weight = self.packed if torch.compiler.is_compiling() else current(me)
+        weight = _outside_graphs(me) if is_replaced(me) else self.packed
         bias, given = held(me, "bias"), x.dtype
-        if not _multiplied(x.device, given) and not torch.is_autocast_enabled(x.device.type):
+        if not computes(x.device, given) and not torch.is_autocast_enabled(x.device.type):
             lower = me.__dict__.get("compute_dtype")  # to which bitsandbytes casts
             if lower not in DTYPES.values():
                 plain = weight.dequantize(torch.float32).to(given)
@@ -198,11 +198,17 @@ def _filled(module: Any) -> Tensor:
     return _like(_own(module), module.packed.tensors()[module.codes])
 
 
-def current(module: Any) -> QuantizedWeight:
-    """The weight of a patched projection: read again where the tensor of its codes has been replaced or filled."""
+def is_replaced(module: Any) -> bool:
+    """Whether the tensor of a patched projection's codes has been replaced or filled."""
     own = _own(module)
-    if own.numel() == 0 or (own is module.seen and not module.empties):
+    return own.numel() != 0 if module.empties else own is not module.seen
+
+
+def current(module: Any) -> QuantizedWeight:
+    """The weight of a patched projection, read again where :func:`is_replaced`."""
+    if not is_replaced(module):
         return module.packed  # type: ignore[no-any-return]
+    own = _own(module)
     try:
         weight = _read(module, module.packed.dtype)
     except UnsupportedProblem as error:
@@ -214,6 +220,10 @@ def current(module: Any) -> QuantizedWeight:
         module.packed = weight
         empty(module, owned=False)
     return weight
+
+
+# A graph breaks at a replaced weight, and is made anew with the one that was packed.
+_outside_graphs: Callable[[Any], QuantizedWeight] = torch.compiler.disable(current)
 
 
 def _read(module: Any, dtype: torch.dtype) -> QuantizedWeight:
@@ -274,16 +284,14 @@ def give_back(module: Any) -> None:
 def computed(model: Any) -> torch.dtype:
     """The type of a model's activations: that of its embeddings, which QLoRA's preparation makes fp32."""
     table: Any = next((m for m in model.modules() if isinstance(m, torch.nn.Embedding)), None)
-    return getattr(model.config, "dtype", None) or torch.float32 if table is None else table.weight.dtype
-
-
-def _multiplied(device: torch.device, dtype: torch.dtype) -> bool:
-    return device.type == "cpu" or dtype in DTYPES.values()
+    if table is not None:
+        return table.weight.dtype  # type: ignore[no-any-return]
+    return getattr(model.config, "dtype", None) or torch.float32
 
 
 def why_not_computed(device: torch.device, dtype: torch.dtype) -> str:
     """Why kernels take nothing of a model that computes in ``dtype``, or ""."""
-    if _multiplied(device, dtype):
+    if computes(device, dtype):
         return ""
     return f"on a GPU kernels take fp16 and bf16, and the model computes in {dtype}: load it with dtype=torch.bfloat16"
 

@@ -25,9 +25,9 @@ class Multistage:
     dram: float = 0.9 / 0.92  # dram_share: what the loads reach
     unhidden: float = 0.05  # share of the shorter of two times that the longer does not hide
     tile: float = 0.17 / 0.08  # barrier_us: a walked tile, whatever its size
-    one_stage: float = 1.05  # factor of the same: 1 % faster where both were timed, and spills (bf16, head dim 128)
+    one_stage: float = 1.05  # factor of ``tile`` with one stage: 1 % faster where timed, and spills (head dim 128)
     many: int = 8  # CTAs of an SM from which no wave is left half empty
-    # Of the gradients, not fitted to measurements of their own:
+    # Numbers of the gradients alone, not fitted to measurements of their own:
     wait: float = 0.4 / 0.08  # barrier_us: the next tile, with one stage
     slopes: float = 0.5  # share of the exponents' time that products do not hide
     crowd: float = 0.3  # power of an SM's warps, of CROWD_WARPS, by which its speed falls: they hide less
@@ -60,8 +60,8 @@ class WarpgroupBackward:
     drawn: float = 1.04  # factor: tiles drawn from a counter
     tight: float = 1.01  # factor: two stages
     many: int = 8  # tiles of an SM above which its last one does not count
-    late: float = 0.4  # share of the heaviest tile, where a band's heavy ones are its last:
-    full: float = 2.0  # tiles for each SM below which they are
+    late: float = 0.4  # share of the heaviest tile that is added where a band's heavy ones start last
+    full: float = 2.0  # tiles for each SM; with fewer, a band's heavy ones start last
 
 
 @dataclass(frozen=True)
@@ -71,11 +71,11 @@ class Decode:
     port: float = 108 / 99  # sm_bytes_per_us: what an SM loads
     latency: float = 0.57 / 0.8  # dram_latency_us: a load
     block: float = 0.11 * 1700  # cycles: 16 keys of a warp
-    float8: float = 0.7  # cycles: the same for a padded column of e4m3, a guess,
-    converted: float = 3.0  # cycles: and where the GPU has no instruction for it
+    float8: float = 0.7  # cycles: a padded column of e4m3 in 16 keys of a warp, a guess
+    converted: float = 3.0  # cycles: the same column where the GPU has no instruction that converts it, a guess
     ticket: float = 3.2 / 0.63  # exchange_us: splits leave their sums and draw a ticket
     partial: float = 0.3 / 0.63  # exchange_us: a split's sums are added up, divided by the warps
-    message: float = 0.2 / 0.63  # exchange_us: the same for each CTA of a cluster, which meets once
+    message: float = 0.2 / 0.63  # exchange_us: the sums of each CTA of a cluster, which meets once
     clustered: float = 0.8  # share of the SMs that clusters of three CTAs and more fill: parts of a chip have a rest
     hidden: float = 0.12  # share of the shorter of two times that goes on behind the longer
 

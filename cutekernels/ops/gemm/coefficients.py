@@ -62,7 +62,7 @@ class Warpgroup:
     fixed: float = 2.19 / 1.5  # launch_us: a launch, with its first and last CTA
     mma: float = 6.51 / 6.22  # warpgroup_flops_per_us: what a steady mainloop reaches
     port: float = 105.7 / 99.0  # sm_bytes_per_us: what the L2 gives an SM that has one tile
-    steady: float = 93.9 / 99.0  # sm_bytes_per_us: the same where it has several
+    steady: float = 93.9 / 99.0  # sm_bytes_per_us: what the L2 gives an SM that has several tiles
     arrival: float = 119.8 / 99.0  # sm_bytes_per_us: what may arrive in an SM, multicast or not
     shared: float = 1.4  # smem_bytes_per_us: what MMAs read and what arrives
     apart: float = 1.048  # factor: a cluster shares the operand of fewer rows, which the L2 holds anyway
@@ -76,7 +76,7 @@ class Warpgroup:
 
 @dataclass(frozen=True)
 class Prefetch:
-    """Of weights by a dependent launch, bytes of a CTA (H200, 2026-11-22)."""
+    """Bytes of weights that a CTA of a dependent launch prefetches (H200, 2026-11-22)."""
 
     enough: int = 32 * 1024  # bytes from which the gain is whole
     too_much: int = 48 * 1024  # bytes from which it is lost again
@@ -88,8 +88,8 @@ class Norm:
 
     kernel: float = 0.8 / 1.5  # launch_us: a norm's own kernel
     of_product: float = 0.02  # share of the product's time that its kernel adds
-    token: float = 8.5  # cycles: a token in that kernel,
-    tokens: int = 64  # tokens: up to so many
+    token: float = 8.5  # cycles: a token in that kernel, up to ``tokens`` of them
+    tokens: int = 64  # tokens: more of them take that kernel no longer
     within: float = 0.5 / 0.63  # exchange_us: the norm within the product, where it is hidden
     hidden: float = 0.55  # share of the product's time that weighing may take and be hidden
 

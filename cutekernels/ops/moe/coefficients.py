@@ -24,22 +24,22 @@ class Route:
     occupied: int = 2  # of the warps that an SM holds, one in so many is there
     start: int = 100  # instructions: a program, whatever its size
     softmax: int = 20  # instructions: an element of a thread
-    round: int = 3  # instructions: the same in a round that finds one expert
-    rounds: int = 10  # instructions: such a round, whatever its size
+    round: int = 3  # instructions: an element of a thread in a round that finds one expert
+    rounds: int = 10  # instructions: a round that finds one expert, whatever its size
     compared: int = 8  # instructions: an element of a thread in a step of a sort
     gradient: int = 10  # instructions: an element of a thread in the gradient
 
 
 @dataclass(frozen=True)
 class Permute:
-    """Of one program; no sweep of it is recorded."""
+    """Clocks of one program; no sweep of it is recorded."""
 
     resident: int = 4  # programs of an SM
-    count: int = 1000  # clocks: to count a block,
-    counted: int = 500  # clocks: and each four ids of a thread in it
-    place: int = 1700  # clocks: to place a block, and to read what all have counted,
-    placed: int = 2000  # clocks: and each four ids of a thread
-    read: float = 1 / 8  # clocks: a count
+    count: int = 1000  # clocks: to count a block, whatever its size
+    counted: int = 500  # clocks: to count four ids of a thread
+    place: int = 1700  # clocks: to place a block, whatever its size; as many to read what all programs have counted
+    placed: int = 2000  # clocks: to place four ids of a thread
+    read: float = 1 / 8  # clocks: to read a count
     scattered: float = 0.7  # share of DRAM's rate that scattered stores reach
 
 

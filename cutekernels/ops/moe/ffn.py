@@ -78,7 +78,7 @@ def moe_ffn(
     check_word("moe_ffn", "activation", activation)
     if activation not in GATES:
         raise UnsupportedProblem(f"moe_ffn takes activation as {' or '.join(GATES)}; got {activation!r}: pass one")
-    if activation == CLAMPED:
+    if activation == CLAMPED and not isinstance(w_gate_up, QuantizedStack):  # whose product checks them
         check_number("moe_ffn", "alpha", alpha)
         check_number("moe_ffn", "limit", limit, 0.0)
     shape = tuple(w_gate_up.shape)

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 class Skinny:
     """Warp MMA."""
 
-    beside: float = 2.9  # instructions: others than decoding, for eight weights of a lane, always,
-    column: float = 1.6  # instructions: for eight tokens,
-    fragment: float = 0.66  # instructions: and for eight tokens, shared by a warp's strips
+    beside: float = 2.9  # instructions: beside decoding, for eight weights of a lane
+    column: float = 1.6  # instructions: beside these, for eight tokens
+    fragment: float = 0.66  # instructions: for eight tokens, shared by a warp's strips
     issue: float = 0.63  # share of a scheduler's cycles that issue one
     few: float = 2.1  # share of their time that is added, divided by an SM's warps
     mma_cycles: float = 15.3  # cycles of a scheduler: eight weights of a lane and eight tokens
@@ -33,9 +33,9 @@ class Skinny:
 class Warpgroup:
     """Warpgroup MMA."""
 
-    beside: float = 1.8  # instructions: others than decoding, for eight weights, always,
-    scaled: float = 11.3  # instructions: with scales of weights,
-    exact: float = 6.5  # instructions: and with those of the activations' type
+    beside: float = 1.8  # instructions: beside decoding, for eight weights
+    scaled: float = 11.3  # instructions: to scale eight weights
+    exact: float = 6.5  # instructions: to scale eight weights where scales have the activations' type
     issue: float = 0.41  # share of a scheduler's cycles that issue one
     alone: float = 0.4  # share of decoding that one group alone does not hide
     mma: float = 1.01  # warpgroup_flops_per_us: what a steady mainloop reaches
@@ -44,8 +44,8 @@ class Warpgroup:
     half_us: float = 0.023  # us: each 64 of K
     end_us: float = 0.011  # us: a group's end
     fixed: float = 2.6  # launch_us: a launch, with its first and last CTA
-    shared: float = 4.1  # exchange_us: a shared tile,
-    parts: float = 7.7  # exchange_us: and its 128 x 128 partial sums
+    shared: float = 4.1  # exchange_us: a shared tile, whatever its size
+    parts: float = 7.7  # exchange_us: 128 x 128 partial sums of a shared tile
     sharpness: float = 4.9  # exponent of the mean of a k-tile's three times
     hidden: float = 3.3  # exponent of the mean of the busiest SM's time and DRAM's
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Streaming:
-    """Of all ops whose bytes are the limit (H200, 2026-11-23)."""
+    """Numbers of all ops whose bytes are the limit (H200, 2026-11-23)."""
 
     uncoalesced: float = 4.0  # factor of DRAM's time: neighbouring threads use an eighth to a half of a sector
     chunked: float = 0.97  # factor of the bytes: rows walked in chunks come from the caches the second time
@@ -18,14 +18,14 @@ class Streaming:
 
 @dataclass(frozen=True)
 class Filter:
-    """Of the passes over a row of logits, instructions of a warp; no sweep of it is recorded."""
+    """Instructions of a warp in the passes over a row of logits; no sweep of them is recorded."""
 
     pass_us: float = 0.3  # us: from one pass to the next within a launch
-    first: int = 12  # instructions: an element, in the pass for the maximum,
-    top_k: int = 4  # instructions: in one that counts,
-    top_p: int = 45  # instructions: in one that adds probabilities,
-    last: int = 30  # instructions: and in the one that writes
-    digit: int = 2  # instructions: the same for each digit of a count; twice as many for a sum
+    first: int = 12  # instructions: an element in the pass for the maximum
+    top_k: int = 4  # instructions: an element in a pass that counts
+    top_p: int = 45  # instructions: an element in a pass that adds probabilities
+    last: int = 30  # instructions: an element in the pass that writes
+    digit: int = 2  # instructions: an element, for each digit of a count; twice as many for one of a sum
 
 
 STREAMING, FILTER = Streaming(), Filter()
