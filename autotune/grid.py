@@ -68,13 +68,28 @@ TRAINING = 512  # tokens from which products of training, in the other layouts, 
 LAYOUTS = ("b_major=k", "", "a_major=m", "a_major=m b_major=k")  # y = x w', dx = dy w, dw = dy' x, and the fourth
 
 
-def _gemm(layouts: Sequence[str], tokens: range) -> Iterator[str]:
-    low, high, count = 512, 32768, 8
+FORMATS = ("", "code=e4m3 group=0 scale=fp32", "code=e4m3 scale_rows=128 scale=fp32")  # int4 by 128; FP8: rows, blocks
+DECODED = (1, 2, 4, 8, 16, 32, 64, 256)  # tokens of products with packed weights
+
+
+def _products(kinds: Sequence[str], tokens: Sequence[int], low: int, count: int) -> Iterator[tuple[str, int, str]]:
+    """A kind, tokens and a problem, of ``count`` times ``count`` weights each, drawn in their cells from ``low`` on."""
+    high = 32768
     weights = _steps(low, high, count)
-    for number, (layout, m, n, k) in enumerate(product(LAYOUTS, TOKENS, weights, weights), 1):
+    for number, (kind, m, n, k) in enumerate(product(kinds, tokens, weights, weights), 1):
+        n, k = (_drawn(x, number * g % 1, low, high, count) for x, g in zip((n, k), _PLASTIC, strict=True))
+        yield kind, m, f"m={m} n={n} k={k} {kind}".strip()
+
+
+def _gemm(layouts: Sequence[str], tokens: range) -> Iterator[str]:
+    for layout, m, text in _products(LAYOUTS, TOKENS, 512, 8):
         if layout in layouts and m in tokens:
-            n, k = (_drawn(x, number * g % 1, low, high, count) for x, g in zip((n, k), _PLASTIC, strict=True))
-            yield f"m={m} n={n} k={k} {layout}".strip()
+            yield text
+
+
+def _packed() -> Iterator[str]:
+    for _, _, text in _products(FORMATS, DECODED, 1024, 6):
+        yield text
 
 
 _HEADS = ((32, 8), (28, 4), (64, 8), (16, 16))
@@ -114,10 +129,11 @@ FAMILIES = (
     Family("gemm", partial(_gemm, LAYOUTS[:1], range(FEW + 1, TOKENS[-1] + 1)), 0.25, 0.09),
     Family("gemm", partial(_gemm, LAYOUTS[1:], range(TRAINING, TOKENS[-1] + 1)), 0.1, 0.08),
     Family("attention", _attention, 0.15, 0.06),
-    Family("decode_attention", _decode, 0.15, 0.06),
+    Family("decode_attention", _decode, 0.1, 0.06),
     Family("rms_norm", _norms, 0.05, 0.04),
     Family("add_rms_norm", _norms, 0.05, 0.04),
-    Family("grouped_gemm", _grouped, 0.1, 0.06),
+    Family("grouped_gemm", _grouped, 0.05, 0.06),
+    Family("quantized_linear", _packed, 0.1, 0.06),
 )
 
 

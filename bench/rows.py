@@ -73,14 +73,14 @@ def is_ours(contender: str) -> bool:
 
 
 _NAMES = tuple(f.name for f in fields(Row))
-_OF_CASE = ("problem", "label")
+_REPEATED = ("problem", "label", "stamp")
 
 
 def write(path: Path, rows: Iterable[Row]) -> None:
     """Replace ``path`` with ``rows``, whole or not at all; numbers are rounded to ``DIGITS`` significant digits.
 
-    A peer that is not installed has one row, the first, for all cases of a suite. A case stands in its first row; null
-    in those of its other contenders.
+    A peer that is not installed has one row, the first, for all cases of a suite. A case and a stamp stand in the
+    first of the rows that have them, null in the others.
     """
     kept: dict[object, Row] = {}
     for number, row in enumerate(rows):
@@ -115,7 +115,7 @@ def _lines(rows: Sequence[dict[str, Any]]) -> list[Any]:
     common = {name: value for name, value in rows[0].items() if name not in columns} if rows else {}
     lines: list[Any] = [{"common": common, "columns": columns}]
     for row, before in zip(rows, [None, *rows[:-1]], strict=True):
-        same = {name for name in _OF_CASE if before is not None and row[name] == before[name]}
+        same = {name for name in _REPEATED if before is not None and row[name] == before[name]}
         lines.append(trimmed([None if name in same else row[name] for name in columns]))
     return lines
 
@@ -144,7 +144,7 @@ def _row(common: dict[str, Any], columns: Sequence[str], line: str, before: Row 
         values = json.loads(line)
         values += [None] * (len(columns) - len(values))
         found = dict(zip(columns, values, strict=True))
-        for name in _OF_CASE:
+        for name in _REPEATED:
             if name in columns and found[name] is None:
                 if before is None:
                     raise ValueError(f"{name} is missing from the first row")

@@ -159,6 +159,12 @@ class TestRows:
         assert header["columns"] == ["status", "reason", "median_us"]
         assert [first, second] == [["ok", "", 1.0], ["absent", "not installed"]]
 
+    def test_a_stamp_stands_once_where_rows_of_one_run_follow_each_other(self, tmp_path: Path) -> None:
+        some = [self.row(contender=c, stamp=STAMP | {"commit": c[0]}) for c in ("a1", "a2", "b1")]
+        rows.write(tmp_path / "rows.jsonl", some)
+        assert rows.read(tmp_path / "rows.jsonl") == some
+        assert (tmp_path / "rows.jsonl").read_text().count('"commit"') == 2
+
     def test_an_absent_peer_has_one_row_of_a_suite(self, tmp_path: Path) -> None:
         path = tmp_path / "rows.jsonl"
         absent = [self.row(label=label, status="absent", median_us=None, reason="not installed") for label in "12"]
