@@ -25,7 +25,7 @@ class Skinny:
     unit_us: float = 0.048  # us: between units
     end_us: float = 0.45  # us: a tile's end
     group_us: float = 0.063  # us: each further group of warps that shares K
-    shared: float = 8.3  # exchange_us: a shared tile
+    shared: float = 1.7  # exchange_us: a shared tile
     sharpness: float = 8.0  # exponent of the mean of four times
 
 

@@ -87,6 +87,16 @@ def copy_bulk(shared: Int32, source: Int64, bytes_: Int32, barrier: Int32) -> No
     instruction(text, "r,l,r,r", shared, source, bytes_, barrier)
 
 
+def count_released(address: Int64) -> None:
+    """Adds 1 to a word of global memory; what this thread has seen written before is visible to who acquires it."""
+    instruction("red.release.gpu.global.add.u32 [$0], 1;", "l", address)
+
+
+def load_acquired(address: Int64) -> Int32:
+    """A word of global memory; later reads see all that was released before it."""
+    return Int32(instruction("ld.acquire.gpu.global.u32 $0, [$1];", "=r,l", address, result=Int32.mlir_type))
+
+
 def kept_move(word: Int32) -> Int32:
     """``word`` in another virtual register, from this place among instructions with effects on."""
     return Int32(instruction("mov.b32 $0, $1;", "=r,r", word, result=Int32.mlir_type))

@@ -257,7 +257,7 @@ class WarpgroupSmem:
 @dataclass(frozen=True, slots=True)
 class SkinnyPackedSmem:
     """Shared memory of a skinny product with a packed weight: stages of weight, tokens, scales and zero points; then
-    accumulators of groups of warps; a flag.
+    accumulators of groups of warps.
     """
 
     tile_m: int  # tokens
@@ -332,12 +332,8 @@ class SkinnyPackedSmem:
         return self.stages * self.stage_bytes
 
     @property
-    def flag_at(self) -> int:
-        return self.sums_at + (self.warps_k - 1) * self.tile_m * self.tile_n * 4
-
-    @property
     def total_bytes(self) -> int:
-        return self.flag_at + self.VECTOR
+        return self.sums_at + (self.warps_k - 1) * self.tile_m * self.tile_n * 4
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,11 @@
 """A tile whose K several groups of warps, or several CTAs, have parts of: accumulators are added up, in a fixed order.
 
 Groups of warps leave theirs in shared memory, and the first adds them up (:class:`WarpSums`). CTAs leave theirs in a
-workspace, and the last to arrive adds them up (:class:`LastArrival`). Nobody waits for another CTA, which may not be
-running. One CTA:
+workspace. Either the last to arrive adds them up (:class:`LastArrival`), and nobody waits for another CTA. Or, where
+one has its part at the end of its work and the others at their beginning, it keeps its own and adds theirs, which lie
+there by then (:class:`Keeper`).
+
+A CTA of ``LastArrival``:
 
 1. Every thread that holds accumulators leaves them (``leave``).
 2. Every thread: barrier, so all are written. Thread 0: a fence, which makes them visible to the GPU, then the ticket,
@@ -15,6 +18,8 @@ from dataclasses import dataclass
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
+
+from cutekernels.kernels.cute.parts.ptx import count_released, load_acquired
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,17 @@ def add_up(acc: cute.Tensor, parts: cute.Tensor, thread: Int32, first: tuple, ot
                 acc[i] = acc[i] + parts[(thread, i, *others.place, other)]
 
 
+@cute.jit
+def add_parts(acc: cute.Tensor, parts: cute.Tensor, thread: Int32, begin: Int32, end: Int32):
+    """``acc`` plus ``parts`` (THREAD, ACCUMULATOR, NUMBER) of the numbers ``begin`` to ``end - 1``, in this order.
+
+    Several parts are on their way at once, if ``acc`` is small.
+    """
+    for number in cutlass.range(begin, end, unroll=4 if cute.size(acc) <= 32 else 1):
+        for i in cutlass.range_constexpr(cute.size(acc)):
+            acc[i] = acc[i] + parts[thread, i, number]
+
+
 @dataclass(frozen=True)
 class Workspace:
     """What the CTAs that share a tile leave for the last of them; None where none do."""
@@ -129,3 +145,38 @@ class LastArrival:
             cute.arch.sync_threads()
         else:
             cute.arch.barrier(barrier_id=self.first_barrier + group, number_of_threads=self.threads)
+
+
+@dataclass(frozen=True)
+class Keeper:
+    """One CTA of a tile, its keeper, waits for all others, and adds what they have left to its own part.
+
+    It waits for CTAs of lower numbers alone. A GPU starts CTAs in the order of their numbers, so these run or have run,
+    whatever else the GPU is busy with, and none of them waits before it has left its part.
+    """
+
+    @cute.jit
+    def run(self) -> Int32:
+        """The number of this CTA's run of work: the last CTA has the first, so keepers wait for later runs."""
+        cta, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        return ctas - 1 - cta
+
+    @cute.jit
+    def post(self, counter: cute.Pointer, thread: Int32):
+        """Counts this CTA, whose threads have left their parts; for all threads."""
+        cute.arch.sync_threads()
+        if thread == 0:
+            # All threads' parts, written before the barrier, become visible to the GPU with this count.
+            count_released(counter.toint())
+
+    @cute.jit
+    def wait(self, counter: cute.Pointer, thread: Int32, others: Int32):
+        """Waits until so many have left their parts; for all threads."""
+        if thread == 0:
+            seen = Int32(0)
+            while seen < others:
+                seen = load_acquired(counter.toint())
+            cute.make_tensor(counter, cute.make_layout(1))[0] = Int32(0)  # for the next launch
+        # All threads see what thread 0 has acquired.
+        cute.arch.sync_threads()

@@ -11,7 +11,8 @@ Roles:
 Work:
     A unit is one k-tile of one tile of out. All units, tile after tile, are dealt out to the CTAs in equal runs, so one
     full wave reads the weight whatever its shape ("stream-K"). A tile whose k-tiles lie in several CTAs is added up by
-    the last of them to arrive, in their order, so the result is the same each time.
+    the one that has the first of them, at the end of its run, when the others have left theirs: they began with it.
+    Runs are dealt out from the last CTA to the first, since only CTAs that start earlier may be waited for.
 
 Pipeline:
     ``stages`` buffers of packed weight, tokens, scales and zero points, filled ``stages - 1`` units ahead by cp.async,
@@ -22,7 +23,7 @@ One unit: wait and barrier; start the copies of unit + ``stages - 1``; then for 
     packed bytes of each strip of 16 rows (they lie in its order), the tokens' fragments by ldmatrix; decode a k-block,
     multiply it; at the end of a group of the scales, add its accumulators times its scales to the tile's.
 Tile's end: groups of warps leave accumulators in shared memory and the first adds them up; a tile of several CTAs by
-    way of a workspace and a ticket. Results go straight from registers to memory: they are few.
+    way of a workspace and a counter. Results go straight from registers to memory: they are few.
 
 Numbers: codes less their zero points are exact in the activations' type, products and sums are fp32, and scales
     multiply fp32 sums, a group of K at a time: a weight is never rounded. (nf4's table is, to the activations' type.)
@@ -60,7 +61,7 @@ from cutekernels.kernels.cute.parts.packed import PackedWeights
 from cutekernels.kernels.cute.parts.prefetch import prefetch_bulk
 from cutekernels.kernels.cute.parts.ptx import copy_async, copy_async_or_zero, load_matrices
 from cutekernels.kernels.cute.parts.smem import SkinnyPackedSmem
-from cutekernels.kernels.cute.parts.tile_share import LastArrival, Others, Ticket, WarpSums, add_up, leave
+from cutekernels.kernels.cute.parts.tile_share import Keeper, WarpSums, add_parts, leave
 
 TILE = 64  # rows, and elements of K, of a packed tile
 STRIP = 16  # rows of an MMA
@@ -77,8 +78,8 @@ class Operands:
     mS: cute.Tensor  # (groups, N padded to 64), or of 128 x 128 blocks
     mZ: cute.Tensor | None  # bytes, as the scales
     mBias: cute.Tensor | None  # (N,)
-    mPartials: cute.Tensor  # two tiles of accumulators a CTA
-    mTickets: cute.Tensor  # (tiles,), zero before and after
+    mPartials: cute.Tensor  # a tile of accumulators a run
+    mCounters: cute.Tensor  # (tiles,), zero before and after
     mEnds: cute.Tensor | None = None  # where groups of tokens end (``skinny_packed_grouped.py``)
     clamp: tuple[Float32, Float32] | None = None  # of a clamped gate
 
@@ -216,12 +217,12 @@ class SkinnyPacked:
         mZ: cute.Tensor | None,  # bytes, as the scales
         mBias: cute.Tensor | None,  # (N,)
         mPartials: cute.Tensor,
-        mTickets: cute.Tensor,
+        mCounters: cute.Tensor,
         ctas: Int32,
         share: Int32,  # units of each
         stream: cuda.CUstream,
     ):
-        self.kernel(Operands(mD, mX, mW, mS, mZ, mBias, mPartials, mTickets), share).launch(
+        self.kernel(Operands(mD, mX, mW, mS, mZ, mBias, mPartials, mCounters), share).launch(
             grid=[ctas, 1, 1],
             block=[self.threads, 1, 1],
             min_blocks_per_mp=self.ctas_per_sm,
@@ -233,9 +234,9 @@ class SkinnyPacked:
     @cute.kernel
     def kernel(self, given: Operands, share: Int32):
         tid, _, _ = cute.arch.thread_idx()
-        cta, _, _ = cute.arch.block_idx()
+        run = Keeper().run()
         of = self.extents(given, cute.ceil_div(cute.size(given.mX, mode=[0]), self.tile_m), share)
-        first = cta * share
+        first = run * share
         end = cutlass.min(first + share, of.tiles_n * of.tiles_m * of.k_tiles)
         storage = SmemAllocator().allocate(self.smem.total_bytes, byte_alignment=128)
         at = self.unit(of, first)
@@ -246,7 +247,7 @@ class SkinnyPacked:
                     self.prefetch(given, of, Unit(at.n, at.m, at.k_tile + tid))
             # PDL: all threads wait until the previous kernel has ended and its writes are visible.
             cute.arch.griddepcontrol_wait()
-        self.walk(tid, cta, storage, given, of, at, first, end)
+        self.walk(tid, run, storage, given, of, at, first, end)
 
     @cute.jit
     def extents(self, given: Operands, tiles_m: Int32, share: Int32) -> Extents:
@@ -259,7 +260,7 @@ class SkinnyPacked:
     def walk(
         self,
         tid: Int32,
-        cta: Int32,
+        run: Int32,
         storage: cute.Pointer,
         given: Operands,
         of: Extents,
@@ -304,7 +305,7 @@ class SkinnyPacked:
             self.multiply(member, tiled_mma, base + read * self.smem.stage_bytes, constant, acc)
             if at.k_tile == of.k_tiles - 1 or number == end - 1:
                 # -- the end of a tile, or of this CTA's part of it
-                self.finish(member, cta, storage, given, of, at, acc)
+                self.finish(member, run, storage, given, of, at, acc)
                 acc.fill(0.0)
             coming = self.following(given, of, coming)
             at = self.following(given, of, at)
@@ -641,7 +642,7 @@ class SkinnyPacked:
     def finish(
         self,
         member: Member,
-        cta: Int32,
+        run: Int32,
         storage: cute.Pointer,
         given: Operands,
         of: Extents,
@@ -653,44 +654,27 @@ class SkinnyPacked:
         if const_expr(self.warps_k > 1):
             # The groups leave the next tile's behind the next unit's barrier, so after the first group has read.
             WarpSums(self.group_threads, self.warps_k).add_up(storage + self.smem.sums_at, lane, member.warp_k, acc)
-        if at.k_tile == of.k_tiles - 1 and cta * of.share <= self.tile_number(of, at) * of.k_tiles:
-            # This CTA has had the whole tile.
+        tile = self.tile_number(of, at)
+        begin, counter = tile * of.k_tiles, given.mCounters.iterator + tile
+        # A run has one part at most of a tile that began before it.
+        layout = cute.make_layout(
+            (self.group_threads, cute.size(acc), 1 << 16),
+            stride=(1, self.group_threads, const_expr(self.group_threads * cute.size(acc))),
+        )
+        sums = cute.make_tensor(given.mPartials.iterator, layout)  # (THREAD, ACCUMULATOR, RUN)
+        if run * of.share > begin:
+            if member.warp_k == 0:
+                leave(acc, sums, lane, (run,))
+            Keeper().post(counter, member.tid)
+        else:
+            if at.k_tile < of.k_tiles - 1:
+                # The tile's other k-tiles are the later runs'.
+                last = (begin + of.k_tiles - 1) // of.share
+                Keeper().wait(counter, member.tid, last - run)
+                if member.warp_k == 0:
+                    add_parts(acc, sums, lane, run + 1, last + 1)
             if member.warp_k == 0:
                 self.store(member, given, of, at, acc)
-        else:
-            self.share_tile(member, cta, storage, given, of, at, acc)
-
-    @cute.jit
-    def share_tile(
-        self,
-        member: Member,
-        cta: Int32,
-        storage: cute.Pointer,
-        given: Operands,
-        of: Extents,
-        at: Unit,
-        acc: cute.Tensor,
-    ):
-        """Leaves this CTA's part of a tile in memory; the last CTA to arrive adds up all parts and stores them."""
-        per_thread, of_part = cute.size(acc), const_expr(self.group_threads * cute.size(acc))
-        lane = member.tid % self.group_threads
-        tile = self.tile_number(of, at)
-        begin = tile * of.k_tiles
-        first_cta, last_cta = begin // of.share, (begin + of.k_tiles - 1) // of.share
-        # A CTA has at most two such parts: that of a tile which began before it, and that of its last tile.
-        layout = cute.make_layout(
-            (self.group_threads, per_thread, 2, 1 << 16), stride=(1, self.group_threads, of_part, 2 * of_part)
-        )
-        sums = cute.make_tensor(given.mPartials.iterator, layout)  # (THREAD, ACCUMULATOR, PART, CTA)
-        own = Int32(1) if cta == first_cta else Int32(0)
-        if member.warp_k == 0:
-            leave(acc, sums, lane, (own, cta))
-        flag = cute.recast_ptr(storage + self.smem.flag_at, dtype=Int32)
-        ticket = Ticket(given.mTickets.iterator + tile, flag)
-        last = LastArrival().draw(ticket, member.tid, Int32(0), last_cta - first_cta + 1)
-        if last and member.warp_k == 0:
-            add_up(acc, sums, lane, (1, first_cta), Others((0,), first_cta + 1, last_cta + 1))
-            self.store(member, given, of, at, acc)
 
     @cute.jit
     def store(self, member: Member, given: Operands, of: Extents, at: Unit, acc: cute.Tensor):

@@ -24,6 +24,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.memory import SmemAllocator
 
 from cutekernels.kernels.cute.parts.schedule import Raster
+from cutekernels.kernels.cute.parts.tile_share import Keeper
 from cutekernels.kernels.cute.parts.walk import GroupWalk
 from cutekernels.kernels.cute.quantized.skinny_packed import TILE, Extents, Operands, SkinnyPacked, Unit
 
@@ -63,14 +64,14 @@ class SkinnyPackedGrouped(SkinnyPacked):
         mEnds: cute.Tensor,  # (E + 1,)
         mBias: cute.Tensor | None,  # (E, rows)
         mPartials: cute.Tensor,
-        mTickets: cute.Tensor,
+        mCounters: cute.Tensor,
         ctas: Int32,
         alpha: Float32,
         limit: Float32,
         stream: cuda.CUstream,
     ):
         clamp = (alpha, limit) if const_expr(self.clamped) else None
-        self.kernel(Operands(mD, mX, mW, mS, mZ, mBias, mPartials, mTickets, mEnds, clamp)).launch(
+        self.kernel(Operands(mD, mX, mW, mS, mZ, mBias, mPartials, mCounters, mEnds, clamp)).launch(
             grid=[ctas, 1, 1],
             block=[self.threads, 1, 1],
             min_blocks_per_mp=self.ctas_per_sm,
@@ -82,8 +83,8 @@ class SkinnyPackedGrouped(SkinnyPacked):
     @cute.kernel
     def kernel(self, given: Operands):
         tid, _, _ = cute.arch.thread_idx()
-        cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
+        run = Keeper().run()
         storage = SmemAllocator().allocate(self.smem.total_bytes, byte_alignment=128)
         if const_expr(self.dependent):
             # PDL: all threads wait until the previous kernel has ended and its writes are visible.
@@ -99,13 +100,13 @@ class SkinnyPackedGrouped(SkinnyPacked):
         if const_expr(self.split):
             share = cute.ceil_div(tiles * of.k_tiles, ctas)
         of = self.extents(given, tiles_m, share)
-        first = cta * share
+        first = run * share
         end = cutlass.min(first + share, tiles * of.k_tiles)
         tile = first // of.k_tiles
         _, found = self.group_walk.find(given.mEnds, rows, rHigh, state, tile, of.tiles_n)
         k_tile = first - tile * of.k_tiles
         at = GroupUnit(found.n, found.m, k_tile, tile, found.group, found.begin, found.end)
-        self.walk(tid, cta, storage, given, of, at, first, end)
+        self.walk(tid, run, storage, given, of, at, first, end)
         self.blank(tid, given.mD, lead, top)
 
     # ---- where a unit lies
