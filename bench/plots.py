@@ -255,9 +255,7 @@ def draw_overview(folder: Path) -> bool:
     axes.set_yticks(range(len(names)), [f"{name} ({len(suites[name])})" for name in names], fontsize=8)
     axes.set_ylim(-0.6, len(names) - 0.4)
     _ratio_axis(axes)
-    axes.set_xlabel(
-        "times as fast as the fastest peer of each case: geometric mean (bar) and range over the cases (line)"
-    )
+    axes.set_xlabel("times as fast as the fastest peer of each case: geometric mean (bar), range (line)")
     axes.set_title(f"{folder.name.upper()}, cold L2: op, suite (number of cases)", fontsize=10, loc="left")
     _plain(axes, "x")
     _write(figure, folder / OVERVIEW)
@@ -296,9 +294,9 @@ def _write(figure: Any, path: Path) -> None:
 
     path.parent.mkdir(parents=True, exist_ok=True)
     drawn = io.BytesIO()
-    figure.savefig(drawn, dpi=110)
+    figure.savefig(drawn, dpi=90)
     _pyplot().close(figure)
-    Image.open(drawn).convert("RGB").quantize(64).save(path, optimize=True)
+    Image.open(drawn).convert("RGB").quantize(16).save(path, optimize=True)
 
 
 def _bars(

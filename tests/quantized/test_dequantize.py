@@ -160,9 +160,18 @@ def test_parts_of_a_weight(n: int, k: int) -> None:
 
 
 def test_parts_of_few_tokens_fill_the_gpu_at_hand() -> None:
-    widths = {name: next(iter(backward.parts(4096, 1 << 20, 128, gpu.lookup(name))))[1] for name in ("h200", "l40s")}
-    assert all(width * 128 >= gpu.lookup(name).sm_count * 128 * 128 * 0.95 for name, width in widths.items())
+    widths = {name: next(iter(backward.parts(2048, 1 << 20, 128, gpu.lookup(name))))[1] for name in ("h200", "l40s")}
+    assert all(width * 128 >= gpu.lookup(name).sm_count * 128 * 256 * 0.95 for name, width in widths.items())
     assert widths["l40s"] > widths["h200"], "142 SMs against 132"
+
+
+@pytest.mark.parametrize(
+    "n, k, m", [(28672, 8192, 2048), (28672, 8192, 8192), (4096, 14336, 2048), (4096, 14336, 8192)]
+)
+def test_parts_are_whole_waves_of_the_product_s_tiles(n: int, k: int, m: int) -> None:
+    (_, width), *_ = backward.parts(n, k, m, gpu.lookup("h200"))
+    waves = (m // 128) * (width // 256) / 132
+    assert waves / -(-waves // 1) > 0.95
 
 
 def test_a_weight_of_very_many_rows_is_decoded_a_tile_at_a_time() -> None:

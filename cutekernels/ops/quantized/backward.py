@@ -27,27 +27,26 @@ from cutekernels.quant.weight import QuantizedWeight
 NAME = "quantized_linear_backward"
 DECODED_BYTES = 24 << 20  # of decoded columns at a time: they stay in the L2
 MOST_DECODED_BYTES = 256 << 20  # where few tokens need more columns for a product that fills a GPU
-_TILE = 128 * 128  # elements of dx that an SM takes at a time in such a product
-_MULTIPLE = 256  # of a part's columns: whole tiles of the product
+_ROWS, _COLUMNS = 128, 256  # of dx, that an SM takes at a time in such a product
 _HALVES = (torch.bfloat16, torch.float16)
 
 
 def parts(n: int, k: int, m: int, gpu: GpuSpec) -> Iterator[tuple[int, int]]:
     """``(begin, end)`` of the columns that are decoded at a time: one part where all fit, else about equal ones.
 
-    Few tokens make few tiles of dx: their parts are larger, so that a product still fills ``gpu``.
-
-    A part is a multiple of 256 columns, or of 64 where a weight has too many rows for that.
+    A part is whole waves of the product's tiles, so few tokens have larger parts. It is a multiple of 256 columns, or
+    of 64 where a weight has too many rows for that.
     """
-    filling = -(-gpu.sm_count * _TILE // max(1, m)) * n * 2
-    held = min(max(DECODED_BYTES, filling), MOST_DECODED_BYTES)
+    tiles = max(1, -(-m // _ROWS))  # along tokens
+    wave = _COLUMNS * max(1, gpu.sm_count // tiles)
+    held = min(max(DECODED_BYTES, wave * n * 2), MOST_DECODED_BYTES) if tiles < gpu.sm_count else DECODED_BYTES
     if n * k * 2 <= held:
         most = k
     else:
         fitting = held // (2 * n)
-        unit = _MULTIPLE if fitting >= _MULTIPLE else TILE
+        unit = next((unit for unit in (wave, _COLUMNS) if unit <= fitting), TILE)
         most = max(unit, fitting // unit * unit)
-        count = -(-k // most)
+        count, unit = -(-k // most), min(unit, _COLUMNS)
         most = -(-k // (count * unit)) * unit
     for begin in range(0, k, most):
         yield begin, min(begin + most, k)
