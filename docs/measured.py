@@ -53,12 +53,17 @@ NOTES = {  # what a reader of a suite's rows should know
     "decode_attention_fp8": "The peer is our own kernel over a cache of 16 bits.",
     "quantized_moe_ffn": "Peers: our own `moe_ffn` of bf16 weights, and Humming where weights are int4. On the H200 "
     "the configs are defaults.",
+    "quantized_linear_decode": "cuBLAS multiplies by the weight decoded beforehand. Neither Humming nor QuACK was "
+    "there, and the run was cut: five of FP8's ten weights.",
+    "quantized_linear_backward": "cuBLAS multiplies by the weight decoded beforehand. Since then more columns are "
+    "decoded at a time.",
     "rms_norm_linear": "Taken before three mechanisms that gained 0.1 to 0.5 % were deleted; not timed again.",
 }
 # Rows of the README: what, file names (of all cards), or a model and a suite of its rows.
 SPEED: dict[str, tuple[str, ...]] = {
     "`linear`, 1 to 128 tokens": ("gemm_decode_",),
     "`linear`, 128 to 8192 tokens, 18 weight shapes that are not tuned": ("gemm_heldout",),
+    "`linear` with int4 and FP8 weights, 16 tokens, beside the weight in bf16": ("quantized_linear_decode_m-16",),
     "`attention`, prompts": ("attention_hopper",),
     "`attention`, backward": ("attention_backward_hopper",),
     "`moe_ffn` of Qwen3-30B-A3B, experts read from DRAM": ("moe_ffn_layers_qwen3",),
@@ -327,7 +332,7 @@ def _models() -> str:
                 if row.median_us is not None:
                     by_case.setdefault((row.suite, row.label), {})[row.contender] = row
             ours = [timed[OURS] for timed in by_case.values()]
-            taken = ", ".join(dict.fromkeys(_when(row.stamp) for row in ours))
+            taken = "; ".join(sorted({_when(row.stamp) for timed in by_case.values() for row in timed.values()}))
             memory = min(row.memory_gib for row in ours if row.memory_gib is not None)
             parts.append(f"**{model}** ({CARDS[card]}, {taken}; from {memory:.1f} GiB of GPU memory)\n")
             ways = {name: way for name, way in MODEL_WAYS.items() if any(name in timed for timed in by_case.values())}

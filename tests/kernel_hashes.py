@@ -31,6 +31,7 @@ from typing import Any
 
 GPUS = ("a100", "l40s", "h200", "rtx5090")  # one for each compile target
 FILE = Path(__file__).with_suffix(".txt.gz")
+DIGITS = 10  # of a hash
 # What decides how a kernel is built, rather than how large a tile is: one case for each value and GPU.
 STRUCTURE = ("body", "path", "method", "order", "grid", "lazy", "turns", "evict", "q_in_registers", "in_registers")
 
@@ -79,7 +80,7 @@ def hashed(case: Case) -> str:
 
 
 def _hash(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:16]
+    return hashlib.sha256(content).hexdigest()[:DIGITS]
 
 
 def device_hash(elf: bytes) -> str:
@@ -87,7 +88,7 @@ def device_hash(elf: bytes) -> str:
     digest = hashlib.sha256()
     for name, content in sorted(sections(elf)):
         digest.update(f"{name} {len(content)}\0".encode() + content)
-    return digest.hexdigest()[:16]
+    return digest.hexdigest()[:DIGITS]
 
 
 def sections(elf: bytes) -> Iterator[tuple[str, bytes]]:
