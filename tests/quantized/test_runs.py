@@ -1,0 +1,59 @@
+"""How the skinny body of packed weights deals out work, simulated: who leaves a part of a tile, who waits for it."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, defaultdict
+
+import pytest
+
+from cutekernels import gpu
+from cutekernels.ops.quantized import packed_skinny
+from cutekernels.ops.quantized.packed_skinny import PACKED_SKINNY
+from cutekernels.ops.quantized.problem import QuantizedConfig, QuantizedProblem
+
+
+def dealings() -> list[tuple[QuantizedProblem, QuantizedConfig, gpu.GpuSpec]]:
+    draw, found = random.Random(5), []
+    while len(found) < 60:
+        spec = gpu.lookup(draw.choice(("h100", "a100", "l40s", "rtx5090")))
+        n, k = 8 * draw.randrange(8, 2500), 8 * draw.randrange(8, 2500)
+        p = QuantizedProblem(m=draw.choice((1, 16, 100, 300)), n=n, k=k)
+        valid = [c for c in PACKED_SKINNY.shortlist(p, spec, None) if PACKED_SKINNY.suits(p, c, spec, None)]
+        shared = [c for c in valid if c.stream_k]
+        if shared:
+            found.append((p, draw.choice(shared), spec))
+    return found
+
+
+@pytest.mark.parametrize("case", dealings(), ids=lambda case: f"{case[2].name} m={case[0].m} {case[0].n}x{case[0].k}")
+def test_every_part_of_a_tile_is_left_once_and_waited_for_by_a_later_cta(
+    case: tuple[QuantizedProblem, QuantizedConfig, gpu.GpuSpec],
+) -> None:
+    """As ``SkinnyPacked.walk`` and ``finish`` go. Run r is that of CTA ``ctas - 1 - r``: later runs start earlier."""
+    p, c, spec = case
+    tiles, k_tiles = packed_skinny.tiles(p, c), -(-p.k // c.tile_k)
+    ctas, share = packed_skinny.grid(p, c, spec)
+    assert ctas <= spec.sm_count * c.ctas_per_sm, "all of them may run at once"
+    left: Counter[int] = Counter()  # parts by run: each has room for one
+    posted: dict[int, set[int]] = defaultdict(set)  # runs that left a part of a tile
+    awaited: dict[int, range] = {}
+    stored: Counter[int] = Counter()
+    for run in range(ctas):
+        first, end = run * share, min(run * share + share, tiles * k_tiles)
+        assert first < end, "no CTA is idle"
+        ends = [u for u in range(first, end) if u % k_tiles == k_tiles - 1 or u == end - 1]
+        for at, unit in enumerate(ends):
+            tile, begin = unit // k_tiles, unit // k_tiles * k_tiles
+            if run * share > begin:
+                left[run] += 1
+                posted[tile].add(run)
+                assert at == 0, "a run leaves its part before it waits for any"
+            else:
+                if unit % k_tiles < k_tiles - 1:
+                    awaited[tile] = range(run + 1, (begin + k_tiles - 1) // share + 1)
+                    assert at == len(ends) - 1, "a run waits at its end"
+                stored[tile] += 1
+    assert stored == Counter(range(tiles))
+    assert max(left.values(), default=0) <= 1
+    assert {tile: set(runs) for tile, runs in awaited.items()} == dict(posted)
