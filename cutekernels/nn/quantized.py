@@ -249,6 +249,7 @@ def _own(weight: QuantizedWeight, tensors: dict[str, Tensor]) -> QuantizedWeight
     absent = [name for name in ("packed", "scales") if name not in held]
     if absent:
         raise UnsupportedProblem(f"the state dict lacks {own.PREFIX}{absent[0]}: load a whole one")
+    held["packed"] = own.bytes_of(held["packed"], weight.code)
     new = replaced(weight, {name: held.get(name) for name in _ALL})
     own.check_values(new)
     return new

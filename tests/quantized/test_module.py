@@ -251,6 +251,20 @@ def test_broken_state_dicts_are_refused(name: str) -> None:
     assert same(layer.weight, before)
 
 
+@pytest.mark.parametrize("schemes", [("fp8_channel", "int8_channel"), ("int8_channel", "fp8_channel")])
+def test_elements_of_another_kind_are_not_taken_for_the_layer_s_own(schemes: tuple[str, str]) -> None:
+    """Bytes and scales of both have one shape; every e4m3 byte is an int8 too."""
+    given, layer = (QuantizedLinear(quant.quantize(torch.rand(64, 128) + 0.5, scheme)) for scheme in schemes)
+    before = copy.deepcopy(layer.weight)
+    with pytest.raises(RuntimeError, match=r"weight.packed of \w+ elements is torch.\w+, not torch"):
+        layer.load_state_dict(given.state_dict())
+    assert same(layer.weight, before)
+    with pytest.raises(UnsupportedProblem, match="load what was saved with this scheme"):
+        quant.read(given.weight.tensors(), {"quant_method": "cutekernels", "scheme": schemes[1]})
+    layer.load_state_dict(QuantizedLinear(quant.quantize(torch.randn(64, 128), schemes[1])).state_dict())
+    assert not same(layer.weight, before)
+
+
 def test_loading_into_meta_asks_for_assign() -> None:
     layer = module(bias=False)
     meta = copy.deepcopy(layer).to("meta")
