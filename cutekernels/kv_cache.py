@@ -11,7 +11,7 @@ from typing import Any, Literal, SupportsIndex, TypedDict
 import torch
 from torch import Tensor
 
-from cutekernels.errors import UnsupportedProblem
+from cutekernels.errors import CuteKernelsError, UnsupportedProblem
 from cutekernels.ops.attention.decode import check_cache_dim, check_page_size
 from cutekernels.ops.kv_append.api import kv_append
 from cutekernels.ops.kv_append.op import KV_APPEND, LENGTHS, LOST, SATURATED, KvAppendConfig, state_rows
@@ -392,24 +392,18 @@ class KVCache:
             InvalidConfig: ``config`` breaks a rule of the op.
         """
         scales = self._scales
-        if scales is not None and not scales.known:
-            self._measure(scales, k, v, q, cos, sin, interleaved, counts)
-        kv_append(
-            k,
-            v,
-            self.k_cache,
-            self.v_cache,
-            self._state,
-            page_table=self.page_table,
-            counts=counts,
-            q=q,
-            cos=cos,
-            sin=sin,
-            interleaved=interleaved,
-            k_scale=self.k_scale,
-            v_scale=self.v_scale,
-            config=config,
-        )
+        unknown = None if scales is None or scales.known else scales
+        if unknown is not None:
+            self._measure(unknown, k, v, q, cos, sin, interleaved, counts)
+        try:
+            kv_append(
+                k, v, self.k_cache, self.v_cache, self._state, page_table=self.page_table, counts=counts, q=q, cos=cos,
+                sin=sin, interleaved=interleaved, k_scale=self.k_scale, v_scale=self.v_scale, config=config,
+            )  # fmt: skip
+        except CuteKernelsError:  # nothing was appended
+            if unknown is not None:
+                unknown.forget()
+            raise
         return q
 
     def _measure(
@@ -423,7 +417,8 @@ class KVCache:
         results = (queries, self.k_cache, self.v_cache, self._state)
         inputs = (queries, k, v, self._state, self.page_table, counts, cos, sin, scales.k, scales.v)
         KV_APPEND.admit(inputs, results, interleaved=interleaved)
-        scales.measure(k, v, cos, sin, interleaved, counts)
+        if k.numel():  # no tokens have no sizes
+            scales.measure(k, v, cos, sin, interleaved, counts)
 
     def set_scales(self, k_scale: float | Tensor | None, v_scale: float | Tensor | None) -> None:
         """Has a cache in FP8 store ``k / k_scale`` and ``v / v_scale``, as in checkpoints. Waits for the device.

@@ -133,6 +133,7 @@ def _posed(
         ("other than four dimensions", any(t.dim() != 4 for t in given[:3])),
         ("a mask that is not bool", attn_mask is not None and attn_mask.dtype != torch.bool),
         ("a mask beside is_causal", attn_mask is not None and is_causal),
+        ("a scale that is a tensor or a bool", isinstance(scale, (bool, Tensor))),
         ("autocast to another type", _autocast(query)),
     ):
         if broken:

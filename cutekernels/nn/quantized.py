@@ -14,6 +14,7 @@ from cutekernels.ops.gemm.api import linear
 from cutekernels.ops.shared.checks import check_tensor, said
 from cutekernels.quant import Scheme, quantize, read, read_config, write_config
 from cutekernels.quant.formats import own
+from cutekernels.quant.formats.nibbles import check
 from cutekernels.quant.weight import FLOATS, QuantizedWeight
 
 _HELD = ("packed", "scales", "zeros", "order")
@@ -210,6 +211,8 @@ def loaded(
         error_msgs.append(f"{prefix}weight is on the meta device: pass assign=True.")
         return None
     try:
+        for name, t in tensors.items():
+            check(name, t, by="the state dict")
         if not assign:
             tensors = {name: t.to(weight.device) for name, t in tensors.items()}
         new = _own(weight, tensors) if scheme is None else _read(weight, tensors, scheme)
@@ -249,6 +252,7 @@ def _own(weight: QuantizedWeight, tensors: dict[str, Tensor]) -> QuantizedWeight
     absent = [name for name in ("packed", "scales") if name not in held]
     if absent:
         raise UnsupportedProblem(f"the state dict lacks {own.PREFIX}{absent[0]}: load a whole one")
+    held["packed"] = own.bytes_of(held["packed"], weight.code)
     new = replaced(weight, {name: held.get(name) for name in _ALL})
     own.check_values(new)
     return new

@@ -136,6 +136,26 @@ def test_prompts_of_nothing_and_of_infinities_leave_finite_scales() -> None:
         assert cache.k_scale is not None and (cache.k_scale == 1).all()
 
 
+def test_an_append_of_no_tokens_leaves_scales_to_the_first_ones() -> None:
+    cache, (_, k, v) = made(), tokens(3)
+    cache.append(k[:, :0], v[:, :0])
+    cache[0:0].append(k[:0], v[:0])
+    cache.append(k * 1000, v * 1000)
+    cache.check()
+    assert cache.v_scale is not None
+    torch.testing.assert_close(cache.v_scale, (v * 1000).float().abs().amax((0, 1, 3)) * 4 / 448)
+
+
+def test_a_refused_append_leaves_scales_to_the_next_one() -> None:
+    cache, other, (_, k, v) = made(), made(), tokens(3)
+    with pytest.raises(UnsupportedProblem, match="leave a table of 1 rows"):
+        cache.append(k * 1000, v * 1000, cos=torch.ones(1, DIM // 2), sin=torch.zeros(1, DIM // 2))
+    assert cache.k_scale is not None and (cache.k_scale == 1).all()
+    for appended in (cache, other):
+        appended.append(k, v)
+    assert other.k_scale is not None and torch.equal(cache.k_scale, other.k_scale)
+
+
 def test_numbers_that_are_too_large_saturate_and_check_tells() -> None:
     cache = made(k_scale=0.5, v_scale=torch.tensor([1.0, 2.0]))
     k = torch.full((2, 2, HEADS, DIM), 1.0)

@@ -127,6 +127,8 @@ def calls() -> dict[str, Callable[[], Any]]:
         "tensors of a class of their own": lambda: sdpa_(q.as_subclass(Own), k, v),
         "traced or transformed": lambda: torch.func.vmap(sdpa_)(q[None], k[None], v[None]),
         "autocast to another type": lambda: autocast(q.float(), k.float(), v.float()),
+        "a scale that is a tensor": lambda: sdpa_(q, k, v, scale=torch.tensor(0.5)),
+        "or a bool": lambda: sdpa_(q, k, v, scale=True),
         "scale must be above 0": lambda: sdpa_(q, k, v, scale=-1.0),
     }
 

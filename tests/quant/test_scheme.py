@@ -281,6 +281,13 @@ CORRUPT = [
 ]
 
 
+@pytest.mark.parametrize("block", [[0, 0], [128, 0], [0, 128], [-128, 128]])
+def test_blocks_without_elements_are_refused(block: list[int]) -> None:
+    config, tensors = layers()["fp8"]
+    with pytest.raises(UnsupportedProblem, match=f"one row and one column at least, not {block[0]} x {block[1]}"):
+        quant.read(tensors, config | {"weight_block_size": block})
+
+
 @pytest.mark.parametrize(("name", "change", "said"), CORRUPT)
 def test_corrupt_layers_get_one_sentence(name: str, change: Callable[[dict[str, Tensor]], Any], said: str) -> None:
     config, tensors = layers()[name]

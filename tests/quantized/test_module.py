@@ -231,6 +231,9 @@ BROKEN: dict[str, tuple[str, Callable[[dict[str, Tensor]], object], str]] = {
     "short": ("fp8", lambda s: s.update(weight_scale_inv=torch.ones(3, 3)), "weight: FP8's scales have shape"),
     "a name too many": ("fp8", lambda s: s.update(weight_scale=torch.ones(1)), 'Unexpected key.* "weight_scale"'),
     "of a plain layer": ("gptq", lambda s: (s.clear(), s.update(torch.nn.Linear(128, 64).state_dict())), "Unexpected"),
+    "no tensor": ("cutekernels", lambda s: s.update({"weight.packed": [1]}), "the state dict's weight.packed is a"),
+    "nothing there": ("gptq", lambda s: s.update(qweight=None), "the state dict's qweight is a dense tensor"),
+    "no values": ("awq", lambda s: s.update(scales=s["scales"].to("meta")), "the state dict's scales is a dense"),
     "zeros that are none": (
         "cutekernels",
         lambda s: s.update({"weight.zeros": torch.full((4, 64), 17, dtype=torch.uint8)}),
@@ -249,6 +252,20 @@ def test_broken_state_dicts_are_refused(name: str) -> None:
     with pytest.raises(RuntimeError, match=message):
         layer.load_state_dict(state)
     assert same(layer.weight, before)
+
+
+@pytest.mark.parametrize("schemes", [("fp8_channel", "int8_channel"), ("int8_channel", "fp8_channel")])
+def test_elements_of_another_kind_are_not_taken_for_the_layer_s_own(schemes: tuple[str, str]) -> None:
+    """Bytes and scales of both have one shape; every e4m3 byte is an int8 too."""
+    given, layer = (QuantizedLinear(quant.quantize(torch.rand(64, 128) + 0.5, scheme)) for scheme in schemes)
+    before = copy.deepcopy(layer.weight)
+    with pytest.raises(RuntimeError, match=r"weight.packed of \w+ elements is torch.\w+, not torch"):
+        layer.load_state_dict(given.state_dict())
+    assert same(layer.weight, before)
+    with pytest.raises(UnsupportedProblem, match="load what was saved with this scheme"):
+        quant.read(given.weight.tensors(), {"quant_method": "cutekernels", "scheme": schemes[1]})
+    layer.load_state_dict(QuantizedLinear(quant.quantize(torch.randn(64, 128), schemes[1])).state_dict())
+    assert not same(layer.weight, before)
 
 
 def test_loading_into_meta_asks_for_assign() -> None:

@@ -34,6 +34,12 @@ class CacheScales:
             place.copy_(value)
         self.known = True
 
+    def forget(self) -> None:
+        """Leaves them to the next append: the one that was measured has been refused."""
+        self.k.fill_(1.0)
+        self.v.fill_(1.0)
+        self.known = False
+
     def measure(
         self, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, interleaved: bool, counts: Tensor | None
     ) -> None:
@@ -53,7 +59,7 @@ class CacheScales:
             for place, x in ((self.k, _turned_sizes(k, cos, sin, interleaved)), (self.v, _sizes(v))):
                 if kept is not None:
                     x = x * kept[:, :, None, None]
-                largest = x.amax((0, 1, 3)) if x.numel() else torch.zeros_like(place)
+                largest = x.amax((0, 1, 3))
                 scale = largest * (HEADROOM / E4M3_MAX)
                 place.copy_(torch.where(largest > 0, scale, torch.ones_like(scale)))
         self.known = True

@@ -40,6 +40,7 @@ def from_own(tensors: Mapping[str, Tensor], scheme: str, *, dtype: torch.dtype |
     code, group, scale_rows = SCHEMES[scheme]
     known_only(tensors, NAMES, by="cutekernels")
     packed, scales, shape = (take(tensors, PREFIX + name, by="cutekernels") for name in ("packed", "scales", "shape"))
+    packed = bytes_of(packed, code)
     check_scales(scales, code)
     said = extents("weight.shape", shape, by="cutekernels")
     if len(said) != 2:
@@ -64,6 +65,21 @@ def from_own(tensors: Mapping[str, Tensor], scheme: str, *, dtype: torch.dtype |
     return weight
 
 
+def bytes_of(packed: Tensor, code: str) -> Tensor:
+    """The stored ``packed`` as a weight holds it. Raises UnsupportedProblem where it is of elements of another kind."""
+    if packed.dtype != _kept(code):
+        raise UnsupportedProblem(
+            f"weight.packed of {code} elements is {_kept(code)}, not {packed.dtype}; load what was saved with this "
+            "scheme"
+        )
+    return packed.view(torch.uint8)
+
+
+def _kept(code: str) -> torch.dtype:
+    """The type that ``weight.packed`` has in files: it tells int8 from e4m3, whose bytes and scales look alike."""
+    return torch.int8 if code == "int8" else torch.uint8
+
+
 def check_values(weight: QuantizedWeight) -> None:
     """Raises UnsupportedProblem for values that no weight has."""
     check_scales(weight.scales, weight.code)
@@ -80,7 +96,11 @@ def check_values(weight: QuantizedWeight) -> None:
 
 def write(weight: QuantizedWeight) -> dict[str, Tensor]:
     """The packed tensors."""
-    tensors = {"packed": weight.packed, "scales": weight.scales, "shape": torch.tensor(weight.shape)}
+    tensors = {
+        "packed": weight.packed.view(_kept(weight.code)),
+        "scales": weight.scales,
+        "shape": torch.tensor(weight.shape),
+    }
     held = {name: getattr(weight, name) for name in ("zeros", "order", "offsets")}
     tensors |= {name: t for name, t in held.items() if t is not None}
     return {PREFIX + name: tensor for name, tensor in tensors.items()}

@@ -75,6 +75,11 @@ def read_plain(
     n, k = matrix("weight", weight, tuple(DTYPES[code] for code in codes), by=by)
     values = exponents(scale, by=by) if scale.dtype in _EXPONENTS else scale
     stored = {**details, "scale_shape": tuple(scale.shape), "scale_dtype": scale.dtype}
+    if block is not None and min(block) < 1:
+        raise UnsupportedProblem(
+            f"{by}'s blocks have one row and one column at least, not {block[0]} x {block[1]}; check the block "
+            "size of the config"
+        )
     if block is not None and block[0] == 1:  # groups of one row, by another name
         group, block = block[1], None
     if block is not None and scale.dim() == 2:
