@@ -313,12 +313,12 @@ def _signals_raise() -> Iterator[None]:
 
 
 def _is_of_database(log: Path, db: str | None) -> bool:
-    """Whether a log would be written into the run's database, or into a file that SQLite keeps beside it."""
+    """Whether a log would be written into the run's database, or into a file beside it."""
     from cutekernels.db import sqlite
     from cutekernels.db.engine import url_of
 
     path = sqlite.path_of(url_of(db))
-    return path is not None and os.path.realpath(log) in {f"{path}{end}" for end in ("", ".lock", *sqlite.SUFFIXES)}
+    return path is not None and os.path.realpath(log) in {f"{path}{end}" for end in ("", *sqlite.BESIDE)}
 
 
 @contextmanager
@@ -336,8 +336,8 @@ def _watcher(job: Job, log: Path | None, db: str | None) -> Iterator[Watcher]:
             watchers.append(Lines(sys.stderr, job.tasks))
         if log is not None:
             try:
-                if sqlite.must_not_be_overwritten(log):
-                    raise JobError(f"--log {log} is an SQLite database: name another file")
+                if claim := sqlite.claim(Path(os.path.realpath(log))):
+                    raise JobError(f"--log {log} {claim}: name another file")
                 if _is_of_database(log, db):
                     raise JobError(f"--log {log} is the run's database, or a file beside it: name another file")
                 stream = log.open("a", encoding="utf-8")

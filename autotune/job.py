@@ -225,7 +225,8 @@ def _tasks(entry: Mapping[str, Any], where: str, trials: int, find: FindOp) -> I
     trials = checked_trials(entry.get("trials", trials), f"{where}.trials")
     texts = list(_problem_texts(entry, where, op.Problem.extent_names()))
     if not texts:
-        raise JobError(f'{where} holds no problem: give problems = ["{op.suite[0]}"] or a [tasks.grid]')
+        example = next(iter(getattr(op, "suite", ())), "m=16 n=4096")  # a guest may have none
+        raise JobError(f'{where} holds no problem: give problems = ["{example}"] or a [tasks.grid]')
     for key, text in texts:
         try:
             problem = op.Problem.parse(text)

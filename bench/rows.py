@@ -65,6 +65,10 @@ class Row:
             raise ValueError(f"exactly the rows that are ok have a time; {self.contender} is {self.status}")
         if self.status != "ok" and not self.reason:
             raise ValueError(f"a row that is {self.status} says why; {self.contender} does not")
+        for name in _MEASURED:
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+                raise ValueError(f"{name} is a number or null; it is {value!r:.60}")
 
 
 def is_ours(contender: str) -> bool:
@@ -73,6 +77,7 @@ def is_ours(contender: str) -> bool:
 
 
 _NAMES = tuple(f.name for f in fields(Row))
+_MEASURED = tuple(f.name for f in fields(Row) if f.type == "float | None")
 _REPEATED = ("problem", "label", "stamp")
 
 
@@ -122,8 +127,8 @@ def _lines(rows: Sequence[dict[str, Any]]) -> list[Any]:
 
 def read(path: Path) -> list[Row]:
     """The rows in ``path``. ValueError for a line that is none."""
-    first, *others = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
     try:
+        first, *others = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
         header = json.loads(first)
         common, columns = dict(header["common"]), list(header["columns"])
         unknown = {*common, *columns} - set(_NAMES)

@@ -24,6 +24,7 @@ BUSY_TIMEOUT_S = 30.0
 READ_LIMIT_S = 120.0  # of one read-only connection, which stays open for one transaction
 
 SUFFIXES = ("-journal", "-wal", "-shm")
+BESIDE = (*SUFFIXES, ".lock", ".leases", ".studies")  # with those that this package keeps
 
 _MOST_VERDICTS = 100  # lines of a check, of which some are rows that break a rule
 TIME_STEP_S = 0.03  # three times the coarsest kernel clock
@@ -179,9 +180,13 @@ def is_database(path: Path) -> bool:
     return header in (b"", _MAGIC)
 
 
-def must_not_be_overwritten(path: Path) -> bool:
-    """Whether the file is there and begins as SQLite's files do: no text is written over or into it."""
-    return path.is_file() and path.stat().st_size > 0 and is_database(path)
+def claim(path: Path) -> str:
+    """Why no text may be written over or into the file: it is a database, or one of those beside one. Else ""."""
+    owners = [Path(str(path).removesuffix(end)) for end in ("", *BESIDE) if str(path).endswith(end)]
+    found = next((p for p in owners if p.is_file() and p.stat().st_size > 0 and is_database(p)), None)
+    if found is None:
+        return ""
+    return "is an SQLite database" if found == path else f"belongs to the SQLite database {found}"
 
 
 def in_wal_mode(path: Path) -> bool:

@@ -481,7 +481,7 @@ def replace_file(path: Path, contents: str | bytes) -> None:
     """Write beside ``path`` and rename, so that a reader sees either the old file or the new one, complete.
 
     A device or pipe is written into, and a link stays: what it points to is replaced, and keeps its mode. A database
-    is refused.
+    and the files beside it are refused.
     """
     data = contents.encode() if isinstance(contents, str) else contents
     with suppress(FileNotFoundError):
@@ -489,8 +489,8 @@ def replace_file(path: Path, contents: str | bytes) -> None:
             path.write_bytes(data)
             return
     path = Path(os.path.realpath(path))
-    if sqlite.must_not_be_overwritten(path):
-        raise StoreError(f"{path} is an SQLite database: name another file")
+    if claim := sqlite.claim(path):
+        raise StoreError(f"{path} {claim}: name another file")
     mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else None
     temporary = path.absolute().with_name(f".{path.name}.{secrets.token_hex(4)}")
     created = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC

@@ -17,6 +17,7 @@ import sys
 from abc import abstractmethod
 from collections.abc import Callable
 from copy import copy
+from dataclasses import is_dataclass
 from importlib import import_module
 from traceback import extract_tb
 from typing import Any, ClassVar
@@ -25,10 +26,11 @@ from cutekernels.backends import Artifact, Facts
 from cutekernels.backends.chained import Chained
 from cutekernels.errors import CompileError, InvalidConfig, UnsupportedProblem
 from cutekernels.gpu import GpuSpec
-from cutekernels.op import C, Op, P
+from cutekernels.op import C, Config, Op, P, Problem
 
 READY = "cutekernels.guests."  # beginning of the modules that a job file may name without its user's leave
 MOST_NAMED = 128  # characters of a name, as in the database
+MOST_REVISION = 2**31 - 1  # as in the database
 _NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
 
 _loaded: dict[str, Guest[Any, Any]] = {}
@@ -119,16 +121,33 @@ def _described(name: str) -> Guest[Any, Any]:
         raise UnsupportedProblem(
             f"the guest {name} cannot be imported: {error}; its module must be on Python's path (PYTHONPATH=.)"
         ) from error
-    except Exception as error:  # of code that is not ours
+    except (Exception, SystemExit) as error:  # of code that is not ours: a script ends where it is imported
         raise UnsupportedProblem(f"the guest {name} cannot be described: {_located(error)}") from error
     if not isinstance(guest, Guest):
         raise UnsupportedProblem(f"{name} must be a function that returns a Guest; it gave {type(guest).__name__}")
     for attribute in ("revision", "Problem", "Config"):
         if not hasattr(guest, attribute):
             raise UnsupportedProblem(f"the guest {name} has no {attribute}: {type(guest).__name__} must set it")
+    _require_declared(guest, name)
     guest = copy(guest)  # one object may have two names
     guest.name = name
     return guest
+
+
+def _require_declared(guest: Guest[Any, Any], name: str) -> None:
+    """Refuse what a type checker would: the tuner reads these of the class before it calls any of its functions."""
+    revision = guest.revision
+    if type(revision) is not int or not 0 <= revision <= MOST_REVISION:
+        raise UnsupportedProblem(
+            f"{name}: revision is a whole number from 0 to {MOST_REVISION}; it is {revision!r:.60}"
+        )
+    for attribute, base in (("Problem", Problem), ("Config", Config)):
+        found = getattr(guest, attribute)
+        if not (isinstance(found, type) and issubclass(found, base) and is_dataclass(found)):
+            raise UnsupportedProblem(
+                f"{name}: {attribute} is a frozen dataclass that extends cutekernels.op.{attribute}; "
+                f"it is {found!r:.60}"
+            )
 
 
 def fault(guest: Guest[Any, Any], p: Any, gpu: GpuSpec) -> str:
@@ -143,7 +162,7 @@ def fault(guest: Guest[Any, Any], p: Any, gpu: GpuSpec) -> str:
     return ""
 
 
-def _located(error: Exception) -> str:
+def _located(error: BaseException) -> str:
     at = extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__} at {at.filename}:{at.lineno}: {error}"
 

@@ -239,6 +239,16 @@ class TestRows:
         with pytest.raises(ValueError, match=r"status must|have a time|says why"):
             self.row(**changes)
 
+    @pytest.mark.parametrize("value", ["zz", [1], True])
+    def test_a_time_is_a_number(self, value: Any) -> None:
+        with pytest.raises(ValueError, match="median_us is a number or null; it is"):
+            self.row(median_us=value)
+
+    def test_a_file_that_is_no_text_is_named(self, tmp_path: Path) -> None:
+        (tmp_path / "rows.jsonl").write_bytes(b"\xff\xfe")
+        with pytest.raises(ValueError, match=r"rows.jsonl:1 is not the header"):
+            rows.read(tmp_path / "rows.jsonl")
+
     def test_a_line_that_is_no_row_is_named(self, tmp_path: Path) -> None:
         path = tmp_path / "rows.jsonl"
         rows.write(path, [self.row()])

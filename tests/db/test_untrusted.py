@@ -89,6 +89,18 @@ def test_no_database_is_overwritten(path: Path, tmp_path: Path, verb: str) -> No
     assert path.read_bytes() == before
 
 
+@pytest.mark.parametrize("beside", ["-journal", "-wal", "-shm", ".lock", ".leases", ".studies"])
+@pytest.mark.parametrize("verb", ["export", "report"])
+def test_no_file_beside_a_database_is_overwritten(path: Path, verb: str, beside: str) -> None:
+    """A journal holds what a killed writer left undone, a lock is one by its inode."""
+    target = Path(f"{path}{beside}")
+    before = target.read_bytes() if target.exists() else None
+    told = refused(verb, str(target), "--db", str(path))
+    assert f"tuned.db{beside} belongs to the SQLite database" in told
+    assert "tuned.db: name another file" in told
+    assert (target.read_bytes() if target.exists() else None) == before
+
+
 def test_files_are_written_with_the_mode_that_the_user_wants(path: Path, tmp_path: Path) -> None:
     file = tmp_path / "out.jsonl"
     with umask(0o077):

@@ -159,11 +159,34 @@ def test_a_row_of_a_database_imports_nothing(monkeypatch: pytest.MonkeyPatch) ->
         ("tests.guests.toy:answer", r"cannot be described: TypeError at .*missing 1 required positional argument"),
         ("cutekernels.guests:Guest", "cannot be described: TypeError at .*abstract"),
         ("tests.guests.toy:unfinished", "has no revision: Unfinished must set it"),
+        ("tests.guests.toy:numbered", "revision is a whole number from 0 to 2147483647; it is '1'"),
+        (
+            "tests.guests.toy:problemless",
+            "Problem is a frozen dataclass that extends cutekernels.op.Problem; it is None",
+        ),
+        (
+            "tests.guests.toy:configless",
+            "Config is a frozen dataclass that extends cutekernels.op.Config; it is <class",
+        ),
+        ("tests.guests.toy:ending", "cannot be described: SystemExit at "),
     ],
 )
 def test_what_is_no_guest_is_refused(name: str, why: str) -> None:
     with pytest.raises(UnsupportedProblem, match=why):
         guests.load(name)
+
+
+def test_a_job_of_a_guest_whose_work_is_none_is_listed(tmp_path: Path) -> None:
+    """What its description lacks is told by the run, for each task."""
+    name = "tests.guests.toy:workless"
+    file = tmp_path / "job.toml"
+    file.write_text(f'name = "mine"\n[[tasks]]\nop = "{name}"\nproblems = ["m=4 k=8"]\n')
+    listed = CliRunner().invoke(cli.app, ["tune", str(file), "--guest", name, "--list"])
+    assert listed.exit_code == 0, listed.output
+    assert "1 tasks" in listed.stderr
+    assert "NoneType" in guests.fault(guests.load(name), SumsProblem(4, 8), H200)
+    with pytest.raises(JobError, match="holds no problem: give problems = "):
+        jobs.parse(f'name = "mine"\n[[tasks]]\nop = "{name}"\n', "job.toml", find=lambda name: guests.load(name))
 
 
 def test_problems_of_other_extents_compile_apart(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -178,3 +178,28 @@ def answer_interpreted(request: Any) -> Any:
     global Round
     Round = Interpreted  # type: ignore[misc]
     return answer(request)
+
+
+def unlike(**attributes: object) -> object:
+    """The description with other attributes."""
+    return type("Unlike", (Sums,), attributes)()
+
+
+def numbered() -> object:
+    return unlike(revision="1")
+
+
+def problemless() -> object:
+    return unlike(Problem=None)
+
+
+def configless() -> object:
+    return unlike(Config=int)
+
+
+def workless() -> object:
+    return unlike(work=lambda self, p: None, suite=())
+
+
+def ending() -> object:
+    raise SystemExit(0)

@@ -24,7 +24,7 @@ def test_the_log_is_not_appended_to_a_database(tmp_path: Path) -> None:
     assert log.read_bytes() == before
 
 
-@pytest.mark.parametrize("beside", ["", "-wal", "-journal", ".lock"])
+@pytest.mark.parametrize("beside", ["", "-wal", "-journal", ".lock", ".leases", ".studies"])
 def test_the_log_is_no_file_of_the_run_s_database(tmp_path: Path, beside: str) -> None:
     """Neither is there yet; a link leads to it."""
     (tmp_path / "link").symlink_to(tmp_path)
