@@ -6,9 +6,11 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from bench import plots, rows
 from bench.rows import Row
+from tests.bench.test_bench import STAMP
 
 
 def steps() -> list[Row]:
@@ -72,3 +74,34 @@ def test_a_picture_is_at_most_1600_wide(kind: str, tmp_path: Path) -> None:
 def test_the_tracked_overview_is_small() -> None:
     for path in plots.RESULTS.rglob(plots.OVERVIEW):
         assert path.stat().st_size < 200_000
+
+
+def test_a_plot_of_rows_that_failed_too(tmp_path: Path) -> None:
+    values = {"op": "silu_mul", "suite": "llm", "problem": "p", "alpha": 1.0, "beta": 0.0, "stamp": STAMP}
+    some = [
+        Row(**values, label=str(i), contender=name, status="ok", median_us=1.0, gbps=100.0 * i)
+        for i in range(12)
+        for name in ("torch.compile", "cutekernels")
+    ]
+    some.append(Row(**values, label="0", contender="liger", status="absent", reason="not installed"))
+    plots.draw(some, tmp_path / "deep" / "x.png")
+    drawn = Image.open(tmp_path / "deep" / "x.png").convert("RGB")
+    colors = sorted(count for count, _ in drawn.getcolors() or ())
+    assert min(drawn.size) > 200 and len(colors) > 4, "bars, their names and axes, not paper alone"
+    assert colors[-1] < 0.98 * drawn.width * drawn.height
+
+
+def test_an_overview_compares_ours_with_the_best_peer_of_each_case(tmp_path: Path) -> None:
+    values = {"op": "silu_mul", "suite": "llm", "problem": "p", "alpha": 1.0, "beta": 0.0, "stamp": STAMP}
+
+    def row(label: str, contender: str, us: float) -> Row:
+        return Row(**values, label=label, contender=contender, status="ok", median_us=us)
+
+    some = [row("a", "torch.compile", 9.0), row("a", "liger", 8.0), row("a", "streaming 2:1", 1.0)]
+    some += [row("a", "cutekernels", 4.0), row("b", "liger", 2.0), row("b", "cutekernels", 4.0)]
+    some += [row("c", "cutekernels", 1.0), row("a", "our ops one by one", 1.0)]
+    assert list(plots.against_best_peer(some).values()) == [2.0, 0.5]  # a, b; c has no peer
+    rows.write(tmp_path / "silu_mul_llm.jsonl", some)
+    rows.write(tmp_path / "silu_mul_alone.jsonl", some[-2:])
+    assert plots.draw_all(tmp_path) == 3
+    assert sorted(p.name for p in tmp_path.glob("*.png")) == ["overview.png", "silu_mul_alone.png", "silu_mul_llm.png"]
