@@ -294,7 +294,7 @@ def _write(figure: Any, path: Path) -> None:
 
     path.parent.mkdir(parents=True, exist_ok=True)
     drawn = io.BytesIO()
-    figure.savefig(drawn, dpi=90)
+    figure.savefig(drawn, dpi=80)
     _pyplot().close(figure)
     Image.open(drawn).convert("RGB").quantize(16).save(path, optimize=True)
 

@@ -31,7 +31,7 @@ from typing import Any
 
 GPUS = ("a100", "l40s", "h200", "rtx5090")  # one for each compile target
 FILE = Path(__file__).with_suffix(".txt.gz")
-DIGITS = 10  # of a hash
+DIGITS = 8  # of a hash
 # What decides how a kernel is built, rather than how large a tile is: one case for each value and GPU.
 STRUCTURE = ("body", "path", "method", "order", "grid", "lazy", "turns", "evict", "q_in_registers", "in_registers")
 
