@@ -177,7 +177,7 @@ def test_what_is_no_guest_is_refused(name: str, why: str) -> None:
 
 
 def test_a_job_of_a_guest_whose_work_is_none_is_listed(tmp_path: Path) -> None:
-    """What its description lacks is told by the run, for each task."""
+    """``--list`` needs no work; the run says, for each task, what the description lacks."""
     name = "tests.guests.toy:workless"
     file = tmp_path / "job.toml"
     file.write_text(f'name = "mine"\n[[tasks]]\nop = "{name}"\nproblems = ["m=4 k=8"]\n')

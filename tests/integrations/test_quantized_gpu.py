@@ -77,7 +77,7 @@ def test_no_further_from_fp32_than_decoded_weights(name: str, length: int) -> No
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_gradients_and_graphs(name: str) -> None:
-    """Of the embeddings, which lie behind every projection; and a compiled model's logits."""
+    """Gradients of the embeddings, which pass through every projection, and logits of a compiled model."""
     model, twin = pair(name)
     ids = tiny.tokens(2, 50).cuda()
     twin(ids, labels=ids).loss.backward()
@@ -122,7 +122,7 @@ def test_memory(name: str) -> None:
 
 
 def test_fp32_activations_are_multiplied_by_the_decoded_weight() -> None:
-    """Of a projection that is loaded in a model of bf16: no kernel takes fp32, and nothing is rounded to bf16."""
+    """Activations of fp32 in a bf16 model: no kernel takes them, and nothing is rounded to bf16."""
     model, _ = pair("gptq")
     with ck.patch(model):
         projection = model.model.layers[0].mlp.up_proj

@@ -3,7 +3,7 @@
 Groups of warps leave theirs in shared memory, and the first adds them up (:class:`WarpSums`). CTAs leave theirs in a
 workspace. Either the last to arrive adds them up (:class:`LastArrival`), and nobody waits for another CTA. Or, where
 one has its part at the end of its work and the others at their beginning, it keeps its own and adds theirs, which lie
-there by then (:class:`Keeper`).
+there by then (:class:`TileOwner`).
 
 A CTA of ``LastArrival``:
 
@@ -148,16 +148,18 @@ class LastArrival:
 
 
 @dataclass(frozen=True)
-class Keeper:
-    """One CTA of a tile, its keeper, waits for all others, and adds what they have left to its own part.
+class TileOwner:
+    """One CTA of a tile, its owner, waits for all others, and adds what they have left to its own part (stream-K's
+    fixup).
 
-    It waits for CTAs of lower numbers alone. A GPU starts CTAs in the order of their numbers, so these run or have run,
-    whatever else the GPU is busy with, and none of them waits before it has left its part.
+    It waits for CTAs of lower numbers alone, none of which waits before it has left its part. GPUs start CTAs in the
+    order of their numbers, so these run or have run, whatever else the GPU is busy with. CUDA does not promise that
+    order; decoupled look-back (CUB's scans) stands on it too.
     """
 
     @cute.jit
     def run(self) -> Int32:
-        """The number of this CTA's run of work: the last CTA has the first, so keepers wait for later runs."""
+        """The number of this CTA's run of work: the last CTA has the first, so an owner waits for later runs."""
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
         return ctas - 1 - cta

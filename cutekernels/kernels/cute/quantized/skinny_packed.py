@@ -61,7 +61,7 @@ from cutekernels.kernels.cute.parts.packed import PackedWeights
 from cutekernels.kernels.cute.parts.prefetch import prefetch_bulk
 from cutekernels.kernels.cute.parts.ptx import copy_async, copy_async_or_zero, load_matrices
 from cutekernels.kernels.cute.parts.smem import SkinnyPackedSmem
-from cutekernels.kernels.cute.parts.tile_share import Keeper, WarpSums, add_parts, leave
+from cutekernels.kernels.cute.parts.tile_share import TileOwner, WarpSums, add_parts, leave
 
 TILE = 64  # rows, and elements of K, of a packed tile
 STRIP = 16  # rows of an MMA
@@ -234,7 +234,7 @@ class SkinnyPacked:
     @cute.kernel
     def kernel(self, given: Operands, share: Int32):
         tid, _, _ = cute.arch.thread_idx()
-        run = Keeper().run()
+        run = TileOwner().run()
         of = self.extents(given, cute.ceil_div(cute.size(given.mX, mode=[0]), self.tile_m), share)
         first = run * share
         end = cutlass.min(first + share, of.tiles_n * of.tiles_m * of.k_tiles)
@@ -665,12 +665,12 @@ class SkinnyPacked:
         if run * of.share > begin:
             if member.warp_k == 0:
                 leave(acc, sums, lane, (run,))
-            Keeper().post(counter, member.tid)
+            TileOwner().post(counter, member.tid)
         else:
             if at.k_tile < of.k_tiles - 1:
                 # The tile's other k-tiles are the later runs'.
                 last = (begin + of.k_tiles - 1) // of.share
-                Keeper().wait(counter, member.tid, last - run)
+                TileOwner().wait(counter, member.tid, last - run)
                 if member.warp_k == 0:
                     add_parts(acc, sums, lane, run + 1, last + 1)
             if member.warp_k == 0:

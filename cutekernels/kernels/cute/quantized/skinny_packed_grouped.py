@@ -24,7 +24,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.memory import SmemAllocator
 
 from cutekernels.kernels.cute.parts.schedule import Raster
-from cutekernels.kernels.cute.parts.tile_share import Keeper
+from cutekernels.kernels.cute.parts.tile_share import TileOwner
 from cutekernels.kernels.cute.parts.walk import GroupWalk
 from cutekernels.kernels.cute.quantized.skinny_packed import TILE, Extents, Operands, SkinnyPacked, Unit
 
@@ -84,7 +84,7 @@ class SkinnyPackedGrouped(SkinnyPacked):
     def kernel(self, given: Operands):
         tid, _, _ = cute.arch.thread_idx()
         ctas, _, _ = cute.arch.grid_dim()
-        run = Keeper().run()
+        run = TileOwner().run()
         storage = SmemAllocator().allocate(self.smem.total_bytes, byte_alignment=128)
         if const_expr(self.dependent):
             # PDL: all threads wait until the previous kernel has ended and its writes are visible.
