@@ -174,6 +174,7 @@ class GemmConfig(Config):
     cluster_m: int = knob(1, 2, added=True)
     cluster_n: int = knob(1, 2, added=True)
     swap_ab: bool = knob(False, True, added=True)
+    stream_k: bool = knob(False, True, added=True)
 
     @classmethod
     def every(cls) -> Iterator[GemmConfig]:
@@ -257,6 +258,7 @@ BODIES: dict[str, dict[str, tuple[Any, ...]]] = {
         "cluster_m": (1, 2),
         "cluster_n": (1, 2),
         "swap_ab": (False, True),
+        "stream_k": (False, True),
     },
     VENDOR: {},
 }
@@ -274,14 +276,16 @@ def foreign(c: GemmConfig, **among: tuple[Any, ...]) -> Iterator[str]:
 
 def spanned(body: str, **among: tuple[Any, ...]) -> Iterator[GemmConfig]:
     """Every config of ``body``, some knobs confined to ``among``, which names those of ``out^T`` for ``swap_ab``;
-    ``prefetch_l2`` is for ``pdl`` alone.
+    ``prefetch_l2`` is for ``pdl`` alone, and ``stream_k`` too, without ``pingpong`` and bands.
     """
     values = _VALUES[body] | among
     names = tuple(values)
     across = tuple(ACROSS.get(name, name) for name in names)
-    pdl, prefetch_l2, swap_ab = (names.index(name) for name in ("pdl", "prefetch_l2", "swap_ab"))
+    pdl, prefetch_l2, swap_ab, stream_k = (names.index(n) for n in ("pdl", "prefetch_l2", "swap_ab", "stream_k"))
+    pingpong, raster = names.index("pingpong"), names.index("raster")
     for chosen in product(*values.values()):
-        if chosen[pdl] or not chosen[prefetch_l2]:
+        shared = chosen[pdl] and not chosen[pingpong] and chosen[raster] == 1
+        if (chosen[pdl] or not chosen[prefetch_l2]) and (shared or not chosen[stream_k]):
             yield GemmConfig.drawn(zip(across if chosen[swap_ab] else names, chosen, strict=True))
 
 

@@ -6,7 +6,7 @@ other way round.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -24,13 +24,14 @@ from cutekernels.ops.gemm.problem import (
     GemmProblem,
     Side,
 )
-from cutekernels.ops.gemm.schedule import HALF_ACCUMULATORS, PLAIN, Extras, GemmSchedule, extras_of
+from cutekernels.ops.gemm.schedule import HALF_ACCUMULATORS, PLAIN, Extras, GemmSchedule, extras_of, vector_type
 from cutekernels.ops.gemm.skinny_warpgroup import SKINNY_WARPGROUP
 from cutekernels.ops.shared.occupancy import no_warpgroups
 from cutekernels.rules import of_both, of_config, of_problem
 
 if TYPE_CHECKING:
     from cutekernels.gpu import GpuSpec
+    from cutekernels.ops.shared.per_stream import Workspace
 
 GROUP_ROWS, COLUMNS = 64, 8  # of an MMA; it has more columns by as many
 SWIZZLED = 64  # elements of a swizzled line: what an operand that is not K-major advances by
@@ -40,6 +41,8 @@ LEAST_EXTENT = 32  # rows and columns of out; fewer leave most of a tile idle
 MOST_ACCUMULATORS = 192
 MOST_FINISHED = 176  # with C, a bias or an activation
 MOST_OF_THREE = 80  # where three groups leave a thread 160 registers
+MOST_FILLED = 0.9  # of the last wave's places, counted in all waves'; beyond that CTAs gain nothing by sharing tiles
+LEAST_SHARE = 8  # k-tiles of a run, below which parts cost more than they save
 # Buffers of a group's results: two, or one where that leaves room for the stages; where C comes in through them, four.
 BOXES, SOURCE_BOXES = (2, 1), 4
 
@@ -160,6 +163,25 @@ class Warpgroup(GemmSchedule, Prefetches):
             return f"stages={c.stages} leaves room for {c.stages + 2}"
         return None
 
+    @of_config
+    def stream_k(self, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
+        if c.stream_k and (c.pingpong or c.raster > 1 or not c.pdl or x.half_accumulators or x.gated):
+            return "stream_k=1 takes pingpong=0, raster=1, pdl=1, accumulators in fp32 and no gate"
+        return None
+
+    @of_both
+    def shared_tiles(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
+        if not c.stream_k:
+            return None
+        tiles_m, tiles_n = cluster_tiles(p, c)
+        tiles, clusters = tiles_m * tiles_n * p.batch, clusters_of(c, gpu)
+        k_tiles = -(-p.k // c.tile_k)
+        if tiles / (-(-tiles // clusters) * clusters) > MOST_FILLED:
+            return f"stream_k=1: {tiles} tiles of clusters fill {clusters} without"
+        if k_tiles * tiles < LEAST_SHARE * clusters:
+            return f"stream_k=1 leaves less than {LEAST_SHARE} k-tiles to a cluster"
+        return None
+
     @of_both
     def several_tiles(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
         tiles_m, tiles_n = cluster_tiles(p, c)
@@ -199,7 +221,9 @@ class Warpgroup(GemmSchedule, Prefetches):
         """
         rate, own = rates.of(gpu), self.table
         (tile_rows, tile_columns), (cluster_rows, cluster_columns) = c.mma_tile, c.mma_cluster
-        tiles = -(-tiles // max(1, gpu.sm_count // (c.cluster_m * c.cluster_n)))
+        clusters, k_tiles = max(1, clusters_of(c, gpu)), -(-k // c.tile_k)
+        steps = -(-tiles * k_tiles // clusters) if c.stream_k else -(-tiles // clusters) * k_tiles
+        tiles = -(-tiles // clusters)
         multiply = 2.0 * c.tile_m * c.tile_n * c.tile_k / (own.mma * rate.warpgroup_flops_per_us)
         loaded = (tile_rows / cluster_columns + tile_columns / cluster_rows) * c.tile_k * ELEMENT_BYTES
         arriving = (c.tile_m + c.tile_n) * c.tile_k * ELEMENT_BYTES
@@ -214,7 +238,10 @@ class Warpgroup(GemmSchedule, Prefetches):
         ends = 1.0 if c.pingpong else float(tiles)
         if own.single and self.smem(c, extras).boxes == 1:
             ends += own.single * ((1 + tiles) / 2 if c.pingpong else tiles)
-        busy = tiles * -(-k // c.tile_k) * step + epilogue * ends
+        busy = steps * step + epilogue * ends
+        if c.stream_k:  # one part is left, and those of as many runs added as a tile has beside its owner's
+            parts = 1 + -(-k_tiles // steps)
+            busy += own.handed * rate.exchange_us + parts * 4.0 * c.tile_m * c.tile_n / rate.sm_bytes_per_us
         dram = moved / (rate.dram_share * gpu.dram_gbps * 1e3)
         fixed = own.fixed * rate.launch_us + (0.0 if c.pdl else rate.dependent_us)
         shared = {"m": cluster_columns, "n": cluster_rows}.get(more, 2)
@@ -226,6 +253,7 @@ class Warpgroup(GemmSchedule, Prefetches):
 
         from cutekernels.backends import cute as backend
         from cutekernels.kernels.cute.gemm.warpgroup_gemm import WarpgroupGemm
+        from cutekernels.kernels.cute.gemm.warpgroup_stream_k import WarpgroupStreamK
         from cutekernels.kernels.cute.parts.boxes import ResultBoxes
         from cutekernels.kernels.cute.parts.epilogue import Activation, Epilogue
         from cutekernels.kernels.cute.parts.schedule import Raster
@@ -247,7 +275,8 @@ class Warpgroup(GemmSchedule, Prefetches):
             epilogue=Epilogue(Activation("silu_approx" if extras.gated else p.activation)),
             gate=gate,
         )
-        return WarpgroupGemm(
+        kind = WarpgroupStreamK if c.stream_k else WarpgroupGemm
+        return kind(
             tile_m=tile_m,
             tile_n=tile_n,
             tile_k=c.tile_k,
@@ -262,8 +291,24 @@ class Warpgroup(GemmSchedule, Prefetches):
             results=results,
             swap_ab=c.swap_ab,
             dependent=c.pdl,
-            resident=gpu.sm_count // (c.cluster_m * c.cluster_n) * (c.cluster_m * c.cluster_n),
+            resident=clusters_of(c, gpu) * c.cluster_m * c.cluster_n,
         )
+
+    def shares_tiles(self, c: GemmConfig) -> bool:
+        return c.stream_k
+
+    def workspace_types(self, c: GemmConfig, extras: Extras = PLAIN) -> list[Any]:
+        """Partial sums and counters, where CTAs share tiles."""
+        if not c.stream_k:
+            return []
+        import cutlass
+
+        return [vector_type(cutlass.Float32, 16), vector_type(cutlass.Int32, 4)]
+
+    def workspace(self, p: GemmProblem, c: GemmConfig, extras: Extras = PLAIN) -> Callable[[], tuple[Any, ...]]:
+        from cutekernels.gpu import detect
+
+        return _workspace(detect().sm_count).get if c.stream_k else tuple
 
 
 WARPGROUP = Warpgroup()
@@ -278,6 +323,14 @@ def deepest(schedule: Warpgroup, gpu: GpuSpec, x: Extras, **among: tuple[Any, ..
             tile = tuple(value for name, value in vars(c).items() if name != "stages")
             by_tile.setdefault(tile, []).append(c)
     return tuple(c for own in by_tile.values() for c in sorted(own, key=lambda c: -c.stages)[:2])
+
+
+@cache
+def _workspace(ctas: int) -> Workspace:
+    """One for all launches of a stream, which follow one another, and tiles of any size."""
+    from cutekernels.ops.shared.per_stream import Workspace
+
+    return Workspace(ctas * 2 * 128 * MOST_ACCUMULATORS, ctas * 3)
 
 
 # ---- arithmetic of the rules ----------------------------------------------------------------------------
@@ -323,6 +376,11 @@ def rows_knob(c: GemmConfig) -> str:
 def columns_knob(c: GemmConfig) -> str:
     """The knob of the tile along the MMA's columns."""
     return "tile_m" if c.swap_ab else "tile_n"
+
+
+def clusters_of(c: GemmConfig, gpu: GpuSpec) -> int:
+    """Clusters that are resident at once."""
+    return gpu.sm_count // (c.cluster_m * c.cluster_n)
 
 
 def cluster_tiles(p: GemmProblem, c: GemmConfig) -> tuple[int, int]:

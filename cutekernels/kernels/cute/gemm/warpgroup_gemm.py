@@ -125,6 +125,16 @@ class Walk:
     tiles_n: Int32
     rows: Int32  # of out
     columns: Int32
+    k_tiles: Int32 | None = None  # of a tile, where all have as many
+    share: Int32 | None = None  # k-tiles of a CTA, of all tiles (``warpgroup_stream_k.py``)
+
+
+@dataclass(frozen=True)
+class Part:
+    """The k-tiles of a tile that a CTA multiplies."""
+
+    begin: int | Int32
+    count: Int32
 
 
 @dataclass(frozen=True)
@@ -267,7 +277,7 @@ class WarpgroupGemm(WarpGroupBody):
         layers = cute.size(mD, mode=[2]) if const_expr(cute.rank(mD) == 3) else Int32(1)
         tiles_m = cute.ceil_div(cute.size(mD, mode=[0]), self.tile_m * self.cluster_m)
         tiles_n = cute.ceil_div(cute.size(mD, mode=[1]), self.results.columns * self.cluster_n)
-        blocks = cutlass.min(tiles_m * tiles_n * layers * self.cluster, Int32(self.resident))
+        blocks = self.ctas(tiles_m * tiles_n * layers)
         self.kernel(
             rows,
             columns,
@@ -285,6 +295,11 @@ class WarpgroupGemm(WarpGroupBody):
             use_pdl=self.dependent,
             stream=stream,
         )
+
+    @cute.jit
+    def ctas(self, tiles: Int32) -> Int32:
+        """CTAs of the grid, for so many tiles of clusters."""
+        return cutlass.min(tiles * self.cluster, Int32(self.resident))
 
     @cute.jit
     def normed(
@@ -340,19 +355,19 @@ class WarpgroupGemm(WarpGroupBody):
         shared = self.allocate(storage, layout_r, layout_s)
         self.set_up(warp, (rows.tma, columns.tma, outputs.tma_d), shared)
 
-        # -- the walk: a cluster's CTAs have neighbouring tiles, the next cluster-tile is a grid further
-        rank = block % self.cluster
-        first, step = block // self.cluster, blocks // self.cluster
         k_tiles = cute.ceil_div(cute.size(rows.coordinates, mode=[1]), self.tile_k)
-        walk = Walk(
-            rank=rank,
-            first=first,
-            count=tiles[0] * tiles[1] * tiles[2],
-            step=step,
-            tiles_m=tiles[0],
-            tiles_n=tiles[1],
-            rows=cute.size(outputs.tD, mode=[0]),
-            columns=cute.size(outputs.tD, mode=[1]),
+        walk = self.walk(
+            Walk(
+                rank=block % self.cluster,
+                first=block // self.cluster,
+                count=tiles[0] * tiles[1] * tiles[2],
+                step=blocks // self.cluster,
+                tiles_m=tiles[0],
+                tiles_n=tiles[1],
+                rows=cute.size(outputs.tD, mode=[0]),
+                columns=cute.size(outputs.tD, mode=[1]),
+                k_tiles=k_tiles,
+            )
         )
         if group == producer:
             # -- producer: one warp loads tile after tile, without regard to where one ends
@@ -366,14 +381,15 @@ class WarpgroupGemm(WarpGroupBody):
                         *self.load(r, self.of_rows, corner.row, corner.layer, walk.rank),
                         *self.load(s, self.of_columns, corner.column, corner.layer, walk.rank),
                     ]
-                    at = self.produce(shared, loads, at, k_tiles)
+                    part = self.part(walk, index)
+                    at = self.produce(shared, loads, at, part.count, part.begin)
                 if const_expr(self.dependent):
                     # PDL: the next kernel's CTAs may be placed; their setup then runs behind our last products.
                     cute.arch.griddepcontrol_launch_dependents()
         else:
             # -- consumers
             cute.arch.setmaxregister_increase(self.registers[1])
-            self.consume(tid, group, shared, walk, tiled_mma, k_tiles, outputs)
+            self.consume(tid, group, shared, walk, tiled_mma, outputs)
         if const_expr(self.cluster > 1):
             # Both CTAs wait for each other's end: the other's multicasts and arrivals need this one's shared memory.
             cute.arch.cluster_arrive_relaxed()
@@ -421,6 +437,16 @@ class WarpgroupGemm(WarpGroupBody):
             cute.arch.mbarrier_init(shared.c_full + i, 1)
 
     @cute.jit
+    def walk(self, all_tiles: Walk) -> Walk:
+        """A cluster's CTAs have neighbouring tiles; its next tile is a grid further."""
+        return all_tiles
+
+    @cute.jit
+    def part(self, walk: Walk, index: Int32) -> Part:
+        """What of tile ``index`` this CTA multiplies: all of K."""
+        return Part(0, walk.k_tiles)
+
+    @cute.jit
     def place(self, walk: Walk, index: Int32) -> Corner:
         """Where this CTA's part of the cluster's tile ``index`` begins. The last tiles begin early, to end where out
         does: docs/notes/gemm.md#boxes. With C they do not, since out may be C, and what another tile has stored would
@@ -442,9 +468,9 @@ class WarpgroupGemm(WarpGroupBody):
     # ---- producer
 
     @cute.jit
-    def produce(self, shared: Shared, loads: list, at: Position, k_tiles: Int32) -> Position:
-        """The loads of one tile, :class:`BoxLoad` each. Returns the position behind."""
-        for k_tile in cutlass.range(k_tiles, unroll=1):
+    def produce(self, shared: Shared, loads: list, at: Position, k_tiles: Int32, begin: int | Int32 = 0) -> Position:
+        """The loads of a tile's k-tiles from ``begin`` on, :class:`BoxLoad` each. Returns the position behind."""
+        for k_tile in cutlass.range(begin, begin + k_tiles, unroll=1):
             # Wait until the consumers, of both CTAs in a cluster, have read the stage; then announce its bytes.
             self.pipeline.acquire(shared.full, shared.empty, at.stage, at.phase)
             # All boxes of the stage complete the same full barrier; multicast ones complete it in both CTAs.
@@ -509,7 +535,6 @@ class WarpgroupGemm(WarpGroupBody):
         shared: Shared,
         walk: Walk,
         tiled_mma: cute.TiledMma,
-        k_tiles: Int32,
         outputs: BoxOperands,
     ):
         """A consumer group's tiles, one after the other."""
@@ -522,7 +547,7 @@ class WarpgroupGemm(WarpGroupBody):
             # Ping-pong: every second tile of the CTA. The second group passes over the stages of the CTA's first tile.
             if group == 1:
                 first = first + walk.step
-                at = self.pipeline.after(at, k_tiles)
+                at = self.pipeline.after(at, walk.k_tiles)
             stride = walk.step * 2
         # -- tile after tile
         for index in cutlass.range(first, walk.count, stride, unroll=1):
@@ -535,9 +560,9 @@ class WarpgroupGemm(WarpGroupBody):
                 cute.arch.mbarrier_wait(shared.order + group, order_phase)
                 order_phase = order_phase ^ 1
             consumer.acc.fill(0.0)
-            at = self.multiply(consumer, shared, at, k_tiles)
+            at = self.multiply(consumer, shared, at, walk.k_tiles)
             if const_expr(self.pingpong):
-                at = self.pipeline.after(at, k_tiles)  # the other group's stages
+                at = self.pipeline.after(at, walk.k_tiles)  # the other group's stages
             self.results.store_tile(buffers, outputs, consumer.acc, corner, boxes_used)
             boxes_used = boxes_used + self.results.count
         self.results.drain(consumer.thread)

@@ -94,6 +94,31 @@ def add_parts(acc: cute.Tensor, parts: cute.Tensor, thread: Int32, begin: Int32,
             acc[i] = acc[i] + parts[thread, i, number]
 
 
+VECTOR = 4  # accumulators in 16 bytes
+
+
+@cute.jit
+def leave_vectors(acc: cute.Tensor, parts: cute.Tensor, thread: Int32, number: Int32):
+    """A thread's many accumulators to ``parts`` (VECTOR, THREAD, ACCUMULATOR / VECTOR, NUMBER)."""
+    for i in cutlass.range_constexpr(cute.size(acc) // VECTOR):
+        own = cute.make_tensor(acc.iterator + VECTOR * i, cute.make_layout(VECTOR))
+        cute.autovec_copy(own, parts[None, thread, i, number])
+
+
+@cute.jit
+def add_vectors(acc: cute.Tensor, parts: cute.Tensor, thread: Int32, numbers: tuple[Int32, int], count: Int32):
+    """``acc`` plus ``count`` parts, as :func:`leave_vectors` left them: from the first of ``numbers`` on, the second
+    further each.
+    """
+    first, step = numbers
+    loaded = cute.make_rmem_tensor(VECTOR, Float32)
+    for other in cutlass.range(count, unroll=1):
+        for i in cutlass.range_constexpr(cute.size(acc) // VECTOR):
+            cute.autovec_copy(parts[None, thread, i, first + other * step], loaded)
+            for v in cutlass.range_constexpr(VECTOR):
+                acc[VECTOR * i + v] = acc[VECTOR * i + v] + loaded[v]
+
+
 @dataclass(frozen=True)
 class Workspace:
     """What the CTAs that share a tile leave for the last of them; None where none do."""
@@ -111,35 +136,16 @@ class Ticket:
 
 
 @dataclass(frozen=True)
-class LastArrival:
-    """Finds the last CTA of a tile, for all threads of each, or for a warp group's ``threads`` with a barrier of their
-    own: number ``first_barrier`` + their group's.
+class Meeting:
+    """All threads of a CTA, or a warp group's ``threads`` with a barrier of their own: number ``first_barrier`` + their
+    group's.
     """
 
     threads: int = 0
     first_barrier: int = 0
 
     @cute.jit
-    def draw(self, ticket: Ticket, thread: Int32, group: Int32, ctas: int | Int32) -> Boolean:
-        """Whether this CTA is the last of ``ctas``; for all threads, which have left what the last one reads."""
-        flag = cute.make_tensor(ticket.flag, cute.make_layout(1))
-        # All threads' parts, written before the barrier, become visible to the GPU with thread 0's ticket.
-        self.wait(group)
-        if thread == 0:
-            cute.arch.fence_acq_rel_gpu()
-            flag[0] = cute.arch.atomic_add(ticket.drawn, Int32(1), sem="acq_rel", scope="gpu")
-        # All threads wait for the ticket.
-        self.wait(group)
-        last = flag[0] == ctas - 1
-        if last:
-            # All others' parts, released before their tickets, are visible from here on.
-            cute.arch.fence_acq_rel_gpu()
-            if thread == 0:
-                cute.make_tensor(ticket.drawn, cute.make_layout(1))[0] = Int32(0)  # for the next launch
-        return last
-
-    @cute.jit
-    def wait(self, group: Int32):
+    def meet(self, group: int | Int32 = 0):
         """The threads wait for one another."""
         if const_expr(self.threads == 0):
             cute.arch.sync_threads()
@@ -148,7 +154,31 @@ class LastArrival:
 
 
 @dataclass(frozen=True)
-class TileOwner:
+class LastArrival(Meeting):
+    """Finds the last CTA of a tile."""
+
+    @cute.jit
+    def draw(self, ticket: Ticket, thread: Int32, group: Int32, ctas: int | Int32) -> Boolean:
+        """Whether this CTA is the last of ``ctas``; for all threads, which have left what the last one reads."""
+        flag = cute.make_tensor(ticket.flag, cute.make_layout(1))
+        # All threads' parts, written before the barrier, become visible to the GPU with thread 0's ticket.
+        self.meet(group)
+        if thread == 0:
+            cute.arch.fence_acq_rel_gpu()
+            flag[0] = cute.arch.atomic_add(ticket.drawn, Int32(1), sem="acq_rel", scope="gpu")
+        # All threads wait for the ticket.
+        self.meet(group)
+        last = flag[0] == ctas - 1
+        if last:
+            # All others' parts, released before their tickets, are visible from here on.
+            cute.arch.fence_acq_rel_gpu()
+            if thread == 0:
+                cute.make_tensor(ticket.drawn, cute.make_layout(1))[0] = Int32(0)  # for the next launch
+        return last
+
+
+@dataclass(frozen=True)
+class TileOwner(Meeting):
     """One CTA of a tile, its owner, waits for all others, and adds what they have left to its own part (stream-K's
     fixup).
 
@@ -165,15 +195,15 @@ class TileOwner:
         return ctas - 1 - cta
 
     @cute.jit
-    def post(self, counter: cute.Pointer, thread: Int32):
+    def post(self, counter: cute.Pointer, thread: Int32, group: int | Int32 = 0):
         """Counts this CTA, whose threads have left their parts; for all threads."""
-        cute.arch.sync_threads()
+        self.meet(group)
         if thread == 0:
             # All threads' parts, written before the barrier, become visible to the GPU with this count.
             count_released(counter.toint())
 
     @cute.jit
-    def wait(self, counter: cute.Pointer, thread: Int32, others: Int32):
+    def wait(self, counter: cute.Pointer, thread: Int32, others: Int32, group: int | Int32 = 0):
         """Waits until so many have left their parts; for all threads."""
         if thread == 0:
             seen = Int32(0)
@@ -181,4 +211,4 @@ class TileOwner:
                 seen = load_acquired(counter.toint())
             cute.make_tensor(counter, cute.make_layout(1))[0] = Int32(0)  # for the next launch
         # All threads see what thread 0 has acquired.
-        cute.arch.sync_threads()
+        self.meet(group)

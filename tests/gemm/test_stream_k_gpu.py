@@ -1,0 +1,122 @@
+"""``stream_k`` of the warpgroup schedule on a GPU that has it: shared tiles of any layout, the same bits, graphs."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+import cutekernels as ck
+from cutekernels import gpu
+from cutekernels.ops.gemm.op import GEMM
+from cutekernels.ops.gemm.problem import ACTIVATIONS, GemmConfig, GemmProblem
+from tests.gemm.test_gpu import assert_right, launch
+from tests.gemm.test_skinny_gpu import assert_dependents_wait, assert_same_every_time
+from tests.gemm.test_warpgroup_gpu import LAYOUTS, warpgroup
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def _needs_warpgroups() -> None:
+    if not gpu.detect().has_wgmma:
+        pytest.skip("no warpgroup MMA here")
+
+
+def shared(problem: GemmProblem, **values: Any) -> list[GemmConfig]:
+    return warpgroup(problem, stream_k=True, **values)
+
+
+def posed(rng: random.Random, layout: tuple[str, str, str], c: str) -> GemmProblem:
+    """Ragged extents and a K of many k-tiles, any epilogue, batched or not."""
+    batch = rng.choice((1, 1, 2))
+    return GemmProblem(
+        m=rng.choice((136, 200, 520, 1000, 1304)),
+        n=rng.choice((136, 264, 520, 1000, 2504)),
+        k=rng.choice((3000, 4872, 9000, 16392)),
+        batch=batch,
+        batched=batch > 1,
+        a_major=layout[0],
+        b_major=layout[1],
+        out_major=layout[2],
+        dtype=rng.choice(("bf16", "fp16")),
+        c=layout[2] if c == "out" else c,
+        bias=rng.choice(("none", "same", "fp32")),
+        activation=rng.choice(tuple(ACTIVATIONS)),
+    )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("c", ["none", "out"])
+def test_random_problems_and_configs(layout: tuple[str, str, str], c: str) -> None:
+    rng = random.Random(f"stream {layout}{c}")
+    for seed in range(3):
+        problem = posed(rng, layout, c)
+        args = GEMM.sample(problem, "cuda", seed)
+        found = shared(problem)
+        for config in rng.sample(found, min(3, len(found))):
+            assert_right(launch(problem, args, str(config)), problem, args, str(config))
+
+
+@pytest.mark.parametrize("arrangement", [{"cluster_m": 2}, {"cluster_n": 2}, {"swap_ab": True}, {"tile_m": 192}])
+@pytest.mark.parametrize("m", [256, 1000, 3000])
+def test_tiles_of_many_runs_and_runs_of_many_tiles(m: int, arrangement: dict[str, Any]) -> None:
+    """From 44 CTAs to a tile to several tiles to a CTA."""
+    rng = random.Random(f"{m}{arrangement}")
+    problem = GemmProblem(m, 1536, 8960, b_major="k")
+    args = GEMM.sample(problem, "cuda", 0)
+    found = shared(problem, **arrangement)
+    for config in rng.sample(found, min(4, len(found))):
+        assert_right(launch(problem, args, str(config)), problem, args, str(config))
+
+
+def test_the_same_bits_every_time() -> None:
+    problem = GemmProblem.parse("m=600 n=1536 k=8960 b_major=k")
+    assert_same_every_time(problem, random.Random(0).sample(shared(problem), 4))
+
+
+def test_out_may_be_c() -> None:
+    problem = GemmProblem(1000, 1304, 4104, c="n")
+    a, b, c, _, _, _ = GEMM.sample(problem, "cuda", 0)
+    expected = (0.5 * (a.double() @ b.double()) + 2.0 * c.double()).to(c.dtype)
+    for config in random.Random(1).sample(shared(problem), 4):
+        kept = c.clone()
+        assert ck.gemm(a, b, kept, alpha=0.5, beta=2.0, out=kept, config=str(config)) is kept
+        torch.testing.assert_close(kept, expected, rtol=2**-7, atol=0.1)
+
+
+def test_dependent_launches_see_what_came_before() -> None:
+    problem = GemmProblem.parse("m=256 n=2048 k=2048 b_major=k")
+    for config in random.Random(2).sample(shared(problem), 2):
+        assert_dependents_wait(256, str(config))
+
+
+def test_graphs_and_streams_share_no_workspace() -> None:
+    """Two configs in turns on each stream, in graphs and out of them, beside one another."""
+    problem = GemmProblem.parse("m=300 n=1024 k=4096 b_major=k")
+    configs = [str(c) for c in random.Random(3).sample(shared(problem), 2)]
+    streams = [torch.cuda.Stream() for _ in range(4)]
+    xs = [torch.randn(300, 4096, device="cuda", dtype=torch.bfloat16) for _ in streams]
+    w = torch.randn(1024, 4096, device="cuda", dtype=torch.bfloat16)
+    expected = [[ck.gemm(x, w.t(), config=config) for config in configs] for x in xs]
+    torch.cuda.synchronize()
+    graphs, outs = [], [[torch.empty_like(e) for e in some] for some in expected]
+    for x, some in zip(xs, outs, strict=True):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(4):
+                for out, config in zip(some, configs, strict=True):
+                    ck.gemm(x, w.t(), out=out, config=config)
+        graphs.append(graph)
+    eager: list[list[torch.Tensor]] = [[] for _ in streams]
+    for _ in range(15):
+        for i, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                graphs[i].replay()
+                eager[i] += [ck.gemm(xs[i], w.t(), config=config) for config in configs]
+    torch.cuda.synchronize()
+    for i, want in enumerate(expected):
+        assert all(torch.equal(out, w) for out, w in zip(outs[i], want, strict=True))
+        assert all(torch.equal(e, want[j % 2]) for j, e in enumerate(eager[i]))
