@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 EXPONENTS_PER_CLOCK = 16  # of an SM
 EXPONENTS = 0.35  # share of the forward exponents' time that products do not hide
+HIDDEN = 3.0  # exponent of the mean of the SMs' time and that of K and V read anew: 2958 us, 3063 seen (H100)
 EAGER = 1.7  # factor of their time: sums are rescaled in every block
 FEW = 1.6  # share of attention_delta's time that is lost, divided by the elements a thread has in flight
 # Factors of the time by the order of tiles, even ones and uneven ones: the heavy ones had better not be the last; of

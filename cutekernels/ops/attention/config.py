@@ -14,6 +14,8 @@ from cutekernels.ops.attention.problem import (
     AttentionProblem,
     BodiesConfig,
     BodySchedule,
+    both_us,
+    walked_bytes,
 )
 from cutekernels.ops.shared.occupancy import no_warpgroups
 from cutekernels.rules import of_both, of_config, of_problem
@@ -269,7 +271,7 @@ def warpgroup_us(p: AttentionProblem, c: AttentionConfig, gpu: GpuSpec) -> float
     # CTAs of a cluster share an SM even where others are idle.
     together = c.ctas_per_sm if c.split > 1 else min(c.ctas_per_sm, math.ceil(per_sm))
     per_sm = max(per_sm, together if c.split > 1 else 1.0)
-    if not (c.dynamic_scheduler or uneven):
+    if not uneven:
         per_sm = math.ceil(per_sm)
     blocks, longest = blocks_of(p, c)
     if c.split > 1:
@@ -289,6 +291,7 @@ def warpgroup_us(p: AttentionProblem, c: AttentionConfig, gpu: GpuSpec) -> float
     if uneven and c.grid == "persistent":
         busy *= own.dealt
     busy = max(busy, longest * step + edges)
-    dram = p.bytes_moved / (rate.dram_share * gpu.dram_gbps * 1e3)
+    bytes_per_us = rate.dram_share * gpu.dram_gbps * 1e3
+    busy = both_us(busy, walked_bytes(p, c, gpu) / bytes_per_us)
     early = rate.dependent_us if c.dependent else 0.0
-    return float(rate.launch_us - early + max(busy, dram))
+    return float(rate.launch_us - early + max(busy, p.bytes_moved / bytes_per_us))

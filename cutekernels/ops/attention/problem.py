@@ -14,7 +14,7 @@ from cutekernels import rates
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.kernels.cute.parts.attention_smem import padded
 from cutekernels.op import C, Config, Op, P, Problem, extent, ladder, plain, power_of_two, respelled
-from cutekernels.ops.attention.coefficients import EXPONENTS_PER_CLOCK, MULTISTAGE, ORDER
+from cutekernels.ops.attention.coefficients import EXPONENTS_PER_CLOCK, HIDDEN, MULTISTAGE, ORDER
 from cutekernels.ops.shared.dtypes import DTYPES
 from cutekernels.ops.shared.occupancy import occupancy_rules
 from cutekernels.rules import Schedule, combinations, foreign, of_both, of_config, values_of
@@ -459,8 +459,27 @@ class TilesSchedule(BodySchedule[Q, T]):
         if uneven and not p.by_keys:
             busy = max(busy, cta + (min(p.most_seen, p.seq_walked) / walked - steps) * step)
         busy *= ORDER[uneven][c.order]
-        dram = p.work_bytes / (model.dram * rate.dram_share * gpu.dram_gbps * 1e3)
+        dram = max(p.work_bytes, walked_bytes(p, c, gpu)) / (model.dram * rate.dram_share * gpu.dram_gbps * 1e3)
         return float(rate.launch_us + max(busy, dram) + model.unhidden * min(busy, dram))
+
+
+def walked_bytes(p: AttentionProblem, c: TilesConfig, gpu: GpuSpec) -> float:
+    """What CTAs read of the walked side from DRAM where they take all heads' heaviest tiles first (``order=heads``) and
+    the L2 does not hold all heads: each row of tiles reads it anew, or as many rows as run at once. Else 0.
+    """
+    own_heads, heads = p.batch * p.heads_q, p.batch * p.heads_kv
+    if p.by_keys:
+        own_heads, heads = heads, own_heads
+    row_bytes = 4.0 * p.width * heads  # of two operands
+    if c.order != "heads" or row_bytes * p.seq_walked <= gpu.l2_bytes or not p.seq_own:
+        return 0.0
+    at_once = max(1.0, c.ctas_per_sm * gpu.sm_count / own_heads)
+    return row_bytes * p.pairs / p.seq_own * max(1.0, -(-p.seq_own // c.own) / at_once)
+
+
+def both_us(busy: float, dram: float) -> float:
+    """The time of work on the SMs and of reads that it waits for, each hidden by the other in part."""
+    return float((busy**HIDDEN + dram**HIDDEN) ** (1 / HIDDEN))
 
 
 def vectors_along(width: int) -> int:

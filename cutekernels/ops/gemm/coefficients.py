@@ -69,7 +69,7 @@ class Warpgroup:
     epilogue: float = 5.5e-5 * 99e3  # bytes at sm_bytes_per_us: an output element's end
     gate: float = 1.5  # factor: a gated result's epilogue to a plain one's
     single: float = 0.2  # share that a single box of results adds to an epilogue; half where groups take turns
-    handed: float = 1.0 / 0.63  # exchange_us: stream-K's wait for another CTA's part of a tile
+    handed: float = 1.0 / 0.63  # exchange_us: split K's wait for another CTA's part of a tile
     latency: float = 1.1 / 0.63  # exchange_us: a load that comes back while the other stages are multiplied
     sharpness: float = 8.2  # exponent of the mean of a k-tile's four times
     hidden: float = 3.0  # exponent of the mean of the busiest SM's time and DRAM's

@@ -167,14 +167,13 @@ class GemmConfig(Config):
     persistent: bool = knob(False, True, added=True)
     body: str = knob("multistage", "skinny", "skinny_warpgroup", "warpgroup", "vendor", added=True)
     warps_k: int = knob(1, 2, 4, 8, added=True)
-    split_k: int = knob(1, 2, 4, 8, added=True)
+    split_k: int = knob(1, 2, 3, 4, 8, added=True)
     pdl: bool = knob(False, True, added=True)
     prefetch_l2: int = knob(0, 1, 2, 4, 8, added=True)
     pingpong: bool = knob(False, True, added=True)
     cluster_m: int = knob(1, 2, added=True)
     cluster_n: int = knob(1, 2, added=True)
     swap_ab: bool = knob(False, True, added=True)
-    stream_k: bool = knob(False, True, added=True)
 
     @classmethod
     def every(cls) -> Iterator[GemmConfig]:
@@ -258,7 +257,7 @@ BODIES: dict[str, dict[str, tuple[Any, ...]]] = {
         "cluster_m": (1, 2),
         "cluster_n": (1, 2),
         "swap_ab": (False, True),
-        "stream_k": (False, True),
+        "split_k": (1, 2, 3, 4),
     },
     VENDOR: {},
 }
@@ -276,16 +275,17 @@ def foreign(c: GemmConfig, **among: tuple[Any, ...]) -> Iterator[str]:
 
 def spanned(body: str, **among: tuple[Any, ...]) -> Iterator[GemmConfig]:
     """Every config of ``body``, some knobs confined to ``among``, which names those of ``out^T`` for ``swap_ab``;
-    ``prefetch_l2`` is for ``pdl`` alone, and ``stream_k`` too, without ``pingpong`` and bands.
+    ``prefetch_l2`` is for ``pdl`` alone, and so is warpgroup's ``split_k``, without ``pingpong``.
     """
     values = _VALUES[body] | among
     names = tuple(values)
     across = tuple(ACROSS.get(name, name) for name in names)
-    pdl, prefetch_l2, swap_ab, stream_k = (names.index(n) for n in ("pdl", "prefetch_l2", "swap_ab", "stream_k"))
-    pingpong, raster = names.index("pingpong"), names.index("raster")
+    pdl, prefetch_l2, swap_ab, pingpong, split_k = (
+        names.index(name) for name in ("pdl", "prefetch_l2", "swap_ab", "pingpong", "split_k")
+    )
     for chosen in product(*values.values()):
-        shared = chosen[pdl] and not chosen[pingpong] and chosen[raster] == 1
-        if (chosen[pdl] or not chosen[prefetch_l2]) and (shared or not chosen[stream_k]):
+        together = body != "warpgroup" or chosen[split_k] == 1 or (chosen[pdl] and not chosen[pingpong])
+        if (chosen[pdl] or not chosen[prefetch_l2]) and together:
             yield GemmConfig.drawn(zip(across if chosen[swap_ab] else names, chosen, strict=True))
 
 

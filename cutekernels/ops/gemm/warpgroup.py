@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from cutekernels import rates
@@ -41,8 +41,7 @@ LEAST_EXTENT = 32  # rows and columns of out; fewer leave most of a tile idle
 MOST_ACCUMULATORS = 192
 MOST_FINISHED = 176  # with C, a bias or an activation
 MOST_OF_THREE = 80  # where three groups leave a thread 160 registers
-MOST_FILLED = 0.9  # of the last wave's places, counted in all waves'; beyond that CTAs gain nothing by sharing tiles
-LEAST_SHARE = 8  # k-tiles of a run, below which parts cost more than they save
+LEAST_SHARE = 8  # k-tiles of a CTA's part of a tile, below which parts cost more than they save
 # Buffers of a group's results: two, or one where that leaves room for the stages; where C comes in through them, four.
 BOXES, SOURCE_BOXES = (2, 1), 4
 
@@ -164,22 +163,24 @@ class Warpgroup(GemmSchedule, Prefetches):
         return None
 
     @of_config
-    def stream_k(self, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
-        if c.stream_k and (c.pingpong or c.raster > 1 or not c.pdl or x.half_accumulators or x.gated):
-            return "stream_k=1 takes pingpong=0, raster=1, pdl=1, accumulators in fp32 and no gate"
+    def split(self, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
+        if c.split_k > 1 and (c.pingpong or not c.pdl or x.half_accumulators or x.gated):
+            return f"split_k={c.split_k} takes pingpong=0, pdl=1, accumulators in fp32 and no gate"
         return None
 
     @of_both
-    def shared_tiles(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
-        if not c.stream_k:
+    def last_wave(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
+        if c.split_k == 1:
             return None
         tiles_m, tiles_n = cluster_tiles(p, c)
-        tiles, clusters = tiles_m * tiles_n * p.batch, clusters_of(c, gpu)
-        k_tiles = -(-p.k // c.tile_k)
-        if tiles / (-(-tiles // clusters) * clusters) > MOST_FILLED:
-            return f"stream_k=1: {tiles} tiles of clusters fill {clusters} without"
-        if k_tiles * tiles < LEAST_SHARE * clusters:
-            return f"stream_k=1 leaves less than {LEAST_SHARE} k-tiles to a cluster"
+        clusters, k_tiles = clusters_of(c, gpu), -(-p.k // c.tile_k)
+        left = tiles_m * tiles_n * p.batch % clusters
+        if not left or left * c.split_k > clusters:
+            return f"split_k={c.split_k}: the last wave has {left} tiles for {clusters} clusters"
+        if c.raster > 1 and tiles_m * tiles_n * p.batch < clusters:
+            return f"raster={c.raster} orders several waves of tiles: take 1"
+        if k_tiles < LEAST_SHARE * c.split_k:
+            return f"split_k={c.split_k} leaves less than {LEAST_SHARE} k-tiles to each"
         return None
 
     @of_both
@@ -222,8 +223,9 @@ class Warpgroup(GemmSchedule, Prefetches):
         rate, own = rates.of(gpu), self.table
         (tile_rows, tile_columns), (cluster_rows, cluster_columns) = c.mma_tile, c.mma_cluster
         clusters, k_tiles = max(1, clusters_of(c, gpu)), -(-k // c.tile_k)
-        steps = -(-tiles * k_tiles // clusters) if c.stream_k else -(-tiles // clusters) * k_tiles
-        tiles = -(-tiles // clusters)
+        waves, left = divmod(tiles, clusters)
+        steps = waves * k_tiles + (-(-k_tiles // c.split_k) if left else 0)
+        tiles = waves + (left > 0)
         multiply = 2.0 * c.tile_m * c.tile_n * c.tile_k / (own.mma * rate.warpgroup_flops_per_us)
         loaded = (tile_rows / cluster_columns + tile_columns / cluster_rows) * c.tile_k * ELEMENT_BYTES
         arriving = (c.tile_m + c.tile_n) * c.tile_k * ELEMENT_BYTES
@@ -239,9 +241,8 @@ class Warpgroup(GemmSchedule, Prefetches):
         if own.single and self.smem(c, extras).boxes == 1:
             ends += own.single * ((1 + tiles) / 2 if c.pingpong else tiles)
         busy = steps * step + epilogue * ends
-        if c.stream_k:  # one part is left, and those of as many runs added as a tile has beside its owner's
-            parts = 1 + -(-k_tiles // steps)
-            busy += own.handed * rate.exchange_us + parts * 4.0 * c.tile_m * c.tile_n / rate.sm_bytes_per_us
+        if c.split_k > 1:  # one part is left, the others of a tile are added
+            busy += own.handed * rate.exchange_us + c.split_k * 4.0 * c.tile_m * c.tile_n / rate.sm_bytes_per_us
         dram = moved / (rate.dram_share * gpu.dram_gbps * 1e3)
         fixed = own.fixed * rate.launch_us + (0.0 if c.pdl else rate.dependent_us)
         shared = {"m": cluster_columns, "n": cluster_rows}.get(more, 2)
@@ -253,7 +254,7 @@ class Warpgroup(GemmSchedule, Prefetches):
 
         from cutekernels.backends import cute as backend
         from cutekernels.kernels.cute.gemm.warpgroup_gemm import WarpgroupGemm
-        from cutekernels.kernels.cute.gemm.warpgroup_stream_k import WarpgroupStreamK
+        from cutekernels.kernels.cute.gemm.warpgroup_split import WarpgroupSplit
         from cutekernels.kernels.cute.parts.boxes import ResultBoxes
         from cutekernels.kernels.cute.parts.epilogue import Activation, Epilogue
         from cutekernels.kernels.cute.parts.schedule import Raster
@@ -275,8 +276,7 @@ class Warpgroup(GemmSchedule, Prefetches):
             epilogue=Epilogue(Activation("silu_approx" if extras.gated else p.activation)),
             gate=gate,
         )
-        kind = WarpgroupStreamK if c.stream_k else WarpgroupGemm
-        return kind(
+        return (WarpgroupGemm if c.split_k == 1 else partial(WarpgroupSplit, split_k=c.split_k))(
             tile_m=tile_m,
             tile_n=tile_n,
             tile_k=c.tile_k,
@@ -295,11 +295,11 @@ class Warpgroup(GemmSchedule, Prefetches):
         )
 
     def shares_tiles(self, c: GemmConfig) -> bool:
-        return c.stream_k
+        return c.split_k > 1
 
     def workspace_types(self, c: GemmConfig, extras: Extras = PLAIN) -> list[Any]:
         """Partial sums and counters, where CTAs share tiles."""
-        if not c.stream_k:
+        if c.split_k == 1:
             return []
         import cutlass
 
@@ -308,7 +308,7 @@ class Warpgroup(GemmSchedule, Prefetches):
     def workspace(self, p: GemmProblem, c: GemmConfig, extras: Extras = PLAIN) -> Callable[[], tuple[Any, ...]]:
         from cutekernels.gpu import detect
 
-        return _workspace(detect().sm_count).get if c.stream_k else tuple
+        return _workspace(detect().sm_count).get if c.split_k > 1 else tuple
 
 
 WARPGROUP = Warpgroup()

@@ -40,7 +40,7 @@ _MOST_EXACT = 40.0  # mean rows of an expert up to which their spread is summed 
 class GroupsSchedule(Warpgroup):
     """What both share."""
 
-    narrowed: ClassVar = {"tile_n": BY_SIXTEENS, "stream_k": (False,)}
+    narrowed: ClassVar = {"tile_n": BY_SIXTEENS, "split_k": (1,)}
     layout_of_c = strides = few_tokens = least_extents = None  # type: ignore[assignment]  # rules of gemm's alone
     table = GROUPED
 
@@ -59,7 +59,7 @@ class GroupsSchedule(Warpgroup):
 class GroupedWarpgroupSchedule(GroupsSchedule):
     """Warpgroup over groups of rows."""
 
-    narrowed: ClassVar = {"tile_n": TILES_N, "stream_k": (False,)}
+    narrowed: ClassVar = {"tile_n": TILES_N, "split_k": (1,)}
     places = WarpgroupSmem.PLACES
 
     @of_problem

@@ -126,7 +126,7 @@ class Walk:
     rows: Int32  # of out
     columns: Int32
     k_tiles: Int32 | None = None  # of a tile, where all have as many
-    share: Int32 | None = None  # k-tiles of a CTA, of all tiles (``warpgroup_stream_k.py``)
+    full: Int32 | None = None  # tiles in full waves (``warpgroup_split.py``)
 
 
 @dataclass(frozen=True)
@@ -182,6 +182,13 @@ class WarpgroupGemm(WarpGroupBody):
     @property
     def cluster(self) -> int:
         return self.cluster_m * self.cluster_n
+
+    @property
+    def shifted(self) -> bool:
+        """Whether the last tiles begin early. With C they do not, since out may be C, and what another tile has stored
+        would be added again.
+        """
+        return not self.results.source
 
     @property
     def of_rows(self) -> Side:
@@ -375,7 +382,7 @@ class WarpgroupGemm(WarpGroupBody):
             if warp == 4 * producer:
                 at = Position(Int32(0), Int32(1))  # a fresh empty barrier counts as complete at phase 1
                 for index in cutlass.range(walk.first, walk.count, walk.step, unroll=1):
-                    corner = self.place(walk, index)
+                    corner = self.place(walk, self.tile(walk, index))
                     r, s = Operand(rows, shared.sR), Operand(columns, shared.sS)
                     loads = [
                         *self.load(r, self.of_rows, corner.row, corner.layer, walk.rank),
@@ -442,15 +449,19 @@ class WarpgroupGemm(WarpGroupBody):
         return all_tiles
 
     @cute.jit
+    def tile(self, walk: Walk, index: Int32) -> Int32:
+        """The tile that ``index`` of the walk is about."""
+        return index
+
+    @cute.jit
     def part(self, walk: Walk, index: Int32) -> Part:
-        """What of tile ``index`` this CTA multiplies: all of K."""
+        """What this CTA multiplies of that tile: all of K."""
         return Part(0, walk.k_tiles)
 
     @cute.jit
     def place(self, walk: Walk, index: Int32) -> Corner:
         """Where this CTA's part of the cluster's tile ``index`` begins. The last tiles begin early, to end where out
-        does: docs/notes/gemm.md#boxes. With C they do not, since out may be C, and what another tile has stored would
-        be added again.
+        does: docs/notes/gemm.md#boxes.
         """
         tile = self.raster.place(index, walk.tiles_m, walk.tiles_n)
         tile_m, tile_n = tile.m, tile.n
@@ -460,7 +471,7 @@ class WarpgroupGemm(WarpGroupBody):
             tile_n = tile_n * self.cluster_n + walk.rank
         # With a gate along N a tile has half as many columns of out as the MMA has.
         row, column = tile_m * self.tile_m, tile_n * self.results.columns
-        if const_expr(not self.results.source):
+        if const_expr(self.shifted):
             row = cutlass.max(cutlass.min(row, walk.rows - self.tile_m), Int32(0))
             column = cutlass.max(cutlass.min(column, walk.columns - self.results.columns), Int32(0))
         return Corner(row, column, tile.layer)

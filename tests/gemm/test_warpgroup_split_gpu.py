@@ -1,4 +1,4 @@
-"""``stream_k`` of the warpgroup schedule on a GPU that has it: shared tiles of any layout, the same bits, graphs."""
+"""``split_k`` of the warpgroup schedule on a GPU that has it: shared tiles of any layout, the same bits, graphs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cutekernels import gpu
 from cutekernels.ops.gemm.op import GEMM
 from cutekernels.ops.gemm.problem import ACTIVATIONS, GemmConfig, GemmProblem
 from tests.gemm.test_gpu import assert_right, launch
-from tests.gemm.test_skinny_gpu import assert_dependents_wait, assert_same_every_time
+from tests.gemm.test_skinny_gpu import assert_same_every_time
 from tests.gemm.test_warpgroup_gpu import LAYOUTS, warpgroup
 
 pytestmark = pytest.mark.gpu
@@ -26,7 +26,7 @@ def _needs_warpgroups() -> None:
 
 
 def shared(problem: GemmProblem, **values: Any) -> list[GemmConfig]:
-    return warpgroup(problem, stream_k=True, **values)
+    return [c for c in warpgroup(problem, **values) if c.split_k > 1]
 
 
 def posed(rng: random.Random, layout: tuple[str, str, str], c: str) -> GemmProblem:
@@ -51,7 +51,7 @@ def posed(rng: random.Random, layout: tuple[str, str, str], c: str) -> GemmProbl
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("c", ["none", "out"])
 def test_random_problems_and_configs(layout: tuple[str, str, str], c: str) -> None:
-    rng = random.Random(f"stream {layout}{c}")
+    rng = random.Random(f"split {layout}{c}")
     for seed in range(3):
         problem = posed(rng, layout, c)
         args = GEMM.sample(problem, "cuda", seed)
@@ -60,16 +60,16 @@ def test_random_problems_and_configs(layout: tuple[str, str, str], c: str) -> No
             assert_right(launch(problem, args, str(config)), problem, args, str(config))
 
 
-@pytest.mark.parametrize("arrangement", [{"cluster_m": 2}, {"cluster_n": 2}, {"swap_ab": True}, {"tile_m": 192}])
-@pytest.mark.parametrize("m", [256, 1000, 3000])
-def test_tiles_of_many_runs_and_runs_of_many_tiles(m: int, arrangement: dict[str, Any]) -> None:
-    """From 44 CTAs to a tile to several tiles to a CTA."""
-    rng = random.Random(f"{m}{arrangement}")
-    problem = GemmProblem(m, 1536, 8960, b_major="k")
-    args = GEMM.sample(problem, "cuda", 0)
-    found = shared(problem, **arrangement)
-    for config in rng.sample(found, min(4, len(found))):
-        assert_right(launch(problem, args, str(config)), problem, args, str(config))
+@pytest.mark.parametrize("split_k", [2, 3, 4])
+@pytest.mark.parametrize("arrangement", [{"cluster_m": 2}, {"cluster_n": 2}, {"swap_ab": True}, {"raster": 8}])
+def test_parts_alone_and_behind_full_waves(split_k: int, arrangement: dict[str, Any]) -> None:
+    rng = random.Random(f"{split_k}{arrangement}")
+    for m, n, k in ((256, 1536, 8960), (1000, 1536, 8960), (3000, 2504, 4104)):
+        problem = GemmProblem(m, n, k, b_major="k")
+        args = GEMM.sample(problem, "cuda", 0)
+        found = shared(problem, split_k=split_k, **arrangement)
+        for config in rng.sample(found, min(2, len(found))):
+            assert_right(launch(problem, args, str(config)), problem, args, str(config))
 
 
 def test_the_same_bits_every_time() -> None:
@@ -88,9 +88,22 @@ def test_out_may_be_c() -> None:
 
 
 def test_dependent_launches_see_what_came_before() -> None:
+    """A chain of dependent launches beside the same one that waits for each."""
     problem = GemmProblem.parse("m=256 n=2048 k=2048 b_major=k")
-    for config in random.Random(2).sample(shared(problem), 2):
-        assert_dependents_wait(256, str(config))
+    ws = [torch.randn(2048, 2048, device="cuda", dtype=torch.bfloat16) / 45 for _ in range(4)]
+    x0 = torch.randn(256, 2048, device="cuda", dtype=torch.bfloat16)
+
+    def chain(configs: list[str], wait: bool) -> torch.Tensor:
+        x = x0
+        for i in range(16):
+            x = ck.gemm(x, ws[i % 4].t(), config=configs[i % len(configs)])
+            if wait:
+                torch.cuda.synchronize()
+        return x
+
+    configs = [str(c) for c in random.Random(2).sample(shared(problem), 3)]
+    want = chain(configs, wait=True)
+    assert all(torch.equal(chain(configs, wait=False), want) for _ in range(10))
 
 
 def test_graphs_and_streams_share_no_workspace() -> None:
