@@ -342,6 +342,7 @@ class Store:
                 replace_file(Path(target), gzip.compress(data, mtime=0) if packed else data)
         else:
             target.writelines(written)
+            target.flush()  # where a reader that left is noticed
         return len(found)
 
     def import_(self, source: str | os.PathLike[str] | TextIO) -> ImportReport:
