@@ -129,6 +129,8 @@ class RayFleet:
             self._ray: Any = import_module("ray")
         except ImportError as error:
             raise JobError("--ray needs Ray, of the cluster's version: pip install 'cutekernels[fleet]'") from error
+        if not address.strip() or address.startswith(":"):
+            raise JobError(f"--ray takes auto, or a head's address such as 10.0.0.1:{_PORT}; it is {address[:80]!r}")
         if not self._ray.is_initialized():
             if ":" not in address and address not in ("auto", "local"):
                 address = f"{address}:{_PORT}"

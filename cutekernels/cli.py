@@ -1,7 +1,7 @@
 """The root of the command line: ``explain`` and ``doctor`` are here, ``tune``, ``db`` and ``bench`` are mounted.
 
 Data goes to stdout, messages to stderr. Exit code 0: done; 1: failed, with one line of explanation; 2: misused: a verb,
-option, op, GPU, problem, config, job or environment variable that is none.
+option, op, GPU, problem, config, job or environment variable that is none; 141: stdout's reader is gone (SIGPIPE).
 
 A mounted verb is imported when it is called, and commands import what they need in their bodies, so that
 ``cutekernels --help`` loads neither torch nor a DSL. A new verb gets a line in ``_MOUNTED``, or a command here if it
@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib
 import math
 import os
+import signal
 import subprocess
 import sys
 import tomllib
@@ -96,6 +97,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},  # of every verb
 )
 _MISUSE = (UnsupportedProblem, InvalidConfig, UnknownGpu, JobError)
+_UNREAD = 128 + signal.SIGPIPE  # as shells report it
 
 
 def main() -> None:
@@ -115,8 +117,14 @@ def ended(call: Callable[[], object]) -> None:
             sys.stdout.flush()  # a full disk fails here, not in the interpreter's last moments
     except CuteKernelsError as error:
         terminal.fail(str(error), code=2 if isinstance(error, _MISUSE) else 1)
+    except SystemExit as end:
+        if isinstance(end.__context__, BrokenPipeError):  # typer and rich end with 1 then
+            sys.exit(_UNREAD)
+        raise
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is left in the buffer goes nowhere
+        if isinstance(error, BrokenPipeError):
+            sys.exit(_UNREAD)
         terminal.fail(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}")
 
 

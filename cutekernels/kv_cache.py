@@ -71,12 +71,12 @@ class KVCache:
 
     With ``dtype="fp8"`` (float8_e4m3fn) :meth:`append` stores ``x / scale``, rounded to nearest even, with one scale
     for each head of keys and of values, and ``decode_attention`` multiplies by them again. Half the bytes are kept and
-    read. Scales are given (:meth:`set_scales`), or taken from the first tokens appended: the largest number that fits
-    is then four times their largest. They stay, through :meth:`reset` too. What is read differs from what was appended
-    by at most ``e(x) = max(|x| / 16, scale / 1024)``; numbers beyond ``448 scale`` become that, and are counted in
-    ``saturated``. A result of attention then differs from one over the unrounded cache by at most
-    ``max e(v) + (exp(2 d) - 1) max |v|``, where ``d``, the largest error of a score, is at most
-    ``softmax_scale * sum(|q| e(k))``; of normal random numbers it differs by 4 % in the root mean square.
+    read. Scales are given (:meth:`set_scales`), or taken from the first tokens appended (whose ``counts`` the host
+    waits for): the largest number that fits is then four times their largest. They stay, through :meth:`reset` too.
+    What is read differs from what was appended by at most ``e(x) = max(|x| / 16, scale / 1024)``; numbers beyond
+    ``448 scale`` become that, and are counted in ``saturated``. A result of attention then differs from one over the
+    unrounded cache by at most ``max e(v) + (exp(2 d) - 1) max |v|``, where ``d``, the largest error of a score, is at
+    most ``softmax_scale * sum(|q| e(k))``; of normal random numbers it differs by 4 % in the root mean square.
 
     Attributes:
         k_cache: the keys.

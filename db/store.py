@@ -342,6 +342,7 @@ class Store:
                 replace_file(Path(target), gzip.compress(data, mtime=0) if packed else data)
         else:
             target.writelines(written)
+            target.flush()  # where a reader that left is noticed
         return len(found)
 
     def import_(self, source: str | os.PathLike[str] | TextIO) -> ImportReport:
@@ -365,7 +366,7 @@ class Store:
         with Store(other_url, readonly=True) as other, other._reading() as session:
             incoming = statements.select_trials(session, [], strict=True)
             winners = statements.select_trials(session, [], winning=True, strict=True)
-        _require_all_past(incoming, shown(other.url), "merged")
+        _require_all(incoming, shown(other.url), "merged")
         return self._import(incoming, winners)
 
     def pull(self, other_url: str | os.PathLike[str], *, gpu: str | None = None, op: str | None = None) -> ImportReport:
@@ -376,7 +377,7 @@ class Store:
         """
         with Store(other_url, readonly=True) as other:
             incoming = other.winners(gpu=gpu, op=op)
-            _require_all_past(incoming, shown(other.url), "pulled")
+            _require_all(incoming, shown(other.url), "pulled")
         return self._import(incoming, incoming, newest=False)
 
     def _import(self, incoming: Sequence[Trial], winners: Sequence[Trial], *, newest: bool = True) -> ImportReport:
@@ -450,7 +451,7 @@ def _read_lines(stream: TextIO, name: str) -> list[Trial]:
         try:
             if isinstance(incoming, StoreError):
                 raise incoming
-            _require_past(incoming, latest)
+            _require_sound(incoming, latest)
             first, same = seen.setdefault(incoming.id, (number, incoming))
             if same != incoming:
                 raise StoreError(f"id {incoming.id} stands in line {first} with other contents: remove one of the two")
@@ -460,20 +461,25 @@ def _read_lines(stream: TextIO, name: str) -> list[Trial]:
     return trials
 
 
-def _require_all_past(incoming: Iterable[Trial], source: str, verb: str) -> None:
+def _require_all(incoming: Iterable[Trial], source: str, verb: str) -> None:
     latest = datetime.now(UTC) + _CLOCK_SKEW
     for candidate in incoming:
         try:
-            _require_past(candidate, latest)
+            _require_sound(candidate, latest)
         except StoreError as error:
             raise StoreError(f"{source}, trial {candidate.id}: {error}; nothing was {verb}") from None
 
 
-def _require_past(incoming: Trial, latest: datetime) -> None:
+def _require_sound(incoming: Trial, latest: datetime) -> None:
     if incoming.created_at > latest:  # it would win every later comparison
         raise StoreError(
             f"created_at lies in the future, {incoming.created_at.isoformat()}: set this machine's clock, or correct "
             "the row"
+        )
+    untimed = (0, None) if incoming.origin == "measured" else (0,)
+    if incoming.status == "ok" and incoming.median_us in untimed:
+        raise StoreError(
+            f"median_us of a good row must be above 0; it is {incoming.median_us}: measure again, or leave it out"
         )
 
 

@@ -140,6 +140,7 @@ def test_an_append_of_no_tokens_leaves_scales_to_the_first_ones() -> None:
     cache, (_, k, v) = made(), tokens(3)
     cache.append(k[:, :0], v[:, :0])
     cache[0:0].append(k[:0], v[:0])
+    cache.append(k, v, counts=torch.zeros(len(k), dtype=torch.int32))
     cache.append(k * 1000, v * 1000)
     cache.check()
     assert cache.v_scale is not None

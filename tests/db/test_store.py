@@ -432,6 +432,7 @@ def hostile() -> list[tuple[str, str]]:
     return [
         ("}{", "not a JSON object"),
         (json.dumps(row | {"median_us": "0"}), "median_us must be a finite number"),
+        *((json.dumps(row | {"median_us": us}), f"above 0; it is {us}: measure again") for us in (0.0, None)),
         (json.dumps(row | {"config": "'); DROP TABLE trial; --\u0000"}), "config must be"),
         (json.dumps(row | {"pickle": "gASV"}), "no field 'pickle'"),
         (json.dumps(row | {"created_at": "2999-01-01T00:00:00+00:00"}), "in the future"),

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import cutekernels as ck
@@ -334,6 +335,19 @@ def test_second_derivatives_of_a_mean_are_refused() -> None:
     x, weight, _, targets = operands()
     with pytest.raises(UnsupportedProblem, match="second derivative"):
         torch.autograd.grad(ck.linear_cross_entropy(x, weight, targets), x, create_graph=True)
+
+
+def test_torch_func_pulls_back_once() -> None:
+    x, weight, _, targets = (t.detach() for t in operands())
+
+    def of(x: Tensor) -> Tensor:
+        return ck.linear_cross_entropy(x, weight, targets)
+
+    loss, pull = torch.func.vjp(of, x)
+    exact = torch.func.grad(lambda x: F.cross_entropy(x @ weight.T, targets))(x)
+    torch.testing.assert_close(pull(2 * torch.ones_like(loss))[0], 2 * exact)
+    with pytest.raises(UnsupportedProblem, match="has no gradient"):
+        torch.func.grad(lambda x: torch.func.grad(of)(x).sum())(x)
 
 
 def test_accumulation_in_fp32_holds_under_autocast() -> None:

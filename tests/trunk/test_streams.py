@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.db.trials import trial
+
 pytestmark = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
 
 
@@ -55,6 +57,16 @@ os.write(opened, str(opened > 2).encode())
 """
     subprocess.run([sys.executable, "-c", program, str(tmp_path / "told")], timeout=60, check=True)
     assert (tmp_path / "told").read_text() == "True"
+
+
+@pytest.mark.parametrize("words", ["gpus", "gpus --format json", "db export"])
+def test_a_reader_that_left_ends_it_as_sigpipe_does(words: str) -> None:
+    call("db", "import", "-", input=trial().as_line())
+    readable, writable = os.pipe()
+    os.close(readable)
+    with open(writable, "w") as unread:
+        done = call(*words.split(), stdout=unread, stderr=subprocess.PIPE)
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 @pytest.mark.parametrize("reader", ["full", "gone"])

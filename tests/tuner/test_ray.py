@@ -248,3 +248,9 @@ def test_no_cluster_is_misuse(address: str) -> None:
     ray.shutdown()  # the other tests' cluster
     with pytest.raises(JobError, match=f"no Ray cluster at '{address}'.*`ray start --head` begins one"):
         RayFleet(address)
+
+
+@pytest.mark.parametrize("address", ["", " ", ":6379"])
+def test_an_address_without_a_host_is_misuse(address: str) -> None:
+    with pytest.raises(JobError, match=f"--ray takes auto, or .*; it is '{address}'"):
+        RayFleet(address)

@@ -43,9 +43,10 @@ class CacheScales:
     def measure(
         self, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, interleaved: bool, counts: Tensor | None
     ) -> None:
-        """Takes them from the tokens ``(B, S, HKV, D)`` that are about to be appended, asynchronously.
+        """Takes them from the tokens ``(B, S, HKV, D)`` that are about to be appended; none leave them unknown.
 
-        A pair of channels that turn is as large as it can become at any position.
+        Asynchronous but for ``counts``, which the host reads. A pair of channels that turn is as large as it can become
+        at any position.
         """
         if k.is_cuda and torch.cuda.is_current_stream_capturing():
             raise UnsupportedProblem(
@@ -55,6 +56,8 @@ class CacheScales:
         kept = None
         if counts is not None:
             kept = torch.arange(k.shape[1], device=k.device) < counts[:, None]
+            if not kept.any():
+                return
         with torch.no_grad():
             for place, x in ((self.k, _turned_sizes(k, cos, sin, interleaved)), (self.v, _sizes(v))):
                 if kept is not None:

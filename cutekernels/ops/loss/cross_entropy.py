@@ -28,6 +28,7 @@ from cutekernels.ops.shared.calls import call, register
 from cutekernels.ops.shared.checks import check_number, check_tensor, check_whole
 from cutekernels.ops.shared.registration import Path, define, transformed
 
+_unwrap = torch._C._functorch.unwrap_if_dead
 REDUCTIONS = ("mean", "sum", "none")
 _TENSORS = "Tensor x, Tensor weight, Tensor targets, Tensor? bias, Tensor? class_weight, Tensor? items"
 _OPTIONS = (
@@ -236,8 +237,10 @@ def _fake(*args: Any) -> tuple[Tensor, ...]:
 def _remember(ctx: Any, args: tuple[Any, ...], made: tuple[Tensor, ...]) -> None:
     ctx.wants = args[-3:]
     ctx.spent = False
+    ctx.transformed = transformed()  # the pullback of torch.func.vjp is called outside of it
     ctx.save_for_backward(*made[1:])
-    ctx.mark_non_differentiable(*made[1:])
+    if not ctx.transformed:  # there a second derivative has to meet these, or would be 0
+        ctx.mark_non_differentiable(*made[1:])
     ctx.set_materialize_grads(False)
 
 
@@ -245,7 +248,7 @@ def _gradient(ctx: Any, dloss: Tensor | None, *_: Any) -> tuple[Any, ...]:
     """The gradients of the forward times the loss's own, in place: the memory of a weight is not taken twice."""
     found: list[Tensor | None] = [None, None, None]
     if dloss is not None:
-        in_place = not (torch.compiler.is_compiling() or transformed())
+        in_place = not (torch.compiler.is_compiling() or transformed() or ctx.transformed)
         if in_place and torch.is_grad_enabled():
             raise UnsupportedProblem(
                 "linear_cross_entropy has no second derivative (create_graph=True): write the loss out in torch"
@@ -256,7 +259,8 @@ def _gradient(ctx: Any, dloss: Tensor | None, *_: Any) -> tuple[Any, ...]:
                 "Call it again, or with reduction='none', which forms them in each backward"
             )
         ctx.spent = in_place
-        *gradients, unit = ctx.saved_tensors
+        saved = ctx.saved_tensors
+        *gradients, unit = map(_unwrap, saved) if ctx.transformed else saved  # wrappers have no address
         factor = (dloss * unit if unit.numel() else dloss).reshape(1)
         for i, (t, wanted) in enumerate(zip(gradients, ctx.wants, strict=True)):
             if wanted:
