@@ -13,7 +13,7 @@ CUTE = KERNELS / "cute"
 FILES = sorted(CUTE.rglob("*.py"))
 BODIES = [file for file in FILES if file.parent.name in ("gemm", "moe", "attention") and file.stem != "__init__"]
 LEAST_COMMENTS = 6.0  # own-line comments to a hundred lines of code, in a body
-MANY, MOST_OF_MANY = 10, 15  # parameters of a function, ``self`` among them, and functions that have so many
+MANY, MOST_OF_MANY = 10, 16  # parameters of a function, ``self`` among them, and functions that have so many
 ADDENDS = {"beta", "mC", "gC", "sC", "tC", "rC", "mBias", "rBias", "sBias", "bias", "biases"}
 ENTRIES = ("__call__", "kernel")  # a launch's arguments, one by one
 

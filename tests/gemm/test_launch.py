@@ -51,7 +51,7 @@ def test_shared_tiles_take_tensors() -> None:
     p = GEMM.Problem.parse("m=16 n=256 k=8192 b_major=k")
     shared = [c for c in GEMM.valid(p, H200) if c.split_k > 1]
     by_workspace = {c.body: SCHEDULES[c.body].shares_tiles(c) for c in shared}
-    assert by_workspace == {"skinny": True, "skinny_warpgroup": False}  # its splits meet in a cluster
+    assert by_workspace == {"skinny": True, "skinny_warpgroup": False}  # whose splits meet in a cluster
 
 
 @pytest.fixture

@@ -86,6 +86,7 @@ class WarpgroupSplit(WarpgroupGemm):
     @cute.jit
     def walk(self, all_tiles: Walk) -> Walk:
         """Tiles, then parts of tiles, a grid further each."""
+        # A cluster has at most one part, its last: full waves give each cluster equally many tiles.
         full = self.full(all_tiles.count)
         return replace(all_tiles, full=full, count=full + (all_tiles.count - full) * self.split_k)
 
@@ -98,6 +99,7 @@ class WarpgroupSplit(WarpgroupGemm):
         """All of K, or a share. A tile's owner, which has the first share, comes last."""
         begin, count = Int32(0), walk.k_tiles
         if index >= walk.full:
+            # The last of a tile's clusters has its first share: the owner waits for lower numbers.
             share = cute.ceil_div(walk.k_tiles, self.split_k)
             begin = (self.split_k - 1 - (index - walk.full) % self.split_k) * share
             count = cutlass.max(cutlass.min(share, walk.k_tiles - begin), Int32(0))
@@ -122,10 +124,13 @@ class WarpgroupSplit(WarpgroupGemm):
             tile = self.place(walk, self.tile(walk, index))
             corner = self.results.corner(buffers, tile)
             if part.begin == 0:
+                # C's first boxes and the bias, for the one who stores.
                 self.results.load_inputs(buffers, outputs, tile, corner, boxes_used)
             consumer.acc.fill(0.0)
+            # All products are done when this returns: accumulators may leave.
             at = self.multiply(consumer, shared, at, part.count)
             if part.begin == 0:
+                # The tile is this CTA's to store: whole, or with the others' parts.
                 if part.count < walk.k_tiles:
                     self.add_others(consumer.acc, outputs.own, consumer.thread, group)
                 self.results.store_tile(buffers, outputs, consumer.acc, corner, boxes_used)
@@ -138,6 +143,7 @@ class WarpgroupSplit(WarpgroupGemm):
     def leave(self, acc: cute.Tensor, own: Parts, thread: Int32, group: Int32, begin: Int32, walk: Walk):
         """A group's part of a tile for the owner, whose CTA is so many clusters further as shares lie before it."""
         block, _, _ = cute.arch.block_idx()
+        # Each CTA has room for one part, since it leaves one at most.
         leave_vectors(acc, self.partials(own), thread + group * GROUP, block)
         owner = block + begin // cute.ceil_div(walk.k_tiles, self.split_k) * self.cluster
         TileOwner(GROUP, FIRST_BARRIER).post(self.counter(own, owner, group), thread, group)
@@ -147,7 +153,9 @@ class WarpgroupSplit(WarpgroupGemm):
         """``acc`` is the sum of all parts of the tile."""
         block, _, _ = cute.arch.block_idx()
         others = const_expr(self.split_k - 1)
+        # Waits until the others' parts, released before their counts, are visible to all of the group's threads.
         TileOwner(GROUP, FIRST_BARRIER).wait(self.counter(own, block, group), thread, Int32(others), group)
+        # The second share is the cluster's before this one, and so on down.
         numbers = (block - self.cluster, -self.cluster)
         add_vectors(acc, self.partials(own), thread + group * GROUP, numbers, Int32(others))
 
