@@ -11,6 +11,7 @@ transaction on SQLite begins with BEGIN IMMEDIATE, so that two writers queue ins
 
 from __future__ import annotations
 
+import lzma
 import os
 import sqlite3
 import threading
@@ -120,7 +121,7 @@ def file_errors(name: str) -> Iterator[None]:
     """Turn an error of reading or writing the file ``name``, which is no database, into a StoreError."""
     try:
         yield
-    except (OSError, EOFError, zlib.error) as error:  # the latter two: of a compressed file
+    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:  # the latter three: of a compressed file
         raise StoreError(f"{name!r}: {getattr(error, 'strerror', None) or error}; name another file") from error
 
 

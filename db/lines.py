@@ -20,7 +20,7 @@ from cutekernels.db.trial import Trial, parse_json
 from cutekernels.errors import StoreError
 
 _COMMON, _COLUMNS = "common", "columns"
-_DIGITS = 5  # of a slim row's numbers
+_DIGITS = 4  # of a slim row's numbers
 _MADE = ("gpu", "environment", "sources")  # how a trial came about: long texts, of which few are different
 _NONE = object()
 

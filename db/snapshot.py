@@ -9,11 +9,11 @@ in place of both: a broken database is logged once per process, and only shipped
 from __future__ import annotations
 
 import logging
+import lzma
 import math
 import os
 import sqlite3
 import threading
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -30,7 +30,7 @@ from cutekernels.db.migrations import HEAD, RATES_SINCE, READABLE
 from cutekernels.db.trial import ORIGINS, Trial, gpu_name_rule
 from cutekernels.errors import StoreError
 
-_SHIPPED = ".jsonl.gz"  # ends the names of files of shipped winners
+_SHIPPED = ".jsonl.xz"  # ends the names of files of shipped winners
 _TIMEOUT_S = 1.0
 _LIMIT_S = 10.0  # of reading; views of a hostile database may never end
 _ATTEMPTS = 3
@@ -236,10 +236,10 @@ def shipped(gpu: str) -> list[Trial]:
         return []
     name = gpu + _SHIPPED
     try:
-        text = zlib.decompress((files("cutekernels.db") / "shipped" / name).read_bytes(), wbits=31).decode()
+        text = lzma.decompress((files("cutekernels.db") / "shipped" / name).read_bytes()).decode()
     except FileNotFoundError:
         return []
-    except (OSError, ValueError, zlib.error) as error:
+    except (OSError, ValueError, EOFError, lzma.LZMAError) as error:
         say(f"shipped/{name}: {error}")
         return []
     found, bad = [], []

@@ -12,6 +12,7 @@ merging is a union, in any order, and repeating it changes nothing.
 from __future__ import annotations
 
 import gzip
+import lzma
 import os
 import secrets
 import stat
@@ -326,7 +327,7 @@ class Store:
     ) -> int:
         """Writes the winners as JSON lines, ordered by tuning key, to a path (atomically) or a stream.
 
-        A path that ends in ``.gz`` gets them compressed; :meth:`import_` reads such a file too.
+        A path that ends in ``.gz`` or ``.xz`` gets them compressed; :meth:`import_` reads such a file too.
 
         ``slim``: what all have in common stands in the first line only, and numbers are rounded.
 
@@ -338,8 +339,11 @@ class Store:
         if isinstance(target, str | os.PathLike):
             with file_errors(os.fspath(target)):
                 data = "".join(written).encode()
-                packed = os.fspath(target).endswith(".gz")
-                replace_file(Path(target), gzip.compress(data, mtime=0) if packed else data)
+                if os.fspath(target).endswith(".gz"):
+                    data = gzip.compress(data, mtime=0)
+                elif os.fspath(target).endswith(".xz"):
+                    data = lzma.compress(data, preset=9 | lzma.PRESET_EXTREME)
+                replace_file(Path(target), data)
         else:
             target.writelines(written)
             target.flush()  # where a reader that left is noticed
@@ -354,7 +358,7 @@ class Store:
         if isinstance(source, str | os.PathLike):
             name = os.fspath(source)
             # surrogateescape: a byte that is not UTF-8 becomes a character that no rule lets through
-            opened = gzip.open if name.endswith(".gz") else open
+            opened = {".gz": gzip.open, ".xz": lzma.open}.get(name[-3:], open)
             with file_errors(name), opened(source, "rt", encoding="utf-8", errors="surrogateescape") as stream:
                 incoming = _read_lines(stream, name)
         else:

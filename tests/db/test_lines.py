@@ -66,11 +66,11 @@ def test_a_hostile_header_breaks_its_rows(header: str) -> None:
 def test_an_export_is_imported_and_shipped(tmp_path: Path, shipped: Path) -> None:
     with Store(tmp_path / "a.db") as a, Store(tmp_path / "b.db") as b:
         a._import(ROWS, ROWS)
-        assert a.export(shipped / "l40s.jsonl.gz", slim=True) == a.export(tmp_path / "plain.jsonl", slim=True) == 2
-        b.import_(shipped / "l40s.jsonl.gz")
+        assert a.export(shipped / "l40s.jsonl.xz", slim=True) == a.export(tmp_path / "plain.jsonl", slim=True) == 2
+        b.import_(shipped / "l40s.jsonl.xz")
         assert [t.key for t in b.winners()] == [t.key for t in a.winners()]
     assert [t.key for t in snapshot.shipped("l40s")] == [t.key for t in ROWS]
-    text = text_of(shipped / "l40s.jsonl.gz")
+    text = text_of(shipped / "l40s.jsonl.xz")
     assert text == (tmp_path / "plain.jsonl").read_text()
     text = text.replace('"a=2"', '"a=\\u0007"')
     with Store(tmp_path / "c.db") as c, pytest.raises(StoreError, match=r"line 3: config must be"):

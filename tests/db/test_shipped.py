@@ -24,7 +24,7 @@ SHIPPED = snapshot.shipped_gpus()
 
 
 def trials(name: str) -> list[Trial]:
-    text = text_of(Path(snapshot.__file__).parent / f"shipped/{name}.jsonl.gz")
+    text = text_of(Path(snapshot.__file__).parent / f"shipped/{name}.jsonl.xz")
     found = [trial for _, trial in lines.parsed(text.splitlines())]
     assert all(isinstance(trial, Trial) for trial in found)
     return found  # type: ignore[return-value]
@@ -104,7 +104,7 @@ def test_none_is_faster_than_the_roofline(name: str) -> None:
 
 
 def test_predictions_are_small() -> None:
-    sizes = [len((files("cutekernels.db") / "shipped" / f"{name}.jsonl.gz").read_bytes()) for name in PREDICTED]
+    sizes = [len((files("cutekernels.db") / "shipped" / f"{name}.jsonl.xz").read_bytes()) for name in PREDICTED]
     assert sum(sizes) < 3_000
 
 

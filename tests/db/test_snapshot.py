@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import gzip
 import json
+import lzma
 import math
 import os
 import sqlite3
@@ -102,7 +102,7 @@ def test_the_users_rows_overlay_the_shipped(
 
 def test_an_export_can_be_shipped(shipped: Path, path: Path, tmp_path: Path) -> None:
     with Store(path) as store:
-        store.export(shipped / "h200.jsonl.gz")
+        store.export(shipped / "h200.jsonl.xz")
     table = snapshot.load("h200", str(tmp_path / "absent.db")).table
     assert table == {("gemm", 1): {PROBLEM: Winner(PROBLEM, "a=1", "measured", 12.5, None, "shipped", revision=1)}}
 
@@ -136,16 +136,16 @@ def test_a_gpu_that_is_a_path_names_no_file(shipped: Path, caplog: pytest.LogCap
 
 
 def test_a_cut_file_of_shipped_winners_is_told_and_skipped(shipped: Path, caplog: pytest.LogCaptureFixture) -> None:
-    whole = gzip.compress((trial("a=1").as_line() + "\n").encode())
-    (shipped / "h200.jsonl.gz").write_bytes(whole)
+    whole = lzma.compress((trial("a=1").as_line() + "\n").encode())
+    (shipped / "h200.jsonl.xz").write_bytes(whole)
     assert [t.config for t in snapshot.shipped("h200")] == ["a=1"]
-    (shipped / "h200.jsonl.gz").write_bytes(whole[:-12])
+    (shipped / "h200.jsonl.xz").write_bytes(whole[:-12])
     assert snapshot.shipped("h200") == []
-    assert "shipped/h200.jsonl.gz: " in caplog.text
+    assert "shipped/h200.jsonl.xz: " in caplog.text
 
 
 def test_every_shipped_row_of_the_package_is_sound() -> None:
-    for file in (Path(snapshot.__file__).parent / "shipped").glob("*.jsonl.gz"):
+    for file in (Path(snapshot.__file__).parent / "shipped").glob("*.jsonl.xz"):
         trials = [t for _, t in lines.parsed(text_of(file).splitlines())]
         assert trials
         assert not [t for t in trials if isinstance(t, StoreError)]
