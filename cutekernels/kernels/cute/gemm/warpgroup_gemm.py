@@ -362,13 +362,15 @@ class WarpgroupGemm(WarpGroupBody):
         shared = self.allocate(storage, layout_r, layout_s)
         self.set_up(warp, (rows.tma, columns.tma, outputs.tma_d), shared)
 
+        rank = block % self.cluster
+        first, step = block // self.cluster, blocks // self.cluster
         k_tiles = cute.ceil_div(cute.size(rows.coordinates, mode=[1]), self.tile_k)
         walk = self.walk(
             Walk(
-                rank=block % self.cluster,
-                first=block // self.cluster,
+                rank=rank,
+                first=first,
                 count=tiles[0] * tiles[1] * tiles[2],
-                step=blocks // self.cluster,
+                step=step,
                 tiles_m=tiles[0],
                 tiles_n=tiles[1],
                 rows=cute.size(outputs.tD, mode=[0]),
