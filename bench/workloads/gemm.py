@@ -32,7 +32,7 @@ HELD_OUT = {
     "phi-3-mini": {"gate_up": (16384, 3072), "down": (3072, 8192)},
     "qwen3-30b-a3b": {"qkv": (5120, 2048)},
 }
-HELD_OUT_TOKENS = (3, 20, 50, 100, 200, 333, 600, 1000, 1500, 2000, 4000, 6000)
+HELD_OUT_TOKENS = (128, 200, 256, 333, 512, 1000, 1024, 2000, 2048, 4000, 8192)
 TRAINED_TOKENS = (4096, 8192)
 LAYOUTS = (("k", "n"), ("k", "k"), ("m", "n"), ("m", "k"))  # contiguous extents of a and b
 BATCHES, BATCHED_SQUARES = (8, 64), (512, 1024, 2048)
