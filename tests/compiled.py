@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import random
 import re
@@ -9,7 +10,8 @@ import struct
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache, wraps
 from typing import Any
 
 import pytest
@@ -44,6 +46,19 @@ def in_turns(ops: Mapping[str, Any]) -> Any:
     pairs = [(name, op, TARGETS[(i + j) % 4]) for i, (name, op) in enumerate(ops.items()) for j in (0, 2)]
     made = [pytest.param(op, spec, id=f"{name}-{spec.target}") for name, op, spec in pairs]
     return pytest.mark.parametrize(("op", "spec"), made)
+
+
+def once(build: Callable[..., Any]) -> Callable[..., Any]:
+    """``build`` with what it made kept, like ``functools.cache``, which takes a default given in full for another."""
+    kept, signature = cache(build), inspect.signature(build)
+
+    @wraps(build)
+    def built(*args: Any, **named: Any) -> Any:
+        bound = signature.bind(*args, **named)
+        bound.apply_defaults()
+        return kept(*bound.args)
+
+    return built
 
 
 def area(config: Config) -> int:

@@ -42,7 +42,7 @@ def best(name: str, text: str, target: str = "h200") -> NormLinearConfig:
     return min(fused(name, text, target), key=lambda c: (op.estimate_us(p, c, spec), str(c)))
 
 
-@cache
+@compiled.once
 def built(name: str, text: str, config: NormLinearConfig, target: str = "h200") -> CuteArtifact:
     op = OPS[name]
     artifact = op.build(op.Problem.parse(text), config, gpu.lookup(target))
