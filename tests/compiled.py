@@ -12,7 +12,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, wraps
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import pytest
 
@@ -21,6 +21,8 @@ from cutekernels.backends.cubin import cuobjdump
 from cutekernels.op import Config
 
 H200 = gpu.lookup("h200")
+P = ParamSpec("P")
+T = TypeVar("T")
 TARGETS = [gpu.lookup(name) for name in ("a100", "l40s", "h200", "rtx5090")]
 
 
@@ -48,12 +50,12 @@ def in_turns(ops: Mapping[str, Any]) -> Any:
     return pytest.mark.parametrize(("op", "spec"), made)
 
 
-def once(build: Callable[..., Any]) -> Callable[..., Any]:
+def once(build: Callable[P, T]) -> Callable[P, T]:
     """``build`` with what it made kept, like ``functools.cache``, which takes a default given in full for another."""
     kept, signature = cache(build), inspect.signature(build)
 
     @wraps(build)
-    def built(*args: Any, **named: Any) -> Any:
+    def built(*args: P.args, **named: P.kwargs) -> T:
         bound = signature.bind(*args, **named)
         bound.apply_defaults()
         return kept(*bound.args)
