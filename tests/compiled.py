@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import random
 import re
@@ -9,8 +10,9 @@ import struct
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache, wraps
+from typing import Any, ParamSpec, TypeVar
 
 import pytest
 
@@ -19,6 +21,8 @@ from cutekernels.backends.cubin import cuobjdump
 from cutekernels.op import Config
 
 H200 = gpu.lookup("h200")
+P = ParamSpec("P")
+T = TypeVar("T")
 TARGETS = [gpu.lookup(name) for name in ("a100", "l40s", "h200", "rtx5090")]
 
 
@@ -44,6 +48,19 @@ def in_turns(ops: Mapping[str, Any]) -> Any:
     pairs = [(name, op, TARGETS[(i + j) % 4]) for i, (name, op) in enumerate(ops.items()) for j in (0, 2)]
     made = [pytest.param(op, spec, id=f"{name}-{spec.target}") for name, op, spec in pairs]
     return pytest.mark.parametrize(("op", "spec"), made)
+
+
+def once(build: Callable[P, T]) -> Callable[P, T]:
+    """``build`` with what it made kept, like ``functools.cache``, which takes a default given in full for another."""
+    kept, signature = cache(build), inspect.signature(build)
+
+    @wraps(build)
+    def built(*args: P.args, **named: P.kwargs) -> T:
+        bound = signature.bind(*args, **named)
+        bound.apply_defaults()
+        return kept(*bound.args)
+
+    return built
 
 
 def area(config: Config) -> int:

@@ -8,6 +8,7 @@ reply each (:func:`serve`). :func:`kernel_tests` makes the tests of these replie
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import os
 import subprocess
@@ -92,6 +93,8 @@ def serve(reply_to: Callable[[Case], Reply], faults: Mapping[str, tuple[Any, Any
     ``faults``: (module, replacement) for each function that a case may have replaced, named by its ``"planted"``.
     """
     _make_fast()
+    gc.freeze()
+    gc.set_threshold(50_000)
     found = []
     for case in json.load(sys.stdin):
         name = case.get("planted")
@@ -109,15 +112,18 @@ def _make_fast() -> None:
     """Spares the interpreter what it does anew at each operation.
 
     Triton patches its language in every call of a device function, builds a table of types for every look-up, makes,
-    wraps and compares each tensor's shape, and looks for constants within everything. A reduction by a function of the
-    kernel's own goes by halves, as on a GPU, where the interpreter goes from element to element.
+    wraps and compares each tensor's shape, looks for constants within everything, and promotes operands of one type. It
+    computes each sum of integers in 64 bits too, whose overflow it reports in its debug mode alone, which is off. A
+    reduction by a function of the kernel's own goes by halves, as on a GPU, where the interpreter goes from element to
+    element.
     """
-    from triton.language import core
+    from triton.language import core, semantic
     from triton.runtime import interpreter
 
     patch, unpatched = interpreter._patch_lang, SimpleNamespace(restore=lambda: None)
     np_dtype, init, equal = interpreter._get_np_dtype, core.tensor.__init__, core.tuple.__eq__
     unwrap, block_init = core._unwrap_if_constexpr, core.block_type.__init__
+    promote = semantic.TritonSemantic.binary_op_type_checking_impl
     nested, truth = (list, tuple, core.tuple), (core.constexpr(False), core.constexpr(True))
     modules: set[int] = set()
     dtypes: dict[str, Any] = {}
@@ -178,6 +184,17 @@ def _make_fast() -> None:
         ]
         return [self.to_tensor(p, kind) for p, kind in zip(parts, types, strict=True)]
 
+    def promoted(self: Any, lhs: Any, rhs: Any, *flags: bool, **more: bool) -> Any:
+        if type(lhs) is core.tensor and type(rhs) is core.tensor and len(flags) < 4:  # the fourth is of a division
+            one, other = lhs.type, rhs.type
+            # Blocks of one type have one dictionary: see known_block.
+            if (one is other or vars(one) is vars(other)) and not lhs.dtype.is_ptr():
+                return lhs, rhs
+        return promote(self, lhs, rhs, *flags, **more)
+
+    assert not interpreter.InterpreterOptions().debug
+    semantic.TritonSemantic.binary_op_sanitize_overflow_impl = lambda self, lhs, rhs, binary_op: None
+    semantic.TritonSemantic.binary_op_type_checking_impl = promoted
     interpreter._patch_lang, interpreter._get_np_dtype = patch_once, known_dtype
     interpreter.ReduceOps.generic_reduce = by_halves
     core.tensor.__init__, core.block_type.__init__ = known_shape, known_block

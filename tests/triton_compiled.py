@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 from cutekernels import gpu
-from tests.compiled import H200, TARGETS, in_turns
+from tests.compiled import H200, TARGETS, in_turns, once
 
 __all__ = ["H200", "TARGETS", "in_turns"]
 
 
-@cache
+@once
 def built(op: Any, problem: Any, config: Any, spec: gpu.GpuSpec = H200) -> Any:
     """What ``op.build`` compiles for ``spec``."""
     return op.build(problem, config, spec)

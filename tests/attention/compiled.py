@@ -17,7 +17,7 @@ __all__ = ["H200", "TARGETS", "paired"]
 _LINE = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+ )?([A-Z][\w.]+)([^;]*);", re.MULTILINE)
 
 
-@cache
+@compiled.once
 def built(op: Op[Any, Any], problem: Problem, config: Config, target: str = "h200") -> Any:
     return op.build(problem, config, gpu.lookup(target))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from functools import cache
 from itertools import product
 from typing import Any
 
@@ -29,12 +28,13 @@ PROBLEMS = [
 MANY = ("linear_silu_mul", "m=1000 n=4096 k=4096")  # tokens, for warpgroup MMA
 
 
-@cache
+@compiled.once
 def fused(name: str, text: str, target: str = "h200") -> tuple[NormLinearConfig, ...]:
     op = OPS[name]
     return tuple(c for c in op.valid(op.Problem.parse(text), gpu.lookup(target)) if c.path == "fused")
 
 
+@compiled.once
 def best(name: str, text: str, target: str = "h200") -> NormLinearConfig:
     """What the model would take."""
     op, spec = OPS[name], gpu.lookup(target)
@@ -42,7 +42,7 @@ def best(name: str, text: str, target: str = "h200") -> NormLinearConfig:
     return min(fused(name, text, target), key=lambda c: (op.estimate_us(p, c, spec), str(c)))
 
 
-@cache
+@compiled.once
 def built(name: str, text: str, config: NormLinearConfig, target: str = "h200") -> CuteArtifact:
     op = OPS[name]
     artifact = op.build(op.Problem.parse(text), config, gpu.lookup(target))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,13 @@ EXPERTS = [
 ]
 
 
+@cache
+def valid(op: Any, problem: Any) -> list[Any]:
+    return [c for c in op.valid(problem, H100) if c.body == "warpgroup"]
+
+
 def of_warpgroup(op: Any, problem: Any, tile_k: int) -> list[Any]:
-    return [c for c in op.valid(problem, H100) if c.body == "warpgroup" and c.tile_k == tile_k]
+    return [c for c in valid(op, problem) if c.tile_k == tile_k]
 
 
 def check(op: Any, problem: Any, tile_k: int, folder: Path) -> None:
