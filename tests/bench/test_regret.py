@@ -27,7 +27,7 @@ def of_sweeps() -> list[regret.Regret]:
 @pytest.mark.parametrize(
     ("ops", "known", "least", "middle", "most"),
     [
-        ({"gemm"}, "held out", 100, 0.01, 0.05),
+        ({"gemm"}, "held out", 90, 0.01, 0.05),  # of others calls take parts of tiles, which no sweep has
         ({"gemm"}, "all", 55, 0.005, 0.015),
         (OTHERS, "held out", 90, 0.005, 0.08),
     ],
