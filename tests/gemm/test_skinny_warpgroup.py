@@ -161,7 +161,8 @@ def test_the_model_takes_many_ctas_where_two_leave_narrow_tiles() -> None:
         flops = 2 * 64 * skinny_warpgroup.groups(config) * config.tile_n * k / config.split_k
         assert chosen > flops / rates.of(H100).warpgroup_flops_per_us + rates.of(H100).launch_us
     for m, n, k in ((64, 4096, 4096), (128, 14336, 4096), (256, 4864, 32768), (128, 512, 1024), (1024, 4096, 4096)):
-        assert GEMM.default(linear(m, n, k), H100).split_k <= 2, (m, n, k)
+        config = GEMM.default(linear(m, n, k), H100)
+        assert config.body == "warpgroup" or config.split_k <= 2, (m, n, k)
 
 
 def test_prefetches_only_as_a_dependent_and_little() -> None:
