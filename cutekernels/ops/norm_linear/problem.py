@@ -25,7 +25,7 @@ from cutekernels.ops.gemm.problem import (
 from cutekernels.ops.gemm.schedule import Extras
 
 _SKINNY, _SKINNY_WARPGROUP = BODIES["skinny"], BODIES["skinny_warpgroup"]
-_WARPGROUP = BODIES["warpgroup"] | {"tile_n": BY_SIXTEENS}
+_WARPGROUP = BODIES["warpgroup"] | {"tile_n": BY_SIXTEENS, "split_k": (1,)}
 
 
 def _either(knob: str) -> tuple[int, ...]:
