@@ -74,6 +74,8 @@ class RmsNorm(TwoBodies[RmsNormProblem, NormConfig], _RmsNorms):
     revision = 1
     # Chunks beat whole rows at 32768 rows: docs/notes/norms.md#chunks (H200, 2026-11-22).
     chunks: ClassVar[Mapping[int, tuple[int, int]]] = {4096: (2048, 8), 8192: (4096, 16)}
+    # Few warps walk a wide tile that is padding by a quarter: docs/notes/norms.md#padded-rows (H100, H200, 2026-11-27).
+    padded: ClassVar[int] = 4
     suite = (
         *SUITE,
         "rows=16 cols=3584",

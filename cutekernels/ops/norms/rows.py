@@ -156,6 +156,8 @@ class NormOp(TritonOp[N, NormConfig]):
     """For widths at which many rows are faster in chunks than whole: a chunk's columns, and warps."""
     paired: ClassVar[bool] = False
     """Whether many wide rows go two to a program."""
+    padded: ClassVar[int] = 1
+    """So many times as many elements a thread has where a quarter of a wide row's tile is padding."""
     summands: ClassVar[int] = 1
     """How many rows are added up before the norm. Threads of narrow rows take as many elements in all."""
     flops_per_element: ClassVar[int]
@@ -360,6 +362,8 @@ class NormOp(TritonOp[N, NormConfig]):
         if not few:
             elements = elements // self.summands if narrow > 1 else elements * self.summands
             narrow //= self.summands
+            if p.width >= self.wide_row and 4 * p.cols <= 3 * p.width:
+                elements *= self.padded
         rows = 1 if few else min(64, power_of_two(p.rows), max(1, narrow))
         if p.rows * p.heads >= _MANY_ROWS:
             if p.width in self.chunks:
