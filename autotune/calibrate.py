@@ -27,6 +27,7 @@ UNITS = {
     "_flops_per_us": "flops/us",
     "_us": "us",
     "_share": "of data sheet",
+    "overlap": "exponent",
 }
 PLANNED = ("rate", "unit", "scaled", "h200_reading", "what")  # columns of the tables, which fit into 80
 MEASURED = ("rate", "unit", "scaled", "reading", "calibrated", "note")

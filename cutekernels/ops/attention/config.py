@@ -273,8 +273,8 @@ def warpgroup_us(p: AttentionProblem, c: AttentionConfig, gpu: GpuSpec) -> float
     per_sm = max(per_sm, together if c.split > 1 else 1.0)
     if not uneven:
         per_sm = math.ceil(per_sm)
-    elif c.split > 1:  # a cluster that waits for room waits for whole CTAs
-        per_sm = together * math.ceil(per_sm / together)
+    elif c.split > 1 and per_sm > together:  # clusters that wait for room begin late, on few SMs
+        per_sm += 0.5 * together
     blocks, longest = blocks_of(p, c)
     if c.split > 1:
         blocks, longest = blocks / c.split, math.ceil(longest / c.split)

@@ -465,16 +465,19 @@ class TilesSchedule(BodySchedule[Q, T]):
 
 def walked_bytes(p: AttentionProblem, c: TilesConfig, gpu: GpuSpec) -> float:
     """What CTAs read of the walked side from DRAM where they take all heads' heaviest tiles first (``order=heads``) and
-    the L2 does not hold all heads: each row of tiles reads it anew, or as many rows as run at once. Else 0.
+    the L2 does not hold all heads: each row of tiles, or as many as run at once, reads anew what it lacks. Else 0.
     """
     own_heads, heads = p.batch * p.heads_q, p.batch * p.heads_kv
     if p.by_keys:
         own_heads, heads = heads, own_heads
     row_bytes = 4.0 * p.width * heads  # of two operands
-    if c.order != "heads" or row_bytes * p.seq_walked <= gpu.l2_bytes or not p.seq_own:
+    whole = row_bytes * p.seq_walked
+    if c.order != "heads" or whole <= gpu.l2_bytes or not p.seq_own:
         return 0.0
     at_once = max(1.0, c.ctas_per_sm * gpu.sm_count / own_heads)
-    return row_bytes * p.pairs / p.seq_own * max(1.0, -(-p.seq_own // c.own) / at_once)
+    rows = max(1.0, -(-p.seq_own // c.own) / at_once)
+    missed = min(1.0, 2.0 * (1.0 - gpu.l2_bytes / whole))
+    return missed * row_bytes * p.pairs / p.seq_own * rows
 
 
 def both_us(busy: float, dram: float) -> float:

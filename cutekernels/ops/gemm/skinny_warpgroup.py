@@ -6,7 +6,6 @@ tile's K.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -186,7 +185,7 @@ class SkinnyWarpgroup(TokensSchedule, Prefetches):
         dram = ELEMENT_BYTES * p.n * (p.k + p.m) / (own.dram * rate.dram_share * gpu.dram_gbps * 1e3 * loading)
         fixed = own.launch * rate.launch_us + (0.0 if c.pdl else rate.dependent_us)
         both = max(busy, dram)
-        if rate.overlap < math.inf and p.m > GROUP_TOKENS:  # fewer tokens leave an SM's time far below DRAM's
+        if rate.overlap < rates.ALONE and p.m > GROUP_TOKENS:  # fewer tokens leave an SM's time far below DRAM's
             both = (busy**rate.overlap + dram**rate.overlap) ** (1 / rate.overlap)
         us = fixed + both - (prefetch.saved_us(c, gpu, own.ahead) if count <= room else 0.0)
         if c.split_k > 2:  # the wait for the whole cluster, messages, and what is sent beyond half a tile
