@@ -357,9 +357,7 @@ class Store:
         """
         if isinstance(source, str | os.PathLike):
             name = os.fspath(source)
-            # surrogateescape: a byte that is not UTF-8 becomes a character that no rule lets through
-            opened = {".gz": gzip.open, ".xz": lzma.open}.get(name[-3:], open)
-            with file_errors(name), opened(source, "rt", encoding="utf-8", errors="surrogateescape") as stream:
+            with file_errors(name), _opened(name) as stream:
                 incoming = _read_lines(stream, name)
         else:
             incoming = _read_lines(source, getattr(source, "name", "stream"))
@@ -445,6 +443,15 @@ class Store:
 
 
 # ---- files --------------------------------------------------------------------------------------------------
+
+
+def _opened(name: str) -> TextIO:
+    """The text of a file, compressed or not. A byte that is not UTF-8 becomes a character that no rule lets through."""
+    if name.endswith(".gz"):
+        return gzip.open(name, "rt", encoding="utf-8", errors="surrogateescape")
+    if name.endswith(".xz"):
+        return lzma.open(name, "rt", encoding="utf-8", errors="surrogateescape")
+    return open(name, encoding="utf-8", errors="surrogateescape")
 
 
 def _read_lines(stream: TextIO, name: str) -> list[Trial]:
