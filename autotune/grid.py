@@ -40,8 +40,8 @@ class Family:
     Attributes:
         texts: of its problems.
         share: of the calls' time that the family stands for; all points of a family share it evenly.
-        regret: of an untuned call, before anything is known, as 190 tunes on an H100 showed it (2026-11-27); of packed
-            weights it is assumed. The database's own ratios soon outweigh it.
+        regret: of an untuned call, before anything is known, as 190 tunes on an H100 showed it (2026-11-27); of
+            unusual and packed weights it is assumed. The database's own ratios soon outweigh it.
     """
 
     op: str

@@ -114,6 +114,13 @@ _BOOST_MHZ = {
 }
 
 
+def both_us(one: float, other: float, exponent: float) -> float:
+    """The time of two things beside each other, each hidden by the other in part: their mean of that exponent."""
+    if exponent >= ALONE:
+        return max(one, other)
+    return float((one**exponent + other**exponent) ** (1 / exponent))
+
+
 F = TypeVar("F", bound=Callable[..., object])
 _caches: list[Callable[[], None]] = []
 

@@ -10,9 +10,9 @@ from cutekernels import rates
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.kernels.cute.parts.attention_smem import WarpgroupBackwardSmem, padded
 from cutekernels.op import knob, plain, power_of_two
-from cutekernels.ops.attention.coefficients import ORDER, WARPGROUP_BACKWARD
+from cutekernels.ops.attention.coefficients import HIDDEN, ORDER, WARPGROUP_BACKWARD
 from cutekernels.ops.attention.config import GROUP_ROWS, GROUP_WARPS, MOST_VALUES
-from cutekernels.ops.attention.problem import AttentionProblem, BodiesConfig, BodySchedule, both_us, walked_bytes
+from cutekernels.ops.attention.problem import AttentionProblem, BodiesConfig, BodySchedule, walked_bytes
 from cutekernels.ops.shared.occupancy import no_warpgroups
 from cutekernels.rules import of_both, of_config, of_problem
 
@@ -220,7 +220,7 @@ def warpgroup_us(p: AttentionBackwardProblem, c: AttentionBackwardConfig, gpu: G
         busy = max(busy, heaviest) + (own.late * heaviest if late else 0.0)
     busy *= ORDER[False][c.order] * (own.drawn if c.grid == "dynamic" else 1.0) * (1.0 if c.stages > 2 else own.tight)
     dram = walked_bytes(p, c, gpu) / (rate.dram_share * gpu.dram_gbps * 1e3)
-    return float(rate.launch_us + both_us(busy, dram))
+    return float(rate.launch_us + rates.both_us(busy, dram, HIDDEN))
 
 
 def own_tiles(p: AttentionBackwardProblem, c: AttentionBackwardConfig) -> int:

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from cutekernels import rates
 from cutekernels.kernels.cute.parts.attention_smem import MultistageAttentionSmem, WarpgroupAttentionSmem
 from cutekernels.op import knob, power_of_two
-from cutekernels.ops.attention.coefficients import EAGER, EXPONENTS, EXPONENTS_PER_CLOCK, ORDER, WARPGROUP
+from cutekernels.ops.attention.coefficients import EAGER, EXPONENTS, EXPONENTS_PER_CLOCK, HIDDEN, ORDER, WARPGROUP
 from cutekernels.ops.attention.problem import (
     AttentionProblem,
     BodiesConfig,
     BodySchedule,
-    both_us,
     walked_bytes,
 )
 from cutekernels.ops.shared.occupancy import no_warpgroups
@@ -294,6 +293,6 @@ def warpgroup_us(p: AttentionProblem, c: AttentionConfig, gpu: GpuSpec) -> float
         busy *= own.dealt
     busy = max(busy, longest * step + edges)
     bytes_per_us = rate.dram_share * gpu.dram_gbps * 1e3
-    busy = both_us(busy, walked_bytes(p, c, gpu) / bytes_per_us)
+    busy = rates.both_us(busy, walked_bytes(p, c, gpu) / bytes_per_us, HIDDEN)
     early = rate.dependent_us if c.dependent else 0.0
     return float(rate.launch_us - early + max(busy, p.bytes_moved / bytes_per_us))

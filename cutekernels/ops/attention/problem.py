@@ -14,7 +14,7 @@ from cutekernels import rates
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.kernels.cute.parts.attention_smem import padded
 from cutekernels.op import C, Config, Op, P, Problem, extent, ladder, plain, power_of_two, respelled
-from cutekernels.ops.attention.coefficients import EXPONENTS_PER_CLOCK, HIDDEN, MULTISTAGE, ORDER
+from cutekernels.ops.attention.coefficients import EXPONENTS_PER_CLOCK, MULTISTAGE, ORDER
 from cutekernels.ops.shared.dtypes import DTYPES
 from cutekernels.ops.shared.occupancy import occupancy_rules
 from cutekernels.rules import Schedule, combinations, foreign, of_both, of_config, values_of
@@ -478,11 +478,6 @@ def walked_bytes(p: AttentionProblem, c: TilesConfig, gpu: GpuSpec) -> float:
     rows = max(1.0, -(-p.seq_own // c.own) / at_once)
     missed = min(1.0, 2.0 * (1.0 - gpu.l2_bytes / whole))
     return missed * row_bytes * p.pairs / p.seq_own * rows
-
-
-def both_us(busy: float, dram: float) -> float:
-    """The time of work on the SMs and of reads that it waits for, each hidden by the other in part."""
-    return float((busy**HIDDEN + dram**HIDDEN) ** (1 / HIDDEN))
 
 
 def vectors_along(width: int) -> int:

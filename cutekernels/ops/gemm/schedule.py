@@ -95,8 +95,12 @@ class GemmSchedule(Schedule[GemmProblem, GemmConfig, Extras]):
         return False
 
     def workspace_types(self, c: GemmConfig, extras: Extras = PLAIN) -> list[Any]:
-        """The body's last arguments as it is compiled: fake tensors, scalars and None."""
-        return []
+        """The body's last arguments as it is compiled: partial sums and tickets, where CTAs share a tile."""
+        if not self.shares_tiles(c):
+            return []
+        import cutlass
+
+        return [vector_type(cutlass.Float32, 16), vector_type(cutlass.Int32, 4)]
 
     def workspace(self, p: GemmProblem, c: GemmConfig, extras: Extras = PLAIN) -> Callable[[], tuple[Any, ...]]:
         """A function that returns the last arguments of a launch on the current stream."""

@@ -16,7 +16,7 @@ from cutekernels.op import ladder, power_of_two
 from cutekernels.ops.gemm import coefficients, prefetch
 from cutekernels.ops.gemm.prefetch import Prefetches
 from cutekernels.ops.gemm.problem import ELEMENT_BYTES, MOST_TOKENS, WIDEST, GemmConfig, GemmProblem
-from cutekernels.ops.gemm.schedule import GRID_AXIS, PLAIN, Extras, TokensSchedule, vector_type
+from cutekernels.ops.gemm.schedule import GRID_AXIS, PLAIN, Extras, TokensSchedule
 from cutekernels.rules import of_both, of_config, of_problem
 
 if TYPE_CHECKING:
@@ -212,14 +212,6 @@ class Skinny(TokensSchedule, Prefetches):
 
     def shares_tiles(self, c: GemmConfig) -> bool:
         return c.split_k > 1
-
-    def workspace_types(self, c: GemmConfig, extras: Extras = PLAIN) -> list[Any]:
-        """Partial sums and tickets, where CTAs share a tile."""
-        if c.split_k == 1:
-            return []
-        import cutlass
-
-        return [vector_type(cutlass.Float32, 16), vector_type(cutlass.Int32, 4)]
 
     def workspace(self, p: GemmProblem, c: GemmConfig, extras: Extras = PLAIN) -> Callable[[], tuple[Any, ...]]:
         from cutekernels.ops.shared.per_stream import Workspace

@@ -184,9 +184,8 @@ class SkinnyWarpgroup(TokensSchedule, Prefetches):
         loading = min(1.0, count / (each * gpu.sm_count)) if count <= room else 1.0
         dram = ELEMENT_BYTES * p.n * (p.k + p.m) / (own.dram * rate.dram_share * gpu.dram_gbps * 1e3 * loading)
         fixed = own.launch * rate.launch_us + (0.0 if c.pdl else rate.dependent_us)
-        both = max(busy, dram)
-        if rate.overlap < rates.ALONE and p.m > GROUP_TOKENS:  # fewer tokens leave an SM's time far below DRAM's
-            both = (busy**rate.overlap + dram**rate.overlap) ** (1 / rate.overlap)
+        # Few tokens leave an SM's time far below DRAM's.
+        both = rates.both_us(busy, dram, rate.overlap if p.m > GROUP_TOKENS else rates.ALONE)
         us = fixed + both - (prefetch.saved_us(c, gpu, own.ahead) if count <= room else 0.0)
         if c.split_k > 2:  # the wait for the whole cluster, messages, and what is sent beyond half a tile
             met = rate.exchange_us * (own.met + own.message * (c.split_k - 2))

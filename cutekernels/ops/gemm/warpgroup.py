@@ -24,7 +24,7 @@ from cutekernels.ops.gemm.problem import (
     GemmProblem,
     Side,
 )
-from cutekernels.ops.gemm.schedule import HALF_ACCUMULATORS, PLAIN, Extras, GemmSchedule, extras_of, vector_type
+from cutekernels.ops.gemm.schedule import HALF_ACCUMULATORS, PLAIN, Extras, GemmSchedule, extras_of
 from cutekernels.ops.gemm.skinny_warpgroup import SKINNY_WARPGROUP
 from cutekernels.ops.shared.occupancy import no_warpgroups
 from cutekernels.rules import of_both, of_config, of_problem
@@ -247,7 +247,7 @@ class Warpgroup(GemmSchedule, Prefetches):
         fixed = own.fixed * rate.launch_us + (0.0 if c.pdl else rate.dependent_us)
         shared = {"m": cluster_columns, "n": cluster_rows}.get(more, 2)
         apart = own.apart if c.cluster_m * c.cluster_n > 1 and shared == 1 else 1.0
-        return float(fixed + (busy**own.hidden + dram**own.hidden) ** (1 / own.hidden)) * apart
+        return (fixed + rates.both_us(busy, dram, own.hidden)) * apart
 
     def body(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> Any:
         import cutlass
@@ -296,14 +296,6 @@ class Warpgroup(GemmSchedule, Prefetches):
 
     def shares_tiles(self, c: GemmConfig) -> bool:
         return c.split_k > 1
-
-    def workspace_types(self, c: GemmConfig, extras: Extras = PLAIN) -> list[Any]:
-        """Partial sums and counters, where CTAs share tiles."""
-        if c.split_k == 1:
-            return []
-        import cutlass
-
-        return [vector_type(cutlass.Float32, 16), vector_type(cutlass.Int32, 4)]
 
     def workspace(self, p: GemmProblem, c: GemmConfig, extras: Extras = PLAIN) -> Callable[[], tuple[Any, ...]]:
         from cutekernels.gpu import detect
