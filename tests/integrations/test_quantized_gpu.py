@@ -96,7 +96,18 @@ def test_gradients_and_graphs(name: str) -> None:
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_memory(name: str) -> None:
-    """A projection of 2048 x 2048 patched, called with and without a gradient, and unpatched: no second copy stays."""
+    """A projection of 2048 x 2048 patched, called with and without a gradient, and unpatched: no second copy stays.
+
+    The first projection brings what calls keep for good: workspaces of ours and of cuBLAS. The second one is measured.
+    """
+    grown_by(name)
+    size, x_bytes, patched, after = grown_by(name)
+    assert patched <= 0.25 * size + 3 * x_bytes, (patched, size)
+    assert after <= 0.03 * size + 3 * x_bytes, (after, size)
+
+
+def grown_by(name: str) -> tuple[int, int, int, int]:
+    """Bytes of a packed weight and of its input, and by how many memory grows while patched and behind that."""
     model, _ = pair(name)
     projection, _ = LAYOUTS[name](2048, 2048)
     projection.cuda()
@@ -115,10 +126,9 @@ def test_memory(name: str) -> None:
         projection(given).sum().backward()
         del given
         torch.cuda.synchronize()
-        grown = torch.cuda.memory_allocated() - before
-        assert grown <= 0.25 * size + 3 * x.nbytes, (grown, size)
+        patched = torch.cuda.memory_allocated() - before
     torch.cuda.synchronize()
-    assert torch.cuda.memory_allocated() - before <= 0.03 * size + 3 * x.nbytes
+    return size, x.nbytes, patched, torch.cuda.memory_allocated() - before
 
 
 def test_fp32_activations_are_multiplied_by_the_decoded_weight() -> None:
