@@ -76,6 +76,7 @@ test: $(STAMP)
 	ruff check .
 	ruff format --check .
 	@$(MAKE) --no-print-directory -j 2 types tests
+	@python -m tests.gpu_ledger --count
 
 tests: $(STAMP)
 	OMP_NUM_THREADS=1 pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from cutekernels.ops import registry
+from tests.imports import FOLDERS, ROOT, UPWARDS
 
-ROOT = Path(__file__).parents[1]
 MAX_LINES = 600
 BODIES, MAX_BODY_LINES = "cutekernels/kernels/cute/", 800  # a body is one thing, read from top to bottom
 MOST_FLOORS = 6  # inside a family
@@ -75,18 +75,6 @@ FLOORS = {
 FAMILY_FLOOR = 8  # of a family of ops that builds on no other
 OWN_FLOOR = {f"cutekernels/ops/{family}/" for family in registry.FAMILIES} - set(FLOORS)
 FLOORS |= dict.fromkeys(OWN_FLOOR, FAMILY_FLOOR)
-# Imports upwards, by name and at run time only: an op travels to a child process, or into warmup(), as text.
-UPWARDS = {
-    ("cutekernels/__init__.py", "cutekernels.db"),  # found or not: a checkout that is not installed lacks it
-    ("cutekernels/dispatch.py", "cutekernels.ops.registry"),
-    ("cutekernels/compilers.py", "cutekernels.ops.registry"),
-    ("cutekernels/ops/gemm/api.py", "cutekernels.ops.quantized.api.quantized_linear"),  # linear's, of packed weights
-    ("cutekernels/ops/norm_linear/api.py", "cutekernels.ops.quantized.api.gated"),  # likewise, of a gate
-    ("db/__init__.py", "cutekernels.db.reader.Database"),
-    ("db/__init__.py", "cutekernels.db.reader"),  # db.open(), the package's own name for it
-    ("cutekernels/cli.py", "bench.__main__"),  # the verb, from a table of text
-}
-FOLDERS = {"cutekernels.autotune": "autotune", "cutekernels.db": "db"}
 HEAVY_IN_DB = {"torch", "triton", "cutlass", "cuda", "tvm_ffi"}
 FILES = sorted(
     str(path.relative_to(ROOT))
