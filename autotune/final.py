@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from cutekernels.autotune.runtime import Outcome
+from cutekernels.autotune.requests import Outcome
 from cutekernels.conditions import Conditions
 from cutekernels.db.certificate import QUANTILES, Certificate
 from cutekernels.db.store import Trial

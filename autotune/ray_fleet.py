@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 from cutekernels import environment
 from cutekernels.autotune.fleet import Seat, SeatUnfit, Slot, SlotLost
-from cutekernels.autotune.runtime import Measure, Outcome, Prepare
+from cutekernels.autotune.requests import Measure, Outcome, Prepare
 from cutekernels.backends import Facts
 from cutekernels.compilers import Compile
 from cutekernels.db.store import Environment

@@ -12,13 +12,12 @@ from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
 from cutekernels import compilers
+from cutekernels.autotune.requests import Load, Measure, Outcome, Prepare, Warm
 from cutekernels.autotune.turns import Turns
 from cutekernels.backends import Facts
-from cutekernels.conditions import Conditions
 from cutekernels.gpu import GpuSpec
 from cutekernels.isolate import Child, ChildFailure, StartFailed
 from cutekernels.op import Config, Op, Problem
@@ -27,60 +26,7 @@ COMPILE_TARGET = compilers.TARGET
 WORKER_TARGET = "cutekernels.autotune.worker:answer"
 PREPARE_DEADLINE_S = 180.0
 MEASURE_DEADLINE_S = 30.0
-VENDOR = "vendor"  # the name of the vendor's call among the outcomes of a final
 SPARES = 2  # of a runtime of its own: a final takes place in two fresh processes
-
-
-@dataclass(frozen=True)
-class Warm:
-    """Request: make the CUDA context, which takes as long as a short measurement."""
-
-
-@dataclass(frozen=True)
-class Prepare:
-    """Request: make the inputs and the reference of a problem."""
-
-    op: str
-    problem: str
-    gpu: GpuSpec
-    seed: int = 0
-
-
-@dataclass(frozen=True)
-class Measure:
-    """Request: verify ``configs``, time the correct ones interleaved. ``race``: leader, contenders (``measure.py``).
-
-    Search and final time alike. A ``final`` also times the vendor's call, as :data:`VENDOR`, and watches clock,
-    temperature and power.
-    """
-
-    prepare: Prepare
-    configs: tuple[str, ...]
-    race: tuple[str, ...] = ()
-    rounds: int = 20
-    budget_us: float | None = None
-    duty: float | None = None  # share of the time that the GPU is busy (``measure.py``); None: as the problem asks for
-    final: bool = False
-
-
-@dataclass(frozen=True)
-class Load:
-    """Request: launch the configs of ``measure`` once, verify them, and make the right ones ready to be timed."""
-
-    measure: Measure
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The result for one config. ``error`` over 1 means a wrong result, whose times are missing or do not count."""
-
-    error: float
-    us: tuple[float, ...] = ()
-    conditions: Conditions | None = None
-
-    @property
-    def right(self) -> bool:
-        return self.error <= 1 and bool(self.us)
 
 
 class NotPrepared(ChildFailure):

@@ -27,7 +27,8 @@ from cutekernels.autotune import final, samplers
 from cutekernels.autotune.history import ATTEMPTS, TaskHistory, status_of
 from cutekernels.autotune.job import Task
 from cutekernels.autotune.report import TaskReport
-from cutekernels.autotune.runtime import VENDOR, Measure, Outcome, Prepare, Runtime
+from cutekernels.autotune.requests import VENDOR, Measure, Outcome, Prepare
+from cutekernels.autotune.runtime import Runtime
 from cutekernels.autotune.space import MODEL_SEEDS, space
 from cutekernels.autotune.studies import Studies, attempt_of
 from cutekernels.autotune.study import Study

@@ -1,7 +1,7 @@
 """The measuring process: loads a compiled config, verifies it, times it. One problem at a time, one GPU.
 
 It is a spawned :class:`~cutekernels.isolate.Child`, because a wrong candidate can hang or fault, which ruins the CUDA
-context of its process. Requests are ``runtime.Warm``, ``Prepare``, ``Load`` and ``Measure``, in this order; each
+context of its process. Requests are ``Warm``, ``Prepare``, ``Load`` and ``Measure``, in this order; each
 carries everything needed, so a fresh process can answer in place of one that died. A candidate passes three checks:
 
 1. its outputs are poisoned with NaN, launched into once, and compared with the op's reference (``verify.py``);
@@ -28,7 +28,7 @@ import torch
 
 from cutekernels import compile as compiler
 from cutekernels import gpu as gpus
-from cutekernels.autotune.runtime import VENDOR, Load, Measure, Outcome, Prepare, Warm
+from cutekernels.autotune.requests import VENDOR, Load, Measure, Outcome, Prepare, Warm
 from cutekernels.conditions import Watch
 from cutekernels.errors import UnknownGpu
 from cutekernels.guests import Guest

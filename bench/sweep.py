@@ -21,7 +21,8 @@ import typer
 from bench import replay
 from cutekernels import environment, terminal
 from cutekernels import gpu as gpus
-from cutekernels.autotune.runtime import LocalRuntime, Measure, Prepare, Runtime
+from cutekernels.autotune.requests import Measure, Prepare
+from cutekernels.autotune.runtime import LocalRuntime, Runtime
 from cutekernels.autotune.search import prune_reason
 from cutekernels.backends import Facts
 from cutekernels.errors import CuteKernelsError, UnsupportedProblem

@@ -6,7 +6,6 @@ from cutekernels import nn as nn
 from cutekernels import optim as optim
 from cutekernels import quant as quant
 from cutekernels.dispatch import reload as reload
-from cutekernels.dispatch import warmup as warmup
 from cutekernels.integrations.transformers import compare as compare
 from cutekernels.integrations.transformers import patch as patch
 from cutekernels.integrations.transformers import register_attention as register_attention
@@ -14,6 +13,7 @@ from cutekernels.integrations.transformers import register_experts as register_e
 from cutekernels.integrations.transformers import unpatch as unpatch
 from cutekernels.introspection import explain as explain
 from cutekernels.introspection import report_misses as report_misses
+from cutekernels.introspection import warmup as warmup
 from cutekernels.kv_cache import KVCache as KVCache
 from cutekernels.ops.activations.api import bias_gelu as bias_gelu
 from cutekernels.ops.activations.api import gelu_mul as gelu_mul

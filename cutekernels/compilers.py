@@ -6,9 +6,8 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
-from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from cutekernels import compile as compiler
 from cutekernels import errors, settings
@@ -17,9 +16,8 @@ from cutekernels.backends.cute import WITHOUT_GPU
 from cutekernels.errors import CacheUnusable, CompileError, CompilerKilled
 from cutekernels.gpu import GpuSpec
 from cutekernels.isolate import ChildDied, ChildTimeout, Pool, RemoteError, StartFailed
-
-if TYPE_CHECKING:
-    from cutekernels.op import Op
+from cutekernels.op import Op
+from cutekernels.ops import registry
 
 TARGET = "cutekernels.compilers:compile_candidate"
 COMPILE_DEADLINE_S = 120.0
@@ -77,7 +75,6 @@ def compile_candidate(request: Compile) -> Facts:
 
     The request holds the whole GpuSpec: this process sees no GPU, and a GPU may be missing from the table.
     """
-    registry = import_module("cutekernels.ops.registry")
     name, problem, config, gpu = request
     op = registry.trusted(name)
     return compiler.prepare(op, op.Problem.parse(problem), op.Config.parse(config), gpu)

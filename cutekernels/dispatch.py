@@ -23,17 +23,17 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from cutekernels import compile as compiler
-from cutekernels import compilers, rates, settings
 from cutekernels import gpu as gpus
+from cutekernels import rates, settings
 from cutekernels.db import snapshot as snapshots
-from cutekernels.errors import CompileError, InvalidConfig, UnsupportedProblem
+from cutekernels.errors import InvalidConfig, UnsupportedProblem
 from cutekernels.interval import Interval
 
 if TYPE_CHECKING:
@@ -285,71 +285,6 @@ def give_back_missed(taken: dict[tuple[str, str, int, str], int]) -> None:
 def on_reload(forget: Callable[[], None]) -> None:
     """Register ``forget`` to be called by :func:`reload`: for ops that cache plans in a faster table of their own."""
     _listeners.append(forget)
-
-
-def warmup(problems: Iterable[tuple[str, str]], device: int | None = None, *, jobs: int | None = None) -> list[Plan]:
-    """Compile ahead the kernels that calls will need: ``[("gemm", "m=16 n=4096 k=4096"), ...]``, on one device.
-
-    Several are compiled side by side in processes of their own, which see no GPU and do not import the caller's main
-    module. It may be called from any thread; calls in other threads go on meanwhile.
-
-    Args:
-        problems: pairs of an op's name and a problem's text, as :func:`explain` takes them.
-        device: a CUDA device's index; None for the current one.
-        jobs: compiling processes; None for as many as there are CPUs and memory for, at most 16.
-
-    Returns:
-        The plans, in order.
-
-    Raises:
-        UnsupportedProblem: an op or a problem that does not exist, or ``jobs`` that is no number of processes.
-        UnknownGpu: no CUDA device is visible.
-        CompileError: kernels do not compile, or their compilers crashed or took longer than two minutes each. All
-            others are ready then.
-    """
-    from importlib import import_module
-
-    import torch
-
-    if jobs is not None and (type(jobs) is not int or jobs < 1):
-        raise UnsupportedProblem(f"warmup takes a number of jobs, processes from 1 up; got {jobs!r}: leave it out")
-    registry = import_module("cutekernels.ops.registry")
-    index = torch.cuda.current_device() if device is None and torch.cuda.is_available() else device
-    posed = []  # all are checked before any compiles
-    several: Any = problems
-    for pair in several if isinstance(several, Iterable) and not isinstance(several, str) else [several]:
-        if not isinstance(pair, tuple | list) or len(pair) != 2 or not all(isinstance(word, str) for word in pair):
-            raise UnsupportedProblem(
-                f"warmup takes pairs of an op's name and a problem's text; got {pair!r:.60}: pass "
-                '[("gemm", "m=16 n=4096 k=4096")]'
-            )
-        op = registry.get(pair[0])
-        posed.append((op, op.Problem.parse(pair[1])))
-    failed = _compile_ahead(posed, gpus.detect(index), jobs)
-    plans = [plan(op, problem, index) for op, problem in posed if (op, problem) not in failed]
-    if failed:
-        raise compilers.together(list(failed.values()))
-    return plans
-
-
-_Posed = tuple["Op[Any, Any]", "Problem"]
-
-
-def _compile_ahead(posed: Sequence[_Posed], gpu: GpuSpec, jobs: int | None) -> dict[_Posed, CompileError]:
-    """Puts the kernels of all problems into the disk cache; what went wrong, by the problem that needs the kernel."""
-    wanted: dict[str, compilers.Compile] = {}
-    users: dict[str, list[_Posed]] = {}
-    for pair in posed:
-        links = [pair]
-        for op, p in links:  # grows by what these launch
-            config = resolve(op, p, gpu).config
-            links += op.chained(p, config, gpu)
-            key = compiler.cache_key(op, p, config, gpu)
-            if key not in wanted and compilers.known(op) and not compiler.ready(key):
-                wanted[key] = op.name, str(p), str(config), gpu
-            users.setdefault(key, []).append(pair)
-    failures = zip(wanted, compilers.side_by_side(list(wanted.values()), jobs), strict=True)
-    return {pair: error for key, error in failures if error is not None for pair in users[key]}
 
 
 # ---- where configs come from ----------------------------------------------------------------------------

@@ -25,27 +25,6 @@ Nothing here imports torch. All but the query, the reader and what prints them k
 are text to them. Nothing heavy is imported in this file, so that a dispatcher's snapshot loads no SQLAlchemy.
 """
 
-from __future__ import annotations
+from cutekernels import lazy
 
-import os
-from importlib import import_module
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from cutekernels.db.reader import Database
-
-
-def open(url: str | os.PathLike[str] | None = None, *, local: bool = True, shipped: bool = True) -> Database:
-    """The winners at ``url`` (None: the database in the settings) and the shipped ones; either may be left out.
-
-    ::
-
-        with cutekernels.db.open() as database:
-            for winner in database.winners(gpu="h200", op="gemm", m=4096):
-                print(winner.problem["n"], winner.config["tile_m"], winner.median_us, winner.roofline)
-
-    Raises:
-        StoreError: the database named by ``url`` does not exist or cannot be read.
-    """
-    database: Database = import_module("cutekernels.db.reader").Database(url, local=local, shipped=shipped)
-    return database
+__getattr__, __dir__, __all__ = lazy.attach(__name__, __file__)

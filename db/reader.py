@@ -396,3 +396,18 @@ def _require_texts(**words: object) -> None:
 def _word(name: str, value: Scalar) -> str:
     """One condition; True stays a word, so that it is no extent of 1."""
     return f"{name}{value}" if isinstance(value, str) and value[:1] in "<>=!" else f"{name}={value}"
+
+
+def open(url: str | os.PathLike[str] | None = None, *, local: bool = True, shipped: bool = True) -> Database:
+    """The winners at ``url`` (None: the database in the settings) and the shipped ones; either may be left out.
+
+    ::
+
+        with cutekernels.db.open() as database:
+            for winner in database.winners(gpu="h200", op="gemm", m=4096):
+                print(winner.problem["n"], winner.config["tile_m"], winner.median_us, winner.roofline)
+
+    Raises:
+        StoreError: the database named by ``url`` does not exist or cannot be read.
+    """
+    return Database(url, local=local, shipped=shipped)

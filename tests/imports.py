@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -11,23 +12,18 @@ from cutekernels.ops import registry
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = {"cutekernels.autotune": "autotune", "cutekernels.db": "db"}
-# Imports upwards, by name and at run time only: an op travels to a child process, or into warmup(), as text.
+# Imports upwards, by name and at run time only: what a caller's argument or a verb asks for.
 UPWARDS = {
-    ("cutekernels/__init__.py", "cutekernels.db"),  # found or not: a checkout that is not installed lacks it
-    ("cutekernels/dispatch.py", "cutekernels.ops.registry"),
-    ("cutekernels/compilers.py", "cutekernels.ops.registry"),
     ("cutekernels/ops/gemm/api.py", "cutekernels.ops.quantized.api.quantized_linear"),  # linear's, of packed weights
     ("cutekernels/ops/norm_linear/api.py", "cutekernels.ops.quantized.api.gated"),  # likewise, of a gate
-    ("db/__init__.py", "cutekernels.db.reader.Database"),
-    ("db/__init__.py", "cutekernels.db.reader"),  # db.open(), the package's own name for it
     ("cutekernels/cli.py", "bench.__main__"),  # the verb, from a table of text
 }
 
-_QUOTED = r'"""(?:\\.|[^\\])*?"""|\'\'\'(?:\\.|[^\\])*?\'\'\'|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\''
-_STRING_OR_COMMENT = re.compile(rf"({_QUOTED})|[ \t]*#[^\n]*", re.S)
+QUOTED = r'"""(?:\\.|[^\\])*?"""|\'\'\'(?:\\.|[^\\])*?\'\'\'|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\''
+_STRING_OR_COMMENT = re.compile(rf"({QUOTED})|[ \t]*#[^\n]*", re.S)
 _DOCSTRING = re.compile(r'(\A|:\n)\s*[rR]?"""(?:\\.|[^\\])*?"""[ \t]*(?=\n|\Z)', re.S)
 _IMPORT = re.compile(r"^\s*(?:from ([\w.]+) )?import (\([^)]*\)|[^\n(]+)", re.M)
-_DOTTED_TEXT = re.compile(r"""["'](cutekernels(?:\.\w+)+)""")
+_DOTTED_TEXT = re.compile(r"""["'](cutekernels(?:\.\w+)+)[:"']""")
 _OP_TEXT = re.compile(r"""["'](\w+)["']""")
 
 
@@ -101,3 +97,17 @@ def reached(files: Iterable[str]) -> set[str]:
         seen |= left
         left = {below for file in left for below in imports(file)} - seen
     return seen
+
+
+@contextmanager
+def tree_at(root: Path) -> Iterator[None]:
+    """The files of another tree, for as long as it lasts."""
+    global ROOT
+    own, ROOT = ROOT, root
+    remembered = code, public_names, file_of, imports
+    for each in remembered:
+        each.cache_clear()
+    yield
+    ROOT = own
+    for each in remembered:
+        each.cache_clear()

@@ -5,13 +5,14 @@ from __future__ import annotations
 import ast
 import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from cutekernels.ops import registry
-from tests.imports import FOLDERS, ROOT, UPWARDS
+from tests import imports
+from tests.imports import QUOTED, ROOT, UPWARDS, code, file_of, names_in
 
 MAX_LINES = 600
 BODIES, MAX_BODY_LINES = "cutekernels/kernels/cute/", 800  # a body is one thing, read from top to bottom
@@ -43,7 +44,7 @@ FLOORS = {
     "cutekernels/ops/moe/": 10,
     "cutekernels/ops/shared/": 7,
     "cutekernels/dispatch.py": 6,
-    "cutekernels/compilers.py": 5,
+    "cutekernels/compilers.py": 16,
     "cutekernels/compile.py": 4,
     "cutekernels/guests/": 4,
     "cutekernels/op.py": 3,
@@ -69,12 +70,25 @@ FLOORS = {
     "cutekernels/lazy.py": 1,
     "cutekernels/interval.py": 2,
     "cutekernels/terminal.py": 1,
-    "cutekernels/__init__.py": 2,
+    "cutekernels/__init__.py": 3,
     "cutekernels/kernels/": 1,
 }
 FAMILY_FLOOR = 8  # of a family of ops that builds on no other
 OWN_FLOOR = {f"cutekernels/ops/{family}/" for family in registry.FAMILIES} - set(FLOORS)
 FLOORS |= dict.fromkeys(OWN_FLOOR, FAMILY_FLOOR)
+MOST_UPWARDS = 5
+CIRCLES = {
+    # ``linear`` takes packed weights, whose products' backward is a product: ends with one family of products.
+    frozenset({f"cutekernels/ops/{file}.py" for file in ("gemm/api", "quantized/api", "quantized/backward")}),
+    frozenset(
+        f"cutekernels/quant/{file}.py"
+        for file in (
+            *("assembly", "experts", "join", "weight"),
+            *(f"formats/{name}" for name in ["__init__", "awq", "bitsandbytes", "compressed_tensors", "gptq"]),
+            *(f"formats/{name}" for name in ["mxfp4", "own", "plain", "torchao"]),
+        )
+    ),
+}
 HEAVY_IN_DB = {"torch", "triton", "cutlass", "cuda", "tvm_ffi"}
 FILES = sorted(
     str(path.relative_to(ROOT))
@@ -91,70 +105,70 @@ def room(file: str) -> str:
     return max(found, key=len)
 
 
-def file_of(module: str) -> str | None:
-    """The file a dotted name of ours refers to: the module, or the one that holds the name."""
-    words = module.split(".")
-    for prefix, folder in FOLDERS.items():
-        if module == prefix or module.startswith(prefix + "."):
-            words = [folder, *words[2:]]
-    while words:
-        path = "/".join(words)
-        for candidate in (f"{path}.py", f"{path}/__init__.py"):
-            if (ROOT / candidate).is_file():
-                return candidate
-        words.pop()
-    return None
+def is_allowed(here: str, there: str) -> bool:
+    return there == here or FLOORS[there] < FLOORS[here]
 
 
-def imports(file: str) -> Iterator[str]:
-    """Every dotted name ``file`` imports, inside functions too, and by ``import_module`` with a literal."""
-    for node in ast.walk(ast.parse((ROOT / file).read_text())):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{file}: imports are absolute"
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            name = node.value.partition(":")[0]
-            if re.fullmatch(r"cutekernels(\.\w+)+", name) and file_of(name) not in (None, "cutekernels/__init__.py"):
-                yield name
+def test_imports_are_of_lower_floors() -> None:
+    for file in FILES:
+        for name in names_in(file):
+            target = file_of(name)
+            if target is not None and target != file and (file, name) not in UPWARDS:
+                here, there = room(file), room(target)
+                allowed = is_allowed(here, there)
+                assert allowed, f"{file} (floor {FLOORS[here]}) imports {name} (floor {FLOORS[there]})"
 
 
-def ours(module: str) -> bool:
-    return module.split(".")[0] in ("cutekernels", "bench", "autotune", "db")
+def below(files: Sequence[str]) -> dict[str, set[str]]:
+    """What each of ``files`` imports of them: lazily, for types or upwards too."""
+    return {file: {file_of(name) for name in names_in(file)} & {*files} - {file} for file in files}  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("file", FILES)
-def test_imports_only_lower_floors(file: str) -> None:
-    here = room(file)
-    for module in imports(file):
-        target = file_of(module) if ours(module) else None
-        if target is None or (file, module) in UPWARDS:
-            continue
-        there = room(target)
-        allowed = there == here or FLOORS[there] < FLOORS[here]
-        assert allowed, f"{file} (floor {FLOORS[here]}) imports {module} (floor {FLOORS[there]})"
+def test_files_import_one_another_in_named_circles_alone() -> None:
+    assert {frozenset(circle) for circle in circles(below(FILES))} == CIRCLES
 
 
-@pytest.mark.parametrize(
-    "family",
-    sorted(str(p.relative_to(ROOT)) for p in (ROOT / "cutekernels/ops").iterdir() if p.is_dir() and "__" not in p.name),
-)
-def test_a_family_has_few_floors_and_no_circle(family: str) -> None:
-    """Imports between a family's files, type-only and lazy ones included: at most six floors over its numbers."""
-    files = [f for f in FILES if f.startswith(f"{family}/") and not f.endswith("/coefficients.py")]
-    below = {f: {t for m in imports(f) if ours(m) and (t := file_of(m)) in files and t != f} for f in files}
-    assert floors(below) <= MOST_FLOORS, below
+def test_a_family_has_few_floors() -> None:
+    """At most six over its numbers."""
+    for family in FAMILIES:
+        files = [f for f in FILES if f.startswith(f"{family}/") and not f.endswith("/coefficients.py")]
+        assert floors(below(files)) <= MOST_FLOORS, family
 
 
 def test_a_circle_and_a_tall_family_are_seen() -> None:
-    with pytest.raises(AssertionError, match="a, b"):
-        floors({"a": {"b"}, "b": {"a"}, "c": set()})
+    assert list(circles({"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set(), "e": {"a", "e2"}, "e2": set()})) == [
+        {"b", "c"}
+    ]
+    assert list(circles({"a": {"b"}, "b": {"a"}, "c": {"d"}, "d": {"c", "a"}})) == [{"a", "b"}, {"c", "d"}]
     assert floors({"a": {"b"}, "b": {"c"}, "c": set(), "d": {"c"}}) == 3
 
 
+def circles(below: dict[str, set[str]]) -> Iterator[set[str]]:
+    """Groups of files that each reach every other one of their group."""
+    left = dict(below)
+    while left:
+        size = len(left) + 1
+        while len(left) < size:  # those that import none of the others are in no circle
+            size, left = len(left), {f: some for f, g in left.items() if (some := g & left.keys())}
+        if not left:
+            return
+        first = next(iter(left))
+        down, up = reached(left, first), reached({g: {f for f in left if g in left[f]} for g in left}, first)
+        if len(down & up) > 1:
+            yield down & up
+        left = {f: g for f, g in left.items() if f not in down & up}
+
+
+def reached(below: dict[str, set[str]], first: str) -> set[str]:
+    seen, left = set[str](), {first}
+    while left:
+        seen |= left
+        left = {g for f in left for g in below[f] if g in below} - seen
+    return seen
+
+
 def floors(below: dict[str, set[str]]) -> int:
-    """How many floors files take that import those ``below`` them. Fails where they import one another in a circle."""
+    """How many floors files take that import those ``below`` them, in no circle."""
     height: dict[str, int] = {}
     while len(height) < len(below):
         ready = [f for f in below if f not in height and all(g in height for g in below[f])]
@@ -164,15 +178,17 @@ def floors(below: dict[str, set[str]]) -> int:
 
 
 def test_every_exception_is_in_use() -> None:
-    for file, module in UPWARDS - {("cutekernels/cli.py", "bench.__main__")}:
-        assert module in set(imports(file)), f"{file} no longer names {module}: take it off UPWARDS"
+    assert len(UPWARDS) <= MOST_UPWARDS
+    for file, name in UPWARDS - {("cutekernels/cli.py", "bench.__main__")}:
+        assert name in set(names_in(file)), f"{file} no longer names {name}: take it off UPWARDS"
+        assert not is_allowed(room(file), room(str(file_of(name)))), f"{file}: {name} is lower, take it off UPWARDS"
 
 
-@pytest.mark.parametrize("file", [f for f in FILES if f.startswith("db/")])
-def test_the_database_knows_no_torch_and_its_store_no_ops(file: str) -> None:
-    for module in imports(file):
-        assert module.split(".")[0] not in HEAVY_IN_DB, f"{file} imports {module}"
-        assert room(file) != "db/" or not module.startswith("cutekernels.op"), f"{file} imports {module}"
+def test_the_database_knows_no_torch_and_its_store_no_ops() -> None:
+    for file in (f for f in FILES if f.startswith("db/")):
+        for name in names_in(file):
+            assert name.split(".")[0] not in HEAVY_IN_DB, f"{file} imports {name}"
+            assert room(file) != "db/" or not name.startswith("cutekernels.op"), f"{file} imports {name}"
 
 
 def test_the_snapshot_needs_only_the_standard_library() -> None:
@@ -191,22 +207,11 @@ def test_files_are_short_and_well_named() -> None:
         assert not re.search(r"sm_?\d{2}|_v\d$", Path(file).stem), f"{file}: bodies per schedule, not per GPU"
 
 
-@pytest.mark.parametrize("file", [f for f in FILES if f != "cutekernels/gpu.py"])
-def test_architectures_are_named_in_gpu_py_only(file: str) -> None:
-    tree = ast.parse((ROOT / file).read_text())
-    prose = {
-        id(node.body[0].value)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-        and node.body
-        and isinstance(node.body[0], ast.Expr)
-    }
-    for node in ast.walk(tree):
-        words = [getattr(node, a) for a in ("id", "attr", "name", "arg") if isinstance(getattr(node, a, None), str)]
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose:
-            words.append(node.value)
-        for word in words:
-            assert " " in word or not re.search(r"\bsm_?\d{2}", word), f"{file} names {word!r}: ask GpuSpec instead"
+def test_architectures_are_named_in_gpu_py_only() -> None:
+    for file in (f for f in FILES if f != "cutekernels/gpu.py"):
+        words = re.sub(QUOTED, lambda text: "" if " " in text[0] else text[0], code(file))
+        found = re.search(r"\bsm_?\d{2}\w*", words)
+        assert found is None, f"{file} names {found[0]!r}: ask GpuSpec instead"
 
 
 def test_every_package_is_installed() -> None:
@@ -222,16 +227,30 @@ def test_every_package_is_installed() -> None:
     assert found <= listed
 
 
-def test_the_check_itself_sees_a_violation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.test_floors.ROOT", tmp_path)
-    for file, text in {
-        "cutekernels/gpu.py": "def f():\n    from cutekernels.ops.gemm import op\n",
+def test_the_checks_see_violations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {
         "cutekernels/ops/gemm/op.py": "from cutekernels import gpu\n",
+        "cutekernels/gpu.py": "def f():\n    from cutekernels.ops.gemm import (\n        op,\n    )\n",
         "db/store.py": "NAME = 'cutekernels.ops.gemm.op:GEMM'\n",
-    }.items():
+        "cutekernels/rules.py": "def f(): return 'sm_90'  # sm_90\n",
+        "db/trial.py": "import torch\nWORDS = 'such as sm_90'\n",
+    }
+    for file, text in files.items():
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).write_text(text)
-    test_imports_only_lower_floors("cutekernels/ops/gemm/op.py")
-    for file in ("cutekernels/gpu.py", "db/store.py"):
-        with pytest.raises(AssertionError, match=r"floor 2\) imports cutekernels.ops.gemm.op"):
-            test_imports_only_lower_floors(file)
+    with imports.tree_at(tmp_path):
+        for check, said in (
+            (
+                test_imports_are_of_lower_floors,
+                r"(gpu|store).py \(floor 2\) imports cutekernels.ops.gemm.op",
+            ),
+            (test_files_import_one_another_in_named_circles_alone, "cutekernels/gpu.py"),
+            (test_architectures_are_named_in_gpu_py_only, "rules.py names 'sm_90'"),
+            (test_the_database_knows_no_torch_and_its_store_no_ops, "imports (torch|cutekernels.op)"),
+        ):
+            for some in (list(files), list(files)[1:], list(files)[2:]) if "floor" in said else (list(files),):
+                monkeypatch.setattr(f"{__name__}.FILES", some)
+                with pytest.raises(AssertionError, match=said):
+                    check()
+        monkeypatch.setattr(f"{__name__}.FILES", list(files)[:1])
+        test_imports_are_of_lower_floors()

@@ -43,25 +43,18 @@ NORMS, TUNER = "tests/norms/test_gpu.py", "tests/tuner/test_gpu.py"
 @pytest.fixture
 def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A checkout of a few files."""
-    for module in (gpu_ledger, imports):
-        monkeypatch.setattr(module, "ROOT", tmp_path)
+    monkeypatch.setattr(gpu_ledger, "ROOT", tmp_path)
     monkeypatch.setattr(gpu_ledger, "LEDGER", tmp_path / "ledger.tsv")
     monkeypatch.setattr(gpu_ledger, "card", lambda: "toy")
     plant(tmp_path, TREE)
-    forget()
-    yield tmp_path
-    forget()
+    with imports.tree_at(tmp_path):
+        yield tmp_path
 
 
 def plant(root: Path, files: dict[str, str]) -> None:
     for file, text in files.items():
         (root / file).parent.mkdir(parents=True, exist_ok=True)
         (root / file).write_text(text)
-
-
-def forget() -> None:
-    for remembered in (imports.code, imports.public_names, imports.file_of, imports.imports):
-        remembered.cache_clear()
 
 
 def line(file: str, **values: object) -> gpu_ledger.Line:
@@ -95,8 +88,8 @@ def test_stale_once_code_that_it_covers_changes(tree: Path, file: str, text: str
     lines = {test: line(test, passed=1) for test in gpu_ledger.gpu_files()}
     assert not gpu_ledger.stale(lines)
     plant(tree, {file: text})
-    forget()
-    assert list(gpu_ledger.stale(lines)) == stale
+    with imports.tree_at(tree):
+        assert list(gpu_ledger.stale(lines)) == stale
 
 
 def test_the_stale_are_listed_longest_first_and_by_path(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:

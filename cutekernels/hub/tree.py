@@ -121,7 +121,7 @@ def _files() -> Iterator[tuple[str, str]]:
             continue
         package = file.name == "__init__.py"
         text = file.read_text()
-        if package and ("lazy.attach" in text or module == "cutekernels.db"):  # names for users of the whole package
+        if package and "lazy.attach" in text:  # names for users of the whole package
             yield f"{'/'.join(parts)}/__init__.py", f'"""{ast.get_docstring(ast.parse(text))}"""\n'
             continue
         source, reached = _moved(text, module, depth=len(parts) if package else len(parts) - 1)

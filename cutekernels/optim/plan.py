@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import reduce
 from itertools import chain, compress
 from operator import is_, or_
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -33,9 +33,6 @@ from cutekernels.ops.optimizer.op import (
 )
 from cutekernels.optim.operands import Kind, Mesh, Operands, alike, mesh_of, operands, shard, take_over
 
-if TYPE_CHECKING:
-    from cutekernels.optim import FusedAdamW
-
 _ROW_BYTES = 64
 _ADDRESS_BYTES = 8
 _COUNTED = 256  # tensors per program that counts steps
@@ -46,6 +43,14 @@ _NOWHERE = 16  # the address of an empty gradient, which counts a step; 0 is a m
 
 def has_kernels(param: Tensor) -> bool:
     return param.is_cuda
+
+
+class Stepped(Protocol):
+    """The optimizer, as a plan sees it."""
+
+    param_groups: list[dict[str, Any]]
+    state: Any
+    max_grad_norm: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +159,7 @@ class Plan:
     It refers to parameters, and to nothing else that belongs to the optimizer: state that is moved elsewhere is freed.
     """
 
-    def __init__(self, optimizer: FusedAdamW, settings: Sequence[Settings], before: Plan | None) -> None:
+    def __init__(self, optimizer: Stepped, settings: Sequence[Settings], before: Plan | None) -> None:
         clips = optimizer.max_grad_norm is not None
         self.flags = clips, [each.flags for each in settings]
         self.params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -184,7 +189,7 @@ class Plan:
         spans = zip(begins, [*begins[1:], len(self.rows)], aligned, strict=False)
         self.aligned = [slice(begin, end) for begin, end, each in spans if each]
 
-    def _note(self, optimizer: FusedAdamW, rows: list[tuple[Tensor, Operands]], before: Plan | None) -> None:
+    def _note(self, optimizer: Stepped, rows: list[tuple[Tensor, Operands]], before: Plan | None) -> None:
         """Notes down what :meth:`gradients` compares."""
         self.rows = [param for param, _ in rows]
         self.sharded = any(hasattr(param, "placements") for param in self.rows)
@@ -218,7 +223,7 @@ class Plan:
 
     # -- at each step
 
-    def gradients(self, optimizer: FusedAdamW, settings: Sequence[Settings]) -> Gradients | None:
+    def gradients(self, optimizer: Stepped, settings: Sequence[Settings]) -> Gradients | None:
         """The gradients by row, or None where the plan no longer holds."""
         # What the plan was made of: groups, parameters, state.
         if self.flags != (optimizer.max_grad_norm is not None, [each.flags for each in settings]):
@@ -274,7 +279,7 @@ class Plan:
             if not table.spares:
                 refuse_capture()
 
-    def prepare(self, optimizer: FusedAdamW, grads: Gradients) -> None:
+    def prepare(self, optimizer: Stepped, grads: Gradients) -> None:
         """Brings what others wrote to parameters into master copies, and into copies of those that are not dense."""
         versions = [grads.written[i]._version for i in self.mastered]
         if versions != self.versions:
@@ -315,7 +320,7 @@ class Gradients:
     """The optimizer's state."""
 
 
-def _state_of(optimizer: FusedAdamW) -> tuple[list[int], list[Any]]:
+def _state_of(optimizer: Stepped) -> tuple[list[int], list[Any]]:
     """The identities of all that the optimizer's state is made of, and its values.
 
     Identities alone, so that state which others move away is freed at once. What takes an old one's place and identity
@@ -351,7 +356,7 @@ def _looks(tensors: list[Tensor]) -> _Looks:
 _Kinds = dict[tuple[torch.device, Mesh | None, int, Kind], list[tuple[Tensor, Operands]]]
 
 
-def _operands(param: Tensor, group: dict[str, Any], optimizer: FusedAdamW) -> Operands | None:
+def _operands(param: Tensor, group: dict[str, Any], optimizer: Stepped) -> Operands | None:
     """None for a parameter without a gradient whose state is not ready for one, for whatever reason."""
     if param.grad is not None:
         refuse_capture()

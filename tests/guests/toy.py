@@ -135,7 +135,7 @@ def answer(request: Any) -> Any:
 
     sys.modules["cutlass.cute"] = None  # type: ignore[assignment]  # takes seconds, which nothing here needs
     from cutekernels.autotune import worker
-    from cutekernels.autotune.runtime import Warm
+    from cutekernels.autotune.requests import Warm
 
     if isinstance(request, Warm):
         return None

@@ -558,13 +558,13 @@ class TestPlan:
 
     def test_warmup_compiles_ahead(self, built: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(registry, "_loaded", {"toy": TOY})
-        plans = dispatch.warmup([("toy", "m=16 n=64"), ("toy", "m=500 n=64 dtype=fp16")], 0)
+        plans = introspection.warmup([("toy", "m=16 n=64"), ("toy", "m=500 n=64 dtype=fp16")], 0)
         assert [p.origin for p in plans] == ["default", "default"]
         assert len(built) == 2
         assert dispatch.plan(TOY, PROBLEM, 0) is plans[0], "the call finds what was warmed up"
         for bad in (("conv", "m=1"), ("toy", "m=1")):
             with pytest.raises(UnsupportedProblem):
-                dispatch.warmup([("toy", "m=3 n=3"), bad], 0)
+                introspection.warmup([("toy", "m=3 n=3"), bad], 0)
         assert len(built) == 2, "nothing is compiled for a list with a mistake in it"
 
     def test_no_gpu_is_an_error_that_says_so(self, monkeypatch: pytest.MonkeyPatch) -> None:

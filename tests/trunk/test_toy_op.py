@@ -26,7 +26,7 @@ from cutekernels import compile as compiler
 from cutekernels import gpu as gpus
 from cutekernels.autotune import run as autotune_run
 from cutekernels.autotune.fleet import OneSlot
-from cutekernels.autotune.runtime import Measure, Outcome, Prepare
+from cutekernels.autotune.requests import Measure, Outcome, Prepare
 from cutekernels.backends import Artifact, Facts
 from cutekernels.compilers import compile_candidate
 from cutekernels.db import snapshot as snapshots
@@ -217,7 +217,7 @@ def test_a_plan_computes_the_reference(text: str) -> None:
 
 
 def test_the_dispatcher_and_the_cache_know_it() -> None:
-    (plan,) = dispatch.warmup([("scale", "rows=4 cols=8")], 0)
+    (plan,) = introspection.warmup([("scale", "rows=4 cols=8")], 0)
     assert dispatch.plan(SCALE, ScaleProblem(4, 8), 0) is plan
     minus = dispatch.plan(SCALE, ScaleProblem(4, 8, "minus"), 0)
     assert minus.launch is not plan.launch

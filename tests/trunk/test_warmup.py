@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from cutekernels import compile as compiler
-from cutekernels import compilers, dispatch
+from cutekernels import compilers, dispatch, introspection
 from cutekernels import gpu as gpus
 from cutekernels.backends import Facts
 from cutekernels.errors import CacheUnusable, CompileError, CompilerKilled, UnsupportedProblem
@@ -82,7 +82,7 @@ def compiled(tmp_path: Path) -> list[list[str]]:
 
 
 def test_each_kernel_is_compiled_once_in_processes_that_see_no_gpu(orders: Path, tmp_path: Path) -> None:
-    plans = dispatch.warmup(PROBLEMS, 0, jobs=2)
+    plans = introspection.warmup(PROBLEMS, 0, jobs=2)
     assert [plan.origin for plan in plans] == ["default"] * 6
     done = compiled(tmp_path)
     assert len(done) == 3, "those of 1 and of 64 rows share a kernel"
@@ -107,7 +107,7 @@ def test_a_compiler_that_fails_fails_its_kernel_only(
     if verb == "hang":
         monkeypatch.setattr(compilers, "COMPILE_DEADLINE_S", 0.3)
     with pytest.raises(CompileError, match=rf"silu_mul \[rows=1 cols=512 dtype=fp16.*{words}") as raised:
-        dispatch.warmup(PROBLEMS, 0, jobs=2)
+        introspection.warmup(PROBLEMS, 0, jobs=2)
     assert type(raised.value) is kind
     assert len(compiled(tmp_path)) == 2, "the others are compiled"
     assert len(dispatch._plans) == 4, "and planned, but for the two problems of the kernel that is missing"
@@ -118,14 +118,14 @@ def test_several_failures_are_one_error(orders: Path) -> None:
     with pytest.raises(
         CompileError, match="(?s)2 kernels were not compiled, all others are ready: .*said no; .*SIGABRT"
     ):
-        dispatch.warmup(PROBLEMS, 0, jobs=1)
+        introspection.warmup(PROBLEMS, 0, jobs=1)
 
 
 def test_where_no_process_starts_the_caller_compiles(
     orders: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    assert len(dispatch.warmup(PROBLEMS, 0, jobs=2)) == 6
+    assert len(introspection.warmup(PROBLEMS, 0, jobs=2)) == 6
     (message,) = [message for message in caplog.messages if "database" not in message]
     assert message.startswith("3 kernels are compiled in the calling process: no process")
 
@@ -135,14 +135,14 @@ def test_parts_of_a_chain_are_compiled_ahead_too(orders: Path, tmp_path: Path, m
 
     monkeypatch.setattr(type(RMS_NORM_LINEAR), "default", lambda self, p, gpu: CHAIN)
     monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
-    dispatch.warmup([("rms_norm_linear", "m=64 n=512 k=512")], 0, jobs=1)
+    introspection.warmup([("rms_norm_linear", "m=64 n=512 k=512")], 0, jobs=1)
     assert len(compiled(tmp_path)) == 3, "the chain itself, the norm and the product"
 
 
 def test_a_cache_that_cannot_be_written_says_so_at_once(orders: Path) -> None:
     compiler.directory().chmod(0o777)
     with pytest.raises(CacheUnusable, match="mode 777"):
-        dispatch.warmup(PROBLEMS, 0)
+        introspection.warmup(PROBLEMS, 0)
 
 
 def test_a_call_that_waits_for_a_compiler_names_it_once(
@@ -174,7 +174,7 @@ def test_a_call_that_waits_for_a_compiler_names_it_once(
 @pytest.mark.parametrize("jobs", [0, -1, 2.0, True, "2"])
 def test_jobs_are_a_number_of_processes(jobs: Any, orders: Path) -> None:
     with pytest.raises(UnsupportedProblem, match="a number of jobs, processes from 1 up; .*leave it out"):
-        dispatch.warmup(PROBLEMS, 0, jobs=jobs)
+        introspection.warmup(PROBLEMS, 0, jobs=jobs)
 
 
 # ---- how many -------------------------------------------------------------------------------------------
@@ -306,6 +306,6 @@ def test_what_is_there_is_not_compiled_again(
 ) -> None:
     monkeypatch.setattr(compiler, "ready", lambda key: True)
     with caplog.at_level(logging.INFO, logger="cutekernels"):
-        dispatch.warmup(PROBLEMS, 0, jobs=2)
+        introspection.warmup(PROBLEMS, 0, jobs=2)
     assert compiled(tmp_path) == []
     assert [message for message in caplog.messages if "database" not in message] == []

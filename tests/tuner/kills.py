@@ -14,7 +14,7 @@ from cutekernels import compile as compiler
 from cutekernels import gpu as gpus
 from cutekernels.autotune import runtime
 from cutekernels.autotune.job import Job, Task
-from cutekernels.autotune.runtime import Measure, Outcome
+from cutekernels.autotune.requests import Measure, Outcome
 from cutekernels.backends import Facts
 from tests.tuner.toys import H200, TOY, VALID, ToyConfig, ToyProblem, true_us
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from cutekernels import environment
-from cutekernels.autotune.runtime import Measure, Outcome, Prepare
+from cutekernels.autotune.requests import Measure, Outcome, Prepare
 from cutekernels.autotune.turns import Turns
 from cutekernels.backends import Facts
 from cutekernels.compilers import Compile

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from cutekernels.autotune.runtime import Load, Measure, Prepare, Warm
+from cutekernels.autotune.requests import Load, Measure, Prepare, Warm
 from cutekernels.backends import Facts
 from tests.tuner.kills import fake_worker
 

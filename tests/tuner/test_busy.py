@@ -16,8 +16,9 @@ from cutekernels import gpu as gpus
 from cutekernels.autotune import fleet, runtime
 from cutekernels.autotune.fleet import LocalFleet, lanes_of
 from cutekernels.autotune.job import Job
+from cutekernels.autotune.requests import Measure, Prepare
 from cutekernels.autotune.run import tune
-from cutekernels.autotune.runtime import LocalRuntime, Measure, Prepare
+from cutekernels.autotune.runtime import LocalRuntime
 from cutekernels.autotune.turns import Turns
 from cutekernels.isolate import ChildFailure
 from tests.tuner.toys import DEFAULT, H200, PROBLEM, task

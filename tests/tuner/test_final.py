@@ -15,7 +15,7 @@ import pytest
 from cutekernels.autotune import final
 from cutekernels.autotune.history import TaskHistory
 from cutekernels.autotune.report import TaskReport
-from cutekernels.autotune.runtime import VENDOR, Outcome
+from cutekernels.autotune.requests import VENDOR, Outcome
 from cutekernels.autotune.search import Search
 from cutekernels.conditions import Conditions, Watch
 from cutekernels.db import snapshot

@@ -15,8 +15,8 @@ from cutekernels.autotune import fleet as fleets
 from cutekernels.autotune.fleet import LocalFleet, Seat, Slot, SlotLost
 from cutekernels.autotune.job import Job
 from cutekernels.autotune.report import TuneReport
+from cutekernels.autotune.requests import Measure, Outcome
 from cutekernels.autotune.run import tune
-from cutekernels.autotune.runtime import Measure, Outcome
 from cutekernels.db.store import Environment, Store
 from cutekernels.errors import CuteKernelsError, JobError, UnknownGpu
 from cutekernels.gpu import GpuSpec

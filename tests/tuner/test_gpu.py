@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from cutekernels import gpu as gpus
 from cutekernels.autotune import cli, worker
-from cutekernels.autotune.runtime import Measure, Prepare
+from cutekernels.autotune.requests import Measure, Prepare
 from cutekernels.db.store import Store
 from cutekernels.isolate import Child, ChildDied, ChildTimeout
 from cutekernels.measure import GraphRound, cpu_us_per_call, l2_rotation, time_interleaved

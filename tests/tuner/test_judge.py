@@ -21,7 +21,8 @@ import pytest
 from cutekernels import gpu as gpus
 from cutekernels import measure
 from cutekernels.autotune import runtime
-from cutekernels.autotune.runtime import Compilers, Load, LocalRuntime, Measure, Outcome, Prepare, Runtime, Warm
+from cutekernels.autotune.requests import Load, Measure, Outcome, Prepare, Warm
+from cutekernels.autotune.runtime import Compilers, LocalRuntime, Runtime
 from cutekernels.autotune.search import prune_reason
 from cutekernels.backends import Facts
 from cutekernels.isolate import OUT_OF_MEMORY, ChildFailure, RemoteError

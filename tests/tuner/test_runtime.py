@@ -13,7 +13,8 @@ import pytest
 from cutekernels import compile as compiler
 from cutekernels import compilers
 from cutekernels.autotune import runtime
-from cutekernels.autotune.runtime import Load, LocalRuntime, Measure, NotPrepared, Outcome, Prepare, Warm
+from cutekernels.autotune.requests import Load, Measure, Outcome, Prepare, Warm
+from cutekernels.autotune.runtime import LocalRuntime, NotPrepared
 from cutekernels.backends import Facts
 from cutekernels.errors import CacheUnusable
 from cutekernels.isolate import ChildDied, StartFailed

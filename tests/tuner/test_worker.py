@@ -11,7 +11,7 @@ import torch
 
 from cutekernels import measure
 from cutekernels.autotune import worker
-from cutekernels.autotune.runtime import Load, Measure, Prepare
+from cutekernels.autotune.requests import Load, Measure, Prepare
 from cutekernels.errors import UnknownGpu
 from cutekernels.op import Work
 from tests.tuner.toys import H200, ToyConfig, ToyOp, ToyProblem

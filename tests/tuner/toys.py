@@ -10,7 +10,7 @@ from typing import Any
 
 from cutekernels import gpu as gpus
 from cutekernels.autotune.job import Task
-from cutekernels.autotune.runtime import VENDOR, Measure, Outcome, Prepare
+from cutekernels.autotune.requests import VENDOR, Measure, Outcome, Prepare
 from cutekernels.backends import Facts
 from cutekernels.conditions import Conditions
 from cutekernels.errors import UnsupportedProblem

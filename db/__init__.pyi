@@ -1,0 +1,1 @@
+from cutekernels.db.reader import open as open
