@@ -26,6 +26,7 @@ class SoftcapProblem(LaidOut, Problem):
     dtype: str = plain("bf16", "fp16", "fp32")
     layout: str = plain("rows", "strided")
     align: int = plain(16, 8, 4, 2)
+    aligns_rows = "cols"  # a row ends on a multiple of align too: without this, masked accesses are of single elements
 
 
 @dataclass(frozen=True)

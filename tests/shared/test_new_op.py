@@ -62,11 +62,22 @@ report["benched"] = float((ours()[0].double() - work.truth(case, i)[0]).abs().ma
 report["sections"] = "softcap" in generate.reference()
 print(json.dumps(report))
 """
+WIDTHS = """
+import json
+from cutekernels.ops import registry
+from tests.shared.test_widths_compiled import LAID_OUT, aligned, narrow
+
+op = registry.get("softcap")
+assert op in LAID_OUT
+found = [sorted(narrow(op, aligned(op)))]
+op.Problem.aligns_rows = None
+print(json.dumps([*found, sorted(narrow(op, aligned(op).replace(dtype="fp16")))]))
+"""
 
 
 @pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What a process sees of a copy of the package with the example in it."""
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the package with the example in it."""
     tree = tmp_path_factory.mktemp("tree")
     package = shutil.copytree(ROOT / "cutekernels", tree / "cutekernels", ignore=shutil.ignore_patterns("__pycache__"))
     for folder in ("autotune", "db"):  # as setuptools installs them
@@ -77,17 +88,27 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     for name in ("bench", "docs"):
         (tree / name).symlink_to(ROOT / name)
     assert add_op.join(ROOT / "examples/new_op", tree) == "softcap"
+    return tree
+
+
+def reported(tree: Path, script: str, **variables: str) -> Any:
+    """What ``script`` prints last in a process that imports from ``tree``."""
     done = subprocess.run(
-        [sys.executable, "-c", USE, str(tree)],
+        [sys.executable, "-c", script, str(tree)],
         capture_output=True,
         text=True,
         timeout=200,
         cwd=tree,
-        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(tree)},
+        env=os.environ | variables | {"PYTHONPATH": str(tree)},
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def report(tree: Path) -> dict[str, Any]:
+    return reported(tree, USE, TRITON_INTERPRET="1")  # type: ignore[no-any-return]
 
 
 def test_it_is_registered_dispatched_and_traced(report: dict[str, Any]) -> None:
@@ -100,6 +121,10 @@ def test_it_is_registered_dispatched_and_traced(report: dict[str, Any]) -> None:
 def test_its_kernel_is_right(report: dict[str, Any]) -> None:
     assert len(report["errors"]) == 3
     assert all(error <= 1 for error in report["errors"].values()), report["errors"]
+
+
+def test_its_accesses_are_wide_and_narrow_ones_would_be_seen(tree: Path) -> None:
+    assert reported(tree, WIDTHS) == [[], ["ld", "st"]]
 
 
 def test_bad_operands_are_refused_without_a_line_of_its_own(report: dict[str, Any]) -> None:
