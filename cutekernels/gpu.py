@@ -49,9 +49,9 @@ NO_TARGET = "sm_100a"  # none of these, yet one that compilers know
 class GpuSpec:
     """One GPU model: its identity in the database, its limits and its peaks.
 
-    ``name`` is the identity (lower case, no serials); ``mma_tflops`` is the fp16/bf16 rate of warp-level
-    MMA with fp32 accumulation, ``mma_fp16_tflops`` the same with fp16 accumulation, ``peak_tflops`` the
-    best rate any instruction reaches.
+    ``name`` is the identity (lower case, no serials); ``boost_mhz`` scales rates measured on another GPU
+    (``rates.py``); ``mma_tflops`` is the fp16/bf16 rate of warp-level MMA with fp32 accumulation,
+    ``mma_fp16_tflops`` the same with fp16 accumulation, ``peak_tflops`` the best rate any instruction reaches.
     """
 
     name: str
@@ -61,6 +61,7 @@ class GpuSpec:
     l2_bytes: int
     memory_bytes: int
     dram_gbps: float
+    boost_mhz: float
     mma_tflops: float
     mma_fp16_tflops: float
     peak_tflops: float
@@ -135,33 +136,33 @@ def _row(
     l2_mib: int,
     memory_gib: int,
     dram_gbps: float,
+    boost_mhz: float,
     mma_tflops: float,
     mma_fp16_tflops: float | None = None,
     peak_tflops: float | None = None,
 ) -> GpuSpec:
     fp16 = mma_tflops if mma_fp16_tflops is None else mma_fp16_tflops
     peak = max(mma_tflops, fp16) if peak_tflops is None else peak_tflops
-    return GpuSpec(
-        name, product, capability, sm_count, l2_mib * MIB, memory_gib * GIB, dram_gbps, mma_tflops, fp16, peak
-    )
+    sizes = sm_count, l2_mib * MIB, memory_gib * GIB
+    return GpuSpec(name, product, capability, *sizes, dram_gbps, boost_mhz, mma_tflops, fp16, peak)
 
 
 # On Hopper warp MMA tops out near 63 % of the warpgroup rate (H200: about 620 of 989.5 TFLOP/s).
 GPUS: tuple[GpuSpec, ...] = (
-    _row("rtx5090", "NVIDIA GeForce RTX 5090", (12, 0), 170, 96, 32, 1792, 209.5, 419),
-    _row("rtxpro6000", "NVIDIA RTX PRO 6000 Blackwell", (12, 0), 188, 128, 96, 1792, 503.8),
-    _row("rtx4090", "NVIDIA GeForce RTX 4090", (8, 9), 128, 72, 24, 1008, 165.2, 330.3),
-    _row("rtx3090", "NVIDIA GeForce RTX 3090", (8, 6), 82, 6, 24, 936, 71, 142),
-    _row("l40s", "NVIDIA L40S", (8, 9), 142, 96, 48, 864, 362),
-    _row("l4", "NVIDIA L4", (8, 9), 58, 48, 24, 300, 121),
-    _row("a100-sxm-40gb", "NVIDIA A100-SXM4-40GB", (8, 0), 108, 40, 40, 1555, 312),
-    _row("a100-sxm-80gb", "NVIDIA A100-SXM4-80GB", (8, 0), 108, 40, 80, 2039, 312),
-    _row("a100-pcie-40gb", "NVIDIA A100-PCIE-40GB", (8, 0), 108, 40, 40, 1555, 312),
-    _row("a100-pcie-80gb", "NVIDIA A100 80GB PCIe", (8, 0), 108, 40, 80, 1935, 312),
-    _row("a10", "NVIDIA A10", (8, 6), 72, 6, 24, 600, 125),
-    _row("h100-sxm", "NVIDIA H100 80GB HBM3", (9, 0), 132, 50, 80, 3350, 620, peak_tflops=989.5),
-    _row("h100-pcie", "NVIDIA H100 PCIe", (9, 0), 114, 50, 80, 2039, 474, peak_tflops=756),
-    _row("h200", "NVIDIA H200", (9, 0), 132, 60, 141, 4800, 620, peak_tflops=989.5),
+    _row("rtx5090", "NVIDIA GeForce RTX 5090", (12, 0), 170, 96, 32, 1792, 2407, 209.5, 419),
+    _row("rtxpro6000", "NVIDIA RTX PRO 6000 Blackwell", (12, 0), 188, 128, 96, 1792, 2617, 503.8),
+    _row("rtx4090", "NVIDIA GeForce RTX 4090", (8, 9), 128, 72, 24, 1008, 2520, 165.2, 330.3),
+    _row("rtx3090", "NVIDIA GeForce RTX 3090", (8, 6), 82, 6, 24, 936, 1695, 71, 142),
+    _row("l40s", "NVIDIA L40S", (8, 9), 142, 96, 48, 864, 2520, 362),
+    _row("l4", "NVIDIA L4", (8, 9), 58, 48, 24, 300, 2040, 121),
+    _row("a100-sxm-40gb", "NVIDIA A100-SXM4-40GB", (8, 0), 108, 40, 40, 1555, 1410, 312),
+    _row("a100-sxm-80gb", "NVIDIA A100-SXM4-80GB", (8, 0), 108, 40, 80, 2039, 1410, 312),
+    _row("a100-pcie-40gb", "NVIDIA A100-PCIE-40GB", (8, 0), 108, 40, 40, 1555, 1410, 312),
+    _row("a100-pcie-80gb", "NVIDIA A100 80GB PCIe", (8, 0), 108, 40, 80, 1935, 1410, 312),
+    _row("a10", "NVIDIA A10", (8, 6), 72, 6, 24, 600, 1695, 125),
+    _row("h100-sxm", "NVIDIA H100 80GB HBM3", (9, 0), 132, 50, 80, 3350, 1980, 620, peak_tflops=989.5),
+    _row("h100-pcie", "NVIDIA H100 PCIe", (9, 0), 114, 50, 80, 2039, 1755, 474, peak_tflops=756),
+    _row("h200", "NVIDIA H200", (9, 0), 132, 60, 141, 4800, 1980, 620, peak_tflops=989.5),
 )
 
 ALIASES = {"a100": "a100-sxm-80gb", "h100": "h100-sxm"}
@@ -300,6 +301,7 @@ def describe(properties: Any) -> GpuSpec:
         l2_bytes=getattr(properties, "L2_cache_size", kin.l2_bytes),
         memory_bytes=properties.total_memory,
         dram_gbps=gbps,
+        boost_mhz=getattr(properties, "clock_rate", 0) / 1e3 or kin.boost_mhz,
         mma_tflops=kin.mma_tflops * scale,
         mma_fp16_tflops=kin.mma_fp16_tflops * scale,
         peak_tflops=kin.peak_tflops * scale,

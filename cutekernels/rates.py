@@ -12,12 +12,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import cache
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from cutekernels.db import snapshot
-
-if TYPE_CHECKING:
-    from cutekernels.gpu import GpuSpec
+from cutekernels.gpu import GpuSpec, lookup
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,24 +92,6 @@ _H200 = Rates(
 _MEASURED = {"h200": _H200, "h100-sxm": replace(_H200, sm_bytes_per_us=84e3, overlap=3.0)}
 FITTED = _H200
 """The row that the models' constants are multiples of."""
-
-# Boost clocks of the datasheets, MHz. Under load the H200 keeps 1700 of its 1980, and so, it is assumed, do the others.
-_BOOST_MHZ = {
-    "rtx5090": 2407,
-    "rtxpro6000": 2617,
-    "rtx4090": 2520,
-    "rtx3090": 1695,
-    "l40s": 2520,
-    "l4": 2040,
-    "a100-sxm-40gb": 1410,
-    "a100-sxm-80gb": 1410,
-    "a100-pcie-40gb": 1410,
-    "a100-pcie-80gb": 1410,
-    "a10": 1695,
-    "h100-sxm": 1980,
-    "h100-pcie": 1755,
-    "h200": 1980,
-}
 
 
 def both_us(one: float, other: float, exponent: float) -> float:
@@ -192,8 +172,8 @@ def scaled(gpu: GpuSpec) -> Rates:
     """The row fitted for ``gpu``, where there is one, else the H200's, scaled."""
     if _base(gpu) in _MEASURED:
         return _MEASURED[_base(gpu)]
-    boost = _BOOST_MHZ.get(gpu.name, _BOOST_MHZ["h200"])
-    faster = boost / _BOOST_MHZ["h200"]
+    # Under load the H200 keeps 1700 of its boost's 1980 MHz, and so, it is assumed, do the others.
+    faster = gpu.boost_mhz / lookup("h200").boost_mhz
     return replace(
         _H200,
         measured=False,

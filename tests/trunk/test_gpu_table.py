@@ -52,6 +52,12 @@ def test_a_row_is_plausible(gpu: GpuSpec) -> None:
     assert gpu.mma_tflops <= gpu.mma_fp16_tflops <= gpu.peak_tflops
     assert gpu.l2_bytes < gpu.memory_bytes
     assert 100 < gpu.dram_gbps < 10_000
+    assert 1000 < gpu.boost_mhz < 4000
+
+
+def test_a_row_states_its_clock() -> None:
+    with pytest.raises(TypeError, match="mma_tflops"):
+        gpus._row("h300", "NVIDIA H300", (9, 0), 140, 60, 141, 5000, 620)  # type: ignore[call-arg]
 
 
 def test_the_rate_that_is_listed_accumulates_in_fp32() -> None:
@@ -110,11 +116,14 @@ def test_a_gpu_outside_the_table_is_described_from_its_properties() -> None:
     assert 0 < found.mma_tflops < lookup("rtx4090").mma_tflops
 
 
-def test_memory_rate_comes_from_the_bus_where_torch_tells() -> None:
+def test_rates_of_memory_and_clock_are_those_that_torch_tells() -> None:
     told = properties(
         lookup("rtx4090"), name="NVIDIA X", multi_processor_count=60, memory_clock_rate=10_501_000, memory_bus_width=192
     )
     assert describe(told).dram_gbps == pytest.approx(504, rel=0.01)
+    assert describe(told).boost_mhz == lookup("rtx4090").boost_mhz
+    told.clock_rate = 2_610_000
+    assert describe(told).boost_mhz == 2610
 
 
 def test_a_slice_of_a_gpu_is_not_the_gpu() -> None:

@@ -47,6 +47,16 @@ class TestWhichAreTaken:
         assert rates.calibrated(L40S) == {}
         assert not rates.of(L40S).measured
 
+    @pytest.mark.parametrize("name", ["l40s", "a100", "rtx5090", "h100-pcie"])
+    def test_a_confined_or_undescribed_gpu_is_scaled_by_its_own_clock(self, name: str) -> None:
+        spec = gpu.lookup(name)
+        own = rates.scaled(spec)
+        assert own.clock_mhz == pytest.approx(1700 * spec.boost_mhz / 1980) and own.clock_mhz != H200.boost_mhz
+        assert rates.scaled(spec.limited(99)) == own
+        assert rates.scaled(replace(spec, name="no-row")).clock_mhz == own.clock_mhz
+        faster = rates.scaled(replace(spec, name="no-row", boost_mhz=2 * spec.boost_mhz))
+        assert faster.clock_mhz == 2 * own.clock_mhz and faster.barrier_us == own.barrier_us / 2
+
     def test_a_calibrated_one_takes_its_place_and_the_others_stay(self, path: Path) -> None:
         calibrate(path, L40S, launch_us=2.5)
         assert rates.of(L40S) == replace(rates.scaled(L40S), launch_us=2.5, measured=True)
