@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 from cutekernels import gpu
 from cutekernels.errors import InvalidConfig, UnsupportedProblem
+from cutekernels.kernels.activations import ACTIVATIONS
 from cutekernels.ops import registry
 from cutekernels.ops.gemm.api import pose
 from cutekernels.ops.gemm.op import GEMM, SCHEDULES
-from cutekernels.ops.gemm.problem import ACTIVATIONS, WIDEST, GemmConfig, GemmProblem
+from cutekernels.ops.gemm.problem import WIDEST, GemmConfig, GemmProblem
 from cutekernels.ops.gemm.schedule import extras_of, summed
 from cutekernels.ops.shared.dtypes import DTYPES
 from tests.gemm.cases import random_problem

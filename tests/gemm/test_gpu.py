@@ -16,8 +16,9 @@ from torch import Tensor
 import cutekernels as ck
 from cutekernels import dispatch, gpu, verify
 from cutekernels.errors import UnsupportedProblem
+from cutekernels.kernels.activations import ACTIVATIONS, activated
 from cutekernels.ops.gemm.op import GEMM
-from cutekernels.ops.gemm.problem import GemmProblem, activated
+from cutekernels.ops.gemm.problem import GemmProblem
 from tests.gemm.cases import random_config, random_problem
 
 pytestmark = pytest.mark.gpu
@@ -259,7 +260,7 @@ def test_refusals() -> None:
     close(ck.gemm(buffer[:32, :32], b, out=buffer[:32, 32:]), buffer[:32, :32].double() @ b.double())
 
 
-@pytest.mark.parametrize("activation", [None, "relu", "gelu", "gelu_tanh", "silu"])
+@pytest.mark.parametrize("activation", [None, *ACTIVATIONS[1:]])
 def test_gradients(activation: str | None) -> None:
     x, w, bias = randn(2, 50, 64), randn(96, 64), randn(96)
     leaves = [t.clone().requires_grad_() for t in (x, w, bias)]

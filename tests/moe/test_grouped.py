@@ -18,6 +18,7 @@ from bench.replay import SWEEPS
 from bench.replay import recorded as recorded_rows
 from cutekernels import gpu
 from cutekernels.errors import InvalidConfig, UnsupportedProblem
+from cutekernels.kernels.activations import ACTIVATIONS
 from cutekernels.ops.gemm.multistage import MULTISTAGE
 from cutekernels.ops.gemm.problem import GemmConfig
 from cutekernels.ops.moe.grouped import (
@@ -47,7 +48,7 @@ def posed(*, dtype: torch.dtype = torch.float64, grad: bool = True) -> tuple[tor
 # ---- values ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("activation", [None, "relu", "silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", [None, *ACTIVATIONS[1:]])
 def test_each_row_meets_its_expert(activation: str | None) -> None:
     x, w, b = posed(grad=False)
     out = ck.grouped_gemm(x, w, OFFSETS, b, activation=activation)
@@ -143,7 +144,7 @@ def test_misfits_are_refused(changed: dict[str, Any], said: str) -> None:
 # ---- gradients and tracing ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("activation", [None, "relu", "silu", "gelu", "gelu_tanh", "silu_mul"])
+@pytest.mark.parametrize("activation", [None, *ACTIVATIONS[1:], "silu_mul"])
 def test_gradients(activation: str | None) -> None:
     def f(*args: Any) -> Any:
         w, b = (torch.cat([t, 2 * t], 1) if activation == "silu_mul" else t for t in args[1:])

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import cutekernels as ck
 from cutekernels import dispatch, gpu
-from cutekernels.ops.gemm.problem import ACTIVATIONS
+from cutekernels.kernels.activations import ACTIVATIONS
 from cutekernels.ops.norm_linear.op import LINEAR_SILU_MUL, RMS_NORM_LINEAR, NormLinear
 from cutekernels.ops.norm_linear.problem import (
     CHAIN,

@@ -8,8 +8,8 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from cutekernels.kernels.activations import activated
 from cutekernels.kernels.cute.parts.nf4 import NF4
-from cutekernels.ops.gemm.problem import activated
 from cutekernels.ops.shared.tolerance import rounded_operand_depth
 from cutekernels.quant import QuantizedWeight, layout
 from cutekernels.quant.weight import BITS, E2M1, scales_shape

@@ -18,6 +18,7 @@ from torch import Tensor
 import cutekernels as ck
 from cutekernels import gpu
 from cutekernels.errors import UnsupportedProblem
+from cutekernels.kernels.activations import ACTIVATIONS
 from cutekernels.nn import QuantizedLinear
 from cutekernels.ops.quantized.api import quantized_linear
 from cutekernels.ops.quantized.op import QUANTIZED_LINEAR
@@ -191,7 +192,7 @@ def test_k_tails(body: str, k: int) -> None:
 
 @on_gpu
 @shared
-@pytest.mark.parametrize("activation", [None, "relu", "gelu", "gelu_tanh", "silu"])
+@pytest.mark.parametrize("activation", [None, *ACTIVATIONS[1:]])
 @pytest.mark.parametrize("bias", [None, BF16, FP32])
 @pytest.mark.parametrize("body", BODIES)
 def test_bias_and_activation(body: str, bias: torch.dtype | None, activation: str | None) -> None:

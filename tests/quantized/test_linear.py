@@ -12,7 +12,7 @@ from torch import Tensor
 
 import cutekernels as ck
 from cutekernels.errors import InvalidConfig, UnsupportedProblem
-from cutekernels.ops.gemm.problem import ACTIVATIONS, activated
+from cutekernels.kernels.activations import ACTIVATIONS, activated
 from cutekernels.ops.quantized.api import quantized_linear
 from cutekernels.quant import QuantizedWeight
 from tests.quantized.cases import (
@@ -60,7 +60,7 @@ def test_ragged_extents(kind: Kind, n: int, k: int) -> None:
 
 
 @pytest.mark.parametrize("order", [False, True])
-@pytest.mark.parametrize("activation", [None, "relu", "gelu", "gelu_tanh", "silu"])
+@pytest.mark.parametrize("activation", [None, *ACTIVATIONS[1:]])
 @pytest.mark.parametrize("bias", [None, BF16, FP32])
 def test_bias_activation_and_order(bias: torch.dtype | None, activation: Any, order: bool) -> None:
     made = make(129, 200, Kind(group=32, zeros=True, order=order))

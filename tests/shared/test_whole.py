@@ -11,6 +11,7 @@ from torch import Tensor
 
 import cutekernels as ck
 from cutekernels import nn
+from cutekernels.kernels.activations import ACTIVATIONS
 
 F64 = torch.float64
 INVERSE = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7], dtype=torch.int32).view(4, 2)
@@ -61,7 +62,7 @@ GRADIENTS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
             lambda a, b, c, bias, name=name: ck.gemm(a, b, c, alpha=0.7, beta=0.3, bias=bias, activation=name),
             (_randn(3, 4), _randn(4, 5), _randn(3, 5), _randn(5)),
         )
-        for name in (None, "relu", "gelu", "gelu_tanh", "silu")
+        for name in (None, *ACTIVATIONS[1:])
     },
     "gemm, one batch": (ck.gemm, (_randn(2, 3, 4), _randn(4, 5))),
     "linear": (ck.linear, (_randn(2, 3, 4), _randn(5, 4), _randn(5))),

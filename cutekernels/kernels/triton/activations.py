@@ -82,6 +82,7 @@ def _activation(x, ACT: tl.constexpr, PRECISE: tl.constexpr):
     elif ACT == "gelu":
         return x * _normal_cdf(x, PRECISE)
     else:
+        tl.static_assert(ACT == "gelu_tanh", "no such activation: give it a branch here and in the slope")
         return _over_one_plus_exp(x, _twice_inner(x), PRECISE)
 
 
@@ -98,6 +99,7 @@ def _activation_and_slope(x, ACT: tl.constexpr, PRECISE: tl.constexpr):
         density = 0.3989422804014327 * _exp(-0.5 * x * x, PRECISE)
         return x * cdf, tl.fma(x, density, cdf)
     else:
+        tl.static_assert(ACT == "gelu_tanh", "no such activation: give it a branch here and in the value")
         s = _over_one_plus_exp(1.0, _twice_inner(x), PRECISE)
         inner_slope = tl.fma(x * x, 0.21406443847661558, 1.5957691216057308)
         return x * s, tl.fma(x * (s * (1.0 - s)), inner_slope, s)

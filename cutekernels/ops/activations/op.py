@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from cutekernels.kernels.activations import activated, gelu_slope, gelu_tanh_slope, silu_slope
 from cutekernels.op import knob, plain, power_of_two
 from cutekernels.ops.activations.cute import CuteSiluMul
 from cutekernels.ops.activations.tiles import TileConfig, TiledOp, TileProblem
@@ -37,6 +37,15 @@ class SiluMulConfig(TileConfig):
     body: str = knob(*BODIES, added=True)
 
 
+def _gelu(approximate: str) -> str:
+    """The name of GELU in the table of activations."""
+    return "gelu" if approximate == "none" else "gelu_tanh"
+
+
+def _gelu_slope(x: Tensor, approximate: str) -> Tensor:
+    return gelu_slope(x) if approximate == "none" else gelu_tanh_slope(x)
+
+
 class _Approximated:
     """A problem with GELU: exact (``x`` times the normal distribution function), or its approximation by tanh."""
 
@@ -45,7 +54,7 @@ class _Approximated:
 
     @property
     def act(self) -> str:
-        return "gelu" if self.approximate == "none" else "gelu_tanh"
+        return _gelu(self.approximate)
 
     @property
     def depth(self) -> float:
@@ -127,10 +136,9 @@ class SiluMul(TwoBodies[GluProblem, TileConfig], _Forward[GluProblem]):
 
     def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
         import torch
-        import torch.nn.functional as F
 
-        wide = [t.to(torch.float32 if t.dtype.itemsize == 2 else torch.float64) for t in args]
-        return ((F.silu(wide[0]) * wide[1]).to(args[0].dtype),)
+        gate, up = (t.to(torch.float32 if t.dtype.itemsize == 2 else torch.float64) for t in args)
+        return ((activated(gate, "silu") * up).to(args[0].dtype),)
 
 
 class SiluMulBackward(_Backward[GluProblem]):
@@ -151,12 +159,9 @@ class SiluMulBackward(_Backward[GluProblem]):
     flops_per_element = 11
 
     def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
-        import torch
-
         # fp64 throughout: dgate crosses zero near gate = -1.278, where fp32 would leave nothing but its own error.
         d, g, u = (t.double() for t in args)
-        s = torch.sigmoid(g)
-        return (d * u * (s * (1 + g * (1 - s)))).to(args[1].dtype), (d * (g * s)).to(args[2].dtype)
+        return (d * u * silu_slope(g)).to(args[1].dtype), (d * activated(g, "silu")).to(args[2].dtype)
 
 
 class GeluMul(_Forward[GeluProblem]):
@@ -180,11 +185,9 @@ class GeluMul(_Forward[GeluProblem]):
     flops_per_element = 20
 
     def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
-        import torch.nn.functional as F
-
         gate, up = args
         # In fp64: 1 + erf cancels left of 0, where fp32 would leave little but its own error.
-        return ((F.gelu(gate.double(), **options) * up.double()).to(gate.dtype),)
+        return ((activated(gate.double(), _gelu(**options)) * up.double()).to(gate.dtype),)
 
 
 class GeluMulBackward(_Backward[GeluProblem]):
@@ -207,7 +210,7 @@ class GeluMulBackward(_Backward[GeluProblem]):
 
     def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
         d, g, u = (t.double() for t in args)
-        value, slope = gelu_and_slope(g, **options)
+        value, slope = activated(g, _gelu(**options)), _gelu_slope(g, **options)
         return (d * u * slope).to(args[1].dtype), (d * value).to(args[2].dtype)
 
 
@@ -246,10 +249,8 @@ class BiasGelu(_BiasGelu):
     flops_per_element = 20
 
     def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
-        import torch.nn.functional as F
-
         x, bias = args
-        return (F.gelu(x.double() + bias, **options).to(x.dtype),)  # fp64: 1 + erf cancels left of 0
+        return (activated(x.double() + bias, _gelu(**options)).to(x.dtype),)  # fp64: 1 + erf cancels left of 0
 
 
 class BiasGeluBackward(_BiasGelu):
@@ -302,7 +303,7 @@ class BiasGeluBackward(_BiasGelu):
         import torch
 
         dout, x, bias = args
-        dx = dout.double() * gelu_and_slope(x.double() + bias.double(), **options)[1]
+        dx = dout.double() * _gelu_slope(x.double() + bias.double(), **options)
         flat = dx.reshape(-1, x.shape[-1]) if dx.numel() else dx.new_empty((0, x.shape[-1]))
         partials = [part.sum(dim=0) for part in flat.split(max(1, slab_rows(len(flat))))] if len(flat) else []
         stacked = torch.stack(partials) if partials else flat
@@ -317,21 +318,6 @@ def slab_rows(rows: int) -> int:
 def slabs(rows: int) -> int:
     """The number of partial sums."""
     return -(-rows // slab_rows(rows)) if rows else 0
-
-
-# ---- GELU -----------------------------------------------------------------------------------------------
-
-
-def gelu_and_slope(x: Tensor, approximate: str) -> tuple[Tensor, Tensor]:
-    """GELU of ``x`` and its derivative, in the type of ``x``."""
-    import torch
-
-    if approximate == "none":
-        cdf = 0.5 * torch.special.erfc(-x * math.sqrt(0.5))
-        return x * cdf, cdf + x * torch.exp(-0.5 * x * x) * (1 / math.sqrt(2 * math.pi))
-    inner = 2 * math.sqrt(2 / math.pi)
-    s = torch.sigmoid(inner * (x + 0.044715 * x * x * x))
-    return x * s, s + x * (s * (1 - s)) * inner * (1 + 3 * 0.044715 * x * x)
 
 
 SILU_MUL = SiluMul()

@@ -17,11 +17,12 @@ from torch.autograd import forward_ad
 
 from cutekernels import dispatch
 from cutekernels.errors import UnsupportedProblem
+from cutekernels.kernels.activations import ACTIVATIONS, Activation
 from cutekernels.ops.gemm.launch import AddressedLaunch
 from cutekernels.ops.gemm.layouts import alignment, canonical, k_contiguous, worth_copying
 from cutekernels.ops.gemm.op import GEMM, reference
-from cutekernels.ops.gemm.problem import ACTIVATIONS, WIDEST, Activation, GemmConfig, GemmProblem
-from cutekernels.ops.gemm.slopes import through_activation
+from cutekernels.ops.gemm.problem import WIDEST, GemmConfig, GemmProblem
+from cutekernels.ops.gemm.slopes import reads_value, through_activation
 from cutekernels.ops.shared import call_cache
 from cutekernels.ops.shared.call_cache import Call, CallCache, Given, Inputs, empty_copy
 from cutekernels.ops.shared.checks import check_apart, check_arguments, check_fits, check_tensor, check_word, kinds_of
@@ -464,13 +465,13 @@ def _remember_gemm(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     a, b, c, bias, alpha, beta, activation, accumulate, _ = inputs
     ctx.options = (alpha, beta, activation, accumulate)
     ctx.has = (c is not None, bias is not None)
-    ctx.save_for_backward(a, b, c if beta != 0.0 else None, bias, output if activation == "relu" else None)
+    ctx.save_for_backward(a, b, c if beta != 0.0 else None, bias, output if reads_value(activation) else None)
 
 
 def _gemm_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """dz = grad * activation'(z); da = alpha dz b^T; db = alpha a^T dz; dc = beta dz; dbias = sum of dz.
 
-    z, which the fused forward never stored, is computed again; ReLU needs only its sign, which the output has.
+    z, which the fused forward never stored, is computed again, but where the output does: ReLU needs only its sign.
     """
     a, b, c, bias, output = ctx.saved_tensors
     alpha, beta, activation, accumulate = ctx.options
@@ -499,7 +500,7 @@ def _remember_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.save_for_backward(x, weight)
     else:
-        ctx.save_for_backward(x, weight, bias, output if activation == "relu" else None)
+        ctx.save_for_backward(x, weight, bias, output if reads_value(activation) else None)
 
 
 def _linear_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from cutekernels import rates
+from cutekernels.kernels.activations import activated
 from cutekernels.op import Op, Work
 from cutekernels.ops.gemm import skinny, skinny_warpgroup
 from cutekernels.ops.gemm.multistage import MULTISTAGE
@@ -16,7 +17,6 @@ from cutekernels.ops.gemm.problem import (
     WIDEST,
     GemmConfig,
     GemmProblem,
-    activated,
     foreign,
     since_revision_1,
     spanned,

@@ -11,29 +11,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import product
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any
 
 from cutekernels import rules
 from cutekernels.errors import UnsupportedProblem
+from cutekernels.kernels.activations import ACTIVATIONS
 from cutekernels.op import Config, Problem, extent, knob, ladder, plain, respelled
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 ELEMENT_BYTES = 2
 WIDEST = 8  # elements in 16 bytes
 MOST_TOKENS = 128  # of the skinny schedule, and of a product with a norm in its kernel
-Activation = Literal["none", "relu", "gelu", "gelu_tanh", "silu"]
-ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
-
-
-def activated(x: Tensor, activation: str) -> Tensor:
-    """``activation`` of ``x``, by torch."""
-    if activation == "none":
-        return x
-    import torch.nn.functional as F
-
-    return F.gelu(x, approximate="tanh") if activation == "gelu_tanh" else getattr(F, activation)(x)
 
 
 # ---- problems -------------------------------------------------------------------------------------------

@@ -1,34 +1,37 @@
-"""Slopes of the activations that products end with, in plain torch: what their gradients are multiplied by."""
+"""Gradients through the activations that products end with, as the table of activations has them."""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
 
-import torch
 from torch import Tensor
+
+from cutekernels.errors import UnsupportedProblem
+from cutekernels.kernels.activations import TABLE
 
 
 def through_activation(grad: Tensor, z: Tensor, activation: str) -> Tensor:
-    """``grad`` times the slope of the activation at ``z``; for ReLU its value does for ``z``."""
-    if activation == "relu":
-        return torch.where(z > 0, grad, torch.zeros_like(grad))
-    wide = torch.float64 if z.dtype == torch.float64 else torch.float32
-    return (grad.to(wide) * SLOPES[activation](z.to(wide))).to(grad.dtype)
+    """``grad`` times the slope of the activation at ``z``, or where its value serves, of that value."""
+    return _gradient(activation)(grad, z)
 
 
-def _silu_slope(z: Tensor) -> Tensor:
-    s = torch.sigmoid(z)
-    return s * (1 + z * (1 - s))
+def reads_value(activation: str) -> bool:
+    """Whether the gradient reads what the activation gave, so that ``z`` is not computed again; of a gate never.
+
+    Raises:
+        UnsupportedProblem: the activation has no gradient.
+    """
+    if activation not in TABLE:
+        return False
+    _gradient(activation)
+    return TABLE[activation].of_value
 
 
-def _gelu_slope(z: Tensor) -> Tensor:
-    return 0.5 * (1 + torch.erf(z * math.sqrt(0.5))) + z * torch.exp(-0.5 * z * z) / math.sqrt(2 * math.pi)
-
-
-def _gelu_tanh_slope(z: Tensor) -> Tensor:
-    k = math.sqrt(2 / math.pi)
-    t = torch.tanh(k * (z + 0.044715 * z**3))
-    return 0.5 * (1 + t) + 0.5 * z * (1 - t * t) * k * (1 + 3 * 0.044715 * z * z)
-
-
-SLOPES = {"silu": _silu_slope, "gelu": _gelu_slope, "gelu_tanh": _gelu_tanh_slope}
+def _gradient(activation: str) -> Callable[[Tensor, Tensor], Tensor]:
+    gradient = TABLE[activation].gradient
+    if gradient is None:
+        raise UnsupportedProblem(
+            f"activation={activation!r} has no gradient: call under torch.no_grad(), apply it to the product yourself, "
+            "or give its row in cutekernels/kernels/activations.py one"
+        )
+    return gradient

@@ -15,19 +15,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from cutekernels import rates
 from cutekernels.errors import UnsupportedProblem
+from cutekernels.kernels.activations import ACTIVATIONS, activated
 from cutekernels.op import Problem, Work, extent, ladder, plain
 from cutekernels.ops.activations.op import SILU_MUL, GluProblem
 from cutekernels.ops.gemm.layouts import alignment
 from cutekernels.ops.gemm.multistage import MULTISTAGE
-from cutekernels.ops.gemm.problem import (
-    ACTIVATIONS,
-    ELEMENT_BYTES,
-    GemmConfig,
-    GemmProblem,
-    activated,
-    since_revision_1,
-    spanned,
-)
+from cutekernels.ops.gemm.problem import ELEMENT_BYTES, GemmConfig, GemmProblem, since_revision_1, spanned
 from cutekernels.ops.gemm.schedule import PLAIN, Extras, GemmSchedule, extras_of
 from cutekernels.ops.moe.grouped_schedules import (
     DEPTH_WARPGROUP,

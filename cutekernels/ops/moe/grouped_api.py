@@ -6,9 +6,10 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from cutekernels.kernels.activations import Activation
 from cutekernels.ops.activations.api import PACKED_BACKWARD
-from cutekernels.ops.gemm.problem import Activation, GemmConfig
-from cutekernels.ops.gemm.slopes import through_activation
+from cutekernels.ops.gemm.problem import GemmConfig
+from cutekernels.ops.gemm.slopes import reads_value, through_activation
 from cutekernels.ops.moe.group_sums import group_sums
 from cutekernels.ops.moe.grouped import GATED, GROUPED_GEMM, GROUPED_GEMM_WGRAD
 from cutekernels.ops.moe.quantized import ALPHA, LIMIT
@@ -74,14 +75,17 @@ def grouped_gemm(
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, weight, offsets, bias, ctx.activation, _ = inputs
     ctx.bias_dtype = None if bias is None else bias.dtype
-    ctx.save_for_backward(x, weight, offsets, *(() if bias is None or ctx.activation == "none" else (bias,)))
+    saved = output if reads_value(ctx.activation) else None if ctx.activation == "none" else bias
+    ctx.save_for_backward(x, weight, offsets, saved)
 
 
 def _gradient(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-    x, weight, offsets, *saved = ctx.saved_tensors
+    x, weight, offsets, saved = ctx.saved_tensors
     dz = dout
-    if ctx.activation != "none":
-        z = GROUPED_GEMM.path(x, weight, offsets, saved[0] if saved else None, "none", None)
+    if reads_value(ctx.activation):
+        dz = through_activation(dout, saved, ctx.activation)
+    elif ctx.activation != "none":
+        z = GROUPED_GEMM.path(x, weight, offsets, saved, "none", None)
         if ctx.activation == GATED:
             dz = PACKED_BACKWARD["silu_mul"](dout, z, None)
         else:

@@ -13,9 +13,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from cutekernels.errors import UnsupportedProblem
+from cutekernels.kernels.activations import ACTIVATIONS
 from cutekernels.kernels.cute.parts.smem import WarpgroupPackedSmem, WarpgroupSmem
 from cutekernels.op import Problem, extent, ladder, plain
-from cutekernels.ops.gemm.problem import ACTIVATIONS
 from cutekernels.ops.moe.grouped_schedules import expected_hit, tile_rows
 from cutekernels.ops.moe.permute import check_extents
 from cutekernels.ops.quantized import packed_skinny, packed_warpgroup

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from cutekernels import rates
 from cutekernels.errors import UnsupportedProblem
+from cutekernels.kernels.activations import ACTIVATIONS, activated
 from cutekernels.op import Work
 from cutekernels.ops.gemm.layouts import alignment
-from cutekernels.ops.gemm.problem import ACTIVATIONS, ELEMENT_BYTES, activated
+from cutekernels.ops.gemm.problem import ELEMENT_BYTES
 from cutekernels.ops.moe.grouped import (
     GATED,
     SPREADS,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.activations.api import PACKED_BACKWARD
-from cutekernels.ops.gemm.slopes import through_activation
+from cutekernels.ops.gemm.slopes import reads_value, through_activation
 from cutekernels.ops.moe.group_sums import group_sums
 from cutekernels.ops.moe.grouped import GATED
 from cutekernels.ops.moe.packed_experts import CLAMPED
@@ -67,7 +67,7 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.bias_dtype = None if bias is None else bias.dtype
     ctx.k, ctx.dtype = x.shape[1], x.dtype
     activation = ctx.options[-1]
-    saved = (x, bias) if activation not in ("none", "relu") else (output if activation == "relu" else None, None)
+    saved = (output, None) if reads_value(activation) else (None, None) if activation == "none" else (x, bias)
     ctx.save_for_backward(packed, scales, zeros, offsets, *saved)
 
 
@@ -79,7 +79,7 @@ def _gradient(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
     packed, scales, zeros, offsets, first, bias = ctx.saved_tensors
     code, group, activation = ctx.options
     dz = dout
-    if activation == "relu":
+    if reads_value(activation):
         dz = through_activation(dout, first, activation)
     elif activation != "none":
         z = QUANTIZED_GROUPED_GEMM.path(

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.ops.gemm.problem import MOST_TOKENS, Activation
+from cutekernels.kernels.activations import Activation
+from cutekernels.ops.gemm.problem import MOST_TOKENS
 from cutekernels.ops.norm_linear.chain import linear_then_gate, norm_then_linear
 from cutekernels.ops.norm_linear.op import LINEAR_SILU_MUL, RMS_NORM_LINEAR
 from cutekernels.ops.norm_linear.problem import NormLinearConfig

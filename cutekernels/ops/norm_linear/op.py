@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from cutekernels import dispatch, rates
 from cutekernels.errors import UnsupportedProblem
+from cutekernels.kernels.activations import ACTIVATIONS, activated
 from cutekernels.op import Op, Problem, Work
 from cutekernels.ops.activations.op import SILU_MUL, GluProblem
 from cutekernels.ops.gemm.coefficients import NORM
 from cutekernels.ops.gemm.layouts import alignment
 from cutekernels.ops.gemm.op import GEMM, SCHEDULES, nothing
-from cutekernels.ops.gemm.problem import ACTIVATIONS, ELEMENT_BYTES, WIDEST, GemmProblem, activated
+from cutekernels.ops.gemm.problem import ELEMENT_BYTES, WIDEST, GemmProblem
 from cutekernels.ops.gemm.skinny_warpgroup import SKINNY_WARPGROUP, weighing_us
 from cutekernels.ops.gemm.warpgroup import WARPGROUP
 from cutekernels.ops.norm_linear.fused import FUSED_SCHEDULES, GATE_ROWS, product_of

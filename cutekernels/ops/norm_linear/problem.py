@@ -10,10 +10,10 @@ from itertools import product
 from typing import Any
 
 from cutekernels.errors import UnsupportedProblem
+from cutekernels.kernels.activations import ACTIVATIONS
 from cutekernels.op import Config, Problem, extent, knob, ladder, plain, respelled
 from cutekernels.ops.gemm.problem import (
     ACROSS,
-    ACTIVATIONS,
     BODIES,
     BY_SIXTEENS,
     ELEMENT_BYTES,

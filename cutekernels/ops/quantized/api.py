@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.activations.api import PACKED_BACKWARD
-from cutekernels.ops.gemm.slopes import through_activation
+from cutekernels.ops.gemm.slopes import reads_value, through_activation
 from cutekernels.ops.quantized import backward
 from cutekernels.ops.quantized.decode import DEQUANTIZE
 from cutekernels.ops.quantized.op import QUANTIZED_LINEAR
@@ -102,7 +102,7 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.bias_dtype = None if bias is None else bias.dtype
     activation = ctx.options[-1]
     ctx.x_like = (x.shape, x.dtype)
-    saved = (x, bias) if activation not in ("none", "relu") else (output if activation == "relu" else None, None)
+    saved = (output, None) if reads_value(activation) else (None, None) if activation == "none" else (x, bias)
     ctx.save_for_backward(packed, scales, zeros, *saved)
 
 
@@ -116,7 +116,7 @@ def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     dz = grad
     if activation != "none":
         z = first
-        if activation != "relu":
+        if not reads_value(activation):
             z = QUANTIZED_LINEAR.path(first, packed, scales, zeros, bias, code, group, n, "none", None)
         if activation == GATED:
             dz = PACKED_BACKWARD["silu_mul"](grad, z, None)

@@ -8,8 +8,8 @@ from typing import Any
 
 from cutekernels import rules
 from cutekernels.errors import UnsupportedProblem
+from cutekernels.kernels.activations import ACTIVATIONS
 from cutekernels.op import Config, Problem, extent, knob, ladder, plain, respelled
-from cutekernels.ops.gemm.problem import ACTIVATIONS
 
 GATED = "silu_mul"  # the activation of a weight that has a gate's rows before up's: out has half as many columns
 BITS = {"int4": 4, "int8": 8, "e4m3": 8, "nf4": 4, "e2m1": 4}

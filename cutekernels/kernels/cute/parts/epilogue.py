@@ -20,40 +20,38 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-SQRT_HALF = 0.7071067811865476
-SQRT_2_OVER_PI = 0.7978845608028654
+from cutekernels.kernels.activations import KERNELS, clamped_gate
+
+
+class Registers:
+    """The operations of the table of activations, on vectors of registers."""
+
+    where, full_like = staticmethod(cute.where), staticmethod(cute.full_like)
+    erf, tanh, precise_exp = staticmethod(cute.math.erf), staticmethod(cute.math.tanh), staticmethod(cute.math.exp)
+
+    @staticmethod
+    def exp(x: cute.TensorSSA) -> cute.TensorSSA:
+        return cute.math.exp(x, fastmath=True)
+
+    @staticmethod
+    @cute.jit
+    def reciprocal(x: cute.TensorSSA) -> cute.TensorSSA:
+        """1 / x, approximately."""
+        inverse = cute.make_rmem_tensor(x.shape, Float32)
+        inverse.store(x)
+        for i in cutlass.range_constexpr(cute.size(inverse)):
+            inverse[i] = cute.arch.rcp_approx(inverse[i])
+        return inverse.load()
 
 
 @dataclass(frozen=True)
 class Activation:
-    """``"none" | "relu" | "gelu" | "gelu_tanh" | "silu"`` in fp32, by PyTorch's definitions; NaN stays NaN.
-
-    ``"silu_approx"``: by the approximate reciprocal, since a division is ten instructions, and a branch;
-    ``"silu_precise"``: for results in fp32, by an exponential that reduces its argument first.
-    """
+    """One of ``KERNELS`` by name, in fp32."""
 
     name: str
 
-    @cute.jit
     def apply(self, x: cute.TensorSSA) -> cute.TensorSSA:
-        y = x
-        if const_expr(self.name == "relu"):
-            y = cute.where(x < 0.0, cute.full_like(x, 0.0), x)  # false for NaN, which passes through
-        elif const_expr(self.name == "silu"):
-            y = x / (1.0 + cute.math.exp(-x, fastmath=True))
-        elif const_expr(self.name == "silu_precise"):
-            y = x / (1.0 + cute.math.exp(-x))
-        elif const_expr(self.name == "silu_approx"):
-            inverse = cute.make_rmem_tensor(x.shape, Float32)
-            inverse.store(1.0 + cute.math.exp(-x, fastmath=True))
-            for i in cutlass.range_constexpr(cute.size(inverse)):
-                inverse[i] = cute.arch.rcp_approx(inverse[i])
-            y = x * inverse.load()
-        elif const_expr(self.name == "gelu"):
-            y = 0.5 * x * (1.0 + cute.math.erf(x * SQRT_HALF))
-        elif const_expr(self.name == "gelu_tanh"):
-            y = 0.5 * x * (1.0 + cute.math.tanh(SQRT_2_OVER_PI * (x + 0.044715 * x * x * x)))
-        return y
+        return KERNELS[self.name](Registers, x)
 
 
 @dataclass(frozen=True)
@@ -90,23 +88,9 @@ class Epilogue:
         if at.gated:
             gate, up = at.halves(x)
             if operands.clamp is not None:
-                return clamped_gate(gate, up, *operands.clamp)
+                return clamped_gate(Registers, gate, up, *operands.clamp)
             return self.activation.apply(gate) * up
         return self.activation.apply(x)
-
-
-@cute.jit
-def clamped_gate(gate: cute.TensorSSA, up: cute.TensorSSA, alpha: Float32, limit: Float32) -> cute.TensorSSA:
-    """gpt-oss's SwiGLU: ``(up + 1) * gate * sigmoid(alpha * gate)``, gates clamped from above, up on both sides."""
-    # Comparisons are false for NaN, which passes through.
-    gate = cute.where(gate > limit, cute.full_like(gate, limit), gate)
-    up = cute.where(up > limit, cute.full_like(up, limit), up)
-    up = cute.where(up < -limit, cute.full_like(up, -limit), up)
-    inverse = cute.make_rmem_tensor(gate.shape, Float32)
-    inverse.store(1.0 + cute.math.exp(-alpha * gate, fastmath=True))
-    for i in cutlass.range_constexpr(cute.size(inverse)):
-        inverse[i] = cute.arch.rcp_approx(inverse[i])
-    return (up + 1.0) * (gate * inverse.load())
 
 
 def is_shared(t: cute.Tensor) -> bool:
