@@ -67,7 +67,7 @@ def scaled(c: GemmConfig, spec: gpu.GpuSpec) -> CuteArtifact:
 def test_every_body_takes_a_further_epilogue(target: str) -> None:
     spec = gpu.lookup(target)
     seen = {c.body for body in ROWS for c in configs(body, spec)}
-    assert seen == set(ROWS) if spec.has_wgmma else {"multistage", "skinny"}
+    assert seen == (set(ROWS) if spec.has_wgmma else {"multistage", "skinny"})
     for body in seen:
         for c in configs(body, spec):
             assert scaled(c, spec).facts.stack_bytes == 0, c
