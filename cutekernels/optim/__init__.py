@@ -20,6 +20,7 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.optimizer.api import adamw_step, check_hyper
 from cutekernels.ops.optimizer.op import Hyper
 from cutekernels.ops.shared.checks import check_flag, check_number, said
+from cutekernels.ops.shared.dtypes import GPU_DTYPES
 from cutekernels.optim.operands import (
     MOMENTS,
     clip_scale,
@@ -36,7 +37,6 @@ __all__ = ["FusedAdamW"]
 
 _FLAGS = ("maximize", "master_weights", "amsgrad", "capturable", "differentiable")
 _HYPER = ("lr", "betas", "eps", "weight_decay", "moments_dtype", "max_grad_norm", *_FLAGS)
-_MOMENTS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class FusedAdamW(torch.optim.Optimizer):
@@ -44,7 +44,9 @@ class FusedAdamW(torch.optim.Optimizer):
 
     State and ``state_dict`` are those of ``torch.optim.AdamW`` with ``fused=True``: either loads what the other saved.
     A master copy comes along under the key ``master``. Loading converts moments to the type that this optimizer keeps
-    them in; torch's converts them to the parameters'.
+    them in; torch's converts them to the parameters'. Groups hold numbers, names, None and ``betas`` alone (and a
+    learning rate that is a tensor), which distributed checkpoints and JSON take; ``moments_dtype`` and
+    ``master_weights`` stand there where they were given, so that groups otherwise have torch's keys.
 
     Clipping belongs to the optimizer and not to a call, so that loops that call ``step()`` alone (trainers, schedulers,
     gradient scalers) clip too; ``max_grad_norm`` may be set to another number between steps, and state dicts leave it
@@ -61,9 +63,10 @@ class FusedAdamW(torch.optim.Optimizer):
             Values that others have written to the parameter since are taken over, but for those written in place
             through ``.data`` or by a CUDA graph, which nothing tells of.
         moments_dtype: fp32 (fp64 beside fp64 parameters), ``torch.bfloat16``, ``torch.float16`` or "param", the
-            parameter's own, as torch has it. 16 bits halve the moments' memory; each is rounded to nearest once a step,
-            when it is stored. bf16 loses changes of less than 1 part in 512: at ``betas[1] = 0.999`` second moments
-            never fall. fp16 loses those of gradients below 5e-3, whose steps are then up to 30 times too large.
+            parameter's own, as torch has it; or a name as groups hold it, "fp32", "bf16" or "fp16". 16 bits halve the
+            moments' memory; each is rounded to nearest once a step, when it is stored. bf16 loses changes of less than
+            1 part in 512: at ``betas[1] = 0.999`` second moments never fall. fp16 loses those of gradients below 5e-3,
+            whose steps are then up to 30 times too large.
         max_grad_norm: clip gradients by their norm over all groups and, sharded, over all ranks, as
             :func:`torch.nn.utils.clip_grad_norm_` does: times ``min(1, max_grad_norm / (norm + 1e-6))``, in fp32. A
             norm that is NaN makes parameters NaN, as there; ``float("inf")`` measures the norm and clips nothing. The
@@ -97,7 +100,7 @@ class FusedAdamW(torch.optim.Optimizer):
         differentiable: bool = False,
         fused: bool | None = None,
         master_weights: bool = False,
-        moments_dtype: torch.dtype | Literal["param"] = torch.float32,
+        moments_dtype: torch.dtype | Literal["param", "fp32", "bf16", "fp16"] = torch.float32,
         max_grad_norm: float | None = None,
     ) -> None:
         for name, value, taken in (
@@ -121,9 +124,14 @@ class FusedAdamW(torch.optim.Optimizer):
             "differentiable": False,
             "fused": True,
             "decoupled_weight_decay": True,
-            "master_weights": master_weights,
-            "moments_dtype": moments_dtype,
         }
+        # Torch's distributed state dict refuses groups that have other keys than the loading optimizer's.
+        for name, value, default in (
+            ("master_weights", master_weights, False),
+            ("moments_dtype", moments_dtype, torch.float32),
+        ):
+            if value is not default:
+                defaults[name] = value
         self.max_grad_norm = max_grad_norm
         self._captured: list[Any] = []  # what graphs read at each replay: it lives as long as the optimizer
         self._forget()
@@ -133,7 +141,7 @@ class FusedAdamW(torch.optim.Optimizer):
             raise UnsupportedProblem(f"FusedAdamW takes params as tensors, or groups of them: {reason}") from None
         _check_max_norm(max_grad_norm)
         for group in self.param_groups:
-            _check_group(group)
+            _normalize_group(group)
 
     def _forget(self) -> None:
         """Drops what is known of parameters and their state."""
@@ -145,7 +153,7 @@ class FusedAdamW(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
         try:
-            _check_group(self.param_groups[-1])
+            _normalize_group(self.param_groups[-1])
         except UnsupportedProblem:
             self.param_groups.pop()
             raise
@@ -157,16 +165,22 @@ class FusedAdamW(torch.optim.Optimizer):
         own = getattr(self, "param_groups", ())
         for number, group in enumerate(state["param_groups"]):  # before anything is taken over
             group.setdefault("maximize", False)
-            mine = own[number] if number < len(own) else {}
-            group.setdefault("master_weights", mine.get("master_weights", False))  # torch's has none
-            # How this optimizer keeps its state, whatever the saved one did.
-            group["moments_dtype"] = mine.get("moments_dtype", group.get("moments_dtype", torch.float32))
+            if number < len(own):  # how this optimizer keeps its state, whatever the saved one did
+                group.pop("moments_dtype", None)
+                for name in ("moments_dtype", "master_weights"):
+                    if name in own[number]:
+                        group.setdefault(name, own[number][name])
             group["fused"], group["foreach"] = True, None
-            _check_group(group)
+            _normalize_group(group)
         super().__setstate__(state)
         vars(self).setdefault("max_grad_norm", None)
         vars(self).setdefault("_captured", [])
         self._forget()
+
+    def state_dict(self) -> dict[str, Any]:
+        for group in self.param_groups:  # a schedule may have written numpy's numbers since the last step
+            _normalize_group(group)
+        return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         given: list[dict[str, Any]] = []  # what the caller's hooks made of it
@@ -211,7 +225,7 @@ class FusedAdamW(torch.optim.Optimizer):
             for key, param in zip(saved["params"], group["params"], strict=True):
                 found = given["state"].get(key, {})
                 state = self.state[param] if found else {}
-                kinds = dict.fromkeys(MOMENTS, moments_dtype(param, group["moments_dtype"]))
+                kinds = dict.fromkeys(MOMENTS, moments_dtype(param, group))
                 for name, kind in (kinds | {"master": wide_dtype(param)}).items():
                     if name in found:
                         state[name] = torch.empty_like(param, dtype=kind).copy_(found[name])
@@ -250,7 +264,8 @@ class FusedAdamW(torch.optim.Optimizer):
                 constant = not isinstance(values[0], Tensor) and isinstance(values[1], tuple)
                 if constant and all(map(is_, values, last)):
                     continue
-            _check_group(group)
+            _normalize_group(group)
+            values = [group.get(name) for name in _HYPER]
             self._checked[number : number + 1] = [(values, _settings_of(group))]
         return [settings for _, settings in self._checked]
 
@@ -337,7 +352,8 @@ def _settings_of(group: dict[str, Any]) -> Settings:
     rate = lr.to(torch.float32) if isinstance(lr, Tensor) and lr.is_cuda else None
     hyper = Hyper.of(0.0 if rate is not None else float(lr), group["betas"], group["eps"], group["weight_decay"])
     place = lr.device if isinstance(lr, Tensor) else None
-    return Settings(rate, group["maximize"], group["master_weights"], group["moments_dtype"], hyper, place)
+    kept = group.get("master_weights", False), group.get("moments_dtype", "fp32")
+    return Settings(rate, group["maximize"], *kept, hyper, place)
 
 
 def _check_max_norm(max_grad_norm: float | None) -> None:
@@ -347,11 +363,15 @@ def _check_max_norm(max_grad_norm: float | None) -> None:
             raise UnsupportedProblem(f"max_grad_norm is 0 or more, or None; it is {max_grad_norm}: None does not clip")
 
 
-def _check_group(group: dict[str, Any]) -> None:
+def _normalize_group(group: dict[str, Any]) -> None:
+    """Checks a group's values; those of other types become the types that state dicts may hold.
+
+    numpy's learning rate of a schedule becomes a float, betas of a file's list a tuple, a dtype its name.
+    """
     lr = group["lr"]
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise UnsupportedProblem(f"a learning rate is one number; got a tensor of shape {tuple(lr.shape)}")
-    rate = lr if isinstance(lr, int) else float(lr) if isinstance(lr, Real) else lr  # numpy's too, from a schedule
+    rate = float(lr) if isinstance(lr, Real) and not isinstance(lr, int) else lr
     check_hyper(0.0 if isinstance(lr, Tensor) else rate, group["betas"], group["eps"], group["weight_decay"])
     for name in _FLAGS:
         if name != "differentiable":
@@ -359,8 +379,9 @@ def _check_group(group: dict[str, Any]) -> None:
     for name in ("amsgrad", "differentiable"):
         if group.get(name):
             raise UnsupportedProblem(f"FusedAdamW has no {name}: use torch.optim.AdamW for it")
-    kind = group["moments_dtype"]
-    if kind != "param" and kind not in _MOMENTS_DTYPES:
+    kind = group.get("moments_dtype", "fp32")
+    moments = GPU_DTYPES.names.get(kind) if isinstance(kind, torch.dtype) else kind
+    if not isinstance(moments, str) or moments not in ("param", *GPU_DTYPES):
         raise UnsupportedProblem(
             f'moments_dtype is torch.float32, torch.bfloat16, torch.float16 or "param"; got {said(kind)}'
         )
@@ -369,3 +390,6 @@ def _check_group(group: dict[str, Any]) -> None:
             "gradients are clipped by one norm over all groups, and a group has a max_grad_norm of its own: "
             "give it to FusedAdamW, or use torch.nn.utils.clip_grad_norm_ for each group"
         )
+    group.update(lr=rate, betas=tuple(group["betas"]))
+    if "moments_dtype" in group:
+        group["moments_dtype"] = moments

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.optimizer.op import ADAMW_STEP, AdamWProblem
+from cutekernels.ops.shared.dtypes import GPU_DTYPES
 from cutekernels.ops.shared.strides import is_dense, walk
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -77,11 +78,12 @@ class Operands:
         )
 
 
-def moments_dtype(param: Tensor, chosen: torch.dtype | str) -> torch.dtype:
-    """``chosen``: "param" or a type; fp32 means fp64 beside fp64."""
-    if isinstance(chosen, str):
+def moments_dtype(param: Tensor, group: dict[str, Any]) -> torch.dtype:
+    """As its group has it: "param" or a type's name; fp32, where none is there, means fp64 beside fp64."""
+    chosen = group.get("moments_dtype", "fp32")
+    if chosen == "param":
         return param.dtype
-    return wide_dtype(param) if chosen == torch.float32 else chosen
+    return wide_dtype(param) if chosen == "fp32" else GPU_DTYPES[chosen]
 
 
 def wide_dtype(param: Tensor) -> torch.dtype:
@@ -100,7 +102,7 @@ def operands(param: Tensor, group: dict[str, Any], state: dict[str, Any]) -> Ope
         raise UnsupportedProblem("FusedAdamW updates values, and a parameter is on the meta device: move it first")
     if "step" not in state:
         state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
-    kind = moments_dtype(param, group["moments_dtype"])
+    kind = moments_dtype(param, group)
     for name in MOMENTS:
         if name not in state:
             state[name] = torch.zeros_like(param, dtype=kind)
@@ -110,7 +112,7 @@ def operands(param: Tensor, group: dict[str, Any], state: dict[str, Any]) -> Ope
                 "change it by a new FusedAdamW, whose load_state_dict converts"
             )
     wide = wide_dtype(param)
-    if group["master_weights"] and param.dtype != wide and "master" not in state:
+    if group.get("master_weights") and param.dtype != wide and "master" not in state:
         state["master"] = torch.empty_like(param, dtype=wide).copy_(param)
     local = shard(param, param)
     exp_avg, exp_avg_sq = (shard(state[name], param) for name in MOMENTS)

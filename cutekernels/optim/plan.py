@@ -61,7 +61,7 @@ class Settings:
     """The learning rate, where it is on the GPU."""
     maximize: bool
     master_weights: bool
-    moments_dtype: torch.dtype | str
+    moments_dtype: str
     hyper: Hyper
     lr_device: torch.device | None
     """Where the learning rate is, if it is a tensor."""
