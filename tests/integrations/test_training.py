@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import pickle
 from typing import Any
 
 import pytest
@@ -49,7 +50,7 @@ def test_the_loss_is_transformers_own_without_logits(family: str) -> None:
     for more in ({}, {"num_items_in_batch": torch.tensor(17)}):
         results = [model(ids, labels=labels, **routed, **more) for model in (plain, patched)]
         assert results[1].logits is None
-        assert type(results[0]) is type(results[1])
+        assert isinstance(results[1], type(results[0]))
         assert torch.allclose(results[0].loss, results[1].loss, rtol=1e-5)
         for result in results:
             result.loss.backward()  # the second time gradients are added to those of the first
@@ -89,6 +90,53 @@ def test_logits_divided_by_a_negative_number_are_formed() -> None:
     found, expected = patched(ids, labels=labels), plain(ids, labels=labels)
     assert torch.allclose(found.logits, expected.logits, atol=1e-4)
     assert torch.allclose(found.loss, expected.loss, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_tuples_have_none_in_the_logits_place(family: str) -> None:
+    """A loss is followed by logits: what indexes the tuple must not take a cache for them."""
+    plain, patched = both(family)
+    ids, labels = labelled()
+    options: list[dict[str, Any]] = [
+        {},
+        {"use_cache": True},
+        {"use_cache": False},
+        {"output_hidden_states": True},
+        {"use_cache": False, "output_hidden_states": True},
+    ]
+    if hasattr(plain.config, "output_router_logits"):
+        options += [{"output_router_logits": True}, {"output_router_logits": True, "use_cache": False}]
+    for chosen in options:
+        expected = plain(ids, labels=labels, return_dict=False, **chosen)
+        whole = patched(ids, labels=labels, **chosen)
+        for found in (patched(ids, labels=labels, return_dict=False, **chosen), whole.to_tuple(), whole[:]):
+            assert type(found) is tuple and len(found) == len(expected), chosen
+            absent = [place for place, value in enumerate(found) if value is None]
+            assert absent == [1 + ("aux_loss" in whole)]
+            assert expected[absent[0]].shape[-1] == plain.config.vocab_size
+            assert torch.allclose(found[0], expected[0], rtol=1e-5)
+            for ours, theirs in zip(found, expected, strict=True):
+                assert ours is None or type(ours) is type(theirs), chosen
+        assert "logits" not in whole and whole.logits is None
+        with_logits = patched(ids, labels=labels, return_dict=False, skip_logits=False, **chosen)
+        assert torch.allclose(with_logits[absent[0]], expected[absent[0]], atol=1e-3)
+
+
+def test_the_logits_place_is_kept_by_copies_pickles_and_trees() -> None:
+    """As wrappers take outputs apart and put them together: accelerate's casts, pytree of DDP."""
+    _, patched = both("llama")
+    ids, labels = labelled()
+    with torch.no_grad():
+        output = patched(ids, labels=labels, use_cache=False, output_hidden_states=True)
+    leaves, spec = torch.utils._pytree.tree_flatten(output)
+    for again in (
+        copy.deepcopy(output),
+        pickle.loads(pickle.dumps(output)),
+        type(output)(dict(output)),
+        torch.utils._pytree.tree_unflatten(leaves, spec),
+    ):
+        assert again[1] is None and torch.equal(again[0], output[0]) and len(again[2]) == len(output.hidden_states)
+        assert type(again) is type(output)
 
 
 def test_arguments_of_all_kinds() -> None:
@@ -188,7 +236,7 @@ def test_compiled_in_training(family: str) -> None:
     backend = aot_autograd(fw_compiler=kept, bw_compiler=kept)
     compiled = torch.compile(patched, backend=backend, fullgraph=True)
     result = compiled(ids, labels=labels)
-    assert result.logits is None
+    assert result.logits is None and result[1] is None
     result.loss.backward()
     plain(ids, labels=labels).loss.backward()
     close(plain, patched)

@@ -18,6 +18,7 @@ from torch import Tensor
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.integrations.transformers.attention import register_attention
 from cutekernels.integrations.transformers.families import Family, activation_of, gate_of
+from cutekernels.integrations.transformers.outputs import without_logits
 from cutekernels.integrations.transformers.projections import held, is_linear, kind_of, multiplied, sharded, whole
 from cutekernels.nn import packed_training
 from cutekernels.nn.mlp import Gate, gate_mul, gated, projected, unhooked
@@ -56,6 +57,11 @@ def swapped(mixin: Any, original: type, family: Family) -> Any:
         theirs: Any = original
         own["forward"] = _signed(mixin.forward, theirs.forward)
         own["taken"] = tuple(inspect.signature(theirs.forward).parameters)[1:]
+        names: Any = sys.modules[original.__module__]
+        own["of_experts"] = hasattr(names, "MoeCausalLMOutputWithPast")
+        own["output"] = without_logits(
+            names.MoeCausalLMOutputWithPast if own["of_experts"] else names.CausalLMOutputWithPast
+        )
     return type(original.__name__, (mixin, original), own)
 
 
@@ -493,10 +499,15 @@ class SandwichLayer(Patched):
 class CausalLM(Patched):
     """A language model that trains without logits: with labels, its loss is ``linear_cross_entropy`` of the head.
 
-    ``taken``: the names of its forward's arguments.
+    Attributes:
+        taken: the names of its forward's arguments.
+        of_experts: whether its outputs have those of routers.
+        output: the class of outputs that have no logits.
     """
 
     taken: tuple[str, ...]
+    of_experts: bool
+    output: Any
 
     def forward(self, *args: Any, skip_logits: bool | None = None, **kwargs: Any) -> Any:
         """The original's results. ``skip_logits``: whether they come without logits where there are labels; by default
@@ -510,8 +521,8 @@ class CausalLM(Patched):
         labels, as_dict = kwargs.pop("labels"), kwargs.pop("return_dict", None)
         kwargs.pop("logits_to_keep", None)
         names: Any = sys.modules[self.original.__module__]
-        routed, of_experts = kwargs.get("output_router_logits"), hasattr(names, "MoeCausalLMOutputWithPast")
-        if of_experts:
+        routed = kwargs.get("output_router_logits")
+        if self.of_experts:
             routed = getattr(me.config, "output_router_logits", False) if routed is None else routed
             kwargs["output_router_logits"] = routed
         outputs = me.model(**kwargs)
@@ -526,15 +537,14 @@ class CausalLM(Patched):
             temperature=1.0 if scaling is None else scaling,
         )  # fmt: skip
         own: dict[str, Any] = {}
-        if of_experts:
+        if self.of_experts:
             own = {"router_logits": outputs.router_logits}
             if routed and hasattr(names, "load_balancing_loss_func"):
                 own["aux_loss"] = names.load_balancing_loss_func(
                     outputs.router_logits, me.num_experts, me.num_experts_per_tok, kwargs.get("attention_mask")
                 )
                 loss = loss + me.router_aux_loss_coef * own["aux_loss"].to(loss.device)
-        kind = names.MoeCausalLMOutputWithPast if of_experts else names.CausalLMOutputWithPast
-        made = kind(
+        made = self.output(
             loss=loss, logits=None, past_key_values=outputs.past_key_values, hidden_states=outputs.hidden_states,
             attentions=outputs.attentions, **own,
         )  # fmt: skip
