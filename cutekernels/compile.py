@@ -7,8 +7,8 @@ source simply has another key.
 The cache directory is native code, so it must be the user's own: created 0700, its owner and mode checked before
 anything in it is loaded. An entry is two files, ``<key>.<backend>`` and ``<key>.json`` (facts and checksum), each
 written to ``<key>.new/`` and renamed into its place under a per-key lock, ``<key>.lock``. What is no regular file is
-not read. An entry that is damaged or does not load is looked at again under the lock, since another process may be
-renaming its second file, and then rebuilt. Lock and folder last as long as the build; those of a killed process are
+not read. A damaged entry is looked at again under the lock, since another process may be renaming its second file, and
+then rebuilt, as is one that does not load. Lock and folder last as long as the build; those of a killed process are
 removed by :func:`tidy`.
 
 A build that fails for want of space, rights or memory raises :class:`~cutekernels.errors.CacheUnusable` or
@@ -205,23 +205,30 @@ def _obtained(
     taken: Callable[[str], T | None],
     fresh: Callable[[Artifact], T],
 ) -> T:
-    """What is ``taken`` from the entry of this key; where that is missing or no good, from a ``fresh`` artifact."""
-    with suppress(_Damaged):
-        found = taken(key)
-        if found is not None:
-            return found
-    with _locked(key):
+    """What is ``taken`` from the entry of this key; where that is missing or no good, from a ``fresh`` artifact.
+
+    Nothing is loaded under the lock: loading may wait for kernels that run, such as a collective, which may wait for
+    another rank, which may wait for the lock.
+    """
+    for again in (False, True):
+        damage = None
         try:
-            found = taken(key)  # another process may have built it while this one waited
+            found = taken(key)
             if found is not None:
                 return found
         except _Damaged as error:
-            _log.warning("the cached kernel %s %s; building it again", key, error)
-        artifact = _built(op, p, c, gpu, key)
-        try:
-            return fresh(artifact)
-        except OSError as error:  # loading takes temporary files
-            raise _unwritable(error) from error
+            damage = error
+        with _locked(key):
+            if not again and ready(key):
+                continue  # another process has built it, or renamed its second file, meanwhile
+            if damage is not None:
+                _log.warning("the cached kernel %s %s; building it again", key, damage)
+            artifact = _built(op, p, c, gpu, key)
+            break
+    try:
+        return fresh(artifact)
+    except OSError as error:  # loading takes temporary files
+        raise _unwritable(error) from error
 
 
 def _built(op: Op[Any, Any], p: Any, c: Any, gpu: GpuSpec, key: str) -> Artifact:

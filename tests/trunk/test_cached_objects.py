@@ -165,6 +165,37 @@ def test_an_object_of_another_process_that_does_not_load_is_no_error(
     assert get().startswith("loaded")
 
 
+@pytest.mark.parametrize("first", [True, False], ids=["built here", "built by another process meanwhile"])
+def test_nothing_is_loaded_under_the_lock(first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading may wait for a collective that runs, and that for a rank which waits for the lock."""
+    key, free, real = compiler.cache_key(OP, PROBLEM, CONFIG, H200), [], compiler._locked
+
+    def watched(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            held = compiler._flock(compiler.directory() / f"{key}.lock", wait=False)
+            free.append(held is not None)
+            if held is not None:
+                os.close(held)
+            return method(*args)
+
+        return call
+
+    @contextmanager
+    def beaten(key: str) -> Iterator[None]:
+        with real(key):
+            if not compiler.ready(key):
+                compiler._built(OP, PROBLEM, CONFIG, H200, key)
+            yield
+
+    monkeypatch.setattr(TextArtifact, "kernel", watched(TextArtifact.kernel))
+    monkeypatch.setattr(TextArtifact, "load", watched(TextArtifact.load))
+    if not first:
+        monkeypatch.setattr(compiler, "_locked", beaten)
+    assert get().startswith("fresh" if first else "loaded")
+    assert free == [True]
+    assert builds() == 1
+
+
 @pytest.mark.parametrize(
     "failure", [CompileError("no such loader"), ImportError("no such module"), FileNotFoundError("it has just gone")]
 )
