@@ -8,11 +8,14 @@ from __future__ import annotations
 import math
 from itertools import product
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import cutekernels as ck
+from cutekernels.ops.loss import products
 from cutekernels.ops.loss.rows import LOGIT_GRADIENT, LOGIT_STATISTICS, SCALE_GRADIENT, TERMS
 from tests.interpreted import DTYPES, interpret, serve
 from tests.tolerance import FP32_ULP, worst_ratio
@@ -47,7 +50,7 @@ def cross_entropy(
         z, targets.long(), weight=weight, reduction="none", label_smoothing=label_smoothing, ignore_index=ignore_index
     )
     counted = targets != ignore_index
-    squares = torch.where(counted, z.logsumexp(-1) ** 2, 0.0) * z_loss
+    squares = torch.where(counted, z.logsumexp(-1) ** 2, 0.0) * z_loss if z_loss else torch.zeros_like(losses)
     if reduction == "none":
         return losses + squares
     if reduction == "sum":
@@ -69,6 +72,104 @@ def logprob(z: Tensor, targets: Tensor, ignore_index: int = -100) -> tuple[Tenso
     return tuple([torch.where(counted, t, 0.0) for t in (own, z.logsumexp(-1), entropy)])  # type: ignore[return-value]
 
 
+# ---- logits near the ends of fp32 ----
+
+HUGE = 3e38
+INF = math.inf
+PLACES = 300  # classes: two blocks of tests that make pieces small
+LOGITS: dict[str, Any] = {  # by class
+    "equal at 1e30": lambda c: torch.full_like(c, 1e30),
+    "equal at -1e30": lambda c: torch.full_like(c, -1e30),
+    "equal at 3e38": lambda c: torch.full_like(c, HUGE),
+    "equal at -3e38": lambda c: torch.full_like(c, -HUGE),
+    "three at 1e30": lambda c: torch.where((c == 2) | (c == 7) | (c == 290), 1e30, c * 0.01),
+    "1e30 in the second block": lambda c: torch.where(c >= 280, 1e30, 3.0),
+    "1e30 before 3": lambda c: torch.where(c < 20, 1e30, 3.0),
+    "from -1e30 to 1e30": lambda c: torch.where(c % 2 == 0, 1e30, -1e30),
+    "from -3e38 to 3e38": lambda c: torch.where(c >= 150, HUGE, -HUGE),
+    "some at -inf": lambda c: torch.where(c % 3 == 0, -INF, torch.where(c == 1, 1e30, 1e30)),
+    "-inf but for small ones": lambda c: torch.where(c < 270, -INF, c * 0.01),
+    "all at -inf": lambda c: torch.full_like(c, -INF),
+}
+LOSSES: dict[str, dict[str, Any]] = {
+    "mean": {"reduction": "mean"},
+    "none": {"reduction": "none"},
+    "smoothed": {"reduction": "sum", "label_smoothing": 0.2},
+    "smoothed and weighted": {"reduction": "none", "label_smoothing": 0.2, "weighted": True},
+    "z-loss": {"reduction": "mean", "z_loss": 1e-35},
+    "z-loss of each": {"reduction": "none", "z_loss": 1e-35},
+    "capped": {"reduction": "mean", "softcap": 30.0, "temperature": 0.7},
+    "log-probability": {},
+    "log-probability, capped": {"softcap": 30.0, "temperature": 0.7},
+}
+
+
+def extreme_loss(logits: str, loss: str, dtype: torch.dtype = torch.float32) -> float:
+    """Worst error of a loss of such logits and of its gradients by weight and bias, over their tolerance; infinite
+    where what is not finite differs.
+    """
+    given = dict(LOSSES[loss])
+    shaped = {name: given.pop(name) for name in ("softcap", "temperature") if name in given}
+    targets = torch.tensor([2, 290, 7, 1, -100])
+    z = LOGITS[logits](torch.arange(PLACES, dtype=torch.float32))
+    # Each row's logits are a column of weight; what is not finite comes by the bias.
+    bias = torch.where(z.isfinite(), 0.0, z).requires_grad_()
+    x, weight = torch.eye(5, dtype=dtype), torch.where(z.isfinite(), z, 0.0).expand(5, -1).t().to(dtype)
+    weight = weight.clone().requires_grad_()
+    inputs = weight, bias
+    exact = logits_of(x.double(), weight.double(), bias.double(), **shaped)
+    top = torch.where(exact.isfinite(), exact, -INF).amax(1, keepdim=True).detach()
+    lse = (exact - top).logsumexp(1)  # less the largest logit, which has no room for it
+    class_weight = torch.linspace(0.5, 1.5, PLACES) if given.pop("weighted", False) else None
+    if given:
+        found: Any = [ck.linear_cross_entropy(x, weight, targets, bias, class_weight=class_weight, **given, **shaped)]
+        z_loss = given.pop("z_loss", 0.0)
+        squares = z_loss * torch.where(targets != -100, top[:, 0] + lse, 0.0).square()
+        of_torch = cross_entropy(exact, targets, class_weight=class_weight, **given)
+        # What overflows for torch in fp32 may here.
+        known = cross_entropy(exact.detach().float(), targets, class_weight=class_weight, **given).isfinite()
+        counted = {"mean": squares.sum() / 4, "none": squares, "sum": squares.sum()}[given["reduction"]]
+        expected = [of_torch + counted if z_loss else of_torch]
+    else:
+        known = torch.tensor(True)
+        found = list(ck.linear_logprob(x, weight, targets, bias=bias, entropy=True, **shaped))
+        logp = exact - top - lse[:, None]
+        terms = torch.where(logp > -INF, logp, 0.0) * torch.where(logp > -INF, logp, -INF).exp()
+        own = logp.gather(1, targets.clamp_min(0)[:, None])[:, 0]
+        expected = [torch.where(targets != -100, t, 0.0) for t in (own, top[:, 0] + lse, -terms.sum(1))]
+    if logits == "all at -inf" and not shaped:
+        return 0.0 if all(bool(t.sum().isnan()) for t in (found[0], expected[0])) else INF
+    pairs = [(a, torch.where(known, b, INF)) for a, b in zip(found, expected, strict=True)]
+    there = z.isfinite()
+    for value, truth in zip(found, expected, strict=True) if there.any() else ():
+        upstream = torch.linspace(1.0, 2.0, value.numel()).view(value.shape)
+        # Of classes at -inf torch's gradients are NaN where ours are 0 in the limit.
+        ours = torch.autograd.grad(value, inputs, upstream, retain_graph=True)
+        theirs = torch.autograd.grad(truth, inputs, upstream.double(), retain_graph=True)
+        pairs += [(a[there].to(dtype), b[there]) for a, b in zip(ours, theirs, strict=True)]
+    worst = 0.0
+    for value, truth in pairs:
+        mine, true = value.detach().double(), truth.detach().to(value.dtype).double()
+        finite = true.isfinite()
+        if not torch.equal(mine[~finite].nan_to_num(), true[~finite].nan_to_num()):
+            return INF
+        eps = torch.finfo(value.dtype).eps
+        tolerance = 8 * eps * (true[finite].abs() + torch.where(finite, true.abs(), 0.0).max() + 1e-3)
+        worst = max([worst, *((mine[finite] - true[finite]).abs() / tolerance).nan_to_num(INF).tolist()])
+    return worst
+
+
+def _extreme(case: dict[str, Any]) -> dict[str, Any]:
+    def call(op: Any, operands: Any, options: Any, scalars: Any, out: Any) -> None:
+        interpret(op, out, operands, scalars, **dict(zip(op.options, options, strict=True)))
+
+    pieces = {"MOST_ROWS": 8, "_ROWS": 8, "MOST_BYTES": 8 * 256 * 4, "call": call}
+    with mock.patch.multiple(products, **pieces):
+        found = {logits: extreme_loss(logits, case["loss"], DTYPES[case["dtype"]]) for logits in LOGITS}
+    worst = max(found, key=lambda logits: found[logits])
+    return {"ratio": found[worst], "outside": True, "logits": worst}
+
+
 # ---- cases for the interpreter --------------------------------------------------------------------------
 
 
@@ -83,6 +184,8 @@ def laid(kind: str, rows: int, cols: int, dtype: torch.dtype) -> Tensor:
 
 def child_case(case: dict[str, Any]) -> dict[str, Any]:
     torch.manual_seed(6)
+    if "loss" in case:
+        return _extreme(case)
     op, dtype = OPS[case["op"]], DTYPES[case["dtype"]]
     how = {"config": case.get("config"), "edit": case.get("edit")}
     if op is SCALE_GRADIENT:
@@ -104,8 +207,9 @@ def child_case(case: dict[str, Any]) -> dict[str, Any]:
         made = torch.empty_like(state)
     else:
         factors = torch.randn(rows, TERMS)
-        factors[:, 0] = torch.logsumexp(logits.float() * 0.5, 1)
-        factors[rows // 3, 1:] = 0  # a row without a gradient
+        factors[:, 0] = torch.where(logits.isnan(), -math.inf, logits.float() * 0.5).amax(1)
+        factors[:, 1] = torch.logsumexp(logits.float() * 0.5 - factors[:, :1], 1)
+        factors[rows // 3, 2:] = 0  # a row without a gradient
         scalars = (first, 0.5, 7.0)
         inputs = (logits, targets, class_weight, factors)
         made = logits if case.get("in_place") else laid(case["kind"], rows, cols, dtype)
@@ -152,6 +256,8 @@ def numerics_cases() -> dict[str, dict[str, Any]]:
         cases[f"{op} one class"] = base | {"op": op, "cols": 1, "rows": 3}
     cases["all -inf"] = base | {"op": "logit_statistics", "dtype": "fp32", "extreme": extreme[2:3]}
     cases["gradient in place"] = base | {"op": "logit_gradient", "in_place": True}
+    for i, loss in enumerate(LOSSES):
+        cases[f"extreme logits: {loss}"] = {"loss": loss, "dtype": "fp32" if i % 2 else "bf16"}
     scale = {"op": "scale_gradient", "dtype": "bf16", "elements": 5000, "factor": 3.0}
     for i, more in enumerate(({}, {"in_place": True}, {"in_place": True, "factor": 2.0}, {"factor": 2.0},
                               {"elements": 1001, "dtype": "fp32"}, {"elements": 3, "dtype": "fp16"})):  # fmt: skip

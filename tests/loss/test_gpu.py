@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import cutekernels as ck
-from tests.loss.cases import cross_entropy, logits_of, logprob
+from tests.loss.cases import LOGITS, LOSSES, cross_entropy, extreme_loss, logits_of, logprob
 
 pytestmark = pytest.mark.gpu
 DTYPES = (torch.bfloat16, torch.float16)
@@ -171,3 +171,10 @@ def test_compiled() -> None:
         loss = function(x, weight, targets, bias)
         both.append((loss, *torch.autograd.grad(loss, (x, weight, bias))))
     assert all(error(a, b.double()) < 1e-2 for a, b in zip(*both, strict=True))
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_logits_near_the_ends_of_fp32(loss: str) -> None:
+    with torch.device("cuda"):
+        ratios = {logits: extreme_loss(logits, loss, torch.bfloat16) for logits in LOGITS}
+    assert {logits: ratio for logits, ratio in ratios.items() if not ratio <= 4} == {}

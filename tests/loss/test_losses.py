@@ -14,7 +14,7 @@ import cutekernels as ck
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.loss import products
 from cutekernels.ops.loss.products import blocks, chunks
-from tests.loss.cases import cross_entropy, logits_of, logprob
+from tests.loss.cases import LOGITS, LOSSES, cross_entropy, extreme_loss, logits_of, logprob
 
 
 @pytest.fixture(autouse=True)
@@ -143,6 +143,14 @@ def test_pieces_cover_everything_once() -> None:
         assert [i for a, b in found for i in range(a, b)] == list(range(classes))
         assert all((b - a) * 8 * 8 <= products.MOST_BYTES for a, b in found)
         assert all((b - a) % 8 == 0 for a, b in found[:-1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_extreme_logits(loss: str, dtype: torch.dtype) -> None:
+    """ln V of equal logits near 1e30, say, as torch has it: a log-sum-exp there has no digits for it."""
+    ratios = {logits: extreme_loss(logits, loss, dtype) for logits in LOGITS}
+    assert {logits: ratio for logits, ratio in ratios.items() if not ratio <= 1} == {}
 
 
 def test_nobody_counts_and_nothing_is_there() -> None:

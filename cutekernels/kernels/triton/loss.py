@@ -3,15 +3,18 @@
 A block of logits is (rows, cols), as a product left it. What a row's loss and gradient need of the whole vocabulary is
 its *state*, eight numbers in fp32 that one kernel updates block after block:
 
-    0 MAXIMUM      m, the largest logit so far
-    1 SUM          sum of exp(z - m)
-    2 TARGET       the target's logit; 0 until its block has come
-    3 WEIGHED      sum of exp(z - m) * z                (MOMENTS)
-    4 TOTAL        sum of w * z, w the class's weight   (TOTALS)
-    5 to 7         0: a row is one sector of 32 bytes
+    0 MAXIMUM      m, the largest u so far
+    1 SUM          sum of exp(d), d = (u - m) * factor
+    2 TARGET       the target's u; 0 until its block has come
+    3 WEIGHED      sum of exp(d) * d                    (MOMENTS)
+    4 TOTAL        sum of w * d, w the class's weight   (TOTALS)
+    5 SHARE        sum of w                             (TOTALS)
+    6, 7           0: a row is one sector of 32 bytes
 
-``z`` is the logit of the loss: ``z = cap * tanh(x / cap) / temperature`` of what the product left (CAPPED), or
-``x / temperature``.
+The logit of the loss is ``z = u * factor``: ``tanh(x / cap) * (cap / temperature)`` of what the product left (CAPPED),
+or ``x / temperature``. Sums are of what logits lie below the largest, which is subtracted before the factor: near 1e30
+a log-sum-exp has no digits for the logarithm, and a product that the compiler fuses into the difference differs from
+the one that it rounded, by 1e22.
 """
 
 import triton
@@ -34,13 +37,13 @@ def _squashed(x, cap):
 
 
 @triton.jit
-def _logits(logits, c, cols, logits_col, scale, cap, CAPPED: tl.constexpr):
-    """The loss's logits of columns ``c``: -inf past the block."""
+def _logits(logits, c, cols, logits_col, cap, CAPPED: tl.constexpr):
+    """u of columns ``c``: -inf past the block."""
     there = c < cols
-    z = tl.load(logits + c.to(tl.int64) * logits_col, mask=there, other=0.0).to(tl.float32)
+    u = tl.load(logits + c.to(tl.int64) * logits_col, mask=there, other=0.0).to(tl.float32)
     if CAPPED:
-        z = cap * _squashed(z, cap)
-    return tl.where(there, z * scale, float("-inf"))
+        u = _squashed(u, cap)
+    return tl.where(there, u, float("-inf"))
 
 
 @triton.jit
@@ -49,7 +52,7 @@ def _sums(
     class_weight_ptr,
     cols,
     logits_col,
-    scale,
+    factor,
     cap,
     anchor,
     CAPPED: tl.constexpr,
@@ -58,25 +61,38 @@ def _sums(
     WEIGHTED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Of a row of a block: the largest logit, the sums of exp(z - anchor) and of that times z, the sum of w * z."""
+    """Of a row of a block: the largest u; the sums of exp(d), exp(d) * d, w * d and w of ``d = (u - anchor) * factor``.
+
+    An anchor of -inf counts as 0.
+    """
     top = tl.full([BLOCK], float("-inf"), tl.float32)
     mass = tl.zeros([BLOCK], tl.float32)
     weight = tl.zeros([BLOCK], tl.float32)
     plain = tl.zeros([BLOCK], tl.float32)
+    share = tl.zeros([BLOCK], tl.float32)
     anchor = tl.where(anchor == float("-inf"), 0.0, anchor)
     for at in range(0, cols, BLOCK):
         c = at + tl.arange(0, BLOCK)
-        z = _logits(logits, c, cols, logits_col, scale, cap, CAPPED)
-        e = _exp(z - anchor)
-        top = tl.maximum(top, z)
+        u = _logits(logits, c, cols, logits_col, cap, CAPPED)
+        below = (u - anchor) * factor
+        e = _exp(below)
+        top = tl.maximum(top, u)
         mass += e
         if MOMENTS:
-            weight += tl.where(e > 0.0, e * z, 0.0)
+            weight += tl.where(e > 0.0, e * below, e)
         if TOTALS:
             there = c < cols
             w = tl.load(class_weight_ptr + c, mask=there, other=0.0) if WEIGHTED else 1.0
-            plain += tl.where(there, w * z, 0.0)
-    return tl.max(top, axis=0), tl.sum(mass, axis=0), tl.sum(weight, axis=0), tl.sum(plain, axis=0)
+            plain += tl.where(there, w * below, 0.0)
+            if WEIGHTED:
+                share += w
+    every = tl.sum(share, axis=0) if WEIGHTED else cols * 1.0
+    return tl.max(top, axis=0), tl.sum(mass, axis=0), tl.sum(weight, axis=0), tl.sum(plain, axis=0), every
+
+
+@triton.jit
+def _term(state, n: tl.constexpr):
+    return tl.sum(tl.where(tl.arange(0, 8) == n, state, 0.0), axis=0)
 
 
 @triton.jit
@@ -111,48 +127,48 @@ def logit_statistics(
     target = tl.load(targets_ptr + row).to(tl.int64)
     state = state_ptr + row * 8
     out = out_state_ptr + row * 8
-    maximum = tl.load(state)
-    total = tl.load(state + 1)
-    of_target = tl.load(state + 2)
-    weighed = tl.load(state + 3)
-    summed = tl.load(state + 4)
+    # The state in one register a lane: all warps read it before sums meet, behind which one of them writes in place.
+    k = tl.arange(0, 8)
+    found = tl.where(k < 6, tl.load(state + k), 0.0)
     if target != ignore:
+        maximum = tl.load(state)
         logits = logits_ptr + row * logits_row
+        factor = scale * cap if CAPPED else scale
         # Exponentials are taken from an anchor, the largest logit of the blocks before and of the first columns here,
         # so that sums meet once. Where a later logit is far above it, a second pass takes that for the anchor.
         c = tl.arange(0, BLOCK)
-        z = _logits(logits, c, cols, logits_col, scale, cap, CAPPED)
-        anchor = tl.maximum(maximum, tl.max(z, axis=0))
-        top, mass, weight, plain = _sums(
-            logits, class_weight_ptr, cols, logits_col, scale, cap, anchor, CAPPED, MOMENTS, TOTALS, WEIGHTED, BLOCK
+        anchor = tl.maximum(maximum, tl.max(_logits(logits, c, cols, logits_col, cap, CAPPED), axis=0))
+        top, mass, weight, plain, every = _sums(
+            logits, class_weight_ptr, cols, logits_col, factor, cap, anchor, CAPPED, MOMENTS, TOTALS, WEIGHTED, BLOCK
         )
         top = tl.maximum(maximum, top)
-        if top - anchor > 40.0:
+        if (top - anchor) * factor > 40.0:
             anchor = top
-            _, mass, weight, plain = _sums(
-                logits, class_weight_ptr, cols, logits_col, scale, cap, anchor, CAPPED, MOMENTS, TOTALS, WEIGHTED, BLOCK
+            _, mass, weight, plain, every = _sums(
+                logits, class_weight_ptr, cols, logits_col, factor, cap, top, CAPPED, MOMENTS, TOTALS, WEIGHTED, BLOCK
             )
-        # From the anchor to the maximum. Where all logits so far are -inf, exp(-inf - 0) is the 0 that
-        # exp(-inf + inf) is not.
+        # From the anchor, and from the maximum of before, to the maximum. Where all logits so far are -inf,
+        # exp(-inf - 0) is the 0 that exp(-inf + inf) is not.
         finite = tl.where(top == float("-inf"), 0.0, top)
-        moved = _exp(tl.where(anchor == float("-inf"), 0.0, anchor) - finite)
-        grown = _exp(maximum - finite)
-        total = total * grown + mass * moved
+        up = (tl.where(anchor == float("-inf"), 0.0, anchor) - finite) * factor
+        grows = (tl.where(maximum == float("-inf"), 0.0, maximum) - finite) * factor
+        moved = _exp(up)
+        grown = _exp((maximum - finite) * factor)
+        total = _term(found, 1)
+        found = tl.where(k == 0, top, tl.where(k == 1, total * grown + mass * moved, found))
         if MOMENTS:
-            weighed = weighed * grown + weight * moved
+            weighed = tl.where(grown > 0.0, (_term(found, 3) + grows * total) * grown, 0.0)
+            found = tl.where(k == 3, weighed + (weight + up * mass) * moved, found)
         if TOTALS:
-            summed += plain
-        maximum = top
+            share = _term(found, 5)
+            summed = _term(found, 4) + tl.where(share != 0.0, grows * share, 0.0)
+            found = tl.where(k == 4, summed + (plain + up * every), tl.where(k == 5, share + every, found))
         # The target's logit, if it is in this block.
         own = target - first
         if (own >= 0) & (own < cols):
             its = tl.load(logits + own * logits_col).to(tl.float32)
-            if CAPPED:
-                its = cap * _squashed(its, cap)
-            of_target = its * scale
-    k = tl.arange(0, 8)
-    found = tl.where(k == 0, maximum, tl.where(k == 1, total, tl.where(k == 2, of_target, 0.0)))
-    tl.store(out + k, tl.where(k == 3, weighed, tl.where(k == 4, summed, found)))
+            found = tl.where(k == 2, _squashed(its, cap) if CAPPED else its, found)
+    tl.store(out + k, found)
 
 
 @triton.jit
@@ -177,10 +193,10 @@ def logit_gradient(
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr = False,
 ):
-    """``dz[j] = p[j] * (a + b * z[j]) + t * [j is the target] + u * w[j]`` with ``p = exp(z - lse)``, then ``dx``.
+    """``dz[j] = p[j] * (a + b * d[j]) + t * [j is the target] + s * w[j]``, then ``dx``.
 
-    The factors of a row are lse, a, b, t and u (of eight numbers, as the state has). Rows whose a, b, t and u are all 0
-    get zeros and are not read. ``out`` may be the logits themselves.
+    Here ``p = exp(d - log_sum)``. The factors of a row are m, log_sum, a, b, t and s (of eight numbers, as the state
+    has). Rows whose a, b, t and s are all 0 get zeros and are not read. ``out`` may be the logits themselves.
 
     Grid: rows, by blocks of BLOCK columns.
     Masks: columns past the block are neither read nor written.
@@ -188,34 +204,35 @@ def logit_gradient(
     pdl_wait(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     factors = factors_ptr + row * 8
-    lse = tl.load(factors)
-    a = tl.load(factors + 1)
-    b = tl.load(factors + 2)
-    t = tl.load(factors + 3)
-    u = tl.load(factors + 4)
-    active = (a != 0.0) | (b != 0.0) | (t != 0.0) | (u != 0.0)
+    maximum = tl.load(factors)
+    log_sum = tl.load(factors + 1)
+    a = tl.load(factors + 2)
+    b = tl.load(factors + 3)
+    t = tl.load(factors + 4)
+    s = tl.load(factors + 5)
+    active = (a != 0.0) | (b != 0.0) | (t != 0.0) | (s != 0.0)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = c < cols
     wide = c.to(tl.int64)
     read = c < tl.where(active, cols, 0)
     x = tl.load(logits_ptr + row * logits_row + wide * logits_col, mask=read, other=0.0).to(tl.float32)
-    z = x
     if CAPPED:
         squashed = _squashed(x, cap)
-        z = cap * squashed
-    z = z * scale
-    p = _exp(z - lse)
+        below = (squashed - maximum) * (scale * cap)
+    else:
+        below = (x - maximum) * scale
+    p = _exp(below - log_sum)
     if MOMENTS:
-        d = tl.where(p > 0.0, p * (a + b * z), p)
+        d = tl.where(p > 0.0, p * (a + b * below), p)
     else:
         d = p * a
     own = tl.load(targets_ptr + row).to(tl.int64) - first
     d += tl.where(wide == own, t, 0.0)
     if TOTALS:
         if WEIGHTED:
-            d += u * tl.load(class_weight_ptr + c, mask=there, other=0.0)
+            d += s * tl.load(class_weight_ptr + c, mask=there, other=0.0)
         else:
-            d += u
+            d += s
     # From z back to what the product left.
     d = d * scale
     if CAPPED:

@@ -20,10 +20,9 @@ from cutekernels.ops.loss.products import (
     chunks,
     differentiate,
     fresh_state,
-    log_sum_exp,
     read,
 )
-from cutekernels.ops.loss.rows import SCALE_GRADIENT, TARGET, TERMS, TOTAL
+from cutekernels.ops.loss.rows import MAXIMUM, SCALE_GRADIENT, SUM, TARGET, TERMS, TOTAL
 from cutekernels.ops.shared.calls import call, register
 from cutekernels.ops.shared.checks import check_number, check_tensor, check_whole
 from cutekernels.ops.shared.registration import Path, define, transformed
@@ -192,30 +191,31 @@ def _computed(
         kept = read(some, own, of, its_state, into.wanted)
         if not into.wanted:
             continue
-        lse = log_sum_exp(its_state)
+        maximum, log_sum = its_state[:, MAXIMUM], its_state[:, SUM].log()
         of_target = (1 - label_smoothing) * grown * of_class[begin:end]
         a = of_target + share * grown * every
         if z_loss != 0.0:
-            a = a + 2 * z_loss * (factor_z if shift is None else shift * factor_z) * lse
+            a = a + 2 * z_loss * (factor_z if shift is None else shift * factor_z) * (maximum * of.factor + log_sum)
         factors = state.new_zeros((end - begin, TERMS))
         where = counted[begin:end]
-        factors[:, 0] = lse
-        factors[:, 1] = torch.where(where, a, 0.0)
-        factors[:, 3] = torch.where(where, -of_target, 0.0)
+        factors[:, 0], factors[:, 1] = maximum, log_sum
+        factors[:, 2] = torch.where(where, a, 0.0)
+        factors[:, 4] = torch.where(where, -of_target, 0.0)
         if smoothed:
-            factors[:, 4] = torch.where(where, -share * grown, 0.0)
+            factors[:, 5] = torch.where(where, -share * grown, 0.0)
         its_dx = None if into.dx is None else into.dx[begin:end]
         differentiate(some, own, of, factors, Gradients(its_dx, into.dweight, into.dbias), begin == 0, kept)
     if into.dweight is not None and not len(x):
         into.dweight.zero_()
 
-    lse = log_sum_exp(state)
-    losses = (1 - label_smoothing) * of_class * (lse - state[:, TARGET])
+    maximum, log_sum = state[:, MAXIMUM], state[:, SUM].log()
+    losses = (1 - label_smoothing) * of_class * (log_sum - (state[:, TARGET] - maximum) * of.factor)
     if smoothed:
-        losses = losses + share * (every * lse - state[:, TOTAL])
+        losses = losses + share * (every * log_sum - state[:, TOTAL])
     loss = torch.where(counted, losses, 0.0).sum() * factor
     if z_loss != 0.0:
-        loss = loss + z_loss * factor_z * torch.where(counted, lse * lse, 0.0).sum()
+        lse = torch.where(counted, maximum * of.factor + log_sum, 0.0)
+        loss = loss + factor_z * (z_loss**0.5 * lse).square().sum()
     dx = x.new_empty(0) if into.dx is None else into.dx
     dweight = x.new_empty(0) if into.dweight is None else into.dweight.to(weight.dtype)
     dbias = x.new_empty(0) if into.dbias is None or bias is None else into.dbias.to(bias.dtype)

@@ -1,8 +1,9 @@
 """``linear_logprob``: the log-probability of each token's target, without the logits; and of a shard of a vocabulary.
 
 One op gives for each row the target's logit, the log-sum-exp and, where they are wanted, the mean logit under the
-softmax and the sum of all logits. All four may meet any upstream gradient per row; the backward forms the logits again
-(four products). What losses make of them is plain torch.
+softmax and the sum of all: less the largest logit, which is the fifth. The first four may meet any upstream gradient
+per row; the backward forms the logits again (four products). What losses make of them is plain torch. The largest logit
+has no gradient: a loss does not depend on it, or adds it to the log-sum-exp, whose gradient is the softmax either way.
 """
 
 from __future__ import annotations
@@ -20,19 +21,18 @@ from cutekernels.ops.loss.products import (
     chunks,
     differentiate,
     fresh_state,
-    log_sum_exp,
     read,
 )
-from cutekernels.ops.loss.rows import SUM, TARGET, TERMS, TOTAL, WEIGHED
+from cutekernels.ops.loss.rows import MAXIMUM, SUM, TARGET, TERMS, TOTAL, WEIGHED
 from cutekernels.ops.shared.checks import check_flag, check_whole
 from cutekernels.ops.shared.registration import Path, define
 
 _TENSORS = "Tensor x, Tensor weight, Tensor targets, Tensor? bias, Tensor? class_weight"
 _SHAPE = "SymInt first, SymInt ignore_index, float softcap, float scale, bool moments, bool totals"
-_SUMS = f"linear_logprob({_TENSORS}, {_SHAPE}, bool shard) -> (Tensor, Tensor, Tensor, Tensor)"
+_SUMS = f"linear_logprob({_TENSORS}, {_SHAPE}, bool shard) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 _BACKWARD = (
-    "linear_logprob_backward(Tensor dtarget, Tensor dlse, Tensor dmean, Tensor dtotal, Tensor lse, Tensor mean, "
-    f"{_TENSORS}, {_SHAPE}, bool wants_x, bool wants_weight, bool wants_bias) -> (Tensor, Tensor, Tensor)"
+    "linear_logprob_backward(Tensor dtarget, Tensor dlse, Tensor dmean, Tensor dtotal, Tensor maximum, Tensor log_sum, "
+    f"Tensor mean, {_TENSORS}, {_SHAPE}, bool wants_x, bool wants_weight, bool wants_bias) -> (Tensor, Tensor, Tensor)"
 )
 
 
@@ -105,11 +105,13 @@ def linear_logprob(
     scale, cap = arguments.shape(name, temperature, softcap)
     check_whole(name, "ignore_index", ignore_index)
     check_flag(name, "entropy", entropy)
-    target, lse, mean, _ = SUMS(
+    target, log_sum, mean, _, maximum = SUMS(
         x, weight, targets, bias, None, 0, ignore_index, cap, scale, bool(entropy), False, False
     )
-    logp = (target - lse).view(lead)
-    return LogProb(logp, lse.view(lead), (lse - mean).view(lead)) if entropy else logp
+    logp = (target - log_sum).view(lead)
+    if not entropy:
+        return logp
+    return LogProb(logp, (_largest(maximum, scale, cap) + log_sum).view(lead), (log_sum - mean).view(lead))
 
 
 def linear_logprob_shard(
@@ -148,8 +150,11 @@ def linear_logprob_shard(
     scale, cap = arguments.shape(name, temperature, softcap)
     check_whole(name, "ignore_index", ignore_index)
     check_whole(name, "first", first, 0)
-    sums = SUMS(x, weight, targets, bias, None, first, ignore_index, cap, scale, True, False, True)
-    return ShardSums(*[t.view(lead) for t in sums[:3]])
+    target, log_sum, mean, _, maximum = SUMS(
+        x, weight, targets, bias, None, first, ignore_index, cap, scale, True, False, True
+    )
+    largest = _largest(maximum, scale, cap)
+    return ShardSums(target.view(lead), (largest + log_sum).view(lead), (largest + mean).view(lead))
 
 
 def token_losses(
@@ -159,15 +164,23 @@ def token_losses(
     """:func:`linear_cross_entropy` of each row by itself, for checked arguments."""
     smoothed = label_smoothing != 0
     shares = class_weight if smoothed else None
-    target, lse, _, total = SUMS(x, weight, targets, bias, shares, 0, ignore_index, cap, scale, False, smoothed, False)
-    of_class = arguments.class_weights(class_weight, targets, len(weight), lse.dtype)
-    losses = (1 - label_smoothing) * of_class * (lse - target)
+    target, log_sum, _, total, maximum = SUMS(
+        x, weight, targets, bias, shares, 0, ignore_index, cap, scale, False, smoothed, False
+    )
+    of_class = arguments.class_weights(class_weight, targets, len(weight), log_sum.dtype)
+    losses = (1 - label_smoothing) * of_class * (log_sum - target)
     if smoothed:
         every = class_weight.sum() if class_weight is not None else len(weight)
-        losses = losses + label_smoothing / len(weight) * (every * lse - total)
+        losses = losses + label_smoothing / len(weight) * (every * log_sum - total)
     if z_loss != 0:
-        losses = losses + z_loss * lse * lse
+        lse = _largest(maximum, scale, cap) + log_sum
+        losses = losses + (z_loss**0.5 * lse).square()  # without the square of a large one
     return torch.where(targets != ignore_index, losses, 0.0)
+
+
+def _largest(maximum: Tensor, scale: float, cap: float) -> Tensor:
+    """The largest logit of each row, off its state's MAXIMUM."""
+    return maximum.detach() * (scale * (cap or 1.0))
 
 
 # ---- forward and backward -------------------------------------------------------------------------------
@@ -177,8 +190,11 @@ def token_losses(
 def _computed(
     x: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, class_weight: Tensor | None, first: int,
     ignore_index: int, softcap: float, scale: float, moments: bool, totals: bool, shard: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Each row's target logit, log-sum-exp, mean logit and sum of logits: zeros for what is not wanted."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Each row's target logit, log-sum-exp, mean logit and sum of logits, less the largest logit; and its MAXIMUM.
+
+    Zeros for what is not wanted. A shard's target logit is whole.
+    """
     _check(x, weight, targets, bias, class_weight, ignore_index, first if shard else None)
     x, weight, targets = x.contiguous(), arguments.rows_contiguous(weight), targets.contiguous()
     bias = None if bias is None else bias.contiguous()
@@ -187,20 +203,21 @@ def _computed(
     for begin, end in chunks(len(x)):
         read(x[begin:end], targets[begin:end], of, state[begin:end], keep=False)
     counted = targets != ignore_index
-    lse = torch.where(counted, log_sum_exp(state), 0.0)
-    target = state[:, TARGET]
+    maximum, log_sum = (torch.where(counted, t, 0.0) for t in (state[:, MAXIMUM], state[:, SUM].log()))
+    target = state[:, TARGET] * of.factor
     if not shard:
         known = ~counted | ((targets >= 0) & (targets < len(weight)))
-        target = torch.where(known, target, torch.nan)
-    mean = torch.where(counted, state[:, WEIGHED] / state[:, SUM], 0.0) if moments else torch.zeros_like(lse)
-    return target.clone(), lse, mean, state[:, TOTAL].clone()
+        target = torch.where(known, (state[:, TARGET] - maximum) * of.factor, torch.nan)
+    mean = torch.where(counted, state[:, WEIGHED] / state[:, SUM], 0.0) if moments else torch.zeros_like(log_sum)
+    return target, log_sum, mean, state[:, TOTAL].clone(), maximum
 
 
 @torch.no_grad()
 def _differentiated(
-    dtarget: Tensor, dlse: Tensor, dmean: Tensor, dtotal: Tensor, lse: Tensor, mean: Tensor, x: Tensor, weight: Tensor,
-    targets: Tensor, bias: Tensor | None, class_weight: Tensor | None, first: int, ignore_index: int, softcap: float,
-    scale: float, moments: bool, totals: bool, wants_x: bool, wants_weight: bool, wants_bias: bool,
+    dtarget: Tensor, dlse: Tensor, dmean: Tensor, dtotal: Tensor, maximum: Tensor, log_sum: Tensor, mean: Tensor,
+    x: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, class_weight: Tensor | None, first: int,
+    ignore_index: int, softcap: float, scale: float, moments: bool, totals: bool, wants_x: bool, wants_weight: bool,
+    wants_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients by x, weight and bias: empty tensors for those nobody wants."""
     x, weight, targets = x.contiguous(), arguments.rows_contiguous(weight), targets.contiguous()
@@ -209,17 +226,17 @@ def _differentiated(
     into = Gradients(
         torch.empty_like(x) if wants_x else None,
         torch.empty_like(weight) if wants_weight else None,
-        torch.zeros_like(bias, dtype=lse.dtype) if wants_bias and bias is not None else None,
+        torch.zeros_like(bias, dtype=log_sum.dtype) if wants_bias and bias is not None else None,
     )
     counted = targets != ignore_index
-    factors = lse.new_zeros((len(x), TERMS))
-    factors[:, 0] = lse
-    factors[:, 1] = torch.where(counted, dlse + dmean * (1 - mean) if moments else dlse, 0.0)
-    factors[:, 3] = torch.where(counted, dtarget, 0.0)
+    factors = log_sum.new_zeros((len(x), TERMS))
+    factors[:, 0], factors[:, 1] = maximum, log_sum
+    factors[:, 2] = torch.where(counted, dlse + dmean * (1 - mean) if moments else dlse, 0.0)
+    factors[:, 4] = torch.where(counted, dtarget, 0.0)
     if moments:
-        factors[:, 2] = torch.where(counted, dmean, 0.0)
+        factors[:, 3] = torch.where(counted, dmean, 0.0)
     if totals:
-        factors[:, 4] = torch.where(counted, dtotal, 0.0)
+        factors[:, 5] = torch.where(counted, dtotal, 0.0)
     for begin, end in chunks(len(x)):
         dx = None if into.dx is None else into.dx[begin:end]
         rows = Gradients(dx, into.dweight, into.dbias)
@@ -244,11 +261,11 @@ def _fake(*args: Any) -> tuple[Tensor, ...]:
     x, weight, targets, bias, class_weight, first, ignore_index = args[:7]
     _check(x, weight, targets, bias, class_weight, ignore_index, first)
     kind = torch.promote_types(x.dtype, torch.float32)
-    return tuple([x.new_empty(x.shape[:1], dtype=kind) for _ in range(4)])
+    return tuple([x.new_empty(x.shape[:1], dtype=kind) for _ in range(5)])
 
 
 def _fake_gradient(*args: Any) -> tuple[Tensor, ...]:
-    x, weight, _, bias = args[6:10]
+    x, weight, _, bias = args[7:11]
     found = zip((x, weight, bias), args[-3:], strict=True)
     return tuple(
         [torch.empty_like(t, memory_format=torch.contiguous_format) if w else x.new_empty(0) for t, w in found]
@@ -257,14 +274,14 @@ def _fake_gradient(*args: Any) -> tuple[Tensor, ...]:
 
 def _remember(ctx: Any, args: tuple[Any, ...], made: tuple[Tensor, ...]) -> None:
     ctx.options = args[5:11]
-    ctx.save_for_backward(made[1], made[2], *args[:5])
+    ctx.save_for_backward(made[4], made[1], made[2], *args[:5])
 
 
 def _gradient(ctx: Any, *upstream: Tensor) -> tuple[Any, ...]:
-    lse, mean, x, weight, targets, bias, class_weight = ctx.saved_tensors
+    maximum, log_sum, mean, x, weight, targets, bias, class_weight = ctx.saved_tensors
     needs = ctx.needs_input_grad
     wants = needs[0], needs[1], bias is not None and needs[3]
-    made = BACKWARD(*upstream, lse, mean, x, weight, targets, bias, class_weight, *ctx.options, *wants)
+    made = BACKWARD(*upstream[:4], maximum, log_sum, mean, x, weight, targets, bias, class_weight, *ctx.options, *wants)
     dx, dweight, dbias = [t if wanted else None for t, wanted in zip(made, wants, strict=True)]
     return dx, dweight, None, dbias, *[None] * 8
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cutekernels.ops.gemm.api import gemm
-from cutekernels.ops.loss.rows import LOGIT_GRADIENT, LOGIT_STATISTICS, MAXIMUM, SUM, TERMS
+from cutekernels.ops.loss.rows import LOGIT_GRADIENT, LOGIT_STATISTICS, MAXIMUM, TERMS
 from cutekernels.ops.shared.calls import call, register
 
 MOST_BYTES = 64_000_000  # of a block of logits
@@ -44,6 +44,11 @@ class Classifier:
     @property
     def options(self) -> tuple[bool, bool, bool]:
         return self.cap != 0.0, self.moments, self.totals
+
+    @property
+    def factor(self) -> float:
+        """Of the numbers of states: see ``kernels/triton/loss.py``."""
+        return self.scale * (self.cap or 1.0)
 
     @property
     def shape(self) -> tuple[float, float]:
@@ -104,10 +109,6 @@ def fresh_state(x: Tensor, rows: int) -> Tensor:
     return state
 
 
-def log_sum_exp(state: Tensor) -> Tensor:
-    return state[:, MAXIMUM] + state[:, SUM].log()
-
-
 def read(x: Tensor, targets: Tensor, of: Classifier, state: Tensor, keep: bool) -> list[Tensor]:
     """Brings ``state`` (rows, TERMS) up to date with all classes. The blocks of logits, if they are to be kept."""
     rows, kept = len(x), []
@@ -128,7 +129,8 @@ def read(x: Tensor, targets: Tensor, of: Classifier, state: Tensor, keep: bool) 
 def differentiate(
     x: Tensor, targets: Tensor, of: Classifier, factors: Tensor, into: Gradients, first_chunk: bool, kept: list[Tensor]
 ) -> None:
-    """Adds one chunk's gradients, whose rows have ``factors`` (rows, TERMS): lse, a, b, t, u.
+    """Adds one chunk's gradients, whose rows have ``factors`` (rows, TERMS): the state's MAXIMUM, the logarithm of its
+    SUM, a, b, t, s.
 
     ``kept``: its blocks of logits, which are used up; computed again where there are none.
     """

@@ -1,7 +1,7 @@
 """``logit_statistics`` and ``logit_gradient``: what losses need of a block of logits, row by row.
 
-The state of a row is described in ``kernels/triton/loss.py``: maximum, sum of exponentials, the target's logit and two
-sums that some losses need.
+The state of a row is described in ``kernels/triton/loss.py``: maximum, sum of exponentials, the target's logit and
+three sums that some losses need.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
     from cutekernels.gpu import GpuSpec
 
 TERMS = 8  # numbers of a row's state, and of its factors
-MAXIMUM, SUM, TARGET, WEIGHED, TOTAL = range(5)
+MAXIMUM, SUM, TARGET, WEIGHED, TOTAL, SHARE = range(6)
 _MOST_PER_THREAD = 32  # logits of a row that a thread holds
 _DEPTH = 64.0
 
 
 @dataclass(frozen=True)
 class LogitProblem(LaidOut, Problem):
-    """A block of ``cols`` classes. ``capped``: logits pass through a softcap. ``moments``: the sum of p * z is wanted.
-    ``totals``: the sum of all logits is, each times its class's weight where ``weighted``.
+    """A block of ``cols`` classes. ``capped``: logits pass through a softcap. ``moments``: the sum of p * d is wanted,
+    d the logit less the largest. ``totals``: the sum of all d is, each times its class's weight where ``weighted``.
     """
 
     aligns_rows: ClassVar[str | None] = "cols"
@@ -113,28 +113,25 @@ class _LogitOp(TritonOp[LogitProblem, LogitConfig]):
         values = torch.rand(shape, generator=generator, device=where)
         if name == "state":
             return values.mul_(4).add_(1)
-        # Factors: a log-sum-exp like that of the logits, the rest of either sign.
+        # Factors: a maximum and a sum's logarithm like those of the logits, the rest of either sign.
         values.mul_(2).sub_(1)
-        values[:, 0] += 8 + 0.7 * max(1, p.cols).bit_length()
+        values[:, 0] += 0 if p.capped else 7 + 0.7 * max(1, p.cols).bit_length()
+        values[:, 1] += 1
         return values
 
-    def z(self, logits: Tensor, scale: float, cap: float, capped: bool) -> tuple[Tensor, Tensor]:
-        """The loss's logits in fp64, and their derivative."""
+    def u(self, logits: Tensor, scale: float, cap: float, capped: bool) -> tuple[Tensor, float]:
+        """u in fp64, and the factor that makes it the loss's logits."""
         import torch
 
         x = logits.double()
-        slope = torch.full_like(x, scale)
-        if capped:
-            squashed = torch.tanh(x / cap)
-            x, slope = cap * squashed, slope * (1 - squashed * squashed)
-        return x * scale, slope
+        return (torch.tanh(x / cap), cap * scale) if capped else (x, scale)
 
 
 class LogitStatistics(_LogitOp):
     """The rows' state with a block of the vocabulary added. ``out_state`` may be ``state``."""
 
     name = "logit_statistics"
-    revision = 1
+    revision = 2
     kernel = "loss:logit_statistics"
     out_state = Array("rows", "terms", dtype="wide", strides=(), result=True)
     logits = Matrix("rows", "cols")
@@ -163,29 +160,36 @@ class LogitStatistics(_LogitOp):
         import torch
 
         logits, targets, class_weight, state, first, ignore, scale, cap = args
-        z, _ = self.z(logits, scale, cap, options["capped"])
+        u, factor = self.u(logits, scale, cap, options["capped"])
         made = state.double()
-        maximum, total, of_target, weighed, summed = made.unbind(1)[:5]
+        maximum, total, of_target, weighed, summed, share = made.unbind(1)[:6]
         kept = targets != ignore
-        top = torch.maximum(maximum, torch.where(z.isnan(), -torch.inf, z).amax(1)) if z.shape[1] else maximum
+        top = torch.maximum(maximum, torch.where(u.isnan(), -torch.inf, u).amax(1)) if u.shape[1] else maximum
         anchor = torch.where(top == -torch.inf, 0.0, top)
-        mass, grown = torch.exp(z - anchor[:, None]), torch.exp(maximum - anchor)
+        below = (u - anchor[:, None]) * factor
+        mass, grown = torch.exp(below), torch.exp((maximum - anchor) * factor)
+        grows = (torch.where(maximum == -torch.inf, 0.0, maximum) - anchor) * factor
         own = targets.long() - first
-        here = (own >= 0) & (own < z.shape[1])
-        at = own.clamp(0, max(0, z.shape[1] - 1))[:, None]
+        here = (own >= 0) & (own < u.shape[1])
+        at = own.clamp(0, max(0, u.shape[1] - 1))[:, None]
         found = [
             top,
             total * grown + mass.sum(1),
-            torch.where(here, z.gather(1, at)[:, 0], of_target) if z.shape[1] else of_target,
+            torch.where(here, u.gather(1, at)[:, 0], of_target) if u.shape[1] else of_target,
             weighed,
             summed,
+            share,
         ]
         if options["moments"]:
-            found[WEIGHED] = weighed * grown + torch.where(mass > 0, mass * z, 0.0).sum(1)
+            before = torch.where(grown > 0, (weighed + grows * total) * grown, 0.0)
+            found[WEIGHED] = before + torch.where(mass > 0, mass * below, mass).sum(1)
         if options["totals"]:
-            found[TOTAL] = summed + (z if class_weight is None else z * class_weight).sum(1)
-        updated = torch.where(kept[:, None], torch.stack(found, dim=1), made[:, :5])
-        return (torch.nn.functional.pad(updated, (0, TERMS - 5)).to(state.dtype),)
+            every = float(u.shape[1]) if class_weight is None else class_weight.double().sum()
+            moved = torch.where(share != 0, grows * share, 0.0)
+            found[TOTAL] = summed + moved + (below if class_weight is None else below * class_weight).sum(1)
+            found[SHARE] = share + every
+        updated = torch.where(kept[:, None], torch.stack(found, dim=1), made[:, :6])
+        return (torch.nn.functional.pad(updated, (0, TERMS - 6)).to(state.dtype),)
 
     def work(self, p: LogitProblem) -> Work:
         return Work(flops=0.0, bytes=self.bytes(p), depth=float(max(_DEPTH, p.cols)))
@@ -195,7 +199,7 @@ class LogitGradient(_LogitOp):
     """The gradient with respect to a block of logits, from the rows' factors. ``out`` may be ``logits``."""
 
     name = "logit_gradient"
-    revision = 1
+    revision = 2
     kernel = "loss:logit_gradient"
     out = Matrix("rows", "cols", result=True)
     logits = Matrix("rows", "cols")
@@ -224,16 +228,19 @@ class LogitGradient(_LogitOp):
         import torch
 
         logits, targets, class_weight, factors, first, scale, cap = args
-        z, slope = self.z(logits, scale, cap, options["capped"])
-        lse, a, b, t, u = factors.double()[:, :5, None].unbind(1)
-        p = torch.exp(z - lse)
-        d = torch.where(p > 0, p * (a + b * z), p) if options["moments"] else p * a
+        u, factor = self.u(logits, scale, cap, options["capped"])
+        maximum, log_sum, a, b, t, s = factors.double()[:, :6, None].unbind(1)
+        below = (u - maximum) * factor
+        p = torch.exp(below - log_sum)
+        d = torch.where(p > 0, p * (a + b * below), p) if options["moments"] else p * a
         own = targets.long() - first
-        d = d + t * (torch.arange(z.shape[1], device=z.device) == own[:, None])
+        d = d + t * (torch.arange(u.shape[1], device=u.device) == own[:, None])
         if options["totals"]:
-            d = d + (u if class_weight is None else u * class_weight)
-        active = (a != 0) | (b != 0) | (t != 0) | (u != 0)
-        return (torch.where(active, d * slope, 0.0).to(logits.dtype),)
+            d = d + (s if class_weight is None else s * class_weight)
+        if options["capped"]:
+            d = d * (1 - u * u)
+        active = (a != 0) | (b != 0) | (t != 0) | (s != 0)
+        return (torch.where(active, d * scale, 0.0).to(logits.dtype),)
 
     def work(self, p: LogitProblem) -> Work:
         return Work(flops=0.0, bytes=self.bytes(p), depth=_DEPTH)
