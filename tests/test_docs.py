@@ -84,20 +84,21 @@ def test_python_examples_run_and_print_what_stands_below(number: int, capsys: py
         assert line in printed.splitlines(), f"{line!r} is not printed:\n{printed}"
 
 
-@pytest.mark.parametrize("line", commands())
-def test_console_examples_parse(line: str) -> None:
-    program, *words = shlex.split(line)
-    if program == "make":
-        targets = re.findall(r"^([\w-]+):(?!=)", (ROOT / "Makefile").read_text(), re.MULTILINE)
-        assert words[0] in targets
-    elif program == "pip":
-        assert words[0] == "install"
-    elif program == "python":
-        path = words[0] if words[0] != "-m" else words[1].replace(".", "/") + ".py"
-        assert (ROOT / path).is_file(), "which a test of its own runs"
-    else:
-        assert program == "cutekernels"
-        parse(typer.main.get_command(cli.app), [program, *words])
+def test_console_examples_parse() -> None:
+    root = typer.main.get_command(cli.app)
+    for line in commands():
+        program, *words = shlex.split(line)
+        if program == "make":
+            targets = re.findall(r"^([\w-]+):(?!=)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+            assert words[0] in targets, line
+        elif program == "pip":
+            assert words[0] == "install", line
+        elif program == "python":
+            path = words[0] if words[0] != "-m" else words[1].replace(".", "/") + ".py"
+            assert (ROOT / path).is_file(), "which a test of its own runs"
+        else:
+            assert program == "cutekernels"
+            parse(root, [program, *words])
 
 
 def test_a_wrong_example_would_be_seen() -> None:
@@ -150,10 +151,10 @@ def test_the_readme_is_short() -> None:
     assert len(README.splitlines()) <= README_LINES
 
 
-@pytest.mark.parametrize("name", sorted({*DOCUMENTS, *NOTES, "SECURITY.md", *OTHERS}))
-def test_lines_are_short_but_in_tables(name: str) -> None:
-    lines = (ROOT / name).read_text().splitlines()
-    assert [line for line in lines if len(line) > WIDTH and not line.startswith("|")] == []
+def test_lines_are_short_but_in_tables() -> None:
+    for name in (*DOCUMENTS, *NOTES, "SECURITY.md", *OTHERS):
+        lines = (ROOT / name).read_text().splitlines()
+        assert [line for line in lines if len(line) > WIDTH and not line.startswith("|")] == [], name
 
 
 def test_the_readme_counts_the_winners_that_are_shipped() -> None:
@@ -190,17 +191,19 @@ def test_every_bundled_job_is_in_the_readme() -> None:
         assert tomllib.loads(path.read_text())["name"] == path.stem
 
 
-@pytest.mark.parametrize("name", DOCUMENTS)
-def test_links_and_paths_lead_somewhere(name: str) -> None:
-    text = (ROOT / name).read_text()
-    for target in re.findall(r"\]\(([^)#]+)\)", text):
-        assert target.startswith("http") or (ROOT / name).parent.joinpath(target).exists(), f"{name} links to {target}"
-    for anchor in re.findall(r"\]\(#([^)]+)\)", text):
-        assert anchor in anchors(text), f"{name} links to #{anchor}"
-    if name in HISTORY:
-        return  # entries keep the paths of their day
-    for path in re.findall(r"`((?:cutekernels|tests|autotune|db|bench|docs)/[\w/.-]+)`", text):
-        assert (ROOT / path).exists(), f"{name} mentions {path}"
+def test_links_and_paths_lead_somewhere() -> None:
+    for name in DOCUMENTS:
+        text = (ROOT / name).read_text()
+        for target in re.findall(r"\]\(([^)#]+)\)", text):
+            assert target.startswith("http") or (ROOT / name).parent.joinpath(target).exists(), (
+                f"{name} links to {target}"
+            )
+        for anchor in re.findall(r"\]\(#([^)]+)\)", text):
+            assert anchor in anchors(text), f"{name} links to #{anchor}"
+        if name in HISTORY:
+            continue  # entries keep the paths of their day
+        for path in re.findall(r"`((?:cutekernels|tests|autotune|db|bench|docs)/[\w/.-]+)`", text):
+            assert (ROOT / path).exists(), f"{name} mentions {path}"
 
 
 def test_decisions_are_short_and_dated() -> None:

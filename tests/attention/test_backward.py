@@ -266,20 +266,6 @@ def test_delta_has_a_default_for_every_problem(name: str) -> None:
 # ---- the declaration ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", GPUS)
-@pytest.mark.parametrize("seed", range(12))
-def test_there_is_a_default_for_every_problem_and_gpu(seed: int, name: str) -> None:
-    spec = gpu.lookup(name)
-    p = random_backward(random.Random(seed), lengths=(0, 1, 7, 64, 1000, 100_000))
-    for of in passes(p.head_dim):
-        one = p.replace(of=of)
-        config = ATTENTION_BACKWARD.default(one, spec)
-        assert ATTENTION_BACKWARD.why_not(one, config, spec) is None
-        assert math.isfinite(ATTENTION_BACKWARD.estimate_us(one, config, spec))
-        assert one.bucket().bucket() == one.bucket()
-        assert one.bucket().of == of
-
-
 @pytest.mark.parametrize("head_dim", [8, 32, 64, 96, 128, 192, 200, 256])
 def test_the_passes_give_each_gradient_once(head_dim: int) -> None:
     assert sorted("".join(passes(head_dim))) == ["k", "q", "v"]

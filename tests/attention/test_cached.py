@@ -132,16 +132,6 @@ def test_problems_are_causal_and_of_one_length_of_queries() -> None:
             CacheProblem.parse(f"{base} {words}")
 
 
-@pytest.mark.parametrize("name", ["a100", "l40s", "h200", "rtx5090", "rtx3090", "h200-99kib"])
-@pytest.mark.parametrize("seed", range(8))
-def test_there_is_a_default_for_every_problem_and_gpu(seed: int, name: str) -> None:
-    spec = gpu.lookup(name)
-    p = random_problem(random.Random(seed), rooms=(0, 1, 64, 1000, 100_000), queries=(17, 512, 100_000))
-    config = CACHE_ATTENTION.default(p, spec)
-    assert CACHE_ATTENTION.why_not(p, config, spec) is None
-    assert p.bucket().bucket() == p.bucket()
-
-
 def test_a_block_is_part_or_multiple_of_a_page() -> None:
     p = CacheProblem.parse("batch=4 seq_q=2048 seq_kv=8192 heads_q=32 heads_kv=8 page_size=64")
     for tile_kv, valid in ((128, True), (64, True), (96, False), (80, False)):

@@ -243,16 +243,6 @@ def test_problems_that_contradict_themselves_are_refused() -> None:
             DecodeProblem.parse(f"{base} {words}")
 
 
-@pytest.mark.parametrize("name", ["a100", "l40s", "h200", "rtx5090", "rtx3090", "h200-99kib"])
-@pytest.mark.parametrize("seed", range(12))
-def test_there_is_a_default_for_every_problem_and_gpu(seed: int, name: str) -> None:
-    spec = gpu.lookup(name)
-    p = random_problem(random.Random(seed), rooms=(0, 1, 7, 64, 1000, 100_000))
-    config = DECODE_ATTENTION.default(p, spec)
-    assert DECODE_ATTENTION.why_not(p, config, spec) is None
-    assert p.bucket().bucket() == p.bucket()
-
-
 def test_splits_fill_the_gpu_where_sequences_are_few_and_are_spared_where_many() -> None:
     spec = gpu.lookup("h200")
     few, many = (

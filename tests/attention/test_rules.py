@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from cutekernels import gpu
 from cutekernels.ops.attention.backward import ATTENTION_BACKWARD
+from cutekernels.ops.attention.backward_config import passes
 from cutekernels.ops.attention.cached import CACHE_ATTENTION
 from cutekernels.ops.attention.decode import DECODE_ATTENTION
 from cutekernels.ops.attention.op import ATTENTION
+from tests.attention import cached_cases, cases, decode_cases
+from tests.attention.backward_cases import random_backward
 
 GPUS = [gpu.lookup(name) for name in ("h200", "a100", "l40s")]
 
@@ -42,3 +47,26 @@ def test_the_default_is_the_model_s_best_of_all_that_is_valid(op: Any) -> None:
         for spec in GPUS[:2]:
             ranked = ((op.estimate_us(problem, c, spec), str(c)) for c in op.valid(problem, spec))
             assert str(op.default(problem, spec)) == min(ranked)[1]
+
+
+LENGTHS = (0, 1, 7, 64, 1000, 100_000)
+POSED: dict[Any, Callable[[random.Random], Any]] = {
+    ATTENTION: lambda rng: cases.random_problem(rng, lengths=LENGTHS),
+    ATTENTION_BACKWARD: lambda rng: random_backward(rng, lengths=LENGTHS),
+    DECODE_ATTENTION: lambda rng: decode_cases.random_problem(rng, rooms=LENGTHS),
+    CACHE_ATTENTION: lambda rng: cached_cases.random_problem(rng, rooms=LENGTHS, queries=(17, 512, 100_000)),
+}
+
+
+@pytest.mark.parametrize("name", ["a100", "l40s", "h200", "rtx5090", "rtx3090", "h200-99kib"])
+@pytest.mark.parametrize("op", POSED, ids=lambda op: op.name)
+def test_there_is_a_default_for_every_problem_and_gpu(op: Any, name: str) -> None:
+    spec = gpu.lookup(name)
+    for seed in range(4):
+        posed = POSED[op](random.Random(f"{name} {seed}"))
+        for p in [posed.replace(of=of) for of in passes(posed.head_dim)] if op is ATTENTION_BACKWARD else [posed]:
+            config = op.default(p, spec)
+            assert op.why_not(p, config, spec) is None, p
+            assert math.isfinite(op.estimate_us(p, config, spec)), p
+            assert p.bucket().bucket() == p.bucket(), p
+            assert getattr(p.bucket(), "of", None) == getattr(p, "of", None), p

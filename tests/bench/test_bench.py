@@ -195,11 +195,10 @@ class TestRows:
         with pytest.raises(ValueError, match=r"rows.jsonl:1 is not the header"):
             rows.read(tmp_path / "rows.jsonl")
 
-    @pytest.mark.parametrize("path", sorted(plots.RESULTS.rglob("*.jsonl")), ids=lambda path: path.stem)
-    def test_every_recorded_file_reads(self, path: Path) -> None:
-        found = rows.read(path)
-        gpu = path.relative_to(plots.RESULTS).parts[0]
-        assert {(r.stamp["gpu"], bool(r.stamp["commit"])) for r in found} == {(gpu, True)}
+    def test_every_recorded_file_reads(self) -> None:
+        for path in plots.RESULTS.rglob("*.jsonl"):
+            gpu = path.relative_to(plots.RESULTS).parts[0]
+            assert {(r.stamp["gpu"], bool(r.stamp["commit"])) for r in rows.read(path)} == {(gpu, True)}, path
 
     def test_a_later_run_replaces_the_file_and_leaves_nothing_beside_it(self, tmp_path: Path) -> None:
         path = tmp_path / "rows.jsonl"
@@ -447,10 +446,9 @@ class TestCommand:
     def run(self, *words: str) -> Any:
         return CliRunner().invoke(command.app, list(words))
 
-    @pytest.mark.parametrize(
-        ("op", "suite"), [(op, suite) for op in workloads.OPS for suite in workloads.get(op).suites]
-    )
-    def test_a_dry_run_lists_every_case_and_writes_nothing(self, op: str, suite: str, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("op", workloads.OPS)
+    def test_a_dry_run_lists_every_case_and_writes_nothing(self, op: str, tmp_path: Path) -> None:
+        suite = next(iter(workloads.get(op).suites))  # of the others, TestSuites sees the cases
         result = self.run(op, "--suite", suite, "--dry-run", "--out", str(tmp_path))
         assert result.exit_code == 0, result.output
         cases = workloads.cases(op, suite)

@@ -6,8 +6,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
-
 from cutekernels import gpu
 from cutekernels.op import Config, knob
 from cutekernels.ops import registry
@@ -108,16 +106,15 @@ def test_the_best_is_the_least_estimate_and_the_preferred_of_equals() -> None:
     assert SMALL.best(0, H200, "") is None and best([], float, str) is None
 
 
-@pytest.mark.parametrize(
-    "schedule",
-    [*SCHEDULES.values(), GROUPED_WARPGROUP, *FUSED_SCHEDULES.values(), *PACKED.values()]
-    + [s for op in registry.OPS if isinstance(op, AttentionOp) for s in op.schedules]
-    + [op for op in registry.OPS if isinstance(op, Ruled)],
-    ids=lambda s: f"{type(s).__name__}",
-)
-def test_names_of_rules_are_told_apart(schedule: Ruled) -> None:
-    assert type(schedule).why_not is Ruled.why_not, "what is asked is the rules"
-    names = [rule.name for rule in schedule.rules]
-    assert names and len(set(names)) == len(names)
-    assert {rule.reads for rule in schedule.rules} <= {"problem", "config", "both"}
-    assert all(getattr(type(schedule), rule.name) is rule.why_not for rule in schedule.rules), "the one that is asked"
+def test_names_of_rules_are_told_apart() -> None:
+    schedules = [*SCHEDULES.values(), GROUPED_WARPGROUP, *FUSED_SCHEDULES.values(), *PACKED.values()]
+    schedules += [s for op in registry.OPS if isinstance(op, AttentionOp) for s in op.schedules]
+    schedules += [op for op in registry.OPS if isinstance(op, Ruled)]
+    for schedule in schedules:
+        assert type(schedule).why_not is Ruled.why_not, "what is asked is the rules"
+        names = [rule.name for rule in schedule.rules]
+        assert names and len(set(names)) == len(names)
+        assert {rule.reads for rule in schedule.rules} <= {"problem", "config", "both"}
+        assert all(getattr(type(schedule), rule.name) is rule.why_not for rule in schedule.rules), (
+            "the one that is asked"
+        )

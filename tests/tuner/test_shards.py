@@ -18,13 +18,13 @@ JOB = Job("toys", tuple(task(trials, f"m={m} n=64") for m, trials in ((16, 4), (
 
 
 @pytest.mark.parametrize("name", bundled())
-@pytest.mark.parametrize("count", [1, 2, 3, 8, 100])
-def test_shards_cover_a_job_once_and_cost_about_the_same(name: str, count: int) -> None:
+def test_shards_cover_a_job_once_and_cost_about_the_same(name: str) -> None:
     job = load(name)
-    parts = [shards.part(job, f"{i}/{count}") for i in range(1, count + 1)]
-    assert sorted(str(t) for p in parts for t in p.tasks) == sorted(map(str, job.tasks))
-    costs = [sum(map(shards.expected_s, p.tasks)) for p in parts]
-    assert max(costs) - min(costs) <= max(map(shards.expected_s, job.tasks)) + 1e-6
+    for count in (1, 3, 8):
+        parts = [shards.part(job, f"{i}/{count}") for i in range(1, count + 1)]
+        assert sorted(str(t) for p in parts for t in p.tasks) == sorted(map(str, job.tasks))
+        costs = [sum(map(shards.expected_s, p.tasks)) for p in parts]
+        assert max(costs) - min(costs) <= max(map(shards.expected_s, job.tasks)) + 1e-6
 
 
 def test_a_split_is_the_same_whatever_the_order_of_asking() -> None:
