@@ -1,30 +1,59 @@
-"""What each process of ``test_tensor_parallel.py`` runs: ``python -m tests.integrations.ranks TASK FOLDER ...``."""
+"""What each process of the tests of tensor parallelism runs: ``python -m tests.integrations.ranks TASK FOLDER ...``.
+
+A phase that takes longer than its deadline writes every thread's stack and ends the process. The launcher then ends
+the other ranks with SIGTERM, which write theirs.
+"""
 
 from __future__ import annotations
 
+import faulthandler
 import json
+import math
 import os
 import signal
 import sys
 import threading
+import time
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import cutekernels as ck
 from tests.integrations.tiny import tokens
 
 LEFT = torch.tensor([[0] * 7 + [1] * 13, [1] * 20])
+PHASE_S = 120  # the longest compiles every kernel of a family's backward
+NEW_TOKENS = 16
+
+
+@contextmanager
+def phase(name: str) -> Iterator[None]:
+    """Says when a phase of this rank begins and ends, with the work that it left to the GPU."""
+    begin = time.monotonic()
+    rank = os.environ.get("RANK", "-")
+    print(f"{time.strftime('%H:%M:%S')} rank {rank} {name}: begins", flush=True)
+    faulthandler.dump_traceback_later(PHASE_S, exit=True)
+    try:
+        yield
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+    print(f"{time.strftime('%H:%M:%S')} rank {rank} {name}: took {time.monotonic() - begin:.1f} s", flush=True)
 
 
 def loaded(folder: str, dtype: torch.dtype = torch.float32) -> Any:
     """A model in shards, one for each process of a run; whole in a process by itself."""
     import transformers
+    from transformers.distributed import DistributedConfig
 
     transformers.logging.set_verbosity_error()  # type: ignore[attr-defined]
-    plan: dict[str, Any] = {"tp_plan": "auto"} if "RANK" in os.environ else {}
+    plan = {"distributed_config": DistributedConfig(tp_plan="auto")} if "RANK" in os.environ else {}
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **plan).eval()
 
 
@@ -38,14 +67,37 @@ def results(model: Any) -> dict[str, Any]:
     model(ids, labels=ids).loss.backward()
     for name, p in model.eval().named_parameters():
         if p.grad is not None:
-            found[name] = p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad.clone()
+            found[name] = gradient(p).clone()
     return found
+
+
+def gradient(p: Any) -> Tensor:
+    """This rank's part, laid out as ``p`` is."""
+    grad = p.grad
+    if not hasattr(p, "placements"):
+        return grad  # type: ignore[no-any-return]
+    if grad.placements != p.placements:
+        grad = grad.redistribute(placements=p.placements)
+    return grad.to_local()  # type: ignore[no-any-return]
+
+
+def share(whole: Tensor, p: Any) -> Tensor:
+    """A rank's part of ``whole``, laid out as ``p`` is. torch 2.11 gathers no strided shard, so parts are compared."""
+    for placement in getattr(p, "placements", ()):
+        axis = getattr(placement, "dim", None)  # None: replicated
+        if axis is not None:
+            strips = whole.chunk(getattr(placement, "split_factor", 1), axis)
+            rank, size = p.device_mesh.get_local_rank(), p.device_mesh.size()
+            whole = torch.cat([strip.chunk(size, axis)[rank] for strip in strips], axis)
+    return whole
 
 
 def compare(folder: str) -> dict[str, Any]:
     """Largest differences from one process's results, of the largest result; and what was patched."""
     expected = torch.load(Path(folder, "results.pt"))
     model = loaded(folder)
+    parameters = dict(model.named_parameters())
+    expected = {name: share(t, parameters[name]) if name in parameters else t for name, t in expected.items()}
     before = results(model)
     report = ck.patch(model)
     ours = results(model)
@@ -58,16 +110,39 @@ def compare(folder: str) -> dict[str, Any]:
 
 
 def near(folder: str) -> dict[str, Any]:
-    """How far bf16 logits are from those of one process in fp32, plain and patched."""
-    model = loaded(folder, torch.bfloat16)
-    expected = torch.load(Path(folder, "logits.pt")).to(model.device)
-    ids = tokens(4, 50).to(model.device)
-    with torch.no_grad():
-        plain = model(ids).logits.float()
-        report = ck.patch(model)
-        ours = model(ids).logits.float()
-    errors = {name: float((t - expected).norm() / expected.norm()) for name, t in (("plain", plain), ("ours", ours))}
-    return errors | {"patched": report.patched}
+    """How far logits and gradients in bf16 are from those of one process in fp32, and the tokens; plain and patched."""
+    family, found = Path(folder).name, {}
+    with phase(f"{family}: load"):
+        model = loaded(folder, torch.bfloat16)
+        ids, mask, labels, logits, gradients = torch.load(Path(folder, "exact.pt"), map_location=model.device)
+    for kind in ("plain", "ours"):
+        if kind == "ours":
+            with phase(f"{family}: patch"):
+                report = ck.patch(model)
+        with phase(f"{family}, {kind}: forward"), torch.no_grad():
+            told = labels >= 0  # tokens that are neither padding nor so near another expert that either is right
+            made = model(ids, attention_mask=mask).logits[told].float()
+            found[kind] = {"logits": float((made - logits[told]).norm() / logits[told].norm())}
+        with phase(f"{family}, {kind}: backward"):
+            model.train().zero_grad()
+            model(ids, attention_mask=mask, labels=labels).loss.backward()
+            sizes, errors = {}, {}
+            for name, p in model.eval().named_parameters():
+                expected = share(gradients[name], p)
+                sizes[name], errors[name] = float(expected.norm()), float((gradient(p).float() - expected).norm())
+            size = math.hypot(*sizes.values())
+            found[kind]["gradients"] = math.hypot(*errors.values()) / size
+            # A parameter's own, but for those whose gradient is next to nothing (biases of keys).
+            found[kind]["worst gradient"] = max(e / max(sizes[name], 0.02 * size) for name, e in errors.items())
+        with phase(f"{family}, {kind}: generate"), torch.no_grad():
+            options = {"attention_mask": mask, "max_new_tokens": NEW_TOKENS, "do_sample": False}
+            found[kind]["tokens"] = model.generate(ids, **options)[:, ids.shape[1] :].tolist()
+    with phase(f"{family}: unpatch"), torch.no_grad():
+        ck.unpatch(model)
+        after = model(ids, attention_mask=mask).logits[told].float()
+        found["unpatched"] = {"logits": float((after - logits[told]).norm() / logits[told].norm())}
+    print({kind: {k: v for k, v in of_kind.items() if k != "tokens"} for kind, of_kind in found.items()}, flush=True)
+    return found | {"patched": report.patched}
 
 
 def memory(folder: str) -> dict[str, Any]:
@@ -114,6 +189,7 @@ def killed(folder: str) -> dict[str, Any]:
 def main(*given: str) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    faulthandler.register(signal.SIGTERM, chain=True)
     tasks = {"compare": compare, "near": near, "memory": memory, "killed": killed}
     for task, folder in zip(given[::2], given[1::2], strict=True):
         Path(folder, f"{task}{os.environ.get('RANK', '')}.json").write_text(json.dumps(tasks[task](folder)))

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -29,14 +30,36 @@ def start(*tasks: str | Path, ranks: int = 2) -> subprocess.Popen[str]:
     """Processes with tasks and their folders; one is no distributed run."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     command = [sys.executable, *launcher, "-m", "tests.integrations.ranks", *map(str, tasks)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=-1, stderr=subprocess.STDOUT, text=True)
 
 
-def run(process: subprocess.Popen[str]) -> str:
-    """What a run wrote, behind its end."""
-    with process:
-        return process.communicate(timeout=300)[0]
+def run(process: subprocess.Popen[str], deadline_s: float = 300) -> str:
+    """What a run wrote, behind its end; printed as it comes. One that is not done by its deadline is ended."""
+    stream, lines = process.stdout, []
+    assert stream is not None
+
+    def show() -> None:
+        with stream:
+            for line in stream:
+                lines.append(line)
+                print(line, end="", flush=True)
+
+    shower = threading.Thread(target=show)
+    shower.start()
+    late = False
+    for end, seconds in ((process.terminate, deadline_s), (process.kill, 40), (process.kill, None)):
+        try:
+            process.wait(seconds)
+            break
+        except subprocess.TimeoutExpired:
+            late = True
+            end()  # the launcher ends its ranks, which have sessions of their own, and kills them 30 s later
+    shower.join()
+    text = "".join(lines)
+    assert not late, f"no end after {deadline_s:g} s:\n{text[-20000:]}"
+    return text
 
 
 def read(folder: Path, name: str) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -207,23 +206,3 @@ def test_cuda_graphs_over_a_static_cache_no_further_from_fp32_than_transformers(
                 torch.compiler.reset()
                 ours = parts(model, torch.compile(model, mode="reduce-overhead", fullgraph=True, dynamic=False), *ends)
             assert 0 < (ours - expected).norm() <= 1.25 * (theirs - expected).norm()
-
-
-# ---- tensor parallelism ---------------------------------------------------------------------------------
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs")
-@pytest.mark.parametrize("family", ["qwen2", "qwen3-moe"])
-def test_two_ranks_are_no_further_from_fp32_than_transformers(family: str, tmp_path: Path) -> None:
-    tensor_parallel = pytest.importorskip("tests.integrations.test_tensor_parallel")
-    model = made(family)
-    model.save_pretrained(tmp_path)
-    with torch.no_grad():
-        torch.save(widened(model)(ids()).logits.cpu(), tmp_path / "logits.pt")
-    process = tensor_parallel.start("near", tmp_path)
-    text = tensor_parallel.run(process)
-    assert process.returncode == 0, text[-3000:]
-    for rank in (0, 1):
-        found = tensor_parallel.read(tmp_path, f"near{rank}")
-        assert found["patched"]["attention"] == 2 and found["patched"]["linear"] == (9 if "moe" in family else 15)
-        assert 0 < found["ours"] <= MOST[family] * found["plain"] < 0.2
