@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from cutekernels import gpu
+from cutekernels.backends.triton import Values
 
 H200 = gpu.lookup("h200")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -124,7 +125,11 @@ def _make_fast() -> None:
     np_dtype, init, equal = interpreter._get_np_dtype, core.tensor.__init__, core.tuple.__eq__
     unwrap, block_init = core._unwrap_if_constexpr, core.block_type.__init__
     promote = semantic.TritonSemantic.binary_op_type_checking_impl
-    nested, truth = (list, tuple, core.tuple), (core.constexpr(False), core.constexpr(True))
+    convert, nested, truth = (
+        interpreter._implicit_cvt,
+        (list, tuple, core.tuple),
+        (core.constexpr(False), core.constexpr(True)),
+    )
     modules: set[int] = set()
     dtypes: dict[str, Any] = {}
     shapes: dict[tuple[int, ...], dict[str, Any]] = {}
@@ -195,6 +200,8 @@ def _make_fast() -> None:
     assert not interpreter.InterpreterOptions().debug
     semantic.TritonSemantic.binary_op_sanitize_overflow_impl = lambda self, lhs, rhs, binary_op: None
     semantic.TritonSemantic.binary_op_type_checking_impl = promoted
+    # A group's values: those compiled in stay what they are.
+    interpreter._implicit_cvt = lambda arg: arg.value if type(arg) is core.constexpr else convert(arg)
     interpreter._patch_lang, interpreter._get_np_dtype = patch_once, known_dtype
     interpreter.ReduceOps.generic_reduce = by_halves
     core.tensor.__init__, core.block_type.__init__ = known_shape, known_block
@@ -235,6 +242,16 @@ def build_arguments(op: Any, problem: Any, config: Any, spec: gpu.GpuSpec = H200
         op.build(problem, config, spec)
     (fn,) = compiling.call_args.args
     return {**compiling.call_args.kwargs, "fn": fn}
+
+
+def grouped(fn: Any, names: Mapping[str, Any]) -> dict[str, Any]:
+    """A kernel's parameters of its values by name; in groups, those compiled in are marked as constexprs."""
+    import triton.language as tl
+
+    values = Values.of(fn)
+    given = values.defaults | dict(names)
+    inside = {n: tl.constexpr(v) for n, v in given.items() if n.isupper() and len(values.paths[n]) > 1}
+    return values.grouped(given | inside)
 
 
 def interpret(
@@ -279,7 +296,7 @@ def interpret(
             for n, v in names.items()
             if n.endswith("_ptr") and n not in constants
         }
-        built["fn"][grid](**names, num_warps=built["options"].get("num_warps", 4))
+        built["fn"][grid](**grouped(built["fn"], names), num_warps=built["options"].get("num_warps", 4))
 
     from cutekernels.ops.norms import passes
 

@@ -14,6 +14,7 @@ Works with Triton 3.6 to 3.9, which agree on everything used here.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import os
 import re
@@ -60,6 +61,61 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
+
+
+# ---- a kernel's values ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Values:
+    """The values a kernel takes, by name in the order of its launch.
+
+    A parameter annotated with a NamedTuple is a group: each field is a value of the field's name, and of a field that
+    is a NamedTuple itself, each inner field is one named ``field_inner``. Ops and launches know values, not groups.
+    """
+
+    parameters: dict[str, Any]  # with the NamedTuple of a group
+    paths: dict[str, tuple[int, ...]]  # of each value: the parameter, the field in it
+    defaults: dict[str, Constant]  # of values that a recipe may leave out, which are constexprs then
+
+    @classmethod
+    def of(cls, fn: Any) -> Values:
+        """The values of a ``@triton.jit`` function."""
+        found = cls({}, {}, {})
+        for at, one in enumerate(inspect.signature(fn.fn).parameters.values()):
+            found.parameters[one.name] = one.annotation
+            found._add(one.annotation, "" if _fields(one.annotation) else one.name, (at,), one.default)
+        return found
+
+    def _add(self, kind: Any, name: str, path: tuple[int, ...], default: Any) -> None:
+        fields = _fields(kind)
+        if not fields:
+            self.paths[name] = path
+            if default is not _NO_DEFAULT:
+                self.defaults[name] = default
+            return
+        given = kind._field_defaults if default is _NO_DEFAULT else default._asdict()
+        for at, (field, inner) in enumerate(fields.items()):
+            self._add(inner, f"{name}_{field}" if name else field, (*path, at), given.get(field, _NO_DEFAULT))
+
+    def grouped(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """``values``, one for each name, as the kernel's parameters."""
+
+        def group(kind: Any, name: str) -> Any:
+            fields = _fields(kind)
+            if not fields:
+                return values[name]
+            return kind(*[group(inner, f"{name}_{field}" if name else field) for field, inner in fields.items()])
+
+        return {name: group(kind, "" if _fields(kind) else name) for name, kind in self.parameters.items()}
+
+
+_NO_DEFAULT = inspect.Parameter.empty
+
+
+def _fields(kind: Any) -> dict[str, Any]:
+    """The fields of a NamedTuple with their annotations; of anything else none."""
+    return {name: kind.__annotations__.get(name) for name in getattr(kind, "_fields", ())}
 
 
 # ---- recipes --------------------------------------------------------------------------------------------
@@ -122,20 +178,33 @@ class Recipe:
             raise CompileError(f"{self.module} cannot be imported: {error}; rebuild the cached kernel") from error
         if not isinstance(fn, JITFunction):
             raise CompileError(f"{self.module} has no Triton kernel {self.function!r}; rebuild the cached kernel")
-        if list(fn.arg_names) != list(self.signature):
+        values = Values.of(fn)
+        taken = [name for name in values.paths if name in self.signature or name not in values.defaults]
+        if taken != list(self.signature):
             raise CompileError(
-                f"{self.function} takes ({', '.join(fn.arg_names)}), the recipe gives ({', '.join(self.signature)}); "
+                f"{self.function} takes ({', '.join(taken)}), the recipe gives ({', '.join(self.signature)}); "
                 "rebuild the cached kernel"
             )
         return fn
 
     def source(self) -> Any:
-        """Triton's ``ASTSource``: what it compiles, and what its launcher asks for types. CompileError as above."""
+        """Triton's ``ASTSource`` of a launch: the types of all values in a row. CompileError as above."""
+        from triton.compiler import ASTSource
+
+        places = {name: (at,) for at, name in enumerate(self.signature)}
+        return ASTSource(self.jit_function(), self.signature, {places[n]: v for n, v in self.constexprs.items()})
+
+    def grouped_source(self) -> Any:
+        """Triton's ``ASTSource`` to compile: types as the kernel groups its values. CompileError as above."""
         from triton.compiler import ASTSource
 
         fn = self.jit_function()
-        divisible = {(fn.arg_names.index(name),): [["tt.divisibility", n]] for name, n in self.divisible.items()}
-        return ASTSource(fn=fn, signature=self.signature, constexprs=self.constexprs, attrs=divisible)
+        values = Values.of(fn)
+        omitted = {name: value for name, value in values.defaults.items() if name not in self.signature}
+        signature = values.grouped(dict.fromkeys(omitted, "constexpr") | self.signature)
+        constants = {values.paths[name]: value for name, value in (omitted | self.constexprs).items()}
+        divisible = {values.paths[name]: [["tt.divisibility", n]] for name, n in self.divisible.items()}
+        return ASTSource(fn, signature, constants, divisible)
 
 
 # ---- binaries -------------------------------------------------------------------------------------------
@@ -244,7 +313,7 @@ def _compile(recipe: Recipe) -> Any:
     import triton
     from triton.backends.compiler import GPUTarget
 
-    source = recipe.source()
+    source = recipe.grouped_source()
     # Explicit: Triton 3.9 warns where it is left out, and 3.10 changes the default.
     options = {"enable_fp_fusion": True, **recipe.options}
     with tempfile.TemporaryDirectory(prefix="cutekernels-") as folder, _kept_in(folder):
@@ -280,7 +349,7 @@ def compile_kernel(
     """
     major, minor = gpu.capability
     types, constants, chosen = dict(signature), dict(constexprs), dict(options)
-    if DEPENDENT in fn.arg_names:
+    if DEPENDENT in Values.of(fn).paths:
         types[DEPENDENT], constants[DEPENDENT], chosen["launch_pdl"] = "constexpr", gpu.has_pdl, gpu.has_pdl
     recipe = Recipe(
         fn.__module__,

@@ -181,9 +181,9 @@ _healthy_affine, _healthy_at, _healthy_sums = forward._affine, forward._at, grad
 
 
 @triton.jit
-def unrounded(x, residual, row, head, r, c, inside, RESIDUAL, EVICT):
-    value = tl.load(_healthy_at(x, row, head, r, c), mask=inside, other=0.0).to(tl.float32)
-    return value + tl.load(_healthy_at(residual, row, head, r, c), mask=inside, other=0.0).to(tl.float32)
+def unrounded(given, how, row, head, r, c, inside, EVICT):
+    value = tl.load(_healthy_at(given.x, row, head, r, c), mask=inside, other=0.0).to(tl.float32)
+    return value + tl.load(_healthy_at(given.residual, row, head, r, c), mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ pytest.importorskip("triton")
 from cutekernels import gpu
 from cutekernels.backends import triton as backend
 from cutekernels.backends.cubin import resource_usage
-from cutekernels.backends.triton import Binary, Recipe, TritonArtifact, TritonKernel, compile_kernel
+from cutekernels.backends.triton import Binary, Recipe, TritonArtifact, TritonKernel, Values, compile_kernel
 from cutekernels.errors import CompileError
 from cutekernels.kernels.triton import activations, sampling
 
@@ -163,6 +164,37 @@ def test_what_triton_calls_a_kernel_does_not_depend_on_what_was_compiled_before(
         saved.append(((tmp_path / "kernel").read_bytes(), sampling.sample_filter.cache_key))
     assert saved[0][0] == saved[1][0]
     assert saved[0][1] != saved[1][1], "Triton's own hash differs: this test would see it"
+
+
+def test_a_kernel_takes_its_values_in_groups_and_is_launched_without_them() -> None:
+    """Names and order are a launch's; fields with defaults may be missing, and others may not."""
+    from cutekernels.kernels.triton.norms import forward
+    from cutekernels.ops.norms.op import ADD_RMS_NORM, RMS_NORM
+
+    made = {}
+    for op in (RMS_NORM, ADD_RMS_NORM):
+        problem = op.Problem.parse("rows=16 cols=4096")
+        made[op.name] = op.build(problem, op.default(problem, gpu.lookup("h200")), gpu.lookup("h200")).binary.recipe
+    recipe = made["rms_norm"]
+    values = Values.of(forward.rms_norm)
+    assert [n for n in made["add_rms_norm"].signature if not n.isupper()] == [
+        *("y_ptr", "u_ptr", "x_ptr", "residual_ptr", "weight_ptr", "rows", "heads", "cols"),
+        *[f"{name}_{step}" for name in ("y", "u", "x", "residual") for step in ("row", "head", "col")],
+        *("eps", "weight_offset"),
+    ]
+    assert values.paths["x_ptr"] == (0, 2) and values.paths["x_col"] == (2, 2, 2) and values.paths["DEPENDENT"] == (5,)
+    assert not {"u_ptr", "residual_row", "bias_ptr", "BIAS"} & set(recipe.signature)
+    assert values.defaults["u_ptr"] == values.defaults["u_col"] == 0 and values.defaults["BIAS"] is False
+    grouped = recipe.grouped_source()
+    assert grouped.signature["by"].x.row == "i64" and grouped.signature["by"].u == ("constexpr",) * 3
+    assert grouped.constants[values.paths["u_row"]] == 0 and values.paths["y_ptr"] not in grouped.constants
+    assert list(recipe.source().signature) == list(recipe.signature), "a launch passes its values in a row"
+    for signature in (
+        {name: kind for name, kind in recipe.signature.items() if name != "rows"},
+        dict(reversed(recipe.signature.items())),
+    ):
+        with pytest.raises(CompileError, match="rms_norm takes"):
+            replace(recipe, signature=signature).grouped_source()
 
 
 HOSTILE = {

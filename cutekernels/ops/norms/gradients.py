@@ -210,6 +210,9 @@ class _NormBackward(NormOp[N]):
         found = super().kind(p, name)
         return "fp32" if found is not None and name in ("dweight", "dbias") else found  # parts
 
+    def constants(self, p: N, c: NormConfig) -> dict[str, int | bool | str]:
+        return super().constants(p, c) | {"CENTRED": self.centred}
+
     def chained(self, p: N, c: NormConfig, gpu: GpuSpec) -> list[tuple[ColumnSum, ColumnSumProblem]]:
         """The sums that the second pass adds up."""
         if not p.rows * p.heads * p.cols:

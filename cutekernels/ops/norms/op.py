@@ -125,6 +125,9 @@ class AddRmsNorm(_RmsNorms):
     weight = columns("weight")
     flops_per_element = 5
 
+    def constants(self, p: RmsNormProblem, c: NormConfig) -> dict[str, int | bool | str]:
+        return super().constants(p, c) | {"RESIDUAL": True}
+
     def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
         x, residual, weight, eps, offset = args
         u = (wide(x) + wide(residual)).to(x.dtype)
@@ -156,8 +159,10 @@ class LayerNorm(_Norm[LayerNormProblem]):
     paired = True
     flops_per_element = 7
 
-    def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
+    def constants(self, p: LayerNormProblem, c: NormConfig) -> dict[str, int | bool | str]:
+        return super().constants(p, c) | {"CENTRED": True}
 
+    def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
         x, weight, bias, eps = args
         v = wide(x)
         v = v - v.mean(-1, keepdim=True)

@@ -94,8 +94,9 @@ class LaidOut:
 class TritonOp(Ruled, TensorOp[P, C]):
     """An op whose tensors are :class:`~cutekernels.ops.shared.operands.Operand` attributes of its class.
 
-    The kernel's parameters, in this order: ``<operand>_ptr`` of results and inputs, the ``sizes``,
-    ``<operand>_<stride>`` of each, the ``scalars``, the ``extras``, constexprs.
+    The kernel's values, in this order: ``<operand>_ptr`` of results and inputs, the ``sizes``, ``<operand>_<stride>``
+    of each, the ``scalars``, the ``extras``, constexprs. It takes them in NamedTuples or one by one, see
+    :class:`~cutekernels.backends.triton.Values`.
     """
 
     kernel: ClassVar[str]
@@ -367,13 +368,13 @@ class TritonOp(Ruled, TensorOp[P, C]):
         return signature, constants, divisible
 
     def build(self, p: P, c: C, gpu: GpuSpec) -> Artifact:
-        from cutekernels.backends.triton import compile_kernel
+        from cutekernels.backends.triton import Values, compile_kernel
 
         signature, constants, divisible = self.launch_arguments(p, c)
         constants |= self.constants(p, c)
         module, _, function = self.kernel.partition(":")
         kernel = getattr(import_module(f"cutekernels.kernels.triton.{module}"), function)
-        constants = {name: constants[name] for name in sorted(constants, key=list(kernel.arg_names).index)}
+        constants = {name: constants[name] for name in sorted(constants, key=list(Values.of(kernel).paths).index)}
         return compile_kernel(
             kernel,
             signature=signature | dict.fromkeys(constants, "constexpr"),
