@@ -24,7 +24,7 @@ from cutekernels.kernels.triton import activations, sampling
 
 STRIDES = ("out_row", "out_col", "gate_row", "gate_col", "up_row", "up_col")
 POINTERS = ("out_ptr", "gate_ptr", "up_ptr")
-CONSTANTS = {"ACT": "silu", "DENSE": False, "BLOCK_ROWS": 1, "BLOCK_COLS": 512, "VEC": 8, "PRECISE": False, "EVICT": ""}
+CONSTANTS = {"ACT": "silu", "BLOCK_ROWS": 1, "BLOCK_COLS": 512, "VEC": 8, "PRECISE": False, "EVICT": "", "DENSE": False}
 SIGNATURE = (
     dict.fromkeys(POINTERS, "*bf16")
     | dict.fromkeys(("rows", "cols", *STRIDES), "i64")

@@ -12,10 +12,49 @@ ACT is "silu", "gelu" (x times the normal distribution function) or "gelu_tanh".
 per result. PRECISE is for fp32 results; without it the functions are good to 2^-17, a 32nd of a half type's rounding.
 """
 
+from collections import namedtuple
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
 from cutekernels.kernels.triton.dependent import pdl_wait
+
+Pointers = namedtuple(
+    "Pointers",
+    "out_ptr dgate_ptr dup_ptr dx_ptr partials_ptr dout_ptr gate_ptr up_ptr x_ptr bias_ptr",
+    defaults=10 * (0,),
+)
+Sizes = namedtuple("Sizes", "rows cols slab", defaults=(0,))
+Steps = namedtuple("Steps", "row col", defaults=(0, 0))
+Matrix = namedtuple("Matrix", "ptr by")
+
+
+class Strides(NamedTuple):
+    """Strides of the operands, in elements."""
+
+    out: Steps = Steps()
+    dgate: Steps = Steps()
+    dup: Steps = Steps()
+    dx: Steps = Steps()
+    dout: Steps = Steps()
+    gate: Steps = Steps()
+    up: Steps = Steps()
+    x: Steps = Steps()
+    bias_col: int = 0
+
+
+class How(NamedTuple):
+    """Compiled in: the function, a tile, the accesses."""
+
+    ACT: str
+    BLOCK_ROWS: int
+    BLOCK_COLS: int
+    VEC: int
+    PRECISE: bool
+    EVICT: str
+    DENSE: bool = False
+
 
 # ---- functions of one element ---------------------------------------------------------------------------
 
@@ -109,263 +148,148 @@ def _activation_and_slope(x, ACT: tl.constexpr, PRECISE: tl.constexpr):
 
 
 @triton.jit
-def _tile(rows, cols, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, DENSE: tl.constexpr):
+def _tile(n, how):
     """This program's tile: its first row and column, and how many of each are inside the matrix.
 
     A grid's first axis ends at 2^31 - 1, so programs are counted over two; surplus ones find nothing left.
     """
     pid = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
-    if DENSE:
+    if how.DENSE:
         # One long row.
         row = pid * 0
-        col = pid * BLOCK_COLS
+        col = pid * how.BLOCK_COLS
     else:
-        col_blocks = tl.cdiv(cols, BLOCK_COLS)
-        row = pid // col_blocks * BLOCK_ROWS
-        col = pid % col_blocks * BLOCK_COLS
-    rows_left = tl.maximum(0, tl.minimum(rows - row, BLOCK_ROWS)).to(tl.int32)
-    cols_left = tl.maximum(0, tl.minimum(cols - col, BLOCK_COLS)).to(tl.int32)
+        col_blocks = tl.cdiv(n.cols, how.BLOCK_COLS)
+        row = pid // col_blocks * how.BLOCK_ROWS
+        col = pid % col_blocks * how.BLOCK_COLS
+    rows_left = tl.maximum(0, tl.minimum(n.rows - row, how.BLOCK_ROWS)).to(tl.int32)
+    cols_left = tl.maximum(0, tl.minimum(n.cols - col, how.BLOCK_COLS)).to(tl.int32)
     return row, col, rows_left, cols_left
 
 
 @triton.jit
-def _at(ptr, row, col, row_stride, col_stride, r, c):
+def _at(operand, row, col, r, c):
     """Pointers to elements (row + r, col + c), by 64-bit offsets. Shape (BLOCK_ROWS, width of c)."""
-    start = ptr + row * row_stride + col * col_stride
-    return start + r.to(tl.int64)[:, None] * row_stride + c.to(tl.int64)[None, :] * col_stride
+    start = operand.ptr + row * operand.by.row + col * operand.by.col
+    return start + r.to(tl.int64)[:, None] * operand.by.row + c.to(tl.int64)[None, :] * operand.by.col
 
 
 # ---- gated ----------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def _glu_part(ptrs, row_strides, col_strides, row, col, r, c, inside, ACT: tl.constexpr, PRECISE: tl.constexpr, EVICT):
+def _glu_part(operands, how, row, col, r, c, inside):
     """Rows r and columns c of a tile: forward with (out, gate, up), backward with (dgate, dup, dout, gate, up)."""
-    first = _at(ptrs[0], row, col, row_strides[0], col_strides[0], r, c)
+    first = _at(operands[0], row, col, r, c)
     # All loads, then the arithmetic, then all stores: a result may be an operand's memory.
-    if len(ptrs) == 3:
-        gate = _at(ptrs[1], row, col, row_strides[1], col_strides[1], r, c)
-        up = _at(ptrs[2], row, col, row_strides[2], col_strides[2], r, c)
-        g = tl.load(gate, mask=inside, other=0.0, eviction_policy=EVICT).to(tl.float32)
-        u = tl.load(up, mask=inside, other=0.0, eviction_policy=EVICT).to(tl.float32)
-        y = _activation(g, ACT, PRECISE) * u
+    if len(operands) == 3:
+        gate = _at(operands[1], row, col, r, c)
+        up = _at(operands[2], row, col, r, c)
+        g = tl.load(gate, mask=inside, other=0.0, eviction_policy=how.EVICT).to(tl.float32)
+        u = tl.load(up, mask=inside, other=0.0, eviction_policy=how.EVICT).to(tl.float32)
+        y = _activation(g, how.ACT, how.PRECISE) * u
         tl.store(first, y.to(first.dtype.element_ty), mask=inside)
     else:
-        second = _at(ptrs[1], row, col, row_strides[1], col_strides[1], r, c)
-        dout = _at(ptrs[2], row, col, row_strides[2], col_strides[2], r, c)
-        gate = _at(ptrs[3], row, col, row_strides[3], col_strides[3], r, c)
-        up = _at(ptrs[4], row, col, row_strides[4], col_strides[4], r, c)
-        d = tl.load(dout, mask=inside, other=0.0, eviction_policy=EVICT).to(tl.float32)
-        g = tl.load(gate, mask=inside, other=0.0, eviction_policy=EVICT).to(tl.float32)
-        u = tl.load(up, mask=inside, other=0.0, eviction_policy=EVICT).to(tl.float32)
-        value, slope = _activation_and_slope(g, ACT, PRECISE)
+        second = _at(operands[1], row, col, r, c)
+        dout = _at(operands[2], row, col, r, c)
+        gate = _at(operands[3], row, col, r, c)
+        up = _at(operands[4], row, col, r, c)
+        d = tl.load(dout, mask=inside, other=0.0, eviction_policy=how.EVICT).to(tl.float32)
+        g = tl.load(gate, mask=inside, other=0.0, eviction_policy=how.EVICT).to(tl.float32)
+        u = tl.load(up, mask=inside, other=0.0, eviction_policy=how.EVICT).to(tl.float32)
+        value, slope = _activation_and_slope(g, how.ACT, how.PRECISE)
         tl.store(first, (d * u * slope).to(first.dtype.element_ty), mask=inside)
         tl.store(second, (d * value).to(second.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _glu(
-    ptrs,
-    row_strides,
-    col_strides,
-    rows,
-    cols,
-    ACT: tl.constexpr,
-    DENSE: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLS: tl.constexpr,
-    VEC: tl.constexpr,
-    PRECISE: tl.constexpr,
-    EVICT: tl.constexpr,
-):
-    """One tile, forward or backward by the number of ``ptrs``: whole units of VEC columns, then the ragged tail."""
-    row, col, rows_left, cols_left = _tile(rows, cols, BLOCK_ROWS, BLOCK_COLS, DENSE)
-    r = tl.arange(0, BLOCK_ROWS)
-    c = tl.arange(0, BLOCK_COLS)
-    inside = (r < rows_left)[:, None] & (c // VEC < cols_left // VEC)[None, :]
-    _glu_part(ptrs, row_strides, col_strides, row, col, r, c, inside, ACT, PRECISE, EVICT)
+def _glu(operands, n, how):
+    """One tile, forward or backward by the number of operands: whole units of VEC columns, then the ragged tail."""
+    row, col, rows_left, cols_left = _tile(n, how)
+    r = tl.arange(0, how.BLOCK_ROWS)
+    c = tl.arange(0, how.BLOCK_COLS)
+    inside = (r < rows_left)[:, None] & (c // how.VEC < cols_left // how.VEC)[None, :]
+    _glu_part(operands, how, row, col, r, c, inside)
     # Ragged tail: columns beyond the last whole unit.
-    if VEC > 1:
-        whole = cols_left // VEC * VEC
+    if how.VEC > 1:
+        whole = cols_left // how.VEC * how.VEC
         if whole < cols_left:
-            last = whole + tl.arange(0, VEC)
+            last = whole + tl.arange(0, how.VEC)
             beyond = (r < rows_left)[:, None] & (last < cols_left)[None, :]
-            _glu_part(ptrs, row_strides, col_strides, row, col, r, last, beyond, ACT, PRECISE, EVICT)
+            _glu_part(operands, how, row, col, r, last, beyond)
 
 
 @triton.jit
-def glu(
-    out_ptr,
-    gate_ptr,
-    up_ptr,
-    rows,
-    cols,
-    out_row,
-    out_col,
-    gate_row,
-    gate_col,
-    up_row,
-    up_col,
-    ACT: tl.constexpr,
-    DENSE: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLS: tl.constexpr,
-    VEC: tl.constexpr,
-    PRECISE: tl.constexpr,
-    EVICT: tl.constexpr,
-    DEPENDENT: tl.constexpr = False,
-):
+def glu(at: Pointers, n: Sizes, by: Strides, how: How, DEPENDENT: tl.constexpr = False):
     """``out = act(gate) * up``.
 
     Grid: one program per tile: load both operands, compute in registers, store.
     """
     pdl_wait(DEPENDENT)
-    ptrs, row_strides, col_strides = (
-        (out_ptr, gate_ptr, up_ptr),
-        (out_row, gate_row, up_row),
-        (out_col, gate_col, up_col),
-    )
-    _glu(ptrs, row_strides, col_strides, rows, cols, ACT, DENSE, BLOCK_ROWS, BLOCK_COLS, VEC, PRECISE, EVICT)
+    _glu((Matrix(at.out_ptr, by.out), Matrix(at.gate_ptr, by.gate), Matrix(at.up_ptr, by.up)), n, how)
 
 
 @triton.jit
-def glu_backward(
-    dgate_ptr,
-    dup_ptr,
-    dout_ptr,
-    gate_ptr,
-    up_ptr,
-    rows,
-    cols,
-    dgate_row,
-    dgate_col,
-    dup_row,
-    dup_col,
-    dout_row,
-    dout_col,
-    gate_row,
-    gate_col,
-    up_row,
-    up_col,
-    ACT: tl.constexpr,
-    DENSE: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLS: tl.constexpr,
-    VEC: tl.constexpr,
-    PRECISE: tl.constexpr,
-    EVICT: tl.constexpr,
-    DEPENDENT: tl.constexpr = False,
-):
+def glu_backward(at: Pointers, n: Sizes, by: Strides, how: How, DEPENDENT: tl.constexpr = False):
     """``dgate = dout * up * act'(gate)`` and ``dup = dout * act(gate)``.
 
     Grid: as :func:`glu`. The activation is recomputed from the inputs of the forward pass.
     """
     pdl_wait(DEPENDENT)
-    ptrs = (dgate_ptr, dup_ptr, dout_ptr, gate_ptr, up_ptr)
-    row_strides = (dgate_row, dup_row, dout_row, gate_row, up_row)
-    col_strides = (dgate_col, dup_col, dout_col, gate_col, up_col)
-    _glu(ptrs, row_strides, col_strides, rows, cols, ACT, DENSE, BLOCK_ROWS, BLOCK_COLS, VEC, PRECISE, EVICT)
+    operands = (
+        Matrix(at.dgate_ptr, by.dgate),
+        Matrix(at.dup_ptr, by.dup),
+        Matrix(at.dout_ptr, by.dout),
+        Matrix(at.gate_ptr, by.gate),
+        Matrix(at.up_ptr, by.up),
+    )
+    _glu(operands, n, how)
 
 
 # ---- with a bias ----------------------------------------------------------------------------------------
 
 
 @triton.jit
-def _bias_at(ptr, col, col_stride, c):
-    """Pointers to columns ``col + c`` of a vector."""
-    return ptr + col * col_stride + c.to(tl.int64) * col_stride
+def _bias_at(at, by, col, c):
+    """Pointers to columns ``col + c`` of the bias."""
+    return at.bias_ptr + col * by.bias_col + c.to(tl.int64) * by.bias_col
 
 
 @triton.jit
-def bias_gelu(
-    out_ptr,
-    x_ptr,
-    bias_ptr,
-    rows,
-    cols,
-    out_row,
-    out_col,
-    x_row,
-    x_col,
-    bias_col,
-    ACT: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLS: tl.constexpr,
-    VEC: tl.constexpr,
-    PRECISE: tl.constexpr,
-    EVICT: tl.constexpr,
-    DEPENDENT: tl.constexpr = False,
-):
+def bias_gelu(at: Pointers, n: Sizes, by: Strides, how: How, DEPENDENT: tl.constexpr = False):
     """``out = gelu(x + bias)``.
 
     Grid: one program per tile; the bias is loaded once for all its rows.
     """
     pdl_wait(DEPENDENT)
+    out, x = Matrix(at.out_ptr, by.out), Matrix(at.x_ptr, by.x)
+    row, col, rows_left, cols_left = _tile(n, how)
+    r = tl.arange(0, how.BLOCK_ROWS)
     # Whole units of VEC columns.
-    row, col, rows_left, cols_left = _tile(rows, cols, BLOCK_ROWS, BLOCK_COLS, False)
-    r = tl.arange(0, BLOCK_ROWS)
-    c = tl.arange(0, BLOCK_COLS)
-    _bias_gelu(
-        _at(out_ptr, row, col, out_row, out_col, r, c),
-        _at(x_ptr, row, col, x_row, x_col, r, c),
-        _bias_at(bias_ptr, col, bias_col, c),
-        r < rows_left,
-        c // VEC < cols_left // VEC,
-        ACT,
-        PRECISE,
-        EVICT,
-    )
+    c = tl.arange(0, how.BLOCK_COLS)
+    pointers = _at(out, row, col, r, c), _at(x, row, col, r, c), _bias_at(at, by, col, c)
+    _bias_gelu(pointers, r < rows_left, c // how.VEC < cols_left // how.VEC, how)
     # Ragged tail: columns beyond the last whole unit.
-    if VEC > 1:
-        whole = cols_left // VEC * VEC
+    if how.VEC > 1:
+        whole = cols_left // how.VEC * how.VEC
         if whole < cols_left:
-            last = whole + tl.arange(0, VEC)
-            _bias_gelu(
-                _at(out_ptr, row, col, out_row, out_col, r, last),
-                _at(x_ptr, row, col, x_row, x_col, r, last),
-                _bias_at(bias_ptr, col, bias_col, last),
-                r < rows_left,
-                last < cols_left,
-                ACT,
-                PRECISE,
-                EVICT,
-            )
+            last = whole + tl.arange(0, how.VEC)
+            beyond = _at(out, row, col, r, last), _at(x, row, col, r, last), _bias_at(at, by, col, last)
+            _bias_gelu(beyond, r < rows_left, last < cols_left, how)
 
 
 @triton.jit
-def _bias_gelu(out, x, bias, rows_inside, cols_inside, ACT: tl.constexpr, PRECISE: tl.constexpr, EVICT: tl.constexpr):
-    """The elements that the pointers are at."""
+def _bias_gelu(pointers, rows_inside, cols_inside, how):
+    """The elements that the pointers, of out, x and bias, are at."""
+    out, x, bias = pointers
     inside = rows_inside[:, None] & cols_inside[None, :]
     b = tl.load(bias, mask=cols_inside, other=0.0).to(tl.float32)
-    z = tl.load(x, mask=inside, other=0.0, eviction_policy=EVICT).to(tl.float32) + b[None, :]
-    tl.store(out, _activation(z, ACT, PRECISE).to(out.dtype.element_ty), mask=inside)
+    z = tl.load(x, mask=inside, other=0.0, eviction_policy=how.EVICT).to(tl.float32) + b[None, :]
+    tl.store(out, _activation(z, how.ACT, how.PRECISE).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def bias_gelu_backward(
-    dx_ptr,
-    partials_ptr,
-    dout_ptr,
-    x_ptr,
-    bias_ptr,
-    rows,
-    cols,
-    slab,
-    dx_row,
-    dx_col,
-    dout_row,
-    dout_col,
-    x_row,
-    x_col,
-    bias_col,
-    ACT: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLS: tl.constexpr,
-    VEC: tl.constexpr,
-    PRECISE: tl.constexpr,
-    EVICT: tl.constexpr,
-    DEPENDENT: tl.constexpr = False,
-):
+def bias_gelu_backward(at: Pointers, n: Sizes, by: Strides, how: How, DEPENDENT: tl.constexpr = False):
     """``dx = dout * gelu'(x + bias)``, and its sum over each slab of rows in ``partials``, in fp32.
 
     Grid: one program per block of columns and slab of ``slab`` rows, which it walks BLOCK_ROWS at a time. Each sum is
@@ -373,82 +297,56 @@ def bias_gelu_backward(
     """
     pdl_wait(DEPENDENT)
     # This program's columns and slab; a surplus program of the grid's second axis has no rows.
-    col_blocks = tl.cdiv(cols, BLOCK_COLS)
+    col_blocks = tl.cdiv(n.cols, how.BLOCK_COLS)
     pid = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
-    col = pid % col_blocks * BLOCK_COLS
+    col = pid % col_blocks * how.BLOCK_COLS
     index = pid // col_blocks
-    row = index * slab
-    rows_left = tl.maximum(0, tl.minimum(rows - row, slab)).to(tl.int32)
-    cols_left = tl.maximum(0, tl.minimum(cols - col, BLOCK_COLS)).to(tl.int32)
-    r = tl.arange(0, BLOCK_ROWS)
-    c = tl.arange(0, BLOCK_COLS)
+    row = index * n.slab
+    rows_left = tl.maximum(0, tl.minimum(n.rows - row, n.slab)).to(tl.int32)
+    cols_left = tl.maximum(0, tl.minimum(n.cols - col, how.BLOCK_COLS)).to(tl.int32)
+    place = index, row, col
+    r = tl.arange(0, how.BLOCK_ROWS)
+    c = tl.arange(0, how.BLOCK_COLS)
     if rows_left > 0:
         # Whole units of VEC columns.
-        _bias_gelu_slab(
-            partials_ptr + index * cols + col + c,
-            _at(dx_ptr, row, col, dx_row, dx_col, r, c),
-            _at(dout_ptr, row, col, dout_row, dout_col, r, c),
-            _at(x_ptr, row, col, x_row, x_col, r, c),
-            _bias_at(bias_ptr, col, bias_col, c),
-            BLOCK_ROWS * dx_row,
-            BLOCK_ROWS * dout_row,
-            BLOCK_ROWS * x_row,
-            rows_left,
-            c // VEC < cols_left // VEC,
-            ACT,
-            BLOCK_ROWS,
-            PRECISE,
-            EVICT,
-        )
+        pointers, steps = _slab_at(at, n, by, how, place, r, c)
+        _bias_gelu_slab(pointers, steps, rows_left, c // how.VEC < cols_left // how.VEC, how)
         # Ragged tail: columns beyond the last whole unit.
-        if VEC > 1:
-            whole = cols_left // VEC * VEC
+        if how.VEC > 1:
+            whole = cols_left // how.VEC * how.VEC
             if whole < cols_left:
-                last = whole + tl.arange(0, VEC)
-                _bias_gelu_slab(
-                    partials_ptr + index * cols + col + last,
-                    _at(dx_ptr, row, col, dx_row, dx_col, r, last),
-                    _at(dout_ptr, row, col, dout_row, dout_col, r, last),
-                    _at(x_ptr, row, col, x_row, x_col, r, last),
-                    _bias_at(bias_ptr, col, bias_col, last),
-                    BLOCK_ROWS * dx_row,
-                    BLOCK_ROWS * dout_row,
-                    BLOCK_ROWS * x_row,
-                    rows_left,
-                    last < cols_left,
-                    ACT,
-                    BLOCK_ROWS,
-                    PRECISE,
-                    EVICT,
-                )
+                last = whole + tl.arange(0, how.VEC)
+                beyond, tail_steps = _slab_at(at, n, by, how, place, r, last)
+                _bias_gelu_slab(beyond, tail_steps, rows_left, last < cols_left, how)
 
 
 @triton.jit
-def _bias_gelu_slab(
-    partials,
-    dx,
-    dout,
-    x,
-    bias,
-    dx_step,
-    dout_step,
-    x_step,
-    rows_left,
-    cols_inside,
-    ACT: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    PRECISE: tl.constexpr,
-    EVICT: tl.constexpr,
-):
-    """All rows of a slab, at the columns that the pointers are at."""
-    r = tl.arange(0, BLOCK_ROWS)
+def _slab_at(at, n, by, how, place, r, c):
+    """Pointers into the columns ``col + c`` of a slab: partials, dx, dout, x and bias; and to its next rows."""
+    index, row, col = place
+    pointers = (
+        at.partials_ptr + index * n.cols + col + c,
+        _at(Matrix(at.dx_ptr, by.dx), row, col, r, c),
+        _at(Matrix(at.dout_ptr, by.dout), row, col, r, c),
+        _at(Matrix(at.x_ptr, by.x), row, col, r, c),
+        _bias_at(at, by, col, c),
+    )
+    return pointers, (how.BLOCK_ROWS * by.dx.row, how.BLOCK_ROWS * by.dout.row, how.BLOCK_ROWS * by.x.row)
+
+
+@triton.jit
+def _bias_gelu_slab(pointers, steps, rows_left, cols_inside, how):
+    """All rows of a slab, at the columns that the pointers are at; ``steps`` lead to the next rows."""
+    partials, dx, dout, x, bias = pointers
+    dx_step, dout_step, x_step = steps
+    r = tl.arange(0, how.BLOCK_ROWS)
     b = tl.load(bias, mask=cols_inside, other=0.0).to(tl.float32)
     total = tl.zeros(dx.shape, tl.float32)
-    for begin in range(0, rows_left, BLOCK_ROWS):
+    for begin in range(0, rows_left, how.BLOCK_ROWS):
         inside = (begin + r < rows_left)[:, None] & cols_inside[None, :]
-        d = tl.load(dout, mask=inside, other=0.0, eviction_policy=EVICT).to(tl.float32)
-        z = tl.load(x, mask=inside, other=0.0, eviction_policy=EVICT).to(tl.float32) + b[None, :]
-        _, slope = _activation_and_slope(z, ACT, PRECISE)
+        d = tl.load(dout, mask=inside, other=0.0, eviction_policy=how.EVICT).to(tl.float32)
+        z = tl.load(x, mask=inside, other=0.0, eviction_policy=how.EVICT).to(tl.float32) + b[None, :]
+        _, slope = _activation_and_slope(z, how.ACT, how.PRECISE)
         gradient = d * slope
         tl.store(dx, gradient.to(dx.dtype.element_ty), mask=inside)
         # Outside there is nothing to add, but a slope there may be nan: 0 * nan would stick.
