@@ -11,11 +11,11 @@ from typing import Any, Literal, SupportsIndex, TypedDict
 import torch
 from torch import Tensor
 
-from cutekernels.errors import CuteKernelsError, UnsupportedProblem
+from cutekernels.errors import UnsupportedProblem
+from cutekernels.ops.attention import token_scales
 from cutekernels.ops.attention.decode import check_cache_dim, check_page_size
 from cutekernels.ops.kv_append.api import kv_append
-from cutekernels.ops.kv_append.op import KV_APPEND, LENGTHS, LOST, SATURATED, KvAppendConfig, state_rows
-from cutekernels.ops.kv_append.scales import CacheScales
+from cutekernels.ops.kv_append.op import LENGTHS, LOST, KvAppendConfig
 from cutekernels.ops.shared.checks import check_place, check_tensor
 
 CacheDtype = torch.dtype | Literal["fp8"]
@@ -69,22 +69,21 @@ class KVCache:
 
     ``cache[i]`` and ``cache[i:j]`` are caches of these sequences, in the same memory: to fill or reset one alone.
 
-    With ``dtype="fp8"`` (float8_e4m3fn) :meth:`append` stores ``x / scale``, rounded to nearest even, with one scale
-    for each head of keys and of values, and ``decode_attention`` multiplies by them again. Half the bytes are kept and
-    read. Scales are given (:meth:`set_scales`), or taken from the first tokens appended (whose ``counts`` the host
-    waits for): the largest number that fits is then four times their largest. They stay, through :meth:`reset` too.
-    What is read differs from what was appended by at most ``e(x) = max(|x| / 16, scale / 1024)``; numbers beyond
-    ``448 scale`` become that, and are counted in ``saturated``. A result of attention then differs from one over the
-    unrounded cache by at most ``max e(v) + (exp(2 d) - 1) max |v|``, where ``d``, the largest error of a score, is at
-    most ``softmax_scale * sum(|q| e(k))``; of normal random numbers it differs by 4 % in the root mean square.
+    With ``dtype="fp8"`` (float8_e4m3fn) :meth:`append` stores each token's heads over a power of two of their own,
+    rounded to nearest even, and ``decode_attention`` multiplies by it again: half the bytes are kept and read, beside a
+    byte for each scale. Nothing is calibrated, nothing is clamped, and no token depends on another: what is read
+    differs from what was appended by at most ``e(x) = max(|x| / 16, largest / 2^17)``, ``largest`` that of the token's
+    head. What is not finite becomes NaN. A result of attention then differs from one over the unrounded cache by at
+    most ``max e(v) + (exp(2 d) - 1) max |v|``, where ``d``, the largest error of a score, is at most ``softmax_scale *
+    sum(|q| e(k))``; of normal random numbers it differs by 4 % in the root mean square.
 
     Attributes:
         k_cache: the keys.
         v_cache: the values, of the same shape.
         lengths: int32 ``(B,)``, tokens of each sequence.
         lost: int32 ``(B,)``, tokens of each sequence that found no room.
-        saturated: int32 ``(B,)``, numbers of each sequence that were too large for a cache in FP8; None in others.
-        k_scale, v_scale: fp32 ``(HKV,)`` of a cache in FP8, 1 until they are known; None in others.
+        k_scale, v_scale: of a cache in FP8, uint8 ``(B, HKV, T_MAX)`` or ``(PAGES, HKV, PAGE_SIZE)``, the last
+            rounded up to a multiple of 16: byte ``b`` is the factor ``2^(b - 127)`` of a token's head. None in others.
         page_table: int32 ``(B, MAX_PAGES)``, or None.
     """
 
@@ -94,8 +93,8 @@ class KVCache:
         v_cache: Tensor,
         page_table: Tensor | None = None,
         *,
-        k_scale: float | Tensor | None = None,
-        v_scale: float | Tensor | None = None,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
     ) -> None:
         """A cache in existing memory, with no tokens in it.
 
@@ -104,7 +103,7 @@ class KVCache:
                 32, 64, 128 or 256. D contiguous.
             v_cache: shape, dtype and device of ``k_cache``.
             page_table: int32 ``(B, MAX_PAGES)``, the page of each ``PAGE_SIZE`` tokens of a sequence.
-            k_scale, v_scale: as :meth:`set_scales` takes them.
+            k_scale, v_scale: of a cache in float8_e4m3fn, as the attributes are; allocated if left out.
         """
         for name, t in (("k_cache", k_cache), ("v_cache", v_cache), ("page_table", page_table)):
             check_tensor("KVCache", name, t, optional=name == "page_table")
@@ -122,23 +121,17 @@ class KVCache:
             check_page_size(k_cache.shape[1])
             batch = page_table.shape[0]
         with torch.inference_mode(False):
-            rows = state_rows("fp8" if k_cache.dtype == FP8 else "same")
-            states = torch.zeros((1, rows, batch), dtype=torch.int32, device=k_cache.device)
-            scales = None
-            if k_cache.dtype == FP8:
-                check_cache_dim("fp8", k_cache.shape[3])
-                scales = CacheScales.unknown(k_cache.shape[2], k_cache.device)
-        self._set(k_cache, v_cache, page_table, states, 0, None, scales)
-        if k_scale is not None or v_scale is not None:
-            self.set_scales(k_scale, v_scale)
+            states = torch.zeros((1, 3, batch), dtype=torch.int32, device=k_cache.device)
+        self._set(k_cache, v_cache, page_table, states, 0, None, _scales_of(k_cache, k_scale, v_scale))
 
     def _set(
         self, k: Tensor, v: Tensor, page_table: Tensor | None, states: Tensor, layer: int, pool: _Pool | None,
-        scales: CacheScales | None,
+        scales: tuple[Tensor | None, Tensor | None],
     ) -> None:  # fmt: skip
-        """``states``: ``(LAYERS, 3 or 4, B)``, of which this cache's is number ``layer``."""
+        """``states``: ``(LAYERS, 3, B)``, of which this cache's is number ``layer``."""
         self.k_cache, self.v_cache, self.page_table = k, v, page_table
-        self._states, self._layer, self._pool, self._scales = states, layer, pool, scales
+        self.k_scale, self.v_scale = scales
+        self._states, self._layer, self._pool = states, layer, pool
         self._look_up()
 
     def _look_up(self) -> None:
@@ -252,9 +245,8 @@ class KVCache:
             k, v = torch.empty_like(first.k_cache), torch.empty_like(first.v_cache)
             found.append(cls(k, v, first.page_table))
         for layer, cache in enumerate(found):
-            cache._set(
-                cache.k_cache, cache.v_cache, cache.page_table, states, layer, cache._pool, cache._scales
-            )  # fmt: skip
+            scales = cache.k_scale, cache.v_scale
+            cache._set(cache.k_cache, cache.v_cache, cache.page_table, states, layer, cache._pool, scales)
         return found
 
     # -- what there is
@@ -274,18 +266,6 @@ class KVCache:
     @lost.setter
     def lost(self, value: Tensor) -> None:
         _write("lost", self._lost, value)
-
-    @property
-    def saturated(self) -> Tensor | None:
-        return self._state[SATURATED] if len(self._state) > SATURATED else None
-
-    @property
-    def k_scale(self) -> Tensor | None:
-        return None if self._scales is None else self._scales.k
-
-    @property
-    def v_scale(self) -> Tensor | None:
-        return None if self._scales is None else self._scales.v
 
     @property
     def batch(self) -> int:
@@ -336,12 +316,15 @@ class KVCache:
             raise UnsupportedProblem(f"sequences of a part lie in a row; got a step of {sequences.step}: pass i:j")
         part = object.__new__(type(self))
         table, pool, states = self.page_table, self._pool, self._states[..., sequences]
+        k_scale, v_scale = self.k_scale, self.v_scale
         if table is None:
             own_k, own_v = self.k_cache[sequences], self.v_cache[sequences]
-            part._set(own_k, own_v, None, states, self._layer, None, self._scales)
+            scales = tuple([None if t is None else t[sequences] for t in (k_scale, v_scale)])
+            part._set(own_k, own_v, None, states, self._layer, None, scales)
         else:
             own = None if pool is None else pool[sequences]
-            part._set(self.k_cache, self.v_cache, table[sequences], states, self._layer, own, self._scales)
+            scales = k_scale, v_scale
+            part._set(self.k_cache, self.v_cache, table[sequences], states, self._layer, own, scales)
         return part
 
     def __repr__(self) -> str:
@@ -387,76 +370,22 @@ class KVCache:
 
         Raises:
             UnsupportedProblem: shapes, dtypes or devices that do not fit, q without ``cos``, operands that overlap, a
-                call that needs gradients, one in a graph while scales are unknown; on the CPU a position without a row
-                in ``cos`` (on a GPU NaN).
+                call that needs gradients; on the CPU a position without a row in ``cos`` (on a GPU NaN).
             InvalidConfig: ``config`` breaks a rule of the op.
         """
-        scales = self._scales
-        unknown = None if scales is None or scales.known else scales
-        if unknown is not None:
-            self._measure(unknown, k, v, q, cos, sin, interleaved, counts)
-        try:
-            kv_append(
-                k, v, self.k_cache, self.v_cache, self._state, page_table=self.page_table, counts=counts, q=q, cos=cos,
-                sin=sin, interleaved=interleaved, k_scale=self.k_scale, v_scale=self.v_scale, config=config,
-            )  # fmt: skip
-        except CuteKernelsError:  # nothing was appended
-            if unknown is not None:
-                unknown.forget()
-            raise
+        kv_append(
+            k, v, self.k_cache, self.v_cache, self._state, k_scale=self.k_scale, v_scale=self.v_scale,
+            page_table=self.page_table, counts=counts, q=q, cos=cos, sin=sin, interleaved=interleaved, config=config,
+        )  # fmt: skip
         return q
 
-    def _measure(
-        self, scales: CacheScales, k: Tensor, v: Tensor, q: Tensor | None, cos: Tensor | None, sin: Tensor | None,
-        interleaved: bool, counts: Tensor | None,
-    ) -> None:  # fmt: skip
-        """Scales from a first append that is none of those :func:`kv_append` refuses."""
-        for name, t in (("k", k), ("v", v)):
-            check_tensor("kv_append", name, t)
-        queries = k.new_empty((*k.shape[:2], 0, *k.shape[3:])) if q is None else q
-        results = (queries, self.k_cache, self.v_cache, self._state)
-        inputs = (queries, k, v, self._state, self.page_table, counts, cos, sin, scales.k, scales.v)
-        KV_APPEND.admit(inputs, results, interleaved=interleaved)
-        if k.numel():  # no tokens have no sizes
-            scales.measure(k, v, cos, sin, interleaved, counts)
-
-    def set_scales(self, k_scale: float | Tensor | None, v_scale: float | Tensor | None) -> None:
-        """Has a cache in FP8 store ``k / k_scale`` and ``v / v_scale``, as in checkpoints. Waits for the device.
-
-        Args:
-            k_scale: above 0: a number, or a tensor of one or of ``(HKV,)``. By amax, ``largest / 448``.
-            v_scale: the same of values.
-
-        Raises:
-            UnsupportedProblem: a cache that is not in FP8, or that holds tokens, which have their scales; one of both.
-        """
-        if self._scales is None:
-            raise UnsupportedProblem(
-                f'scales belong to a cache in FP8; this one is {self.k_cache.dtype}: pass dtype="fp8"'
-            )
-        if k_scale is None or v_scale is None:
-            raise UnsupportedProblem(
-                "k_scale and v_scale come together: pass both, or neither to take them from a prompt"
-            )
-        if self._state[LENGTHS].any():
-            raise UnsupportedProblem("the cache holds tokens, which were stored with other scales: reset it first")
-        self._scales.put(k_scale, v_scale)
-
     def check(self) -> None:
-        """Waits for the device. Raises UnsupportedProblem if tokens found no room since the last :meth:`reset`, or
-        numbers were too large for a cache in FP8.
-        """
+        """Waits for the device. Raises UnsupportedProblem if tokens found no room since the last :meth:`reset`."""
         lost = {b: n for b, n in enumerate(self.lost.tolist()) if n}
         if lost:
             raise UnsupportedProblem(
                 f"tokens found no room, by sequence: {lost}: reserve pages ahead of append, or make room for more than "
                 f"{self.room} tokens"
-            )
-        large = {} if self.saturated is None else {b: n for b, n in enumerate(self.saturated.tolist()) if n}
-        if large:
-            raise UnsupportedProblem(
-                f"numbers were too large for a cache in FP8, which has 448 times their scale, by sequence: {large}: "
-                "reset the cache and set_scales() to larger ones, or keep it in bf16"
             )
 
     def reset(self) -> None:
@@ -524,6 +453,32 @@ def _kind(dtype: CacheDtype, device: torch.device | str) -> torch.dtype:
     if kind.itemsize == 1 and kind != FP8:
         raise UnsupportedProblem(f'a cache of one byte a number is in float8_e4m3fn; got {kind}: pass dtype="fp8"')
     return kind
+
+
+def _scales_of(
+    cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """The scales of a cache: none in 16 bits; in FP8 those given, or new memory."""
+    given = {"k_scale": k_scale, "v_scale": v_scale}
+    for name, t in given.items():
+        check_tensor("KVCache", name, t, optional=True)
+    if (k_scale is None) != (v_scale is None) or (k_scale is not None and cache.dtype != FP8):
+        there = " and ".join(name for name, t in given.items() if t is not None)
+        raise UnsupportedProblem(
+            f"k_scale and v_scale come together, of a cache in {FP8}; got {there} beside {cache.dtype}: pass both, or "
+            "neither"
+        )
+    if cache.dtype != FP8:
+        return None, None
+    check_cache_dim("fp8", cache.shape[3])
+    if k_scale is None or v_scale is None:
+        with torch.inference_mode(False):
+            made = [torch.empty(token_scales.shape(cache), dtype=torch.uint8, device=cache.device) for _ in range(2)]
+        return made[0], made[1]
+    for name, t in (("k_scale", k_scale), ("v_scale", v_scale)):
+        token_scales.check(name, t, cache)
+        token_scales.check_aligned(name, t)
+    return k_scale, v_scale
 
 
 def _write(name: str, place: Tensor, value: Tensor) -> None:

@@ -37,6 +37,7 @@ def calls() -> dict[str, Made]:
     fp8 = {name: _randn(2, 16, 2, 16).to(torch.float8_e4m3fn) for name in caches} | {
         name: torch.ones(2) for name in ("k_scale", "v_scale")
     }
+    of_tokens = fp8 | {name: torch.full((2, 2, 16), 127, dtype=torch.uint8) for name in ("k_scale", "v_scale")}
     # fmt: off
     return {
         "gemm": (ck.gemm, {
@@ -103,8 +104,10 @@ def calls() -> dict[str, Made]:
             "q": _randn(2, 4, 8), **caches, "cache_seqlens": _ints(3, 4), "scale": 0.5, "sinks": _randn(4)}),
         "decode_attention in FP8": (ck.decode_attention, {
             "q": _randn(2, 4, 16), **fp8, "cache_seqlens": _ints(3, 4)}),
+        "decode_attention in FP8, scales of tokens": (ck.decode_attention, {
+            "q": _randn(2, 4, 16), **of_tokens, "cache_seqlens": _ints(3, 4)}),
         "kv_append in FP8": (kv_append, {
-            "k": _randn(2, 1, 2, 16), "v": _randn(2, 1, 2, 16), **fp8, "state": torch.zeros(4, 2).int()}),
+            "k": _randn(2, 1, 2, 16), "v": _randn(2, 1, 2, 16), **of_tokens, "state": torch.zeros(3, 2).int()}),
         "kv_append": (kv_append, {
             "k": _randn(2, 1, 2, 8), "v": _randn(2, 1, 2, 8), **caches, "state": torch.zeros(3, 2).int()}),
         "LinearCrossEntropy": (nn.LinearCrossEntropy, {"in_features": 8, "out_features": 6, "bias": True}),

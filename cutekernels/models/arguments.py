@@ -59,7 +59,8 @@ def check_memory(
     head_dim, itemsize = model.model.layers[0].self_attn.head_dim, 1 if kv_cache else model.dtype.itemsize
     if kv_cache is not None:
         check_cache_dim(kv_cache, head_dim)
-    page = 2 * config.num_hidden_layers * config.num_key_value_heads * page_size * head_dim * itemsize
+    of_head = head_dim * itemsize + (kv_cache is not None)  # each with its scale
+    page = 2 * config.num_hidden_layers * config.num_key_value_heads * page_size * of_head
     tables = 4 * max_tokens * head_dim + 4 * max_batch * -(-max_tokens // page_size)  # cos and sin; page numbers
     need = pages * page + tables + max_batch * config.vocab_size
     room = free_bytes(device)

@@ -97,10 +97,6 @@ class Decoder:
             len(w.layers), max_batch, max_tokens, w.heads_kv, w.head_dim, page_size=page_size, pages=pages,
             dtype=dtype if kv_cache is None else "fp8", device=device,
         )  # fmt: skip
-        if kv_cache is not None:
-            for layer, cache in zip(w.layers, self._caches, strict=True):
-                if layer.attention.cache_scales != (None, None):
-                    cache.set_scales(*layer.attention.cache_scales)
         self._parts: dict[tuple[int, int], list[KVCache]] = {}
         self._requests = Requests(self._caches[0], max_tokens, len(w.embedding.weight))
         self._choices = Choices(max_batch, w.head.weight.shape[0], device)
@@ -138,9 +134,8 @@ class Decoder:
             page_size: tokens in a page of the cache: 16, 32, 64, 128 or 256.
             pages: of the cache in each layer; by default enough for ``max_batch`` requests of ``max_tokens``.
             chunk: tokens of a prompt that are computed at a time.
-            kv_cache: "fp8" for keys and values in float8_e4m3fn, with the checkpoint's scales, or where it has none
-                with those of the first prompt (:class:`cutekernels.KVCache` says what it costs, :meth:`check` what is
-                too large); None for the model's type.
+            kv_cache: "fp8" for keys and values in float8_e4m3fn, with a scale of each token and head
+                (:class:`cutekernels.KVCache` says what it costs); None for the model's type.
             tokenizer: to take prompts as text and give texts back; its ``eos_token_id`` ends a request too.
 
         Raises:
@@ -288,14 +283,6 @@ class Decoder:
             tokens = self._requests.cancel(number)
             self._drop_finished()
             return tokens
-
-    def check(self) -> None:
-        """Wait for the device. Raises UnsupportedProblem where a running request has numbers too large for a cache in
-        FP8: they are its largest instead.
-        """
-        with self._alone:
-            for cache in self._caches:
-                cache.check()
 
     def _drop_finished(self) -> None:
         """Tokens on their way to the host that no request waits for."""

@@ -14,7 +14,6 @@ from cutekernels.models import architectures
 from cutekernels.models.accepted import check_model
 from cutekernels.models.architectures import Part
 from cutekernels.models.arguments import free_bytes
-from cutekernels.models.cache_scales import SCALES, put_scales
 from cutekernels.models.folder import Folder
 from cutekernels.models.loaded import LoadedModel
 from cutekernels.models.stored import PLAIN, Reading, Stored
@@ -23,8 +22,10 @@ from cutekernels.ops.shared.checks import check_flag, check_place, said
 from cutekernels.quant import Scheme, read_config
 
 _DTYPES = {str(one).removeprefix("torch."): one for one in PLAIN}
-# Nothing that a decoder computes: tables of old checkpoints, and what quantizes activations.
-_IGNORED = re.compile(r"\.(rotary_emb\.inv_freq|q_scale|[kv]_zero_point|output_scale)$")
+# Nothing that a decoder computes with: tables of old checkpoints, what quantizes activations, and scales of a cache in
+# FP8, where each token and head has its own (compressed-tensors and vLLM name them in these ways).
+_OF_CACHES = r"self_attn\.((k|v|qkv)_proj\.)?(k|v|kv)_scale"
+_IGNORED = re.compile(rf"\.(rotary_emb\.inv_freq|q_scale|[kv]_zero_point|output_scale|{_OF_CACHES})$")
 
 
 def load(
@@ -101,7 +102,6 @@ def _filled(
     with _bar(progress, total) as advance:
         for module in modules:
             module.put(model, Reading(folder, device, dtype, advance))
-    put_scales(model, folder)
     if tied is not None:
         model.lm_head.weight = model.model.embed_tokens.weight  # type: ignore[union-attr]
     return model.to(device).eval()  # tables of one number
@@ -123,7 +123,7 @@ def _by_module(folder: Folder, model: LoadedModel) -> dict[str, dict[str, str]]:
             stored[one] = {}
             parts.setdefault(one, []).append(part.tensor)
     for name in folder.entries:
-        if _IGNORED.search(name) or SCALES.search(name):
+        if _IGNORED.search(name):
             continue
         module, suffix = name, ""
         while module and module not in stored:

@@ -17,7 +17,6 @@ from cutekernels.integrations.transformers.checkpoints import layout_of, quantiz
 from cutekernels.integrations.transformers.families import Family, activation_of, gate_of
 from cutekernels.models.accepted import REMEDY, check_model
 from cutekernels.models.architectures import Routed
-from cutekernels.models.cache_scales import cache_scales
 from cutekernels.models.loaded import Apart
 from cutekernels.nn.mlp import Gate, gate_mul, gated, projected
 from cutekernels.nn.moe import MoE
@@ -183,7 +182,6 @@ class Attention:
         cos, sin: ``(positions, R / 2)`` with R up to head_dim, fp32 at least; layers share them. None: nothing turns.
         interleaved: channels that turn together are neighbours.
         options: ``scale``, ``softcap``, ``window`` and ``sinks``, as :func:`cutekernels.attention` takes them.
-        cache_scales: of keys and of values in a cache in FP8, where the checkpoint has them.
     """
 
     qkv: Projection | Projections
@@ -195,7 +193,6 @@ class Attention:
     sin: Tensor | None
     interleaved: bool
     options: dict[str, Any]
-    cache_scales: tuple[Tensor | None, Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -327,7 +324,6 @@ def _attention(
             "window": None if window is None else (window - 1, None),
             **({"sinks": attention.sinks.weight.detach()} if hasattr(attention, "sinks") else {}),
         },
-        cache_scales=cache_scales(attention),
     )
 
 

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cutekernels.ops.attention import token_scales
+
 BF16, INT32 = torch.bfloat16, torch.int32
 
 
@@ -39,7 +41,9 @@ def decode(*queries: int, batch: int = 2, pages: int = 0, room: int = 32) -> dic
     return given
 
 
-def fp8(given: dict[str, Any]) -> dict[str, Any]:
-    """The same over a cache in FP8."""
+def fp8(given: dict[str, Any], of_tokens: bool = False) -> dict[str, Any]:
+    """The same over a cache in FP8, with a scale of each head, or of each token and head."""
     given |= {name: given[name].to(torch.float8_e4m3fn) for name in ("k_cache", "v_cache")}
-    return given | {name: torch.rand(2) for name in ("k_scale", "v_scale")}
+    shape = token_scales.shape(given["k_cache"])
+    scales = [torch.randint(120, 130, shape, dtype=torch.uint8) if of_tokens else torch.rand(2) for _ in range(2)]
+    return given | dict(zip(("k_scale", "v_scale"), scales, strict=True))

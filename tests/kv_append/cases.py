@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cutekernels.ops.attention import token_scales
 from cutekernels.ops.kv_append.op import KV_APPEND, KvAppendProblem
 from tests.interpreted import DTYPES, H200, interpret, serve
 from tests.rope.cases import arrange, error_ratio, table
@@ -46,20 +47,18 @@ def ends(state: Tensor, counts: list[int], room: int, pages: int, table: Tensor 
 def judge(
     before: tuple[Tensor, ...], results: tuple[Tensor, ...], inputs: tuple[Any, ...], interleaved: bool = False
 ) -> dict[str, Any]:
-    """``before``: what k_cache and v_cache held. Errors of turned rows over their tolerance; the rest bit for bit.
-
-    In FP8 the tolerance is what :class:`KVCache` states.
+    """``before``: what k_cache and v_cache held, and their scales. Errors of turned rows over their tolerance; the rest
+    bit for bit. In FP8 the tolerance is what :class:`KVCache` states.
     """
-    out_q, k_cache, v_cache, out_state = results
-    q, k, v, state, pages, counts, cos, sin, *scales = inputs
-    k_scale, v_scale = (None, None) if not scales else (t if t is None else t.double()[:, None] for t in scales)
+    out_q, k_cache, v_cache, out_state, *_ = results
+    q, k, v, state, pages, counts, cos, sin = inputs
     batch, seq = k.shape[:2]
     size = k_cache.shape[1]
     room = size if pages is None else size * pages.shape[1]
     number = [seq] * batch if counts is None else [min(max(int(n), 0), seq) for n in counts]
     places, after = ends(state, number, room, k_cache.shape[0], pages, size)
     rows = state[0].long().clamp(0, room)[:, None] + torch.arange(seq, device=k.device)
-    expected_k, expected_v = (t.clone() for t in before)
+    expected_k, expected_v = (t.clone() for t in before[:2])
     sizes_k = expected_k.double().abs()
     exact_q, exact_k = (q.double(), q.double().abs()), (k.double(), k.double().abs())
     if cos is not None:
@@ -72,8 +71,8 @@ def judge(
         for value, _ in (exact_q, exact_k):
             value[..., : 2 * tables[0].shape[1]].masked_fill_(~legal[:, :, None, None], float("nan"))
     wide_k = expected_k.double()
-    if v_scale is not None:
-        return fp8_reply(places, before, results, after, (exact_k[0], v.double()), (k_scale, v_scale)) | {
+    if k_cache.element_size() == 1:
+        return fp8_reply(places, before, results, after, (exact_k[0].to(k.dtype), v, k.dtype)) | {
             "ratio of q": error_ratio(out_q, *exact_q)
         }
     for (b, s), (page, slot) in places.items():
@@ -87,32 +86,36 @@ def judge(
 
 
 def fp8_reply(
-    places: Any, before: tuple[Tensor, ...], results: tuple[Tensor, ...], after: Tensor, exact: Any, scales: Any
+    places: Any, before: tuple[Tensor, ...], results: tuple[Tensor, ...], after: Tensor, exact: Any
 ) -> dict[str, Any]:
-    """:func:`judge` of caches in e4m3: k within the bound, v rounded as torch rounds, saturated numbers counted."""
-    ratio, values, least, most = 0.0, True, after[3].clone(), after[3].clone()
-    written = torch.zeros(before[0].shape[:2], dtype=torch.bool)
+    """:func:`judge` of caches in e4m3: k within the bound, v and its scales bit for bit, nothing clamped."""
+    ratio, values = 0.0, True
+    written = torch.zeros(results[1].shape[:2], dtype=torch.bool)
+    scales = [t.long() for t in results[4:]]
     for (b, s), (page, slot) in places.items():
         written[page, slot] = True
-        for i, (cache, scale) in enumerate(zip(results[1:3], scales, strict=True)):
-            number, stored = exact[i][b, s] / scale, cache[page, slot].double()
-            legal, large = number.isfinite(), number.abs() > 448
-            # Rounded to bf16 first, a key beside the limit may be on either side.
-            least[b] += int((number.abs() > 448 * (1 + 2.0**-8 * (i == 0))).sum())
-            most[b] += int((number.abs() > 448 * (1 - 2.0**-8 * (i == 0))).sum())
-            values &= bool((stored.isnan() == number.isnan()).all())
-            values &= bool(torch.equal(stored[large], number[large].sign() * 448))
-            # Half a step of e4m3, and half of bf16's where a number turned.
-            bound = number.abs() * (2.0**-4 + 2.0**-8 * (i == 0)) + 2.0**-10 * 1.001
-            errors = ((stored - number).abs() / bound)[legal & ~large]
-            ratio = max([ratio, *errors.flatten().tolist()])
+        for i, cache in enumerate(results[1:3]):
+            codes, bytes_ = token_scales.quantized(exact[i][b, s])
+            found, stored = scales[i][page, :, slot], cache[page, slot].double()
+            number = torch.ldexp(exact[i][b, s].double(), (127 - found)[:, None])
+            legal = number.isfinite()
+            values &= bool((stored.isnan() == ~legal).all()) and bool((number[legal].abs() < 448 * (1 + 2.0**-8)).all())
             if i == 1:
-                rounded = number.float().clamp(-448, 448).to(torch.float8_e4m3fn).double()
-                values &= bool(torch.equal(stored.nan_to_num(-1.0), rounded.nan_to_num(-1.0)))
-    for cache, old in zip(results[1:3], before, strict=True):
+                values &= bool(torch.equal(found, bytes_.long()))
+                values &= bool(torch.equal(cache[page, slot].view(torch.uint8), codes.view(torch.uint8)))
+            else:  # a key beside the limit may be on either side
+                values &= bool(((found - bytes_.long()).abs() <= 1).all())
+            # Half a step of e4m3, a whole one below 65536 in fp16, and half of bf16's where a number turned.
+            step = torch.where((found == 135)[:, None] & (exact[2] == torch.float16), 2.0**-3, 2.0**-4)
+            bound = number.abs() * (step + 2.0**-8 * (i == 0)) + 2.0**-10 * 1.001
+            ratio = max([ratio, *((stored - number).abs() / bound)[legal].flatten().tolist()])
+    for cache, old in zip(results[1:3], before[:2], strict=True):
         values &= bool(torch.equal(cache[~written].double().nan_to_num(-1.0), old[~written].double().nan_to_num(-1.0)))
-    counted = bool(((least <= results[3][3]) & (results[3][3] <= most)).all())
-    return {"ratio": ratio, "values": values, "state": bool(torch.equal(results[3][:3], after[:3])) and counted}
+    for scale, old in zip(results[4:], before[2:], strict=True):
+        slots = written.shape[1]
+        untouched = scale.transpose(1, 2)[:, :slots][~written], old.transpose(1, 2)[:, :slots][~written]
+        values &= bool(torch.equal(*untouched)) and bool(torch.equal(scale[..., slots:], old[..., slots:]))
+    return {"ratio": ratio, "values": values, "state": bool(torch.equal(results[3], after))}
 
 
 def right(reply: dict[str, Any]) -> bool:
@@ -153,17 +156,19 @@ def posed(case: dict[str, Any]) -> tuple[list[Tensor], tuple[Any, ...], list[Ten
         pages = torch.randperm(number)[: batch * room // size].view(batch, -1).int()
         for b, entry, page in case.get("holes", []):
             pages[b, entry] = page if page < 0 else number + page
-    kind, scales = dtype, (None, None)
-    if case.get("fp8"):  # at 0.001 most numbers are too large, at 1000 they are subnormal
+    kind = dtype
+    if case.get("fp8"):  # heads of every size, one of zeros, and what is not finite
         kind = torch.float8_e4m3fn
-        scales = torch.tensor([case["fp8"] * (1 + h / 3) for h in range(2 * heads_kv)]).view(2, heads_kv).unbind()
-        if case.get("inplace"):  # counts of a launch beside another state are a sample's, which has none too large
-            v[0, 0, 0, 3:9] = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0, 448.0, 3e38], dtype=dtype)
-    state = torch.zeros(3 + bool(case.get("fp8")), batch, dtype=torch.int32)
+        sizes = case["fp8"] * 2.0 ** torch.randint(-9, 10, (*v.shape[:3], 1))
+        k.mul_(sizes.flip(1).to(dtype)), v.mul_(sizes.to(dtype))
+        v[0, 0, 0, 3:8] = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0, 448.0], dtype=dtype)
+        v[-1, -1, -1] = 0.0
+        if case["fp8"] > 100:  # the largest of fp16
+            v[-1, 0, 0, :4] = torch.tensor([65504.0, -65504.0, 61440.0, 65472.0], dtype=dtype)
+    state = torch.zeros(3, batch, dtype=torch.int32)
     state[0] = torch.tensor(case.get("lengths", [3, 0, 5, 1][:batch]))
     state[1] = 4
     state[2] = case.get("ticket", 0)
-    state[3:] = 2
     shape = (number + 2, size or room, heads_kv, width)
     memory = [torch.full(shape, FILLING, dtype=kind) for _ in range(2)]
     if case.get("fused caches"):
@@ -173,12 +178,13 @@ def posed(case: dict[str, Any]) -> tuple[list[Tensor], tuple[Any, ...], list[Ten
     out_q, out_state = torch.full(q.shape, float("nan"), dtype=dtype), torch.full_like(state, -9)
     if case.get("inplace"):
         out_q, out_state = q, state
-    return [out_q, *caches, out_state], (q, k, v, state, pages, counts, cos, sin, *scales), memory
+    scales = [torch.full(token_scales.shape(t) if case.get("fp8") else (0,), 7, dtype=torch.uint8) for t in caches]
+    return [out_q, *caches, out_state, *scales], (q, k, v, state, pages, counts, cos, sin), memory
 
 
 def child_case(case: dict[str, Any]) -> dict[str, Any]:
     results, inputs, memory = posed(case)
-    before = tuple([t.clone() for t in results[1:3]])
+    before = tuple([t.clone() for t in (*results[1:3], *results[4:])])
     copies = tuple([t.clone() if t is not None else None for t in inputs])
     flags = {"interleaved": bool(case.get("interleaved"))}
     problem = interpret(KV_APPEND, results, inputs, config=case.get("config"), edit=case.get("edit"), **flags)
@@ -254,14 +260,22 @@ def numerics_cases() -> dict[str, dict[str, Any]]:
     for size in (0, 16):
         more = {"seq": 1, "config": _WHOLE.format(1, 1), "heads": (3, 9), "inplace": True, "batch": 3}
         cases[f"one program for a sequence {size}"] = (_PAGED if size else _BASE) | more
-    for scale, size, rotary in product((0.01, 0.001, 1000.0), (0, 16), (0, 8, 16)):
+    for scale, size, rotary in product((1.0, 1e-30, 1000.0), (0, 16), (0, 8, 16)):
         more = {"fp8": scale, "rotary": rotary, "inplace": True, "interleaved": rotary == 8}
         cases[f"fp8 {scale} {size} {rotary}"] = (_PAGED if size else _BASE) | more
     for size, inplace in product((0, 16), (False, True)):
-        more = {"heads": (11, 9), "inplace": inplace, "fp8": 0.01 if inplace else 1.0, "config": _WHOLE.format(2, 1)}
+        more = {
+            "heads": (11, 9),
+            "inplace": inplace,
+            "fp8": 1.0,
+            "rotary": 8 * (1 + inplace),
+            "config": _WHOLE.format(2, 1),
+        }
         cases[f"fp8 whole {size} {inplace=}"] = (_PAGED if size else _BASE) | more
-    cases["fp8 fused caches"] = _BASE | {"fp8": 0.02, "fused caches": True, "inplace": True, "dtype": "fp16"}
-    cases["fp8 counted holes"] = _PAGED | {"fp8": 0.002, "counts": [3, 5], "holes": [(0, 0, -1)], "inplace": True}
+    for scale, dtype, rotary in product((1e-5, 1.0, 1000.0), ("fp16", "fp32"), (0, 6)):
+        cases[f"fp8 {scale} {dtype} {rotary}"] = _BASE | {"fp8": scale, "rotary": rotary, "dtype": dtype, "width": 40}
+    cases["fp8 fused caches"] = _BASE | {"fp8": 1.0, "fused caches": True, "inplace": True, "dtype": "fp16"}
+    cases["fp8 counted holes"] = _PAGED | {"fp8": 1.0, "counts": [3, 5], "holes": [(0, 0, -1)], "inplace": True}
     more = {"holes": [(0, 1, -1)], "seq": 16, "lengths": [12, 1], "heads": (3, 9), "config": _WHOLE.format(16, 2)}
     cases["a hole in one tile"] = _PAGED | more
     rng = random.Random(11)
@@ -287,7 +301,7 @@ PLANTED = {
     "all tokens counted alike": _BASE | {"counts": [1, 3], "edit": {"counts_step": -1}},
     "moved by the first program": _BASE | {"ticket": 4, "inplace": True, "config": "tokens=1 heads=4 block=8 warps=1"},
     "a ticket too few": _BASE | {"ticket": -1},
-    "one head's scale for all": _BASE | {"fp8": 0.01, "inplace": True, "edit": {"v_scale_head": -1}},
+    "one head's scale for all": _BASE | {"fp8": 1.0, "inplace": True, "edit": {"v_scale_head": -16}},
 }
 
 

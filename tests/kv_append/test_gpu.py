@@ -66,8 +66,10 @@ def test_every_interpreted_case(case: str) -> None:
     for _ in range(2):
         around = [t.cuda() for t in memory]
         k_cache, v_cache = (t[1:-1] for t in around)
-        q, k, v, state, pages, counts, cos, sin, k_scale, v_scale = (None if t is None else t.cuda() for t in inputs)
-        before = k_cache.cpu(), v_cache.cpu()
+        q, k, v, state, pages, counts, cos, sin = (None if t is None else t.cuda() for t in inputs)
+        scales = [t.cuda() for t in results[4:]]
+        k_scale, v_scale = scales if given.get("fp8") else (None, None)
+        before = k_cache.cpu(), v_cache.cpu(), *results[4:]
         kv_append(
             k,
             v,
@@ -84,14 +86,14 @@ def test_every_interpreted_case(case: str) -> None:
             v_scale=v_scale,
             config=given.get("config"),
         )
-        found = [t.cpu() for t in (q, k_cache, v_cache, state)]
+        found = [t.cpu() for t in (q, k_cache, v_cache, state, *scales)]
         assert right(judge(before, tuple(found), inputs, interleaved))
         edges = [(t.cpu()[[0, -1]].double(), m[[0, -1]].double()) for t, m in zip(around, memory, strict=True)]
         assert all((t == m).all() for t, m in edges)
         expected.append(found)
     twice = [(a.double().nan_to_num(9.0), b.double().nan_to_num(9.0)) for a, b in zip(*expected, strict=True)]
     assert all(torch.equal(a, b) for a, b in twice)
-    assert len(results) == 4
+    assert len(results) == 6
 
 
 @pytest.mark.parametrize("text", KV_APPEND.suite)

@@ -101,7 +101,9 @@ def test_suite_samples_pose_their_problem(text: str) -> None:
     assert not torch.equal(inputs[1], KV_APPEND.sample(small, "cpu", 4)[1])
     for t in results[1:3]:
         t.fill_(float("nan"))
-    before = tuple([t.clone() for t in results[1:3]])
+    for t in results[4:]:
+        t.fill_(0)
+    before = tuple([t.clone() for t in (*results[1:3], *results[4:])])
     assert right(judge(before, KV_APPEND.reference(small, *inputs), inputs, small.interleaved))
 
 
@@ -188,8 +190,9 @@ FP8 = torch.float8_e4m3fn
 
 def called(results: list[Tensor], inputs: tuple[Any, ...], how: Callable[..., None], interleaved: bool) -> None:
     """Calls ``how``, which has the public function's parameters, to update the results in place."""
-    _, k_cache, v_cache, _ = results
-    q, k, v, state, pages, counts, cos, sin, k_scale, v_scale = inputs
+    _, k_cache, v_cache, _, *scales = results
+    q, k, v, state, pages, counts, cos, sin = inputs
+    k_scale, v_scale = scales if scales[0].dim() > 1 else (None, None)
     turns = q if q.shape[2] else None
     how(
         k,
@@ -197,14 +200,14 @@ def called(results: list[Tensor], inputs: tuple[Any, ...], how: Callable[..., No
         k_cache,
         v_cache,
         state,
+        k_scale=k_scale,
+        v_scale=v_scale,
         page_table=pages,
         counts=counts,
         q=turns,
         cos=cos,
         sin=sin,
         interleaved=interleaved,
-        k_scale=k_scale,
-        v_scale=v_scale,
     )
     results[0], results[3] = q, state
 
@@ -212,7 +215,7 @@ def called(results: list[Tensor], inputs: tuple[Any, ...], how: Callable[..., No
 @pytest.mark.parametrize("case", [c for c, given in CASES.items() if "outside of" not in c and "config" not in given])
 def test_cpu_tensors_run_the_reference(case: str) -> None:
     results, inputs, _ = posed(CASES[case])
-    before = tuple([t.clone() for t in results[1:3]])
+    before = tuple([t.clone() for t in (*results[1:3], *results[4:])])
     copies = tuple([None if t is None else t.clone() for t in inputs])
     interleaved = bool(CASES[case].get("interleaved"))
     called(results, inputs, kv_append, interleaved)
@@ -248,6 +251,8 @@ def refusals() -> dict[str, Callable[[], Any]]:
     caches = torch.zeros(2, 9, 1, 16), torch.zeros(2, 9, 1, 16)
     state, pages = torch.zeros(3, 2, dtype=torch.int32), torch.zeros(2, 2, dtype=torch.int32)
     numbers = torch.zeros(2, dtype=torch.int32)
+    codes = [c.to(FP8) for c in caches]
+    scales = [torch.zeros(2, 1, 16, dtype=torch.uint8) for _ in caches]
     return {
         r"k \(5, 1, 16\), v .*: q does not fit": lambda: kv_append(k[0], k[0], *caches, state),
         r"v \(2, 4, 1, 16\), .*: v does not fit": lambda: kv_append(k, k[:, :4], *caches, state),
@@ -282,18 +287,23 @@ def refusals() -> dict[str, Callable[[], Any]]:
         "out= overlaps an operand": lambda: kv_append(k, k.clone(), *caches, state, q=k, cos=cos, sin=sin),
         "overlaps an operand other": lambda: kv_append(caches[0][:, : k.shape[1]], k, *caches, state),
         "kv_append is not differentiable": lambda: kv_append(k.clone().requires_grad_(), k, *caches, state),
-        r"k_scale and v_scale belong .*float32, and of the scales 1": lambda: kv_append(
-            k, k, *caches, state, k_scale=torch.ones(1)
+        r"k_scale and v_scale belong .*k_cache is torch.float32, and k_scale is given": lambda: kv_append(
+            k, k, *caches, state, k_scale=scales[0]
         ),
-        "v_scale belong .* k_cache is torch.float8_e4m3fn, and of the scales 0": lambda: kv_append(
-            k, k, *(c.to(FP8) for c in caches), state
+        "v_scale belong .* k_cache is torch.float8_e4m3fn, and k_scale is missing": lambda: kv_append(
+            k, k, *codes, state
         ),
-        r"state is \(4, B\) beside scales": lambda: kv_append(
-            k, k, *(c.to(FP8) for c in caches), state, k_scale=torch.ones(1), v_scale=torch.ones(1)
+        "takes k_scale in uint8; got torch.float32": lambda: kv_append(
+            k, k, *codes, state, k_scale=torch.ones(1), v_scale=torch.ones(1)
         ),
-        r"v_scale \(2,\): v_scale does not fit": lambda: kv_append(
-            k, k, *(c.to(FP8) for c in caches), state, k_scale=torch.ones(1), v_scale=torch.ones(2)
+        r"v_scale of .* must be uint8 \(2, 1, 16\), .*; it is torch.uint8, \(2, 1, 9\)": lambda: kv_append(
+            k, k, *codes, state, k_scale=scales[0], v_scale=scales[1][..., :9]
         ),
+        r"k_scale must have slots side by side .* strides are \(16, 1, 2\)": lambda: kv_append(
+            k, k, *codes, state, k_scale=scales[0].mT.contiguous().expand(2, 16, 1).mT[:, :1], v_scale=scales[1]
+        ),
+        "write to memory of its own": lambda: kv_append(k, k, *codes, state, k_scale=scales[0], v_scale=scales[0]),
+        "heads of a cache in FP8 have up to 512": lambda: KvAppendProblem(1, 1, 1, 528, table="none", cache="fp8"),
         "no gradient for cos": lambda: kv_append(k, k, *caches, state, cos=cos.clone().requires_grad_(), sin=sin),
     }
 
@@ -310,7 +320,7 @@ def test_opcheck(queries: bool) -> None:
     k, cache, (cos, sin) = torch.randn(2, 3, 1, 16), torch.randn(2, 9, 1, 16), table(9, 8)
     q = torch.randn(2, 3, 2, 16) if queries else None
     state = torch.tensor([[4, 3], [0, 0], [0, 0]], dtype=torch.int32)
-    args = (q, k, k.clone(), cache, cache.clone(), state, None, None, cos, sin, None, None, False)
+    args = (q, k, k.clone(), cache, cache.clone(), state, None, None, None, None, cos, sin, False)
     torch.library.opcheck(torch.ops.cutekernels.kv_append.default, args)
 
 
@@ -346,13 +356,13 @@ def test_launch_poses_what_it_launches(launches: list[str]) -> None:
     def run(k: Any, v: Any, k_cache: Any, v_cache: Any, state: Any, **rest: Any) -> None:
         queries = k[:, :, :0] if rest["q"] is None else rest["q"]
         inputs = (queries, k, v, state, rest["page_table"], rest["counts"], rest["cos"], rest["sin"])
-        inputs += (rest["k_scale"], rest["v_scale"])
-        calls.run(KV_APPEND, (queries, k_cache, v_cache, state), inputs, options=(rest["interleaved"],))
+        scales = [torch.empty(0, dtype=torch.uint8) for _ in range(2)]
+        calls.run(KV_APPEND, (queries, k_cache, v_cache, state, *scales), inputs, options=(rest["interleaved"],))
 
     base = CASES["joint 16 interleaved=False"]
     for kind in ("joint", "every other", "transposed channels", "misaligned"):
         results, inputs, _ = posed(base | {"kind": kind})
-        before = tuple([t.clone() for t in results[1:3]])
+        before = tuple([t.clone() for t in (*results[1:3], *results[4:])])
         copies = tuple([None if t is None else t.clone() for t in inputs])
         called(results, inputs, run, False)
         assert right(judge(before, tuple(results), copies)), kind
@@ -363,12 +373,12 @@ def test_launch_poses_what_it_launches(launches: list[str]) -> None:
 def test_half_only_on_a_gpu() -> None:
     k, state = torch.randn(1, 2, 1, 4, dtype=torch.float64), torch.zeros(3, 1, dtype=torch.int32)
     with pytest.raises(UnsupportedProblem, match="takes bf16, fp16, fp32"):
-        KV_APPEND.problem(k, k, k, state, k, k, k, state, *[None] * 6, interleaved=False)
+        KV_APPEND.problem(k, k, k, state, state, state, k, k, k, state, *[None] * 4, interleaved=False)
 
 
 def test_the_judge_sees_a_token_lost() -> None:
     results, inputs, _ = posed(CASES["dense 0 interleaved=False"])
-    before = tuple([t.clone() for t in results[1:3]])
+    before = tuple([t.clone() for t in (*results[1:3], *results[4:])])
     copies = tuple([None if t is None else t.clone() for t in inputs])
     called(results, inputs, kv_append, False)
     assert right(judge(before, tuple(results), copies))

@@ -1,7 +1,10 @@
-"""``Decoder(kv_cache="fp8")`` on tiny models: logits near those of the model, scales of checkpoints and of prompts."""
+"""``Decoder(kv_cache="fp8")`` on tiny models: logits near the model's, tokens that no other request has a part in."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +19,21 @@ from tests.integrations import tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 SIZES: dict[str, Any] = {"max_batch": 2, "max_tokens": 64, "page_size": 16}
-PROMPTS = [[5, 9, 3, 77, 21, 4, 8, 100, 12], [7, 2, 90]]
-K, V = torch.tensor(0.03), torch.tensor(0.02)
-# What a checkpoint may hold, behind a layer's self_attn, and what it means for keys and values.
-NAMES: dict[str, tuple[dict[str, Tensor], tuple[float, float]]] = {
-    "of the module": ({"k_scale": K, "v_scale": V}, (0.03, 0.02)),
-    "of the projections": ({"k_proj.k_scale": K[None], "v_proj.v_scale": V[None]}, (0.03, 0.02)),
-    "of the joined projection": ({"qkv_proj.k_scale": K, "qkv_proj.v_scale": V}, (0.03, 0.02)),
-    "deprecated": ({"kv_scale": K}, (0.03, 0.03)),
-    "deprecated beside another": ({"kv_scale": K, "v_scale": V}, (0.03, 0.02)),
-}
+PROMPTS = [[5, 9, 3, 77, 21, 4, 8, 100, 12], [7, 2, 90], [1, 64, 3, 3, 9]]
+# What a checkpoint may hold, behind a layer's self_attn.
+NAMES = ("k_scale v_scale", "k_proj.k_scale v_proj.v_scale", "qkv_proj.k_scale qkv_proj.v_scale", "kv_scale", "k_scale")
 
 
 def model() -> Any:
     return tiny.model("llama", num_hidden_layers=2)
+
+
+def fp8(model: Any, **options: Any) -> Decoder:
+    return Decoder.from_transformers(model, **SIZES, kv_cache="fp8", **options)
+
+
+def tokens(decoder: Decoder, prompts: list[list[int]] = PROMPTS, count: int = 6) -> list[list[int]]:
+    return decoder.generate(prompts, max_new_tokens=count).tokens
 
 
 def logits(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, list[list[int]]]:
@@ -41,77 +45,97 @@ def logits(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, l
         return take(logits, *rest, **into)
 
     monkeypatch.setattr(decoder._choices, "take", kept)
-    tokens = decoder.generate(PROMPTS[:1], max_new_tokens=8).tokens
-    return torch.cat(found).double(), tokens
+    chosen = tokens(decoder, PROMPTS[:1], 8)
+    return torch.cat(found).double(), chosen
 
 
-def scales(decoder: Decoder) -> list[tuple[list[float], list[float]]]:
-    return [(c.k_scale.tolist(), c.v_scale.tolist()) for c in decoder._caches]  # type: ignore[union-attr]
+@contextmanager
+def values_times(model: Any, factor: float) -> Iterator[None]:
+    """Values times ``factor``, which what follows undoes: a model of the same logits."""
+
+    def multiply(factor: float) -> None:
+        with torch.no_grad():
+            for layer in model.model.layers:
+                layer.self_attn.v_proj.weight.mul_(factor)
+                layer.self_attn.o_proj.weight.div_(factor)
+
+    multiply(factor)
+    yield
+    multiply(1 / factor)
 
 
 @pytest.mark.parametrize("chunk", [4, 2048])
 def test_logits_are_near_those_of_the_model(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    ours, tokens = logits(
-        Decoder.from_transformers(whole := model(), **SIZES, chunk=chunk, kv_cache="fp8"), monkeypatch
-    )
+    ours, chosen = logits(fp8(whole := model(), chunk=chunk), monkeypatch)
     with torch.no_grad():
-        expected = whole(torch.tensor([PROMPTS[0] + tokens[0]])).logits[0, len(PROMPTS[0]) - 1 : -1].double()
+        expected = whole(torch.tensor([PROMPTS[0] + chosen[0]])).logits[0, len(PROMPTS[0]) - 1 : -1].double()
     assert 1e-5 < float((ours - expected).abs().max() / expected.abs().max()) < 1 / 16
 
 
-def test_requests_share_the_first_prompt_s_scales() -> None:
-    decoder = Decoder.from_transformers(model(), **SIZES, kv_cache="fp8")
-    first = decoder.generate(PROMPTS[:1], max_new_tokens=6).tokens
-    taken = scales(decoder)
-    assert len({*taken[0][0], *taken[1][0]}) == 4, "each layer's heads have their own"
-    assert decoder.generate(PROMPTS, max_new_tokens=6).tokens[:1] == first
-    assert scales(decoder) == taken
-    for cache in decoder._caches:
-        cache.check()
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_scales_of_a_checkpoint_are_read_under_every_name(name: str, tmp_path: Path) -> None:
-    held, expected = NAMES[name]
-    model().save_pretrained(tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    tensors |= {f"model.layers.1.self_attn.{suffix}": t for suffix, t in held.items()}
-    save_file(tensors, tmp_path / "model.safetensors")
-    decoder = Decoder.from_pretrained(tmp_path, **SIZES, kv_cache="fp8", progress=False)
-    assert scales(decoder)[1] == tuple([[pytest.approx(x)] * 2 for x in expected])
-    decoder.generate(PROMPTS, max_new_tokens=2)
-    assert scales(decoder)[1] == tuple([[pytest.approx(x)] * 2 for x in expected])
-    assert scales(decoder)[0][0] != [1.0, 1.0], "the other layer's are of the first prompt"
-    assert Decoder.from_pretrained(tmp_path, **SIZES, progress=False)._caches[1].k_scale is None
-
-
-def test_scales_of_a_module_of_transformers() -> None:
-    given = model().bfloat16()
-    given.model.layers[0].self_attn.k_scale = torch.nn.Parameter(torch.tensor([0.5, 0.25]), requires_grad=False)
-    given.model.layers[0].self_attn.v_proj.v_scale = torch.tensor(2.0)
-    decoder = Decoder.from_transformers(given, **SIZES, kv_cache="fp8")
-    assert scales(decoder)[0] == ([0.5, 0.25], [2.0, 2.0])
-    del given.model.layers[0].self_attn.v_proj.v_scale
-    with pytest.raises(UnsupportedProblem, match="come together"):
-        Decoder.from_transformers(given, **SIZES, kv_cache="fp8")
-    Decoder.from_transformers(given, **SIZES)
-
-
-def test_check_names_what_is_too_large_while_a_request_runs() -> None:
+def test_tokens_are_the_same_in_any_order_and_behind_any_prefix_of_requests() -> None:
     given = model()
-    given.model.layers[1].self_attn.kv_scale = torch.tensor(1e-6)
-    decoder = Decoder.from_transformers(given, **SIZES, kv_cache="fp8")
-    number = decoder.add(PROMPTS[0], max_new_tokens=4)
-    decoder.check()
-    decoder.step()
-    with pytest.raises(UnsupportedProblem, match="448 times their scale, by sequence: {0: "):
-        decoder.check()
-    decoder.cancel(number)
-    decoder.check()
+    alone = [tokens(fp8(given), [prompt])[0] for prompt in PROMPTS]
+    used = fp8(given)
+    for order in permutations(range(3)):
+        for count in (1, 2, 3):
+            assert tokens(used, [PROMPTS[i] for i in order[:count]]) == [alone[i] for i in order[:count]]
+
+
+@pytest.mark.parametrize("factor", [64.0, 2.0**-12])
+def test_a_warm_up_under_values_of_another_size_changes_no_token(factor: float) -> None:
+    given = model()
+    fresh = tokens(fp8(given))
+    with values_times(given, factor):
+        warmed = fp8(given)
+        tokens(warmed, [[100, 50]])
+    assert tokens(warmed) == fresh
+    with values_times(given, factor):  # powers of two: even the bits are those of before
+        assert tokens(warmed) == tokens(fp8(given)) == fresh
+
+
+def test_a_warm_up_on_zeros_changes_no_token() -> None:
+    given = model()
+    fresh, kept = tokens(fp8(given)), {name: p.clone() for name, p in given.named_parameters()}
+    with torch.no_grad():
+        for p in given.parameters():
+            p.zero_()
+    warmed = fp8(given)
+    tokens(warmed)
+    with torch.no_grad():
+        for name, p in given.named_parameters():
+            p.copy_(kept[name])
+    assert tokens(warmed) == fresh
+
+
+def test_a_later_outlier_is_not_clamped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token with keys and values 300 times as large, behind a prompt without any."""
+    given = model()
+    with torch.no_grad():
+        given.model.embed_tokens.weight[77].mul_(300)
+    warmed = fp8(given)
+    tokens(warmed, [[5, 9, 3]])
+    ours, chosen = logits(warmed, monkeypatch)
+    with torch.no_grad():
+        expected = given(torch.tensor([PROMPTS[0] + chosen[0]])).logits[0, len(PROMPTS[0]) - 1 : -1].double()
+    assert float((ours - expected).abs().max() / expected.abs().max()) < 1 / 16
+
+
+@pytest.mark.parametrize("names", NAMES)
+def test_scales_of_a_checkpoint_are_read_and_not_needed(names: str, tmp_path: Path) -> None:
+    model().save_pretrained(tmp_path)
+    plain = tokens(Decoder.from_pretrained(tmp_path, **SIZES, kv_cache="fp8", progress=False))
+    held = load_file(tmp_path / "model.safetensors")
+    held |= {f"model.layers.1.self_attn.{name}": torch.tensor(1e-6) for name in names.split()}
+    save_file(held, tmp_path / "model.safetensors")
+    assert tokens(Decoder.from_pretrained(tmp_path, **SIZES, kv_cache="fp8", progress=False)) == plain
+    assert Decoder.from_pretrained(tmp_path, **SIZES, progress=False)._caches[1].k_scale is None
+    given = model()
+    given.model.layers[0].self_attn.k_scale = torch.nn.Parameter(torch.tensor([1e-6]), requires_grad=False)
+    assert tokens(fp8(given)) == plain
 
 
 def test_refusals() -> None:
     with pytest.raises(UnsupportedProblem, match="kv_cache is \"fp8\", or None .*got 'int8'"):
         Decoder.from_transformers(model(), **SIZES, kv_cache="int8")  # type: ignore[arg-type]
     with pytest.raises(UnsupportedProblem, match="multiple of 16, .* it is 8"):
-        Decoder.from_transformers(tiny.model("llama", head_dim=8), **SIZES, kv_cache="fp8")
+        fp8(tiny.model("llama", head_dim=8))

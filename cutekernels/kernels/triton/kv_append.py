@@ -11,12 +11,12 @@ Arguments of :func:`kv_append` (strides in elements, channels always dense):
     ``out_q``, ``q``                (B, SEQ, HQ, D), rotated; may be the same memory; strides batch, seq, head
     ``k_cache``, ``v_cache``        (PAGES, PAGE_SIZE, HKV, D), or (B, ROOM, HKV, D); strides page, slot, head
     ``k``, ``v``                    (B, SEQ, HKV, D), new tokens; strides batch, seq, head
-    ``state``, ``out_state``        (3, B) int32, may be the same memory; stride row. Lengths, lost tokens, tickets;
-                                    where FP8 (4, B): saturated numbers too
+    ``state``, ``out_state``        (3, B) int32, may be the same memory; stride row. Lengths, lost tokens, tickets
     ``page_table``                  (B, ENTRIES) int32, where PAGE_SIZE > 0; strides batch, entry
     ``counts``                      (B,) int32, how many of the SEQ tokens are real, where COUNTED; stride step
     ``cos``, ``sin``                (ANGLES, half) of positions, or (B, SEQ, half) where GATHERED, where TURNING
-    ``k_scale``, ``v_scale``        (HKV,) fp32, what stored numbers are to be multiplied by, where FP8; stride head
+    ``k_scale``, ``v_scale``        (PAGES, HKV, PAGE_SIZE or more) bytes, where FP8; strides page, head. Numbers of
+                                    the cache are to be multiplied by 2^(byte - 127), one of each token and head
     ``seq``, ``seq_blocks``         tokens of a sequence, and tiles of TOKENS of them
     ``heads_q``, ``heads_kv``       heads; of q there may be none
     ``half``, ``head_dim``          pairs of channels that rotate, and channels
@@ -30,12 +30,16 @@ Arguments of :func:`kv_append` (strides in elements, channels always dense):
     PAGE_SIZE                       slots of a page; 0: no pages
     COUNTED, TURNING, GATHERED      which of the operands above there are
     FP8                             caches are e4m3, in bytes
+    RUNS                            where FP8: 1, or 2 where some channels rotate and others do not
     INTERLEAVED                     a pair is two neighbouring channels, else channels i and i + half
     DEPENDENT                       the launch is a programmatic dependent one
     ==============================  ===================================================================================
+Where FP8 a program holds all channels of its heads, since their largest number decides the scale: BLOCK pairs cover a
+head, ``parts`` is 1, and channels that do not rotate are a second tile beside those that do.
+
 Inside, an operand is a tuple (pointer, outer, inner and head stride); ``sizes`` are (blocks of q, blocks of k or v,
 heads_q, heads_kv); ``widths`` are (half, head_dim, half_blocks, whether out_q is q); ``ins`` are q, k and v; ``outs``
-are out_q, both caches and their scales, (pointer of k's, of v's, stride of each); ``tile`` is (batch, tokens, which
+are out_q, both caches and their scales, (pointer, page and head stride) of each; ``tile`` is (batch, tokens, which
 exist, page, slot, which are kept); ``values`` are both halves of the pairs, cosines and sines.
 """
 
@@ -140,66 +144,93 @@ def _store(rows, there, channels, x1, x2, BLOCK: tl.constexpr, INTERLEAVED: tl.c
 
 
 @triton.jit
-def _e4m3(x, scale):
-    """The bits of ``x / scale`` in e4m3, rounded to nearest even, and whether it is beyond the largest, 448, which it
-    then becomes. NaN stays NaN.
+def _largest(x, start, end):
+    """The largest size of finite numbers in each token and head of ``x``, (TOKENS, HEADS, N), whose channels are those
+    from ``start`` on, below ``end``.
     """
-    y = tl.div_rn(x.to(tl.float32), scale + tl.zeros_like(x).to(tl.float32))
+    there = start + tl.arange(0, x.shape[2]) < end
+    size = tl.abs(x.to(tl.float32))
+    return tl.max(tl.where(there[None, None, :] & (size < float("inf")), size, 0.0), axis=2)
+
+
+@triton.jit
+def _largest_of(channels, x1, x2, INTERLEAVED: tl.constexpr):
+    """:func:`_largest` of a tile's two runs of channels, or of its one."""
+    first, second, first_end, second_end = channels
+    if INTERLEAVED:
+        return _largest(x1, first, first_end)
+    else:
+        return tl.maximum(_largest(x1, first, first_end), _largest(x2, second, second_end))
+
+
+@triton.jit
+def _exponent(largest, HALF: tl.constexpr):
+    """The biased exponent of the least power of two that is at least ``largest / 448``, and no less than 2^-64.
+
+    HALF, of fp16 numbers, no less than 2^-15: e4m3's step is then fp16's own, and the power itself an fp16 number.
+    """
+    bits = largest.to(tl.int32, bitcast=True)
+    # 448 is 1.75 * 2^8: a mantissa beyond .75 carries into the exponent.
+    return tl.maximum(((bits + 0x1FFFFF) >> 23) - 8, 112 if HALF else 63)
+
+
+@triton.jit
+def _e4m3(x, exponent):
+    """The bits of ``x / 2^(exponent - 127)``, at most 448, in e4m3, rounded to nearest even; NaN where not finite.
+
+    Numbers that would be rounded to one that their type lacks (65536 of fp16, 2^128 of others) become the next below.
+    """
+    inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    y = x.to(tl.float32) * inverse
     size = tl.abs(y)
-    over = size > 448.0
-    size = tl.minimum(size, 448.0)
+    finite = size < float("inf")
+    largest: tl.constexpr = 61440.0 if x.dtype == tl.float16 else 240.0 * 2.0**120
+    size = tl.minimum(size, largest * inverse)
     bits = size.to(tl.int32, bitcast=True)
     # Three digits of the mantissa are kept, and the exponent's bias is 7, not 127; below 2^-6 numbers are multiples of
     # 2^-9, which a sum with 2^14 rounds to.
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
     small = (size + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
     code = tl.where(size < 0.015625, small, normal)
-    code = tl.where(y != y, 0x7F, code)
     sign = (y.to(tl.int32, bitcast=True) >> 24) & 0x80
-    return (code | sign).to(tl.uint8), over
+    return tl.where(finite, code | sign, 0x7F).to(tl.uint8)
 
 
 @triton.jit
-def _store_e4m3(
+def _store_fp8(
     block,
     sizes,
+    outs,
+    where,
     channels,
-    k,
-    v,
-    scales,
-    h,
-    real,
-    page,
-    slot,
-    kept,
     x1,
     x2,
+    others,
+    y1,
+    y2,
     BLOCK: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    RUNS: tl.constexpr,
 ):
-    """Stores a tile of k or v in e4m3; returns how many of its numbers were too large."""
+    """Stores whole heads of k or v in e4m3, and their scales. ``where``: heads, pages, slots, which are kept."""
     q_blocks, kv_blocks, _, _ = sizes
-    k_scale, v_scale, k_step, v_step = scales
-    pointer, outer, inner, head = v
-    scale = v_scale + h * v_step
+    _, out_k, out_v, scale_k, scale_v = outs
+    h, page, slot, there = where
+    pointer, outer, inner, head = out_v
+    scales, scale_page, scale_head = scale_v
     if block < q_blocks + kv_blocks:
-        pointer, outer, inner, head = k
-        scale = k_scale + h * k_step
-    factor = tl.load(scale, mask=real, other=1.0)[None, :, None]
-    y1, over1 = _e4m3(x1, factor)
-    y2, over2 = _e4m3(x2, factor)
+        pointer, outer, inner, head = out_k
+        scales, scale_page, scale_head = scale_k
+    largest = _largest_of(channels, x1, x2, INTERLEAVED)
+    if RUNS == 2:
+        largest = tl.maximum(largest, _largest_of(others, y1, y2, INTERLEAVED))
+    exponent = _exponent(largest, x1.dtype == tl.float16)
+    tl.store(scales + (page * scale_page + slot)[:, None] + h[None, :] * scale_head, exponent.to(tl.uint8), mask=there)
     rows = pointer + (page * outer + slot * inner)[:, None] + h[None, :] * head
-    there = kept[:, None] & real[None, :]
-    _store(rows, there, channels, y1, y2, BLOCK, INTERLEAVED)
-    first, second, first_end, second_end = channels
-    if INTERLEAVED:
-        d = first + tl.arange(0, 2 * BLOCK)
-        return tl.sum((over1 & there[:, :, None] & (d < first_end)[None, None, :]).to(tl.int32))
-    else:
-        d = tl.arange(0, BLOCK)
-        over1 = over1 & (first + d < first_end)[None, None, :]
-        over2 = over2 & (second + d < second_end)[None, None, :]
-        return tl.sum((over1 & there[:, :, None]).to(tl.int32) + (over2 & there[:, :, None]).to(tl.int32))
+    exponent = exponent[:, :, None]
+    _store(rows, there, channels, _e4m3(x1, exponent), _e4m3(x2, exponent), BLOCK, INTERLEAVED)
+    if RUNS == 2:
+        _store(rows, there, others, _e4m3(y1, exponent), _e4m3(y2, exponent), BLOCK, INTERLEAVED)
 
 
 @triton.jit
@@ -256,13 +287,9 @@ def _put(
     BLOCK: tl.constexpr,
     TURNING: tl.constexpr,
     INTERLEAVED: tl.constexpr,
-    FP8: tl.constexpr,
 ):
-    """Rotates and stores a fetched tile: q to its tokens' rows, k and v to the slots of the tokens that are kept.
-
-    Returns how many numbers were too large for e4m3.
-    """
-    q, k, v, scales = outs
+    """Rotates and stores a fetched tile: q to its tokens' rows, k and v to the slots of the tokens that are kept."""
+    q, k, v, _, _ = outs
     x1, x2, cos, sin = values
     batch, s, there, page, slot, kept = tile
     q_blocks, kv_blocks, _, _ = sizes
@@ -274,29 +301,53 @@ def _put(
     # k and v go to the tokens' pages and slots, q to their batch entry and row.
     outermost = page.to(tl.int64)
     innermost = slot.to(tl.int64)
-    over = 0
-    if FP8:
-        h, real = _heads(block, sizes, HEADS)
-        channels = _channels(block, part, sizes, widths, BLOCK, TURNING, INTERLEAVED)
-        if block < q_blocks:
-            pointer, outer, inner, head = q
-            rows = pointer + (batch * outer + s * inner)[:, None] + h[None, :] * head
-            _store(rows, there[:, None] & real[None, :], channels, x1, x2, BLOCK, INTERLEAVED)
-        else:
-            over = _store_e4m3(
-                block, sizes, channels, k, v, scales, h, real, outermost, innermost, kept, x1, x2, BLOCK, INTERLEAVED
-            )
+    pointer, outer, inner, head = _of(block, sizes, q, k, v)
+    h, real = _heads(block, sizes, HEADS)
+    if block < q_blocks:
+        outermost = tl.zeros_like(s) + batch
+        innermost = s
+        kept = there
+    rows = pointer + (outermost * outer + innermost * inner)[:, None] + h[None, :] * head
+    channels = _channels(block, part, sizes, widths, BLOCK, TURNING, INTERLEAVED)
+    _store(rows, kept[:, None] & real[None, :], channels, x1, x2, BLOCK, INTERLEAVED)
+
+
+@triton.jit
+def _put_fp8(
+    block,
+    sizes,
+    widths,
+    outs,
+    tile,
+    values,
+    rest,
+    HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TURNING: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    RUNS: tl.constexpr,
+):
+    """:func:`_put` of whole heads, k and v in e4m3 with their scales. ``rest``: the tile of channels that stay."""
+    x1, x2, cos, sin = values
+    y1, y2 = rest
+    batch, s, there, page, slot, kept = tile
+    q_blocks, kv_blocks, _, _ = sizes
+    if TURNING:
+        turns = block < q_blocks + kv_blocks
+        if turns:
+            x1, x2 = _rotate(x1, x2, cos, sin, BLOCK, INTERLEAVED)
+    h, real = _heads(block, sizes, HEADS)
+    channels = _channels(block, 0, sizes, widths, BLOCK, TURNING, INTERLEAVED)
+    others = _channels(block, 1, sizes, widths, BLOCK, TURNING, INTERLEAVED)
+    if block < q_blocks:
+        pointer, outer, inner, head = outs[0]
+        rows = pointer + (batch * outer + s * inner)[:, None] + h[None, :] * head
+        _store(rows, there[:, None] & real[None, :], channels, x1, x2, BLOCK, INTERLEAVED)
+        if RUNS == 2:
+            _store(rows, there[:, None] & real[None, :], others, y1, y2, BLOCK, INTERLEAVED)
     else:
-        pointer, outer, inner, head = _of(block, sizes, q, k, v)
-        h, real = _heads(block, sizes, HEADS)
-        if block < q_blocks:
-            outermost = tl.zeros_like(s) + batch
-            innermost = s
-            kept = there
-        rows = pointer + (outermost * outer + innermost * inner)[:, None] + h[None, :] * head
-        channels = _channels(block, part, sizes, widths, BLOCK, TURNING, INTERLEAVED)
-        _store(rows, kept[:, None] & real[None, :], channels, x1, x2, BLOCK, INTERLEAVED)
-    return over
+        where = (h, page.to(tl.int64), slot.to(tl.int64), kept[:, None] & real[None, :])
+        _store_fp8(block, sizes, outs, where, channels, x1, x2, others, y1, y2, BLOCK, INTERLEAVED, RUNS)
 
 
 @triton.jit
@@ -325,6 +376,8 @@ def kv_append(
     k_cache_ptr,
     v_cache_ptr,
     out_state_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
     q_ptr,
     k_ptr,
     v_ptr,
@@ -333,8 +386,6 @@ def kv_append(
     counts_ptr,
     cos_ptr,
     sin_ptr,
-    k_scale_ptr,
-    v_scale_ptr,
     seq,
     seq_blocks,
     heads_q,
@@ -356,6 +407,10 @@ def kv_append(
     v_cache_slot,
     v_cache_head,
     out_state_row,
+    k_scale_page,
+    k_scale_head,
+    v_scale_page,
+    v_scale_head,
     q_batch,
     q_seq,
     q_head,
@@ -373,8 +428,6 @@ def kv_append(
     cos_row,
     sin_batch,
     sin_row,
-    k_scale_head,
-    v_scale_head,
     TOKENS: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -387,6 +440,7 @@ def kv_append(
     GATHERED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     FP8: tl.constexpr,
+    RUNS: tl.constexpr,
     DEPENDENT: tl.constexpr = False,
 ):
     """Appends tokens of k and v behind each sequence's end, k and q rotated by their positions, and moves the end.
@@ -423,11 +477,8 @@ def kv_append(
 
     batch = (pid // seq_blocks).to(tl.int64)
     lane = tl.arange(0, THREADS)
-    # Words 0 and 1 of the sequence's state (FP8: 3 too), each by a thread; nothing else reads the length.
-    read = lane < 2
-    if FP8:
-        read = read | (lane == 3)
-    words = tl.load(state_ptr + lane * state_row + batch, mask=read, other=0)
+    # Words 0 and 1 of the sequence's state, each by a thread; nothing else reads the length.
+    words = tl.load(state_ptr + lane * state_row + batch, mask=lane < 2, other=0)
     count = tl.full((), 0, tl.int64) + seq
     if COUNTED:
         count = tl.minimum(tl.maximum(tl.load(counts_ptr + batch * counts_step).to(tl.int64), 0), count)
@@ -439,12 +490,17 @@ def kv_append(
     out_q = (out_q_ptr, out_q_batch, out_q_seq, out_q_head)
     out_k = (k_cache_ptr, k_cache_page, k_cache_slot, k_cache_head)
     out_v = (v_cache_ptr, v_cache_page, v_cache_slot, v_cache_head)
-    outs = (out_q, out_k, out_v, (k_scale_ptr, v_scale_ptr, k_scale_head, v_scale_head))
+    scale_k = (k_scale_ptr, k_scale_page, k_scale_head)
+    scale_v = (v_scale_ptr, v_scale_page, v_scale_head)
+    outs = (out_q, out_k, out_v, scale_k, scale_v)
     sizes = (q_blocks, kv_blocks, heads_q, heads_kv)
     widths = (half, head_dim, half_blocks, out_q_ptr.to(tl.int64) == q_ptr.to(tl.int64))
     s = pid % seq_blocks * TOKENS + tl.arange(0, TOKENS).to(tl.int64)
     there = s < seq
     x1, x2 = _fetch(block, part, sizes, widths, ins, batch, s, there, HEADS, BLOCK, TURNING, INTERLEAVED)
+    y1, y2 = x1, x2
+    if RUNS == 2:
+        y1, y2 = _fetch(block, 1, sizes, widths, ins, batch, s, there, HEADS, BLOCK, TURNING, INTERLEAVED)
 
     # ---- what follows from the length: positions, pages and slots, cosines and sines, a ticket
 
@@ -487,21 +543,30 @@ def kv_append(
         last = tl.atomic_add(state_ptr + 2 * state_row + batch, 1, sem="relaxed") == shares - 1
     # ---- rotate and store, block of heads by block of heads
 
-    saturated = 0
     if WHOLE:
         # The next block is loaded before this one is stored.
         for i in range(q_blocks + 2 * kv_blocks):
             next1, next2 = _fetch(i + 1, part, sizes, widths, ins, batch, s, there, HEADS, BLOCK, TURNING, INTERLEAVED)
             values = (x1, x2, cos, sin)
-            saturated += _put(i, part, sizes, widths, outs, tile, values, HEADS, BLOCK, TURNING, INTERLEAVED, FP8)
+            if FP8:
+                z1, z2 = next1, next2
+                if RUNS == 2:
+                    z1, z2 = _fetch(i + 1, 1, sizes, widths, ins, batch, s, there, HEADS, BLOCK, TURNING, INTERLEAVED)
+                rest = (y1, y2)
+                _put_fp8(i, sizes, widths, outs, tile, values, rest, HEADS, BLOCK, TURNING, INTERLEAVED, RUNS)
+                y1 = z1
+                y2 = z2
+            else:
+                _put(i, part, sizes, widths, outs, tile, values, HEADS, BLOCK, TURNING, INTERLEAVED)
             x1 = next1
             x2 = next2
     else:
         values = (x1, x2, cos, sin)
-        saturated = _put(block, part, sizes, widths, outs, tile, values, HEADS, BLOCK, TURNING, INTERLEAVED, FP8)
-    if FP8:  # noqa: SIM102, a constant
-        if saturated > 0:
-            tl.atomic_add(out_state_ptr + 3 * out_state_row + batch, saturated, sem="relaxed")
+        if FP8:
+            rest = (y1, y2)
+            _put_fp8(block, sizes, widths, outs, tile, values, rest, HEADS, BLOCK, TURNING, INTERLEAVED, RUNS)
+        else:
+            _put(block, part, sizes, widths, outs, tile, values, HEADS, BLOCK, TURNING, INTERLEAVED)
 
     # ---- the sequence's new length, by the last of its programs
 
@@ -520,8 +585,3 @@ def kv_append(
         tl.store(out_state_ptr + out_state_row + batch, lost + (start + count - end).to(tl.int32))
         tl.store(state_ptr + 2 * state_row + batch, 0)
         tl.store(out_state_ptr + 2 * out_state_row + batch, 0)
-        if FP8:  # noqa: SIM102
-            # Other programs may have added to the count, so it is written where it has other memory alone: a sample's.
-            if out_state_ptr.to(tl.int64) != state_ptr.to(tl.int64):
-                before = tl.sum(tl.where(lane == 3, words, 0), axis=0)
-                tl.store(out_state_ptr + 3 * out_state_row + batch, before)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from cutekernels.op import Work, plain
 from cutekernels.ops.attention.config import AttentionConfig
@@ -30,6 +30,7 @@ from cutekernels.ops.attention.problem import (
     launch_blind,
     score_factors,
     since_revision_1,
+    tuned_cache,
 )
 
 if TYPE_CHECKING:
@@ -55,6 +56,9 @@ class CacheProblem(AttentionProblem):
         check_cache_dim(self.cache, self.head_dim)
         check_room(self.seq_kv)
 
+    def bucket(self) -> Self:
+        return super().bucket().replace(cache=tuned_cache(self.cache))
+
     @property
     def page(self) -> int | None:
         return self.page_size
@@ -66,7 +70,8 @@ class CacheProblem(AttentionProblem):
     @property
     def work_bytes(self) -> int:
         table = 4 * self.batch * -(-self.seq_kv // self.page_size) if self.page_size else 0
-        saved = 2 * (2 - cache_bytes(self.cache)) * self.batch * self.seq_kv * self.heads_kv * self.head_dim
+        of_row = (2 - cache_bytes(self.cache)) * self.head_dim - (self.cache == "fp8_tokens")
+        saved = 2 * of_row * self.batch * self.seq_kv * self.heads_kv
         return self.bytes_moved - saved + 4 * self.batch + table
 
 
@@ -117,7 +122,7 @@ class CacheAttention(PrefillOp[CacheProblem]):
             *([counter] if c.by_groups else []),
             *(number, number, number),
             *(limit, limit),
-            *(() if c.by_groups else fakes.scales(p.cache, heads_kv)),
+            *(() if c.by_groups else fakes.scales(p.cache, layers, heads_kv)),
             gpu=gpu,
         )
 

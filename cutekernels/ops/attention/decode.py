@@ -2,8 +2,9 @@
 
 Operands are as the caller has them: q and out ``(B, SQ, HQ, D)``, caches ``(B, T_MAX, HKV, D)``, or in pages
 ``(PAGES, PAGE_SIZE, HKV, D)`` with a table ``(B, MAX_PAGES)`` of the pages of each sequence. Lengths are on the device.
-The queries are a sequence's last tokens, so they see each other causally. Caches are of q's type, or e4m3 beside fp32
-scales ``(HKV,)`` of k and of v: a number is what is stored times its head's scale.
+The queries are a sequence's last tokens, so they see each other causally. Caches are of q's type, or e4m3 beside scales
+of k and of v: fp32 ``(HKV,)``, one of each head, or bytes ``(PAGES or B, HKV, slots)``, a power of two of each token's
+head (``token_scales.py``). A number is what is stored times its scale.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from cutekernels import rates
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.kernels.cute.parts.attention_smem import DecodeSmem, padded
 from cutekernels.op import Work, extent, knob, ladder, plain, power_of_two
+from cutekernels.ops.attention import token_scales
 from cutekernels.ops.attention.coefficients import DECODE
 from cutekernels.ops.attention.problem import (
     CACHES,
@@ -35,6 +37,7 @@ from cutekernels.ops.attention.problem import (
     launch_blind,
     sample_sinks,
     score_factors,
+    tuned_cache,
 )
 from cutekernels.ops.shared.dtypes import DTYPES
 from cutekernels.ops.shared.occupancy import occupancy_rules
@@ -59,7 +62,8 @@ class DecodeProblem(HeadsProblem):
     """Extents, and the properties that kernels are compiled for.
 
     ``seq_kv`` is the longest sequence that the cache has room for; ``page_size=0`` is a contiguous cache. With
-    ``window``, a query sees ``window_left`` keys before its own. ``cache="fp8"``: k and v are e4m3.
+    ``window``, a query sees ``window_left`` keys before its own. ``cache="fp8"``: k and v are e4m3,
+    with a scale of each head; ``"fp8_tokens"``: of each token and head.
     """
 
     batch: int = extent(ladder)
@@ -93,6 +97,9 @@ class DecodeProblem(HeadsProblem):
                 "the batch one after the other"
             )
 
+    def bucket(self) -> Self:
+        return super().bucket().replace(cache=tuned_cache(self.cache))
+
     @property
     def width(self) -> int:
         """The padded head dim; of a cache in e4m3 a multiple of 64, for rows of a swizzle pattern."""
@@ -100,8 +107,13 @@ class DecodeProblem(HeadsProblem):
 
     @property
     def row_bytes(self) -> int:
-        """Of a key and its value."""
-        return 2 * cache_bytes(self.cache) * self.head_dim
+        """Of a key and its value, with their scales where each has one."""
+        return 2 * (cache_bytes(self.cache) * self.head_dim + self.of_tokens)
+
+    @property
+    def of_tokens(self) -> bool:
+        """Whether each token and head has a scale."""
+        return self.cache == "fp8_tokens"
 
     @property
     def keys(self) -> int:
@@ -137,7 +149,10 @@ class DecodeConfig(WarpsConfig):
 
     def smem(self, p: DecodeProblem) -> DecodeSmem:
         clustered = self.splits if self.cluster else 0
-        return DecodeSmem(self.tile_kv, p.width, self.stages, self.warps, clustered, cache_bytes=cache_bytes(p.cache))
+        return DecodeSmem(
+            self.tile_kv, p.width, self.stages, self.warps, clustered, cache_bytes=cache_bytes(p.cache),
+            token_scales=p.of_tokens,
+        )  # fmt: skip
 
 
 MAX_CTAS = 4
@@ -209,7 +224,7 @@ class SplitDecode(AttentionSchedule[DecodeProblem, DecodeConfig]):
         if p.tiles == 0 or p.keys == 0:
             return rate.launch_us
         row_bytes = p.row_bytes
-        column_cycles = (own.float8 if gpu.has_fp8 else own.converted) if p.cache == "fp8" else 0.0
+        column_cycles = (own.float8 if gpu.has_fp8 else own.converted) if p.cache != "same" else 0.0
         block_cycles = own.block + column_cycles * p.width
         blocks = math.ceil(-(-p.keys // c.tile_kv) / c.splits)
         cta_bytes = blocks * c.tile_kv * row_bytes
@@ -287,7 +302,7 @@ class DecodeAttention(AttentionOp[DecodeProblem, DecodeConfig]):
             fakes.vector(Int32, batch),
             fakes.table(batch) if p.page_size else None,
             fakes.sinks(p.sinks, p.dtype, heads_q),
-            *fakes.scales(p.cache, heads_kv),
+            *fakes.scales(p.cache, layers, heads_kv),
             *(number, number, number),
             Int32(0),
             fakes.vector(Float32) if split else None,
@@ -301,11 +316,12 @@ class DecodeAttention(AttentionOp[DecodeProblem, DecodeConfig]):
         from cutekernels.kernels.cute.parts.cache import CacheRows
         from cutekernels.kernels.cute.parts.float8 import Float8, Float8Products, Float8Queries
         from cutekernels.kernels.cute.parts.products import warp_products
-        from cutekernels.kernels.cute.parts.softmax import OnlineSoftmax
+        from cutekernels.kernels.cute.parts.softmax import SINK_BITS, OnlineSoftmax
+        from cutekernels.kernels.cute.parts.token_scales import TokenScales
 
         products, queries = warp_products(1, p.width <= WIDEST_IN_REGISTERS), None
         per_element = 2 // cache_bytes(p.cache)  # numbers in 16 bits
-        if p.cache == "fp8":
+        if p.cache != "same":
             float8 = Float8(gpu.has_fp8)
             products = Float8Products(products.xy, products.py, products.x_in_registers, float8, c.rows, p.width)
             queries = Float8Queries(float8, c.threads, p.width)
@@ -314,7 +330,7 @@ class DecodeAttention(AttentionOp[DecodeProblem, DecodeConfig]):
             head_dim=p.head_dim,
             padded=p.width,
             products=products,
-            softmax=OnlineSoftmax(SLACK, p.softcap),
+            softmax=OnlineSoftmax(SLACK, p.softcap, SINK_BITS + (p.of_tokens and -token_scales.LEAST)),
             warps=c.warps,
             splits=c.splits,
             limited=p.window,
@@ -322,6 +338,7 @@ class DecodeAttention(AttentionOp[DecodeProblem, DecodeConfig]):
             dependent=c.pdl,
             clustered=c.cluster,
             queries=queries,
+            token_scales=TokenScales(c.rows, c.stages, p.page_size) if p.of_tokens else None,
         )
 
     def bind(self, p: DecodeProblem, c: DecodeConfig, kernel: Callable[..., Any]) -> Callable[..., Any]:
@@ -388,7 +405,7 @@ def check_room(keys: int) -> None:
 
 def check_cache_dim(cache: str, head_dim: int) -> None:
     """Refuses head dims whose rows no kernel reads from a cache in FP8."""
-    if cache == "fp8" and head_dim % 16:
+    if cache != "same" and head_dim % 16:
         raise UnsupportedProblem(
             f"a cache in FP8 has a head_dim that is a multiple of 16, for aligned rows; it is {head_dim}: keep it in "
             "fp16 or bf16"
@@ -397,7 +414,7 @@ def check_cache_dim(cache: str, head_dim: int) -> None:
 
 def cache_bytes(cache: str) -> int:
     """Of an element."""
-    return 1 if cache == "fp8" else 2
+    return 2 if cache == "same" else 1
 
 
 def check_page_size(size: int) -> None:
@@ -441,7 +458,7 @@ def sampled(p: Any, keys: float, device: str, seed: int) -> tuple[Any, ...]:
 
 def posed(p: Any, lengths: Tensor, generator: torch.Generator) -> tuple[Any, ...]:
     """Random ``(q, k, v, lengths, page table or None)``: NaN in the caches wherever no sequence has a token. Behind
-    them the scales of caches in e4m3, whose numbers fill its range.
+    them the scales of caches in e4m3, whose numbers fill its range; V's of tokens differ by up to 2^16, K's by 2^4.
 
     Pages lie in a random order. Entries of the table that a sequence does not need name a page of NaN.
     """
@@ -474,6 +491,15 @@ def posed(p: Any, lengths: Tensor, generator: torch.Generator) -> tuple[Any, ...
         t.masked_fill_(~tokens[..., None, None], math.nan)
     if p.cache == "same":
         return q, *caches, lengths, table
+    if p.cache == "fp8_tokens":
+        scales = []
+        for i, least in enumerate((-4, -16)):
+            caches[i], found = token_scales.quantized(caches[i])
+            found = found + torch.randint(least, 1, found.shape, generator=generator, device=device)
+            own = torch.full(token_scales.shape(caches[i]), token_scales.NAN, dtype=torch.uint8, device=device)
+            own[..., :size] = found.masked_fill(~tokens[..., None], token_scales.NAN).transpose(1, 2)
+            scales.append(own)
+        return q, *caches, lengths, table, *scales
     sizes = torch.rand((2, p.heads_kv), generator=generator, device=device)
     scales = [(0.5 + own) * (4.0 / E4M3_MAX) for own in sizes]
     for i, own in enumerate(scales):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.ops.attention import reference
+from cutekernels.ops.attention import reference, token_scales
 from cutekernels.ops.attention.arguments import (
     FOREIGN,
     cap_of,
@@ -118,9 +118,11 @@ def decode_attention(
         page_table: int32 ``(B, MAX_PAGES)``: the page of each ``PAGE_SIZE`` tokens of a sequence. Entries that no query
             sees a token of may be anything. Of the others, the CPU refuses those that name no page; a GPU, where
             values are not looked at, reads some page of the cache instead.
-        k_scale: fp32 ``(HKV,)``, above 0, of a cache in FP8: keys are ``k_cache * k_scale``, head by head. Results are
-            those of such a cache as exactly as of one in 16 bits; :class:`cutekernels.KVCache` says what its rounding
-            costs.
+        k_scale: of a cache in FP8: keys are ``k_cache`` times it. A scale of each token and head, as
+            :class:`cutekernels.KVCache` writes them, is uint8 ``(B, HKV, T_MAX)`` or ``(PAGES, HKV, PAGE_SIZE)``, the
+            last rounded up to a multiple of 16, of which byte ``b`` is ``2^(b - 127)``. Scales of heads alone, as
+            other engines have them, are fp32 ``(HKV,)``, above 0. Results are those of such a cache as exactly as of
+            one in 16 bits, where its numbers are in the range of q's type.
         v_scale: the same of values.
         scale: factor of ``q k^T``, above 0; ``1 / sqrt(D)`` if left out.
         window: ``(left, None)``: a query sees this many keys before its own. None is no limit.
@@ -226,9 +228,14 @@ def check(
             + (": pages need a page_table" if table is None else "")
         )
     check_scale(scale)
-    check_cache_dim(_cache_of(k), head_dim)
+    check_cache_dim(_cache_of(k, k_scale), head_dim)
     _check_cache_scale("k_scale", k_scale, k)
     _check_cache_scale("v_scale", v_scale, k)
+    if k_scale is not None and v_scale is not None and k_scale.dtype != v_scale.dtype:
+        raise UnsupportedProblem(
+            f"k_scale and v_scale are both of heads, or both of tokens and heads; they are {k_scale.dtype} and "
+            f"{v_scale.dtype}: pass two of one kind"
+        )
     if sinks is not None:
         check_sinks(sinks, q)
     _check_index("cache_seqlens", lengths, 1, q)
@@ -237,21 +244,27 @@ def check(
         check_page_size(k.shape[1])
 
 
-def _cache_of(k: Tensor) -> str:
+def _cache_of(k: Tensor, k_scale: Tensor | None) -> str:
     """The field ``cache`` of a problem."""
-    return "fp8" if k.dtype == torch.float8_e4m3fn else "same"
+    if k_scale is None or k.dtype != torch.float8_e4m3fn:
+        return "same"
+    return "fp8_tokens" if k_scale.dtype == torch.uint8 else "fp8"
 
 
 def _check_cache_scale(name: str, t: Tensor | None, k: Tensor) -> None:
     """Refuses scales of a cache that has none, and a cache in FP8 without them."""
     if (t is None) != (k.dtype != torch.float8_e4m3fn):
         raise UnsupportedProblem(
-            f"{name} belongs to a cache in float8_e4m3fn, as fp32 ({k.shape[2]},), one for each head; the cache is "
-            f"{k.dtype}, and {name} is {'missing' if t is None else 'given'}"
+            f"{name} belongs to a cache in float8_e4m3fn, as uint8 {token_scales.shape(k)}, one for each token and "
+            f"head, or fp32 ({k.shape[2]},), one for each head; the cache is {k.dtype}, and {name} is "
+            f"{'missing' if t is None else 'given'}"
         )
-    if t is not None and (t.shape != (k.shape[2],) or t.dtype != torch.float32 or t.device != k.device):
+    if t is not None and t.dtype == torch.uint8:
+        token_scales.check(name, t, k)
+    elif t is not None and (t.shape != (k.shape[2],) or t.dtype != torch.float32 or t.device != k.device):
         raise UnsupportedProblem(
-            f"{name} must be fp32, ({k.shape[2]},), one for each head of the cache, on {k.device}; it is {t.dtype}, "
+            f"{name} must be fp32, ({k.shape[2]},), one for each head of the cache, or uint8, "
+            f"{token_scales.shape(k)}, one for each token and head, on {k.device}; it is {t.dtype}, "
             f"{tuple(t.shape)}, on {t.device}"
         )
 
@@ -270,8 +283,9 @@ def _op_of(q: Tensor) -> DecodeAttention | CacheAttention:
 
 
 def pose(
-    q: Tensor, k: Tensor, table: Tensor | None, left: int, softcap: float, lse: bool, sinks: Tensor | None = None
-) -> Any:
+    q: Tensor, k: Tensor, table: Tensor | None, left: int, softcap: float, lse: bool, sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+) -> Any:  # fmt: skip
     """The problem these checked arguments pose."""
     batch, seq_q, heads_q, head_dim = q.shape
     chunk = seq_q > MOST_QUERIES
@@ -290,7 +304,7 @@ def pose(
         lse=lse,
         sinks=sinks_of(sinks, q),
         page_size=0 if table is None else k.shape[1],
-        cache=_cache_of(k),
+        cache=_cache_of(k, k_scale),
     )
 
 
@@ -326,11 +340,16 @@ def _posed(
 ) -> tuple[Any, Any, list[Tensor | None]]:
     """The op, the problem that checked GPU tensors pose, and what a launch takes for out and inputs."""
     q, k, v, lengths, table, sinks, *scales = inputs
-    problem = pose(q, k, table, left, softcap, return_lse, sinks)
+    problem = pose(q, k, table, left, softcap, return_lse, sinks, scales[0])
     target = _fitted(out if readable(out) else empty_copy(out))
     indices = lengths.contiguous(), None if table is None else table.contiguous()
     caches = _cache("k_cache", k), _cache("v_cache", v)
-    return _op_of(q), problem, [target, canonical(q), *caches, *indices, *map(dense, (sinks, *scales))]
+    laid: Any = dense
+    if problem.cache == "fp8_tokens":
+        laid = _fitted
+        for name, t in zip(("k_scale", "v_scale"), scales, strict=True):
+            token_scales.check_aligned(name, t)
+    return _op_of(q), problem, [target, canonical(q), *caches, *indices, dense(sinks), *map(laid, scales)]
 
 
 # ---- torch.library --------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from cutlass.cute import sym_int
 from cutlass.cute.runtime import make_fake_tensor
 
 from cutekernels.kernels.cute.parts.heads import WIDEST
+from cutekernels.ops.attention.token_scales import TOGETHER
 
 DTYPES = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16, "fp8": cutlass.Int16}  # of e4m3 two at a time
 
@@ -40,9 +41,16 @@ def cache(kind: str, dtype: str, head_dim: int, *lead: Any) -> Any:
     return rows(dtype, head_dim, *lead) if kind == "same" else rows("fp8", head_dim // 2, *lead)
 
 
-def scales(kind: str, heads: Any) -> list[Any]:
-    """Those of k and v, ``(HKV,)``; None each without."""
-    return [vector(cutlass.Float32, heads) if kind == "fp8" else None for _ in range(2)]
+def scales(kind: str, layers: Any, heads: Any) -> list[Any]:
+    """Those of k and v: ``(HKV,)``, or of tokens and heads ``(layers, HKV, slots)``; None each without."""
+    return [_scale(kind, layers, heads) for _ in range(2)]
+
+
+def _scale(kind: str, layers: Any, heads: Any) -> Any:
+    if kind != "fp8_tokens":
+        return vector(cutlass.Float32, heads) if kind == "fp8" else None
+    steps = [sym_int(64, divisibility=TOGETHER) for _ in range(2)]
+    return make_fake_tensor(cutlass.Uint8, (layers, heads, sym_int()), stride=(*steps, 1), assumed_align=TOGETHER)
 
 
 def table(batch: Any) -> Any:

@@ -48,7 +48,7 @@ class MultistageForward(TilesSchedule[Any, AttentionConfig]):
 
     @of_config
     def converting(self, c: AttentionConfig, gpu: GpuSpec, x: AttentionProblem) -> str | None:
-        if x.cached_in == "fp8" and c.stages == 1:
+        if x.cached_in != "same" and c.stages == 1:
             return "stages=1 would convert keys in FP8 while scores are held, which spills: take 2"
         return None
 
@@ -113,7 +113,9 @@ class PrefillOp(AttentionOp[Q, AttentionConfig]):
                 **shared,
             )
         tile = (c.tile_kv, p.head_dim, p.width, c.stages, c.threads)
-        float8 = Float8Load(Float8(gpu.has_fp8), fakes.DTYPES[p.dtype]) if p.cached_in == "fp8" else None
+        float8 = None
+        if p.cached_in != "same":
+            float8 = Float8Load(Float8(gpu.has_fp8), fakes.DTYPES[p.dtype], p.cached_in == "fp8_tokens")
         return MultistageAttention(
             rows_q=HeadRows(c.tile_q, p.head_dim, p.width, 1, c.threads),
             rows_kv=HeadRows(*tile) if p.page is None else CacheTiles(*tile, p.page, p.limited_left, float8),
@@ -261,7 +263,7 @@ def registers_per_thread(p: AttentionProblem, c: AttentionConfig) -> int:
     """An estimate of the compiler's need: accumulators of both products, queries, and the rest."""
     accumulators = c.rows * (p.width + c.tile_kv) // 32
     queries = c.rows * p.width // 64 if c.q_in_registers else 0
-    return accumulators + queries + OTHER_REGISTERS[p.dtype] + (CONVERTING if p.cached_in == "fp8" else 0)
+    return accumulators + queries + OTHER_REGISTERS[p.dtype] + (CONVERTING if p.cached_in != "same" else 0)
 
 
 def _ends(sequences: int, mean: int, generator: torch.Generator, device: str) -> Tensor:

@@ -30,7 +30,8 @@ HEAD_DIMS = (128, *range(8, 128, 8), *range(136, 264, 8))
 UNLIMITED = 2**30  # a window's side that reaches to the end
 LOG2_E = math.log2(math.e)
 SINKS = ("none", "same", "fp32")
-CACHES = ("same", "fp8")  # types of a cache: that of q, or e4m3
+# Types of a cache: that of q, or e4m3 with a scale of each head, or of each token and head (``token_scales.py``).
+CACHES = ("same", "fp8", "fp8_tokens")
 E4M3_MAX = 448.0
 NO_SCALES = (None, None)  # of k and v in a cache that is not in FP8
 SLACK = 8.0  # slack of lazy rescaling, base 2: fp16 probabilities up to 256
@@ -169,7 +170,7 @@ class AttentionProblem(HeadsProblem):
 
     @property
     def cached_in(self) -> str:
-        """The type of that cache: "same" as q's, or "fp8"."""
+        """The type of that cache, of ``CACHES``."""
         return "same"
 
     @property
@@ -233,6 +234,11 @@ def sample_sinks(kind: str, dtype: str, heads: int, keys: float, generator: torc
         return None
     sinks = torch.randn(heads, generator=generator, device=generator.device) + math.log(max(1.0, keys))
     return sinks.to(DTYPES[dtype] if kind == "same" else torch.float32)
+
+
+def tuned_cache(cache: str) -> str:
+    """The type of cache that a bucket has: one tuning serves both kinds of scales, which cost nearly the same."""
+    return "fp8" if cache == "fp8_tokens" else cache
 
 
 def launch_blind(lse: bool, sinks: int = -3) -> Callable[..., None]:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from cutekernels.ops.attention import token_scales
 
 Index = int | slice
 
@@ -39,23 +42,29 @@ def decode(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, table: Tensor | None, sinks: Tensor | None,
     scale: float, softcap: float, k_scale: Tensor | None = None, v_scale: Tensor | None = None, *, left: int | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """``(out, lse)`` of a cache, contiguous or in the pages of ``table``; of e4m3 numbers times their heads' scales."""
+    """``(out, lse)`` of a cache, contiguous or in the pages of ``table``; of e4m3 numbers times their scales."""
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     kind = torch.promote_types(q.dtype, torch.float32)
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=kind)
     for b, length in enumerate(lengths.tolist()):
-        if table is None:
-            k, v = k_cache[b, :length], v_cache[b, :length]
-        else:
+        pages = slice(b, b + 1)
+        if table is not None:
             pages = table[b, : -(-length // k_cache.shape[1])].long().clamp(0, k_cache.shape[0] - 1)
-            k, v = (t[pages].flatten(0, 1)[:length] for t in (k_cache, v_cache))
-        if k_scale is not None and v_scale is not None:
-            k, v = k.double() * k_scale.double()[:, None], v.double() * v_scale.double()[:, None]
+        k, v = (_numbers(t[pages], scale, pages)[:length] for t, scale in ((k_cache, k_scale), (v_cache, v_scale)))
         own = slice(b, b + 1)
         out[own], lse[own] = attention(
             q[own], k[None], v[None], None, None, None, sinks, scale, softcap, left=left, right=0
         )  # fmt: skip
     return out, lse
+
+
+def _numbers(codes: Tensor, scale: Tensor | None, pages: Any) -> Tensor:
+    """The rows of some pages of a cache, times the scales of their heads, or of their tokens and heads."""
+    if scale is None:
+        return codes.flatten(0, 1)
+    if scale.dtype != torch.uint8:
+        return codes.flatten(0, 1).double() * scale.double()[:, None]
+    return (codes.double() * token_scales.by_slot(scale[pages], codes.shape[1], torch.float64)).flatten(0, 1)
 
 
 def gradients(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -21,14 +23,14 @@ def kv_append(
     v_cache: Tensor,
     state: Tensor,
     *,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     page_table: Tensor | None = None,
     counts: Tensor | None = None,
     q: Tensor | None = None,
     cos: Tensor | None = None,
     sin: Tensor | None = None,
     interleaved: bool = False,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
     config: KvAppendConfig | str | None = None,
 ) -> None:
     """Writes new tokens behind each sequence's end and moves the end: see :meth:`KVCache.append`, which runs this.
@@ -39,17 +41,18 @@ def kv_append(
         k_cache: ``(B, T_MAX, Hkv, D)``, or ``(PAGES, PAGE_SIZE, Hkv, D)`` beside a ``page_table``; D contiguous. Dtype
             of ``k``, or float8_e4m3fn beside scales.
         v_cache: shape and dtype of ``k_cache``.
-        state: int32 ``(3, B)``: lengths, tokens that found no room, and zeros. Beside scales ``(4, B)``: numbers that
-            were too large for the cache too. Updated.
+        state: int32 ``(3, B)``: lengths, tokens that found no room, and zeros. Updated.
+        k_scale: uint8 ``(B, Hkv, T_MAX)`` or ``(PAGES, Hkv, PAGE_SIZE)``, the last rounded up to a multiple of 16, of
+            a cache in float8_e4m3fn: numbers of a token's head are to be multiplied by ``2^(byte - 127)``, the least
+            power of two with which the largest finite one, turned and rounded to k's type before, is at most 448 in the
+            cache. What is not finite becomes NaN. Updated.
+        v_scale: the same of ``v``.
         page_table: int32 ``(B, MAX_PAGES)``; an entry that is no page's number has no room.
         counts: int32 ``(B,)``: how many of its S tokens each sequence appends, the first ones; None for all.
         q: ``(B, S, Hq, D)``, turned in place beside ``k``.
         cos: ``(T, R/2)`` or ``(B or 1, S, R)``, as :func:`cutekernels.rope` takes it; None to turn nothing.
         sin: shape and dtype of ``cos``.
         interleaved: pairs of neighbours instead of halves.
-        k_scale: fp32 ``(Hkv,)``, above 0: what is stored is ``k / k_scale``, turned and rounded to k's type before.
-            Beyond 448 it becomes 448, the largest number of float8_e4m3fn, and is counted; NaN stays NaN.
-        v_scale: the same of ``v``.
         config: overrides the tuned choice, as a :class:`KvAppendConfig` or its text. Ignored on the CPU.
 
     Raises:
@@ -63,10 +66,11 @@ def kv_append(
     if config is not None:
         check_config(config, KvAppendConfig)
     queries = k.new_empty((*k.shape[:2], 0, *k.shape[3:])) if q is None else q
-    results = (queries, k_cache, v_cache, state)
-    operands = (queries, k, v, state, page_table, counts, cos, sin, k_scale, v_scale)
+    operands = (queries, k, v, state, page_table, counts, cos, sin)
     try:
-        _refuse_gradient(queries, k, v, cos, sin, k_scale, v_scale)
+        scales = (k_scale, v_scale) if k_scale is not None and v_scale is not None else _scales(k, k_scale, v_scale)
+        results = (queries, k_cache, v_cache, state, *scales)
+        _refuse_gradient(queries, k, v, cos, sin)
         refuse_duals("kv_append", (k_cache, v_cache))
         if type(k) in PLAIN and KV_APPEND.calls.replay(results, operands, (interleaved,), (), config) is not None:
             return
@@ -74,21 +78,34 @@ def kv_append(
             run(KV_APPEND, results, operands, options=(interleaved,), config=config)
             return
     except (AttributeError, TypeError):
-        refuse_others(KV_APPEND, operands, results)
+        refuse_others(KV_APPEND, operands, (queries, k_cache, v_cache, state))
         raise
     refuse_others(KV_APPEND, operands, results)
     text = None if config is None else str(config)
     torch.ops.cutekernels.kv_append(
-        q, k, v, k_cache, v_cache, state, page_table, counts, cos, sin, k_scale, v_scale, interleaved, text
+        q, k, v, k_cache, v_cache, state, k_scale, v_scale, page_table, counts, cos, sin, interleaved, text
     )  # fmt: skip
 
 
-def _refuse_gradient(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, *scales: Tensor | None
-) -> None:
-    refuse_duals("kv_append", (q, k, v, cos, sin, *scales))
+def _scales(k: Tensor, k_scale: Tensor | None, v_scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Scales as results of a launch: tensors without elements in the place of absent ones."""
+    if k_scale is None and v_scale is None and type(k) in PLAIN and not torch.compiler.is_compiling():
+        return _absent(k.device)
+    return tuple([k.new_empty(0, dtype=torch.uint8) if t is None else t for t in (k_scale, v_scale)])  # type: ignore[return-value]
+
+
+@cache
+def _absent(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Made once for a device, since each costs a call a microsecond."""
+    with torch.inference_mode(False):
+        first, second = (torch.empty(0, dtype=torch.uint8, device=device) for _ in range(2))
+    return first, second
+
+
+def _refuse_gradient(q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None) -> None:
+    refuse_duals("kv_append", (q, k, v, cos, sin))
     graded = q.requires_grad or k.requires_grad or v.requires_grad
-    if torch.is_grad_enabled() and (graded or any(t is not None and t.requires_grad for t in scales)):
+    if torch.is_grad_enabled() and graded:
         raise UnsupportedProblem("kv_append is not differentiable: detach its operands, or call under torch.no_grad()")
     if cos is not None and sin is not None:
         refuse_table_gradient(cos, sin)
@@ -98,11 +115,13 @@ def _refuse_gradient(
 
 
 def _split(
-    q: Tensor | None, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, state: Tensor, *rest: Tensor | None
-) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:
+    q: Tensor | None, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, state: Tensor, k_scale: Tensor | None,
+    v_scale: Tensor | None, *rest: Tensor | None,
+) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:  # fmt: skip
     """The results and inputs of a launch, from the tensors of torch's op. An absent q has no heads."""
     queries = k.new_empty((*k.shape[:2], 0, *k.shape[3:])) if q is None else q
-    return (queries, k_cache, v_cache, state), (queries, k, v, state, *rest)
+    scales = [k.new_empty(0, dtype=torch.uint8) if t is None else t for t in (k_scale, v_scale)]
+    return (queries, k_cache, v_cache, state, *scales), (queries, k, v, state, *rest)
 
 
 register_updating(KV_APPEND, f"({KV_APPEND.schema}, str? config=None)", KV_APPEND.schema.count("Tensor"), _split)

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 from cutekernels import rates
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Scalar, Work, exact, extent, knob, ladder, plain, power_of_two
+from cutekernels.ops.attention import token_scales
 from cutekernels.ops.attention.decode import PAGE_SIZES, check_page_size
-from cutekernels.ops.attention.problem import CACHES, E4M3_MAX
 from cutekernels.ops.rope.op import ROPE
 from cutekernels.ops.rope.rotary import DEPTH, MAX_PROGRAMS, Heads, RotaryConfig, RotaryOp, RotaryProblem, Table
-from cutekernels.ops.shared.operands import Array, Sizes, Vector, sizes_of
+from cutekernels.ops.shared.operands import Array, Leads, Looks, Named, Sizes, Vector, sizes_of
 from cutekernels.ops.shared.triton_op import placed
 from cutekernels.rules import of_both
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from cutekernels.gpu import GpuSpec
 
-LENGTHS, LOST, _, SATURATED = range(4)  # the rows of a state; the third are tickets, the last is of caches in FP8
+LENGTHS, LOST, TICKETS = range(3)  # the rows of a state
 
 
 # ---- declaration ----------------------------------------------------------------------------------------
@@ -38,8 +38,8 @@ class KvAppendProblem(RotaryProblem):
     """``seq`` tokens for each of ``batch`` sequences: k and v of heads_kv heads, and q of heads_q that turns beside k.
 
     ``gathered``: tables have a row per token, not per position. ``counted``: each sequence has its own number of new
-    tokens. ``page_size=0`` is a contiguous cache. ``cache="fp8"``: caches are e4m3. Channels are contiguous. The rest:
-    :class:`~cutekernels.ops.rope.rotary.RotaryProblem`.
+    tokens. ``page_size=0`` is a contiguous cache. ``cache="fp8"``: caches are e4m3, with a scale of each token's head.
+    Channels are contiguous. The rest: :class:`~cutekernels.ops.rope.rotary.RotaryProblem`.
     """
 
     batch: int = extent(ladder)
@@ -55,7 +55,7 @@ class KvAppendProblem(RotaryProblem):
     counted: bool = plain(False, True)
     page_size: int = plain(0, *PAGE_SIZES)
     align: int = plain(16, 8, 4, 2)
-    cache: str = plain(*CACHES)
+    cache: str = plain("same", "fp8")
     layout = "rows"
 
     def __post_init__(self) -> None:
@@ -64,6 +64,11 @@ class KvAppendProblem(RotaryProblem):
             raise UnsupportedProblem("without a table nothing turns: leave heads_q, gathered and interleaved out")
         if self.gathered and self.interleaved:
             raise UnsupportedProblem("a gathered table's halves repeat: its pairs are no neighbours")
+        if self.cache == "fp8" and self.head_dim > _WIDEST_FP8:
+            raise UnsupportedProblem(
+                f"heads of a cache in FP8 have up to {_WIDEST_FP8} channels, which a program holds together; not "
+                f"{self.head_dim}: keep it in 16 bits"
+            )
 
     def bucket(self) -> KvAppendProblem:
         """One tuning serves caches with and without pages, and tokens counted or not."""
@@ -74,9 +79,16 @@ class KvAppendProblem(RotaryProblem):
         return self.heads_q, self.heads_kv, self.heads_kv
 
     @property
-    def words(self) -> int:
-        """Rows of the state."""
-        return state_rows(self.cache)
+    def block(self) -> int:
+        """In FP8 pairs that cover a head, whose largest number decides its scale."""
+        if self.cache == "same":
+            return super().block
+        return max(8, power_of_two(-(-self.head_dim // 2)))
+
+    @property
+    def runs_held(self) -> int:
+        """Tiles of channels that a program holds: in FP8 those that turn and those that stay."""
+        return 1 if self.cache == "same" else max(1, self.parts)
 
 
 @dataclass(frozen=True)
@@ -91,6 +103,7 @@ class KvAppendConfig(RotaryConfig):
 
 _WHOLE_PER_SM = 3  # least programs per SM for programs of all heads
 _WASTE = 1.25  # heads of a tile for each that is there
+_WIDEST_FP8 = 512
 _SPARE = 16  # a sample's room for tokens beyond the new ones
 _CACHES = ("k_cache", "v_cache")
 _SCALES = ("k_scale", "v_scale")
@@ -103,8 +116,8 @@ class KvAppend(RotaryOp[KvAppendProblem, KvAppendConfig]):
 
     The caches are results that the caller has filled: only the new tokens' rows are written. ``q`` may have no heads.
     ``state``: int32 (3, B), the sequences' lengths, tokens that found no room, and tickets, which are zero
-    between launches. ``cos`` and ``sin``: as ``rope`` takes them. Caches in e4m3 have scales, ``cache = value /
-    scale``, and a fourth row of the state, which counts numbers beyond e4m3's largest: those become the largest.
+    between launches. ``cos`` and ``sin``: as ``rope`` takes them. Beside caches in e4m3 stand the scales of the new
+    tokens' heads (``ops/attention/token_scales.py``), else tensors without elements.
     """
 
     name = "kv_append"
@@ -132,6 +145,8 @@ class KvAppend(RotaryOp[KvAppendProblem, KvAppendConfig]):
     k_cache = Array("pages", "slots", "heads_kv", "head_dim", dtype="cache", strides=_SLOTS, result=True, laid=True)
     v_cache = Array("pages", "slots", "heads_kv", "head_dim", dtype="cache", strides=_SLOTS, result=True, laid=True)
     out_state = Array("words", "batch", dtype="i32", strides=("row",), result=True)
+    k_scale = Array("pages", "heads_kv", "places", dtype="u8", strides=("page", "head"), result=True)
+    v_scale = Array("pages", "heads_kv", "places", dtype="u8", strides=("page", "head"), result=True)
     q = Heads("heads_q", strides=_TOKENS)
     k = Heads("heads_kv", strides=_TOKENS)
     v = Heads("heads_kv", strides=_TOKENS)
@@ -140,13 +155,11 @@ class KvAppend(RotaryOp[KvAppendProblem, KvAppendConfig]):
     counts = Vector("batch", dtype="i32", stride="step", given="counted")
     cos = Table(optional=True, strides=("batch", "row"))
     sin = Table(optional=True, strides=("batch", "row"))
-    k_scale = Vector("heads_kv", dtype="fp32", stride="head", optional=True)
-    v_scale = Vector("heads_kv", dtype="fp32", stride="head", optional=True)
     options = ("interleaved",)
     schema = (
         "Tensor(a!)? q, Tensor k, Tensor v, Tensor(b!) k_cache, Tensor(c!) v_cache, Tensor(d!) state, "
-        "Tensor? page_table, Tensor? counts, Tensor? cos, Tensor? sin, Tensor? k_scale, Tensor? v_scale, "
-        "bool interleaved"
+        "Tensor(e!)? k_scale, Tensor(f!)? v_scale, "
+        "Tensor? page_table, Tensor? counts, Tensor? cos, Tensor? sin, bool interleaved"
     )
     sizes = RotaryOp.sizes | dict.fromkeys(("room", "pages", "angles"), "i64")
     steps = ((4, 2, 8), (4, 1, 1), (1, 2, 1), (1, 1, 1))
@@ -174,19 +187,9 @@ class KvAppend(RotaryOp[KvAppendProblem, KvAppendConfig]):
         if cos is None and options["interleaved"]:
             raise UnsupportedProblem("interleaved says which channels turn together, which needs cos and sin")
         super().refuse(named, sizes, **options)
-        scaled = [named[name] is not None for name in _SCALES]
-        for name in _CACHES:
-            t = named.get(name)
-            if t is not None and scaled != [t.element_size() == 1] * 2:
-                raise UnsupportedProblem(
-                    f"k_scale and v_scale belong to caches in float8_e4m3fn, both to both; {name} is {t.dtype}, and of "
-                    f"the scales {sum(scaled)} are given"
-                )
-        rows = state_rows("fp8" if scaled[0] else "same")
-        if sizes["words"] != rows or (sizes["batch"] > 1 and state.stride(1) != 1):
+        if sizes["words"] != 3 or (sizes["batch"] > 1 and state.stride(1) != 1):
             raise UnsupportedProblem(
-                f"state is ({rows}, B){' beside scales' if scaled[0] else ''}, rows contiguous; it is "
-                f"{tuple(state.shape)} with strides {state.stride()}"
+                f"state is (3, B), rows contiguous; it is {tuple(state.shape)} with strides {state.stride()}"
             )
         if "pages" not in sizes:
             return
@@ -201,6 +204,23 @@ class KvAppend(RotaryOp[KvAppendProblem, KvAppendConfig]):
             t = named[name]
             if t is not None and sizes["head_dim"] > 1 and t.stride(3) != 1:
                 raise UnsupportedProblem(f"{name} has its channels side by side; its strides are {t.stride()}")
+        for scale, name in zip(_SCALES, _CACHES, strict=True):
+            t, cache = named[scale], named[name]
+            assert t is not None and cache is not None
+            if cache.element_size() == 1 and t.dim() > 1:
+                token_scales.check(scale, t, cache)
+            elif (cache.element_size() == 1) != (t.dim() > 1):
+                raise UnsupportedProblem(
+                    f"k_scale and v_scale belong to caches in float8_e4m3fn, both to both; {name} is {cache.dtype}, "
+                    f"and {scale} is {'given' if t.dim() > 1 else 'missing'}"
+                )
+
+    def result(self, name: str, named: Named, sizes: Sizes, leads: Leads, **options: Any) -> Looks:
+        shape, types = super().result(name, named, sizes | {"places": 0}, leads, **options)
+        cache = named[name.replace("scale", "cache")] if name in _SCALES else None
+        if cache is None:
+            return shape, types
+        return token_scales.shape(cache) if cache.element_size() == 1 else (0,), types
 
     def fresh(self, *inputs: Tensor | None, **options: Any) -> tuple[Tensor, ...]:
         raise UnsupportedProblem("kv_append writes to caches that are there: pass them")
@@ -224,8 +244,8 @@ class KvAppend(RotaryOp[KvAppendProblem, KvAppendConfig]):
         """A launch in plain PyTorch. Raises UnsupportedProblem for positions without a row of ``cos``."""
         import torch
 
-        out_q, *caches, out_state = results
-        q, k, v, state, table, counts, cos, sin, *scales = args
+        out_q, *caches, out_state, k_scale, v_scale = results
+        q, k, v, state, table, counts, cos, sin = args
         (batch, seq), (pages, size) = k.shape[:2], caches[0].shape[:2]
         room = size if table is None else size * table.shape[1]
         steps = torch.arange(seq, device=k.device)
@@ -241,21 +261,20 @@ class KvAppend(RotaryOp[KvAppendProblem, KvAppendConfig]):
         found = kept.long().cumprod(1).sum(1)  # tokens ahead of the first without a place
         turned, *rows = _turned(q, k, v, starts, found, cos, sin, **options)
         out_q.copy_(turned)
-        after = [starts + found, state[LOST].long() + number - found, torch.zeros_like(starts)]
-        if caches[0].element_size() == 1:
-            after.append(state[SATURATED].long())
-            for i, scale in enumerate(scales):
-                rows[i], beyond = quantized(rows[i], scale)
-                after[SATURATED] = after[SATURATED] + (beyond.sum((2, 3)) * kept).sum(1)
-        for cache, row in zip(caches, rows, strict=True):
-            cache[page[kept], slot[kept]] = row[kept]
+        page, slot = page[kept], slot[kept]
+        for cache, scale, x in zip(caches, (k_scale, v_scale), rows, strict=True):
+            row = x[kept]
+            if scale.numel():
+                row, scale[page, :, slot] = token_scales.quantized(row)
+            cache[page, slot] = row
+        after = starts + found, state[LOST].long() + number - found, torch.zeros_like(starts)
         out_state.copy_(torch.stack(after))
 
     # -- configs
 
     def registers(self, p: KvAppendProblem, c: KvAppendConfig) -> int:
-        """Programs of all heads also hold the next tile's pairs, in their own type."""
-        return super().registers(p, c) // 4 * (4 + (p.itemsize // 2 if c.whole else 0))
+        """Programs of all heads also hold the next tile's pairs, in their own type; in FP8 all channels of a head."""
+        return super().registers(p, c) // 4 * (4 + (p.itemsize // 2 if c.whole else 0)) * p.runs_held
 
     @of_both
     def heads_together(self, p: KvAppendProblem, c: KvAppendConfig, gpu: GpuSpec) -> str | None:
@@ -279,8 +298,8 @@ class KvAppend(RotaryOp[KvAppendProblem, KvAppendConfig]):
         return whole if many and self.why_not(p, whole, gpu) is None else c
 
     def grid(self, p: KvAppendProblem, c: KvAppendConfig) -> tuple[int, int, int]:
-        tiles = p.batch * -(-p.seq // c.tokens)
-        return (tiles * p.parts, 1, 1) if c.whole else (tiles, self.blocks(p, c.heads), p.parts)
+        tiles, parts = p.batch * -(-p.seq // c.tokens), p.parts if p.cache == "same" else 1
+        return (tiles * parts, 1, 1) if c.whole else (tiles, self.blocks(p, c.heads), parts)
 
     def estimate_us(self, p: KvAppendProblem, c: KvAppendConfig, gpu: GpuSpec) -> float:
         """A program of all heads loads one tile after the other: at least a DRAM latency each."""
@@ -296,7 +315,7 @@ class KvAppend(RotaryOp[KvAppendProblem, KvAppendConfig]):
         angles = rows * p.seq * p.half * (4 if p.table == "fp32" else p.itemsize)
         moved = 2 * tokens * sum(p.groups) * p.head_dim * p.itemsize + angles + 8 * p.batch
         if p.cache == "fp8":
-            moved -= 2 * tokens * p.heads_kv * p.head_dim * (p.itemsize - 1)
+            moved -= 2 * tokens * p.heads_kv * (p.head_dim * (p.itemsize - 1) - 1)
         return Work(flops=float(tokens * (p.heads_q + p.heads_kv) * p.half * 6), bytes=float(moved), depth=DEPTH)
 
     # -- kernels
@@ -304,6 +323,13 @@ class KvAppend(RotaryOp[KvAppendProblem, KvAppendConfig]):
     def kind(self, p: KvAppendProblem, name: str) -> str | None:
         absent = (name == "page_table" and not p.page_size) or (name in _SCALES and p.cache == "same")
         return None if absent else super().kind(p, name)
+
+    def numbers(self, p: KvAppendProblem, c: KvAppendConfig) -> tuple[int, ...]:
+        found = super().numbers(p, c)
+        return found if p.cache == "same" else (*found[:-1], 1)
+
+    def strides(self, p: KvAppendProblem, name: str, t: Tensor) -> Sequence[int]:
+        return super().strides(p, name, t) if self.kind(p, name) else (0, 0, 0)
 
     def measured(self, named: Mapping[str, Tensor | None]) -> tuple[int, ...]:
         cache, table, cos = named["k_cache"], named["page_table"], named["cos"]
@@ -320,11 +346,12 @@ class KvAppend(RotaryOp[KvAppendProblem, KvAppendConfig]):
             "TURNING": p.rotary > 0,
             "GATHERED": p.gathered,
             "FP8": p.cache == "fp8",
+            "RUNS": p.runs_held,
         }
 
     def bind(self, p: KvAppendProblem, c: KvAppendConfig, kernel: Callable[..., Any]) -> Callable[..., None]:
         if 0 in self.grid(p, c):
-            return lambda *operands: operands[3].copy_(operands[7])  # the state
+            return lambda *operands: operands[3].copy_(operands[9])  # the state
         return super().bind(p, c, kernel)
 
     # -- samples
@@ -333,7 +360,7 @@ class KvAppend(RotaryOp[KvAppendProblem, KvAppendConfig]):
         """Without pages a sample appends the first tokens of every sequence; pages are shared, sequences end to end."""
         tables = (p.batch, p.seq, p.rotary) if p.gathered else (1, p.seq + p.page_size + 5, p.half)
         sizes = super().sizes_in(p) | dict(zip(("tables", "table_rows", "width"), tables, strict=True))
-        return sizes | {"words": p.words, "entries": -(-p.seq // p.page_size) + 1 if p.page_size else 0}
+        return sizes | {"words": 3, "entries": -(-p.seq // p.page_size) + 1 if p.page_size else 0}
 
     def draw(self, p: KvAppendProblem, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor | None:
         import torch
@@ -351,8 +378,11 @@ class KvAppend(RotaryOp[KvAppendProblem, KvAppendConfig]):
             return order[entries.clamp_max(max(0, pages - 1))] if pages else entries
         if name == "counts":  # fewer would leave rows of the sample's pages unwritten, which no judge could accept
             return torch.full(shape, p.seq, device=device)
-        if name in _SCALES:  # large enough for every number, since a sample's count begins anew with each launch
-            return 8.0 / E4M3_MAX * (1.0 + torch.rand(shape, generator=generator, device=device))
+        if name == "k" and p.cache == "fp8" and p.rotary:
+            # No largest number near 1.75 * 2^n, where keys that turned with other rounding would have another scale.
+            k = torch.randn(shape, generator=generator, device=device).clamp_(-2.0, 2.0)
+            k[..., 0], k[..., 1 if p.interleaved else p.half] = 6.0, 0.0
+            return k
         values = super().draw(p, name, shape, generator)
         if values is None or not p.gathered:
             return None if values is None else values[0]
@@ -369,27 +399,18 @@ class KvAppend(RotaryOp[KvAppendProblem, KvAppendConfig]):
         caches = [placed(k.new_empty((pages, slots, p.heads_kv, p.head_dim), dtype=kind), p) for _ in _CACHES]
         if table is None:
             caches = [cache[:, : p.seq] for cache in caches]
-        return placed(torch.empty_like(q), p), *caches, torch.empty_like(state)
+        shape = (0,) if p.cache == "same" else token_scales.shape(caches[0])
+        scales = [torch.empty(shape, dtype=torch.uint8, device=k.device) for _ in _SCALES]
+        return placed(torch.empty_like(q), p), *caches, torch.empty_like(state), *scales
 
     def reference(self, p: KvAppendProblem, *args: Any) -> tuple[Tensor, ...]:
         results = self.outputs(p, *args)
         for t in results[1:3]:
             t.fill_(float("nan"))
+        for t in results[4:]:
+            t.fill_(0)
         self.update(results, args, interleaved=p.interleaved)
         return results
-
-
-def state_rows(cache: str) -> int:
-    """Rows of a state beside such caches."""
-    return 4 if cache == "fp8" else 3
-
-
-def quantized(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """``x / scale`` (B, S, H, D) in e4m3, and which numbers are beyond its largest, which they become."""
-    import torch
-
-    y = x.to(torch.promote_types(x.dtype, torch.float32)) / scale[:, None]
-    return y.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn), y.abs() > E4M3_MAX
 
 
 def _turned(

@@ -29,8 +29,10 @@ Lengths are read on the device. The grid follows from the longest sequence the c
 blocks than splits uses as many as it has: CTAs beyond return at once, or in a cluster only receive. So a captured graph
 serves all lengths, which must not change while a launch runs: CTAs would count each other wrongly.
 A cache in e4m3 lies in the rings as it comes; its fragments become fp16 in registers (``parts/float8.py``), and Q
-becomes fp16 in shared memory ahead of the walk. Scores are then multiplied by a factor of their row. K's scale is part
-of ``scale``, V's multiplies the results.
+becomes fp16 in shared memory ahead of the walk. Scores are then multiplied by a factor of their row. Where a head has
+one scale, K's is part of ``scale`` and V's multiplies the results. Where each token and head has one, they come with
+the keys (``parts/token_scales.py``): K's multiplies scores, and probabilities hold V's, whose logarithm is added to
+scores. References are then of these sums, and totals are of probabilities without V's scale, relative to them.
 
 Keys outside a sequence are never read (``parts/cache.py``), and their scores are masked. A row that sees no key gets 0,
 and -inf as log-sum-exp (its sink's, where it has one).
@@ -62,6 +64,7 @@ from cutekernels.kernels.cute.parts.products import Products
 from cutekernels.kernels.cute.parts.smem import ALIGNMENT
 from cutekernels.kernels.cute.parts.softmax import LN_2, NO_REFERENCE, OnlineSoftmax, RowStates, by_rows, quad_sum
 from cutekernels.kernels.cute.parts.tile_share import LastArrival, Ticket
+from cutekernels.kernels.cute.parts.token_scales import TokenScales
 
 TILE_Q = DecodeSmem.ROWS
 AT_ONCE = 16  # groups of 8 columns that are read from the workspace together
@@ -83,6 +86,8 @@ class Launch:
     cap_outer: Float32
     left: Int32
     v_scale: Float32 | None
+    mKScale: cute.Tensor | None  # of tokens and heads
+    mVScale: cute.Tensor | None
     mPartials: cute.Tensor | None
     mTickets: cute.Tensor | None
     tiled_mma: cute.TiledMma
@@ -149,6 +154,7 @@ class DecodeAttentionBody:
     dependent: bool  # launched under programmatic dependent launch
     clustered: bool = False  # the splits of a tile are a cluster
     queries: Float8Queries | None = None  # where the cache is e4m3
+    token_scales: TokenScales | None = None  # and each token and head has a scale
 
     @property
     def threads(self) -> int:
@@ -173,7 +179,15 @@ class DecodeAttentionBody:
     def smem(self) -> DecodeSmem:
         clustered = self.splits if self.clustered else 0
         of_cache = 2 if self.queries is None else 1
-        return DecodeSmem(self.tile_kv, self.padded, self.rows_kv.stages, self.warps, clustered, cache_bytes=of_cache)
+        return DecodeSmem(
+            self.tile_kv,
+            self.padded,
+            self.rows_kv.stages,
+            self.warps,
+            clustered,
+            cache_bytes=of_cache,
+            token_scales=self.token_scales is not None,
+        )
 
     @property
     def reduction(self) -> DecodeReduction:
@@ -190,8 +204,8 @@ class DecodeAttentionBody:
         mLengths: cute.Tensor,  # (B,)
         mTable: cute.Tensor | None,  # (B, MAX_PAGES)
         mSinks: cute.Tensor | None,  # (HQ,)
-        mKScale: cute.Tensor | None,  # (HKV,), of a cache in e4m3
-        mVScale: cute.Tensor | None,  # (HKV,)
+        mKScale: cute.Tensor | None,  # (HKV,), of a cache in e4m3; or (PAGES or B, HKV, slots) of tokens' heads
+        mVScale: cute.Tensor | None,  # as mKScale
         scale: Float32,  # factor of scores, to base 2
         cap_inner: Float32,
         cap_outer: Float32,
@@ -301,9 +315,11 @@ class DecodeAttentionBody:
 
         v_scale = None
         if const_expr(self.queries is not None):
-            # k's scale is part of the factor of scores, v's multiplies results.
-            k_scale = mKScale[head] * self.queries.float8.undone
-            v_scale = mVScale[head] * self.queries.float8.undone
+            # k's scale is part of the factor of scores, v's multiplies results; tokens' scales come with the keys.
+            k_scale = v_scale = Float32(self.queries.float8.undone)
+            if const_expr(self.token_scales is None):
+                k_scale = mKScale[head] * self.queries.float8.undone
+                v_scale = mVScale[head] * self.queries.float8.undone
             if const_expr(self.softmax.capped):
                 cap_inner = cap_inner * k_scale
             else:
@@ -321,6 +337,8 @@ class DecodeAttentionBody:
             cap_outer,
             left,
             v_scale,
+            mKScale,
+            mVScale,
             mPartials,
             mTickets,
             tiled_mma,
@@ -402,6 +420,14 @@ class DecodeAttentionBody:
         gTable = None
         if const_expr(self.rows_kv.paged):
             gTable = launch.mTable[rows_of.batch, None]
+        scales, at_scales, numbers, score_scale = None, Int32(0), Int32(0), launch.scale
+        if const_expr(self.token_scales is not None):
+            # This warp's stages of scales, and its numbers.
+            scales = self.token_scales.head(lane, launch.mKScale, launch.mVScale, rows_of.batch, rows_of.head)
+            base, rows = storage.toint().to(Int32), const_expr(self.rows_kv.rows)
+            at_scales = base + (self.smem.scales_at + warp * const_expr(2 * rows * self.rows_kv.stages))
+            numbers = base + (self.smem.numbers_at + warp * const_expr(self.smem.NUMBERS_BYTES * rows))
+            score_scale = launch.cap_inner if const_expr(self.softmax.capped) else launch.scale
         own = keys.begin + warp * self.rows_kv.rows  # this warp's keys of block 0
         pages = [cute.make_rmem_tensor(self.rows_kv.grains, Int32) for _ in range(self.rows_kv.stages)]
         # All pages are looked up before any is used, so that these loads wait together.
@@ -413,6 +439,9 @@ class DecodeAttentionBody:
                 self.rows_kv.confine(pages[stage], mK.shape[0])
                 self.rows_kv.fetch(lane, k, pages[stage], token, seen, to_k + stage * stage_bytes)
                 self.rows_kv.fetch(lane, v, pages[stage], token, seen, to_v + stage * stage_bytes)
+                if const_expr(self.token_scales is not None):
+                    to_scales = at_scales + stage * self.token_scales.stage_bytes
+                    self.token_scales.fetch(lane, scales, pages[stage], token, seen.last, to_scales)
             cute.arch.cp_async_commit_group()
         ahead = pages[self.rows_kv.stages - 1]  # pages of the block that is fetched next
 
@@ -474,9 +503,14 @@ class DecodeAttentionBody:
                 self.rows_kv.confine(ahead, mK.shape[0])
                 self.rows_kv.fetch(lane, k, ahead, late, seen, to_k + free * stage_bytes)
                 self.rows_kv.fetch(lane, v, ahead, late, seen, to_v + free * stage_bytes)
+                if const_expr(self.token_scales is not None):
+                    to_scales = at_scales + free * self.token_scales.stage_bytes
+                    self.token_scales.fetch(lane, scales, ahead, late, seen.last, to_scales)
                 self.rows_kv.look_up(ahead, gTable, late + self.tile_kv, seen.last)
             # A group even without copies, so that the wait above counts blocks.
             cute.arch.cp_async_commit_group()
+            if const_expr(self.token_scales is not None):
+                self.token_scales.spread(lane, at_scales + slot * self.token_scales.stage_bytes, numbers, score_scale)
 
             acc_s = cute.make_rmem_tensor(
                 tiled_mma.partition_shape_C((TILE_Q, self.rows_kv.rows)), Float32
@@ -485,7 +519,13 @@ class DecodeAttentionBody:
             self.products.multiply(lane, acc_s, rQ, sources, Int32(0), slot * stage_bytes, tiled_mma)
             if const_expr(factors is not None):
                 self.queries.unscale(acc_s, factors)
-            if const_expr(self.softmax.capped):
+            columns_of = None
+            if const_expr(self.token_scales is not None):
+                # All lanes have stored their numbers of this block.
+                cute.arch.sync_warp()
+                columns_of = self.token_scales.read(lane, numbers)
+                self.token_scales.apply(acc_s, columns_of, self.softmax, launch.cap_outer)
+            elif const_expr(self.softmax.capped):
                 self.softmax.cap(acc_s, launch.cap_inner, launch.cap_outer)
             # Masked blocks: some row does not see all their keys (the window, later queries' keys, the last key).
             if token < whole_from or token + self.rows_kv.rows > whole_to:
@@ -498,7 +538,10 @@ class DecodeAttentionBody:
                         if const_expr(self.limited):
                             hidden = hidden or key < sees_from[r]
                         scores[r, c] = -Float32.inf if hidden else scores[r, c]
-            self.softmax.step(acc_s, acc_o, states, launch.scale)
+            if const_expr(self.token_scales is not None):
+                self.softmax.step(acc_s, acc_o, states, Float32(1.0), columns_of.inverses)
+            else:
+                self.softmax.step(acc_s, acc_o, states, launch.scale)
             rP = cute.make_fragment_like(acc_s, dtype)
             rP.store(acc_s.load().to(dtype))
             self.products.add(lane, acc_o, rP, sources, slot * stage_bytes, tiled_mma)

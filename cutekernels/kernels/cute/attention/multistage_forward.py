@@ -26,7 +26,8 @@ A row's reference score moves only where a block exceeds it by far, so most bloc
 
 K and V may be in a cache, contiguous or in pages, with lengths and page table on the device; a thread looks up the
 pages of its rows a block ahead. Nothing behind a length or before a window is read. A cache in e4m3 is converted on the
-way to shared memory, by loads that are waited for: its scales are part of the factor of scores, and of the results.
+way to shared memory, by loads that are waited for. Scales of heads are part of the factor of scores, and of the
+results; those of tokens and heads, powers of two, multiply what is converted.
 
 Refuses (``ops/attention/op.py``): tiles whose accumulators or buffers do not fit the registers or shared memory of
 ``ctas_per_sm`` CTAs.
@@ -123,8 +124,8 @@ class MultistageAttention:
         cap_outer: Float32,
         left: Int32,  # keys seen before a row's own, where limited
         right: Int32,  # and behind it
-        mKScale: cute.Tensor | None,  # (HKV,), of a cache in e4m3
-        mVScale: cute.Tensor | None,  # (HKV,)
+        mKScale: cute.Tensor | None,  # (HKV,), of a cache in e4m3; or (PAGES or B, HKV, slots) of tokens' heads
+        mVScale: cute.Tensor | None,  # as mKScale
         stream: cuda.CUstream,
     ):
         at = const_expr(self.sequences.rows_mode)
@@ -217,12 +218,15 @@ class MultistageAttention:
             whole_first, whole_end, end = first, first, first
         gTable, last = None, cutlass.max(seq_kv - 1, Int32(0))
         if const_expr(self.sequences.cached):
-            k_step, v_step = self.steps(mK, mV, cutlass.max(row - left, Int32(0)))
+            least = cutlass.max(row - left, Int32(0))
+            pages = cute.make_rmem_tensor(self.rows_kv.rows // self.rows_kv.rows_per_page, Int32)
+            k_step = self.steps(mK, mKScale, pages, least, first_page, head_kv)
+            v_step = self.steps(mV, mVScale, pages, least, first_page, head_kv)
             if const_expr(paged):
                 gTable = mTable[batch, None]
         v_scale = None
-        if const_expr(mKScale is not None):
-            undone = const_expr(self.rows_kv.float8.float8.undone)
+        if const_expr(mKScale is not None and not self.rows_kv.float8.scaled):
+            undone = const_expr(self.rows_kv.float8.undone)
             k_scale, v_scale = mKScale[head_kv] * undone, mVScale[head_kv] * undone
             if const_expr(self.softmax.capped):
                 cap_inner = cap_inner * k_scale
@@ -391,11 +395,19 @@ class MultistageAttention:
         return nxt
 
     @cute.jit
-    def steps(self, mK: cute.Tensor, mV: cute.Tensor, least: Int32) -> tuple[CacheSteps, CacheSteps]:
-        """The way from row to row of K's cache and of V's (``parts/cache.py``), which share their pages."""
-        pages = cute.make_rmem_tensor(self.rows_kv.rows // self.rows_kv.rows_per_page, Int32)
-        ways = [
-            CacheSteps(Int64(mX.layout.stride[0]), Int64(mX.layout.stride[1]), pages, mX.shape[0], least)
-            for mX in (mK, mV)
-        ]
-        return ways[0], ways[1]
+    def steps(
+        self,
+        mX: cute.Tensor,
+        mScale: cute.Tensor | None,
+        pages: cute.Tensor,
+        least: Int32,
+        first_page: Int32,
+        head: Int32,
+    ) -> CacheSteps:
+        """The way from row to row of a cache (``parts/cache.py``); K's and V's share their ``pages``."""
+        between, scales, between_scales = mX.layout.stride, None, None
+        if const_expr(self.rows_kv.float8 is not None and self.rows_kv.float8.scaled):
+            stride = mScale.layout.stride
+            between_scales = Int64(stride[0])
+            scales = mScale.iterator + (Int64(first_page) * between_scales + Int64(head) * Int64(stride[1]))
+        return CacheSteps(Int64(between[0]), Int64(between[1]), pages, mX.shape[0], least, scales, between_scales)

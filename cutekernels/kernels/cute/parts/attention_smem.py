@@ -109,7 +109,7 @@ class DecodeSmem:
     The warps' accumulators in fp32, with their references and totals, later replace the stages. Where the ``clustered``
     CTAs of a cluster send each other theirs, the flag is a barrier and the inbox of their messages follows; it shares
     no bytes with the stages, since a peer may send while this CTA still multiplies. Beside a cache in e4m3 the rows'
-    factors come last.
+    factors come last; with ``token_scales``, behind them, the warps' stages of these, then their numbers.
     """
 
     tile_kv: int
@@ -119,10 +119,12 @@ class DecodeSmem:
     clustered: int = 0  # CTAs of a cluster, 0 without one
     element_bytes: int = 2
     cache_bytes: int = 2  # of an element; 1: e4m3
+    token_scales: bool = False  # of a cache in e4m3, one of each token and head
     ROWS = 16  # queries
     FLAG_BYTES = 16
     STATISTICS_BYTES = 2 * 4 * ROWS  # references and totals of the rows
     GROUP_BYTES = 8 * 4 * ROWS  # accumulators of 8 columns
+    NUMBERS_BYTES = 3 * 4
 
     @property
     def q_bytes(self) -> int:
@@ -157,12 +159,21 @@ class DecodeSmem:
 
     @property
     def total_bytes(self) -> int:
-        return self.factors_at + (4 * self.ROWS if self.cache_bytes == 1 else 0)
+        return self.numbers_at + (self.NUMBERS_BYTES * self.tile_kv if self.token_scales else 0)
 
     @property
     def factors_at(self) -> int:
         """What scores of each row are multiplied by, beside a cache in e4m3."""
         return self.inbox_at + self.clustered * (self.STATISTICS_BYTES + self.owned * self.GROUP_BYTES)
+
+    @property
+    def scales_at(self) -> int:
+        return self.factors_at + (4 * self.ROWS if self.cache_bytes == 1 else 0)
+
+    @property
+    def numbers_at(self) -> int:
+        """What follows from a block's scales: three numbers of each key."""
+        return self.scales_at + (2 * self.tile_kv * self.stages if self.token_scales else 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
-from cutekernels.kernels.cute.parts.float8 import Float8Load
+from cutekernels.kernels.cute.parts.float8 import Float8Load, unsigned
 from cutekernels.kernels.cute.parts.fragments import span_bytes
 from cutekernels.kernels.cute.parts.heads import WIDEST, HeadRows, SwizzledRows, shared_vector, vector
 
@@ -134,6 +134,8 @@ class CacheSteps:
     pages: cute.Tensor  # this thread's pages of a tile, in registers
     count: Int32  # the cache's pages
     first: Int32  # the first key that is seen
+    scales: cute.Pointer | None = None  # of the head's tokens, a biased exponent each
+    between_scales: Int64 | None = None  # from page to page
 
 
 @dataclass(frozen=True)
@@ -191,28 +193,40 @@ class CacheTiles(HeadRows):
                 source = source + Int64(page) * steps.between_pages
                 key = key % self.page_size
             source = source + Int64(key) * steps.between_rows
+            power = None
+            if const_expr(steps.scales is not None):
+                # Keys that do not exist have no scale.
+                at = Int64(key)
+                if const_expr(self.paged):
+                    at = at + Int64(page) * steps.between_scales
+                gScale = cute.make_tensor(steps.scales + at, cute.make_layout(1))
+                exponent = Int32(0)
+                there = own + i < rows if const_expr(rows is not None) else Boolean(True)
+                if there:
+                    exponent = unsigned(gScale[0])
+                power = self.float8.power(exponent)
             # This thread's vectors of the row: none beyond the head, zeros for a row that does not exist.
             for j, offset in self.columns(i):
                 sX, gX = shared_vector(dtype, address + offset), source + j // per_element
                 exists = own + i < rows if const_expr(rows is not None) else Boolean(True)
                 if const_expr(rows is not None or self.ragged(j)):
                     if exists and column + j < self.head_dim:
-                        self.copy(atom, gX, sX)
+                        self.copy(atom, gX, sX, power)
                     elif not exists:
                         sX.fill(0.0)
                 else:
-                    self.copy(atom, gX, sX)
+                    self.copy(atom, gX, sX, power)
             if const_expr(self.float8 is not None):
                 # Nobody waits for data: without it all rows' loads are hoisted together, and spill.
                 cute.arch.sync_warp()
 
     @cute.jit
-    def copy(self, atom: cute.CopyAtom, source: cute.Pointer, sX: cute.Tensor):
+    def copy(self, atom: cute.CopyAtom, source: cute.Pointer, sX: cute.Tensor, power: Int32 | None):
         """One vector of eight numbers."""
         if const_expr(self.float8 is None):
             cute.copy(atom, vector(source), sX)
         else:
-            self.float8.copy(source, sX)
+            self.float8.copy(source, sX, power)
 
     def columns(self, row: int) -> list[tuple[int, int]]:
         """This thread's vectors of row ``row``, relative to its first: ``(column, offset in the buffer in bytes)``."""

@@ -70,10 +70,27 @@ class Float8Load:
 
     float8: Float8
     dtype: type[cutlass.Numeric]
+    scaled: bool = False  # numbers are times a power of two of their row
+
+    @property
+    def undone(self) -> float:
+        """What numbers in shared memory are to be multiplied by."""
+        return 1.0 if self.scaled else self.float8.undone
+
+    def power(self, exponent: Int32) -> Int32:
+        """Two of ``dtype``: the power of two of a biased exponent, exact where ``dtype`` has it; 255 is no power."""
+        if self.dtype is not Float16:
+            return exponent * 0x00800080
+        return pure("{ .reg .f32 p; mov.b32 p, $1; cvt.rn.f16x2.f32 $0, p, p; }", exponent << 23)
+
+    def times(self, pair: Int32, power: Int32) -> Int32:
+        """Two numbers of ``dtype`` times ``power``."""
+        kind = "f16x2" if self.dtype is Float16 else "bf16x2"
+        return pure(f"{{ .reg .b32 zero; mov.b32 zero, 0x80008000; fma.rn.{kind} $0, $1, $2, zero; }}", pair, power)
 
     @cute.jit
-    def copy(self, source: cute.Pointer, sX: cute.Tensor):
-        """The eight bytes at ``source`` to the 16 of ``sX``."""
+    def copy(self, source: cute.Pointer, sX: cute.Tensor, power: Int32 | None):
+        """The eight bytes at ``source``, times ``power`` where ``scaled``, to the 16 of ``sX``."""
         words = cute.make_rmem_tensor(2, Int32)
         gX = cute.make_tensor(cute.recast_ptr(source.align(8), dtype=Int32), cute.make_layout(2))
         cute.autovec_copy(gX, words)
@@ -82,6 +99,11 @@ class Float8Load:
             pair = self.float8.neighbours(words[i])
             for h in cutlass.range_constexpr(2):
                 four[2 * i + h] = pair[h] if const_expr(self.dtype is Float16) else bf16_of(pair[h])
+                if const_expr(self.scaled):
+                    # Shifted bits first become their number, which fp16 holds and its product with a small power not.
+                    if const_expr(not self.float8.packed):
+                        four[2 * i + h] = self.times(four[2 * i + h], self.power(Int32(127 + 8)))
+                    four[2 * i + h] = self.times(four[2 * i + h], power)
         cute.autovec_copy(four, cute.make_tensor(cute.recast_ptr(sX.iterator, dtype=Int32), cute.make_layout(4)))
 
 
@@ -256,6 +278,11 @@ def four_words(address: Int32) -> cute.Tensor:
     return cute.make_tensor(
         cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=16), cute.make_layout(4)
     )
+
+
+def unsigned(byte: Any) -> Int32:
+    """A byte of a tensor as a number from 0 to 255."""
+    return byte.to(Int32) & 0xFF
 
 
 def power_of_two(exponent: Int32) -> Float32:

@@ -40,6 +40,7 @@ class OnlineSoftmax:
 
     slack: float
     capped: bool
+    sink_bits: float = SINK_BITS
 
     @cute.jit
     def start(self, rows: RowStates):
@@ -54,8 +55,8 @@ class OnlineSoftmax:
         """
         logit = sink * LOG2_E
         if not logit <= NO_REFERENCE:
-            rows.reference[row] = logit - SINK_BITS
-            rows.total[row] = Float32(0.25 * 2.0**SINK_BITS)
+            rows.reference[row] = logit - self.sink_bits
+            rows.total[row] = Float32(0.25 * 2.0**self.sink_bits)
 
     @cute.jit
     def cap(self, acc: cute.Tensor, inner: Float32, outer: Float32):
@@ -69,11 +70,18 @@ class OnlineSoftmax:
             acc[i] = outer - 2.0 * outer * cute.arch.rcp_approx(grown + 1.0)
 
     @cute.jit
-    def step(self, acc_s: cute.Tensor, acc_o: cute.Tensor, rows: RowStates, scale: Float32):
+    def step(
+        self,
+        acc_s: cute.Tensor,
+        acc_o: cute.Tensor,
+        rows: RowStates,
+        scale: Float32,
+        inverses: cute.Tensor | None = None,
+    ):
         """Turns scores ``acc_s`` into unnormalised probabilities, and rescales ``acc_o`` where references moved.
 
         ``acc_s`` ((2, 2), MMA_M, MMA_KV) and ``acc_o`` ((2, 2), MMA_M, MMA_D) are accumulators; ``scale`` (> 0) is the
-        factor from ``acc_s`` to scores of base 2. Masked scores are -inf.
+        factor from ``acc_s`` to scores of base 2. Masked scores are -inf. ``inverses``: see :meth:`exponentials`.
         """
         scores = by_rows(acc_s)
         most = self.greatest(scores)
@@ -86,7 +94,7 @@ class OnlineSoftmax:
         else:
             self.move(most, moving, scale)
             self.rescale(acc_o, moving.shrink)
-        self.exponentials(scores, rows, scale)
+        self.exponentials(scores, rows, scale, inverses)
 
     @cute.jit
     def probabilities(self, acc_s: cute.Tensor, rows: RowStates, scale: Float32) -> Boolean:
@@ -145,15 +153,21 @@ class OnlineSoftmax:
                 acc[r, c] = acc[r, c] * shrink[r]
 
     @cute.jit
-    def exponentials(self, scores: cute.Tensor, rows: RowStates, scale: Float32):
-        """``2^(scale * score - reference)`` in place of scores, added to the totals."""
+    def exponentials(self, scores: cute.Tensor, rows: RowStates, scale: Float32, inverses: cute.Tensor | None = None):
+        """``2^(scale * score - reference)`` in place of scores, added to the totals.
+
+        ``inverses``: factors of what is added, by column: those of probabilities that hold their value's scale.
+        """
         # Totals stay shares of the four threads until finish().
         for r in cutlass.range_constexpr(cute.size(rows.reference)):
             added = Float32(0.0)
             for c in cutlass.range_constexpr(cute.size(scores, mode=[1])):
                 p = cute.math.exp2(scores[r, c] * scale - rows.reference[r], fastmath=True)
                 scores[r, c] = p
-                added = added + p
+                if const_expr(inverses is not None):
+                    added = p * inverses[c] + added
+                else:
+                    added = added + p
             rows.total[r] = rows.total[r] + added
 
     @cute.jit
