@@ -16,6 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from bench.baselines import DTYPES, Absent, Contender, Inputs, Launch, Workload
 from bench.suites import Case
 from bench.workloads import posed
+from cutekernels.ops.attention import token_scales
 from cutekernels.ops.attention.decode import DecodeProblem
 from cutekernels.ops.attention.decode_api import decode_attention
 from cutekernels.ops.attention.reference import decode as reference
@@ -47,8 +48,9 @@ def _decode(dtype: str, accumulate: str) -> list[Case]:
 
 def _fp8(dtype: str, accumulate: str) -> list[Case]:
     sizes = ((32, 4096, 0), (32, 4096, 16), (16, 8192, 64), (1, 32768, 0), (1, 131072, 0), (1, 4096, 0))
-    cases = [_case(dtype, "llama-3-8b", *size, cache="fp8") for size in sizes]
-    return [*cases, *[_case(dtype, "qwen2.5-7b", *size, cache="fp8") for size in ((64, 2048, 0), (16, 8192, 64))]]
+    cases = [_case(dtype, "llama-3-8b", *size, cache="fp8_tokens") for size in sizes]
+    others = ((64, 2048, 0), (16, 8192, 64))
+    return [*cases, *[_case(dtype, "qwen2.5-7b", *size, cache="fp8_tokens") for size in others]]
 
 
 def _published(dtype: str, accumulate: str) -> list[Case]:
@@ -71,10 +73,9 @@ def _inputs(case: Case, problem: DecodeProblem, device: str, seed: int) -> Input
     each = -(-problem.seq_kv // size)
     k, v = (normal((problem.batch * each, size, problem.heads_kv, problem.head_dim)) for _ in range(2))
     operands: tuple[Tensor, ...] = (q, k, v, lengths)
-    if problem.cache == "fp8":
-        scales = [torch.full((problem.heads_kv,), x, device=device) for x in (0.03, 0.02)]
-        k, v = ((t / scale[0]).to(torch.float8_e4m3fn) for t, scale in zip((k, v), scales, strict=True))
-        operands = (q, k, v, lengths, *scales)
+    if problem.cache == "fp8_tokens":
+        (k, k_scale), (v, v_scale) = (token_scales.quantized(t) for t in (k, v))
+        operands = (q, k, v, lengths, *map(token_scales.by_head, (k_scale, v_scale)))
     if problem.page_size:
         order = torch.randperm(problem.batch * each, generator=draw, device=device)
         operands = (*operands, order.view(problem.batch, each).to(torch.int32))
@@ -112,7 +113,8 @@ def _in_16_bits(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
 
     def bound(i: Inputs) -> Launch:
         q, k, v, lengths, *scales = i.operands
-        wide = [(t.float() * own[:, None]).to(q.dtype) for t, own in zip((k, v), scales, strict=False)]
+        factors = [token_scales.by_slot(own, k.shape[1], torch.float32) for own in scales[:2]]
+        wide = [(t.float() * own).to(q.dtype) for t, own in zip((k, v), factors, strict=True)]
         return partial(decode_attention, q, *wide, lengths, page_table=_table(i), out=i.out)
 
     return [bound(i) for i in sets]

@@ -85,7 +85,17 @@ def test_the_kernel_depends_on_the_static_half_of_a_problem_alone() -> None:
 
 
 SMALL = "batch=2 seq_kv=1024 heads_q=4 heads_kv=2 head_dim=32"  # compiles fast
-CHANGES = ["dtype=fp16", "head_dim=24", "page_size=16", "page_size=64", "window=1", "softcap=1", "lse=1", "cache=fp8"]
+CHANGES = [
+    "dtype=fp16",
+    "head_dim=24",
+    "page_size=16",
+    "page_size=64",
+    "window=1",
+    "softcap=1",
+    "lse=1",
+    "cache=fp8",
+    "cache=fp8_tokens",
+]
 
 
 @pytest.mark.parametrize("change", CHANGES)

@@ -495,10 +495,8 @@ def posed(p: Any, lengths: Tensor, generator: torch.Generator) -> tuple[Any, ...
         scales = []
         for i, least in enumerate((-4, -16)):
             caches[i], found = token_scales.quantized(caches[i])
-            found = found + torch.randint(least, 1, found.shape, generator=generator, device=device)
-            own = torch.full(token_scales.shape(caches[i]), token_scales.NAN, dtype=torch.uint8, device=device)
-            own[..., :size] = found.masked_fill(~tokens[..., None], token_scales.NAN).transpose(1, 2)
-            scales.append(own)
+            found = found + torch.randint(least, 1, found.shape, generator=generator, device=device).to(torch.uint8)
+            scales.append(token_scales.by_head(found.masked_fill(~tokens[..., None], token_scales.NAN)))
         return q, *caches, lengths, table, *scales
     sizes = torch.rand((2, p.heads_kv), generator=generator, device=device)
     scales = [(0.5 + own) * (4.0 / E4M3_MAX) for own in sizes]

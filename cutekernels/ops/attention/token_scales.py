@@ -77,6 +77,13 @@ def by_slot(scales: Tensor, slots: int, dtype: torch.dtype) -> Tensor:
     return powers(scales[..., :slots], dtype).transpose(1, 2).unsqueeze(-1)
 
 
+def by_head(scales: Tensor) -> Tensor:
+    """Bytes (PAGES, PAGE_SIZE, HKV) as a cache has them, NaN behind the last slot."""
+    found = scales.new_full((scales.shape[0], scales.shape[2], places(scales.shape[1])), NAN)
+    found[..., : scales.shape[1]] = scales.transpose(1, 2)
+    return found
+
+
 def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
     """``x`` (..., HKV, D) in e4m3, rounded to nearest even, and the bytes of its scales (..., HKV).
 
