@@ -22,6 +22,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.timeout(600),
 ]
 FAMILIES = {"llama": 1.25, "qwen2": 1.25, "qwen3-moe": 2.0}  # errors beside transformers' own
 WIDE = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64, "num_key_value_heads": 2, "vocab_size": 132}
