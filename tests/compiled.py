@@ -88,19 +88,28 @@ def one_knob_apart(configs: Sequence[Any], knob: str, others: tuple[str, ...] = 
     return min(found, key=lambda pair: max(sign * area(c) for c in pair)) if found else None
 
 
-def unreached(op: Any, problems: Iterable[Any]) -> set[tuple[str, Any]]:
-    """Values of knobs, ``(knob, value)``, that no valid config of ``problems`` has on any of the GPUs.
+Value = tuple[str, str, Any]  # body, knob, value
 
-    The search ends with the last value found.
+
+def values(configs: Iterable[Any], apart: bool = True) -> set[Value]:
+    """The values that ``configs`` have, of each body, or of any."""
+    return {(getattr(c, "body", "") if apart else "", name, value) for c in configs for name, value in vars(c).items()}
+
+
+def unreached(missing: set[Value], problems: Iterable[tuple[Any, Any]]) -> set[Value]:
+    """Those of ``missing`` that no valid config of ``problems``, each with its op, has on any of the GPUs.
+
+    The search ends with the last one found. Values of the body "" may be any body's.
     """
-    missing = {(name, value) for name, values in op.Config.space().items() for value in values}
-    ordered = sorted(TARGETS, key=lambda spec: spec is not H200)
-    for problem, spec in ((p, spec) for spec in ordered for p in problems):
-        for config in op.valid(problem, spec):
-            missing -= {(name, getattr(config, name)) for name, _ in missing}
-            if not missing:
-                return missing
-    return missing
+    left, pairs = set(missing), list(problems)
+    for op, problem, spec in ((*pair, spec) for spec in sorted(TARGETS, key=lambda g: g is not H200) for pair in pairs):
+        wanted: dict[str, set[str]] = {}
+        for body, name, _ in left:
+            wanted.setdefault(body, set()).add(name)
+        for config in op.valid(problem, spec) if left else ():
+            for body in ("", getattr(config, "body", "")):
+                left -= {(body, name, getattr(config, name)) for name in wanted.get(body, ())}
+    return left
 
 
 def differ(first: Any, second: Any, knob: str) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -106,7 +106,3 @@ def knob_changes_the_code(
         assert nameless[0] != nameless[1], f"{knob} changes nothing: {first} and {second}"
     else:
         assert code(op, problem, first) != code(op, problem, second), f"{knob} changes nothing: {first} and {second}"
-
-
-def every_value_is_reachable(op: Op[Any, Any], problems: Iterable[Problem]) -> None:
-    assert not compiled.unreached(op, list(problems))

@@ -8,7 +8,7 @@ import pytest
 
 from cutekernels import gpu
 from cutekernels.ops.attention.backward import ATTENTION_BACKWARD
-from cutekernels.ops.attention.backward_config import AttentionBackwardConfig, AttentionBackwardProblem, passes
+from cutekernels.ops.attention.backward_config import AttentionBackwardConfig, AttentionBackwardProblem
 from cutekernels.ops.attention.delta import ATTENTION_DELTA, DeltaProblem
 from tests.attention import compiled
 from tests.attention.compiled import H200, TARGETS, count
@@ -116,9 +116,3 @@ COUNTED = ("tile_own", "tile_walked", "warps", "body")
 def test_every_other_knob_changes_the_code(knob: str) -> None:
     problems = [AttentionBackwardProblem.parse(text) for text in (SMALL, PROBLEMS["narrow"])]
     compiled.knob_changes_the_code(ATTENTION_BACKWARD, problems, knob, lambda p, c: c.smem_bytes(p))
-
-
-def test_every_value_of_every_knob_is_reachable() -> None:
-    of = {text: passes(AttentionBackwardProblem.parse(text).head_dim) for text in (FULL, NARROW)}
-    problems = [AttentionBackwardProblem.parse(f"{text} of={name}") for text, names in of.items() for name in names]
-    compiled.every_value_is_reachable(ATTENTION_BACKWARD, problems)

@@ -118,7 +118,3 @@ COUNTED = ("tile_q", "tile_kv", "warps", "body", "split")
 def test_every_other_knob_changes_the_code(knob: str) -> None:
     problems = [AttentionProblem.parse(text) for text in (SMALL, PROBLEMS["narrow"])]
     compiled.knob_changes_the_code(ATTENTION, problems, knob, lambda p, c: c.smem(p).total_bytes)
-
-
-def test_every_value_of_every_knob_is_reachable() -> None:
-    compiled.every_value_is_reachable(ATTENTION, map(AttentionProblem.parse, PROBLEMS.values()))

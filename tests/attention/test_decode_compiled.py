@@ -107,7 +107,3 @@ def test_every_static_field_changes_the_code(change: str) -> None:
 def test_every_other_knob_changes_the_code(knob: str) -> None:
     problems = [DecodeProblem.parse(text) for text in (SMALL, PROBLEMS["narrow"])]
     compiled.knob_changes_the_code(DECODE_ATTENTION, problems, knob, lambda p, c: c.smem(p).total_bytes)
-
-
-def test_every_value_of_every_knob_is_reachable() -> None:
-    compiled.every_value_is_reachable(DECODE_ATTENTION, map(DecodeProblem.parse, PROBLEMS.values()))

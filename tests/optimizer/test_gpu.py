@@ -82,7 +82,7 @@ def test_refusals() -> None:
     with pytest.raises(UnsupportedProblem, match="overlaps an operand"):
         adamw_step(param[:-1], grad[1:], param[1:], exp_avg_sq[1:], step=1)
     with pytest.raises(InvalidConfig, match="at most 16 elements"):
-        adamw_step(param, grad, exp_avg, exp_avg_sq, step=1, config="block=8192 warps=1 evict=normal")
+        adamw_step(param, grad, exp_avg, exp_avg_sq, step=1, config="block=4096 warps=1 evict=normal")
 
 
 @pytest.mark.slow

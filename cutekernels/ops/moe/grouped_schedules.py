@@ -16,7 +16,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from cutekernels.kernels.cute.parts.smem import WarpgroupSmem
-from cutekernels.ops.gemm.problem import BY_SIXTEENS, ELEMENT_BYTES, GemmConfig, GemmProblem
+from cutekernels.ops.gemm.problem import BY_SIXTEENS, ELEMENT_BYTES, HEIGHTS, GemmConfig, GemmProblem
 from cutekernels.ops.gemm.schedule import PLAIN, Extras
 from cutekernels.ops.gemm.warpgroup import (
     GROUP_ROWS,
@@ -108,7 +108,9 @@ class GroupedWarpgroupSchedule(GroupsSchedule):
 
 @dataclass(frozen=True)
 class DepthWarpgroupSchedule(GroupsSchedule):
-    """Warpgroup over groups along the depth: a matrix for each."""
+    """Warpgroup over groups along the depth: a matrix for each. No operand is K-major: see ``operand_tiles``."""
+
+    narrowed: ClassVar = {"tile_n": HEIGHTS, "split_k": (1,)}
 
     @of_problem
     def least_depth(self, p: GemmProblem, gpu: GpuSpec, x: Extras) -> str | None:

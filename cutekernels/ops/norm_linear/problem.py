@@ -17,6 +17,7 @@ from cutekernels.ops.gemm.problem import (
     BODIES,
     BY_SIXTEENS,
     ELEMENT_BYTES,
+    MOST_TOKENS,
     RENAMED,
     WIDEST,
     GemmConfig,
@@ -24,8 +25,14 @@ from cutekernels.ops.gemm.problem import (
 )
 from cutekernels.ops.gemm.schedule import Extras
 
-_SKINNY, _SKINNY_WARPGROUP = BODIES["skinny"], BODIES["skinny_warpgroup"]
-_WARPGROUP = BODIES["warpgroup"] | {"tile_n": BY_SIXTEENS, "split_k": (1,)}
+_SKINNY, _SKINNY_WARPGROUP = BODIES["skinny"], dict(BODIES["skinny_warpgroup"])
+_SKINNY_WARPGROUP["tile_m"] = tuple(tile for tile in _SKINNY_WARPGROUP["tile_m"] if tile <= MOST_TOKENS)
+# Behind a gate, whose tiles are of 128 columns or more, so that the deepest pipelines have no room.
+_WARPGROUP = BODIES["warpgroup"] | {
+    "tile_n": tuple(tile for tile in BY_SIXTEENS if tile >= 128),
+    "stages": (3, 4, 5, 6, 7, 8, 9),
+    "split_k": (1,),
+}
 
 
 def _either(knob: str) -> tuple[int, ...]:

@@ -75,7 +75,7 @@ class AdamWProblem(Problem):
 class AdamWConfig(Config):
     """``block`` elements per program; ``evict="first"`` asks the caches to drop what is read and written once."""
 
-    block: int = knob(256, 512, 1024, 2048, 4096, 8192)
+    block: int = knob(256, 512, 1024, 2048, 4096)
     warps: int = knob(1, 2, 4, 8)
     evict: str = knob("normal", "first")
 
