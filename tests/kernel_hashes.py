@@ -3,7 +3,8 @@
     python -m tests.kernel_hashes --check                     # compiles every case again; names those that differ
     python -m tests.kernel_hashes --check --match warpgroup   # only cases whose line contains the word; !word: lacks it
     python -m tests.kernel_hashes --write                     # the same cases, with the hashes of these sources
-    python -m tests.kernel_hashes --choose                    # new cases, from suites, defaults and shipped winners
+    python -m tests.kernel_hashes --choose                    # new cases, from suites, defaults and shipped winners;
+                                                              # with --match they come to those that are there
 
 A line of ``kernel_hashes.txt.gz`` is ``op | GPU | problem | config | device hash | host hash``. The device hash is of
 the machine code and of the sections a launch reads (registers, constants, shared memory); kernel names, which hold the
@@ -222,7 +223,7 @@ def main() -> None:
     parser.add_argument("--match", action="append", default=[], help="words that a case's line contains; !word: lacks")
     parser.add_argument("--list", action="store_true", help="the cases alone")
     chosen = parser.parse_args()
-    before = {} if chosen.choose else read(chosen.check or FILE)
+    before = {} if chosen.choose and not chosen.match else read(chosen.check or FILE)
     cases = [c for c in (choose() if chosen.choose else before) if _matches(str(c), chosen.match)]
     if chosen.list:
         print(*cases, sep="\n")

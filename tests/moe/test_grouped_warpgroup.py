@@ -76,7 +76,7 @@ def test_a_config_breaks_a_rule(change: dict[str, object], rule: str) -> None:
 @pytest.mark.parametrize(
     ("words", "change", "rule"),
     [
-        ("", {"tile_n": 144, "stages": 5}, "by 64 elements"),
+        ("", {"tile_n": 144, "stages": 5}, "takes tile_n from 64, 128, 192, 256"),
         ("", {"tile_n": 64, "stages": 8, "cluster_m": 2}, "loaded in 2 parts"),
         ("", {"tile_n": 16}, "takes tile_n from 64"),
         ("rows=0 n=1536 k=2048 experts=128", {}, "a row or more"),

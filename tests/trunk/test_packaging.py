@@ -123,8 +123,13 @@ PLACES = {"cutekernels/": "", "autotune/": "cutekernels/", "db/": "cutekernels/"
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Path]:
-    """Tracked files of the package, and a folder with the wheel and the sdist of a copy of them."""
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout.split()
+    """The package's files, but those that git ignores, and a folder with the wheel and the sdist of a copy of them.
+
+    Files that are not added yet are among them: without the folder of a new op, setuptools would only say that it does
+    not exist.
+    """
+    listing = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(listing, cwd=ROOT, capture_output=True, text=True).stdout.split()
     folder = tmp_path_factory.mktemp("built")
     names = [n for n in listed if n.startswith(tuple(PLACES)) and (ROOT / n).exists()]
     if not names:
