@@ -15,14 +15,13 @@ from cutekernels.ops.shared import streaming
 from cutekernels.ops.shared.triton_op import TritonOp
 
 H200 = gpu.lookup("h200")
-SWEEPS = estimates.load(estimates.SWEEPS / "h200")
-MEMORY_BOUND = {op for op, _ in SWEEPS if isinstance(registry.get(op), TritonOp)}
 
 
 @cache
 def found() -> dict[tuple[str, str], estimates.Quality]:
     """Today's estimates of memory-bound ops against their measured times."""
-    judged = (estimates.judge(*key, us, H200) for key, us in SWEEPS.items() if key[0] in MEMORY_BOUND)
+    sweeps = estimates.load(estimates.SWEEPS / "h200").items()
+    judged = (estimates.judge(*key, us, H200) for key, us in sweeps if isinstance(registry.get(key[0]), TritonOp))
     return {(q.op, q.problem): q for q in judged if q is not None}
 
 
