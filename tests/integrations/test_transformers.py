@@ -173,25 +173,23 @@ def test_hidden_states_and_a_frozen_base() -> None:
 
 
 @contextmanager
-def compiled(family: str, **options: Any) -> Iterator[tuple[Any, Tensor, Tensor]]:
+def compiled(family: str, layers: int = 2, **options: Any) -> Iterator[tuple[Any, Tensor, Tensor]]:
     """A patched model compiled without graph breaks, tokens, and the plain model's logits."""
     torch.compiler.reset()
-    model, ids = tiny.model(family), tokens()
+    model, ids = tiny.model(family, num_hidden_layers=layers), tokens()
     with torch.no_grad():
         expected = model(ids).logits
         with ck.patch(model):
             yield torch.compile(model, fullgraph=True, backend="aot_eager", **options), ids, expected
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
-def test_compiled_without_graph_breaks(family: str) -> None:
-    with compiled(family) as (model, ids, expected):
+def test_compiled_without_graph_breaks() -> None:
+    with compiled("qwen3", layers=1) as (model, ids, expected):
         close(model(ids).logits, expected)
 
 
-@pytest.mark.parametrize("cached", [True, False])
-@pytest.mark.parametrize("family", ["mistral", "gemma2"])
-def test_a_compiled_prompt_reads_no_mask(family: str, cached: bool) -> None:
+@pytest.mark.parametrize(("family", "layers", "cached"), [("mistral", 1, False), ("gemma2", 2, True)])
+def test_a_compiled_prompt_reads_no_mask(family: str, layers: int, cached: bool) -> None:
     """transformers writes out the causal band of every traced call."""
     graphs: list[Any] = []
 
@@ -200,11 +198,12 @@ def test_a_compiled_prompt_reads_no_mask(family: str, cached: bool) -> None:
         return graph
 
     torch.compiler.reset()
-    model, ids = tiny.model(family), tokens()
+    model, ids = tiny.model(family, num_hidden_layers=layers), tokens()
     with torch.no_grad():
-        padded = model(ids, attention_mask=LEFT).logits
+        plain, padded = (model(ids, attention_mask=mask).logits for mask in (None, LEFT))
         with ck.patch(model):
-            torch.compile(model, fullgraph=True, backend=aot_autograd(fw_compiler=kept))(ids, use_cache=cached)
+            ours = torch.compile(model, fullgraph=True, backend=aot_autograd(fw_compiler=kept))
+            close(ours(ids, use_cache=cached).logits, plain)
             if not cached:
                 ours = torch.compile(model, fullgraph=True, backend="aot_eager")
                 close(ours(ids, attention_mask=LEFT).logits[LEFT.bool()], padded[LEFT.bool()])
@@ -246,13 +245,15 @@ def test_positions_that_come_late_are_seen(way: str) -> None:
 
 
 def test_compiled_for_any_length() -> None:
-    with compiled("gemma2", dynamic=True) as (model, ids, expected):
+    with compiled("gemma2") as (model, ids, expected):
         for length in (9, 20):
-            close(model(ids[:, :length], use_cache=False).logits, expected[:, :length])
+            some = ids[:, :length].contiguous()
+            torch._dynamo.mark_dynamic(some, 1)  # an error where the graph holds for one length alone
+            close(model(some, use_cache=False).logits, expected[:, :length])
 
 
 def test_compiled_over_a_cache() -> None:
-    with compiled("llama", dynamic=False) as (model, ids, expected):
+    with compiled("llama", layers=1, dynamic=False) as (model, ids, expected):
         for cache in (DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=24)):
             for begin, end in ((0, 12), (12, 20)):
                 close(model(ids[:, begin:end], past_key_values=cache).logits, expected[:, begin:end])
@@ -297,7 +298,7 @@ def test_unpatch_restores_everything(family: str) -> None:
         assert ours[:2] == theirs[:2]
         assert torch.equal(ours[2], theirs[2])
     ck.unpatch(model)  # nothing to do
-    gc.collect()
+    gc.collect(1)  # what the patch left is young
     with ck.patch(model):
         pass
     assert [p.data_ptr() for p in model.parameters()] == places, "the first patch alone moves them"
