@@ -1,7 +1,8 @@
 """The root of the command line: ``explain`` and ``doctor`` are here, ``tune``, ``db`` and ``bench`` are mounted.
 
 Data goes to stdout, messages to stderr. Exit code 0: done; 1: failed, with one line of explanation; 2: misused: a verb,
-option, op, GPU, problem, config, job or environment variable that is none; 141: stdout's reader is gone (SIGPIPE).
+option, op, GPU, problem, config, job or environment variable that is none; 141: stdout's reader is gone (SIGPIPE). A
+closed stdout is a failure of what writes to it.
 
 A mounted verb is imported when it is called, and commands import what they need in their bodies, so that
 ``cutekernels --help`` loads neither torch nor a DSL. A new verb gets a line in ``_MOUNTED``, or a command here if it
@@ -10,7 +11,9 @@ has no room of its own.
 
 from __future__ import annotations
 
+import errno
 import importlib
+import io
 import math
 import os
 import signal
@@ -50,6 +53,21 @@ _MOUNTED = {  # verb: (its Typer app, its line in --help)
     "db": ("cutekernels.db.cli:app", "Look into the tuned-config database; export, import and merge winners."),
     "bench": ("bench.__main__:app", "Time an op's suites beside its peers (from a checkout)."),
 }
+
+
+class _Closed(io.RawIOBase):
+    """In the place of a stdout that the caller closed: the first write fails, what is left then goes nowhere."""
+
+    told = False
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        if not self.told:
+            self.told = True
+            raise OSError(errno.EBADF, "stdout is closed, and there is something to write to it")
+        return len(data)
 
 
 class _Verbs(TyperGroup):
@@ -137,6 +155,8 @@ def _fill_standard_streams() -> None:
             os.dup2(os.open(os.devnull, os.O_RDWR), number)  # the lowest free number: often the same one
             os.set_inheritable(number, True)
             setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
+            if name == "stdout":  # children write to nobody, we say that we cannot write
+                sys.stdout = io.TextIOWrapper(io.BufferedWriter(_Closed()), encoding="utf-8")
 
 
 def _mounted(verb: str) -> Any:

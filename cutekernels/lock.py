@@ -82,7 +82,7 @@ def write(target: str, gpus: Iterable[str], database: str | None = None) -> tupl
     """Freeze what calls on ``gpus`` use, their siblings' winners too, into the file ``target``; its hash, and how many
     rows it has.
     """
-    from cutekernels.db.engine import file_errors
+    from cutekernels.db.engine import file_errors, url_of
     from cutekernels.db.store import replace_file
     from cutekernels.ops import registry
 
@@ -102,7 +102,7 @@ def write(target: str, gpus: Iterable[str], database: str | None = None) -> tupl
             tables += [table for (of, r), table in known.table.items() if of == name and r not in revisions]
             rows += [("winner", gpu, name, w.revision, *w[:5], w.reason) for table in tables for w in table.values()]
         rows += [("rate", gpu, name, revision, value) for (name, revision), value in known.rates.items()]
-    path = path_of(settings.database_url(target))
+    path = path_of(url_of(target))
     with file_errors(target):
         replace_file(path, text(rows))
     return read(path).digest, len(rows)

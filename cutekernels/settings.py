@@ -45,7 +45,16 @@ class Settings:
 
 
 def database_url(text: str) -> str:
-    """A SQLAlchemy URL for ``text``, which is a URL already or a path to an SQLite file."""
+    """A SQLAlchemy URL for ``text``, which is a URL already or a path to an SQLite file.
+
+    Raises:
+        ValueError: a home directory that is not there; what is no path for SQLite, of which a file would be made here.
+    """
+    if not text.strip() or text == ":memory:" or text.startswith("file:"):
+        raise ValueError(
+            f"a database is a path to a file, or a URL such as postgresql://...; {text!r} is neither (SQLite's names "
+            "of databases in memory, temporary ones and file: URIs are not taken): give a path, as ./tuned.db"
+        )
     return text if "://" in text else f"sqlite:///{_absolute(text)}"
 
 

@@ -28,7 +28,7 @@ from cutekernels import db as database
 from cutekernels import settings, terminal
 from cutekernels.db import listing, snapshot, sqlite
 from cutekernels.db import query as query_
-from cutekernels.db.engine import file_errors
+from cutekernels.db.engine import file_errors, url_of
 from cutekernels.db.query import is_default, revisions
 from cutekernels.db.reader import SHIPPED, TRIAL_COLUMNS, Database, Winner, diff
 from cutekernels.db.store import ImportReport, Store, replace_file
@@ -343,7 +343,7 @@ def doctor(
     """Check the database: schema, broken rows, winners that no call uses. Exit code 1 if something is broken."""
     if fix:
         with _errors():
-            path = sqlite.path_of(settings.load().database_url if db is None else settings.database_url(db))
+            path = sqlite.path_of(url_of(db))
         if path is not None and not os.path.lexists(path):
             terminal.fail(f"there is no database at {path}; `cutekernels tune` and `db import` create one")
         with _store(db, writing=True):

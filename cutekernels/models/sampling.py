@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from numbers import Integral, Real
 
 import torch
 from torch import Tensor
@@ -32,6 +33,10 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        for field in fields(self):  # numpy's numbers become Python's
+            value, kind = getattr(self, field.name), int if field.name in _TYPES else float
+            if isinstance(value, Integral if kind is int else Real) and not isinstance(value, int | float):
+                object.__setattr__(self, field.name, kind(value))
         check_number("Sampling", "temperature", self.temperature)
         check_temperature(self.temperature)
         for name in ("top_p", "min_p"):

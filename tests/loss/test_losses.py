@@ -153,6 +153,18 @@ def test_extreme_logits(loss: str, dtype: torch.dtype) -> None:
     assert {logits: ratio for logits, ratio in ratios.items() if not ratio <= 1} == {}
 
 
+def test_bias_by_place_and_by_name() -> None:
+    x, weight, bias, targets = operands()
+    for loss, more in (
+        (ck.linear_cross_entropy, {}),
+        (ck.linear_logprob, {}),
+        (ck.linear_logprob_shard, {"first": 0}),
+    ):
+        found: Any = [loss(x, weight, targets, bias, **more), loss(x, weight, targets, bias=bias, **more)]  # type: ignore[operator]
+        one, other = (made[1] if isinstance(made, tuple) else made for made in found)
+        assert torch.equal(one, other)
+
+
 def test_nobody_counts_and_nothing_is_there() -> None:
     x, weight, bias, targets = operands()
     targets.fill_(-100)

@@ -6,6 +6,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -38,6 +39,17 @@ def test_wrong_sampling_is_refused(options: dict[str, Any], rule: str) -> None:
         Sampling(**options)
 
 
+def test_numpys_numbers_are_numbers() -> None:
+    given = Sampling(np.float32(0.5), np.int32(40), np.float16(0.5), np.float32(0.0), np.float64(1.5), np.int64(7))  # type: ignore[arg-type]
+    assert given == Sampling(0.5, 40, 0.5, 0.0, 1.5, 7)
+    assert [type(value) for value in vars(given).values()] == [float, int, float, float, np.float64, int]
+    for wrong in ({"top_k": np.float32(3)}, {"temperature": np.bool_(True)}, {"seed": np.int64(-1)}):
+        with pytest.raises(UnsupportedProblem, match=next(iter(wrong))):
+            Sampling(**wrong)
+    stop = arguments.stop_tokens([np.int64(7), np.uint8(3), 5], 131)
+    assert stop == {3, 5, 7} and {type(token) for token in stop} == {int}
+
+
 @pytest.mark.parametrize(
     ("prompt", "options", "rule"),
     [
@@ -49,6 +61,9 @@ def test_wrong_sampling_is_refused(options: dict[str, Any], rule: str) -> None:
         ([1] * 100, {"max_new_tokens": 29}, "129, and the cache holds 128"),
         ([1], {"max_new_tokens": 0}, "from 1 up"),
         ([1], {"stop": 3}, "stop is token ids"),
+        ([1], {"stop": [np.int64(131)]}, r"from 0 to 130"),
+        ([1], {"stop": [np.float32(3)]}, "stop is token ids"),
+        ([1], {"stop": [np.bool_(True)]}, "stop is token ids"),
         ([1], {"stop": ["x"]}, "stop is token ids"),
         ([1], {"stop": [131]}, r"from 0 to 130; got \[131\]"),
         ([1], {"stop": torch.tensor([1, 2])}, "a tensor of shape"),

@@ -9,10 +9,16 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
-from cutekernels import settings
+import cutekernels
+from cutekernels import cli, lock, settings
+from cutekernels.db import snapshot
+from cutekernels.db.store import Store
+from cutekernels.errors import StoreError
 
 
 def test_defaults_lie_in_the_xdg_directories(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -124,3 +130,44 @@ def test_there_is_no_fourth_variable() -> None:
             assert named <= {"CUTEKERNELS_DB", "CUTEKERNELS_CACHE", "CUTEKERNELS_LOG"}, f"{path}: {named}"
             reads = re.search(r"(getenv|environ\.get|environ)[(\[]\W*(settings|CUTEKERNELS|DB_V|CACHE_V|LOG_V)", text)
             assert not reads or path.name == "settings.py", f"{path} reads it; settings.load() does"
+
+
+NO_FILES = (":memory:", "", " ", "\t", "file:tuned.db", "file::memory:?cache=shared")
+
+
+@pytest.mark.parametrize("name", NO_FILES)
+def test_sqlites_names_of_what_is_no_file_make_none(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Files of such names were made, in the directory of the moment."""
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    rule = "a database is a path to a file, or a URL .*: give a path, as ./tuned.db"
+    with pytest.raises(ValueError, match=rule):
+        settings.database_url(name)
+    calls: list[Any] = [
+        lambda: cutekernels.db.open(name, shipped=False),
+        lambda: Store(name),
+        lambda: snapshot.load("h200", name, strict=True),
+    ]
+    if name.endswith(".db"):
+        calls.append(lambda: lock.write(name.replace(".db", ".lock"), ["h200"]))
+    for call in calls:
+        with pytest.raises(StoreError, match=rule):
+            call()
+    for words in (
+        ["db", "import", "none.jsonl", "--db", name],
+        ["db", "merge", name],
+        ["db", "merge", "a.db", "--db", name],
+        ["db", "query", "--db", name],
+        ["db", "doctor", "--fix", "--db", name],
+        ["lock", "x.lock", "--gpu", "h200", "--db", name],
+        ["tune", "qwen2.5-7b", "--gpu", "h200", "--db", name],
+    ):
+        done = CliRunner().invoke(cli.app, words)
+        told = done.stderr or str(done.exception)
+        assert done.exit_code == 1 and re.search(rule, told), (words, told)
+    assert not list(here.iterdir())
+    if name.strip():
+        monkeypatch.setenv("CUTEKERNELS_DB", name)
+        with pytest.raises(ValueError, match=rule):
+            settings.load()

@@ -32,7 +32,7 @@ def call(*words: str, **streams: Any) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("closed", [(1,), (2,), (0, 1, 2)])
-def test_a_closed_stream_is_no_fault_and_no_file_gets_its_number(closed: tuple[int, ...], tmp_path: Path) -> None:
+def test_a_closed_stream_gets_no_file_of_its_number(closed: tuple[int, ...]) -> None:
     program = f"""
 import os, sys
 for number in {closed}:
@@ -40,19 +40,38 @@ for number in {closed}:
 os.execv(sys.executable, [sys.executable, "-m", "cutekernels", "gpus"])
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
+    told = "stdout is closed, and there is something to write to it\n"
+    assert (done.returncode, done.stderr) == {(1,): (1, told), (2,): (0, "")}.get(closed, (1, ""))
     assert ("h200" in done.stdout) == (1 not in closed)
+
+
+@pytest.mark.parametrize("words", ["gpus --format json", "--help", "db stats"])
+def test_what_cannot_be_written_to_a_closed_stdout_is_told(words: str) -> None:
+    call("db", "import", "-", input=trial().as_line())
+    line = f'exec "{sys.executable}" -m cutekernels {words} >&-'
+    done = subprocess.run(["sh", "-c", line], stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (1, "stdout is closed, and there is something to write to it\n")
+
+
+def test_what_writes_nothing_to_a_closed_stdout_works() -> None:
+    line = f'exec "{sys.executable}" -m cutekernels db import - >&-'
+    done = subprocess.run(
+        ["sh", "-c", line], input=trial().as_line(), stderr=subprocess.PIPE, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0 and "1" in done.stderr
 
 
 def test_a_file_opened_later_gets_no_text_meant_for_a_closed_stream(tmp_path: Path) -> None:
     program = """
-import os, sys
+import contextlib, os, sys
 from cutekernels import cli
 for number in range(3):
     os.close(number)
 cli._fill_standard_streams()
 opened = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT)
-print("text for nobody", flush=True)
+with contextlib.suppress(OSError):
+    print("text for nobody", flush=True)
+os.write(1, b"text of a child for nobody")
 os.write(opened, str(opened > 2).encode())
 """
     subprocess.run([sys.executable, "-c", program, str(tmp_path / "told")], timeout=60, check=True)

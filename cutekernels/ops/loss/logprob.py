@@ -56,14 +56,14 @@ class ShardSums(NamedTuple):
 
 @overload
 def linear_logprob(
-    x: Tensor, weight: Tensor, targets: Tensor, *, bias: Tensor | None = None, temperature: float = 1.0,
+    x: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None = None, *, temperature: float = 1.0,
     softcap: float | None = None, ignore_index: int = -100, entropy: L[False] = False,
 ) -> Tensor: ...  # fmt: skip
 
 
 @overload
 def linear_logprob(
-    x: Tensor, weight: Tensor, targets: Tensor, *, bias: Tensor | None = None, temperature: float = 1.0,
+    x: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None = None, *, temperature: float = 1.0,
     softcap: float | None = None, ignore_index: int = -100, entropy: L[True],
 ) -> LogProb: ...  # fmt: skip
 
@@ -72,8 +72,8 @@ def linear_logprob(
     x: Tensor,
     weight: Tensor,
     targets: Tensor,
-    *,
     bias: Tensor | None = None,
+    *,
     temperature: float = 1.0,
     softcap: float | None = None,
     ignore_index: int = -100,
@@ -118,9 +118,9 @@ def linear_logprob_shard(
     x: Tensor,
     weight: Tensor,
     targets: Tensor,
+    bias: Tensor | None = None,
     *,
     first: int,
-    bias: Tensor | None = None,
     temperature: float = 1.0,
     softcap: float | None = None,
     ignore_index: int = -100,
@@ -135,8 +135,8 @@ def linear_logprob_shard(
         x: ``(..., K)``, the same on all ranks.
         weight: ``(V / ranks, K)``: classes ``first``, ``first + 1``, ...
         targets: ``(...)``, classes of the whole vocabulary. Those of other ranks give a target's logit of 0.
-        first: this rank's first class.
         bias: of this rank's classes.
+        first: this rank's first class.
         temperature, softcap, ignore_index: as :func:`linear_logprob` takes them.
 
     Returns:
