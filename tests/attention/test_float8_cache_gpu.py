@@ -105,7 +105,8 @@ def test_scales_that_differ_by_far_beside_garbage(dtype: torch.dtype, power: int
             options = {"sinks": sinks.cpu()}
         wide, their = decode_attention(q.cpu().float(), **given, return_lse=True, **options)  # type: ignore[arg-type]
         errors = (out.cpu().double() - wide.double()).square().mean(-1).sqrt()
-        assert (errors <= 0.02 * wide.double().square().mean(-1).sqrt()).all(), options
+        least = 2.0**-24 if dtype is torch.float16 else 0.0  # behind a sink of 40 results are smaller than fp16 has
+        assert (errors <= 0.02 * wide.double().square().mean(-1).sqrt() + least).all(), options
         torch.testing.assert_close(lse.cpu(), their, rtol=1e-5, atol=1e-3)
 
 
