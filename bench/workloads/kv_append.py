@@ -92,8 +92,9 @@ def _ours(case: Case, sets: Sequence[Inputs], config: Any) -> Sequence[Launch]:
 
     def bound(i: Inputs) -> Launch:
         q, k, v, k_cache, v_cache, state, cos, sin, *table = i.operands
-        results = (i.results[0], k_cache, v_cache, torch.empty_like(state))
-        inputs = (q, k, v, state, table[0] if table else None, None, cos, sin, None, None)
+        scales = [k.new_empty(0, dtype=torch.uint8) for _ in "kv"]  # none, in 16 bits
+        results = (i.results[0], k_cache, v_cache, torch.empty_like(state), *scales)
+        inputs = (q, k, v, state, table[0] if table else None, None, cos, sin)
 
         def launch() -> tuple[Tensor, ...]:
             if q.is_cuda:

@@ -299,8 +299,8 @@ def refusals() -> dict[str, Callable[[], Any]]:
         r"v_scale of .* must be uint8 \(2, 1, 16\), .*; it is torch.uint8, \(2, 1, 9\)": lambda: kv_append(
             k, k, *codes, state, k_scale=scales[0], v_scale=scales[1][..., :9]
         ),
-        r"k_scale must have slots side by side .* strides are \(16, 1, 2\)": lambda: kv_append(
-            k, k, *codes, state, k_scale=scales[0].mT.contiguous().expand(2, 16, 1).mT[:, :1], v_scale=scales[1]
+        r"k_scale must have slots side by side; its strides are \(32, 32, 2\)": lambda: kv_append(
+            k, k, *codes, state, k_scale=torch.zeros(2, 1, 32, dtype=torch.uint8)[..., ::2], v_scale=scales[1]
         ),
         "write to memory of its own": lambda: kv_append(k, k, *codes, state, k_scale=scales[0], v_scale=scales[0]),
         "heads of a cache in FP8 have up to 512": lambda: KvAppendProblem(1, 1, 1, 528, table="none", cache="fp8"),
