@@ -359,4 +359,4 @@ def _print(report: TuneReport, format: Format) -> None:
     elif format is Format.csv:
         typer.echo(report.as_csv(), nl=False)
     else:
-        terminal.show(report.as_table(), terminal.NARROW)
+        terminal.show(report.as_table())

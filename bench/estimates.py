@@ -148,7 +148,7 @@ def command(
     """Compare the models' estimates with recorded sweeps: rank correlation, and what their choice costs."""
     found = judged(gpu, folder, of_sweeps)
     rows = [vars(q) for q in found] if every else _by_op(found)
-    terminal.write(rows, format, pipe_width=terminal.PIPE_WIDTH)
+    terminal.write(rows, format)
 
 
 def _by_op(found: Sequence[Quality]) -> list[dict[str, Any]]:

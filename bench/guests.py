@@ -156,7 +156,7 @@ def command(
     problems = [FusedMoeProblem.parse(f"m={m} {layer}") for m in TUNED]
     job = Job("guests", tuple(Task(moe, p, trials) for p in problems))
     if dry_run:
-        terminal.write(listed(job), format, pipe_width=terminal.PIPE_WIDTH)
+        terminal.write(listed(job), format)
         return
     with tempfile.TemporaryDirectory() as folder:
         kept = db or f"{folder}/tuned.db"
@@ -170,7 +170,7 @@ def command(
     for task in report.tasks:
         if task.message:
             terminal.say(f"[{task.problem}] {task.state}: {task.message}")
-    terminal.write(rows(lines), format, pipe_width=terminal.PIPE_WIDTH)
+    terminal.write(rows(lines), format)
     terminal.say(f"{name} on {gpus.detect().product}: {summary(lines)}")
     if any(line.error > 1 for line in lines):
         terminal.fail("a config of the table, or the default, is wrong")

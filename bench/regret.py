@@ -84,7 +84,7 @@ def command(
     """How far behind the best measured config calls are, with the winner of their own problem and without it."""
     found = judged(gpu, folder, of_sweeps)
     rows = [vars(r) for r in sorted(found, key=lambda r: -(r.regret or 0.0))] if every else _by_op(found)
-    terminal.write(rows, format, pipe_width=terminal.PIPE_WIDTH)
+    terminal.write(rows, format)
 
 
 def _by_op(found: Sequence[Regret]) -> list[dict[str, Any]]:

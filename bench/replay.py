@@ -245,7 +245,7 @@ def command(
         row["found at end"] = f"{mean(t.at(t.ended) for tunes in each for t in tunes):.4f}"
         row["behind chance at 16"] = _behind(each, every["chance"]) if "chance" in every else None
         rows.append(row)
-    terminal.write(rows, format, pipe_width=terminal.PIPE_WIDTH)
+    terminal.write(rows, format)
 
 
 def _behind(mine: Sequence[Sequence[Tune]], chance: Sequence[Sequence[Tune]]) -> str:

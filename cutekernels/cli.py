@@ -215,7 +215,7 @@ def explain(
     table = Table.grid(padding=(0, 2))
     for name, value in rows:
         table.add_row(Text(name, style="bold"), Text(value, overflow="fold"))
-    terminal.show(table, terminal.NARROW)
+    terminal.show(table)
 
 
 # ---- lock ---------------------------------------------------------------------------------------------------
@@ -496,4 +496,4 @@ def _write_findings(findings: Iterable[Finding]) -> None:
     table = Table("what", "state", "found", "remedy", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for f in findings:
         table.add_row(f.what, Text(f.state, style=_STYLES[f.state]), Text(f.value, overflow="fold"), Text(f.remedy))
-    terminal.show(table, terminal.NARROW)
+    terminal.show(table)

@@ -24,8 +24,7 @@ from rich.errors import MarkupError
 from rich.table import Table
 from rich.text import Text
 
-PIPE_WIDTH = 220  # columns of a benchmark's table on a pipe, which has no width of its own
-NARROW = 80  # columns of every other table on a pipe
+ONE_LINE = 1_000_000  # columns, for a row of one line: where stdout is no terminal, as ps and docker print it
 MOST_DRAWN = 2000  # rows that rich draws: it measures every cell, half a second for a thousand rows
 
 # C0 and C1 controls but tab and newline, marks that turn the direction of text, lone surrogates.
@@ -48,15 +47,46 @@ def clean(text: str) -> str:
     return _UNSAFE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
-def show(table: Any, pipe_width: int = PIPE_WIDTH) -> None:
-    """Print a rich table to stdout, with nothing in it that acts on the terminal, and broken markup as plain text."""
+def is_terminal() -> bool:
+    """Whether stdout is one, which has a width."""
+    return Console().is_terminal
+
+
+def show(table: Any, *, one_line: bool = False) -> None:
+    """Print a rich table to stdout, with nothing in it that acts on the terminal, and broken markup as plain text.
+
+    It is as wide as the terminal. Where stdout is none, or with ``one_line``, each row is one line, however long.
+    """
     if isinstance(table, Table) and table.row_count > MOST_DRAWN:
         _write_plainly(table)
         return
     if isinstance(table, Table):
         _clean_table(table)
     console = Console(highlight=False)  # made per call, so that a redirected stdout is the one in use
-    (console if console.is_terminal else Console(highlight=False, width=pipe_width)).print(table)
+    if console.is_terminal and not one_line:
+        console.print(table)
+        return
+    console = Console(highlight=False, width=ONE_LINE)
+    with console.capture() as printed:
+        console.print(*(_unfolded(table) if isinstance(table, Table) else [table]), sep="\n")
+    sys.stdout.write("".join(f"{line.rstrip(' ')}\n" for line in printed.get().removesuffix("\n").split("\n")))
+
+
+def _unfolded(table: Table) -> list[Any]:
+    """A table whose rows are one line each, between its title and caption, which it would fold to its width."""
+    for column in table.columns:
+        column.header, *column._cells = map(_line, (column.header, *column._cells))
+    _, right, _, left = table.padding
+    table.padding = (0, right, 0, left)
+    parts = [table.title, table, table.caption]
+    table.title = table.caption = None
+    return [part for part in parts if part is not None]
+
+
+def _line(value: Any) -> Any:
+    if isinstance(value, Text) and "\n" in value.plain:
+        return Text("  ".join(value.plain.split("\n")), style=value.style, justify=value.justify)
+    return value
 
 
 def _write_plainly(table: Table) -> None:
@@ -120,9 +150,7 @@ def fail(message: str, code: int = 1) -> NoReturn:
     sys.exit(code)
 
 
-def write(
-    rows: Sequence[Mapping[str, Any]], format: Format, columns: Sequence[str] = (), pipe_width: int = NARROW
-) -> None:
+def write(rows: Sequence[Mapping[str, Any]], format: Format, columns: Sequence[str] = ()) -> None:
     """Write rows to stdout. ``columns`` limits a table or CSV; without it, a table has those of the first row."""
     if format is Format.json:
         typer.echo(as_json(rows))
@@ -133,7 +161,7 @@ def write(
         table = Table(*names, box=None, pad_edge=False, padding=(0, 2, 0, 0))
         for row in map(flat, rows):
             table.add_row(*(cell(row.get(name)) for name in names))
-        show(table, pipe_width)
+        show(table)
 
 
 def as_json(value: Any) -> str:

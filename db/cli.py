@@ -66,7 +66,7 @@ Conditions = Annotated[
 ]
 Columns = Annotated[str | None, typer.Option("--columns", help="These columns only: op,problem_m,median_us.")]
 Sort = Annotated[str | None, typer.Option("--sort", help="By this column; -NAME for descending.")]
-Wide = Annotated[bool, typer.Option("--wide", help="One line for each row, nothing shortened.")]
+Wide = Annotated[bool, typer.Option("--wide", help="One line for each row, as where stdout is no terminal.")]
 
 _MOST_TOLD = 400  # characters of a row's text
 _LEAST_OF_AN_ID = 8  # characters: the listings show so many
@@ -147,7 +147,7 @@ def show(
         for name, value in terminal.flat(found[0]).items():
             if value not in (None, ""):
                 table.add_row(name, terminal.cell(f"{value:.6g}" if isinstance(value, float) else value))
-        terminal.show(table, terminal.NARROW)
+        terminal.show(table)
     else:
         terminal.write(found, format)
 
@@ -492,11 +492,11 @@ def _write(
         chosen = [{name: terminal.flat(row).get(name) for name in names} for row in rows] if names else rows
         # Without rows a CSV still has its header.
         terminal.write(chosen, format, names if names or rows else declared)
-    elif rows and narrow is not None and not names and not wide:
-        terminal.show(narrow(rows), terminal.NARROW)
+    elif rows and narrow is not None and not names and not wide and terminal.is_terminal():
+        terminal.show(narrow(rows))
     elif rows:
         shown = [{name: Text(str(v)) if name == "id" else v for name, v in row.items()} for row in rows]
         table = Table(*(names or listing.wide(rows) or declared), box=None, pad_edge=False)
         for row in map(terminal.flat, shown):
             table.add_row(*(terminal.cell(row.get(str(c.header))) for c in table.columns))
-        terminal.show(table, 100_000 if wide else terminal.NARROW)
+        terminal.show(table, one_line=wide)

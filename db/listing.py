@@ -1,4 +1,7 @@
-"""Tables of ``cutekernels db`` within 80 columns: problem and config below each other, ids shortened to their end."""
+"""Tables of ``cutekernels db`` in a terminal, from 80 columns on: problem and config below each other, ids shortened.
+
+Where stdout is no terminal, and by ``--wide``, a row is one line: :func:`wide` says of which columns.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from cutekernels.terminal import cell
 
 Rows = Sequence[Mapping[str, Any]]
 _WIDE = ("gpu", "op", "revision", "problem_text", "problem", "config_text", "config", "source", "serves", "origin")
-_WIDE_NUMBERS = ("status", "median_us", "ratio", "tflops", "gbps", "roofline", "id", "reason")
+_WIDE_NUMBERS = ("status", "median_us", "ratio", "tflops", "gbps", "roofline", "id", "reason", "message")
 
 
 def wide(rows: Rows) -> list[str]:

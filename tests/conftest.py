@@ -111,3 +111,11 @@ def launches() -> Iterator[list[str]]:
 
     with recorded() as seen:
         yield seen
+
+
+@pytest.fixture
+def narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """stdout is a terminal of 80 columns without colours."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "dumb")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from cutekernels import cli, dispatch, terminal
+from cutekernels import cli, dispatch
 from cutekernels.autotune import calibrate, final, fleet, space, study
 from cutekernels.db import sqlite
 from cutekernels.terminal import Format
@@ -69,15 +69,14 @@ def test_help_states_the_values_of_the_code(verb: tuple[str, ...], words: str, v
 
 
 @pytest.mark.parametrize("line", TABLES)
-def test_tables_fit_into_80_columns(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("COLUMNS", raising=False)
+def test_tables_fit_into_80_columns(line: str, narrow_terminal: None) -> None:
     told = CliRunner().invoke(cli.app, shlex.split(line))
     assert told.exit_code == 0, told.output
     widest = max(told.stdout.splitlines(), key=len)
-    assert len(widest.rstrip()) <= terminal.NARROW, widest
+    assert len(widest.rstrip()) <= 80, widest
 
 
-def test_rates_just_measured_fit_too(capsys: pytest.CaptureFixture[str]) -> None:
+def test_rates_just_measured_fit_too(narrow_terminal: None, capsys: pytest.CaptureFixture[str]) -> None:
     row = {"rate": "warpgroup_flops_per_us", "unit": "of data sheet", "scaled": 6220000.0, "reading": 1.0}
     calibrate._write([row | {"calibrated": 1.0, "note": "not reached in 30 s " * 3}], Format.table, calibrate.MEASURED)
-    assert max(map(len, capsys.readouterr().out.splitlines())) <= terminal.NARROW
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80

@@ -164,15 +164,32 @@ def test_of_two_predictions_that_serve_nobody_the_local_one_is_shown(shipped: Pa
 def test_without_a_database_shipped_winners_are_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(settings.DB_VARIABLE, str(tmp_path / "absent.db"))
     result = ok("query", "--gpu", "h200", "--op", "gemm")
-    assert "shipped *" in result.stdout
+    assert "shipped  True" in result.stdout
     assert "no database yet, only shipped winners" in result.stderr
     assert not (tmp_path / "absent.db").exists()
 
 
 @pytest.mark.usefixtures("db")
 @pytest.mark.parametrize("verb", [["query"], ["history"], ["requests"], ["stats"], ["show", GEMM.id]])
-def test_tables_fit_80_columns(verb: list[str]) -> None:
+def test_tables_fit_80_columns(verb: list[str], narrow_terminal: None) -> None:
     assert max(map(len, ok(*verb).stdout.splitlines())) <= 80
+
+
+@pytest.mark.usefixtures("db")
+@pytest.mark.parametrize("columns", ["40", "300"])
+@pytest.mark.parametrize("verb", ["query", "history", "requests", "stats", "diff"])
+def test_where_stdout_is_no_terminal_a_row_is_one_line(
+    verb: str, columns: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever COLUMNS says: what reads it takes lines for rows."""
+    monkeypatch.setenv("COLUMNS", columns)
+    words = [verb, "shipped", str(settings.load().database_path)] if verb == "diff" else [verb]
+    found, lines = rows(*words), ok(*words).stdout.splitlines()
+    assert len(lines) == len(found) + 1 > 1
+    assert not any(line.endswith(" ") for line in lines)
+    for row, line in zip(found, lines[1:], strict=True):
+        shown = [row[name] for name in ("gpu", "op", "problem_text", "config_text", "id") if row.get(name)]
+        assert all(str(value.get("name") if isinstance(value, dict) else value) in line for value in shown), line
 
 
 @pytest.mark.usefixtures("db")
@@ -284,6 +301,10 @@ def test_values_that_share_a_tuning_are_found_as_the_dispatcher_finds_them() -> 
             assert query.problem(op.name, text) == {f.name: getattr(problem, f.name) for f in fields(op.Problem)}
 
 
+def test_diff_fits_80_columns(db: Path, narrow_terminal: None) -> None:
+    assert max(map(len, ok("diff", "shipped", str(db)).stdout.splitlines())) <= 80
+
+
 def test_diff(db: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.db"
     faster = trial("tile_m=64 stages=3", problem=GEMM.problem, median_us=10.0)
@@ -294,7 +315,6 @@ def test_diff(db: Path, tmp_path: Path) -> None:
     found = rows("diff", str(db), str(other))
     assert [(row["state"], row["speedup"]) for row in found] == [("only in a", None), ("other config", 1.25)]
     assert "other config" in ok("diff", str(db), str(other)).stdout
-    assert max(map(len, ok("diff", "shipped", str(db)).stdout.splitlines())) <= 80
     assert "the winners are the same" in ok("diff", str(db), str(db)).stderr
     assert "there is no database" in refused("diff", str(db), str(tmp_path / "absent.db"))
 

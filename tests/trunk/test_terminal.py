@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 from datetime import UTC, datetime
 from typing import Any
 
@@ -110,3 +111,36 @@ def test_a_long_table_is_not_drawn_by_rich(capsys: pytest.CaptureFixture[str], m
     terminal.write(_long(terminal.MOST_DRAWN + 1), Format.table)
     with pytest.raises(AssertionError, match="drawn by rich"):
         terminal.write(_long(terminal.MOST_DRAWN), Format.table)
+
+
+LONG = [{"problem": "m=4096 n=11008 k=4096 " * 6, "us": float(n), "note": "line one\nline two"} for n in range(3)]
+
+
+def test_on_a_pipe_a_row_is_one_line_whatever_columns_says(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for columns in ("40", "1000"):
+        monkeypatch.setenv("COLUMNS", columns)
+        terminal.write(LONG, Format.table)
+        lines = capsys.readouterr().out.splitlines()
+        assert len(lines) == 1 + len(LONG)
+        assert all(LONG[0]["problem"] in line and line.endswith("line one  line two") for line in lines[1:])
+        table = Table("a", title="a title longer than the table", caption="and its caption", padding=(0, 2, 1, 0))
+        table.add_row("one")
+        table.box = None
+        terminal.show(table)
+        assert capsys.readouterr().out.splitlines() == ["a title longer than the table", "a", "one", "and its caption"]
+
+
+def test_in_a_terminal_a_table_has_its_width(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    widest = {}
+    for columns in (60, 120, 400):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        terminal.write(LONG, Format.table)
+        lines = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out).splitlines()
+        widest[columns] = max(map(len, lines))
+    assert widest[60] <= 60 < widest[120] <= 120 < widest[400] <= 400
