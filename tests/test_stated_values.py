@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from pathlib import Path
 
@@ -80,3 +81,26 @@ def test_rates_just_measured_fit_too(narrow_terminal: None, capsys: pytest.Captu
     row = {"rate": "warpgroup_flops_per_us", "unit": "of data sheet", "scaled": 6220000.0, "reading": 1.0}
     calibrate._write([row | {"calibrated": 1.0, "note": "not reached in 30 s " * 3}], Format.table, calibrate.MEASURED)
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+
+
+NAMED_FILE = re.compile(r"`([\w./-]+\.(?:py|md))(?:#[\w.-]+)?`")
+FOLDERS = ("cutekernels", "db", "autotune", "bench", "docs", "tests", "examples")
+OTHERS = {"modeling_rope_utils.py": "of transformers", "mine.py": "a user's own"}
+
+
+def test_files_named_in_docstrings_and_pages_exist() -> None:
+    """From its own folder on upwards for a file of code; anywhere for a bare name and for a page."""
+    files = [f for folder in FOLDERS for f in (ROOT / folder).rglob("*.*") if f.suffix in (".py", ".md")]
+    files += ROOT.glob("*.md")
+    names = {"/".join(f.parts[at:]) for f in files for at in range(len(ROOT.parts), len(f.parts))}
+    lost = []
+    for file in files:
+        above = [base for base in file.parents if base.is_relative_to(ROOT)] + [ROOT / "cutekernels"]
+        room = file.relative_to(ROOT).parts[0]
+        if room not in ("cutekernels", "db", "autotune", "docs", "DECISIONS.md"):
+            continue
+        for name in set(NAMED_FILE.findall(file.read_text())) - OTHERS.keys():
+            near = "/" in name and room != "docs" and file.suffix == ".py"
+            if not (any((base / name).is_file() for base in above) if near else name in names):
+                lost.append(f"{file.relative_to(ROOT)}: {name}")
+    assert not lost

@@ -31,7 +31,7 @@ FEW_VALUES = 160  # of body=few: docs/notes/attention.md#few-tiles
 
 @dataclass(frozen=True)
 class AttentionConfig(BodiesConfig):
-    """The knobs of both bodies: ``prefill.py`` (multistage) and ``warpgroup.py`` in ``kernels/cute/attention/``.
+    """The knobs of both bodies: ``multistage_forward.py`` and ``warpgroup_forward.py`` in ``kernels/cute/attention/``.
 
     ``lazy`` rescales sums only where a block's scores exceed the row's reference by far. ``order`` is that of tiles.
     Of the warpgroup body alone: ``turns`` lets its groups multiply one after another, ``grid`` gives each tile a CTA

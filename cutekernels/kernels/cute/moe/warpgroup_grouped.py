@@ -1,6 +1,6 @@
 """Grouped GEMM, warpgroup schedule: a product for each group of rows by TMA and warpgroup MMA.
 
-Roles, pipeline and steps are :class:`WarpgroupGemm`'s (``gemm/warpgroup.py``), over tiles that the device finds:
+Roles, pipeline and steps are :class:`WarpgroupGemm`'s (``gemm/warpgroup_gemm.py``), over tiles that the device finds:
     Producer warp: finds the CTA's next tile among the groups' ends (``parts/walk.py``), passes it on through a ring in
         shared memory, then issues its loads.
     Consumer warp groups: take tiles from the ring, in ping-pong every second entry; multiply; store what belongs to the

@@ -1,7 +1,7 @@
 """Weight gradients of grouped products, warpgroup schedule: ``out[e] = a[rows of e].T @ b[rows of e]``.
 
-Roles, barriers and the order of steps are :class:`WarpgroupGemm`'s (``gemm/warpgroup.py``): one producer warp, consumer
-warp groups, cooperative or in ping-pong, over the tiles of every expert's matrix, one expert after the other. Both
+Roles, barriers and the order of steps are :class:`WarpgroupGemm`'s (``gemm/warpgroup_gemm.py``): one producer warp,
+consumer warp groups, cooperative or in ping-pong, over the tiles of every expert's matrix, one after the other. Both
 operands lie along their rows, and a tile is as deep as its expert has rows, so each tile has its own number of k-tiles;
 an expert without rows gets zeros. Producer and consumers read the ends for themselves (``span``): offsets that change
 while the kernel runs may hang it. In ping-pong a group passes over the other's stages by that tile's own depth.
