@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -14,7 +15,16 @@ from cutekernels.kernels.cute.parts.nf4 import NF4
 from cutekernels.quant import layout
 
 BITS = {"int4": 4, "nf4": 4, "e2m1": 4, "int8": 8, "e4m3": 8}
-FORMATS = ("awq", "gptq", "compressed-tensors", "fp8", "int8", "bitsandbytes", "torchao", "mxfp4", "cutekernels")
+FORMATS = {  # each with its file in formats/, whose write() gives the checkpoint's tensors of a weight
+    "awq": "awq",
+    "gptq": "gptq",
+    "compressed-tensors": "compressed_tensors",
+    "fp8": "plain",
+    "bitsandbytes": "bitsandbytes",
+    "torchao": "torchao",
+    "mxfp4": "mxfp4",
+    "cutekernels": "own",
+}
 GROUPS = (0, 32, 64, 128)  # 0: all of K
 SCALE_ROWS = (1, 128)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -144,11 +154,15 @@ class QuantizedWeight:
         """The checkpoint's tensors in the format that the weight came from, by their names there, bit for bit.
 
         Raises:
-            UnsupportedProblem: the format is saved by its own library alone.
+            UnsupportedProblem: a weight that no reader made, unless it is in this package's own format.
         """
-        from cutekernels.quant.formats import write
-
-        return write(self)
+        if self.format != "cutekernels" and "group" not in self.details:
+            raise UnsupportedProblem(
+                f"a weight is written in the format that a reader of cutekernels.quant read, and this one of "
+                f'{self.format} was put together by hand; give it format="cutekernels"'
+            )
+        writer = import_module(f"cutekernels.quant.formats.{FORMATS[self.format]}")
+        return {name: layout.dense(tensor) for name, tensor in writer.write(self).items()}
 
     def _spread(self, table: Tensor, first: int, rows: int) -> Tensor:
         """``table`` for each element of ``rows`` rows from ``first``, fp32: ``(rows, K)`` or ``(rows, 1)``."""
