@@ -15,11 +15,12 @@ from cutekernels.kernels.cute.parts.nf4 import NF4
 from cutekernels.quant.formats import bitsandbytes
 from tests.quant import golden
 
+CROSSING = [(4, 96, 64), (3, 96, 64), (3, 224, 128), (2, 192, 128), (5, 32, 4096)]  # rows that end within a block
 STATE = "quant_state.bitsandbytes__nf4"
 
 
 def checkpoint(n: int, k: int, block: int, *, nested: bool, storage: torch.dtype = torch.uint8) -> dict[str, Tensor]:
-    blocks = n * k // block
+    blocks = -(-n * k // block)
     flat = torch.randint(0, 16, (n * k,)).tolist()
     data = torch.tensor([(flat[i] << 4) | flat[i + 1] for i in range(0, n * k, 2)], dtype=torch.uint8)
     said: dict[str, Any] = {"quant_type": "nf4", "blocksize": block, "dtype": "bfloat16", "shape": [n, k]}
@@ -47,11 +48,13 @@ def expected(tensors: dict[str, Tensor], n: int, k: int, block: int) -> Tensor:
     for i in range(n * k):
         q = data[i // 2] >> 4 if i % 2 == 0 else data[i // 2] & 15
         values[i] = NF4[q]
-    return (values * absmax.repeat_interleave(block)).reshape(n, k)
+    return (values * absmax.repeat_interleave(block)[: n * k]).reshape(n, k)
 
 
 @pytest.mark.parametrize("nested", [False, True])
-@pytest.mark.parametrize(("n", "k", "block"), [(1, 64, 64), (17, 128, 64), (3, 96, 32), (5, 256, 256), (4, 512, 256)])
+@pytest.mark.parametrize(
+    ("n", "k", "block"), [(1, 64, 64), (17, 128, 64), (3, 96, 32), (5, 256, 256), (4, 512, 256), *CROSSING]
+)
 def test_nf4(n: int, k: int, block: int, nested: bool) -> None:
     tensors = checkpoint(n, k, block, nested=nested)
     config = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
@@ -116,7 +119,9 @@ def _say(**changes: Any) -> Any:
         (_say(shape=["x", "y"]), "says nf4"),
         (_say(dtype=[]), "says nf4"),
         (_say(blocksize=1e400), "says nf4"),
-        (_say(blocksize=48), "blocks of 48 elements end with a row"),
+        (_say(blocksize=48), "blocks of 48 elements run on .* so that 32 divides K, which is 64"),
+        (_say(shape=[4, 128, 1]), "is JSON with blocksize"),
+        (_say(shape=[32, 16]), "blocks of 64 elements run on from row to row, .* 32 divides K, which is 16; quantize"),
     ],
 )
 def test_corrupt_layers_get_one_sentence(change: Any, said: str) -> None:

@@ -3,6 +3,9 @@
 ``weight`` ``(N * K / 2, 1)``: bytes, high nibble first, in rows of W one behind the other. ``absmax``: fp32, or codes
 of ``nested_quant_map``, worth ``map[q] * nested_absmax[b // nested_blocksize] + nested_offset``. Sizes, dtype and
 offset stand in ``quant_state.bitsandbytes__nf4``, JSON as bytes. An element is ``NF4[q] * absmax``.
+
+Blocks do not end with rows. Where they do not divide K, parts of 32, 64 or 128 that divide both are groups, each with
+the scale of the block that it lies in.
 """
 
 from __future__ import annotations
@@ -47,7 +50,7 @@ def from_bitsandbytes(
         dtype: of the weight's ``dequantize``; that of the state if None.
 
     Raises:
-        UnsupportedProblem: fp4, blocks that cross rows, and tensors that contradict each other.
+        UnsupportedProblem: fp4, a K that 32 does not divide, and tensors that contradict each other.
     """
     check("weight", weight, by=_BY)
     state = getattr(weight, "quant_state", None) if state is None else state
@@ -61,10 +64,11 @@ def from_bitsandbytes(
     said = _said(tensors)
     n, k = said["shape"]
     block = said["blocksize"]
-    if k % block:
+    group = block if k % block == 0 else math.gcd(block, k)
+    if group % 32:
         raise UnsupportedProblem(
-            f"blocks of {block} elements end with a row of K={k} only if they divide it; "
-            "quantize the dequantized weight anew with cutekernels.quant.quantize"
+            f"blocks of {block} elements run on from row to row, and groups of 32 are the smallest that kernels take, so "
+            f"that 32 divides K, which is {k}; quantize the dequantized weight anew with cutekernels.quant.quantize"
         )
     flat = dense(dense(data).reshape(-1)).view(torch.uint8)
     if flat.numel() * 2 != n * k:
@@ -77,16 +81,22 @@ def from_bitsandbytes(
         raise UnsupportedProblem(
             "quant_map holds the sixteen values of nf4, and here it does not; quantize anew as nf4"
         )
+    scales = _absmax(tensors, said, -(-n * k // block)).to(flat.device)
     pairs = torch.stack((flat >> 4, flat & 15), dim=-1)
     small = {name: copied(tensor) for name, tensor in tensors.items() if name != "absmax" or "nested_absmax" in tensors}
     return assemble(
         pairs.reshape(n, k),
         "nf4",
-        _absmax(tensors, said, n * k // block).to(flat.device).reshape(n, k // block).t(),
-        group=block,
+        scales.repeat_interleave(block // group)[: n * k // group].reshape(n, k // group).t(),
+        group=group,
         dtype=_DTYPES[said["dtype"]] if dtype is None else dtype,
         format="bitsandbytes",
-        details={"extra": small, "data": (tuple(data.shape), data.dtype), "nested": "nested_absmax" in tensors},
+        details={
+            "extra": small,
+            "data": (tuple(data.shape), data.dtype),
+            "nested": "nested_absmax" in tensors,
+            "repeated": block // group,
+        },
     )
 
 
@@ -149,7 +159,7 @@ def write(weight: QuantizedWeight) -> dict[str, Tensor]:
     swapped = codes.flatten().unflatten(0, (-1, 2)).flip(-1).flatten()
     tensors = {"weight": to_bytes(swapped).view(dtype).reshape(shape)}
     if not weight.details["nested"]:
-        tensors["weight.absmax"] = scales.t().flatten()
+        tensors["weight.absmax"] = scales.t().flatten()[:: weight.details["repeated"]]
     return {
         **tensors,
         **{f"weight.{name}": tensor.to(weight.device) for name, tensor in weight.details["extra"].items()},
