@@ -6,7 +6,7 @@ Grid:
     before those of k. A tile is (TOKENS, HEADS, BLOCK) pairs. Neighbours in time are thus neighbours in memory:
     docs/notes/rope.md (H200, 2026-11-22).
 
-Arguments of :func:`rope` (every operand has its own strides, in elements; promises about them are constexprs):
+Values of :func:`rope` (every operand has its own strides, in elements; promises about them are constexprs):
     ==========================  =======================================================================================
     ``out_q``, ``q``            (B, SEQ, HQ, D), may be the same memory; strides batch, seq, head, dim
     ``out_k``, ``k``            (B, SEQ, HKV, D), may be the same memory; strides batch, seq, head, dim
@@ -27,10 +27,34 @@ Arguments of :func:`rope` (every operand has its own strides, in elements; promi
     ==========================  =======================================================================================
 """
 
+from collections import namedtuple
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
 from cutekernels.kernels.triton.dependent import pdl_wait
+
+Pointers = namedtuple("Pointers", "out_q_ptr out_k_ptr q_ptr k_ptr cos_ptr sin_ptr positions_ptr")
+Sizes = namedtuple("Sizes", "seq seq_blocks heads_q heads_kv half head_dim half_blocks parts table_rows")
+HeadSteps = namedtuple("HeadSteps", "batch seq head dim")
+TableSteps = namedtuple("TableSteps", "batch row col")
+TokenSteps = namedtuple("TokenSteps", "batch seq")
+How = namedtuple("How", "TOKENS HEADS BLOCK SPREAD POSITIONS INTERLEAVED INVERSE")
+Heads = namedtuple("Heads", "ptr by")  # of one sequence
+Tile = namedtuple("Tile", "s h inside")  # tokens, heads, and which of them exist
+
+
+class Strides(NamedTuple):
+    """Strides of the operands, in elements."""
+
+    out_q: HeadSteps
+    out_k: HeadSteps
+    q: HeadSteps
+    k: HeadSteps
+    cos: TableSteps
+    sin: TableSteps
+    positions: TokenSteps
 
 
 @triton.jit
@@ -46,119 +70,54 @@ def _position(positions_ptr, start, s, at, inside, POSITIONS: tl.constexpr):
 
 
 @triton.jit
-def _rotate(
-    out_ptr,
-    x_ptr,
-    cos,
-    sin,
-    s,
-    h,
-    inside,
-    half,
-    column,
-    out_seq,
-    out_head,
-    out_dim,
-    x_seq,
-    x_head,
-    x_dim,
-    BLOCK: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-):
+def _rotate(out, x, turn, tile, half, column, how):
     """One tile: ``(x1 cos - x2 sin, x2 cos + x1 sin)``. Pointers and results are (TOKENS, HEADS, channels).
 
-    ``inside``: tokens and heads that exist; channels beyond the last pair are masked here.
+    ``turn``: cosines and sines. Channels beyond the last pair are masked here.
     """
-    x_rows = x_ptr + s.to(tl.int64)[:, None, None] * x_seq + h.to(tl.int64)[None, :, None] * x_head
-    out_rows = out_ptr + s.to(tl.int64)[:, None, None] * out_seq + h.to(tl.int64)[None, :, None] * out_head
-    if INTERLEAVED:
+    cos, sin = turn
+    x_rows = x.ptr + tile.s.to(tl.int64)[:, None, None] * x.by.seq + tile.h.to(tl.int64)[None, :, None] * x.by.head
+    out_rows = (
+        out.ptr + tile.s.to(tl.int64)[:, None, None] * out.by.seq + tile.h.to(tl.int64)[None, :, None] * out.by.head
+    )
+    if how.INTERLEAVED:
         # Pairs are neighbours: one run of channels, split and joined in registers.
-        d = 2 * column + tl.arange(0, 2 * BLOCK)
-        mask = inside[:, :, None] & (d < 2 * half)[None, None, :]
-        x = tl.load(x_rows + d.to(tl.int64)[None, None, :] * x_dim, mask=mask, other=0.0)
-        x1, x2 = tl.split(tl.reshape(x, (s.shape[0], h.shape[0], BLOCK, 2)))
+        d = 2 * column + tl.arange(0, 2 * how.BLOCK)
+        mask = tile.inside[:, :, None] & (d < 2 * half)[None, None, :]
+        pairs = tl.load(x_rows + d.to(tl.int64)[None, None, :] * x.by.dim, mask=mask, other=0.0)
+        x1, x2 = tl.split(tl.reshape(pairs, (tile.s.shape[0], tile.h.shape[0], how.BLOCK, 2)))
         x1 = x1.to(tl.float32)
         x2 = x2.to(tl.float32)
-        y = tl.join(x1 * cos - x2 * sin, x2 * cos + x1 * sin).to(out_ptr.dtype.element_ty)
-        y = tl.reshape(y, (s.shape[0], h.shape[0], 2 * BLOCK))
-        tl.store(out_rows + d.to(tl.int64)[None, None, :] * out_dim, y, mask=mask)
+        y = tl.join(x1 * cos - x2 * sin, x2 * cos + x1 * sin).to(out.ptr.dtype.element_ty)
+        y = tl.reshape(y, (tile.s.shape[0], tile.h.shape[0], 2 * how.BLOCK))
+        tl.store(out_rows + d.to(tl.int64)[None, None, :] * out.by.dim, y, mask=mask)
     else:
         # Pairs are ``half`` apart: two runs of channels.
-        d = column + tl.arange(0, BLOCK)
-        mask = inside[:, :, None] & (d < half)[None, None, :]
-        x_first = x_rows + d.to(tl.int64)[None, None, :] * x_dim
+        d = column + tl.arange(0, how.BLOCK)
+        mask = tile.inside[:, :, None] & (d < half)[None, None, :]
+        x_first = x_rows + d.to(tl.int64)[None, None, :] * x.by.dim
         x1 = tl.load(x_first, mask=mask, other=0.0).to(tl.float32)
-        x2 = tl.load(x_first + half * x_dim, mask=mask, other=0.0).to(tl.float32)
-        out_first = out_rows + d.to(tl.int64)[None, None, :] * out_dim
-        tl.store(out_first, (x1 * cos - x2 * sin).to(out_ptr.dtype.element_ty), mask=mask)
-        tl.store(out_first + half * out_dim, (x2 * cos + x1 * sin).to(out_ptr.dtype.element_ty), mask=mask)
+        x2 = tl.load(x_first + half * x.by.dim, mask=mask, other=0.0).to(tl.float32)
+        out_first = out_rows + d.to(tl.int64)[None, None, :] * out.by.dim
+        tl.store(out_first, (x1 * cos - x2 * sin).to(out.ptr.dtype.element_ty), mask=mask)
+        tl.store(out_first + half * out.by.dim, (x2 * cos + x1 * sin).to(out.ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _copy(out_ptr, x_ptr, s, h, inside, begin, end, out_seq, out_head, out_dim, x_seq, x_head, x_dim, W: tl.constexpr):
+def _copy(out, x, tile, begin, end, W: tl.constexpr):
     """Copies channels from ``begin`` to before ``end``, at most W of them; nothing where the result is the input."""
-    if out_ptr.to(tl.int64) != x_ptr.to(tl.int64):
+    if out.ptr.to(tl.int64) != x.ptr.to(tl.int64):
         d = begin + tl.arange(0, W)
-        mask = inside[:, :, None] & (d < end)[None, None, :]
-        i = s.to(tl.int64)[:, None, None]
-        j = h.to(tl.int64)[None, :, None]
+        mask = tile.inside[:, :, None] & (d < end)[None, None, :]
+        i = tile.s.to(tl.int64)[:, None, None]
+        j = tile.h.to(tl.int64)[None, :, None]
         k = d.to(tl.int64)[None, None, :]
-        x = tl.load(x_ptr + i * x_seq + j * x_head + k * x_dim, mask=mask, other=0.0)
-        tl.store(out_ptr + i * out_seq + j * out_head + k * out_dim, x, mask=mask)
+        values = tl.load(x.ptr + i * x.by.seq + j * x.by.head + k * x.by.dim, mask=mask, other=0.0)
+        tl.store(out.ptr + i * out.by.seq + j * out.by.head + k * out.by.dim, values, mask=mask)
 
 
 @triton.jit
-def rope(
-    out_q_ptr,
-    out_k_ptr,
-    q_ptr,
-    k_ptr,
-    cos_ptr,
-    sin_ptr,
-    positions_ptr,
-    seq,
-    seq_blocks,
-    heads_q,
-    heads_kv,
-    half,
-    head_dim,
-    half_blocks,
-    parts,
-    table_rows,
-    out_q_batch,
-    out_q_seq,
-    out_q_head,
-    out_q_dim,
-    out_k_batch,
-    out_k_seq,
-    out_k_head,
-    out_k_dim,
-    q_batch,
-    q_seq,
-    q_head,
-    q_dim,
-    k_batch,
-    k_seq,
-    k_head,
-    k_dim,
-    cos_batch,
-    cos_row,
-    cos_col,
-    sin_batch,
-    sin_row,
-    sin_col,
-    positions_batch,
-    positions_seq,
-    start,
-    TOKENS: tl.constexpr,
-    HEADS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SPREAD: tl.constexpr,
-    POSITIONS: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    INVERSE: tl.constexpr,
-    DEPENDENT: tl.constexpr = False,
-):
+def rope(at: Pointers, n: Sizes, by: Strides, start, how: How, DEPENDENT: tl.constexpr = False):
     """Rotates q and k by the angles of their tokens' positions, or back by them (INVERSE). fp32, one rounding.
 
     Arguments and grid: the module's header.
@@ -169,117 +128,63 @@ def rope(
     """
     pdl_wait(DEPENDENT)
     # This program's block of channels, tile of tokens, and block of heads.
-    part = tl.program_id(0) % parts
-    pid = tl.program_id(0) // parts
-    batch = (pid // seq_blocks).to(tl.int64)
-    first = pid % seq_blocks * TOKENS
+    part = tl.program_id(0) % n.parts
+    pid = tl.program_id(0) // n.parts
+    batch = (pid // n.seq_blocks).to(tl.int64)
+    first = pid % n.seq_blocks * how.TOKENS
     block = tl.program_id(1)
-    q_blocks = tl.cdiv(heads_q, HEADS)
-    s = first + tl.arange(0, TOKENS)
-    there = s < seq
-    if part < half_blocks:
+    q_blocks = tl.cdiv(n.heads_q, how.HEADS)
+    s = first + tl.arange(0, how.TOKENS)
+    there = s < n.seq
+    if part < n.half_blocks:
         # Channels that rotate: cosines and sines of the tile's tokens, NaN where the table has no such row.
-        column = part * BLOCK
-        d = column + tl.arange(0, BLOCK)
-        at = batch * positions_batch + s.to(tl.int64) * positions_seq
-        if POSITIONS == "batch":
-            at = batch * positions_batch
-        position = _position(positions_ptr, start, s.to(tl.int64), at, there, POSITIONS)
-        legal = ((position >= 0) & (position < table_rows))[:, None, None] & (d < half)[None, None, :]
+        column = part * how.BLOCK
+        d = column + tl.arange(0, how.BLOCK)
+        where = batch * by.positions.batch + s.to(tl.int64) * by.positions.seq
+        if how.POSITIONS == "batch":
+            where = batch * by.positions.batch
+        position = _position(at.positions_ptr, start, s.to(tl.int64), where, there, how.POSITIONS)
+        legal = ((position >= 0) & (position < n.table_rows))[:, None, None] & (d < n.half)[None, None, :]
         place = position[:, None, None]
         d = d.to(tl.int64)[None, None, :]
         nan = float("nan")
-        cos_at = cos_ptr + batch * cos_batch + (place * cos_row + d * cos_col)
-        sin_at = sin_ptr + batch * sin_batch + (place * sin_row + d * sin_col)
+        cos_at = at.cos_ptr + batch * by.cos.batch + (place * by.cos.row + d * by.cos.col)
+        sin_at = at.sin_ptr + batch * by.sin.batch + (place * by.sin.row + d * by.sin.col)
         # One element for each thread that needs it, by redundant loads instead of an exchange.
-        if SPREAD:
-            legal = tl.broadcast_to(legal, (TOKENS, HEADS, BLOCK))
-            cos_at = tl.broadcast_to(cos_at, (TOKENS, HEADS, BLOCK))
-            sin_at = tl.broadcast_to(sin_at, (TOKENS, HEADS, BLOCK))
+        if how.SPREAD:
+            legal = tl.broadcast_to(legal, (how.TOKENS, how.HEADS, how.BLOCK))
+            cos_at = tl.broadcast_to(cos_at, (how.TOKENS, how.HEADS, how.BLOCK))
+            sin_at = tl.broadcast_to(sin_at, (how.TOKENS, how.HEADS, how.BLOCK))
         cos = tl.load(cos_at, mask=legal, other=nan).to(tl.float32)
         sin = tl.load(sin_at, mask=legal, other=nan).to(tl.float32)
         # The inverse of a rotation is that by the opposite angle.
-        if INVERSE:
+        if how.INVERSE:
             sin = -sin
         # Heads of q, then those of k.
         if block < q_blocks:
-            h = block * HEADS + tl.arange(0, HEADS)
-            _rotate(
-                out_q_ptr + batch * out_q_batch,
-                q_ptr + batch * q_batch,
-                cos,
-                sin,
-                s,
-                h,
-                there[:, None] & (h < heads_q)[None, :],
-                half,
-                column,
-                out_q_seq,
-                out_q_head,
-                out_q_dim,
-                q_seq,
-                q_head,
-                q_dim,
-                BLOCK,
-                INTERLEAVED,
-            )
+            h = block * how.HEADS + tl.arange(0, how.HEADS)
+            out = Heads(at.out_q_ptr + batch * by.out_q.batch, by.out_q)
+            x = Heads(at.q_ptr + batch * by.q.batch, by.q)
+            tile = Tile(s, h, there[:, None] & (h < n.heads_q)[None, :])
+            _rotate(out, x, (cos, sin), tile, n.half, column, how)
         else:
-            h = (block - q_blocks) * HEADS + tl.arange(0, HEADS)
-            _rotate(
-                out_k_ptr + batch * out_k_batch,
-                k_ptr + batch * k_batch,
-                cos,
-                sin,
-                s,
-                h,
-                there[:, None] & (h < heads_kv)[None, :],
-                half,
-                column,
-                out_k_seq,
-                out_k_head,
-                out_k_dim,
-                k_seq,
-                k_head,
-                k_dim,
-                BLOCK,
-                INTERLEAVED,
-            )
+            h = (block - q_blocks) * how.HEADS + tl.arange(0, how.HEADS)
+            out = Heads(at.out_k_ptr + batch * by.out_k.batch, by.out_k)
+            x = Heads(at.k_ptr + batch * by.k.batch, by.k)
+            tile = Tile(s, h, there[:, None] & (h < n.heads_kv)[None, :])
+            _rotate(out, x, (cos, sin), tile, n.half, column, how)
     else:
         # Channels behind those that rotate are copied.
-        begin = 2 * half + (part - half_blocks) * (2 * BLOCK)
+        begin = 2 * n.half + (part - n.half_blocks) * (2 * how.BLOCK)
         if block < q_blocks:
-            h = block * HEADS + tl.arange(0, HEADS)
-            _copy(
-                out_q_ptr + batch * out_q_batch,
-                q_ptr + batch * q_batch,
-                s,
-                h,
-                there[:, None] & (h < heads_q)[None, :],
-                begin,
-                head_dim,
-                out_q_seq,
-                out_q_head,
-                out_q_dim,
-                q_seq,
-                q_head,
-                q_dim,
-                2 * BLOCK,
-            )
+            h = block * how.HEADS + tl.arange(0, how.HEADS)
+            out = Heads(at.out_q_ptr + batch * by.out_q.batch, by.out_q)
+            x = Heads(at.q_ptr + batch * by.q.batch, by.q)
+            tile = Tile(s, h, there[:, None] & (h < n.heads_q)[None, :])
+            _copy(out, x, tile, begin, n.head_dim, 2 * how.BLOCK)
         else:
-            h = (block - q_blocks) * HEADS + tl.arange(0, HEADS)
-            _copy(
-                out_k_ptr + batch * out_k_batch,
-                k_ptr + batch * k_batch,
-                s,
-                h,
-                there[:, None] & (h < heads_kv)[None, :],
-                begin,
-                head_dim,
-                out_k_seq,
-                out_k_head,
-                out_k_dim,
-                k_seq,
-                k_head,
-                k_dim,
-                2 * BLOCK,
-            )
+            h = (block - q_blocks) * how.HEADS + tl.arange(0, how.HEADS)
+            out = Heads(at.out_k_ptr + batch * by.out_k.batch, by.out_k)
+            x = Heads(at.k_ptr + batch * by.k.batch, by.k)
+            tile = Tile(s, h, there[:, None] & (h < n.heads_kv)[None, :])
+            _copy(out, x, tile, begin, n.head_dim, 2 * how.BLOCK)
