@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cutekernels.kernels.triton import optimizer as kernels
 from cutekernels.ops.optimizer.op import ADAMW_COUNT, ADAMW_SQUARES, ADAMW_STEP, ADAMW_TABLE, AdamWProblem, Hyper
-from tests.interpreted import DTYPES, H200, build_arguments, interpret, serve
+from tests.interpreted import DTYPES, H200, build_arguments, grouped, interpret, serve
 from tests.tolerance import FP32_ULP, worst_ratio
 
 SETTINGS = {"lr": 0.02, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
@@ -164,7 +164,7 @@ def table_case(case: dict[str, Any], step: int, settings: dict[str, Any], maximi
         built = build_arguments(op, problem, config)
         constants = built["constexprs"]
         assert list(built["signature"])[: len(given)] == list(given)
-        built["fn"][(programs, 1, 1)](**(given | constants))
+        built["fn"][(programs, 1, 1)](**grouped(built["fn"], given | constants))
 
     tables = {"table_ptr": table, "grads_ptr": grads}
     launch(ADAMW_COUNT, -(-len(sizes) // config.block), **tables, tensors=len(sizes))

@@ -11,6 +11,9 @@ A table has one row of ROW numbers per tensor, which stay; addresses of gradient
 each step. Address 0: the tensor has no gradient this time, and is left alone.
 """
 
+from collections import namedtuple
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -18,6 +21,31 @@ from cutekernels.kernels.triton.dependent import pdl_wait
 
 # 64-bit numbers per tensor in a table: param, exp_avg, exp_avg_sq, master, step, elements, 0, 0
 ROW = tl.constexpr(8)
+
+Pointers = namedtuple(
+    "Pointers",
+    "out_param_ptr out_exp_avg_ptr out_exp_avg_sq_ptr out_master_ptr param_ptr grad_ptr exp_avg_ptr exp_avg_sq_ptr "
+    "master_ptr step_ptr lr_ptr",
+)
+Table = namedtuple("Table", "table_ptr grads_ptr chunks_ptr")
+Hyper = namedtuple("Hyper", "lr weight_decay w1 beta2 w2 eps c1 c2")
+Run = namedtuple("Run", "out_param out_avg out_sq out_master param grad avg sq master")  # pointers
+Factors = namedtuple("Factors", "decay size root scale")
+
+
+class How(NamedTuple):
+    """Compiled in."""
+
+    BLOCK: int
+    VEC: int
+    MASTER: bool
+    MAXIMIZE: bool
+    LR_ON_DEVICE: bool
+    EVICT: str
+    STEP_ON_DEVICE: bool = True
+    PARAM: str = ""  # types behind a table's addresses
+    GRAD: str = ""
+    MOMENTS: str = ""
 
 
 @triton.jit
@@ -41,171 +69,64 @@ def _corrections(step_ptr, c1, c2, ON_DEVICE: tl.constexpr):
 
 
 @triton.jit
-def _update(
-    out_param,
-    out_avg,
-    out_sq,
-    out_master,
-    param,
-    grad,
-    avg,
-    sq,
-    master,
-    inside,
-    decay,
-    w1,
-    beta2,
-    w2,
-    eps,
-    size,
-    root,
-    scale,
-    MASTER: tl.constexpr,
-    MAXIMIZE: tl.constexpr,
-    EVICT: tl.constexpr,
-    CLIP: tl.constexpr,
-):
+def _update(run, inside, of, by, how, CLIP: tl.constexpr):
     """One AdamW update of the elements that the pointers are at: in fp32, each result rounded once, when stored."""
     # All loads before any store: a result may be its operand's memory.
-    g = tl.load(grad, mask=inside, other=0.0, eviction_policy=EVICT).to(tl.float32)
+    g = tl.load(run.grad, mask=inside, other=0.0, eviction_policy=how.EVICT).to(tl.float32)
     # The update is of the fp32 copy where there is one; the parameter is its rounding.
-    if MASTER:
-        p = tl.load(master, mask=inside, other=0.0, eviction_policy=EVICT)
+    if how.MASTER:
+        p = tl.load(run.master, mask=inside, other=0.0, eviction_policy=how.EVICT)
     else:
-        p = tl.load(param, mask=inside, other=0.0, eviction_policy=EVICT).to(tl.float32)
-    m = tl.load(avg, mask=inside, other=0.0, eviction_policy=EVICT).to(tl.float32)
-    v = tl.load(sq, mask=inside, other=0.0, eviction_policy=EVICT).to(tl.float32)
+        p = tl.load(run.param, mask=inside, other=0.0, eviction_policy=how.EVICT).to(tl.float32)
+    m = tl.load(run.avg, mask=inside, other=0.0, eviction_policy=how.EVICT).to(tl.float32)
+    v = tl.load(run.sq, mask=inside, other=0.0, eviction_policy=how.EVICT).to(tl.float32)
     if CLIP:
-        g = g * scale
-    if MAXIMIZE:
+        g = g * by.scale
+    if how.MAXIMIZE:
         g = -g
     # Moments, weight decay, step; then all stores.
-    m += w1 * (g - m)
-    v = v * beta2 + (w2 * g) * g
-    p = p * decay - size * (m / (tl.sqrt_rn(v) / root + eps))
-    tl.store(out_avg, m.to(out_avg.dtype.element_ty), mask=inside, eviction_policy=EVICT)
-    tl.store(out_sq, v.to(out_sq.dtype.element_ty), mask=inside, eviction_policy=EVICT)
-    tl.store(out_param, p.to(out_param.dtype.element_ty), mask=inside, eviction_policy=EVICT)
-    if MASTER:
-        tl.store(out_master, p, mask=inside, eviction_policy=EVICT)
+    m += of.w1 * (g - m)
+    v = v * of.beta2 + (of.w2 * g) * g
+    p = p * by.decay - by.size * (m / (tl.sqrt_rn(v) / by.root + of.eps))
+    tl.store(run.out_avg, m.to(run.out_avg.dtype.element_ty), mask=inside, eviction_policy=how.EVICT)
+    tl.store(run.out_sq, v.to(run.out_sq.dtype.element_ty), mask=inside, eviction_policy=how.EVICT)
+    tl.store(run.out_param, p.to(run.out_param.dtype.element_ty), mask=inside, eviction_policy=how.EVICT)
+    if how.MASTER:
+        tl.store(run.out_master, p, mask=inside, eviction_policy=how.EVICT)
 
 
 @triton.jit
-def _chunk(
-    out_param,
-    out_avg,
-    out_sq,
-    out_master,
-    param,
-    grad,
-    avg,
-    sq,
-    master,
-    left,
-    decay,
-    w1,
-    beta2,
-    w2,
-    eps,
-    size,
-    root,
-    scale,
-    BLOCK: tl.constexpr,
-    VEC: tl.constexpr,
-    MASTER: tl.constexpr,
-    MAXIMIZE: tl.constexpr,
-    EVICT: tl.constexpr,
-    CLIP: tl.constexpr,
-):
+def _from(run, i):
+    """The elements ``i`` of a run."""
+    return Run(
+        run.out_param + i,
+        run.out_avg + i,
+        run.out_sq + i,
+        run.out_master + i,
+        run.param + i,
+        run.grad + i,
+        run.avg + i,
+        run.sq + i,
+        run.master + i,
+    )
+
+
+@triton.jit
+def _chunk(run, left, of, by, how, CLIP: tl.constexpr):
     """Updates up to BLOCK elements from where the pointers point; ``left`` says how many there are."""
     # Whole units of VEC elements.
-    i = tl.arange(0, BLOCK)
-    _update(
-        out_param + i,
-        out_avg + i,
-        out_sq + i,
-        out_master + i,
-        param + i,
-        grad + i,
-        avg + i,
-        sq + i,
-        master + i,
-        i // VEC < left // VEC,
-        decay,
-        w1,
-        beta2,
-        w2,
-        eps,
-        size,
-        root,
-        scale,
-        MASTER,
-        MAXIMIZE,
-        EVICT,
-        CLIP,
-    )
+    i = tl.arange(0, how.BLOCK)
+    _update(_from(run, i), i // how.VEC < left // how.VEC, of, by, how, CLIP)
     # Ragged tail: elements beyond the last whole unit.
-    if VEC > 1:
-        whole = left // VEC * VEC
+    if how.VEC > 1:
+        whole = left // how.VEC * how.VEC
         if whole < left:
-            j = whole + tl.arange(0, VEC)
-            _update(
-                out_param + j,
-                out_avg + j,
-                out_sq + j,
-                out_master + j,
-                param + j,
-                grad + j,
-                avg + j,
-                sq + j,
-                master + j,
-                j < left,
-                decay,
-                w1,
-                beta2,
-                w2,
-                eps,
-                size,
-                root,
-                scale,
-                MASTER,
-                MAXIMIZE,
-                EVICT,
-                CLIP,
-            )
+            j = whole + tl.arange(0, how.VEC)
+            _update(_from(run, j), j < left, of, by, how, CLIP)
 
 
 @triton.jit
-def adamw_step(
-    out_param_ptr,
-    out_exp_avg_ptr,
-    out_exp_avg_sq_ptr,
-    out_master_ptr,
-    param_ptr,
-    grad_ptr,
-    exp_avg_ptr,
-    exp_avg_sq_ptr,
-    master_ptr,
-    step_ptr,
-    lr_ptr,
-    elements,
-    lr,
-    weight_decay,
-    w1,
-    beta2,
-    w2,
-    eps,
-    c1,
-    c2,
-    BLOCK: tl.constexpr,
-    VEC: tl.constexpr,
-    MASTER: tl.constexpr,
-    MAXIMIZE: tl.constexpr,
-    LR_ON_DEVICE: tl.constexpr,
-    EVICT: tl.constexpr,
-    STEP_ON_DEVICE: tl.constexpr,
-    DEPENDENT: tl.constexpr = False,
-):
+def adamw_step(at: Pointers, elements, of: Hyper, how: How, DEPENDENT: tl.constexpr = False):
     """``p <- p (1 - lr wd) - lr / (1 - beta1^t) m / (sqrt(v / (1 - beta2^t)) + eps)`` with the moments m and v of g.
 
     Grid: one block of BLOCK elements per program: all loads, the arithmetic in fp32, all stores.
@@ -213,42 +134,30 @@ def adamw_step(
     """
     pdl_wait(DEPENDENT)
     # A learning rate and a step count on the device keep a captured graph valid.
-    if LR_ON_DEVICE:
-        lr = tl.load(lr_ptr).to(tl.float32)
-    bias1, root = _corrections(step_ptr, c1, c2, STEP_ON_DEVICE)
+    lr = of.lr
+    if how.LR_ON_DEVICE:
+        lr = tl.load(at.lr_ptr).to(tl.float32)
+    bias1, root = _corrections(at.step_ptr, of.c1, of.c2, how.STEP_ON_DEVICE)
     # Without a master copy its pointers are never used; the parameter's stand in.
-    begin = tl.program_id(0).to(tl.int64) * BLOCK
-    master = param_ptr
-    out_master = out_param_ptr
-    if MASTER:
-        master = master_ptr
-        out_master = out_master_ptr
-    _chunk(
-        out_param_ptr + begin,
-        out_exp_avg_ptr + begin,
-        out_exp_avg_sq_ptr + begin,
+    begin = tl.program_id(0).to(tl.int64) * how.BLOCK
+    master = at.param_ptr
+    out_master = at.out_param_ptr
+    if how.MASTER:
+        master = at.master_ptr
+        out_master = at.out_master_ptr
+    run = Run(
+        at.out_param_ptr + begin,
+        at.out_exp_avg_ptr + begin,
+        at.out_exp_avg_sq_ptr + begin,
         out_master + begin,
-        param_ptr + begin,
-        grad_ptr + begin,
-        exp_avg_ptr + begin,
-        exp_avg_sq_ptr + begin,
+        at.param_ptr + begin,
+        at.grad_ptr + begin,
+        at.exp_avg_ptr + begin,
+        at.exp_avg_sq_ptr + begin,
         master + begin,
-        tl.minimum(elements - begin, BLOCK).to(tl.int32),
-        1.0 - lr * weight_decay,
-        w1,
-        beta2,
-        w2,
-        eps,
-        lr / bias1,
-        root,
-        1.0,
-        BLOCK,
-        VEC,
-        MASTER,
-        MAXIMIZE,
-        EVICT,
-        False,
     )
+    left = tl.minimum(elements - begin, how.BLOCK).to(tl.int32)
+    _chunk(run, left, of, Factors(1.0 - lr * of.weight_decay, lr / bias1, root, 1.0), how, False)
 
 
 @triton.jit
@@ -263,43 +172,18 @@ def _typed(address, TYPE: tl.constexpr, VEC: tl.constexpr):
 
 
 @triton.jit
-def _place(chunk, table_ptr, grads_ptr, chunks_ptr, BLOCK: tl.constexpr):
+def _place(chunk, table, BLOCK: tl.constexpr):
     """Where ``chunk`` is: its tensor's row, its gradient's address, its first element, and how many elements it has."""
-    tensor = tl.load(chunks_ptr + 2 * chunk).to(tl.int64)
-    begin = tl.load(chunks_ptr + 2 * chunk + 1).to(tl.int64) * BLOCK
-    row = table_ptr + tensor * ROW
-    grad = tl.load(grads_ptr + tensor)
+    tensor = tl.load(table.chunks_ptr + 2 * chunk).to(tl.int64)
+    begin = tl.load(table.chunks_ptr + 2 * chunk + 1).to(tl.int64) * BLOCK
+    row = table.table_ptr + tensor * ROW
+    grad = tl.load(table.grads_ptr + tensor)
     left = tl.minimum(tl.load(row + 5) - begin, BLOCK).to(tl.int32)
     return row, grad, begin, tl.where(grad == 0, 0, left)
 
 
 @triton.jit
-def adamw_table(
-    table_ptr,
-    grads_ptr,
-    chunks_ptr,
-    lr_ptr,
-    norm,
-    max_norm,
-    lr,
-    weight_decay,
-    w1,
-    beta2,
-    w2,
-    eps,
-    c1,
-    c2,
-    BLOCK: tl.constexpr,
-    VEC: tl.constexpr,
-    MASTER: tl.constexpr,
-    MAXIMIZE: tl.constexpr,
-    LR_ON_DEVICE: tl.constexpr,
-    EVICT: tl.constexpr,
-    PARAM: tl.constexpr,
-    GRAD: tl.constexpr,
-    MOMENTS: tl.constexpr,
-    DEPENDENT: tl.constexpr = False,
-):
+def adamw_table(table: Table, lr_ptr, norm, max_norm, of: Hyper, how: How, DEPENDENT: tl.constexpr = False):
     """:func:`adamw_step` in place, of every tensor in a table that has a gradient.
 
     ``chunks``: for each program which tensor it works on and where it begins there, in blocks. Steps are on the device,
@@ -311,15 +195,16 @@ def adamw_table(
     """
     pdl_wait(DEPENDENT)
     # This program's chunk; VEC says how its addresses are aligned.
-    row, gradient, begin, left = _place(tl.program_id(0).to(tl.int64), table_ptr, grads_ptr, chunks_ptr, BLOCK)
-    param = _typed(tl.load(row), PARAM, VEC) + begin
-    grad = _typed(gradient, GRAD, VEC) + begin
-    avg = _typed(tl.load(row + 1), MOMENTS, VEC) + begin
-    sq = _typed(tl.load(row + 2), MOMENTS, VEC) + begin
+    row, gradient, begin, left = _place(tl.program_id(0).to(tl.int64), table, how.BLOCK)
+    param = _typed(tl.load(row), how.PARAM, how.VEC) + begin
+    grad = _typed(gradient, how.GRAD, how.VEC) + begin
+    avg = _typed(tl.load(row + 1), how.MOMENTS, how.VEC) + begin
+    sq = _typed(tl.load(row + 2), how.MOMENTS, how.VEC) + begin
     master = param
-    if MASTER:
-        master = _typed(tl.load(row + 3), "fp32", VEC) + begin
-    if LR_ON_DEVICE:
+    if how.MASTER:
+        master = _typed(tl.load(row + 3), "fp32", how.VEC) + begin
+    lr = of.lr
+    if how.LR_ON_DEVICE:
         lr = tl.load(lr_ptr).to(tl.float32)
     # Clipping, as torch.nn.utils.clip_grad_norm_ does it. NaN is not above 1, and stays.
     scale = 1.0
@@ -328,40 +213,14 @@ def adamw_table(
         scale = tl.where(scale > 1.0, 1.0, scale)
     # Each tensor has its own step count.
     step = tl.load(row + 4).to(tl.pointer_type(tl.float32))
-    bias1, root = _corrections(step, c1, c2, True)
-    _chunk(
-        param,
-        avg,
-        sq,
-        master,
-        param,
-        grad,
-        avg,
-        sq,
-        master,
-        left,
-        1.0 - lr * weight_decay,
-        w1,
-        beta2,
-        w2,
-        eps,
-        lr / bias1,
-        root,
-        scale,
-        BLOCK,
-        VEC,
-        MASTER,
-        MAXIMIZE,
-        EVICT,
-        True,
-    )
+    bias1, root = _corrections(step, of.c1, of.c2, True)
+    run = Run(param, avg, sq, master, param, grad, avg, sq, master)
+    _chunk(run, left, of, Factors(1.0 - lr * of.weight_decay, lr / bias1, root, scale), how, True)
 
 
 @triton.jit
 def adamw_squares(
-    table_ptr,
-    grads_ptr,
-    chunks_ptr,
+    table: Table,
     sums_ptr,
     chunks,
     BLOCK: tl.constexpr,
@@ -382,7 +241,7 @@ def adamw_squares(
     run = tl.cdiv(chunks, tl.num_programs(0))
     # Unrolled, so that loads of four chunks are in flight at a time.
     for chunk in tl.range(program * run, tl.minimum(program * run + run, chunks), loop_unroll_factor=4):
-        _row, address, begin, left = _place(chunk, table_ptr, grads_ptr, chunks_ptr, BLOCK)
+        _row, address, begin, left = _place(chunk, table, BLOCK)
         grad = _typed(address, GRAD, VEC) + begin
         # Whole units of VEC elements, then those beyond the last one.
         g = tl.load(grad + i, mask=i // VEC < left // VEC, other=0.0).to(tl.float32)
