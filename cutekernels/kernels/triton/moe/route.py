@@ -8,6 +8,9 @@ Grid: one axis of blocks of TOKENS rows. Logits and their gradients are (tokens,
 ids are (tokens, TOP_K), dense as results, with two strides as operands. WIDTH, a power of two, holds all experts.
 """
 
+from collections import namedtuple
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -15,6 +18,21 @@ from cutekernels.kernels.triton.dependent import pdl_wait
 
 LOWEST = tl.constexpr(-(1 << 31))
 _HIGHEST = tl.constexpr((1 << 31) - 1)
+
+Pointers = namedtuple("Pointers", "dlogits_ptr dweights_ptr weights_ptr ids_ptr logits_ptr", defaults=5 * (0,))
+Sizes = namedtuple("Sizes", "tokens experts")
+Steps = namedtuple("Steps", "row col", defaults=(0, 0))
+How = namedtuple("How", "TOKENS WIDTH TOP_K RENORMALIZE SLOTS METHOD", defaults=(0, ""))
+
+
+class Strides(NamedTuple):
+    """Strides of the operands, in elements."""
+
+    dlogits: Steps = Steps()
+    dweights: Steps = Steps()
+    weights: Steps = Steps()
+    ids: Steps = Steps()
+    logits: Steps = Steps()
 
 
 @triton.jit
@@ -66,22 +84,7 @@ def _rows(tokens, TOKENS: tl.constexpr):
 
 
 @triton.jit
-def moe_route(
-    weights_ptr,
-    ids_ptr,
-    logits_ptr,
-    tokens,
-    experts,
-    logits_row,
-    logits_col,
-    TOKENS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TOP_K: tl.constexpr,
-    SLOTS: tl.constexpr,
-    RENORMALIZE: tl.constexpr,
-    METHOD: tl.constexpr,
-    DEPENDENT: tl.constexpr = False,
-):
+def moe_route(at: Pointers, n: Sizes, by: Strides, how: How, DEPENDENT: tl.constexpr = False):
     """``weights[t, j], ids[t, j]``: the j-th largest of softmax(logits[t]), ties to the lower expert.
 
     Schedule: a program keeps TOKENS rows in registers, WIDTH experts wide. METHOD "rounds": TOP_K times the row's
@@ -91,13 +94,13 @@ def moe_route(
     pdl_wait(DEPENDENT)
     # ---- this program's rows of logits, as keys
 
-    first, r, here = _rows(tokens, TOKENS)
-    c = tl.arange(0, WIDTH)
-    col = tl.broadcast_to(c[None, :], [TOKENS, WIDTH])
-    there = here[:, None] & (c < experts)[None, :]
-    start = logits_ptr + first * logits_row
+    first, r, here = _rows(n.tokens, how.TOKENS)
+    c = tl.arange(0, how.WIDTH)
+    col = tl.broadcast_to(c[None, :], [how.TOKENS, how.WIDTH])
+    there = here[:, None] & (c < n.experts)[None, :]
+    start = at.logits_ptr + first * by.logits.row
     x = tl.load(
-        start + r.to(tl.int64)[:, None] * logits_row + c.to(tl.int64)[None, :] * logits_col, mask=there, other=0
+        start + r.to(tl.int64)[:, None] * by.logits.row + c.to(tl.int64)[None, :] * by.logits.col, mask=there, other=0
     )
     dtype: tl.constexpr = x.dtype
     half: tl.constexpr = dtype.primitive_bitwidth == 16
@@ -107,41 +110,41 @@ def moe_route(
 
     # Ranked: the key above, WIDTH - 1 - column below.
     # The lower column wins among equal keys.
-    if METHOD == "sort":
+    if how.METHOD == "sort":
         if half:
-            ranked = tl.where(there, key * 65536 + (WIDTH - 1 - col), LOWEST)
-            best = tl.topk(ranked, SLOTS)
+            ranked = tl.where(there, key * 65536 + (how.WIDTH - 1 - col), LOWEST)
+            best = tl.topk(ranked, how.SLOTS)
             top = best >> 16
-            ids = WIDTH - 1 - (best & 65535)
+            ids = how.WIDTH - 1 - (best & 65535)
         else:
-            ranked = tl.where(there, key, LOWEST).to(tl.int64) * 4294967296 + (WIDTH - 1 - col)
-            best = tl.topk(ranked, SLOTS)
+            ranked = tl.where(there, key, LOWEST).to(tl.int64) * 4294967296 + (how.WIDTH - 1 - col)
+            best = tl.topk(ranked, how.SLOTS)
             top = (best >> 32).to(tl.int32)
-            ids = WIDTH - 1 - (best & 4294967295).to(tl.int32)
-        slot = tl.arange(0, SLOTS)
+            ids = how.WIDTH - 1 - (best & 4294967295).to(tl.int32)
+        slot = tl.arange(0, how.SLOTS)
         most = tl.max(tl.where(slot[None, :] == 0, top, LOWEST), axis=1, keep_dims=True)
     else:
         # Results gather in the first TOP_K columns of the tile itself: no layout is ever converted.
-        top = tl.full([TOKENS, WIDTH], 0, tl.int32)
-        ids = tl.full([TOKENS, WIDTH], 0, tl.int32)
+        top = tl.full([how.TOKENS, how.WIDTH], 0, tl.int32)
+        ids = tl.full([how.TOKENS, how.WIDTH], 0, tl.int32)
         if half:
-            ranked = tl.where(there, key * 65536 + (WIDTH - 1 - col), LOWEST)
-            for j in tl.static_range(TOP_K):
+            ranked = tl.where(there, key * 65536 + (how.WIDTH - 1 - col), LOWEST)
+            for j in tl.static_range(how.TOP_K):
                 best = tl.max(ranked, axis=1, keep_dims=True)
                 top = tl.where(col == j, best, top)
                 ranked = tl.where(ranked == best, LOWEST, ranked)
                 if j == 0:
                     most = best >> 16
-            ids = WIDTH - 1 - (top & 65535)
+            ids = how.WIDTH - 1 - (top & 65535)
             top = top >> 16
         else:
             ranked = tl.where(there, key, LOWEST)
-            for j in tl.static_range(TOP_K):
+            for j in tl.static_range(how.TOP_K):
                 best = tl.max(ranked, axis=1, keep_dims=True)
-                at = tl.min(tl.where(ranked == best, col, WIDTH), axis=1, keep_dims=True)
+                first_col = tl.min(tl.where(ranked == best, col, how.WIDTH), axis=1, keep_dims=True)
                 top = tl.where(col == j, best, top)
-                ids = tl.where(col == j, at, ids)
-                ranked = tl.where(col == at, LOWEST, ranked)
+                ids = tl.where(col == j, first_col, ids)
+                ranked = tl.where(col == first_col, LOWEST, ranked)
                 if j == 0:
                     most = best
         slot = c
@@ -151,43 +154,20 @@ def moe_route(
     # The row's maximum is NaN if there is any: as in torch's softmax, the whole row is then NaN.
     most = valued(most, dtype)
     e = _exp(valued(top, dtype) - most)
-    if RENORMALIZE:
-        total = tl.sum(tl.where(slot[None, :] < TOP_K, e, 0.0), axis=1, keep_dims=True)
+    if how.RENORMALIZE:
+        total = tl.sum(tl.where(slot[None, :] < how.TOP_K, e, 0.0), axis=1, keep_dims=True)
     else:
         total = tl.sum(tl.where(there, _exp(x.to(tl.float32) - most), 0.0), axis=1, keep_dims=True)
     w = tl.div_rn(e, tl.broadcast_to(total, e.shape))
     # Slots beyond TOP_K are the tile's width alone.
-    inside = here[:, None] & (slot < TOP_K)[None, :]
-    to = first * TOP_K + (r * TOP_K)[:, None] + slot[None, :]
-    tl.store(weights_ptr + to, w, mask=inside)
-    tl.store(ids_ptr + to, ids, mask=inside)
+    inside = here[:, None] & (slot < how.TOP_K)[None, :]
+    to = first * how.TOP_K + (r * how.TOP_K)[:, None] + slot[None, :]
+    tl.store(at.weights_ptr + to, w, mask=inside)
+    tl.store(at.ids_ptr + to, ids, mask=inside)
 
 
 @triton.jit
-def moe_route_backward(
-    dlogits_ptr,
-    dweights_ptr,
-    weights_ptr,
-    ids_ptr,
-    logits_ptr,
-    tokens,
-    experts,
-    dlogits_row,
-    dlogits_col,
-    dweights_row,
-    dweights_col,
-    weights_row,
-    weights_col,
-    ids_row,
-    ids_col,
-    logits_row,
-    logits_col,
-    TOKENS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TOP_K: tl.constexpr,
-    RENORMALIZE: tl.constexpr,
-    DEPENDENT: tl.constexpr = False,
-):
+def moe_route_backward(at: Pointers, n: Sizes, by: Strides, how: How, DEPENDENT: tl.constexpr = False):
     """``dlogits = p * (d - sum_j w_j dw_j)``, d the gradient of an expert that was chosen, 0 for the others.
 
     ``p`` are the weights themselves where they were renormalised (0 for the others), else the softmax, computed again.
@@ -195,33 +175,35 @@ def moe_route_backward(
     Schedule: a program spreads the TOP_K slots of TOKENS rows over a tile in registers and writes it: no atomics.
     """
     pdl_wait(DEPENDENT)
-    first, r, here = _rows(tokens, TOKENS)
-    c = tl.arange(0, WIDTH)
+    first, r, here = _rows(n.tokens, how.TOKENS)
+    c = tl.arange(0, how.WIDTH)
     row = first + r.to(tl.int64)
-    there = here[:, None] & (c < experts)[None, :]
-    p = tl.full([TOKENS, WIDTH], 0.0, tl.float32)
-    d = tl.full([TOKENS, WIDTH], 0.0, tl.float32)
-    dot = tl.full([TOKENS], 0.0, tl.float32)
+    there = here[:, None] & (c < n.experts)[None, :]
+    p = tl.full([how.TOKENS, how.WIDTH], 0.0, tl.float32)
+    d = tl.full([how.TOKENS, how.WIDTH], 0.0, tl.float32)
+    dot = tl.full([how.TOKENS], 0.0, tl.float32)
     # Slot by slot: its gradient to its expert's column, and the product of weights and gradients.
-    for j in tl.static_range(TOP_K):
-        w = tl.load(weights_ptr + row * weights_row + j * weights_col, mask=here, other=0.0)
-        dw = tl.load(dweights_ptr + row * dweights_row + j * dweights_col, mask=here, other=0.0)
-        at = tl.load(ids_ptr + row * ids_row + j * ids_col, mask=here, other=0)
+    for j in tl.static_range(how.TOP_K):
+        w = tl.load(at.weights_ptr + row * by.weights.row + j * by.weights.col, mask=here, other=0.0)
+        dw = tl.load(at.dweights_ptr + row * by.dweights.row + j * by.dweights.col, mask=here, other=0.0)
+        expert = tl.load(at.ids_ptr + row * by.ids.row + j * by.ids.col, mask=here, other=0)
         dot += w * dw
-        chosen = c[None, :] == at[:, None]
+        chosen = c[None, :] == expert[:, None]
         d = tl.where(chosen, dw[:, None], d)
-        if RENORMALIZE:
+        if how.RENORMALIZE:
             p = tl.where(chosen, w[:, None], p)
     cols = c.to(tl.int64)[None, :]
-    if not RENORMALIZE:
-        x = tl.load(logits_ptr + row[:, None] * logits_row + cols * logits_col, mask=there, other=float("-inf"))
+    if not how.RENORMALIZE:
+        x = tl.load(
+            at.logits_ptr + row[:, None] * by.logits.row + cols * by.logits.col, mask=there, other=float("-inf")
+        )
         # The row's maximum, or NaN if there is any.
         most = valued(tl.max(tl.where(there, ordered(x), LOWEST), axis=1, keep_dims=True), x.dtype)
         e = tl.where(there, _exp(x.to(tl.float32) - most), 0.0)
         p = tl.div_rn(e, tl.broadcast_to(tl.sum(e, axis=1, keep_dims=True), e.shape))
     dlogits = p * (d - dot[:, None])
     tl.store(
-        dlogits_ptr + row[:, None] * dlogits_row + cols * dlogits_col,
-        dlogits.to(dlogits_ptr.dtype.element_ty),
+        at.dlogits_ptr + row[:, None] * by.dlogits.row + cols * by.dlogits.col,
+        dlogits.to(at.dlogits_ptr.dtype.element_ty),
         mask=there,
     )
