@@ -17,12 +17,39 @@ a log-sum-exp has no digits for the logarithm, and a product that the compiler f
 the one that it rounded, by 1e22.
 """
 
+from collections import namedtuple
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
 from cutekernels.kernels.triton.dependent import pdl_wait
 
 _LOG2E = tl.constexpr(1.4426950408889634)
+
+Pointers = namedtuple("Pointers", "out_state_ptr logits_ptr targets_ptr class_weight_ptr state_ptr")
+Gradients = namedtuple("Gradients", "out_ptr logits_ptr targets_ptr class_weight_ptr factors_ptr")
+Steps = namedtuple("Steps", "row col", defaults=(0, 0))
+Numbers = namedtuple("Numbers", "first ignore scale cap")
+GradientNumbers = namedtuple("GradientNumbers", "first scale cap")
+Row = namedtuple("Row", "logits cols col")  # of a block; col: the columns' stride
+
+
+class Strides(NamedTuple):
+    """Strides of the operands, in elements."""
+
+    out: Steps = Steps()  # of gradients
+    logits: Steps = Steps()
+
+
+class How(NamedTuple):
+    """Compiled in: what the loss needs, and a program's columns."""
+
+    CAPPED: bool
+    MOMENTS: bool
+    TOTALS: bool
+    WEIGHTED: bool
+    BLOCK: int
 
 
 @triton.jit
@@ -37,56 +64,43 @@ def _squashed(x, cap):
 
 
 @triton.jit
-def _logits(logits, c, cols, logits_col, cap, CAPPED: tl.constexpr):
+def _logits(row, c, cap, CAPPED: tl.constexpr):
     """u of columns ``c``: -inf past the block."""
-    there = c < cols
-    u = tl.load(logits + c.to(tl.int64) * logits_col, mask=there, other=0.0).to(tl.float32)
+    there = c < row.cols
+    u = tl.load(row.logits + c.to(tl.int64) * row.col, mask=there, other=0.0).to(tl.float32)
     if CAPPED:
         u = _squashed(u, cap)
     return tl.where(there, u, float("-inf"))
 
 
 @triton.jit
-def _sums(
-    logits,
-    class_weight_ptr,
-    cols,
-    logits_col,
-    factor,
-    cap,
-    anchor,
-    CAPPED: tl.constexpr,
-    MOMENTS: tl.constexpr,
-    TOTALS: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def _sums(row, class_weight_ptr, factor, cap, anchor, how):
     """Of a row of a block: the largest u; the sums of exp(d), exp(d) * d, w * d and w of ``d = (u - anchor) * factor``.
 
     An anchor of -inf counts as 0.
     """
-    top = tl.full([BLOCK], float("-inf"), tl.float32)
-    mass = tl.zeros([BLOCK], tl.float32)
-    weight = tl.zeros([BLOCK], tl.float32)
-    plain = tl.zeros([BLOCK], tl.float32)
-    share = tl.zeros([BLOCK], tl.float32)
+    top = tl.full([how.BLOCK], float("-inf"), tl.float32)
+    mass = tl.zeros([how.BLOCK], tl.float32)
+    weight = tl.zeros([how.BLOCK], tl.float32)
+    plain = tl.zeros([how.BLOCK], tl.float32)
+    share = tl.zeros([how.BLOCK], tl.float32)
     anchor = tl.where(anchor == float("-inf"), 0.0, anchor)
-    for at in range(0, cols, BLOCK):
-        c = at + tl.arange(0, BLOCK)
-        u = _logits(logits, c, cols, logits_col, cap, CAPPED)
+    for at in range(0, row.cols, how.BLOCK):
+        c = at + tl.arange(0, how.BLOCK)
+        u = _logits(row, c, cap, how.CAPPED)
         below = (u - anchor) * factor
         e = _exp(below)
         top = tl.maximum(top, u)
         mass += e
-        if MOMENTS:
+        if how.MOMENTS:
             weight += tl.where(e > 0.0, e * below, e)
-        if TOTALS:
-            there = c < cols
-            w = tl.load(class_weight_ptr + c, mask=there, other=0.0) if WEIGHTED else 1.0
+        if how.TOTALS:
+            there = c < row.cols
+            w = tl.load(class_weight_ptr + c, mask=there, other=0.0) if how.WEIGHTED else 1.0
             plain += tl.where(there, w * below, 0.0)
-            if WEIGHTED:
+            if how.WEIGHTED:
                 share += w
-    every = tl.sum(share, axis=0) if WEIGHTED else cols * 1.0
+    every = tl.sum(share, axis=0) if how.WEIGHTED else row.cols * 1.0
     return tl.max(top, axis=0), tl.sum(mass, axis=0), tl.sum(weight, axis=0), tl.sum(plain, axis=0), every
 
 
@@ -96,26 +110,7 @@ def _term(state, n: tl.constexpr):
 
 
 @triton.jit
-def logit_statistics(
-    out_state_ptr,
-    logits_ptr,
-    targets_ptr,
-    class_weight_ptr,
-    state_ptr,
-    cols,
-    logits_row,
-    logits_col,
-    first,
-    ignore,
-    scale,
-    cap,
-    CAPPED: tl.constexpr,
-    MOMENTS: tl.constexpr,
-    TOTALS: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    DEPENDENT: tl.constexpr = False,
-):
+def logit_statistics(at: Pointers, cols, by: Strides, of: Numbers, how: How, DEPENDENT: tl.constexpr = False):
     """Adds a block of the vocabulary, whose first class is ``first``, to the state of its rows.
 
     Grid: rows.
@@ -124,29 +119,25 @@ def logit_statistics(
     """
     pdl_wait(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
-    target = tl.load(targets_ptr + row).to(tl.int64)
-    state = state_ptr + row * 8
-    out = out_state_ptr + row * 8
+    target = tl.load(at.targets_ptr + row).to(tl.int64)
+    state = at.state_ptr + row * 8
+    out = at.out_state_ptr + row * 8
     # The state in one register a lane: all warps read it before sums meet, behind which one of them writes in place.
     k = tl.arange(0, 8)
     found = tl.where(k < 6, tl.load(state + k), 0.0)
-    if target != ignore:
+    if target != of.ignore:
         maximum = tl.load(state)
-        logits = logits_ptr + row * logits_row
-        factor = scale * cap if CAPPED else scale
+        line = Row(at.logits_ptr + row * by.logits.row, cols, by.logits.col)
+        factor = of.scale * of.cap if how.CAPPED else of.scale
         # Exponentials are taken from an anchor, the largest logit of the blocks before and of the first columns here,
         # so that sums meet once. Where a later logit is far above it, a second pass takes that for the anchor.
-        c = tl.arange(0, BLOCK)
-        anchor = tl.maximum(maximum, tl.max(_logits(logits, c, cols, logits_col, cap, CAPPED), axis=0))
-        top, mass, weight, plain, every = _sums(
-            logits, class_weight_ptr, cols, logits_col, factor, cap, anchor, CAPPED, MOMENTS, TOTALS, WEIGHTED, BLOCK
-        )
+        c = tl.arange(0, how.BLOCK)
+        anchor = tl.maximum(maximum, tl.max(_logits(line, c, of.cap, how.CAPPED), axis=0))
+        top, mass, weight, plain, every = _sums(line, at.class_weight_ptr, factor, of.cap, anchor, how)
         top = tl.maximum(maximum, top)
         if (top - anchor) * factor > 40.0:
             anchor = top
-            _, mass, weight, plain, every = _sums(
-                logits, class_weight_ptr, cols, logits_col, factor, cap, top, CAPPED, MOMENTS, TOTALS, WEIGHTED, BLOCK
-            )
+            _, mass, weight, plain, every = _sums(line, at.class_weight_ptr, factor, of.cap, top, how)
         # From the anchor, and from the maximum of before, to the maximum. Where all logits so far are -inf,
         # exp(-inf - 0) is the 0 that exp(-inf + inf) is not.
         finite = tl.where(top == float("-inf"), 0.0, top)
@@ -156,43 +147,23 @@ def logit_statistics(
         grown = _exp((maximum - finite) * factor)
         total = _term(found, 1)
         found = tl.where(k == 0, top, tl.where(k == 1, total * grown + mass * moved, found))
-        if MOMENTS:
+        if how.MOMENTS:
             weighed = tl.where(grown > 0.0, (_term(found, 3) + grows * total) * grown, 0.0)
             found = tl.where(k == 3, weighed + (weight + up * mass) * moved, found)
-        if TOTALS:
+        if how.TOTALS:
             share = _term(found, 5)
             summed = _term(found, 4) + tl.where(share != 0.0, grows * share, 0.0)
             found = tl.where(k == 4, summed + (plain + up * every), tl.where(k == 5, share + every, found))
         # The target's logit, if it is in this block.
-        own = target - first
+        own = target - of.first
         if (own >= 0) & (own < cols):
-            its = tl.load(logits + own * logits_col).to(tl.float32)
-            found = tl.where(k == 2, _squashed(its, cap) if CAPPED else its, found)
+            its = tl.load(line.logits + own * by.logits.col).to(tl.float32)
+            found = tl.where(k == 2, _squashed(its, of.cap) if how.CAPPED else its, found)
     tl.store(out + k, found)
 
 
 @triton.jit
-def logit_gradient(
-    out_ptr,
-    logits_ptr,
-    targets_ptr,
-    class_weight_ptr,
-    factors_ptr,
-    cols,
-    out_row,
-    out_col,
-    logits_row,
-    logits_col,
-    first,
-    scale,
-    cap,
-    CAPPED: tl.constexpr,
-    MOMENTS: tl.constexpr,
-    TOTALS: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    DEPENDENT: tl.constexpr = False,
-):
+def logit_gradient(at: Gradients, cols, by: Strides, of: GradientNumbers, how: How, DEPENDENT: tl.constexpr = False):
     """``dz[j] = p[j] * (a + b * d[j]) + t * [j is the target] + s * w[j]``, then ``dx``.
 
     Here ``p = exp(d - log_sum)``. The factors of a row are m, log_sum, a, b, t and s (of eight numbers, as the state
@@ -203,7 +174,7 @@ def logit_gradient(
     """
     pdl_wait(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
-    factors = factors_ptr + row * 8
+    factors = at.factors_ptr + row * 8
     maximum = tl.load(factors)
     log_sum = tl.load(factors + 1)
     a = tl.load(factors + 2)
@@ -211,34 +182,34 @@ def logit_gradient(
     t = tl.load(factors + 4)
     s = tl.load(factors + 5)
     active = (a != 0.0) | (b != 0.0) | (t != 0.0) | (s != 0.0)
-    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    c = tl.program_id(1) * how.BLOCK + tl.arange(0, how.BLOCK)
     there = c < cols
     wide = c.to(tl.int64)
     read = c < tl.where(active, cols, 0)
-    x = tl.load(logits_ptr + row * logits_row + wide * logits_col, mask=read, other=0.0).to(tl.float32)
-    if CAPPED:
-        squashed = _squashed(x, cap)
-        below = (squashed - maximum) * (scale * cap)
+    x = tl.load(at.logits_ptr + row * by.logits.row + wide * by.logits.col, mask=read, other=0.0).to(tl.float32)
+    if how.CAPPED:
+        squashed = _squashed(x, of.cap)
+        below = (squashed - maximum) * (of.scale * of.cap)
     else:
-        below = (x - maximum) * scale
+        below = (x - maximum) * of.scale
     p = _exp(below - log_sum)
-    if MOMENTS:
+    if how.MOMENTS:
         d = tl.where(p > 0.0, p * (a + b * below), p)
     else:
         d = p * a
-    own = tl.load(targets_ptr + row).to(tl.int64) - first
+    own = tl.load(at.targets_ptr + row).to(tl.int64) - of.first
     d += tl.where(wide == own, t, 0.0)
-    if TOTALS:
-        if WEIGHTED:
-            d += s * tl.load(class_weight_ptr + c, mask=there, other=0.0)
+    if how.TOTALS:
+        if how.WEIGHTED:
+            d += s * tl.load(at.class_weight_ptr + c, mask=there, other=0.0)
         else:
             d += s
     # From z back to what the product left.
-    d = d * scale
-    if CAPPED:
+    d = d * of.scale
+    if how.CAPPED:
         d = d * (1.0 - squashed * squashed)
     d = tl.where(active, d, 0.0)
-    tl.store(out_ptr + row * out_row + wide * out_col, d.to(out_ptr.dtype.element_ty), mask=there)
+    tl.store(at.out_ptr + row * by.out.row + wide * by.out.col, d.to(at.out_ptr.dtype.element_ty), mask=there)
 
 
 @triton.jit
