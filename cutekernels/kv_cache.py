@@ -316,14 +316,13 @@ class KVCache:
             raise UnsupportedProblem(f"sequences of a part lie in a row; got a step of {sequences.step}: pass i:j")
         part = object.__new__(type(self))
         table, pool, states = self.page_table, self._pool, self._states[..., sequences]
-        k_scale, v_scale = self.k_scale, self.v_scale
+        scales = self.k_scale, self.v_scale
         if table is None:
             own_k, own_v = self.k_cache[sequences], self.v_cache[sequences]
-            scales = tuple([None if t is None else t[sequences] for t in (k_scale, v_scale)])
-            part._set(own_k, own_v, None, states, self._layer, None, scales)
+            k_scale, v_scale = (None if t is None else t[sequences] for t in scales)
+            part._set(own_k, own_v, None, states, self._layer, None, (k_scale, v_scale))
         else:
             own = None if pool is None else pool[sequences]
-            scales = k_scale, v_scale
             part._set(self.k_cache, self.v_cache, table[sequences], states, self._layer, own, scales)
         return part
 

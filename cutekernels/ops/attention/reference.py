@@ -47,7 +47,7 @@ def decode(
     kind = torch.promote_types(q.dtype, torch.float32)
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=kind)
     for b, length in enumerate(lengths.tolist()):
-        pages = slice(b, b + 1)
+        pages: Any = slice(b, b + 1)
         if table is not None:
             pages = table[b, : -(-length // k_cache.shape[1])].long().clamp(0, k_cache.shape[0] - 1)
         k, v = (_numbers(t[pages], scale, pages)[:length] for t, scale in ((k_cache, k_scale), (v_cache, v_scale)))
