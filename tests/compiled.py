@@ -97,16 +97,16 @@ def values(configs: Iterable[Any], apart: bool = True) -> set[Value]:
 
 
 def unreached(missing: set[Value], problems: Iterable[tuple[Any, Any]]) -> set[Value]:
-    """Those of ``missing`` that no valid config of ``problems``, each with its op, has on any of the GPUs.
+    """Those of ``missing`` that no valid config of ``problems``, pairs with an op, has on an H200: it runs all bodies.
 
     The search ends with the last one found. Values of the body "" may be any body's.
     """
-    left, pairs = set(missing), list(problems)
-    for op, problem, spec in ((*pair, spec) for spec in sorted(TARGETS, key=lambda g: g is not H200) for pair in pairs):
+    left = set(missing)
+    for op, problem in problems:
         wanted: dict[str, set[str]] = {}
         for body, name, _ in left:
             wanted.setdefault(body, set()).add(name)
-        for config in op.valid(problem, spec) if left else ():
+        for config in op.valid(problem, H200) if left else ():
             for body in ("", getattr(config, "body", "")):
                 left -= {(body, name, getattr(config, name)) for name in wanted.get(body, ())}
     return left
