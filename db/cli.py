@@ -290,7 +290,7 @@ def import_(file: Annotated[str, typer.Argument(help="What to read; - for stdin.
 
 @app.command()
 def merge(url: Annotated[str, typer.Argument(help="Path or URL of the other database.")], db: Db = None) -> None:
-    """Take in every trial and winner of another database; it is only read."""
+    """Take in every trial, winner, request and calibrated rate of another database; it is only read."""
     with _store(db, writing=True) as store:
         _report(store.merge(url))
 
@@ -415,7 +415,13 @@ def _side(name: str) -> Iterator[Database]:
 
 
 def _report(report: ImportReport) -> None:
-    terminal.say(f"{report.added} trials added, {report.crowned} winners set, {report.kept} winners kept as they were")
+    more = "".join(
+        f", {count} {what} taken"
+        for count, what in ((report.requests, "requests"), (report.rates, "calibrated rates"))
+        if count
+    )
+    kept = f"{report.kept} winners kept as they were"
+    terminal.say(f"{report.added} trials added, {report.crowned} winners set, {kept}{more}")
 
 
 def _pick(opened: Database, what: str, gpu: str | None, op: str | None) -> list[dict[str, Any]]:

@@ -19,6 +19,7 @@ from sqlalchemy import (
     Table,
     Text,
     and_,
+    case,
     cast,
     delete,
     exists,
@@ -196,6 +197,38 @@ def select_trials(
     if broken:
         settings.logger("db").warning("%d broken rows left out, the first: %s", len(broken), broken[0])
     return found
+
+
+def keep_greater(
+    session: Session, model: Any, key: Sequence[str], columns: Sequence[str], records: Sequence[Any]
+) -> None:
+    """Adds records; of one that is there already each of ``columns`` keeps the greater value."""
+    if not records:
+        return
+    insert = insert_into(session, model)
+    greater = {
+        name: case((insert.excluded[name] > getattr(model, name), insert.excluded[name]), else_=getattr(model, name))
+        for name in columns
+    }
+    session.execute(insert.on_conflict_do_update(index_elements=list(key), set_=greater), _values(key, records))
+
+
+def keep_later(session: Session, model: Any, key: Sequence[str], time: str, records: Sequence[Any]) -> None:
+    """Adds records; one that is there already is replaced by one whose ``time`` is later."""
+    if not records:
+        return
+    insert = insert_into(session, model)
+    changes = {f.name: insert.excluded[f.name] for f in fields(records[0]) if f.name not in key}
+    later = insert.excluded[time] > getattr(model, time)
+    session.execute(
+        insert.on_conflict_do_update(index_elements=list(key), set_=changes, where=later), _values(key, records)
+    )
+
+
+def _values(key: Sequence[str], records: Sequence[Any]) -> list[dict[str, Any]]:
+    """Sorted by key: two writers that lock rows in the same order cannot deadlock."""
+    made = [{f.name: getattr(record, f.name) for f in fields(record)} for record in records]
+    return sorted(made, key=lambda values: tuple(values[name] for name in key))
 
 
 def sound_requests(session: Session, query: Select[Any]) -> list[Any]:

@@ -51,6 +51,9 @@ class Request:
     last_seen: datetime
 
 
+RATE_KEY = ("gpu", "name", "revision")
+
+
 @dataclass(frozen=True, slots=True)
 class TaskKey:
     """A tuning key that has trials. ``gpu`` is the GPU's name."""
@@ -75,11 +78,15 @@ class Stat:
 
 @dataclass(frozen=True, slots=True)
 class ImportReport:
-    """Result of an import or a merge: trials added, winners set, winners kept against incoming ones."""
+    """Result of an import or a merge: trials added, winners set, winners kept against incoming ones; of a merge also
+    the requests and calibrated rates that the other database has.
+    """
 
     added: int
     crowned: int
     kept: int
+    requests: int = 0
+    rates: int = 0
 
 
 class Store:
@@ -301,9 +308,8 @@ class Store:
             return
         with self._writing() as session:
             insert = statements.insert_into(session, models.Rate)
-            key = ("gpu", "name", "revision")
-            changes = {name: insert.excluded[name] for name in values[0] if name not in key}
-            session.execute(insert.on_conflict_do_update(index_elements=list(key), set_=changes), values)
+            changes = {name: insert.excluded[name] for name in values[0] if name not in RATE_KEY}
+            session.execute(insert.on_conflict_do_update(index_elements=list(RATE_KEY), set_=changes), values)
 
     def rates(self, *, gpu: str | None = None) -> list[Rate]:
         """Calibrated rates, by GPU and name; a row that breaks a rule is passed over."""
@@ -364,12 +370,19 @@ class Store:
         return self._import(incoming, [t for t in incoming if t.status == "ok"])
 
     def merge(self, other_url: str | os.PathLike[str]) -> ImportReport:
-        """Import every trial and winner of another database, which is only read."""
-        with Store(other_url, readonly=True) as other, other._reading() as session:
-            incoming = statements.select_trials(session, [], strict=True)
-            winners = statements.select_trials(session, [], winning=True, strict=True)
+        """Import every trial, winner, request and calibrated rate of another database, which is only read.
+
+        Merging again changes nothing: of a request in both the greater number of hits stays, of a rate the later one.
+        """
+        with Store(other_url, readonly=True) as other:
+            rates = other.rates()
+            with other._reading() as session:
+                incoming = statements.select_trials(session, [], strict=True)
+                winners = statements.select_trials(session, [], winning=True, strict=True)
+                columns = [getattr(models.Request, f.name) for f in fields(Request)]
+                requests = [Request(*row) for row in statements.sound_requests(session, select(*columns))]
         _require_all(incoming, shown(other.url), "merged")
-        return self._import(incoming, winners)
+        return self._import(incoming, winners, requests=requests, rates=rates)
 
     def pull(self, other_url: str | os.PathLike[str], *, gpu: str | None = None, op: str | None = None) -> ImportReport:
         """Take another database's winners in one transaction: a reader sees all of them or none.
@@ -382,8 +395,16 @@ class Store:
             _require_all(incoming, shown(other.url), "pulled")
         return self._import(incoming, incoming, newest=False)
 
-    def _import(self, incoming: Sequence[Trial], winners: Sequence[Trial], *, newest: bool = True) -> ImportReport:
-        if not incoming:
+    def _import(
+        self,
+        incoming: Sequence[Trial],
+        winners: Sequence[Trial],
+        *,
+        newest: bool = True,
+        requests: Sequence[Request] = (),
+        rates: Sequence[Rate] = (),
+    ) -> ImportReport:
+        if not (incoming or requests or rates):
             return ImportReport(0, 0, 0)
         with self._writing() as session:
             added = statements.add(session, incoming)
@@ -394,7 +415,9 @@ class Store:
                 if candidate.status == "ok" and (rival is None or candidate.rank > rival.rank):
                     best[candidate.key] = candidate
             crowned = len(statements.set_winners(session, best.values(), newest=newest))
-        return ImportReport(added, crowned, len(winners) - crowned)
+            statements.keep_greater(session, models.Request, statements.KEY, ("hits", "last_seen"), requests)
+            statements.keep_later(session, models.Rate, RATE_KEY, "created_at", rates)
+        return ImportReport(added, crowned, len(winners) - crowned, len(requests), len(rates))
 
     # ---- upkeep ---------------------------------------------------------------------------------------------
 
