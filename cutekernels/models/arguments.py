@@ -152,9 +152,10 @@ def stop_tokens(stop: object, vocabulary: int) -> frozenset[int]:
     """Stop tokens as a set. Raises UnsupportedProblem for what is no sequence or set of token ids."""
     listed = isinstance(stop, Sequence | Set) and not isinstance(stop, str | bytes | bytearray)
     found: list[Any] = list(stop) if listed else ["?"]  # type: ignore[call-overload]
-    if not all(isinstance(token, Integral) and type(token) is not bool and 0 <= token < vocabulary for token in found):
+    whole = all(type(token) is not bool and isinstance(token, Integral) for token in found)  # numpy's too
+    if not whole or not all(0 <= token < vocabulary for token in found):
         raise UnsupportedProblem(
             f"stop is token ids in a list, a tuple or a set, integers from 0 to {vocabulary - 1}; got {said(stop)}: "
             "pass (tokenizer.eos_token_id,), or None for the model's own"
         )
-    return frozenset(map(int, found))  # numpy's too
+    return frozenset(map(int, found))

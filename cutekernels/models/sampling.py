@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,9 +35,10 @@ class Sampling:
 
     def __post_init__(self) -> None:
         for field in fields(self):  # numpy's numbers become Python's
-            value, kind = getattr(self, field.name), int if field.name in _TYPES else float
-            if isinstance(value, Integral if kind is int else Real) and not isinstance(value, int | float):
-                object.__setattr__(self, field.name, kind(value))
+            value: Any = getattr(self, field.name)
+            kind, kinds = (int, Integral) if field.name in _TYPES else (float, Real)
+            if type(value) not in (bool, int, float) and isinstance(value, kinds):
+                object.__setattr__(self, field.name, kind(value))  # type: ignore[call-overload]
         check_number("Sampling", "temperature", self.temperature)
         check_temperature(self.temperature)
         for name in ("top_p", "min_p"):

@@ -112,7 +112,7 @@ class FusedAdamW(torch.optim.Optimizer):
                 raise UnsupportedProblem(
                     f"FusedAdamW takes {name} as {' or '.join(map(str, taken))}; got {value!r}: use torch.optim.AdamW"
                 )
-        defaults = {
+        defaults: dict[str, Any] = {
             "lr": lr,
             "betas": betas,
             "eps": eps,
@@ -126,12 +126,10 @@ class FusedAdamW(torch.optim.Optimizer):
             "decoupled_weight_decay": True,
         }
         # Torch's distributed state dict refuses groups that have other keys than the loading optimizer's.
-        for name, value, default in (
-            ("master_weights", master_weights, False),
-            ("moments_dtype", moments_dtype, torch.float32),
-        ):
-            if value is not default:
-                defaults[name] = value
+        if master_weights is not False:
+            defaults["master_weights"] = master_weights
+        if moments_dtype is not torch.float32:
+            defaults["moments_dtype"] = moments_dtype
         self.max_grad_norm = max_grad_norm
         self._captured: list[Any] = []  # what graphs read at each replay: it lives as long as the optimizer
         self._forget()
@@ -371,7 +369,7 @@ def _normalize_group(group: dict[str, Any]) -> None:
     lr = group["lr"]
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise UnsupportedProblem(f"a learning rate is one number; got a tensor of shape {tuple(lr.shape)}")
-    rate = float(lr) if isinstance(lr, Real) and not isinstance(lr, int) else lr
+    rate = lr if isinstance(lr, int) else float(lr) if isinstance(lr, Real) else lr
     check_hyper(0.0 if isinstance(lr, Tensor) else rate, group["betas"], group["eps"], group["weight_decay"])
     for name in _FLAGS:
         if name != "differentiable":

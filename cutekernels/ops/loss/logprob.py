@@ -108,7 +108,7 @@ def linear_logprob(
     target, log_sum, mean, _, maximum = SUMS(
         x, weight, targets, bias, None, 0, ignore_index, cap, scale, bool(entropy), False, False
     )
-    logp = (target - log_sum).view(lead)
+    logp: Tensor = (target - log_sum).view(lead)
     if not entropy:
         return logp
     return LogProb(logp, (_largest(maximum, scale, cap) + log_sum).view(lead), (log_sum - mean).view(lead))
