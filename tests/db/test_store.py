@@ -27,7 +27,6 @@ from alembic.script import ScriptDirectory
 from sqlalchemy import inspect, text
 
 from cutekernels.db import engine, migrations, models, snapshot
-from cutekernels.db.rate import Rate
 from cutekernels.db.store import Environment, ImportReport, Store, Trial
 from cutekernels.errors import StoreError
 from tests.db.trials import H200, L40S, trial
@@ -599,29 +598,3 @@ def test_processes_creating_and_writing_at_once(url: str) -> None:
     with Store(url) as store:
         assert len(store.trials()) == 200
         assert len(store.winners()) == 1
-
-
-def test_a_merge_carries_requests_and_rates_and_can_be_repeated(tmp_path: Path, postgres: Callable[[], str]) -> None:
-    """A database moves from SQLite to PostgreSQL and back with all that it holds."""
-    first, second, back = str(tmp_path / "first.db"), postgres(), str(tmp_path / "back.db")
-    old, new = datetime(2026, 11, 1, tzinfo=UTC), datetime(2026, 11, 2, tzinfo=UTC)
-
-    def rate(name: str, value: float, measured: datetime) -> Rate:
-        return Rate(gpu="h200", name=name, revision=1, value=value, unit="us", created_at=measured)
-
-    with Store(first) as store:  # nothing was ever tuned in it
-        store.note_requests([("h200", "gemm", 1, PROBLEM, 7), ("l40s", "gemm", 1, PROBLEM, 2)])
-        store.keep_rates([rate("dram", 2.0, new), rate("l2", 3.0, old)])
-        requests, rates = store.requests(), store.rates()
-    with Store(second) as store:
-        store.note_requests([("l40s", "gemm", 1, PROBLEM, 5)])
-        store.keep_rates([rate("dram", 9.0, old), rate("l2", 8.0, new)])
-        for _ in range(2):
-            report = store.merge(first)
-            assert (report.added, report.requests, report.rates) == (0, 2, 2)
-            assert {(r.gpu, r.hits) for r in store.requests()} == {("h200", 7), ("l40s", 5)}
-            assert {(r.name, r.value) for r in store.rates()} == {("dram", 2.0), ("l2", 8.0)}
-    with Store(back) as store:
-        store.merge(second)
-        assert {(r.gpu, r.hits) for r in store.requests()} == {("h200", 7), ("l40s", 5)}
-        assert len(store.rates()) == len(rates) and requests[0] in store.requests()
