@@ -188,6 +188,18 @@ def test_a_token_depends_on_no_other(paged: bool) -> None:
         assert all(torch.equal(a, b) for a, b in zip(held(used, 0), held(alone, 0), strict=True))
 
 
+@pytest.mark.parametrize("factor", [1000.0, 1e-6, 1e30])
+def test_later_tokens_of_another_size_are_within_the_bound(factor: float) -> None:
+    cache, (_, k, v) = made(), tokens(5)
+    parts = [(k, v), (k * factor, v * factor)]
+    for own in parts:
+        cache.append(*own)
+    for b in range(2):
+        for found, exact in zip(held(cache, b), zip(*parts, strict=True), strict=True):
+            whole = torch.cat(exact, 1)[b].double()
+            assert ((found - whole).abs() <= rounding(whole)).all()
+
+
 def test_sizes_by_powers_of_two_change_no_bit() -> None:
     q, k, v = tokens(9)
     plain, scaled = made(), made()

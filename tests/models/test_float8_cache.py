@@ -107,19 +107,6 @@ def test_a_warm_up_on_zeros_changes_no_token() -> None:
     assert tokens(warmed) == fresh
 
 
-def test_a_later_outlier_is_not_clamped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A token with keys and values 300 times as large, behind a prompt without any."""
-    given = model()
-    with torch.no_grad():
-        given.model.embed_tokens.weight[77].mul_(300)
-    warmed = fp8(given)
-    tokens(warmed, [[5, 9, 3]])
-    ours, chosen = logits(warmed, monkeypatch)
-    with torch.no_grad():
-        expected = given(torch.tensor([PROMPTS[0] + chosen[0]])).logits[0, len(PROMPTS[0]) - 1 : -1].double()
-    assert float((ours - expected).abs().max() / expected.abs().max()) < 1 / 16
-
-
 @pytest.mark.parametrize("names", NAMES)
 def test_scales_of_a_checkpoint_are_read_and_not_needed(names: str, tmp_path: Path) -> None:
     model().save_pretrained(tmp_path)
