@@ -44,9 +44,12 @@ def read(
         what = (
             f"a weight in {short(weight.dtype)}" if weight is not None else f"{', '.join(sorted(tensors)) or 'nothing'}"
         )
+        marks = dict.fromkeys(mark for each in scheme.schemes for mark in each.marks)
+        rule = f"a quantized layer of {scheme.format} has {' or '.join(marks)}"
+        if not marks:
+            rule = f"this quantization_config of {scheme.format} says that weights are plain"
         raise UnsupportedProblem(
-            f"a quantized layer of {scheme.format} has {' or '.join(scheme.marks)}, and this one has {what}; "
-            "take it as it is if it is not quantized, or pass all tensors of the layer"
+            f"{rule}, and this one has {what}; take it as it is if it is not quantized, or pass all of its tensors"
         )
     found = named if named is not None else _by_tensors(scheme, tensors)
     return _READERS[scheme.format](tensors, found, dtype)
@@ -62,7 +65,7 @@ def _by_tensors(scheme: Scheme, tensors: Mapping[str, Tensor]) -> Scheme:
     if not scheme.others:
         return scheme
     weight = tensors.get("weight")
-    for each in (scheme, *scheme.others):
+    for each in scheme.schemes:
         wanted = plain.DTYPES.get(each.code) if weight is not None else None
         if weight is None and "weight_packed" in each.marks and _width(tensors) == each.bits:
             return each
@@ -97,10 +100,12 @@ def _read_compressed(tensors: Mapping[str, Tensor], scheme: Scheme, dtype: torch
 
 
 def _read_fp8(tensors: Mapping[str, Tensor], scheme: Scheme, dtype: torch.dtype | None) -> QuantizedWeight:
-    known_only(tensors, (*plain.NAMES, *plain.ACTIVATIONS), by="FP8")
-    weight, scale = (take(tensors, name, by="FP8") for name in plain.NAMES)
+    name = next(name for name in plain.SCALES if name in tensors)
+    known_only(tensors, ("weight", name, *plain.ACTIVATIONS), by="FP8")
+    weight, scale = take(tensors, "weight", by="FP8"), take(tensors, name, by="FP8")
     extra = {name: tensors[name] for name in plain.ACTIVATIONS if name in tensors}
-    return plain.from_fp8(weight, scale, scheme.block, dtype=dtype, extra=extra)
+    block = scheme.block if name == plain.SCALES[0] else None  # AutoFP8 has no blocks
+    return plain.from_fp8(weight, scale, block, dtype=dtype, extra=extra, name=name)
 
 
 def _read_bitsandbytes(tensors: Mapping[str, Tensor], scheme: Scheme, dtype: torch.dtype | None) -> QuantizedWeight:

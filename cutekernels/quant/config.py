@@ -98,8 +98,10 @@ def _compressed_tensors(weight: QuantizedWeight) -> dict[str, Any]:
 
 
 def _fp8(weight: QuantizedWeight) -> dict[str, Any]:
-    size = _size(weight)
-    block = weight.details.get("block", (1, size) if size > 0 else None)
+    size, details = _size(weight), weight.details
+    if details["scale_name"] == "weight_scale":  # AutoFP8's
+        return {"activation_scheme": "static" if "input_scale" in details["extra"] else "dynamic"}
+    block = details.get("block", (1, size) if size > 0 else None)
     return {"activation_scheme": "dynamic", "weight_block_size": None if block is None else list(block)}
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.quant import layout
-from cutekernels.quant.join import concatenate
+from cutekernels.quant.join import concatenate, kind
 from cutekernels.quant.weight import QuantizedWeight
 
 
@@ -95,11 +95,23 @@ def stack(weights: Sequence[QuantizedWeight], *, details: Mapping[str, Any] | No
     if not weights:
         raise UnsupportedProblem("a stack has an expert at least, and got none; pass their weights")
     first = weights[0]
-    joined = concatenate(weights) if all(w.shape == first.shape for w in weights) else None
+    odd = next((i for i, w in enumerate(weights) if w.shape != first.shape or kind(w) != kind(first)), None)
+    if odd is not None:
+        raise UnsupportedProblem(
+            f"experts of a stack are of one shape and quantized alike; number {odd} is {weights[odd]}, and number 0 is "
+            f"{first}: quantize them alike"
+        )
+    unit = max(layout.TILE, first.scale_rows)
+    if first.shape[0] % unit:
+        raise UnsupportedProblem(
+            f"experts of a stack have multiples of {unit} rows{' in blocks' if unit > layout.TILE else ''}, and these "
+            f"have {first.shape[0]}: pad each expert's rows, or dequantize()"
+        )
+    joined = concatenate(weights)
     if joined is None:
         raise UnsupportedProblem(
-            f"experts of a stack are of one shape and quantized alike, in multiples of 64 rows (128 in blocks); here "
-            f"are {', '.join(sorted({repr(w) for w in weights})[:3])}: quantize them alike"
+            "experts of a stack have one order of K, and these have several (GPTQ's act-order); quantize their "
+            'dequantize() anew with cutekernels.quant.quantize(weight, "int4_g128")'
         )
     if details is not None:
         joined = replace(joined, format=first.format, details={**details, "experts": len(weights)})

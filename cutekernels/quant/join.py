@@ -1,4 +1,4 @@
-"""Several quantized weights of one input as one: a product serves q, k and v, another gate and up."""
+"""Several quantized weights of one input as one (a product serves q, k and v, another gate and up), and padding."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cutekernels.quant import layout
-from cutekernels.quant.weight import QuantizedWeight
+from cutekernels.quant.weight import QuantizedWeight, scales_shape
 
 
 @torch.no_grad()
@@ -23,7 +23,7 @@ def concatenate(weights: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
     if len(weights) == 1:
         return first
     rows = max(layout.TILE, first.scale_rows)
-    if any(w.shape[0] % rows for w in weights[:-1]) or any(_kind(w) != _kind(first) for w in weights):
+    if any(w.shape[0] % rows for w in weights[:-1]) or any(kind(w) != kind(first) for w in weights):
         return None
     orders = [w.order for w in weights]
     if any((o is None) != (first.order is None) for o in orders):
@@ -42,7 +42,7 @@ def concatenate(weights: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
     )
 
 
-def _kind(w: QuantizedWeight) -> tuple[object, ...]:
+def kind(w: QuantizedWeight) -> tuple[object, ...]:
     """What all of them share. Offsets are added where zeros are subtracted, so that a weight has one or the other."""
     return w.code, w.group, w.scale_rows, w.shape[1], w.scales.dtype, w.dtype, w.device, w.offsets is None
 
@@ -53,3 +53,38 @@ def _side_by_side(tables: list[Tensor | None], scales: list[Tensor], none: int, 
         return None
     filled = [torch.full_like(s, none, dtype=dtype) if t is None else t for t, s in zip(tables, scales, strict=True)]
     return torch.cat(filled, dim=1)
+
+
+@torch.no_grad()
+def padded(w: QuantizedWeight, n: int, k: int) -> QuantizedWeight:
+    """``w`` with more rows, of zeros, and more columns, for activations that are 0 there: of shape ``(n, k)``.
+
+    Tiles are padded as it is, so that up to the next multiples of 64 no byte of the codes changes. Experts of a width
+    that fills no tile get there: gates and up of 0 give 0, which is what the further columns of down multiply.
+    """
+    shape = (n, k)
+    if w.shape == shape:
+        return w
+    tiles, held = layout.tiles(shape), w.packed.shape
+    groups, rows = scales_shape(w.group, w.scale_rows, shape)
+
+    def wider(table: Tensor | None) -> Tensor | None:
+        if table is None:
+            return None
+        return torch.nn.functional.pad(table, (0, rows - table.shape[1], 0, groups - table.shape[0]))
+
+    scales, order = wider(w.scales), w.order
+    assert scales is not None
+    if order is not None:
+        order = torch.cat((order, torch.arange(w.shape[1], k, dtype=order.dtype, device=order.device)))
+    return replace(
+        w,
+        shape=shape,
+        packed=torch.nn.functional.pad(w.packed, (0, 0, 0, tiles[1] - held[1], 0, tiles[0] - held[0])),
+        scales=scales,
+        zeros=wider(w.zeros),
+        offsets=wider(w.offsets),
+        order=order,
+        format="cutekernels",
+        details={},
+    )

@@ -13,7 +13,10 @@ from cutekernels.quant.support import REFUSED
 from cutekernels.quant.weight import BITS
 
 _HEAD = ("lm_head",)  # what transformers leaves alone where a config names nothing
-_EXACT = "re:"  # compressed-tensors: a regular expression behind it, else the whole name
+_PATTERN = "re:"  # compressed-tensors: a regular expression behind it, else the whole name
+_CLASSES = ("Linear", "Module")  # of a projection, as compressed-tensors matches them
+_SPECIAL = frozenset("*+?^$()[]{}|\\")  # what makes a name of AutoRound's a regular expression
+_ANY = ((_CLASSES[0], 0),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,16 +25,18 @@ class Scheme:
 
     Attributes:
         format: as ``QuantizedWeight.format``.
-        code: what an element is: ``"int4"``, ``"int8"``, ``"e4m3"``, ``"e2m1"`` or ``"nf4"``.
+        code: what an element is: ``"int4"``, ``"int8"``, ``"e4m3"``, ``"e2m1"`` or ``"nf4"``; "" where no weight is
+            quantized (of compressed-tensors: activations or a cache alone).
         group: elements along K that share a scale, as the format says; -1: all of K, or what the tensors say.
         block: rows and columns that share a scale, or None.
         symmetric: whether zeros are 8 in every group, as the config has it.
         version: of GPTQ's zeros: 1 or 2.
         tensors: the names that a layer's tensors may have, behind the module's prefix.
         marks: names of which a quantized layer has one.
-        skipped: patterns of modules that are not quantized.
-        targets: patterns of modules that are, where not all linear layers are; behind ``skipped``.
-        others: of compressed-tensors: further groups of modules, which are quantized otherwise.
+        ignored: the names of tensors that a layer which is not quantized may have besides, and that nothing reads.
+        rules: patterns of modules, each with the number of its scheme in ``schemes``, or -1 where the modules are not
+            quantized. The first that fits counts; modules that fit none are not quantized.
+        others: further schemes, of modules that are quantized otherwise.
         detail: what the format's reader takes besides.
     """
 
@@ -43,24 +48,25 @@ class Scheme:
     version: int = 1
     tensors: tuple[str, ...] = ()
     marks: tuple[str, ...] = ()
-    skipped: tuple[str, ...] = ()
-    targets: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
+    rules: tuple[tuple[str, int], ...] = _ANY
     others: tuple[Scheme, ...] = ()
     detail: Mapping[str, Any] | None = field(default=None, hash=False)
 
     @property
     def bits(self) -> int:
-        """Of an element: 4 or 8."""
-        return BITS[self.code]
+        """Of an element: 4 or 8; 16 where no weight is quantized."""
+        return BITS.get(self.code, 16)
+
+    @property
+    def schemes(self) -> tuple[Scheme, ...]:
+        """This one and the others."""
+        return self, *self.others
 
     def of(self, module: str) -> Scheme | None:
         """The scheme of the linear layer called ``module`` (``model.layers.0.mlp.up_proj``); None: not quantized."""
-        if any(_matches(pattern, module) for pattern in self.skipped):
-            return None
-        for scheme in (self, *self.others):
-            if not scheme.targets or any(_matches(pattern, module) for pattern in scheme.targets):
-                return scheme
-        return None
+        which = next((number for pattern, number in self.rules if _matches(pattern, module)), -1)
+        return None if which < 0 else self.schemes[which]
 
     def quantizes(self, module: str) -> bool:
         """Whether the linear layer called ``module`` is quantized, as the config has it."""
@@ -69,23 +75,24 @@ class Scheme:
     def holds(self, names: Iterable[str]) -> bool:
         """Whether a layer with tensors of these ``names``, without its prefix, is quantized: the file's own word."""
         found = set(names)
-        return any(not found.isdisjoint(scheme.marks) for scheme in (self, *self.others))
+        return any(not found.isdisjoint(scheme.marks) for scheme in self.schemes)
 
 
 def _matches(pattern: str, module: str) -> bool:
-    """Whether a pattern, which :func:`_hugging_face` or a config of compressed-tensors made, is for ``module``."""
-    if pattern == "Linear":
-        return True
-    if pattern.startswith(_EXACT):
-        return re.match(pattern.removeprefix(_EXACT), module) is not None
-    return pattern == module
+    """Whether a pattern of ``Scheme.rules`` is for ``module``."""
+    if pattern.startswith(_PATTERN):
+        return re.match(pattern.removeprefix(_PATTERN), module) is not None
+    return pattern == module or pattern in _CLASSES
 
 
-def _hugging_face(names: Iterable[str]) -> tuple[str, ...]:
-    """Names as transformers matches them: a whole part from the start, a regular expression so, or the name's end."""
-    return tuple(
-        rf"{_EXACT}(?:(?:{name})(?:(?<=\.)|(?=\.|$))|.*{re.escape(name)}$)" for name in names if isinstance(name, str)
-    )
+def _all_but(names: Iterable[str]) -> tuple[tuple[str, int], ...]:
+    """Rules that leave out ``names`` as transformers matches them: a whole part from the start, or the name's end."""
+    skipped = [
+        (rf"{_PATTERN}(?:(?:{name})(?:(?<=\.)|(?=\.|$))|.*{re.escape(name)}$)", -1)
+        for name in names
+        if isinstance(name, str)
+    ]
+    return *skipped, *_ANY
 
 
 def read_config(quantization_config: Mapping[str, Any] | Any) -> Scheme:
@@ -107,16 +114,15 @@ def read_config(quantization_config: Mapping[str, Any] | Any) -> Scheme:
     method = getattr(config.get("quant_method"), "value", config.get("quant_method"))
     if method is None and (config.get("load_in_4bit") or config.get("load_in_8bit")):
         method = "bitsandbytes"
-    method = str(method).lower()
+    method = str(method).lower().removeprefix("intel/")  # intel/auto-round, of older versions
     if method not in _CONFIGS:
         known = ", ".join(_CONFIGS)
         remedy = REFUSED.get(method, f"{near(method, _CONFIGS)}Convert the checkpoint to one of these")
         raise UnsupportedProblem(f"quant_method is one of {known}, not {method[:60]!r}; {remedy}")
     try:
         scheme = _CONFIGS[method](config)
-        for each in (scheme, *scheme.others):
-            for pattern in (*each.skipped, *each.targets):
-                _matches(pattern, "")
+        for pattern, _ in scheme.rules:
+            _matches(pattern, "")
     except UnsupportedProblem:
         raise
     except re.error as error:
@@ -140,8 +146,36 @@ def _only(config: Mapping[str, Any], name: str, value: Any, allowed: tuple[Any, 
         )
 
 
+def _either(config: Mapping[str, Any], names: tuple[str, ...], otherwise: Any) -> Any:
+    """What the first of ``names`` that is there says."""
+    return next((config[name] for name in names if name in config), otherwise)
+
+
+def _changed(base: Scheme, config: Mapping[str, Any], change: Mapping[str, Any], name: str) -> Scheme | None:
+    """``base`` as ``change`` has it for modules called ``name``; None where those are not quantized."""
+    bits = change.get("bits", 4)
+    if bits >= 16:
+        return None
+    _only(config, f"bits of {name[:60]!r}", bits, (4,), "quantize all layers with four bits, or leave some out")
+    return replace(
+        base, group=int(change.get("group_size", base.group)), symmetric=bool(change.get("sym", base.symmetric))
+    )
+
+
+def _with(base: Scheme, rules: Iterable[tuple[str, Scheme | None]], last: Iterable[tuple[str, int]]) -> Scheme:
+    """``base`` with schemes of its own for some modules; ``last``: rules behind those."""
+    others: list[Scheme] = []
+    numbered: list[tuple[str, int]] = []
+    for pattern, scheme in rules:
+        if scheme is not None and scheme != base:
+            others.append(scheme)
+        numbered.append((pattern, -1 if scheme is None else 0 if scheme == base else len(others)))
+    return replace(base, rules=(*numbered, *last), others=tuple(others))
+
+
 def _awq(config: Mapping[str, Any]) -> Scheme:
-    _only(config, "bits", config.get("bits", 4), (4,), "quantize with four bits")
+    bits = _either(config, ("w_bit", "bits"), 4)  # AutoAWQ's own names, and transformers'
+    _only(config, "w_bit" if "w_bit" in config else "bits", bits, (4,), "quantize with four bits")
     version = str(
         getattr(config.get("version"), "value", config.get("version") or config.get("format") or "gemm")
     ).lower()
@@ -150,11 +184,11 @@ def _awq(config: Mapping[str, Any]) -> Scheme:
     return Scheme(
         "awq",
         "int4",
-        int(config.get("group_size", 128)),
+        int(_either(config, ("q_group_size", "group_size"), 128)),
         symmetric=not config.get("zero_point", True),
         tensors=awq.NAMES,
         marks=("qweight",),
-        skipped=_hugging_face([*_HEAD, *(config.get("modules_to_not_convert") or ())]),
+        rules=_all_but([*_HEAD, *(config.get("modules_to_not_convert") or ())]),
     )
 
 
@@ -166,17 +200,7 @@ def _gptq(config: Mapping[str, Any]) -> Scheme:
         raise UnsupportedProblem(
             "GPTQ is read in its own format, not in Marlin's; take the checkpoint before repacking"
         )
-    skipped = [] if config.get("lm_head") else list(_hugging_face(_HEAD))
-    for pattern, change in (config.get("dynamic") or {}).items():
-        if pattern.startswith("-:"):
-            skipped.append(_EXACT + pattern[2:])
-        elif change:
-            raise UnsupportedProblem(
-                f"dynamic of gptq leaves modules out (-:), and {pattern[:60]!r} changes how they are quantized; "
-                "quantize all layers alike"
-            )
-    inside = [name for part in config.get("modules_in_block_to_quantize") or () for name in _listed(part)]
-    return Scheme(
+    base = Scheme(
         "gptq",
         "int4",
         int(config.get("group_size", 128)),
@@ -184,9 +208,39 @@ def _gptq(config: Mapping[str, Any]) -> Scheme:
         version=2 if kind == "gptq_v2" else 1,
         tensors=gptq.NAMES,
         marks=("qweight",),
-        skipped=tuple(skipped),
-        targets=tuple(rf"{_EXACT}.*\.{re.escape(name)}$" for name in inside),
     )
+    rules: list[tuple[str, Scheme | None]] = []
+    for pattern, change in (config.get("dynamic") or {}).items():  # gptqmodel's: the first that fits counts
+        left_out = pattern.startswith("-:")
+        scheme = None if left_out else _changed(base, config, change or {}, pattern)
+        rules.append((_PATTERN + (pattern[2:] if left_out else pattern.removeprefix("+:")), scheme))
+    inside = [name for part in config.get("modules_in_block_to_quantize") or () for name in _listed(part)]
+    targets = tuple((rf"{_PATTERN}.*\.{re.escape(name)}$", 0) for name in inside) or _ANY
+    return _with(base, rules, (*(() if config.get("lm_head") else _all_but(_HEAD)[:-1]), *targets))
+
+
+def _auto_round(config: Mapping[str, Any]) -> Scheme:
+    """AutoRound's own format, as vLLM reads it: layers are GPTQ's (version 1) or AWQ's."""
+    packing = config.get("packing_format", "auto_round:auto_gptq")
+    known = ("auto_round:auto_gptq", "auto_round:auto_awq")
+    _only(config, "packing_format", packing, known, "export it from AutoRound in one of these formats")
+    _only(config, "data_type", config.get("data_type", "int"), ("int",), "quantize with W4A16")
+    _only(config, "bits", config.get("bits"), (4,), "quantize with four bits")
+    size, symmetric = int(config.get("group_size", 128)), bool(config.get("sym", True))
+    if packing == known[0]:
+        base = _gptq({"bits": 4, "group_size": size, "sym": symmetric})
+    else:
+        base = _awq({"bits": 4, "group_size": size, "zero_point": not symmetric})
+    extra = config.get("extra_config") or {}
+    named = [(name, _changed(base, config, change, name)) for name, change in extra.items()]
+    exact = [(name, scheme) for name, scheme in named if not set(name) & _SPECIAL]
+    patterns = [(f"{_PATTERN}.*(?:{name})", scheme) for name, scheme in named if set(name) & _SPECIAL]
+    blocks = _either(config, ("block_name_to_quantize", "to_quant_block_names"), None)
+    blocks = blocks.split(",") if isinstance(blocks, str) else blocks
+    started = tuple(
+        (_PATTERN + re.escape(name.strip()), 0) for part in blocks or () for name in _listed(part) if name.strip()
+    )
+    return _with(base, (*exact, *patterns), started or base.rules)
 
 
 def _listed(part: Any) -> list[str]:
@@ -205,19 +259,31 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Scheme:
                 f"weights of compressed-tensors are dense and untransformed, and this model has {name}; "
                 "take a checkpoint without it"
             )
-    groups = config.get("config_groups") or {}
-    schemes = []
-    for group in groups.values():
+    schemes: list[Scheme] = []
+    targets: dict[str, int] = {}  # of two groups with one target the last one counts
+    for group in dict(config.get("config_groups") or {}).values():
         weights = group.get("weights")
         if weights:
             schemes.append(_config_group(group, weights, str(group.get("format") or config.get("format")), config))
-    if not schemes:
-        raise UnsupportedProblem(
-            "config_groups of compressed-tensors has weights in one group at least, and here none has; "
-            "load the model as it is, its weights are not quantized"
-        )
-    first, *others = schemes
-    return first if not others else replace(first, others=tuple(others))
+        targets |= dict.fromkeys(group.get("targets") or (), len(schemes) - 1 if weights else -1)
+    skipped = [(name, -1) for name in config.get("ignore") or ()]
+    rules = (*skipped, *sorted(targets.items(), key=_precedence))
+    ignored: tuple[str, ...] = plain.ACTIVATIONS
+    if _is_decompressed(config):
+        ignored += tuple({*compressed_tensors.PACKED, *compressed_tensors.PLAIN} - {"weight", "weight_packed"})
+    first, *others = schemes or [Scheme("compressed-tensors", "")]  # activations or a cache alone
+    return replace(first, others=tuple(others), rules=rules, ignored=ignored)
+
+
+def _is_decompressed(config: Mapping[str, Any]) -> bool:
+    """Whether a model was saved after its first call: with plain weights, and what is left beside them."""
+    return config.get("quantization_status") == "decompressed"
+
+
+def _precedence(target: tuple[str, int]) -> tuple[int, str]:
+    """The library's order over all groups: a module's name, then regular expressions, then classes; by the alphabet."""
+    name, _ = target
+    return (2 if name in _CLASSES else 1 if _PATTERN in name else 0), name
 
 
 def _config_group(group: Mapping[str, Any], weights: Mapping[str, Any], form: str, config: Mapping[str, Any]) -> Scheme:
@@ -236,6 +302,7 @@ def _config_group(group: Mapping[str, Any], weights: Mapping[str, Any], form: st
         block = [int(extent) for extent in block.split("x")]
     shape = None if block is None or strategy != "block" else (int(block[0]), int(block[1]))
     size = weights.get("group_size")
+    mark = "weight_packed" if packed else "weight_scale"
     return Scheme(
         "compressed-tensors",
         code,
@@ -243,9 +310,7 @@ def _config_group(group: Mapping[str, Any], weights: Mapping[str, Any], form: st
         shape,
         symmetric=bool(weights.get("symmetric", True)),
         tensors=(*(compressed_tensors.PACKED if packed else compressed_tensors.PLAIN), *plain.ACTIVATIONS),
-        marks=("weight_packed",) if packed else ("weight_scale",),
-        skipped=tuple(config.get("ignore") or ()),
-        targets=tuple(group.get("targets") or ()),
+        marks=() if _is_decompressed(config) and not packed else (mark,),
         detail={**weights, "block_structure": None if shape is None else list(shape)},
     )
 
@@ -260,8 +325,9 @@ def _fp8(config: Mapping[str, Any]) -> Scheme:
         -1 if block is None else int(block[1]),
         None if block is None else (int(block[0]), int(block[1])),
         tensors=(*plain.NAMES, *plain.ACTIVATIONS),
-        marks=("weight_scale_inv",),
-        skipped=_hugging_face(_HEAD if names is None else names),
+        marks=plain.SCALES if "weight_block_size" in config else plain.SCALES[::-1],  # AutoFP8 has no blocks
+        ignored=plain.ACTIVATIONS,
+        rules=_all_but(_HEAD if names is None else names),
     )
 
 
@@ -279,7 +345,7 @@ def _bitsandbytes(config: Mapping[str, Any]) -> Scheme:
         64,
         tensors=bitsandbytes.NAMES,
         marks=("weight." + bitsandbytes.STATE, "weight.quant_map"),
-        skipped=_hugging_face(_HEAD if names is None else names),
+        rules=_all_but(_HEAD if names is None else names),
     )
 
 
@@ -290,7 +356,7 @@ def _mxfp4(config: Mapping[str, Any]) -> Scheme:
         mxfp4.GROUP,
         tensors=mxfp4.NAMES,
         marks=("blocks",),
-        skipped=_hugging_face([*_HEAD, *(config.get("modules_to_not_convert") or ())]),
+        rules=_all_but([*_HEAD, *(config.get("modules_to_not_convert") or ())]),
     )
 
 
@@ -316,7 +382,7 @@ def _torchao(config: Mapping[str, Any]) -> Scheme:
         symmetric=False,
         tensors=torchao.NAMES,
         marks=(torchao.PREFIX + "qdata",),
-        skipped=_hugging_face(head if names is None else names),
+        rules=_all_but(head if names is None else names),
     )
 
 
@@ -332,7 +398,7 @@ def _own(config: Mapping[str, Any]) -> Scheme:
         symmetric=bool(config.get("symmetric", True)),
         tensors=own.NAMES,
         marks=(own.PREFIX + "packed",),
-        skipped=_hugging_face(config.get("modules_to_not_convert") or ()),
+        rules=_all_but(config.get("modules_to_not_convert") or ()),
         detail={"scheme": name},
     )
 
@@ -340,6 +406,7 @@ def _own(config: Mapping[str, Any]) -> Scheme:
 _CONFIGS: dict[str, Callable[[Mapping[str, Any]], Scheme]] = {
     "awq": _awq,
     "gptq": _gptq,
+    "auto-round": _auto_round,
     "compressed-tensors": _compressed_tensors,
     "fp8": _fp8,
     "bitsandbytes": _bitsandbytes,

@@ -37,7 +37,6 @@ _BY_CODE = {row.code: row for row in SUPPORT}
 _OTHER = "convert it with llm-compressor to W4A16 or FP8, or load the model in bf16"
 REFUSED = {  # quant_method of a config, or format of compressed-tensors: what to do instead
     "aqlm": _OTHER,
-    "auto-round": 'export it from AutoRound as "auto_gptq" or "auto_awq"',
     "bitnet": _OTHER,
     "eetq": _OTHER,
     "fbgemm_fp8": _OTHER,
@@ -116,6 +115,8 @@ def why_not(weight_or_scheme: Coded, capability: tuple[int, int] | None = None) 
         weight_or_scheme: a ``QuantizedWeight``, or the ``Scheme`` of a model.
         capability: of the GPU; None: that of the weight's GPU, or of this machine's. Without one, kernels are assumed.
     """
+    if not weight_or_scheme.code:  # a Scheme of plain weights
+        return None
     row = _BY_CODE.get(weight_or_scheme.code)
     if row is None:
         return f"elements are {', '.join(_BY_CODE)}, not {weight_or_scheme.code}; {_OTHER}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -63,6 +64,33 @@ def test_compressed_tensors_plain(n: int, k: int, strategy: str, kind: str, dtyp
     weight = quant.from_compressed_tensors(tensors, args.model_dump())
     assert torch.equal(weight.dequantize(), expected)
     golden.same(weight.tensors(), tensors)
+
+
+def test_compressed_tensors_groups() -> None:
+    """Which group a module is of: names, regular expressions, classes, groups without weights, what is left out."""
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.utils.match import match_named_modules, match_targets
+
+    model = torch.nn.ModuleDict({"mlp": torch.nn.ModuleDict({k: torch.nn.Linear(8, 8) for k in ("up", "down")})})
+    model["attn"] = torch.nn.ModuleDict({k: torch.nn.Linear(8, 8) for k in ("q", "k")})
+    names = [name for name, module in model.named_modules() if type(module) is torch.nn.Linear]
+    pool = ["Linear", "Module", "ModuleDict", "re:.*down", "re:mlp.*", "re:.*attn$", "re:.*[qk]$", "re:.*", *names]
+    kinds: list[Any] = [{"num_bits": 4, "type": "int", "group_size": size} for size in (32, 64, 128)] + [None]
+    choose = random.Random(0)
+    for _ in range(100):
+        groups = {
+            str(i): {"targets": choose.sample(pool, choose.randint(1, 3)), "weights": choose.choice(kinds)}
+            for i in range(choose.randint(1, 4))
+        }
+        ignore = choose.sample(pool[2:], choose.randint(0, 2))
+        config = {"quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ignore}
+        scheme = quant.read_config(config | {"config_groups": groups})
+        of_target = {target: group["weights"] for group in groups.values() for target in group["targets"]}
+        modules = dict(match_named_modules(model, of_target, ignore))
+        for name in names:
+            said = of_target[match_targets(name, modules[name], of_target)[0]] if name in modules else None
+            found = scheme.of(name)
+            assert (said and said["group_size"]) == (found and found.group), (name, groups, ignore)
 
 
 @pytest.mark.parametrize("nested", [False, True])

@@ -39,6 +39,7 @@ MIXED = {
         "b": group(["re:.*self_attn.*"], "float-quantized", num_bits=8, type="float", strategy="channel"),
     },
 }
+AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": True}
 LAYER = "model.layers.11.self_attn.q_proj"
 
 
@@ -70,6 +71,7 @@ def test_transformers_objects_are_taken() -> None:
 
     assert quant.read_config(AwqConfig(bits=4, group_size=64)).group == 64
     assert quant.read_config(FineGrainedFP8Config()).block == (128, 128)
+    assert quant.read_config(AWQ | {"q_group_size": 64, "group_size": 32}).group == 64, "as vLLM has it"
     assert quant.read_config(BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")).code == "nf4"
 
 
@@ -104,6 +106,13 @@ def test_versions_of_gptq() -> None:
         (PACKED, "lm_head", False),
         (PACKED, "model.layers.3.mlp.gate", False),
         (PACKED, "model.layers.3.mlp.gate_proj", True),
+        (AUTO_ROUND, LAYER, True),
+        (AUTO_ROUND, "lm_head", False),
+        (AUTO_ROUND | {"extra_config": {LAYER: {"bits": 16}}}, LAYER, False),
+        (AUTO_ROUND | {"extra_config": {r".*\.q_proj": {"bits": 16}}}, LAYER, False),
+        (AUTO_ROUND | {"extra_config": {"lm_head": {"bits": 4}}}, "lm_head", True),
+        (AUTO_ROUND | {"block_name_to_quantize": "model.layers, model.visual"}, LAYER, True),
+        (AUTO_ROUND | {"to_quant_block_names": [["model.visual.blocks"]]}, LAYER, False),
         (MIXED, LAYER, True),
         (MIXED, "model.embed_tokens", False),
         ({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "llm_int8_skip_modules": ["q_proj"]}, LAYER, False),
@@ -138,13 +147,29 @@ def test_names_match_as_in_transformers() -> None:
         (GPTQ | {"bits": 3}, "bits of gptq is 4, not 3"),
         (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format of gptq is gptq or gptq_v2"),
         (GPTQ | {"is_marlin_format": True}, "not in Marlin's"),
-        (GPTQ | {"dynamic": {"+:.*": {"bits": 8}}}, "quantize all layers alike"),
+        (
+            GPTQ | {"dynamic": {"+:.*": {"bits": 8}}},
+            "bits of .* of gptq is 4, not 8; quantize all layers with four bits",
+        ),
         (PACKED | {"format": "nvfp4-pack-quantized"}, "format of compressed-tensors is pack-quantized or"),
         (PACKED | {"sparsity_config": {"format": "sparse-24"}}, "has sparsity_config"),
         (PACKED | {"transform_config": {"config_groups": {"a": {}}}}, "has transform_config"),
-        (PACKED | {"config_groups": {}}, "here none has"),
         (PACKED | {"config_groups": {"a": group(["Linear"], num_bits=3, type="int")}}, "not int of 3"),
-        (PACKED | {"config_groups": []}, "here none has"),
+        (AWQ | {"w_bit": 8}, "w_bit of awq is 4, not 8"),
+        (
+            {"quant_method": "auto-round", "bits": 4, "packing_format": "auto_round"},
+            "packing_format of auto-round is auto",
+        ),
+        (
+            {"quant_method": "intel/auto-round", "bits": 4, "packing_format": "auto_round:llm_compressor"},
+            "of intel/auto-round is auto_round:auto_gptq or auto_round:auto_awq, not .*llm_compressor.; export",
+        ),
+        ({"quant_method": "auto-round", "bits": 2}, "bits of auto-round is 4, not 2"),
+        ({"quant_method": "auto-round", "bits": 4, "data_type": "mx_fp"}, "data_type of auto-round is int"),
+        (
+            {"quant_method": "auto-round", "bits": 4, "extra_config": {"lm_head": {"bits": 8}}},
+            "bits of 'lm_head' of auto-round is 4, not 8",
+        ),
         (PACKED | {"config_groups": ["a"]}, "an entry of another type"),
         ({"load_in_8bit": True}, "not in LLM.int8"),
         ({"load_in_4bit": True}, "bnb_4bit_quant_type of bitsandbytes is nf4, not 'fp4'"),
@@ -243,7 +268,7 @@ CORRUPT = [
     ("awq", filled("scales", float("nan")), "NaN or infinite"),
     ("awq", filled("scales", float("inf")), "NaN or infinite"),
     ("awq", lambda t: t.pop("qzeros"), "has qzeros, and this one has qweight, scales"),
-    ("awq", lambda t: t.update(g_idx=torch.zeros(1)), "a layer of AWQ has no g_idx"),
+    ("awq", lambda t: t.update(g_idx=torch.zeros(1)), "a layer of AWQ has no tensor g_idx"),
     ("awq", lambda t: t.update(qweight=t["qweight"].flatten()), "is a matrix, not of shape"),
     ("gptq", cut("qweight"), "g_idx has shape \\(120,\\) for K=120"),
     ("gptq", cut("g_idx"), "GPTQ's g_idx has shape \\(128,\\)"),

@@ -67,7 +67,7 @@ def from_bitsandbytes(
     group = block if k % block == 0 else math.gcd(block, k)
     if group % 32:
         raise UnsupportedProblem(
-            f"blocks of {block} elements run on from row to row, and groups of 32 are the smallest that kernels take, so "
+            f"blocks of {block} elements run on from row to row, and kernels take groups of 32 at least, so "
             f"that 32 divides K, which is {k}; quantize the dequantized weight anew with cutekernels.quant.quantize"
         )
     flat = dense(dense(data).reshape(-1)).view(torch.uint8)

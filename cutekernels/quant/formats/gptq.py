@@ -6,6 +6,7 @@ fp16 ``(K / g, N)``. ``g_idx`` int32 ``(K,)``: the group of each K index. An ele
 ``s[g_idx[k], n] * (q - z[g_idx[k], n])``.
 
 With act-order ``g_idx`` is not monotone: columns are permuted so that groups become runs, and ``order`` says how.
+Old files without act-order have zeros alone, which vLLM and Exllama take for none.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def from_gptq(
 
     Args:
         group: elements of K that share a scale; -1 for all.
-        g_idx: the group of each element of K; None: ``k // group``.
+        g_idx: the group of each element of K; None, and zeros alone: ``k // group``.
         version: 1 (``checkpoint_format`` "gptq") where zeros are stored less one, 2 ("gptq_v2") where they are not.
         dtype: of the weight's ``dequantize``; that of ``scales`` if None.
 
@@ -62,8 +63,8 @@ def from_gptq(
     details: dict[str, Any] = {"version": version, "g_idx": None}
     if g_idx is not None:
         expect("g_idx", g_idx, (torch.int32, torch.int64), (k,), why, by="GPTQ")
-        details["g_idx"] = g_idx.dtype
-        order = order_of(g_idx, group, by="GPTQ")
+        details |= {"g_idx": g_idx.dtype, "unset": groups > 1 and not bool(g_idx.any())}
+        order = None if details["unset"] else order_of(g_idx, group, by="GPTQ")
         codes = codes if order is None else codes[:, order]
     return assemble(
         codes,
@@ -124,5 +125,5 @@ def write(weight: QuantizedWeight) -> dict[str, Tensor]:
         "scales": scales,
     }
     if weight.details["g_idx"] is not None:
-        tensors["g_idx"] = index.to(weight.details["g_idx"])
+        tensors["g_idx"] = (index * (not weight.details["unset"])).to(weight.details["g_idx"])
     return tensors

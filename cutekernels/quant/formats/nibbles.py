@@ -10,6 +10,8 @@ from torch import Tensor
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.quant.layout import dense
 
+_BESIDE = {"bias", "k_scale", "v_scale", "kv_scale", "output_scale", "output_zero_point"}
+
 
 def of_words(words: Tensor) -> Tensor:
     """The nibbles of int32 ``words``, lowest first: uint8 ``(..., 8)``."""
@@ -88,10 +90,11 @@ def take(tensors: Mapping[str, Tensor], name: str, *, by: str) -> Tensor:
 
 
 def known_only(tensors: Mapping[str, Tensor], names: Sequence[str], *, by: str) -> None:
-    """Refuses tensors that the format does not have; a bias and KV-cache scales are the layer's own."""
-    for name in sorted(set(tensors) - set(names) - {"bias", "k_scale", "v_scale"}):
+    """Refuses tensors that the format does not have; a bias and scales of a cache are the layer's own."""
+    for name in sorted(set(tensors) - set(names) - _BESIDE):
         raise UnsupportedProblem(
-            f"a layer of {by} has no {name}; pass the tensors of one layer, and check quantization_config"
+            f"a layer of {by} has no tensor {name}, and this one has: pass the tensors of one layer, by their names "
+            f"there ({', '.join(names)}), and check quantization_config"
         )
 
 

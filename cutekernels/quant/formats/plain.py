@@ -3,7 +3,8 @@
 Hugging Face's block FP8 (DeepSeek, Qwen3-FP8) lives here with its names; compressed-tensors and torchao share the
 reader. ``weight_scale_inv`` is fp32 ``(ceil(N / 128), ceil(K / 128))`` and multiplies, whatever its name says. Stored
 as e8m0 or as uint8 it is ``2 ** (b - 127)``: byte 0 is 2 ** -127 and 255 is no number. ``scale_fmt`` in the config is
-not read: there are models whose scales it does not describe.
+not read: there are models whose scales it does not describe. AutoFP8 has the same ``quant_method``, and one
+``weight_scale`` for all of a weight.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ from cutekernels.quant.weight import QuantizedWeight, powers_of_two
 
 CODES = {torch.float8_e4m3fn: "e4m3", torch.int8: "int8"}
 DTYPES = {code: dtype for dtype, code in CODES.items()}
-NAMES = ("weight", "weight_scale_inv")
-ACTIVATIONS = ("input_scale", "activation_scale")  # of static activations, which a weight-only product does not read
+SCALES = ("weight_scale_inv", "weight_scale")
+NAMES = ("weight", *SCALES)
+# Of static activations, which a weight-only product does not read.
+ACTIVATIONS = ("input_scale", "input_zero_point", "activation_scale", "act_scale")
 _EXPONENTS = (torch.uint8, torch.float8_e8m0fnu)
 
 
@@ -34,8 +37,9 @@ def from_fp8(
     *,
     dtype: torch.dtype | None = None,
     extra: Mapping[str, Tensor] | None = None,
+    name: str = SCALES[0],
 ) -> QuantizedWeight:
-    """A weight from Hugging Face's FP8 tensors.
+    """A weight from Hugging Face's FP8 tensors, or AutoFP8's.
 
     Args:
         weight: e4m3fn ``(N, K)``.
@@ -43,6 +47,7 @@ def from_fp8(
         block: ``weight_block_size``; None where one scale serves all.
         dtype: of the weight's ``dequantize``; bf16 if None.
         extra: small tensors of the layer that are kept for ``tensors()``.
+        name: under which ``tensors()`` gives the scale: ``"weight_scale_inv"`` or AutoFP8's ``"weight_scale"``.
 
     Raises:
         UnsupportedProblem: tensors that contradict each other or the format.
@@ -54,7 +59,7 @@ def from_fp8(
         by="FP8",
         dtype=torch.bfloat16 if dtype is None else dtype,
         format="fp8",
-        details={"extra": kept(extra)},
+        details={"extra": kept(extra), "scale_name": name},
         codes=("e4m3",),
     )
 
@@ -82,8 +87,9 @@ def read_plain(
         )
     if block is not None and block[0] == 1:  # groups of one row, by another name
         group, block = block[1], None
-    if block is not None and scale.dim() == 2:
-        wanted: tuple[int, ...] = (-(-n // block[0]), -(-k // block[1]))
+    blocks = None if block is None else (-(-n // block[0]), -(-k // block[1]))
+    if blocks is not None and scale.dim() == 2 and (scale.numel() > 1 or blocks == (1, 1)):
+        wanted: tuple[int, ...] = blocks
     elif scale.numel() == 1:
         wanted, group, block = tuple(scale.shape), 0, None
         values = values.reshape(1, 1).expand(1, n)
@@ -154,4 +160,4 @@ def extras(weight: QuantizedWeight) -> dict[str, Tensor]:
 def write(weight: QuantizedWeight) -> dict[str, Tensor]:
     """The tensors that :func:`from_fp8` read."""
     data, scale = write_plain(weight)
-    return {"weight": data, "weight_scale_inv": scale, **extras(weight)}
+    return {"weight": data, weight.details["scale_name"]: scale, **extras(weight)}
