@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from types import MethodType
 from typing import Any
 
 import torch
 
 from cutekernels.errors import UnsupportedProblem
+from cutekernels.integrations.transformers.checkpoints import ANEW, is_decompressed, is_quantized, layout_of, said_kind
 from cutekernels.integrations.transformers.checkpoints import REMEDY as QUANTIZED
-from cutekernels.integrations.transformers.checkpoints import is_quantized, layout_of, said_kind
 from cutekernels.integrations.transformers.families import FAMILIES, Family, family_of, shared_parameters
 from cutekernels.integrations.transformers.patching import is_patched
 from cutekernels.integrations.transformers.projections import kind_of, sharded
@@ -23,6 +24,12 @@ REMEDY = "generate with the model itself, its attention by cutekernels.route_sdp
 _PATCH = "generate with the model itself under cutekernels.patch, which honours it"
 _JOINED = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 _MULTIPLY = "self_attn", "mlp", "shared_expert"
+# Tensors of a checkpoint that a decoder needs not: tables of old ones, and scales of caches, activations and results,
+# of each of which there are several names: llm-compressor's, AutoFP8's and vLLM's (k_proj.output_scale is its k_scale).
+IGNORED = re.compile(
+    r"\.(?:rotary_emb\.inv_freq|(?:q|output|prob_output)_(?:scale|zero_point)|[kv]_zero_point)$"
+    r"|\.self_attn\.(?:(?:attn|k_proj|v_proj|qkv_proj)\.)?(?:[kv]|kv|prob)_scale$"
+)
 _OF_CACHES = ("q_scale", "k_scale", "v_scale", "kv_scale")  # parameters of quantizers, of any type
 _COMPILED = "_orig_mod"  # the submodule of what torch.compile returns for a module
 # Hooks that stay after output_hidden_states and change nothing, and those that decompress before a model's first call.
@@ -38,6 +45,12 @@ def check_model(model: Any) -> tuple[Family, dict[str | None, Any]]:
     """
     loaded = isinstance(model, LoadedModel)
     family = FAMILIES[model.config.model_type] if loaded else _family_of(model)
+    decompressed = next((path for path, module in model.named_modules() if is_decompressed(module)), None)
+    if decompressed is not None:
+        raise UnsupportedProblem(
+            f"Decoder cannot read {decompressed} any more, which compressed-tensors has decompressed at the model's "
+            f"first call: {ANEW}"
+        )
     for path, module in model.named_modules():
         path = path.replace(f"{_COMPILED}.", "")
         if not loaded:

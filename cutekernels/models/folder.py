@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ class Folder:
         config: of ``config.json``.
         generation: of ``generation_config.json``, or None where there is no such file.
         entries: every tensor, by name.
+        surplus: those that the index does not name, beside tensors that it does.
 
     Raises:
         UnsupportedProblem: no folder, files that are missing or broken, or that lie outside of it.
@@ -50,15 +52,7 @@ class Folder:
         self.config = read_json(self.path / _CONFIG)
         generation = self.path / _GENERATION
         self.generation = read_json(generation) if generation.exists() else None
-        self._files: dict[str, TensorFile] = {}
-        for file in self._open():
-            twice = file.entries.keys() & self._files.keys()
-            if twice:
-                raise UnsupportedProblem(
-                    f"{said(min(twice))} is both in {file.path.name} and in {self._files[min(twice)].path.name}: "
-                    f"download {self.path} again into an empty folder"
-                )
-            self._files |= dict.fromkeys(file.entries, file)
+        self._files, self.surplus = self._open()
         self.entries: dict[str, Entry] = {name: file.entries[name] for name, file in self._files.items()}
 
     def read(self, name: str) -> Tensor:
@@ -69,11 +63,15 @@ class Folder:
         """Give the pages of a tensor back to the system."""
         self._files[name].forget(name)
 
-    def _open(self) -> list[TensorFile]:
-        """The files with tensors: one, or all that the index names."""
+    def _open(self) -> tuple[dict[str, TensorFile], set[str]]:
+        """The file of each tensor (the only one, or as the index has it), and the tensors that the index does not name.
+
+        Another shard may hold a tensor too that the index names; of those that it does not name only one may.
+        """
         if not (self.path / _INDEX).exists():
             if (self.path / _WHOLE).exists():
-                return [TensorFile(self.path / _WHOLE)]
+                whole = TensorFile(self.path / _WHOLE)
+                return dict.fromkeys(whole.entries, whole), set()
             pickled = sorted(p.name for p in self.path.glob("*.bin"))
             hint = f"; {pickled[0]} may hold code, and is not read: save the model as safetensors" if pickled else ""
             raise UnsupportedProblem(
@@ -91,7 +89,10 @@ class Folder:
                 raise UnsupportedProblem(
                     f"{_INDEX} has {said(tensor)} in {name}, which does not hold it: download {self.path} again"
                 )
-        return [*files.values()]
+        held = Counter(tensor for file in files.values() for tensor in file.entries)
+        surplus = {tensor for tensor, count in held.items() if tensor not in places and count == 1}
+        unnamed = {tensor: file for file in files.values() for tensor in surplus & file.entries.keys()}
+        return {tensor: files[name] for tensor, name in places.items()} | unnamed, surplus
 
     def _index(self) -> dict[str, str]:
         """The shard of each tensor."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -11,7 +10,7 @@ import torch
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.models import architectures
-from cutekernels.models.accepted import check_model
+from cutekernels.models.accepted import IGNORED, check_model
 from cutekernels.models.architectures import Part
 from cutekernels.models.arguments import free_bytes
 from cutekernels.models.folder import Folder
@@ -22,10 +21,6 @@ from cutekernels.ops.shared.checks import check_flag, check_place, said
 from cutekernels.quant import Scheme, read_config
 
 _DTYPES = {str(one).removeprefix("torch."): one for one in PLAIN}
-# Nothing that a decoder computes with: tables of old checkpoints, what quantizes activations, and scales of a cache in
-# FP8, where each token and head has its own (compressed-tensors and vLLM name them in these ways).
-_OF_CACHES = r"self_attn\.((k|v|qkv)_proj\.)?(k|v|kv)_scale"
-_IGNORED = re.compile(rf"\.(rotary_emb\.inv_freq|q_scale|[kv]_zero_point|output_scale|{_OF_CACHES})$")
 
 
 def load(
@@ -123,13 +118,15 @@ def _by_module(folder: Folder, model: LoadedModel) -> dict[str, dict[str, str]]:
             stored[one] = {}
             parts.setdefault(one, []).append(part.tensor)
     for name in folder.entries:
-        if _IGNORED.search(name):
+        if IGNORED.search(name):
             continue
         module, suffix = name, ""
         while module and module not in stored:
             module, _, last = module.rpartition(".")
             suffix = f"{last}.{suffix}" if suffix else last
         if not module or not suffix or not _holds(parts, module, suffix):
+            if name in folder.surplus:
+                continue
             raise UnsupportedProblem(
                 f"{folder.path} has a tensor {said(name)}, of no module of a {model.config.model_type} for causal "
                 "language modelling: load it with transformers"
@@ -157,13 +154,17 @@ def _module(
     columns = () if part.columns is None else (sizes[part.columns],)
     rows = [sizes[one] for one in part.rows]
     held = [stored[n] for n in names]
+    parent, _, last = path.rpartition(".")
+    experts, width = (
+        (sizes["experts"], "rows" if last == "gate_up_proj" else "columns") if parent.endswith(".experts") else (0, "")
+    )
     if part.tensor.endswith("_"):
         start = part.tensor
         own = [{s.removeprefix(start): full for s, full in one.items() if s.startswith(start)} for one in held]
-        return StoredExperts(path, names, own, rows, columns, True, scheme, sizes["experts"])
+        return StoredExperts(path, names, own, rows, columns, True, scheme, experts, width)
     if part.tensor:
         held = [{"weight": one[part.tensor]} if part.tensor in one else {} for one in held]
-    return Stored(path, names, held, rows, columns, model.config.has_bias(part), scheme)
+    return Stored(path, names, held, rows, columns, model.config.has_bias(part), scheme, experts, width)
 
 
 def _tied(model: LoadedModel, folder: Folder, stored: dict[str, dict[str, str]]) -> str | None:

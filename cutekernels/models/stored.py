@@ -13,9 +13,13 @@ from cutekernels.models.folder import Folder
 from cutekernels.models.loaded import Apart, LoadedModel, Weighted
 from cutekernels.ops.shared.checks import said
 from cutekernels.quant import QuantizedWeight, Scheme, concatenate, read, why_not
+from cutekernels.quant.join import kind, padded
+from cutekernels.quant.layout import TILE
 
 PLAIN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_MARKS = ("qweight", "weight_packed", "weight_scale", "weight_scale_inv", "weight.absmax", "_weight_qdata")  # of layers
+_MARKS = (  # of quantized layers
+    "qweight", "qzeros", "weight_packed", "weight_scale", "weight_scale_inv", "weight.absmax", "_weight_qdata",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,9 @@ class Stored:
         columns: none for a vector.
         bias: whether the config has one.
         scheme: of a quantized model.
+        experts: of how many experts they are, whose weights are to be one; 0: of none.
+        width: which of an expert's ``rows`` or ``columns`` kernels take in whole tiles, and padding fills: "rows" of
+            gate and up, "columns" of down.
     """
 
     path: str
@@ -65,6 +72,25 @@ class Stored:
     columns: tuple[int, ...]
     bias: bool
     scheme: Scheme | None
+    experts: int = 0
+    width: str = ""
+
+    @property
+    def halves(self) -> int:
+        """Projections in each of ``names``, their rows in turns."""
+        return 1
+
+    @property
+    def tiled(self) -> tuple[int, int]:
+        """``(rows, columns)`` of an expert's projection with its width rounded up to tiles of 64.
+
+        To 128 where a scale is that of a block, in all projections of a model alike: down's columns are gate's rows.
+        """
+        unit = 128 if self.scheme is not None and any(each.block for each in self.scheme.schemes) else TILE
+        rows, (columns,) = self.rows[0] // self.halves, self.columns
+        if self.width == "rows":
+            return -(-rows // unit) * unit, columns
+        return rows, -(-columns // unit) * unit
 
     def packed(self, i: int) -> bool:
         """Whether the ``i``-th stored module is quantized."""
@@ -78,25 +104,43 @@ class Stored:
     def check(self, folder: Folder) -> None:
         """Raises UnsupportedProblem for tensors that are missing, too many, or not those of the config."""
         for i, (name, found, rows) in enumerate(zip(self.names, self.tensors, self.rows, strict=True)):
-            if self.bias or not self.packed(i):
-                _check(folder, f"{name}.bias", found.get("bias"), (rows,) if self.bias else None)
-            packed = next((suffix for suffix in _MARKS if suffix in found), None)
-            if self.scheme is None and packed is not None:
-                raise UnsupportedProblem(
-                    f"{found[packed]} is quantized, and config.json has no quantization_config: add its quantizer's"
-                )
-            if not self.packed(i):
+            packed = self.packed(i)
+            if not packed:
+                self._check_plain(folder, name, found)
                 _check(folder, f"{name}.weight", found.get("weight"), (rows, *self.columns))
             elif len(self.columns) != 1 or self.path == "model.embed_tokens":
                 raise UnsupportedProblem(
                     f"{name} is quantized, and load takes projections that are: load it dequantized"
                 )
-            unknown = found.keys() - {"weight", "bias"}
-            if unknown and not self.packed(i):
+            if self.bias or not packed:
+                _check(folder, f"{name}.bias", found.get("bias"), (rows,) if self.bias else None)
+
+    def _check_plain(self, folder: Folder, name: str, found: dict[str, str]) -> None:
+        """Refuses a stored module that is not quantized by its tensors, and has some of one that is."""
+        known = {"weight", "bias", *(() if self.scheme is None else self.scheme.ignored)}
+        stored = folder.entries[found["weight"]].dtype if "weight" in found else None
+        beside = sorted(found.keys() - known)
+        if self.scheme is None:
+            packed = next((suffix for suffix in _MARKS if suffix in found), None)
+            if packed is not None:
                 raise UnsupportedProblem(
-                    f"{said(found[min(unknown)])} is none of {name}'s tensors, as config.json has it: check its "
-                    "quantization_config, and that both are of one checkpoint"
+                    f"{found[packed]} is quantized, and config.json has no quantization_config: add its quantizer's"
                 )
+        else:
+            marks = list(dict.fromkeys(mark for each in self.scheme.schemes for mark in each.marks))
+            coded = stored is not None and stored not in PLAIN
+            if coded or not {*beside}.isdisjoint(_MARKS) or (stored is None and beside):
+                has = ", ".join(beside if stored is None else [f"weight in {stored}", *beside])
+                lacks = f"has no {' or '.join(marks)}" if marks else "is quantized against its quantization_config"
+                raise UnsupportedProblem(
+                    f"{name} {lacks}, and has {has}: download the checkpoint again, or check that its tensors and the "
+                    f"quantization_config of config.json ({self.scheme.format}) are of one checkpoint"
+                )
+        if beside:
+            raise UnsupportedProblem(
+                f"{said(found[beside[0]])} is none of {name}'s tensors, as config.json has it: check its "
+                "quantization_config, and that both are of one checkpoint"
+            )
 
     def put(self, model: LoadedModel, reading: Reading) -> None:
         """Read all of it, in its place in ``model``."""
@@ -108,7 +152,11 @@ class Stored:
                 module.put(kind, self._rows(kind, range(len(self.names)), reading))
             return
         weights = [self._read(i, reading) if one else None for i, one in enumerate(packed)]
+        if self.experts:
+            weights = [None if w is None else padded(w, *self.tiled) for w in weights]
         whole = concatenate([w for w in weights if w is not None]) if all(packed) else None
+        if self.experts and (whole is None or self.tiled[0] % TILE):
+            raise UnsupportedProblem(_unlike(self.names, weights))
         if whole is not None:
             module.put("weight", whole)
             if self.bias:
@@ -164,3 +212,31 @@ def _check(folder: Folder, name: str, stored: str | None, shape: tuple[int, ...]
             f"{stored} is {entry.dtype} of shape {entry.shape}, and config.json asks for "
             f"{'none' if shape is None else f'a float of {shape}'}: check that both are of one checkpoint"
         )
+
+
+def _unlike(names: Sequence[str], weights: Sequence[QuantizedWeight | None]) -> str:
+    """Why experts' projections are not one weight: the first of them that has not what the others have."""
+    kinds = [None if w is None else kind(w) for w in weights]
+    usual = max(kinds, key=kinds.count)
+    odd = next((i for i, one in enumerate(kinds) if one != usual), None)
+    if odd is not None:
+        shown = ["in 16 bits" if w is None else repr(w) for w in (weights[odd], weights[kinds.index(usual)])]
+        return (
+            f"{names[odd]} is {shown[0]}, and {names[kinds.index(usual)]} is {shown[1]}: experts of a layer are "
+            "quantized alike; take a checkpoint whose experts are, or one in 16 bits"
+        )
+    first = weights[0]
+    assert first is not None
+    unit = max(TILE, first.scale_rows)
+    if first.shape[0] % unit:
+        blocks = unit > TILE
+        return (
+            f"{names[0]} has {first.shape[0]} rows, and quantized experts have multiples of {unit}"
+            f"{' in blocks of 128 x 128' if blocks else ''}: take a checkpoint of the model in 16 bits"
+            f"{', or one with a scale for each row' if blocks and not first.shape[0] % TILE else ''}"
+        )
+    moved = next((n for n, w in zip(names, weights, strict=True) if w is not None and w.order is not None), names[0])
+    return (
+        f"{moved} orders its columns (GPTQ's act-order) as other experts do not, and all of a layer have one input: "
+        "take a checkpoint without act-order (desc_act=false)"
+    )

@@ -5,27 +5,27 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.models.folder import Folder
 from cutekernels.models.loaded import LoadedModel, Weighted
 from cutekernels.models.stored import Reading, Stored
-from cutekernels.quant import experts_from_mxfp4, why_not
+from cutekernels.quant import QuantizedWeight, concatenate, experts_from_mxfp4, from_mxfp4, why_not
+from cutekernels.quant.join import padded
+from cutekernels.quant.layout import TILE
 
 
 @dataclass(frozen=True)
 class StoredExperts(Stored):
     """``blocks``, ``scales`` and ``bias`` of all experts' projections, which are rows of one weight in the model.
 
-    Attributes:
-        experts: how many.
+    ``width`` is "rows" of ``gate_up_proj``, whose gates and up take turns.
     """
 
-    experts: int
-
     @property
-    def interleaved(self) -> bool:
-        return self.path.endswith("gate_up_proj")
+    def halves(self) -> int:
+        return 2 if self.width == "rows" else 1
 
     def check(self, folder: Folder) -> None:
         (found,), (rows,), (columns,) = self.tensors, self.rows, self.columns
@@ -34,10 +34,11 @@ class StoredExperts(Stored):
                 f"load takes gpt-oss's experts in MXFP4, and {folder.path} has them otherwise: download the checkpoint "
                 "of OpenAI itself"
             )
-        if columns % 32 or rows % (128 if self.interleaved else 64):
+        if columns % 32 or (self.width != "rows" and rows % TILE):
             raise UnsupportedProblem(
-                f"{self.names[0]} has {rows} rows of {columns} in each expert; kernels take multiples of "
-                f"{128 if self.interleaved else 64} and of 32"
+                f"{self.names[0]} has {rows} rows of {columns} in each expert of {self.path.rpartition('.')[2]}; "
+                f"MXFP4's blocks are of 32 columns, and kernels take multiples of {TILE} rows: use a checkpoint in 16 "
+                "bits"
             )
         expected = {
             "blocks": (self.experts, rows, columns // 32, 16),
@@ -58,16 +59,32 @@ class StoredExperts(Stored):
                 )
 
     def put(self, model: LoadedModel, reading: Reading) -> None:
-        module, (found,), (rows,) = model.get_submodule(self.path), self.tensors, self.rows
+        module, (found,), (rows,), (columns,) = model.get_submodule(self.path), self.tensors, self.rows, self.columns
         assert isinstance(module, Weighted)
         blocks, scales = reading.as_stored(found["blocks"]), reading.as_stored(found["scales"])
-        stack = experts_from_mxfp4(blocks, scales, interleaved=self.interleaved, dtype=reading.dtype)
-        reason = why_not(stack.weight) if reading.device.type == "cuda" else None
-        if reason is not None:
-            raise UnsupportedProblem(f"{self.names[0]}: {reason}")
         bias = torch.empty(self.experts, rows, dtype=reading.dtype, device=reading.device)
         reading.into(bias, found["bias"])
-        if self.interleaved:
-            bias = torch.cat((bias[:, 0::2], bias[:, 1::2]), 1)
-        module.put("weight", stack.weight)
+        bias = torch.cat([bias[:, i :: self.halves] for i in range(self.halves)], 1)
+        if self.tiled == (rows // self.halves, columns):
+            weight = experts_from_mxfp4(blocks, scales, interleaved=self.halves == 2, dtype=reading.dtype).weight
+        else:
+            weight, bias = self._padded(blocks, scales, bias, reading.dtype)
+        reason = why_not(weight) if reading.device.type == "cuda" else None
+        if reason is not None:
+            raise UnsupportedProblem(f"{self.names[0]}: {reason}")
+        module.put("weight", weight)
         module.put("bias", bias.flatten())
+
+    def _padded(
+        self, blocks: Tensor, scales: Tensor, bias: Tensor, dtype: torch.dtype
+    ) -> tuple[QuantizedWeight, Tensor]:
+        """The weight and the bias of a width that fills no tile, which zeros fill."""
+        parts = [
+            padded(from_mxfp4(own[i :: self.halves], powers[i :: self.halves], dtype=dtype), *self.tiled)
+            for own, powers in zip(blocks, scales, strict=True)
+            for i in range(self.halves)
+        ]
+        weight = concatenate(parts)
+        assert weight is not None
+        bias = bias.unflatten(1, (self.halves, -1))
+        return weight, torch.nn.functional.pad(bias, (0, self.tiled[0] - bias.shape[2]))

@@ -249,7 +249,10 @@ def read(model: Any, positions: int) -> Weights:
     with torch.no_grad():
         tables = _tables(model, family, ropes, positions)
         multiplier = family.residual_multiplier_of(config)
-        layers = tuple(_layer(layer, family, tables, model.dtype, multiplier) for layer in model.model.layers)
+        layers = tuple(
+            _layer(number, layer, family, tables, model.dtype, multiplier)
+            for number, layer in enumerate(model.model.layers)
+        )
     return Weights(
         embedding=Embedding(model.model.embed_tokens.weight.detach(), family.embedding_multiplier_of(model)),
         layers=layers,
@@ -277,6 +280,7 @@ def _tables(
 
 
 def _layer(
+    number: int,
     layer: Any,
     family: Family,
     tables: dict[str | None, tuple[Tensor, Tensor]],
@@ -289,7 +293,7 @@ def _layer(
         attention=_attention(layer.self_attn, family, tables, dtype),
         attention_out_norm=None if of_attention is None else _norm(of_attention, family),
         mlp_norm=NoNorm() if between is None else _any_norm(between, family),
-        mlp=_mlp(layer.mlp, dtype),
+        mlp=_mlp(f"model.layers.{number}.mlp", layer.mlp, dtype),
         mlp_out_norm=None if of_mlp is None else _norm(of_mlp, family),
         parallel=family.parallel,
         multiplier=multiplier,
@@ -327,11 +331,14 @@ def _attention(
     )
 
 
-def _mlp(mlp: Any, dtype: torch.dtype) -> Mlp | PlainMlp | MoE | SharedMoE | Experts:
+def _mlp(path: str, mlp: Any, dtype: torch.dtype) -> Mlp | PlainMlp | MoE | SharedMoE | Experts:
     if isinstance(getattr(mlp, "routed", None), Routed):
         return _experts(mlp, mlp.routed, dtype)
     if hasattr(mlp, "experts"):
-        packed = quantized_experts(mlp.experts, dtype)
+        try:
+            packed = quantized_experts(mlp.experts, dtype)
+        except UnsupportedProblem as error:
+            raise UnsupportedProblem(f"{path}.experts: {error}") from error
         if packed is not None and type(mlp).__name__ in _SOFTMAX:
             renormalize = bool(getattr(mlp.gate, "norm_topk_prob", True))
             return Experts(Projection(mlp.gate.weight.detach(), None), mlp.gate.top_k, renormalize, *packed, {})
@@ -352,11 +359,6 @@ def _experts(mlp: Any, routed: Routed, dtype: torch.dtype) -> Experts:
     """Of a loaded model: rows of all experts lie one behind the other."""
 
     def stacked(module: Any) -> Tensor | QuantizedStack:
-        if isinstance(module, Apart):
-            raise UnsupportedProblem(
-                "Decoder multiplies by experts that are quantized alike, in multiples of 64 rows, without act-order; "
-                "these are not: take another checkpoint of the model"
-            )
         weight = _projection(module, dtype).weight
         if isinstance(weight, QuantizedWeight):
             return QuantizedStack(weight, routed.experts)
@@ -364,6 +366,11 @@ def _experts(mlp: Any, routed: Routed, dtype: torch.dtype) -> Experts:
         return dense
 
     gate_up, down = stacked(mlp.experts.gate_up_proj), stacked(mlp.experts.down_proj)
+    if gate_up.shape[1] != 2 * down.shape[2]:
+        raise UnsupportedProblem(
+            f"an expert of {down.shape[2]} columns in down_proj has {2 * down.shape[2]} rows in gate_proj and up_proj, "
+            f"not {gate_up.shape[1]}; where a width that fills no tile of 64 is padded, quantize all three or none"
+        )
     biases = [m.bias for m in (mlp.experts.gate_up_proj, mlp.experts.down_proj)]
     of_up, of_down = (None if bias is None else bias.detach().unflatten(0, (routed.experts, -1)) for bias in biases)
     options = {"gate_up_bias": of_up, "down_bias": of_down, "activation": routed.activation, "limit": routed.limit}

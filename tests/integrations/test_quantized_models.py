@@ -477,12 +477,41 @@ def test_layouts_that_cannot_be_read_are_refused_with_the_remedy() -> None:
         assert "machete.MacheteLinear" in dict(report.left)["model.layers.1.mlp.up_proj"]
 
 
-def test_a_decompressed_layer_is_refused_with_the_remedy() -> None:
-    """compressed-tensors leaves its forward, which rounds anew, in front of the weight that it has decompressed."""
+def test_a_decompressed_model_is_refused_with_a_remedy_that_works() -> None:
+    """compressed-tensors leaves its forward, which rounds activations, in front of the weight that it has decompressed.
+
+    Its own offloading has replaced every other forward too: deleting those would lead to the next refusal.
+    """
     model = tiny.model("llama")
-    linear = model.model.layers[0].self_attn.o_proj
-    linear.quantization_scheme, linear.forward = SimpleNamespace(), linear.forward
+    linear, table = model.model.layers[0].self_attn.o_proj, model.model.embed_tokens
+    linear.quantization_scheme, linear.quantization_status = SimpleNamespace(), "decompressed"
+    linear.forward = linear.forward
+    table.forward = MethodType(lambda self, x: torch.nn.Embedding.forward(self, x), table)
+    rule = r"o_proj any more.* first call: load the model anew by from_pretrained and do this before its first call, or"
+    with pytest.raises(UnsupportedProblem, match=rule):
+        Decoder.from_transformers(model, **SIZES)
+    with ck.patch(model) as report:
+        why = dict(report.left)["model.layers.0.self_attn.o_proj"]
+        assert why.startswith("compressed-tensors has decompressed it at the model's first call: load the model anew")
+    del linear.quantization_status
+    with pytest.raises(UnsupportedProblem, match=r"embed_tokens has a forward of its own"):
+        Decoder.from_transformers(model, **SIZES)
+    del table.forward
     with pytest.raises(UnsupportedProblem, match=r"o_proj as .*quantized \(by compressed_tensors\): load"):
+        Decoder.from_transformers(model, **SIZES)
+
+
+def test_experts_that_cannot_be_stacked_are_named() -> None:
+    """Of transformers: blocks of 128 rows, and 192 of both gate and up."""
+    fp8_module = pytest.importorskip("transformers.integrations.finegrained_fp8")
+    model = tiny.model("qwen3-moe", hidden_size=128, moe_intermediate_size=96)
+    layer = model.model.layers[1].mlp
+    layer.experts = fp8_module.FP8Experts(model.config, block_size=(128, 128))
+    for name, p in layer.experts.named_parameters():
+        p.data = torch.ones_like(p.data) if name.endswith("scale_inv") else torch.zeros_like(p.data)
+    with pytest.raises(
+        UnsupportedProblem, match=r"^model\.layers\.1\.mlp\.experts: .* multiples of 128 rows in blocks"
+    ):
         Decoder.from_transformers(model, **SIZES)
 
 

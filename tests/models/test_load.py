@@ -439,7 +439,6 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
         index(lambda p: p.update({NORM: "\x1b[2J\n.safetensors"})), r"lacks '\\x1b\[2J\\n.safetensors' of 2 shards"
     ),
     "of a name": (header(lambda h: h.update({"\n\x1b": h.pop(NORM)})), r"it names a tensor '\\n\\x1b'"),
-    "in two shards": (index(lambda p: p.update({NORM: "b.safetensors"}), "b.safetensors"), "is both in b.safetensors"),
     "no map": (index(dict.clear), "has no weight_map"),
 }  # fmt: skip
 

@@ -26,6 +26,7 @@ from cutekernels.quant import (
 )
 
 REMEDY = "load the checkpoint itself by cutekernels.models.load(path)"
+ANEW = "load the model anew by from_pretrained and do this before its first call, or " + REMEDY
 _TORCHAO = ("Int4Tensor", "Int4TilePackedTo4dTensor", "Float8Tensor")
 _GPTQMODEL = {  # kernels of gptqmodel that keep the checkpoint's tensors
     "TorchLinear": "gptq",
@@ -170,6 +171,15 @@ def is_quantized(module: Any) -> bool:
     return any(set(kind.__module__.split(".")) & _LIBRARIES for kind in kinds)
 
 
+def is_decompressed(module: Any) -> bool:
+    """Whether compressed-tensors has put a plain weight in the place of a projection's quantized one.
+
+    It does so at a model's first call, and leaves its scheme there, and a forward that may round activations.
+    """
+    status = getattr(module, "quantization_status", None)
+    return hasattr(module, "weight") and getattr(status, "value", status) == "decompressed"
+
+
 def is_undecoded(module: Any) -> bool:
     """Whether a module is experts or a projection whose quantized weight nothing here decodes."""
     if hasattr(module, "quantization_scheme") and getattr(module, "weight", None) is not None:
@@ -186,6 +196,8 @@ def why_left(module: Any) -> str:
         return "its experts are quantized, and patch keeps the model's own: a models.Decoder multiplies by them"
     if not hasattr(module, "in_features") or layout == "cutekernels" or hasattr(module, "base_layer"):
         return ""
+    if is_decompressed(module):
+        return f"compressed-tensors has decompressed it at the model's first call: {ANEW}"
     return f"it is quantized ({said_kind(module)}) in a layout that is not read: {REMEDY} for a models.Decoder"
 
 
