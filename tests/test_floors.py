@@ -80,14 +80,6 @@ MOST_UPWARDS = 5
 CIRCLES = {
     # ``linear`` takes packed weights, whose products' backward is a product: ends with one family of products.
     frozenset({f"cutekernels/ops/{file}.py" for file in ("gemm/api", "quantized/api", "quantized/backward")}),
-    frozenset(
-        f"cutekernels/quant/{file}.py"
-        for file in (
-            *("assembly", "experts", "join", "weight"),
-            *(f"formats/{name}" for name in ["__init__", "awq", "bitsandbytes", "compressed_tensors", "gptq"]),
-            *(f"formats/{name}" for name in ["mxfp4", "own", "plain", "torchao"]),
-        )
-    ),
 }
 HEAVY_IN_DB = {"torch", "triton", "cutlass", "cuda", "tvm_ffi"}
 FILES = sorted(

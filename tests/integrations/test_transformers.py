@@ -291,9 +291,8 @@ def test_unpatch_restores_everything(family: str) -> None:
     places = [p.data_ptr() for p in model.parameters()]
     ck.unpatch(model)
     after = snapshot(model)
-    assert after["classes"] == before["classes"]
-    assert after["attributes"] == before["attributes"]
-    assert after["attention"] == before["attention"]
+    for what in ("classes", "attributes", "attention"):
+        assert after[what] == before[what]
     for ours, theirs in zip(after["parameters"], before["parameters"], strict=True):
         assert ours[:2] == theirs[:2]
         assert torch.equal(ours[2], theirs[2])
