@@ -400,7 +400,7 @@ def test_what_the_machine_spoils_is_no_plain_compile_error(
 
 
 def spoiled_in_child(order: str) -> str:
-    """Compiles the default of gemm or silu_mul with files limited to 2 KiB, as on a full disk; the error's name."""
+    """Compiles the default of gemm or silu_mul with files of at most 2 KiB (.pyc files too); the error's name."""
     import resource
 
     resource.setrlimit(resource.RLIMIT_FSIZE, (2048, 2048))
@@ -416,9 +416,9 @@ def spoiled_in_child(order: str) -> str:
 
 @pytest.mark.parametrize("order", ["gemm m=64 n=64 k=64", "silu_mul rows=64 cols=512"])
 def test_a_full_disk_is_told_apart_by_the_real_compilers(order: str) -> None:
-    # Modules of ours that the child is the first to import would be left as half of a .pyc.
-    spared = {"CUDA_VISIBLE_DEVICES": "", "PYTHONDONTWRITEBYTECODE": "1"}
-    with Child(f"{__name__}:spoiled_in_child", env=spared) as child:
+    with Child(
+        f"{__name__}:spoiled_in_child", env={"CUDA_VISIBLE_DEVICES": "", "PYTHONDONTWRITEBYTECODE": "1"}
+    ) as child:
         assert child.ask(order, 120) == "CacheUnusable"
     assert files("*") == []
 
