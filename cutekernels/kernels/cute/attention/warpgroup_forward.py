@@ -90,24 +90,36 @@ from cutekernels.kernels.cute.parts.schedule import TileQueue
 from cutekernels.kernels.cute.parts.sequences import Ends, HeadOrder, Sequences
 from cutekernels.kernels.cute.parts.smem import ALIGNMENT
 from cutekernels.kernels.cute.parts.softmax import OnlineSoftmax, RowStates
-from cutekernels.kernels.cute.parts.warp_groups import GROUP, ROWS, WarpGroupBody
+from cutekernels.kernels.cute.parts.warp_groups import GROUP, ROWS, TmaTensor, WarpGroupBody
 
 FIRST_GROUP_BARRIER, FIRST_PING_PONG_BARRIER = 1, 4  # named barriers; 0 is the CTA's
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What both roles read of the launch's arguments."""
+    """Tensors of a launch that both roles read."""
 
     mO: cute.Tensor
+    mLse: cute.Tensor | None
     mK: cute.Tensor
+    mMask: cute.Tensor | None
     ends: Ends
+    mSinks: cute.Tensor | None
+    mCounter: cute.Tensor | None
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Numbers of a launch."""
+
+    scale: Float32  # factor of scores, to base 2
+    cap_inner: Float32
+    cap_outer: Float32
     left: Int32
     right: Int32
     tiles: Int32  # of a head
     layers: Int32  # heads, counted over the batch too
     band: Int32  # heads of a band of the tiles' order
-    mCounter: cute.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -141,7 +153,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Consumer:
-    """What a thread of a consumer warp group holds from its first tile to its last."""
+    """State of a consumer thread from its first tile to its last."""
 
     own: ConsumerThread
     qk_mma: cute.TiledMma
@@ -153,15 +165,13 @@ class Consumer:
     acc_s: cute.Tensor  # (MMA, M, N)
     acc_o: cute.Tensor  # (MMA, M, D)
     states: RowStates  # of this thread's two rows
-    scale: Float32
-    cap_inner: Float32
-    cap_outer: Float32
+    numbers: Numbers
     barriers: Barriers
 
 
 @dataclass(frozen=True)
 class GroupTile:
-    """What one group's 64 rows of a tile see."""
+    """The keys that a group's 64 rows of a tile see."""
 
     row: Int32  # the group's first one
     band: Band
@@ -304,35 +314,17 @@ class WarpgroupAttention(WarpGroupBody):
         count = tiles * layers
         blocks = count * self.split if const_expr(self.resident == 0) else cutlass.min(count, Int32(self.resident))
         self.kernel(
-            mO,
-            mLse,
-            mK,
-            mMask,
-            mCuQ,
-            mCuKv,
-            mTable,
-            mSinks,
-            mCounter,
-            tma_q,
-            tQ,
-            tma_k,
-            tK,
-            tma_v,
-            tV,
-            scale,
-            cap_inner,
-            cap_outer,
-            left,
-            right,
-            tiles,
-            layers,
-            band,
-            self.products.xy_mma(dtype),
-            self.products.py_mma(dtype),
-            WarpMma(GROUP // 32, 1, Float32, True, True).tiled_mma(dtype),
-            layout_q,
-            layout_k,
-            layout_v,
+            Launch(mO, mLse, mK, mMask, Ends(mCuQ, mCuKv, mTable), mSinks, mCounter),
+            TmaTensor(tma_q, tQ),
+            TmaTensor(tma_k, tK),
+            TmaTensor(tma_v, tV),
+            Numbers(scale, cap_inner, cap_outer, left, right, tiles, layers, band),
+            (
+                self.products.xy_mma(dtype),
+                self.products.py_mma(dtype),
+                WarpMma(GROUP // 32, 1, Float32, True, True).tiled_mma(dtype),
+            ),
+            (layout_q, layout_k, layout_v),
         ).launch(
             grid=[blocks, 1, 1],
             block=[self.threads, 1, 1],
@@ -346,39 +338,19 @@ class WarpgroupAttention(WarpGroupBody):
     @cute.kernel
     def kernel(
         self,
-        mO: cute.Tensor,
-        mLse: cute.Tensor | None,
-        mK: cute.Tensor,
-        mMask: cute.Tensor | None,
-        mCuQ: cute.Tensor | None,
-        mCuKv: cute.Tensor | None,
-        mTable: cute.Tensor | None,
-        mSinks: cute.Tensor | None,
-        mCounter: cute.Tensor | None,
-        tma_q: cute.CopyAtom,
-        tQ: cute.Tensor,  # coordinates (S, D, H[, B])
-        tma_k: cute.CopyAtom,
-        tK: cute.Tensor,  # coordinates (S, D, H[, B])
-        tma_v: cute.CopyAtom,
-        tV: cute.Tensor,  # coordinates (D, S, H[, B])
-        scale: Float32,
-        cap_inner: Float32,
-        cap_outer: Float32,
-        left: Int32,
-        right: Int32,
-        tiles: Int32,
-        layers: Int32,
-        band: Int32,
-        qk_mma: cute.TiledMma,
-        pv_mma: cute.TiledMma,
-        warp_mma: cute.TiledMma,
-        layout_q: cute.ComposedLayout,
-        layout_k: cute.ComposedLayout,
-        layout_v: cute.ComposedLayout,
+        launch: Launch,
+        query: TmaTensor,  # coordinates (S, D, H[, B])
+        key: TmaTensor,
+        value: TmaTensor,  # (D, S, H[, B])
+        numbers: Numbers,
+        mmas: tuple[cute.TiledMma, cute.TiledMma, cute.TiledMma],
+        layouts: tuple[cute.ComposedLayout, cute.ComposedLayout, cute.ComposedLayout],
     ):
+        qk_mma, pv_mma, warp_mma = mmas
+        layout_q, layout_k, layout_v = layouts
         tid, group, warp = self.role()
         producer = const_expr(self.groups)  # the number of the producer warp group
-        dtype = mO.element_type
+        dtype = launch.mO.element_type
 
         # ---- setup: shared memory, barriers
 
@@ -397,7 +369,7 @@ class WarpgroupAttention(WarpGroupBody):
         empty_v = full_v + self.stages
         queue = empty_v + self.stages
         barriers = Barriers(full_q, empty_q, full_k, empty_k, full_v, empty_v, queue)
-        self.initialize(warp, (tma_q, tma_k, tma_v), lambda: self.init_barriers(barriers, storage))
+        self.initialize(warp, (query.tma, key.tma, value.tma), lambda: self.init_barriers(barriers, storage))
         # All threads of the CTA wait for the thread that initializes the barriers.
         cute.arch.sync_threads()
         if const_expr(self.split > 1):
@@ -411,12 +383,16 @@ class WarpgroupAttention(WarpGroupBody):
 
         # ---- roles
 
-        launch = Launch(mO, mK, Ends(mCuQ, mCuKv, mTable), left, right, tiles, layers, band, mCounter)
         if group == producer:
             cute.arch.setmaxregister_decrease(self.registers[0])
             if warp == 4 * producer:
                 self.produce(
-                    launch, TmaOperand(tma_q, tQ, sQ), TmaOperand(tma_k, tK, sK), TmaOperand(tma_v, tV, sV), barriers
+                    launch,
+                    numbers,
+                    TmaOperand(query.tma, query.coordinates, sQ),
+                    TmaOperand(key.tma, key.coordinates, sK),
+                    TmaOperand(value.tma, value.coordinates, sV),
+                    barriers,
                 )
             if const_expr(self.split > 1):
                 # A thread that has arrived at the cluster's barrier waits there too; consumers do before they send.
@@ -436,12 +412,10 @@ class WarpgroupAttention(WarpGroupBody):
                 acc_o=cute.make_rmem_tensor(pv_mma.partition_shape_C((ROWS, self.padded)), Float32),  # (MMA, M, D)
                 rP=cute.make_rmem_tensor(pv_mma.partition_shape_A((ROWS, self.tile_kv)), dtype),  # (MMA, M, KV)
                 states=RowStates(*[cute.make_rmem_tensor(2, Float32) for _ in range(3)]),
-                scale=scale,
-                cap_inner=cap_inner,
-                cap_outer=cap_outer,
+                numbers=numbers,
                 barriers=barriers,
             )
-            self.consume(held, launch, mLse, mMask, mSinks)
+            self.consume(held, launch)
 
     @cute.jit
     def init_barriers(self, barriers: Barriers, storage: cute.Pointer):
@@ -458,17 +432,17 @@ class WarpgroupAttention(WarpGroupBody):
         return index // self.split if self.split > 1 else index
 
     @cute.jit
-    def locate(self, index: Int32, launch: Launch) -> Tile:
+    def locate(self, index: Int32, launch: Launch, numbers: Numbers) -> Tile:
         """Where tile ``index`` lies, and the blocks of keys that its CTA loads."""
         at = const_expr(self.sequences.rows_mode)
-        tile, layer = self.order.place(index, launch.layers, launch.tiles, launch.band)
+        tile, layer = self.order.place(index, numbers.layers, numbers.tiles, numbers.band)
         place = self.sequences.locate(tile, layer, self.tile_q, launch.mO, launch.mK, launch.ends)
         head_kv = place.head // (launch.mO.shape[at + 1] // launch.mK.shape[at + 1])
         row = place.tile * const_expr(ROWS if self.paired_tiles else self.tile_q)
         valid = cutlass.min(cutlass.max(place.seq_x - row, Int32(0)), Int32(self.tile_q))
         # The last query is aligned with the last key.
         shift = place.seq_y - place.seq_x
-        band = Band(place.seq_x, place.seq_y, launch.left - shift, launch.right + shift)
+        band = Band(place.seq_x, place.seq_y, numbers.left - shift, numbers.right + shift)
         if const_expr(self.paired_tiles):  # the last group's rows see all that the others do
             blocks = self.group_mask.blocks(self.row_of(row, Int32(self.groups - 1), place.seq_x), band)
         else:
@@ -487,14 +461,22 @@ class WarpgroupAttention(WarpGroupBody):
     # ---- producer
 
     @cute.jit
-    def produce(self, launch: Launch, query: TmaOperand, key: TmaOperand, value: TmaOperand, barriers: Barriers):
+    def produce(
+        self,
+        launch: Launch,
+        numbers: Numbers,
+        query: TmaOperand,
+        key: TmaOperand,
+        value: TmaOperand,
+        barriers: Barriers,
+    ):
         """The loads of this CTA's tiles, by one warp."""
         index = self.first_tile()
         # Phase 1: fresh stages count as released, so the first round waits for nobody.
         at, q_phase, queue_phase = Position(Int32(0), Int32(1)), Int32(1), Int32(1)
-        while index < launch.tiles * launch.layers:
-            following = self.queue.draw(index, launch.tiles * launch.layers, launch.mCounter)
-            tile = self.locate(index, launch)
+        while index < numbers.tiles * numbers.layers:
+            following = self.queue.draw(index, numbers.tiles * numbers.layers, launch.mCounter)
+            tile = self.locate(index, launch, numbers)
             # Surplus tiles of packed sequences have no rows; consumers skip them by the same test.
             if tile.valid > 0:
                 keys = self.loads.keys_of(key, tile.begin_kv, tile.head_kv, tile.batch, False)
@@ -549,22 +531,15 @@ class WarpgroupAttention(WarpGroupBody):
     # ---- consumers
 
     @cute.jit
-    def consume(
-        self,
-        held: Consumer,
-        launch: Launch,
-        mLse: cute.Tensor | None,
-        mMask: cute.Tensor | None,
-        mSinks: cute.Tensor | None,
-    ):
+    def consume(self, held: Consumer, launch: Launch):
         """A consumer warp group's 64 rows of each of this CTA's tiles."""
         own, barriers = held.own, held.barriers
         index = self.first_tile()
         # Ping-pong: the first group has the first turn.
         self.products_order.start(own.group)
         at, q_phase, queue_phase = Position(Int32(0), Int32(0)), Int32(0), Int32(0)
-        while index < launch.tiles * launch.layers:
-            tile = self.locate(index, launch)
+        while index < held.numbers.tiles * held.numbers.layers:
+            tile = self.locate(index, launch, held.numbers)
             row = self.row_of(tile.row, own.group, tile.band.seq_q)
             blocks = tile.blocks
             if const_expr(self.paired_tiles):
@@ -572,10 +547,10 @@ class WarpgroupAttention(WarpGroupBody):
             if tile.valid > 0:
                 band = tile.band
                 if const_expr(self.mask.given):
-                    gMask = mMask[tile.batch, tile.head, None, None]
+                    gMask = launch.mMask[tile.batch, tile.head, None, None]
                     band = Band(band.seq_q, band.seq_kv, band.left, band.right, gMask)
                 seen = GroupTile(row, band)
-                self.start_rows(held, mSinks, tile.head)
+                self.start_rows(held, launch.mSinks, tile.head)
                 # Waits for this group's queries.
                 cute.arch.mbarrier_wait(barriers.full_q + own.group, q_phase)
                 if const_expr(self.paired_tiles):
@@ -609,7 +584,7 @@ class WarpgroupAttention(WarpGroupBody):
                         self.queries.release(own.thread, barriers.empty_q, own.group, Boolean(True))
                 result = ResultTile(tile.layer, tile.batch, tile.head, row, tile.begin_q, band.seq_q)
                 # Without separate_output_smem this arrives on empty_q too, once results have left the queries' bytes.
-                self.results.store(own, result, launch.mO, mLse, held.acc_o, held.states, barriers.empty_q)
+                self.results.store(own, result, launch.mO, launch.mLse, held.acc_o, held.states, barriers.empty_q)
                 q_phase = q_phase ^ 1
             # Waits for the number of the next tile, where tiles are drawn from a counter.
             index = self.queue.receive(barriers.queue, index, queue_phase)
@@ -699,11 +674,11 @@ class WarpgroupAttention(WarpGroupBody):
     def probabilities(self, held: Consumer, seen: GroupTile, block: Int32, masked: cutlass.Constexpr) -> Boolean:
         """Scores to unnormalised probabilities. Returns whether O must be rescaled by ``held.states.shrink``."""
         if const_expr(self.softmax.capped):
-            self.softmax.cap(held.acc_s, held.cap_inner, held.cap_outer)
+            self.softmax.cap(held.acc_s, held.numbers.cap_inner, held.numbers.cap_outer)
         if const_expr(masked):
             acc_s, column = as_warps(held.acc_s), block * self.tile_kv
             self.group_mask.apply(held.own.thread, acc_s, seen.row, column, seen.band, held.own.warp_mma)
-        return self.softmax.probabilities(as_warps(held.acc_s), held.states, held.scale)
+        return self.softmax.probabilities(as_warps(held.acc_s), held.states, held.numbers.scale)
 
     @cute.jit
     def clear_outside(self, held: Consumer, seen: GroupTile, block: Int32, stage: Int32):
