@@ -53,7 +53,7 @@ from cutlass.memory import SmemAllocator
 from cutekernels.kernels.cute.parts.heads import HeadRows
 from cutekernels.kernels.cute.parts.mask import Band, BandMask
 from cutekernels.kernels.cute.parts.products import Products, Sources
-from cutekernels.kernels.cute.parts.score_gradients import BLIND, QueryStatistics
+from cutekernels.kernels.cute.parts.score_gradients import BLIND, Numbers, QueryStatistics, ScoreFactors
 from cutekernels.kernels.cute.parts.sequences import Ends, Head, HeadOrder, Sequences
 from cutekernels.kernels.cute.parts.smem import ALIGNMENT
 from cutekernels.kernels.cute.parts.softmax import OnlineSoftmax, by_rows
@@ -76,7 +76,7 @@ class Walk:
 
 @dataclass(frozen=True)
 class Held:
-    """What a thread holds for the whole walk; None what its results do not need."""
+    """State of a thread for the whole walk; None where its results do not need it."""
 
     tid: Int32
     tiled_mma: cute.TiledMma
@@ -87,10 +87,24 @@ class Held:
     acc_2: cute.Tensor | None  # dV
     rLse: cute.Tensor  # of this thread's rows, where these are queries
     rDelta: cute.Tensor
-    scale: Float32
-    cap_inner: Float32
-    cap_outer: Float32
+    factors: ScoreFactors
     row: Int32  # the tile's first one
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Tensors of a launch."""
+
+    mFirst: cute.Tensor | None
+    mSecond: cute.Tensor | None
+    mDo: cute.Tensor
+    mQ: cute.Tensor
+    mK: cute.Tensor
+    mV: cute.Tensor
+    mStats: cute.Tensor
+    mMask: cute.Tensor | None
+    mCuQ: cute.Tensor | None
+    mCuKv: cute.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -163,25 +177,8 @@ class MultistageAttentionBackward:
             heads_per_kv = Int32(1)  # no two heads share the rows they walk
         band = self.order.band(layers, heads_per_kv, bytes_per_head)
         self.kernel(
-            mFirst,
-            mSecond,
-            mDo,
-            mQ,
-            mK,
-            mV,
-            mStats,
-            mMask,
-            mCuQ,
-            mCuKv,
-            scale,
-            cap_inner,
-            cap_outer,
-            factor,
-            left,
-            right,
-            tiles,
-            layers,
-            band,
+            Launch(mFirst, mSecond, mDo, mQ, mK, mV, mStats, mMask, mCuQ, mCuKv),
+            Numbers(ScoreFactors(scale, cap_inner, cap_outer), factor, left, right, tiles, layers, band),
             self.products.tiled_mma(mQ.element_type),
         ).launch(
             grid=[tiles * layers, 1, 1],
@@ -192,45 +189,23 @@ class MultistageAttentionBackward:
         )
 
     @cute.kernel
-    def kernel(
-        self,
-        mFirst: cute.Tensor | None,
-        mSecond: cute.Tensor | None,
-        mDo: cute.Tensor,
-        mQ: cute.Tensor,
-        mK: cute.Tensor,
-        mV: cute.Tensor,
-        mStats: cute.Tensor,
-        mMask: cute.Tensor | None,
-        mCuQ: cute.Tensor | None,
-        mCuKv: cute.Tensor | None,
-        scale: Float32,
-        cap_inner: Float32,
-        cap_outer: Float32,
-        factor: Float32,
-        left: Int32,
-        right: Int32,
-        tiles: Int32,
-        layers: Int32,
-        band: Int32,
-        tiled_mma: cute.TiledMma,
-    ):
+    def kernel(self, launch: Launch, numbers: Numbers, tiled_mma: cute.TiledMma):
         tid, _, _ = cute.arch.thread_idx()
         number, _, _ = cute.arch.block_idx()
-        dtype = mQ.element_type
+        dtype = launch.mQ.element_type
         stages = const_expr(self.walked.stages)
         two = const_expr(self.wants_ds)  # owned operands
-        mX1, mX2, mY1, mY2, ends = mQ, mDo, mK, mV, Ends(mCuQ, mCuKv)
+        mX1, mX2, mY1, mY2, ends = launch.mQ, launch.mDo, launch.mK, launch.mV, Ends(launch.mCuQ, launch.mCuKv)
         if const_expr(self.by_keys):
-            mX1, mX2, mY1, mY2, ends = mK, mV, mQ, mDo, Ends(mCuKv, mCuQ)
+            mX1, mX2, mY1, mY2, ends = launch.mK, launch.mV, launch.mQ, launch.mDo, Ends(launch.mCuKv, launch.mCuQ)
 
         # ---- this CTA's rows
 
-        tile, layer = self.order.place(number, layers, tiles, band)
+        tile, layer = self.order.place(number, numbers.layers, numbers.tiles, numbers.band)
         if const_expr(self.by_keys):
-            tile = tiles - 1 - tile  # under a causal mask the first keys are seen by most
+            tile = numbers.tiles - 1 - tile  # under a causal mask the first keys are seen by most
         at = const_expr(self.sequences.rows_mode)
-        heads_q, heads_kv = mQ.shape[at + 1], mK.shape[at + 1]
+        heads_q, heads_kv = launch.mQ.shape[at + 1], launch.mK.shape[at + 1]
         place = self.sequences.locate(tile, layer, self.own.rows, mX1, mY1, ends)
         batch, head, seq_x, seq_y = place.batch, place.head, place.seq_x, place.seq_y
         row = place.tile * self.own.rows
@@ -244,21 +219,21 @@ class MultistageAttentionBackward:
         y1 = self.sequences.head(mY1, batch, place.begin_y, head_y)
         y2 = self.sequences.head(mY2, batch, place.begin_y, head_y)
         # Statistics are (B, HQ, SQ), or (HQ, TOTAL_Q) of packed sequences.
-        between = Int64(mQ.shape[at])
+        between = Int64(launch.mQ.shape[at])
         begin_q = place.begin_x
         if const_expr(self.by_keys):
             begin_q = place.begin_y
         stats_at = Int64(head_q) * between + begin_q
         if const_expr(not self.sequences.packed):
             stats_at = (Int64(batch) * heads_q + head_q) * between
-        statistics = QueryStatistics(mStats.iterator + stats_at, between, Int64(cute.size(mStats)) // 2)
+        statistics = QueryStatistics(launch.mStats.iterator + stats_at, between, Int64(cute.size(launch.mStats)) // 2)
 
         # ---- their walked rows: the band seen from the owned side
 
         shift = seq_y - seq_x
-        left_x, right_x, whole_y = left - shift, right + shift, seq_y
+        left_x, right_x, whole_y = numbers.left - shift, numbers.right + shift, seq_y
         if const_expr(self.by_keys):  # a key is seen by queries right before it and left behind it
-            left_x, right_x = right - shift, left + shift
+            left_x, right_x = numbers.right - shift, numbers.left + shift
             # Queries that do not exist are blind.
             whole_y = (seq_y + self.walked.rows - 1) // self.walked.rows * self.walked.rows
         blocks = self.mask.blocks(row, Band(seq_x, whole_y, left_x, right_x))
@@ -334,11 +309,11 @@ class MultistageAttentionBackward:
         # ---- walked tiles, head by head
 
         slot = Int32(0)
-        held = Held(tid, tiled_mma, sources, rX1, rX2, acc_1, acc_2, rLse, rDelta, scale, cap_inner, cap_outer, row)
+        held = Held(tid, tiled_mma, sources, rX1, rX2, acc_1, acc_2, rLse, rDelta, numbers.factors, row)
         for h in cutlass.range(heads, unroll=1):
             gMask = None
             if const_expr(self.mask.given):
-                gMask = mMask[batch, head_q + h, None, None]  # (SQ, SKV)
+                gMask = launch.mMask[batch, head_q + h, None, None]  # (SQ, SKV)
                 if const_expr(self.by_keys):
                     gMask = cute.make_tensor(gMask.iterator, cute.select(gMask.layout, mode=[1, 0]))
             band_x = Band(seq_x, seq_y, left_x, right_x, gMask)
@@ -360,7 +335,7 @@ class MultistageAttentionBackward:
         # Nobody reads the owned operands any more: a step ends with a barrier, and a warp's rows are its own.
         if const_expr(self.wants_ds):
             rG = cute.make_fragment_like(acc_1, dtype)
-            rG.store((acc_1.load() * factor).to(dtype))
+            rG.store((acc_1.load() * numbers.factor).to(dtype))
             cute.autovec_copy(rG, thr_mma.partition_C(sX))
         if const_expr(self.wants_p):
             rG = cute.make_fragment_like(acc_2, dtype)
@@ -369,10 +344,10 @@ class MultistageAttentionBackward:
         # All gradients are in shared memory.
         cute.arch.sync_threads()
         if const_expr(self.wants_ds):
-            out = self.sequences.head(mFirst, batch, place.begin_x, head)
+            out = self.sequences.head(launch.mFirst, batch, place.begin_x, head)
             self.own.store(tid, out.rows, out.stride, row, to_x, valid)
         if const_expr(self.wants_p):
-            out = self.sequences.head(mSecond, batch, place.begin_x, head)
+            out = self.sequences.head(launch.mSecond, batch, place.begin_x, head)
             self.own.store(tid, out.rows, out.stride, row, to_x2, valid)
 
     @cute.jit
@@ -413,7 +388,7 @@ class MultistageAttentionBackward:
 
         # P = exp(S - lse): S capped, masked.
         if const_expr(self.softmax.capped):
-            self.softmax.cap(acc_s, held.cap_inner, held.cap_outer)
+            self.softmax.cap(acc_s, held.factors.cap_inner, held.factors.cap_outer)
         if const_expr(masked):
             self.mask.apply(tid, acc_s, held.row, block * self.walked.rows, band, tiled_mma)
         scores = by_rows(acc_s)  # ((2, MMA_M), (2, MMA_WALKED))
@@ -424,7 +399,7 @@ class MultistageAttentionBackward:
         sloped = const_expr(self.softmax.capped and self.wants_ds)
         slopes = None
         if const_expr(sloped):  # of the cap; 0 where a score is hidden
-            inverse = cute.arch.rcp_approx(held.cap_outer)
+            inverse = cute.arch.rcp_approx(held.factors.cap_outer)
             slopes = cute.make_fragment_like(acc_s)
             for i in cutlass.range_constexpr(cute.size(acc_s)):
                 t = acc_s[i] * inverse
@@ -432,7 +407,7 @@ class MultistageAttentionBackward:
         for r in cutlass.range_constexpr(many):
             for c in cutlass.range_constexpr(wide):
                 at = const_expr(c if self.by_keys else r)
-                scores[r, c] = cute.math.exp2(scores[r, c] * held.scale - cLse[at], fastmath=True)
+                scores[r, c] = cute.math.exp2(scores[r, c] * held.factors.scale - cLse[at], fastmath=True)
         rP = None
         if const_expr(self.wants_p):
             rP = cute.make_fragment_like(acc_s, dtype)

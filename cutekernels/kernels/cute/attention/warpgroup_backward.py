@@ -84,29 +84,27 @@ from cutekernels.kernels.cute.parts.mask import Band, BandMask, Blocks
 from cutekernels.kernels.cute.parts.mma import WarpMma
 from cutekernels.kernels.cute.parts.pipeline import Position, StagePipeline
 from cutekernels.kernels.cute.parts.schedule import TileQueue
-from cutekernels.kernels.cute.parts.score_gradients import BLIND, QueryStatistics, ScoreFactors, ScoreGradients
+from cutekernels.kernels.cute.parts.score_gradients import BLIND, Numbers, QueryStatistics, ScoreFactors, ScoreGradients
 from cutekernels.kernels.cute.parts.sequences import Ends, HeadOrder, Sequences
 from cutekernels.kernels.cute.parts.smem import ALIGNMENT
 from cutekernels.kernels.cute.parts.softmax import OnlineSoftmax
-from cutekernels.kernels.cute.parts.warp_groups import GROUP, ROWS, WarpGroupBody
+from cutekernels.kernels.cute.parts.warp_groups import GROUP, ROWS, TmaTensor, WarpGroupBody
 
 FIRST_GROUP_BARRIER = 1  # named barriers; 0 is the CTA's
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What all roles read of the launch's arguments."""
+    """Tensors of a launch that roles read beside the loads' own."""
 
+    mFirst: cute.Tensor | None
+    mSecond: cute.Tensor | None
     mQ: cute.Tensor
     mK: cute.Tensor
     mStats: cute.Tensor
+    mMask: cute.Tensor | None
     mCuQ: cute.Tensor | None
     mCuKv: cute.Tensor | None
-    left: Int32
-    right: Int32
-    tiles: Int32  # of a head
-    layers: Int32  # heads, counted over the batch too
-    band: Int32  # heads of a band of the tiles' order
     mCounter: cute.Tensor | None
 
 
@@ -142,7 +140,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Consumer:
-    """What a consumer thread holds from its first tile to its last; None what its results do not need."""
+    """State of a consumer thread from its first tile to its last; None where its results do not need it."""
 
     own: ConsumerThread
     xy_mma: cute.TiledMma
@@ -161,14 +159,13 @@ class Consumer:
     rDs: cute.Tensor | None
     rLse: cute.Tensor  # of this thread's two rows, where these are queries
     rDelta: cute.Tensor
-    factors: ScoreFactors
-    factor: Float32  # of dQ and dK
+    numbers: Numbers
     barriers: Barriers
 
 
 @dataclass(frozen=True)
 class GroupTile:
-    """What one group's 64 rows of a tile see of one walked head."""
+    """The part of one walked head that a group's 64 rows of a tile see."""
 
     row: Int32  # the group's first one
     band: Band
@@ -310,35 +307,19 @@ class WarpgroupAttentionBackward(WarpGroupBody):
         band = self.order.band(layers, heads_per_kv, bytes_per_head)
         layout_x, layout_y, layout_yt = self.layouts(dtype)
         operands = ((mX1, layout_x), (mX2, layout_x), (mY1, layout_y), (mY2, layout_y))
-        loads = [part for mX, layout in operands for part in self.loads.make_tma(mX, layout, False)]
+        loads = tuple([TmaTensor(*self.loads.make_tma(mX, layout, False)) for mX, layout in operands])
         count = tiles * layers
         blocks = count if const_expr(self.resident == 0) else cutlass.min(count, Int32(self.resident))
         self.kernel(
-            mFirst,
-            mSecond,
-            mQ,
-            mK,
-            mStats,
-            mMask,
-            mCuQ,
-            mCuKv,
-            mCounter,
-            *loads,
-            scale,
-            cap_inner,
-            cap_outer,
-            factor,
-            left,
-            right,
-            tiles,
-            layers,
-            band,
-            self.products.xy_mma(dtype),
-            self.products.py_mma(dtype),
-            WarpMma(GROUP // 32, 1, Float32, True, True).tiled_mma(dtype),
-            layout_x,
-            layout_y,
-            layout_yt,
+            Launch(mFirst, mSecond, mQ, mK, mStats, mMask, mCuQ, mCuKv, mCounter),
+            loads,
+            Numbers(ScoreFactors(scale, cap_inner, cap_outer), factor, left, right, tiles, layers, band),
+            (
+                self.products.xy_mma(dtype),
+                self.products.py_mma(dtype),
+                WarpMma(GROUP // 32, 1, Float32, True, True).tiled_mma(dtype),
+            ),
+            (layout_x, layout_y, layout_yt),
         ).launch(
             grid=[blocks, 1, 1],
             block=[self.threads, 1, 1],
@@ -350,42 +331,17 @@ class WarpgroupAttentionBackward(WarpGroupBody):
     @cute.kernel
     def kernel(
         self,
-        mFirst: cute.Tensor | None,
-        mSecond: cute.Tensor | None,
-        mQ: cute.Tensor,
-        mK: cute.Tensor,
-        mStats: cute.Tensor,
-        mMask: cute.Tensor | None,
-        mCuQ: cute.Tensor | None,
-        mCuKv: cute.Tensor | None,
-        mCounter: cute.Tensor | None,
-        tma_x1: cute.CopyAtom,
-        tX1: cute.Tensor,  # coordinates (S, D, H[, B]), as all of these
-        tma_x2: cute.CopyAtom,
-        tX2: cute.Tensor,
-        tma_y1: cute.CopyAtom,
-        tY1: cute.Tensor,
-        tma_y2: cute.CopyAtom,
-        tY2: cute.Tensor,
-        scale: Float32,
-        cap_inner: Float32,
-        cap_outer: Float32,
-        factor: Float32,
-        left: Int32,
-        right: Int32,
-        tiles: Int32,
-        layers: Int32,
-        band: Int32,
-        xy_mma: cute.TiledMma,
-        py_mma: cute.TiledMma,
-        warp_mma: cute.TiledMma,
-        layout_x: cute.ComposedLayout,
-        layout_y: cute.ComposedLayout,
-        layout_yt: cute.ComposedLayout,
+        launch: Launch,
+        loads: tuple[TmaTensor, TmaTensor, TmaTensor, TmaTensor],  # X1, X2, Y1, Y2; coordinates (S, D, H[, B])
+        numbers: Numbers,
+        mmas: tuple[cute.TiledMma, cute.TiledMma, cute.TiledMma],
+        layouts: tuple[cute.ComposedLayout, cute.ComposedLayout, cute.ComposedLayout],
     ):
+        xy_mma, py_mma, warp_mma = mmas
+        layout_x, layout_y, layout_yt = layouts
         tid, group, warp = self.role()
         producer = const_expr(self.groups)  # the number of the producer warp group
-        dtype = mQ.element_type
+        dtype = launch.mQ.element_type
 
         # ---- setup: shared memory, barriers
 
@@ -406,22 +362,21 @@ class WarpgroupAttentionBackward(WarpGroupBody):
         empty = full_2 + self.stages
         queue = empty + self.stages
         barriers = Barriers(full_x, empty_x, full_1, full_2, empty, queue)
-        self.initialize(warp, (tma_x1, tma_x2, tma_y1, tma_y2), lambda: self.init_barriers(barriers))
+        self.initialize(warp, tuple([load.tma for load in loads]), lambda: self.init_barriers(barriers))
         # All threads wait for the thread that initializes the barriers.
         cute.arch.sync_threads()
 
         # ---- roles
 
-        launch = Launch(mQ, mK, mStats, mCuQ, mCuKv, left, right, tiles, layers, band, mCounter)
         if group == producer:
             cute.arch.setmaxregister_decrease(self.registers[0])
             if warp == 4 * producer:
-                owned = (TmaOperand(tma_x1, tX1, sX1), TmaOperand(tma_x2, tX2, sX2))
-                walked = (TmaOperand(tma_y1, tY1, sY1), TmaOperand(tma_y2, tY2, sY2))
-                self.produce(launch, owned[: self.owned], walked, barriers)
+                buffers = (sX1, sX2, sY1, sY2)
+                operands = [TmaOperand(load.tma, load.coordinates, s) for load, s in zip(loads, buffers, strict=True)]
+                self.produce(launch, numbers, tuple(operands[: self.owned]), tuple(operands[2:]), barriers)
             if const_expr(self.by_keys):  # noqa: SIM102  known when compiled
                 if warp == 4 * producer + 1:
-                    self.produce_statistics(tid % 32, launch, storage, barriers)
+                    self.produce_statistics(tid % 32, launch, numbers, storage, barriers)
         else:
             cute.arch.setmaxregister_increase(self.registers[1])
             own = ConsumerThread(tid % GROUP, group, warp_mma, storage)
@@ -462,11 +417,10 @@ class WarpgroupAttentionBackward(WarpGroupBody):
                 rDs=rDs,
                 rLse=cute.make_rmem_tensor(2, Float32),
                 rDelta=cute.make_rmem_tensor(2, Float32),
-                factors=ScoreFactors(scale, cap_inner, cap_outer),
-                factor=factor,
+                numbers=numbers,
                 barriers=barriers,
             )
-            self.consume(held, launch, mFirst, mSecond, mMask)
+            self.consume(held, launch)
 
     def buffer(self, at: cute.Pointer, layout: cute.ComposedLayout, dtype: type[cutlass.Numeric]) -> cute.Tensor:
         """The swizzled buffer at ``at``."""
@@ -484,15 +438,15 @@ class WarpgroupAttentionBackward(WarpGroupBody):
             cute.arch.mbarrier_init(barriers.empty + stage, self.groups)
 
     @cute.jit
-    def locate(self, index: Int32, launch: Launch) -> Tile:
+    def locate(self, index: Int32, launch: Launch, numbers: Numbers) -> Tile:
         """Where tile ``index`` of owned rows lies, and what it walks."""
         at = const_expr(self.sequences.rows_mode)
         mX, mY, ends = launch.mQ, launch.mK, Ends(launch.mCuQ, launch.mCuKv)
         if const_expr(self.by_keys):
             mX, mY, ends = launch.mK, launch.mQ, Ends(launch.mCuKv, launch.mCuQ)
-        number, layer = self.order.place(index, launch.layers, launch.tiles, launch.band)
+        number, layer = self.order.place(index, numbers.layers, numbers.tiles, numbers.band)
         if const_expr(self.by_keys):
-            number = launch.tiles - 1 - number  # under a causal mask the first keys are seen by most
+            number = numbers.tiles - 1 - number  # under a causal mask the first keys are seen by most
         heads_q, heads_kv = launch.mQ.shape[at + 1], launch.mK.shape[at + 1]
         place = self.sequences.locate(number, layer, self.tile_own, mX, mY, ends)
         row = place.tile * self.tile_own
@@ -508,9 +462,9 @@ class WarpgroupAttentionBackward(WarpGroupBody):
         if const_expr(not self.sequences.packed):
             stats_at = (Int64(place.batch) * heads_q + head_q) * between
         shift = place.seq_y - place.seq_x
-        left_x, right_x, whole_y = launch.left - shift, launch.right + shift, place.seq_y
+        left_x, right_x, whole_y = numbers.left - shift, numbers.right + shift, place.seq_y
         if const_expr(self.by_keys):  # a key is seen by queries right before it and left behind it
-            left_x, right_x = launch.right - shift, launch.left + shift
+            left_x, right_x = numbers.right - shift, numbers.left + shift
             # Queries that do not exist are blind: their statistics leave nothing.
             whole_y = (place.seq_y + self.tile_walked - 1) // self.tile_walked * self.tile_walked
         blocks = self.mask.blocks(row, Band(place.seq_x, whole_y, left_x, right_x))
@@ -539,14 +493,14 @@ class WarpgroupAttentionBackward(WarpGroupBody):
     # ---- producer warps
 
     @cute.jit
-    def produce(self, launch: Launch, owned: tuple, walked: tuple, barriers: Barriers):
+    def produce(self, launch: Launch, numbers: Numbers, owned: tuple, walked: tuple, barriers: Barriers):
         """The loads of this CTA's tiles, by one warp: walked rows head by head, owned ones behind the first of them."""
         index, _, _ = cute.arch.block_idx()
         # Phase 1: fresh stages count as released, so the first round waits for nobody.
         at, x_phase, queue_phase = Position(Int32(0), Int32(1)), Int32(1), Int32(1)
-        while index < launch.tiles * launch.layers:
-            following = self.queue.draw(index, launch.tiles * launch.layers, launch.mCounter)
-            tile = self.locate(index, launch)
+        while index < numbers.tiles * numbers.layers:
+            following = self.queue.draw(index, numbers.tiles * numbers.layers, launch.mCounter)
+            tile = self.locate(index, launch, numbers)
             if tile.valid > 0:
                 first, end, row = tile.blocks.first, tile.blocks.end, tile.begin_x + tile.row
                 if tile.heads == 0:
@@ -590,15 +544,17 @@ class WarpgroupAttentionBackward(WarpGroupBody):
                 cute.copy(rows.tma, source, target, tma_bar_ptr=barriers.full_x)
 
     @cute.jit
-    def produce_statistics(self, lane: Int32, launch: Launch, storage: cute.Pointer, barriers: Barriers):
+    def produce_statistics(
+        self, lane: Int32, launch: Launch, numbers: Numbers, storage: cute.Pointer, barriers: Barriers
+    ):
         """lse and delta of the walked queries, by one warp; those that do not exist leave no probability."""
         index, _, _ = cute.arch.block_idx()
         columns = const_expr(self.tile_walked)
         each = const_expr((columns + 31) // 32)
         shared = cute.recast_ptr(storage + self.smem.stats_at, dtype=Float32)
         at, queue_phase = Position(Int32(0), Int32(1)), Int32(0)
-        while index < launch.tiles * launch.layers:
-            tile = self.locate(index, launch)
+        while index < numbers.tiles * numbers.layers:
+            tile = self.locate(index, launch, numbers)
             first, end, seq_y = tile.blocks.first, tile.blocks.end, tile.band.seq_kv
             for h in cutlass.range(tile.heads, unroll=1):
                 for i in cutlass.range(end - first, unroll=1):
@@ -631,20 +587,13 @@ class WarpgroupAttentionBackward(WarpGroupBody):
     # ---- consumers
 
     @cute.jit
-    def consume(
-        self,
-        held: Consumer,
-        launch: Launch,
-        mFirst: cute.Tensor | None,
-        mSecond: cute.Tensor | None,
-        mMask: cute.Tensor | None,
-    ):
+    def consume(self, held: Consumer, launch: Launch):
         """A consumer warp group's 64 rows of each of this CTA's tiles."""
         own, barriers = held.own, held.barriers
         index, _, _ = cute.arch.block_idx()
         at, x_phase, queue_phase = Position(Int32(0), Int32(0)), Int32(0), Int32(0)
-        while index < launch.tiles * launch.layers:
-            tile = self.locate(index, launch)
+        while index < held.numbers.tiles * held.numbers.layers:
+            tile = self.locate(index, launch, held.numbers)
             first, whole_first = tile.blocks.first, tile.blocks.whole_first
             whole_end, end = tile.blocks.whole_end, tile.blocks.end
             row = tile.row + own.group * ROWS
@@ -660,7 +609,7 @@ class WarpgroupAttentionBackward(WarpGroupBody):
                 for h in cutlass.range(tile.heads, unroll=1):
                     gMask = None
                     if const_expr(self.mask.given):
-                        gMask = mMask[tile.batch, tile.head_q + h, None, None]  # (SQ, SKV)
+                        gMask = launch.mMask[tile.batch, tile.head_q + h, None, None]  # (SQ, SKV)
                         if const_expr(self.by_keys):
                             gMask = cute.make_tensor(gMask.iterator, cute.select(gMask.layout, mode=[1, 0]))
                     band = tile.band
@@ -679,10 +628,10 @@ class WarpgroupAttentionBackward(WarpGroupBody):
                             at = self.step(held, seen, whole_end + i, at, True)
                 if const_expr(self.wants_ds):
                     for i in cutlass.range_constexpr(cute.size(held.acc_1)):
-                        held.acc_1[i] = held.acc_1[i] * held.factor
-                    self.store(own, 0, tile, row, mFirst, held.acc_1)
+                        held.acc_1[i] = held.acc_1[i] * held.numbers.factor
+                    self.store(own, 0, tile, row, launch.mFirst, held.acc_1)
                 if const_expr(self.wants_p):
-                    self.store(own, self.owned - 1, tile, row, mSecond, held.acc_2)
+                    self.store(own, self.owned - 1, tile, row, launch.mSecond, held.acc_2)
                 # The group waits until its results are read from shared memory; then it releases the owned rows' bytes
                 # to the producer, which waits on empty_x for all groups.
                 cute.arch.barrier(barrier_id=FIRST_GROUP_BARRIER + own.group, number_of_threads=GROUP)
@@ -714,11 +663,11 @@ class WarpgroupAttentionBackward(WarpGroupBody):
         rLse = held.rLse
         if const_expr(self.by_keys):
             rLse = self.scores.column_stats(own.thread, 0, stage, statistics)
-        self.scores.cap(held.acc_s, held.factors)
+        self.scores.cap(held.acc_s, held.numbers.factors)
         if const_expr(masked):
             acc_s, column = as_warps(held.acc_s), block * self.tile_walked
             self.scores.mask.apply(own.thread, acc_s, seen.row, column, seen.band, own.warp_mma)
-        slopes = self.scores.probabilities(held.acc_s, rLse, held.factors)
+        slopes = self.scores.probabilities(held.acc_s, rLse, held.numbers.factors)
         if const_expr(self.wants_ds and self.wants_p):
             # acc_2 += P Y2 starts; waits for dP alone, which was started before it.
             round_to(held.acc_s, held.rP)

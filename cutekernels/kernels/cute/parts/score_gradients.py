@@ -24,6 +24,19 @@ class ScoreFactors:
 
 
 @dataclass(frozen=True)
+class Numbers:
+    """Numbers of a launch of gradients."""
+
+    factors: ScoreFactors
+    factor: Float32  # of dQ and dK
+    left: Int32
+    right: Int32
+    tiles: Int32  # of a head
+    layers: Int32  # heads, counted over the batch too
+    band: Int32  # heads of a band of the tiles' order
+
+
+@dataclass(frozen=True)
 class QueryStatistics:
     """log-sum-exp (base 2) and delta of queries in global memory, as two arrays of all queries of all heads."""
 
