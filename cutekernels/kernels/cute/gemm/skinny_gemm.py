@@ -68,7 +68,7 @@ class Output:
 
 @dataclass(frozen=True)
 class NormOperands:
-    """What a norm in front reads beside the tokens."""
+    """Operands of a norm in front, beside the tokens."""
 
     mGamma: cute.Tensor | None = None  # (K,)
     mRstd: cute.Tensor | None = None  # (M,), where it is given

@@ -77,7 +77,7 @@ def swizzle() -> cute.Swizzle:
 
 @dataclass(frozen=True)
 class NormOperands:
-    """What a norm in front reads beside X."""
+    """Operands of a norm in front, beside X."""
 
     gamma: TmaTensor | None  # (K,)
     mRstd: cute.Tensor | None  # (M,), where it is given
@@ -109,7 +109,7 @@ class Shared:
 
 @dataclass(frozen=True)
 class Consumer:
-    """What a consumer thread holds in the mainloop."""
+    """State of a consumer thread in the mainloop."""
 
     tid: Int32
     tiled_mma: cute.TiledMma

@@ -139,7 +139,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Consumer:
-    """What a consumer warp group holds from its first tile to its last."""
+    """State of a consumer warp group from its first tile to its last."""
 
     thread: Int32  # 0 to 127, in the group
     group: Int32
@@ -457,7 +457,7 @@ class WarpgroupGemm(WarpGroupBody):
 
     @cute.jit
     def part(self, walk: Walk, index: Int32) -> Part:
-        """What this CTA multiplies of that tile: all of K."""
+        """The part of that tile's K that this CTA multiplies: all of it."""
         return Part(0, walk.k_tiles)
 
     @cute.jit

@@ -39,7 +39,7 @@ from cutekernels.kernels.cute.parts.warp_groups import GROUP
 
 @dataclass(frozen=True)
 class Parts:
-    """What CTAs leave for owners."""
+    """The workspace in which CTAs leave accumulators for owners."""
 
     mPartials: cute.Tensor  # (VECTOR, THREAD, ACCUMULATOR / VECTOR, CTA), flat
     mCounters: cute.Tensor  # (GROUP, CTA), flat; zero before and after

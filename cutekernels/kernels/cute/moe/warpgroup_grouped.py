@@ -47,7 +47,7 @@ from cutekernels.kernels.cute.parts.warp_groups import TmaTensor
 
 @dataclass(frozen=True)
 class GroupTensors:
-    """What the kernel reads and writes without TMA."""
+    """Tensors that the kernel reads and writes without TMA."""
 
     mD: cute.Tensor  # (T, N)
     mEnds: cute.Tensor  # (G + 1,)
@@ -56,7 +56,7 @@ class GroupTensors:
 
 @dataclass(frozen=True)
 class GroupOperands:
-    """What the producer reads: both operands, the groups' ends, and out for its extents."""
+    """The producer's tensors: both operands, the groups' ends, and out for its extents."""
 
     tokens: Operand
     weights: Operand

@@ -57,7 +57,7 @@ class Strip(NamedTuple):
 
 
 class Coded(NamedTuple):
-    """What a lane holds of one tile: codes, and the numbers of rows r and r + 8 in each of the tile's groups."""
+    """A lane's part of one tile: codes, and the numbers of rows r and r + 8 in each of the tile's groups."""
 
     words: cute.Tensor  # (4 runs,)
     factors: cute.Tensor  # (2, groups), fp32

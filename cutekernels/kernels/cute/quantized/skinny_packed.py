@@ -70,7 +70,7 @@ VECTOR = 16  # bytes
 
 @dataclass(frozen=True)
 class Operands:
-    """What the kernel reads and writes."""
+    """Tensors of a launch."""
 
     mD: cute.Tensor  # (M, N)
     mX: cute.Tensor  # (M, K)
@@ -598,7 +598,7 @@ class SkinnyPacked:
 
     @cute.jit
     def load_shifts(self, zeros: Int32, lane: Int32, k: Int32, strip: Int32, shifts: cute.Tensor):
-        """What is added to codes of rows r and r + 8 of each strip, from zero points."""
+        """The numbers added to codes of rows r and r + 8 of each strip, from zero points."""
         group = k // self.group if const_expr(self.group > 0) else Int32(0)
         self.load_bytes(zeros + group * self.tile_n, lane, strip, shifts, self.weights.shift)
 

@@ -110,7 +110,7 @@ class Shared:
 
 @dataclass(frozen=True)
 class Consumer:
-    """What a consumer warp group holds from its first tile to its last."""
+    """State of a consumer warp group from its first tile to its last."""
 
     thread: Int32  # 0 to 127, in the group
     group: Int32
@@ -683,7 +683,7 @@ class WarpgroupPacked(WarpGroupBody):
 
     @cute.jit
     def load_shifts(self, consumer: Consumer, stage: Int32, strip: cutlass.Constexpr[int], shifts: cute.Tensor):
-        """What is added to codes of rows r and r + 8, from zero points."""
+        """The numbers added to codes of rows r and r + 8, from zero points."""
         first = stage + self.smem.zeros_at + (consumer.group * self.smem.zero_strips + strip) * TILE
         for r in cutlass.range_constexpr(2):
             at = first + self.own_row(consumer) + 8 * r
