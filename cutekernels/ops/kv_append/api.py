@@ -78,7 +78,8 @@ def kv_append(
             run(KV_APPEND, results, operands, options=(interleaved,), config=config)
             return
     except (AttributeError, TypeError):
-        refuse_others(KV_APPEND, operands, (queries, k_cache, v_cache, state))
+        given = [queries if t is None else t for t in (k_scale, v_scale)]
+        refuse_others(KV_APPEND, operands, (queries, k_cache, v_cache, state, *given))
         raise
     refuse_others(KV_APPEND, operands, results)
     text = None if config is None else str(config)
@@ -89,9 +90,10 @@ def kv_append(
 
 def _scales(k: Tensor, k_scale: Tensor | None, v_scale: Tensor | None) -> tuple[Tensor, Tensor]:
     """Scales as results of a launch: tensors without elements in the place of absent ones."""
-    if k_scale is None and v_scale is None and type(k) in PLAIN and not torch.compiler.is_compiling():
+    if k_scale is None and v_scale is None and direct(k):
         return _absent(k.device)
-    return tuple([k.new_empty(0, dtype=torch.uint8) if t is None else t for t in (k_scale, v_scale)])  # type: ignore[return-value]
+    first, second = (k.new_empty(0, dtype=torch.uint8) if t is None else t for t in (k_scale, v_scale))
+    return first, second
 
 
 @cache
