@@ -49,7 +49,8 @@ def kernel_tests(
 ) -> tuple[Any, Callable[..., None], Callable[..., None]]:
     """The fixture ``interpreted`` and two tests: replies to ``cases`` are correct, those to ``planted`` bugs are not.
 
-    The fixture maps each case's name to its reply; ``others`` are cases that the test file judges itself.
+    The cases are one test, which names those that are wrong: one process has run them all. The fixture maps each
+    case's name to its reply; ``others`` are cases that the test file judges itself.
     """
     everything = {**cases, **planted, **(others or {})}
     assert len(everything) == len(cases) + len(planted) + len(others or {}), "two cases of one name"
@@ -58,9 +59,9 @@ def kernel_tests(
     def interpreted() -> dict[str, Reply]:
         return dict(zip(everything, replies(script, list(everything.values())), strict=True))
 
-    @pytest.mark.parametrize("case", cases)
-    def test_kernel_numerics(interpreted: dict[str, Reply], case: str) -> None:
-        assert correct(interpreted[case]), interpreted[case]
+    def test_kernel_numerics(interpreted: dict[str, Reply]) -> None:
+        wrong = {case: interpreted[case] for case in cases if not correct(interpreted[case])}
+        assert not wrong, f"{len(wrong)} of {len(cases)} cases: {wrong}"
 
     @pytest.mark.parametrize("bug", planted)
     def test_a_planted_bug_is_caught(interpreted: dict[str, Reply], bug: str) -> None:

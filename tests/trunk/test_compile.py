@@ -400,13 +400,12 @@ def test_what_the_machine_spoils_is_no_plain_compile_error(
 
 
 def spoiled_in_child(order: str) -> str:
-    """Compiles the default of gemm or silu_mul with files of at most 2 KiB (.pyc files too); the error's name."""
+    """Compiles the default of gemm or silu_mul with files limited to 2 KiB, as on a full disk; the error's name."""
     import resource
 
     resource.setrlimit(resource.RLIMIT_FSIZE, (2048, 2048))
-    name, problem = order.split(maxsplit=1)
-    op = registry.get(name)
-    p = op.Problem.parse(problem)
+    op = registry.get(order.partition(" ")[0])
+    p = op.Problem.parse(order.partition(" ")[2])
     try:
         compiler.prepare(op, p, op.default(p, H200), H200)
     except CompileError as error:
@@ -416,9 +415,8 @@ def spoiled_in_child(order: str) -> str:
 
 @pytest.mark.parametrize("order", ["gemm m=64 n=64 k=64", "silu_mul rows=64 cols=512"])
 def test_a_full_disk_is_told_apart_by_the_real_compilers(order: str) -> None:
-    with Child(
-        f"{__name__}:spoiled_in_child", env={"CUDA_VISIBLE_DEVICES": "", "PYTHONDONTWRITEBYTECODE": "1"}
-    ) as child:
+    env = {"CUDA_VISIBLE_DEVICES": "", "PYTHONDONTWRITEBYTECODE": "1"}  # a first import would leave half a .pyc
+    with Child(f"{__name__}:spoiled_in_child", env=env) as child:
         assert child.ask(order, 120) == "CacheUnusable"
     assert files("*") == []
 
