@@ -165,9 +165,10 @@ def test_experts_in_fp8_that_transformers_has_loaded(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.gpu
-def test_gpt_oss_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("width", [128, 96])
+def test_gpt_oss_on_a_gpu(width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first logits, before rounding sends a token elsewhere; steps are graphs, and the same each time."""
-    gpt_oss(tmp_path)
+    gpt_oss(tmp_path, width)
     exact = logits(Decoder.from_pretrained(tmp_path, device="cpu", dtype=torch.float32, **SIZES), monkeypatch)[1]
     decoder = Decoder.from_pretrained(tmp_path, dtype=torch.bfloat16, **SIZES)
     tokens, found = logits(decoder, monkeypatch)
