@@ -162,13 +162,14 @@ def test_fragments_lie_where_the_norm_looks(tokens: int, monkeypatch: pytest.Mon
 
     def collect() -> None:  # plain Python: all of it is static
         mma = WarpMma(2, 1, cutlass.Float32, True, True, 8 if tokens % 16 else 16).tiled_mma(cutlass.BFloat16)
-        for thread, j, i in product(range(64), range(tokens // 8), range(8)):
-            lane, rest, half, v = thread % 32, i // 4, i // 2 % 2, i % 2
+        for thread in range(64):
             b = mma.get_slice(thread).partition_B(cute.make_identity_tensor((tokens, 32)))
             c = mma.get_slice(thread).partition_C(cute.make_identity_tensor((64, tokens)))
-            found.append((b[(v, half), j, rest], (8 * j + lane // 4, 16 * rest + lane % 4 * 2 + v + 8 * half)))
-            row = 32 * rest + thread // 32 * 16 + lane // 4 + 8 * half
-            found.append((c[(v, half), rest, j], (row, 8 * j + lane % 4 * 2 + v)))
+            for j, i in product(range(tokens // 8), range(8)):
+                lane, rest, half, v = thread % 32, i // 4, i // 2 % 2, i % 2
+                found.append((b[(v, half), j, rest], (8 * j + lane // 4, 16 * rest + lane % 4 * 2 + v + 8 * half)))
+                row = 32 * rest + thread // 32 * 16 + lane // 4 + 8 * half
+                found.append((c[(v, half), rest, j], (row, 8 * j + lane % 4 * 2 + v)))
 
     @cute.jit
     def look() -> None:
@@ -197,13 +198,14 @@ def test_fragments_of_tokens_lie_where_the_norm_looks(groups: int) -> None:
             warpgroup.OperandSource.RMEM,
         )  # fmt: skip
         tokens = 64 * groups
-        for thread, i in product(range(128 * groups), range(8)):
-            lane, rest, half, v = thread % 32, i // 4, i // 2 % 2, i % 2
+        for thread in range(128 * groups):
             a = mma.get_slice(thread).partition_A(cute.make_identity_tensor((tokens, 16)))
             c = mma.get_slice(thread).partition_C(cute.make_identity_tensor((tokens, 32)))
-            token = thread // 32 * 16 + lane // 4 + 8 * half
-            found.append((a[(v, half, rest), 0, 0], (token, 8 * rest + lane % 4 * 2 + v)))
-            found.append((c[(v, half, rest), 0, 0], (token, 8 * rest + lane % 4 * 2 + v)))
+            for i in range(8):
+                lane, rest, half, v = thread % 32, i // 4, i // 2 % 2, i % 2
+                token = thread // 32 * 16 + lane // 4 + 8 * half
+                found.append((a[(v, half, rest), 0, 0], (token, 8 * rest + lane % 4 * 2 + v)))
+                found.append((c[(v, half, rest), 0, 0], (token, 8 * rest + lane % 4 * 2 + v)))
 
     @cute.jit
     def look() -> None:
