@@ -55,8 +55,8 @@ class Inputs:
         return read + _bytes(self.results)
 
 
-def _bytes(tensors: Sequence[Tensor]) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors)
+def _bytes(tensors: Sequence[Tensor | None]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors if t is not None)
 
 
 @dataclass(frozen=True, slots=True)
