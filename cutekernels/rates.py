@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from cutekernels.columns import larger
 from cutekernels.db import snapshot
 from cutekernels.gpu import GpuSpec, lookup
 
@@ -94,11 +95,11 @@ FITTED = _H200
 """The row that the models' constants are multiples of."""
 
 
-def both_us(one: float, other: float, exponent: float) -> float:
+def both_us(one: Any, other: Any, exponent: float) -> Any:
     """The time of two things beside each other, each hidden by the other in part: their mean of that exponent."""
     if exponent >= ALONE:
-        return max(one, other)
-    return float((one**exponent + other**exponent) ** (1 / exponent))
+        return larger(one, other)
+    return (one**exponent + other**exponent) ** (1 / exponent)
 
 
 F = TypeVar("F", bound=Callable[..., object])

@@ -1,17 +1,17 @@
-"""Rules as records, and the one engine that enumerates configs, filters them and takes the best.
+"""Rules as records, and the one engine that spans configs, filters them and takes the best.
 
-A rule is a method that returns what is wrong, or None; a decorator says what it reads::
+A rule is a method; a decorator says what it reads, and its name is the method's. One of problems, or of an op of one
+body (:class:`Ruled`, without ``x``), returns what is wrong, or None. Those of configs in a :class:`Schedule` are
+expressions (``columns.py``), asked for one config or for all at once, and yield where they are broken with a message::
 
     class Multistage(Schedule):
         @of_config
         def most_warps(self, c, gpu, x):
-            if c.warps > 8:
-                return f"{c.warps} warps are more than 8"
+            yield c.warps > 8, "{} warps are more than 8", c.warps
 
-Its name is the method's. A subclass has its bases' rules in their order, replaces one by its name, and drops it by
-``most_warps = None``. What a rule reads decides when it is asked: a problem's once, a config's once for all problems
-(:meth:`Schedule.fitting` keeps what passes), those of both for each pair. ``x`` is what a call asks beside the problem.
-An op of one body has its rules itself (:class:`Ruled`), without ``x``.
+A subclass has its bases' rules in their order, replaces one by its name, and drops it by ``most_warps = None``. What a
+rule reads decides when it is asked: a problem's once, a config's once for all problems (:meth:`Schedule.fitting` keeps
+what passes), those of both for each problem. ``x`` is what a call asks beside the problem.
 """
 
 from __future__ import annotations
@@ -22,22 +22,28 @@ from functools import cache
 from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 
+from cutekernels import rates
+from cutekernels.columns import Columns, rounded
+
 if TYPE_CHECKING:
     from cutekernels.gpu import GpuSpec
 
 Reads = Literal["problem", "config", "both"]
+Broken = Iterable[tuple[Any, ...]]  # masks, each with a message and the values that it names
+Among = Mapping[Any, tuple[Any, ...]]  # knobs confined to some values, as :meth:`Columns.spanned` takes them
+EVERY: Among = {}
 _MARK = "_reads"
 
 
 class Rule(NamedTuple):
-    """``why_not(schedule, *what it reads, gpu, x)`` is its message, of the first thing that breaks it."""
+    """``why_not(schedule, *what it reads, gpu, x)`` is its message, or where it is broken."""
 
     name: str
     reads: Reads
-    why_not: Callable[..., str | None]
+    why_not: Callable[..., str | Broken | None]
 
 
-F = TypeVar("F", bound=Callable[..., str | None])
+F = TypeVar("F", bound=Callable[..., "str | Broken | None"])
 
 
 def _reading(reads: Reads) -> Callable[[F], F]:
@@ -59,7 +65,7 @@ class Ruled:
     """What has rules as methods: an op of one body, or a :class:`Schedule`."""
 
     rules: ClassVar[tuple[Rule, ...]] = ()
-    _of: ClassVar[dict[str, tuple[Callable[..., str | None], ...]]] = {}
+    _of: ClassVar[dict[str, tuple[Callable[..., str | Broken | None], ...]]] = {}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -86,12 +92,139 @@ class Ruled:
     def failures_of(self, reads: Reads, *read: Any) -> Iterator[str]:
         """Those of the rules that read as much: ``p``, ``c`` or both, then ``gpu`` and ``x``."""
         for rule in self._of[reads]:
-            if (why := rule(self, *read)) is not None:
-                yield why
+            found = rule(self, *read)
+            if isinstance(found, str):
+                yield found
+            elif found is not None:
+                yield from (text.format(*values) for broken, text, *values in found if broken)
 
 
 class Schedule(Ruled, ABC, Generic[P, C, X]):
     """Configs of one body: their knobs, rules and model. One frozen object each."""
+
+    name: ClassVar[str]
+    """Its value of the config's ``body``."""
+
+    # -- rules
+
+    def failures(self, p: P, c: C, gpu: GpuSpec, *x: X) -> Iterator[str]:
+        """A message for each knob of another body and each broken rule."""
+        yield from self.foreign_knobs(c)
+        yield from super().failures(p, c, gpu, *x)
+
+    @abstractmethod
+    def foreign_knobs(self, c: C) -> Iterator[str]:
+        """The knobs of ``c`` whose values belong to other bodies (:func:`foreign`): none of a spanned config."""
+
+    def refusal(self, p: P, gpu: GpuSpec, x: X) -> str | None:
+        """Why no config of this body takes ``p``, as far as ``p`` alone can tell."""
+        return next(self.failures_of("problem", p, gpu, x), None)
+
+    def unbroken(self, reads: Reads, c: Columns, *read: Any) -> Any:
+        """A mask of those that keep all rules that read as much."""
+        import numpy as np
+
+        kept = np.ones(len(c), bool)
+        for rule in self._of[reads]:
+            for broken, *_ in rule(self, *read) or ():
+                kept &= np.logical_not(broken)
+        return kept
+
+    # -- the engine
+
+    @abstractmethod
+    def spanned(self, among: Among = EVERY) -> Columns:
+        """Every config in a fixed order, some knobs confined to ``among``."""
+
+    def fitting(self, gpu: GpuSpec, x: X, among: Among = EVERY) -> Columns:
+        """The configs that no rule of configs forbids."""
+        return _fitting(self, gpu, x, tuple(among.items()))
+
+    def suiting(self, p: P, gpu: GpuSpec, x: X, c: Columns) -> Any:
+        """A mask of those that no rule between problems and configs forbids."""
+        return self.unbroken("both", c, p, c, gpu, x)
+
+    def valid(self, p: P, gpu: GpuSpec, x: X) -> Iterator[C]:
+        """The configs that no rule forbids."""
+        if self.refusal(p, gpu, x) is None:
+            fitting = self.fitting(gpu, x)
+            yield from map(self.drawn, fitting.taken(self.suiting(p, gpu, x, fitting)))
+
+    def drawn(self, c: Any) -> C:
+        """A config of :meth:`spanned` as the op has it."""
+        return c  # type: ignore[no-any-return]
+
+    @abstractmethod
+    def times_us(self, p: P, c: Any, gpu: GpuSpec, x: X) -> Any:
+        """The model: an expression."""
+
+    def estimate_us(self, p: P, c: Any, gpu: GpuSpec, x: X) -> Any:
+        """The model's time of a config, or of columns, as times are compared."""
+        return rounded(self.times_us(p, c, gpu, x))
+
+    # -- choice
+
+    def usual(self, p: P, gpu: GpuSpec, x: X) -> Among:
+        """Values of knobs that the default is chosen among; the rules ask again."""
+        return {}
+
+    def usually(self, p: P, c: Columns, gpu: GpuSpec, x: X) -> Any:
+        """A mask of those of them that the default may be."""
+        return True
+
+    def preference(self, p: P, c: Any, x: X) -> tuple[Any, ...]:
+        """Expressions by which configs of one estimate are told apart, the least preferred; then their texts are."""
+        return ()
+
+    def text(self, p: P, c: C) -> str:
+        """What tells apart the last."""
+        return str(c)
+
+    def candidates(self, p: P, gpu: GpuSpec, x: X) -> tuple[Columns, Any]:
+        """What the default is chosen among, and a mask of what may be chosen."""
+        c = self.fitting(gpu, x, self.usual(p, gpu, x))
+        return c, self.suiting(p, gpu, x, c) & self.usually(p, c, gpu, x)
+
+    def best(self, p: P, gpu: GpuSpec, x: X) -> tuple[float, C] | None:
+        """The model's time and choice; None where the body does not take ``p``."""
+        if self.refusal(p, gpu, x) is not None:
+            return None
+        c, kept = self.candidates(p, gpu, x)
+        return self.least(p, c, x, kept, self.estimate_us(p, c, gpu, x)) if kept.any() else None
+
+    def least(self, p: P, c: Columns, x: X, kept: Any, us: Any) -> tuple[float, C]:
+        """The least of ``us`` among those ``kept``, with its config, the preferred one of equals."""
+        import numpy as np
+
+        us = np.where(kept, us, np.inf)
+        tied = c.taken(us == us.min())
+        rows = np.arange(len(tied))
+        for key in self.preference(p, tied, x):
+            own = np.broadcast_to(key, len(tied))[rows]
+            rows = rows[own == own.min()]
+        return float(us.min()), min(map(self.drawn, tied.taken(rows)), key=lambda c: self.text(p, c))
+
+
+def values_of(kind: Any, **own: tuple[Any, ...]) -> dict[str, tuple[Any, ...]]:
+    """Values of all knobs of a config, in the order of its fields: a body's ``own``, or the first alone."""
+    return {name: own.get(name, values[:1]) for name, values in kind.space().items()}
+
+
+def foreign(c: Any, values: Mapping[str, tuple[Any, ...]]) -> Iterator[str]:
+    """The knobs of ``c`` that have none of these values."""
+    for name, allowed in values.items():
+        if (value := getattr(c, name)) not in allowed:
+            yield f"body={c.body} takes {name} from {', '.join(map(str, allowed))}; it is {value}"
+
+
+@rates.remembered
+def _fitting(schedule: Schedule[Any, Any, Any], gpu: GpuSpec, x: Any, among: tuple[Any, ...]) -> Columns:
+    c = schedule.spanned(dict(among))
+    return c.taken(schedule.unbroken("config", c, c, gpu, x))
+
+
+class Enumerated(Ruled, ABC, Generic[P, C, X]):
+    """A Schedule config by config."""
 
     name: ClassVar[str]
     """Its value of the config's ``body``."""
@@ -137,7 +270,7 @@ class Schedule(Ruled, ABC, Generic[P, C, X]):
 
     def fitting(self, gpu: GpuSpec, x: X, **among: tuple[Any, ...]) -> tuple[C, ...]:
         """The configs that no rule of configs forbids."""
-        return _fitting(self, gpu, x, tuple(among.items()))
+        return _enumerated(self, gpu, x, tuple(among.items()))
 
     def valid(self, p: P, gpu: GpuSpec, x: X) -> Iterator[C]:
         """The configs that no rule forbids."""
@@ -171,22 +304,10 @@ class Schedule(Ruled, ABC, Generic[P, C, X]):
         )
 
 
-def values_of(kind: Any, **own: tuple[Any, ...]) -> dict[str, tuple[Any, ...]]:
-    """Values of all knobs of a config, in the order of its fields: a body's ``own``, or the first alone."""
-    return {name: own.get(name, values[:1]) for name, values in kind.space().items()}
-
-
 def combinations(kind: Any, values: Mapping[str, tuple[Any, ...]]) -> Iterator[Any]:
     """Every config of these values."""
     for chosen in product(*values.values()):
         yield kind.drawn(zip(values, chosen, strict=True))
-
-
-def foreign(c: Any, values: Mapping[str, tuple[Any, ...]]) -> Iterator[str]:
-    """The knobs of ``c`` that have none of these values."""
-    for name, allowed in values.items():
-        if (value := getattr(c, name)) not in allowed:
-            yield f"body={c.body} takes {name} from {', '.join(map(str, allowed))}; it is {value}"
 
 
 def best(
@@ -202,5 +323,5 @@ def best(
 
 
 @cache
-def _fitting(schedule: Schedule[Any, Any, Any], gpu: GpuSpec, x: Any, among: tuple[Any, ...]) -> tuple[Any, ...]:
+def _enumerated(schedule: Enumerated[Any, Any, Any], gpu: GpuSpec, x: Any, among: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(c for c in schedule.spanned(**dict(among)) if schedule.fits(c, gpu, x))

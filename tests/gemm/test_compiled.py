@@ -17,7 +17,7 @@ from cutekernels import gpu
 from cutekernels.ops.gemm.multistage import MULTISTAGE
 from cutekernels.ops.gemm.op import GEMM, SCHEDULES
 from cutekernels.ops.gemm.problem import GemmConfig, GemmProblem
-from cutekernels.ops.gemm.schedule import extras_of
+from cutekernels.ops.gemm.schedule import PLAIN, extras_of
 from tests import compiled
 from tests.compiled import H200, TARGETS
 from tests.gemm.cases import random_config
@@ -66,8 +66,9 @@ def test_compiles_for_every_architecture_as_why_not_predicts(name: str, spec: gp
 
 
 def multistage_default(problem: GemmProblem, spec: gpu.GpuSpec) -> GemmConfig:
-    taken = [c for c in MULTISTAGE.shortlist(problem, spec) if GEMM.why_not(problem, c, spec) is None]
-    return min(taken, key=lambda c: (MULTISTAGE.estimate_us(problem, c, spec), str(c)))
+    found = MULTISTAGE.best(problem, spec, PLAIN)
+    assert found is not None
+    return found[1]
 
 
 @pytest.mark.parametrize("spec", TARGETS, ids=lambda g: g.target)

@@ -228,7 +228,7 @@ def test_many_ctas_compile_without_spills(text: str, knobs: str) -> None:
     values = {name: int(value) for name, value in (word.split("=") for word in knobs.split())}
     config = next(iter(SKINNY_WARPGROUP.spanned())).replace(tile_k=64, pdl=True, **values)
     assert not list(SKINNY_WARPGROUP.foreign_knobs(config))
-    assert SKINNY_WARPGROUP.fits(config, H100, PLAIN)
+    assert not list(SKINNY_WARPGROUP.failures_of("config", config, H100, PLAIN))
     facts = GEMM.build(problem, config, H100).facts
     assert facts.stack_bytes == 0
     assert facts.smem_bytes == SKINNY_WARPGROUP.smem(config).total_bytes

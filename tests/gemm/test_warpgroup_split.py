@@ -66,11 +66,13 @@ def test_the_default_shares_few_tiles_of_a_long_k() -> None:
 
 def dealings() -> list[tuple[GemmProblem, GemmConfig]]:
     draw, found = random.Random(9), []
-    split = [c for c in WARPGROUP.shortlist(FEW, H100) if c.split_k > 1]
+    split = [c for c in WARPGROUP.fitting(H100, PLAIN, WARPGROUP.usual(FEW, H100, PLAIN)) if c.split_k > 1]
     while len(found) < 24:
         m, n, k = draw.randrange(130, 5000), 8 * draw.randrange(20, 1200), 8 * draw.randrange(200, 3000)
         p = GemmProblem(m, n, k, b_major="k")
-        found += [(p, c) for c in draw.sample(split, 200) if WARPGROUP.suits(p, c, H100, PLAIN)][:1]
+        found += [
+            (p, c) for c in draw.sample(split, 200) if not list(WARPGROUP.failures_of("both", p, c, H100, PLAIN))
+        ][:1]
     return found
 
 
@@ -111,7 +113,7 @@ def test_a_workspace_holds_any_tile() -> None:
     from cutekernels.ops.gemm import warpgroup
 
     per_cta = 2 * 128 * warpgroup.MOST_ACCUMULATORS
-    split = [c for c in WARPGROUP.shortlist(FEW, H100) if c.split_k > 1]
+    split = [c for c in WARPGROUP.fitting(H100, PLAIN, WARPGROUP.usual(FEW, H100, PLAIN)) if c.split_k > 1]
     assert max(c.tile_m * c.tile_n for c in split) <= per_cta
     assert max(groups(c) for c in split) <= 3
 

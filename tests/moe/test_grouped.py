@@ -21,6 +21,7 @@ from cutekernels.errors import InvalidConfig, UnsupportedProblem
 from cutekernels.kernels.activations import ACTIVATIONS
 from cutekernels.ops.gemm.multistage import MULTISTAGE
 from cutekernels.ops.gemm.problem import GemmConfig
+from cutekernels.ops.gemm.schedule import PLAIN
 from cutekernels.ops.moe.grouped import (
     GROUPED_GEMM,
     GROUPED_GEMM_WGRAD,
@@ -301,7 +302,7 @@ def test_the_multistage_model_knows_that_rows_choose_at_random() -> None:
     even = Problem.parse("rows=8192 n=768 k=2048 experts=128")
     taller = GemmConfig.parse("tile_m=128 tile_n=128 tile_k=32 warps_m=2 warps_n=2 stages=4 raster=16 ctas_per_sm=2")
     fitting = taller.replace(tile_m=64)
-    shares = [MULTISTAGE.estimate_us(GROUPED_GEMM.one(even), c, h200) for c in (fitting, taller)]
+    shares = [MULTISTAGE.estimate_us(GROUPED_GEMM.one(even), c, h200, PLAIN) for c in (fitting, taller)]
     chosen = [GROUPED_GEMM.estimate_us(even, c, h200) for c in (fitting, taller)]
     assert chosen[0] / shares[0] > 1.2 * chosen[1] / shares[1]
     assert GROUPED_GEMM.estimate_us(even.replace(rows=0), fitting, h200) == 0.0
@@ -333,12 +334,7 @@ def test_the_multistage_default_keeps_up_with_triton_on_warp_mma() -> None:
     speed = []
     for (text, _), measured in runs.items():
         problem = Problem.parse(text)
-        estimate, extras = GROUPED_GEMM.model(problem, h100), GROUPED_GEMM.extras(problem)
-        among = MULTISTAGE.shortlist(GROUPED_GEMM.one(problem, most=True), h100)
-        valid = [c for c in among if GROUPED_GEMM.why_not(problem, c, h100) is None]
-        default = min(
-            valid, key=lambda c: (estimate(c), MULTISTAGE.preference(GROUPED_GEMM.one(problem, most=True), c, extras))
-        )
+        default = GROUPED_GEMM.best(problem, h100, MULTISTAGE)
         if str(default) in measured:  # the other run of a problem had other configs
             speed.append(measured["triton"] / measured[str(default)])
     assert len(speed) == 26

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from cutekernels import gpu
+from cutekernels.columns import Columns, where
 from cutekernels.op import Config, knob
 from cutekernels.ops import registry
 from cutekernels.ops.attention.problem import AttentionOp
@@ -14,7 +15,7 @@ from cutekernels.ops.gemm.op import SCHEDULES
 from cutekernels.ops.moe.grouped_schedules import GROUPED_WARPGROUP
 from cutekernels.ops.norm_linear.fused import FUSED_SCHEDULES
 from cutekernels.ops.quantized.op import SCHEDULES as PACKED
-from cutekernels.rules import Ruled, Schedule, best, combinations, foreign, of_both, of_config, of_problem, values_of
+from cutekernels.rules import EVERY, Among, Broken, Ruled, Schedule, foreign, of_both, of_config, of_problem, values_of
 
 H200 = gpu.lookup("h200")
 asked: list[str] = []
@@ -33,30 +34,27 @@ class Small(Schedule[int, Knobs, str]):
 
     name = "small"
 
-    def spanned(self, **among: tuple[Any, ...]) -> Iterator[Knobs]:
-        yield from combinations(Knobs, values_of(Knobs, tile=(1, 2, 4), body=(self.name,)) | among)
+    def spanned(self, among: Among = EVERY) -> Columns:
+        return Columns.spanned(Knobs, values_of(Knobs, tile=(1, 2, 4), body=(self.name,)) | dict(among))
 
     def foreign_knobs(self, c: Knobs) -> Iterator[str]:
         return foreign(c, values_of(Knobs, tile=(1, 2, 4), body=(self.name,)))
 
     @of_both
-    def covers(self, p: int, c: Knobs, gpu: gpu.GpuSpec, x: str) -> str | None:
-        return f"tile={c.tile} is more than {p}" if c.tile > p else None
+    def covers(self, p: int, c: Knobs, gpu: gpu.GpuSpec, x: str) -> Broken:
+        yield c.tile > p, "tile={} is more than {}", c.tile, p
 
     @of_problem
     def positive(self, p: int, gpu: gpu.GpuSpec, x: str) -> str | None:
         return f"{p} is no size" if p < 1 else None
 
     @of_config
-    def odd(self, c: Knobs, gpu: gpu.GpuSpec, x: str) -> str | None:
-        asked.append(str(c))
-        return "tile=1 is odd" if c.tile == 1 and x == "even" else None
+    def odd(self, c: Knobs, gpu: gpu.GpuSpec, x: str) -> Broken:
+        asked.append(x)
+        yield (c.tile == 1) & (x == "even"), "tile={} is odd", c.tile
 
-    def shortlist(self, p: int, gpu: gpu.GpuSpec, x: str) -> Iterable[Knobs]:
-        return self.fitting(gpu, x)
-
-    def estimate_us(self, p: int, c: Knobs, gpu: gpu.GpuSpec, x: str) -> float:
-        return float(abs(p - c.tile))
+    def times_us(self, p: int, c: Any, gpu: gpu.GpuSpec, x: str) -> Any:
+        return where(c.tile > p, c.tile - p, p - c.tile) * (1 + 1e-9 * c.tile)
 
 
 class Large(Small):
@@ -64,8 +62,8 @@ class Large(Small):
     positive = None  # type: ignore[assignment]
 
     @of_config
-    def odd(self, c: Knobs, gpu: gpu.GpuSpec, x: str) -> str | None:
-        return "tile=2 is odd here" if c.tile == 2 else None
+    def odd(self, c: Knobs, gpu: gpu.GpuSpec, x: str) -> Broken:
+        yield c.tile == 2, "tile={} is odd here", c.tile
 
 
 SMALL, LARGE = Small(), Large()
@@ -95,15 +93,17 @@ def test_failures_come_by_what_they_read_and_why_not_is_the_first() -> None:
 def test_configs_are_asked_once_for_all_problems() -> None:
     asked.clear()
     found = [c.tile for c in SMALL.valid(2, H200, "even")]
-    assert found == [2] and len(asked) == 3
-    assert [c.tile for c in SMALL.valid(4, H200, "even")] == [2, 4] and len(asked) == 3
-    assert [c.tile for c in SMALL.valid(4, H200, "")] == [1, 2, 4] and len(asked) == 6
+    assert found == [2] and asked == ["even"]
+    assert [c.tile for c in SMALL.valid(4, H200, "even")] == [2, 4] and asked == ["even"]
+    assert [c.tile for c in SMALL.valid(4, H200, "")] == [1, 2, 4] and asked == ["even", ""]
     assert list(SMALL.valid(0, H200, "")) == []
 
 
 def test_the_best_is_the_least_estimate_and_the_preferred_of_equals() -> None:
-    assert SMALL.best(3, H200, "") == (1.0, Knobs("small", 2, 1)), "2 and 4 are as far; by text 2 comes first"
-    assert SMALL.best(0, H200, "") is None and best([], float, str) is None
+    assert SMALL.best(4, H200, "") == (0.0, Knobs("small", 4, 1))
+    found = SMALL.best(3, H200, "")
+    assert found and found[1] == Knobs("small", 2, 1), "4 is too large"
+    assert SMALL.best(0, H200, "") is None
 
 
 def test_names_of_rules_are_told_apart() -> None:

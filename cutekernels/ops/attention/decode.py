@@ -191,7 +191,7 @@ class SplitDecode(AttentionSchedule[DecodeProblem, DecodeConfig]):
     def occupancy(self, c: DecodeConfig, gpu: GpuSpec, x: DecodeProblem) -> str | None:
         registers, smem = registers_per_thread(x, c), c.smem(x).total_bytes
         rules = occupancy_rules(gpu, ctas=c.ctas_per_sm, most=MAX_CTAS, warps=c.warps, registers=registers, smem=smem)
-        return next(rules, None)
+        return next((text.format(*values) for broken, text, *values in rules if broken), None)
 
     @of_both
     def tile_of_keys(self, p: DecodeProblem, c: DecodeConfig, gpu: GpuSpec, x: object) -> str | None:

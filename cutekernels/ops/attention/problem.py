@@ -17,7 +17,7 @@ from cutekernels.op import C, Config, Op, P, Problem, extent, ladder, plain, pow
 from cutekernels.ops.attention.coefficients import EXPONENTS_PER_CLOCK, MULTISTAGE, ORDER
 from cutekernels.ops.shared.dtypes import DTYPES
 from cutekernels.ops.shared.occupancy import occupancy_rules
-from cutekernels.rules import Schedule, combinations, foreign, of_both, of_config, values_of
+from cutekernels.rules import Enumerated, combinations, foreign, of_both, of_config, values_of
 
 if TYPE_CHECKING:
     import torch
@@ -258,7 +258,7 @@ def launch_blind(lse: bool, sinks: int = -3) -> Callable[..., None]:
 # ---- ops ------------------------------------------------------------------------------------------------
 
 
-class AttentionSchedule(Schedule[P, C, P]):
+class AttentionSchedule(Enumerated[P, C, P]):
     """Rules and model of one body. ``x`` is a problem, of which the rules of configs read no extent: what fits one fits
     all that differ in extents alone.
     """
@@ -421,7 +421,7 @@ class TilesSchedule(BodySchedule[Q, T]):
     def occupancy(self, c: T, gpu: GpuSpec, x: Q) -> str | None:
         registers, smem = self.registers(x, c), self.smem_bytes(x, c)
         rules = occupancy_rules(gpu, ctas=c.ctas_per_sm, most=MAX_CTAS, warps=c.warps, registers=registers, smem=smem)
-        return next(rules, None)
+        return next((text.format(*values) for broken, text, *values in rules if broken), None)
 
     @of_both
     def tile_rows(self, p: Q, c: T, gpu: GpuSpec, x: Q) -> str | None:

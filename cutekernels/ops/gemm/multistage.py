@@ -5,20 +5,18 @@ Where rows of out are not contiguous the kernel computes ``out^T``; rules and mo
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from cutekernels import rates
+from cutekernels.columns import gcd, larger, pick, smaller, where
 from cutekernels.kernels.cute.parts.smem import GemmSmem
 from cutekernels.op import power_of_two
 from cutekernels.ops.gemm import coefficients
-from cutekernels.ops.gemm.problem import ELEMENT_BYTES, GemmConfig, GemmProblem
+from cutekernels.ops.gemm.problem import ACROSS, ELEMENT_BYTES, GemmConfig, GemmProblem
 from cutekernels.ops.gemm.schedule import PLAIN, Extras, GemmSchedule
 from cutekernels.ops.shared.occupancy import occupancy_rules
-from cutekernels.rules import of_both, of_config
+from cutekernels.rules import Among, Broken, of_both, of_config
 
 if TYPE_CHECKING:
     from cutekernels.gpu import GpuSpec
@@ -50,113 +48,99 @@ class Multistage(GemmSchedule):
     # -- rules
 
     @of_config
-    def most_warps(self, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
-        if c.warps > MAX_WARPS:
-            return f"{c.warps_m}x{c.warps_n} warps are more than {MAX_WARPS}"
-        return None
+    def most_warps(self, c: GemmConfig, gpu: GpuSpec, x: Extras) -> Broken:
+        yield c.warps > MAX_WARPS, "{}x{} warps are more than {}", c.warps_m, c.warps_n, MAX_WARPS
 
     @of_config
-    def enough_warps(self, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
-        if c.warps < 4 and c.tile_m * c.tile_n > 32 * 64:
-            return f"{c.warps} warps are too few for a {c.tile_m}x{c.tile_n} tile: take 4"
-        return None
+    def enough_warps(self, c: GemmConfig, gpu: GpuSpec, x: Extras) -> Broken:
+        few = (c.warps < 4) & (c.tile_m * c.tile_n > 32 * 64)
+        yield few, "{} warps are too few for a {}x{} tile: take 4", c.warps, c.tile_m, c.tile_n
 
     @of_config
-    def tile_divides(self, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
-        if c.tile_m % (MIN_WARP_TILE * c.warps_m):
-            return f"tile_m={c.tile_m} does not divide among {c.warps_m} warps of {MIN_WARP_TILE}"
-        if c.tile_n % (MIN_WARP_TILE * c.warps_n):
-            return f"tile_n={c.tile_n} does not divide among {c.warps_n} warps of {MIN_WARP_TILE}"
-        return None
+    def tile_divides(self, c: GemmConfig, gpu: GpuSpec, x: Extras) -> Broken:
+        for name, tile, warps in (("m", c.tile_m, c.warps_m), ("n", c.tile_n, c.warps_n)):
+            odd = tile % (MIN_WARP_TILE * warps) > 0
+            yield odd, "tile_{}={} does not divide among {} warps of {}", name, tile, warps, MIN_WARP_TILE
 
     @of_config
-    def warp_tile(self, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
-        long, short = max(c.warp_tile), min(c.warp_tile)
-        if long > 2 * short:
-            return f"a warp's {c.warp_tile[0]}x{c.warp_tile[1]} tile is lopsided: at most 2 to 1"
-        if short < 32 and c.tile_m * c.tile_n >= 128 * 64:
-            return f"{c.warps} warps of {c.warp_tile[0]}x{c.warp_tile[1]} load more than they multiply: take fewer"
-        return None
+    def warp_tile(self, c: GemmConfig, gpu: GpuSpec, x: Extras) -> Broken:
+        rows, columns = c.warp_tile
+        short = smaller(rows, columns)
+        lopsided = larger(rows, columns) > 2 * short
+        yield lopsided, "a warp's {}x{} tile is lopsided: at most 2 to 1", rows, columns
+        small = (short < 32) & (c.tile_m * c.tile_n >= 128 * 64)
+        yield small, "{} warps of {}x{} load more than they multiply: take fewer", c.warps, rows, columns
 
     @of_config
-    def long_k_tiles(self, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
-        if c.tile_k > 64 and min(c.tile_m, c.tile_n) > FEW_ROWS:
-            return (
-                f"tile_k={c.tile_k} is for few rows, where DRAM is the limit: take 64 for {c.tile_m}x{c.tile_n} tiles"
-            )
-        return None
+    def long_k_tiles(self, c: GemmConfig, gpu: GpuSpec, x: Extras) -> Broken:
+        many = (c.tile_k > 64) & (smaller(c.tile_m, c.tile_n) > FEW_ROWS)
+        why = "tile_k={} is for few rows, where DRAM is the limit: take 64 for {}x{} tiles"
+        yield many, why, c.tile_k, c.tile_m, c.tile_n
 
     @of_config
-    def persistent_tile(self, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
-        if c.persistent and (c.ctas_per_sm > 1 or c.tile_m * c.tile_n < 128 * 128):
-            return "persistent=1 is for large tiles that have an SM to themselves: others hide each other's ends"
-        return None
+    def persistent_tile(self, c: GemmConfig, gpu: GpuSpec, x: Extras) -> Broken:
+        small = c.persistent & ((c.ctas_per_sm > 1) | (c.tile_m * c.tile_n < 128 * 128))
+        yield small, "persistent=1 is for large tiles that have an SM to themselves: others hide each other's ends"
 
     @of_both
-    def occupancy(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
+    def occupancy(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, x: Extras) -> Broken:
         c = of_kernel(p, c)
         registers, smem = registers_per_thread(p, c), self.smem(c).total_bytes
-        rules = occupancy_rules(gpu, ctas=c.ctas_per_sm, most=MAX_CTAS, warps=c.warps, registers=registers, smem=smem)
-        return next(rules, None)
+        return occupancy_rules(gpu, ctas=c.ctas_per_sm, most=MAX_CTAS, warps=c.warps, registers=registers, smem=smem)
 
     @of_both
-    def operand_tiles(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
+    def operand_tiles(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, x: Extras) -> Broken:
         """Threads divide a tile's vectors; an extent fills half of its tile."""
         threads = self.threads(c)
         for name, tile, side in zip("mn", (c.tile_m, c.tile_n), p.operands, strict=True):
-            if not divides(tile, c.tile_k, side.k_major, side.align, threads):
-                return f"{threads} threads do not divide a {tile}x{c.tile_k} tile (alignment {side.align})"
-            if tile > max(MIN_TILE, power_of_two(side.extent)):
-                return f"tile_{name}={tile} idles most of a tile over an extent of {side.extent}"
-        return None
+            odd = divides(tile, c.tile_k, side.k_major, side.align, threads) == 0
+            yield odd, "{} threads do not divide a {}x{} tile (alignment {})", threads, tile, c.tile_k, side.align
+            idle = tile > max(MIN_TILE, power_of_two(side.extent))
+            yield idle, "tile_{}={} idles most of a tile over an extent of {}", name, tile, side.extent
 
     @of_both
-    def long_k_tiles_of(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
+    def long_k_tiles_of(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, x: Extras) -> Broken:
         rows, columns = p.sides
-        if c.tile_k > 64 and not (columns if columns.extent > rows.extent else rows).k_major:
-            return f"tile_k={c.tile_k} is for a larger operand that lies along K: take 64"
-        return None
+        if not (columns if columns.extent > rows.extent else rows).k_major:
+            yield c.tile_k > 64, "tile_k={} is for a larger operand that lies along K: take 64", c.tile_k
 
     @of_both
-    def output_tile(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
+    def output_tile(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, x: Extras) -> Broken:
         c = of_kernel(p, c)
         threads = self.threads(c)
         for align in {p.out_align} | ({p.c_align} if source(p) == "staged" else set()):
-            if not divides(c.tile_m, c.tile_n, True, align, threads):
-                return f"{threads} threads do not divide the output tile (alignment {align})"
-        return None
+            odd = divides(c.tile_m, c.tile_n, True, align, threads) == 0
+            yield odd, "{} threads do not divide the output tile (alignment {})", threads, align
 
     @of_both
-    def persistent_tiles(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
-        if c.persistent and -(-p.m // c.tile_m) * -(-p.n // c.tile_n) * p.batch <= gpu.sm_count:
-            return "persistent=1 is for more tiles than there are SMs"
-        return None
+    def persistent_tiles(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, x: Extras) -> Broken:
+        few = -(-p.m // c.tile_m) * -(-p.n // c.tile_n) * p.batch <= gpu.sm_count
+        yield c.persistent & few, "persistent=1 is for more tiles than there are SMs"
 
     @of_both
-    def raster(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
+    def raster(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, x: Extras) -> Broken:
         """CTAs that run together should cover about as many rows as columns: wide tiles need taller bands."""
         c = of_kernel(p, c)
-        tile_rows = -(-p.sides[0].extent // c.tile_m)
-        fitting = {1} if tile_rows < 2 else {1, 8} if tile_rows <= 4 else {8}
-        if tile_rows >= 64 or (tile_rows >= 16 and c.tile_n > c.tile_m):
-            fitting |= {16}
-        if c.raster not in fitting:
-            return f"raster={c.raster} does not suit {tile_rows} tile rows: take one of {sorted(fitting)}"
-        return None
+        rows = -(-p.sides[0].extent // c.tile_m)
+        tall = (rows >= 64) | ((rows >= 16) & (c.tile_n > c.tile_m))
+        suits = ((c.raster == 1) & (rows <= 4)) | ((c.raster == 8) & (rows >= 2)) | ((c.raster == 16) & tall)
+        why = "raster={} does not suit {} tile rows: 1 is for up to 4, 8 for 2 and more, 16 for 64, of wide tiles 16"
+        yield suits == 0, why, c.raster, rows
 
     # -- choice
 
-    def shortlist(self, p: GemmProblem, gpu: GpuSpec, x: Extras = PLAIN) -> Iterable[GemmConfig]:
-        return (of_kernel(p, c) for c in _shortlist(gpu))
+    def usual(self, p: GemmProblem, gpu: GpuSpec, x: Extras) -> Among:
+        knobs = ("tile_m", "tile_n", "warps_m", "warps_n")
+        return {tuple(ACROSS[name] for name in knobs) if p.transposed else knobs: _SHORTLIST}
 
-    def estimate_us(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> float:
+    def times_us(self, p: GemmProblem, c: Any, gpu: GpuSpec, x: Extras = PLAIN) -> Any:
         rows, columns = p.sides
         seen = of_kernel(p, c)
         tiles = -(-rows.extent // seen.tile_m) * -(-columns.extent // seen.tile_n) * p.batch
         moved = ELEMENT_BYTES * p.batch * (p.m * p.k + p.k * p.n + p.m * p.n * (1 if p.c == "none" else 2))
         return self.tiles_us(p, c, tiles, moved, gpu)
 
-    def tiles_us(self, p: GemmProblem, c: GemmConfig, tiles: int, moved: float, gpu: GpuSpec) -> float:
+    def tiles_us(self, p: GemmProblem, c: Any, tiles: Any, moved: float, gpu: GpuSpec) -> Any:
         """Waves of CTAs, each k-tile as slow as tensor cores, L2 or latency, plus fixed costs; or DRAM, if slower.
 
         Where DRAM is, most configs would tie: a little of what it hides counts, so that the least work is preferred.
@@ -166,7 +150,7 @@ class Multistage(GemmSchedule):
             tiles: those of ``c`` that the product, or a batch of products like ``p``, has.
             moved: bytes to and from DRAM.
         """
-        if tiles == 0:
+        if 0 in (p.m, p.n, p.batch):
             return 0.0
         rate, own = rates.of(gpu), coefficients.MULTISTAGE
         rows, columns = p.sides
@@ -175,34 +159,34 @@ class Multistage(GemmSchedule):
         peak = rate.mma_fp16_flops_per_us if p.accumulate == "fp16" else rate.mma_flops_per_us
         flops_per_us = peak * own.aligned[min(p.a_align, p.b_align).bit_length() - 1]
         reuse = warp_m * warp_n / (warp_m + warp_n)  # multiplications per element of a fragment loaded
-        k_tiles = max(1, -(-p.k // c.tile_k))
+        k_tiles = larger(1, -(-p.k // c.tile_k))
         stage_bytes = (c.tile_m + c.tile_n) * c.tile_k * ELEMENT_BYTES
+        awaited = rate.barrier_us * pick(smaller(c.stages, 4), dict(enumerate(own.barrier, 2)))
 
-        def wave_us(together: int) -> float:
+        def wave_us(together: Any) -> Any:
             """How long ``together`` CTAs on an SM take."""
-            fed = min(1.0, (together * c.warps / own.CROWD_WARPS) ** own.crowd) * reuse / (reuse + own.reuse)
+            fed = smaller(1.0, (together * c.warps / own.CROWD_WARPS) ** own.crowd) * reuse / (reuse + own.reuse)
             multiply = together * 2.0 * c.tile_m * c.tile_n * c.tile_k / (flops_per_us * fed)
             fetch = together * stage_bytes / (own.port * rate.sm_bytes_per_us)
-            barrier = rate.barrier_us * own.barrier[min(c.stages, 4) - 2] / min(together, 2)
-            step = max(multiply, fetch) + barrier
-            fixed = rate.dram_latency_us / min(together, 2)  # the beginning and end of a CTA
-            fixed += own.epilogue / rate.sm_bytes_per_us * c.tile_m * c.tile_n * together
-            if c.persistent:
-                fixed *= own.persistent
-            return float(k_tiles * max(step, own.latency * rate.dram_latency_us / (c.stages - 1)) + fixed)
+            step = larger(multiply, fetch) + awaited / smaller(together, 2)
+            fixed = rate.dram_latency_us / smaller(together, 2)  # the beginning and end of a CTA
+            fixed = fixed + own.epilogue / rate.sm_bytes_per_us * c.tile_m * c.tile_n * together
+            fixed = fixed * where(c.persistent, own.persistent, 1.0)
+            return k_tiles * larger(step, own.latency * rate.dram_latency_us / (c.stages - 1)) + fixed
 
         full, rest = divmod(tiles, gpu.sm_count * c.ctas_per_sm)
-        busy = full * wave_us(c.ctas_per_sm) + (wave_us(-(-rest // gpu.sm_count)) if rest else 0.0)
+        last = wave_us(larger(1, -(-rest // gpu.sm_count)))
+        busy = full * wave_us(c.ctas_per_sm) + where(rest > 0, last, 0.0)
         # Little's law: what is in flight bounds the bandwidth.
-        in_flight = min(tiles, gpu.sm_count * c.ctas_per_sm) * (c.stages - 1) * stage_bytes
-        bytes_per_us = min(rate.dram_share * gpu.dram_gbps * 1e3, in_flight / rate.dram_latency_us)
-        larger, across = (columns, c.tile_n) if columns.extent > rows.extent else (rows, c.tile_m)
-        row_bytes = ELEMENT_BYTES * (c.tile_k if larger.k_major else min(across, 64))
-        dram = moved / bytes_per_us * own.row_bytes[row_bytes // 128]
-        return float(rate.launch_us + max(busy, dram) + own.shown * min(busy, dram))
+        in_flight = smaller(tiles, gpu.sm_count * c.ctas_per_sm) * (c.stages - 1) * stage_bytes
+        bytes_per_us = smaller(rate.dram_share * gpu.dram_gbps * 1e3, in_flight / rate.dram_latency_us)
+        wider, across = (columns, c.tile_n) if columns.extent > rows.extent else (rows, c.tile_m)
+        row_bytes = ELEMENT_BYTES * (c.tile_k if wider.k_major else smaller(across, 64))
+        dram = moved / bytes_per_us * pick(row_bytes // 128, dict(enumerate(own.row_bytes)))
+        return rate.launch_us + larger(busy, dram) + own.shown * smaller(busy, dram)
 
-    def preference(self, p: GemmProblem, c: GemmConfig, extras: Extras = PLAIN) -> tuple[object, ...]:
-        return (str(of_kernel(p, c)),)
+    def text(self, p: GemmProblem, c: GemmConfig) -> str:
+        return str(of_kernel(p, c))
 
     def body(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> Any:
         import cutlass
@@ -235,20 +219,6 @@ class Multistage(GemmSchedule):
 MULTISTAGE = Multistage()
 
 
-@cache
-def _shortlist(gpu: GpuSpec) -> tuple[GemmConfig, ...]:
-    among = (
-        GemmConfig(tile_m, tile_n, tile_k, warps_m, warps_n, stages, raster, ctas, persistent)
-        for tile_m, tile_n, warps_m, warps_n in _SHORTLIST
-        for tile_k in (32, 64, 128)
-        for stages in (2, 3, 4, 6)
-        for raster in (1, 8, 16)
-        for ctas in (1, 2, 3)
-        for persistent in (False, True)
-    )
-    return tuple(c for c in among if next(MULTISTAGE.failures_of("config", c, gpu, PLAIN), None) is None)
-
-
 # ---- arithmetic of the rules ----------------------------------------------------------------------------
 
 
@@ -273,8 +243,8 @@ def registers_per_thread(p: GemmProblem, c: GemmConfig) -> int:
     return accumulators + fragments + 2 * vectors + OTHER_REGISTERS
 
 
-def divides(rows: int, columns: int, along_columns: bool, align: int, threads: int) -> bool:
+def divides(rows: Any, columns: Any, along_columns: bool, align: int, threads: Any) -> Any:
     """Whether ``threads`` vectors of ``align`` elements cover a ``rows x columns`` tile evenly."""
     along_extent, across_extent = (columns, rows) if along_columns else (rows, columns)
-    along = math.gcd(along_extent // align, threads)
+    along = gcd(along_extent // align, threads)
     return across_extent % (threads // along) == 0

@@ -21,7 +21,7 @@ from cutekernels.ops.gemm.problem import (
     since_revision_1,
     spanned,
 )
-from cutekernels.ops.gemm.schedule import GemmSchedule, summed
+from cutekernels.ops.gemm.schedule import GemmSchedule, extras_of
 from cutekernels.ops.gemm.skinny import SKINNY
 from cutekernels.ops.gemm.skinny_warpgroup import SKINNY_WARPGROUP
 from cutekernels.ops.gemm.warpgroup import WARPGROUP
@@ -66,13 +66,13 @@ class Gemm(Op[GemmProblem, GemmConfig]):
 
     def why_not(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec) -> str | None:
         if not c.vendors:
-            return SCHEDULES[c.body].why_not(p, c, gpu, summed(p))
+            return SCHEDULES[c.body].why_not(p, c, gpu, extras_of(p))
         asked = f"activation={p.activation} bias={p.bias} c={p.c} accumulate={p.accumulate}"
         return next(foreign(c), None) or (None if self.vendor(p) else f"no one call of torch's has {asked}")
 
     def valid(self, p: GemmProblem, gpu: GpuSpec) -> Iterator[GemmConfig]:
         for schedule in SCHEDULES.values():
-            yield from schedule.valid(p, gpu, summed(p))
+            yield from schedule.valid(p, gpu, extras_of(p))
         yield from (c for c in spanned(VENDOR) if self.why_not(p, c, gpu) is None)
 
     # -- choice
@@ -84,7 +84,7 @@ class Gemm(Op[GemmProblem, GemmConfig]):
     def estimate_us(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec) -> float:
         if c.vendors:  # no model of cuBLAS is needed: only its measured time counts
             return self.estimate_us(p, self.default(p, gpu), gpu)
-        return SCHEDULES[c.body].estimate_us(p, c, gpu, summed(p))
+        return SCHEDULES[c.body].estimate_us(p, c, gpu, extras_of(p))
 
     # -- kernel
 
@@ -260,7 +260,7 @@ def _default(p: GemmProblem, gpu: GpuSpec) -> GemmConfig:
     """The first choice that has a config: skinny for the fewest tokens, skinny_warpgroup up to MOST_TOKENS; beyond, and
     for other layouts, the body that its model puts first, of warpgroup and the one it would replace.
     """
-    x = summed(p)
+    x = extras_of(p)
     special = SKINNY_WARPGROUP.refusal(p, gpu, x) is None
     few = skinny_warpgroup.least_tokens(p, gpu) if special else skinny.DEFAULT_TOKENS + 1
     if p.m < few and (found := SKINNY.best(p, gpu, x)):

@@ -9,9 +9,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from cutekernels import rates
+from cutekernels.columns import kept, larger, smaller
 from cutekernels.ops.gemm.coefficients import PREFETCH
 from cutekernels.ops.gemm.problem import ELEMENT_BYTES, GemmConfig
-from cutekernels.rules import of_config
+from cutekernels.rules import Broken, of_config
 
 if TYPE_CHECKING:
     from cutekernels.gpu import GpuSpec
@@ -28,24 +29,22 @@ class Prefetches:
     """The rules of schedules that prefetch."""
 
     @of_config
-    def dependent_launch(self, c: GemmConfig, gpu: GpuSpec, x: object) -> str | None:
-        if c.pdl and not gpu.has_pdl:
-            return f"{gpu.name} has no programmatic dependent launch"
-        if c.prefetch_l2 and not c.pdl:
-            return f"prefetch_l2={c.prefetch_l2} is for pdl=1: without, no time passes before a kernel's turn"
-        return None
+    def dependent_launch(self, c: GemmConfig, gpu: GpuSpec, x: object) -> Broken:
+        yield c.pdl & (not gpu.has_pdl), "{} has no programmatic dependent launch", gpu.name
+        without = (c.prefetch_l2 > 0) & (c.pdl == 0)
+        yield without, "prefetch_l2={} is for pdl=1: without, no time passes before a kernel's turn", c.prefetch_l2
 
     @of_config
-    def prefetched(self, c: GemmConfig, gpu: GpuSpec, x: object) -> str | None:
-        if prefetched_bytes(c) > MOST:
-            return f"prefetch_l2={c.prefetch_l2} asks for {prefetched_bytes(c)} bytes at once: at most {MOST}"
-        return None
+    def prefetched(self, c: GemmConfig, gpu: GpuSpec, x: object) -> Broken:
+        taken = prefetched_bytes(c)
+        yield taken > MOST, "prefetch_l2={} asks for {} bytes at once: at most {}", c.prefetch_l2, taken, MOST
 
 
+@kept
 def saved_us(c: GemmConfig, gpu: GpuSpec, most: float) -> float:
     """Gain of a launch whose CTAs are all placed at once, at most ``most`` of the time between launches; CTAs of later
     waves have nothing to wait for.
     """
     taken, enough, too_much = prefetched_bytes(c), PREFETCH.enough, PREFETCH.too_much
     gain = most * rates.of(gpu).dependent_us
-    return gain * (min(taken, enough) / enough - max(0, taken - too_much) / too_much)
+    return gain * (smaller(taken, enough) / enough - larger(0, taken - too_much) / too_much)

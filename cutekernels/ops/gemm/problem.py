@@ -10,10 +10,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
-from itertools import product
 from typing import Any
 
 from cutekernels import rules
+from cutekernels.columns import Columns, where
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.kernels.activations import ACTIVATIONS
 from cutekernels.op import Config, Problem, extent, knob, ladder, plain, respelled
@@ -182,18 +182,17 @@ class GemmConfig(Config):
     @property
     def mma_tile(self) -> tuple[int, int]:
         """The tile along the MMA's rows and its columns: out's own, or with ``swap_ab`` those of ``out^T``."""
-        return (self.tile_n, self.tile_m) if self.swap_ab else (self.tile_m, self.tile_n)
+        return where(self.swap_ab, self.tile_n, self.tile_m), where(self.swap_ab, self.tile_m, self.tile_n)
 
     @property
     def mma_cluster(self) -> tuple[int, int]:
         """The cluster, likewise."""
-        return (self.cluster_n, self.cluster_m) if self.swap_ab else (self.cluster_m, self.cluster_n)
+        return where(self.swap_ab, self.cluster_n, self.cluster_m), where(self.swap_ab, self.cluster_m, self.cluster_n)
 
     @property
     def transposed(self) -> GemmConfig:
         """The same tiles, warps and clusters of ``out^T``."""
-        own = vars(self)
-        return GemmConfig.drawn((name, own[ACROSS.get(name, name)]) for name in GemmConfig.space())
+        return self.drawn((name, getattr(self, ACROSS.get(name, name))) for name in GemmConfig.space())
 
 
 ACROSS = {f"{what}_{a}": f"{what}_{b}" for what in ("tile", "warps", "cluster") for a, b in ("mn", "nm")}
@@ -260,20 +259,21 @@ def foreign(c: GemmConfig, **among: tuple[Any, ...]) -> Iterator[str]:
     return rules.foreign(c, {ACROSS.get(name, name): allowed for name, allowed in values.items()})
 
 
-def spanned(body: str, **among: tuple[Any, ...]) -> Iterator[GemmConfig]:
+def spanned(body: str, among: rules.Among = rules.EVERY) -> Columns:
     """Every config of ``body``, some knobs confined to ``among``, which names those of ``out^T`` for ``swap_ab``;
     ``prefetch_l2`` is for ``pdl`` alone, and so is warpgroup's ``split_k``, without ``pingpong``.
     """
-    values = _VALUES[body] | among
-    names = tuple(values)
-    across = tuple(ACROSS.get(name, name) for name in names)
-    pdl, prefetch_l2, swap_ab, pingpong, split_k = (
-        names.index(name) for name in ("pdl", "prefetch_l2", "swap_ab", "pingpong", "split_k")
-    )
-    for chosen in product(*values.values()):
-        together = body != "warpgroup" or chosen[split_k] == 1 or (chosen[pdl] and not chosen[pingpong])
-        if (chosen[pdl] or not chosen[prefetch_l2]) and together:
-            yield GemmConfig.drawn(zip(across if chosen[swap_ab] else names, chosen, strict=True))
+    together = [name for key in among if isinstance(key, tuple) for name in key]
+    own = {name: values for name, values in _VALUES[body].items() if name not in together}
+    c = Columns.spanned(GemmConfig, own | dict(among))
+    c = c.taken((c.prefetch_l2 == 0) | (c.pdl == 1))
+    if body == "warpgroup":
+        c = c.taken((c.split_k == 1) | ((c.pdl == 1) & (c.pingpong == 0)))
+        across = {
+            name: where(c.swap_ab, getattr(c, ACROSS[name]), own) for name, own in c.knobs.items() if name in ACROSS
+        }
+        c = c.drawn((c.knobs | across).items())
+    return c
 
 
 # ---- texts of earlier revisions ---------------------------------------------------------------------------

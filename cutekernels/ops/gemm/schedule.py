@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from cutekernels.columns import Columns, among
 from cutekernels.kernels.cute.parts.smem import GemmSmem, SkinnySmem, SkinnyWarpgroupSmem, WarpgroupSmem
 from cutekernels.ops.gemm.problem import BODIES, WIDEST, GemmConfig, GemmProblem, foreign, spanned
-from cutekernels.rules import Schedule, of_problem
+from cutekernels.rules import EVERY, Among, Broken, Schedule, of_both, of_problem
 
 if TYPE_CHECKING:
     from cutekernels.gpu import GpuSpec
@@ -51,11 +52,6 @@ def _extras(half_accumulators: bool, source: bool, biased: bool) -> Extras:
     return Extras(half_accumulators=half_accumulators, source=source, biased=biased)
 
 
-def summed(p: GemmProblem) -> Extras:
-    """What of ``p`` decides which configs are fit, whatever the extents and the epilogue: the type of its sums."""
-    return HALF_ACCUMULATORS if p.accumulate == "fp16" else PLAIN
-
-
 class GemmSchedule(Schedule[GemmProblem, GemmConfig, Extras]):
     """Rules, model and body of one way to multiply. ``x``: PLAIN, or what the rules read of ``gemm``'s problem."""
 
@@ -65,16 +61,12 @@ class GemmSchedule(Schedule[GemmProblem, GemmConfig, Extras]):
     def foreign_knobs(self, c: GemmConfig) -> Iterator[str]:
         return foreign(c, **self.narrowed)
 
-    def spanned(self, **among: tuple[Any, ...]) -> Iterator[GemmConfig]:
-        return spanned(self.name, **self.narrowed | among)
+    def spanned(self, among: Among = EVERY) -> Columns:
+        return spanned(self.name, self.narrowed | dict(among))
 
     def fitting_tiles(self, p: GemmProblem) -> Sequence[int]:
-        """The values of ``tile_m`` that suit ``p``, all where any may: the rule that most configs break."""
+        """The values of ``tile_m`` that suit ``p``, all where any may."""
         return BODIES[self.name]["tile_m"]
-
-    def confined(self, p: GemmProblem) -> dict[str, tuple[Any, ...]]:
-        fitting = self.fitting_tiles(p)
-        return {"tile_m": tuple(tile for tile in BODIES[self.name]["tile_m"] if tile in fitting)}
 
     @abstractmethod
     def smem(
@@ -123,6 +115,12 @@ class TokensSchedule(GemmSchedule):
         if p.batched or p.wide or p.accumulate != "fp32":
             return f"{self.name} takes no batch, no 64-bit strides and accumulates in fp32"
         return None
+
+    @of_both
+    def tile_of_tokens(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, x: Extras) -> Broken:
+        fitting = self.fitting_tiles(p)
+        why = "tile_m={} does not suit {} tokens: take {}"
+        yield among(c.tile_m, fitting) == 0, why, c.tile_m, p.m, " or ".join(map(str, fitting))
 
 
 def vector_type(kind: Any, align: int) -> Any:

@@ -6,18 +6,19 @@ The body computes ``out^T``: weight rows, ``tile_n``, take the MMA's 16 rows, to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cutekernels import rates
+from cutekernels.columns import among, kept, larger, smaller, where
 from cutekernels.kernels.cute.parts.smem import SkinnySmem
 from cutekernels.op import ladder, power_of_two
 from cutekernels.ops.gemm import coefficients, prefetch
 from cutekernels.ops.gemm.prefetch import Prefetches
 from cutekernels.ops.gemm.problem import ELEMENT_BYTES, MOST_TOKENS, WIDEST, GemmConfig, GemmProblem
 from cutekernels.ops.gemm.schedule import GRID_AXIS, PLAIN, Extras, TokensSchedule
-from cutekernels.rules import of_both, of_config, of_problem
+from cutekernels.rules import Among, Broken, of_both, of_config, of_problem
 
 if TYPE_CHECKING:
     from cutekernels.gpu import GpuSpec
@@ -33,10 +34,7 @@ FP16_SCALE = 16.0
 # Limits beyond which ptxas spills: docs/notes/gemm.md#registers (sm_80 to sm_120a, 2026-11).
 _OTHER_REGISTERS, _OTHER_REGISTERS_CLOSE = 48, 40
 _MOST_SUMMED, _MOST_OF_MANY_WARPS = 240, 96
-_MOST_ACCUMULATORS = {
-    True: 96,
-    False: 88,
-}  # accumulators where groups of warps share K, by whether the tile is a usual one
+_MOST_ACCUMULATORS = 88, 96  # where groups of warps share K, of other tiles than the usual ones and of those
 
 
 @dataclass(frozen=True)
@@ -62,6 +60,7 @@ class Skinny(TokensSchedule, Prefetches):
         shares = (1, 2) if tokens > USUAL_TILES[-1] else (1,)
         return sorted({usual_tile(p), *(max(8, -(-tokens // share // 8) * 8) for share in shares)})
 
+    @kept
     def smem(self, c: GemmConfig, extras: Extras = PLAIN) -> SkinnySmem:
         squaring = c.warps if extras.squares else 0
         return SkinnySmem(
@@ -69,115 +68,91 @@ class Skinny(TokensSchedule, Prefetches):
         )
 
     @of_config
-    def short_k_tiles(self, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
-        if c.tile_k < 128 and c.tile_m <= 16:
-            return f"tile_k={c.tile_k} is little between barriers for {c.tile_m} tokens: take 128 or more"
-        return None
+    def short_k_tiles(self, c: GemmConfig, gpu: GpuSpec, x: Extras) -> Broken:
+        short = (c.tile_k < 128) & (c.tile_m <= 16)
+        yield short, "tile_k={} is little between barriers for {} tokens: take 128 or more", c.tile_k, c.tile_m
 
     @of_config
-    def number_of_warps(self, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
-        if c.warps not in (4, 8):
-            return f"{c.warps_n}x{c.warps_k} warps: take 4 or 8"
-        if c.tile_m > USUAL_TILES[-1] and c.warps < WIDE_WARPS:
-            return f"tile_m={c.tile_m} takes {WIDE_WARPS} warps; there are {c.warps}"
-        return None
+    def number_of_warps(self, c: GemmConfig, gpu: GpuSpec, x: Extras) -> Broken:
+        yield among(c.warps, (4, 8)) == 0, "{}x{} warps: take 4 or 8", c.warps_n, c.warps_k
+        few = (c.tile_m > USUAL_TILES[-1]) & (c.warps < WIDE_WARPS)
+        yield few, "tile_m={} takes {} warps; there are {}", c.tile_m, WIDE_WARPS, c.warps
 
     @of_config
-    def warps_divide(self, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
-        if c.tile_n % (16 * c.warps_n):
-            return f"tile_n={c.tile_n} does not divide among {c.warps_n} warps of 16"
-        if c.tile_k // 16 % c.warps_k:
-            return f"tile_k={c.tile_k} does not deal out among {c.warps_k} warps"
-        return None
+    def warps_divide(self, c: GemmConfig, gpu: GpuSpec, x: Extras) -> Broken:
+        odd = c.tile_n % (16 * c.warps_n) > 0
+        yield odd, "tile_n={} does not divide among {} warps of 16", c.tile_n, c.warps_n
+        odd = c.tile_k // 16 % c.warps_k > 0
+        yield odd, "tile_k={} does not deal out among {} warps", c.tile_k, c.warps_k
 
     @of_config
-    def shared_memory(self, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
-        frame = self.smem(c, x)
-        if frame.total_bytes > gpu.smem_per_block_bytes:
-            return f"{frame.total_bytes} bytes of shared memory are more than a block's {gpu.smem_per_block_bytes}"
-        if frame.staged_bytes < LEAST_IN_FLIGHT:
-            return f"{frame.staged_bytes} bytes of stages keep too few in flight: take {LEAST_IN_FLIGHT} or more"
-        return None
+    def shared_memory(self, c: GemmConfig, gpu: GpuSpec, x: Extras) -> Broken:
+        frame, most = self.smem(c, x), gpu.smem_per_block_bytes
+        need, staged = frame.total_bytes, frame.staged_bytes
+        yield need > most, "{} bytes of shared memory are more than a block's {}", need, most
+        few = staged < LEAST_IN_FLIGHT
+        yield few, "{} bytes of stages keep too few in flight: take {} or more", staged, LEAST_IN_FLIGHT
 
     @of_config
-    def registers(self, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
-        needed, held = registers_per_thread(c, x), accumulators(c)
-        if needed > gpu.MAX_REGISTERS_PER_THREAD:
-            return f"a thread needs about {needed} registers"
-        if c.warps_k > 1 and held > _MOST_ACCUMULATORS[usual(c)]:
-            return f"a thread holds {held} accumulators, and spills: take more warps along the rows"
-        if not usual(c) and (
-            (c.split_k > 1 and held * c.split_k > _MOST_SUMMED) or (c.warps_k > 2 and held > _MOST_OF_MANY_WARPS)
-        ):
-            return f"{c.split_k} splits and {c.warps_k} groups of warps sum {held} accumulators: spills"
-        return None
+    def registers(self, c: GemmConfig, gpu: GpuSpec, x: Extras) -> Broken:
+        needed, held, odd = registers_per_thread(c, x), accumulators(c), usual(c) == 0
+        yield needed > gpu.MAX_REGISTERS_PER_THREAD, "a thread needs about {} registers", needed
+        spills = (c.warps_k > 1) & (held > where(odd, *_MOST_ACCUMULATORS))
+        yield spills, "a thread holds {} accumulators, and spills: take more warps along the rows", held
+        summed = (c.split_k > 1) & (held * c.split_k > _MOST_SUMMED)
+        summed = odd & (summed | ((c.warps_k > 2) & (held > _MOST_OF_MANY_WARPS)))
+        yield summed, "{} splits and {} groups of warps sum {} accumulators: spills", c.split_k, c.warps_k, held
 
     @of_both
-    def tile_of_tokens(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
-        fitting = self.fitting_tiles(p)
-        if c.tile_m not in fitting:
-            return f"tile_m={c.tile_m} does not suit {p.m} tokens: take {' or '.join(map(str, fitting))}"
-        return None
+    def splits(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, x: Extras) -> Broken:
+        count, shared = tiles(p, c), c.split_k > 1
+        full = shared & (count > 2 * gpu.sm_count)
+        yield full, "split_k={}: {} tiles fill the GPU without", c.split_k, count
+        little = shared & (c.split_k * 2 > -(-p.k // c.tile_k))
+        yield little, "split_k={} leaves less than two k-tiles of {} to each", c.split_k, c.tile_k
 
     @of_both
-    def splits(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
-        if c.split_k > 1 and tiles(p, c) > 2 * gpu.sm_count:
-            return f"split_k={c.split_k}: {tiles(p, c)} tiles fill the GPU without"
-        if c.split_k > 1 and c.split_k * 2 > -(-p.k // c.tile_k):
-            return f"split_k={c.split_k} leaves less than two k-tiles of {c.tile_k} to each"
-        return None
-
-    @of_both
-    def weight_rows(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
-        if -(-p.n // c.tile_n) > GRID_AXIS:
-            return f"{p.n} weight rows are more than {GRID_AXIS} tiles of {c.tile_n}"
-        if c.tile_n > max(32, p.n):
-            return f"tile_n={c.tile_n} idles most of a tile over {p.n} weight rows"
-        return None
+    def weight_rows(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, x: Extras) -> Broken:
+        many = -(-p.n // c.tile_n) > GRID_AXIS
+        yield many, "{} weight rows are more than {} tiles of {}", p.n, GRID_AXIS, c.tile_n
+        yield c.tile_n > max(32, p.n), "tile_n={} idles most of a tile over {} weight rows", c.tile_n, p.n
 
     # -- choice
 
-    def shortlist(self, p: GemmProblem, gpu: GpuSpec, x: Extras = PLAIN) -> Iterable[GemmConfig]:
-        among = {"tile_k": (128, 256), "stages": (3, 5, 8), "prefetch_l2": (0, 2, 4)}
-        return self.fitting(gpu, PLAIN, tile_m=(usual_tile(p),), **among)
+    def usual(self, p: GemmProblem, gpu: GpuSpec, x: Extras) -> Among:
+        return {"tile_m": (usual_tile(p),), "tile_k": (128, 256), "stages": (3, 5, 8), "prefetch_l2": (0, 2, 4)}
 
-    def preference(self, p: GemmProblem, c: GemmConfig, extras: Extras = PLAIN) -> tuple[object, ...]:
+    def preference(self, p: GemmProblem, c: Any, extras: Extras = PLAIN) -> tuple[Any, ...]:
         """Small tiles, then many warps, most of them along the rows: docs/notes/gemm.md#skinny-ties."""
-        return c.tile_n, -c.warps, -c.warps_n, str(c)
+        return c.tile_n, -c.warps, -c.warps_n
 
-    def estimate_us(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> float:
+    def times_us(self, p: GemmProblem, c: Any, gpu: GpuSpec, extras: Extras = PLAIN) -> Any:
         """The slowest of an SM's port, latency and DRAM, plus fixed costs."""
         if p.m == 0 or p.n == 0:
             return 0.0
         rate, own = rates.of(gpu), coefficients.SKINNY
         ctas = tiles(p, c) * c.split_k
         fit = gpu.smem_per_sm_bytes // (self.smem(c, extras).total_bytes + gpu.SMEM_RESERVED_BYTES)
-        resident = max(1, min(fit, gpu.max_warps // c.warps))
-        tokens = min(p.m, c.tile_m)
+        resident = larger(1, smaller(fit, gpu.max_warps // c.warps))
+        tokens = smaller(p.m, c.tile_m)
         cta_bytes = (c.tile_n + tokens) * p.k * ELEMENT_BYTES / c.split_k
         k_tiles = -(-p.k // c.tile_k) / c.split_k
 
-        def wave_us(together: int) -> float:
+        def wave_us(together: Any) -> Any:
             in_flight = together * (c.stages - 1) * (c.tile_n + tokens) * c.tile_k * ELEMENT_BYTES
-            bytes_per_us = min(own.port * rate.sm_bytes_per_us, in_flight / rate.dram_latency_us)
+            bytes_per_us = smaller(own.port * rate.sm_bytes_per_us, in_flight / rate.dram_latency_us)
             fixed = own.cta * rate.dram_latency_us + own.k_tile * rate.barrier_us * k_tiles / together
             return together * cta_bytes / bytes_per_us + fixed
 
         waves, rest = divmod(ctas, gpu.sm_count * resident)
-        busy = waves * wave_us(resident)
-        if rest:
-            busy += wave_us(-(-rest // gpu.sm_count))
+        last = wave_us(larger(1, -(-rest // gpu.sm_count)))
+        busy = waves * wave_us(resident) + where(rest > 0, last, 0.0)
         dram = ELEMENT_BYTES * p.n * p.k / (own.dram * rate.dram_share * gpu.dram_gbps * 1e3)
-        us = rate.launch_us + max(dram, busy)
-        us -= rate.dependent_us if c.pdl else 0.0
-        us += own.split * rate.exchange_us if c.split_k > 1 else 0.0
-        if ctas <= gpu.sm_count * resident:
-            us -= prefetch.saved_us(c, gpu, own.ahead)
-        if c.pdl and resident > 1 and waves == 0:
-            us *= own.crowded
-        if extras.squares:
-            us += own.squares / rate.clock_mhz * tokens * p.k
-        return float(us)
+        us = rate.launch_us + larger(dram, busy) - where(c.pdl, rate.dependent_us, 0.0)
+        us = us + where(c.split_k > 1, own.split * rate.exchange_us, 0.0)
+        us = us - where(ctas <= gpu.sm_count * resident, prefetch.saved_us(c, gpu, own.ahead), 0.0)
+        us = us * where(c.pdl & (resident > 1) & (waves == 0), own.crowded, 1.0)
+        return us + (own.squares / rate.clock_mhz * tokens * p.k if extras.squares else 0.0)
 
     def body(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> Any:
         import cutlass
@@ -233,9 +208,9 @@ def usual_tile(p: GemmProblem) -> int:
     return min(USUAL_TILES[-1], max(USUAL_TILES[0], power_of_two(p.m)))
 
 
-def usual(c: GemmConfig) -> bool:
+def usual(c: GemmConfig) -> Any:
     """Whether the default could have the tile of ``c``."""
-    return c.tile_m in USUAL_TILES
+    return among(c.tile_m, USUAL_TILES)
 
 
 def tiles(p: GemmProblem, c: GemmConfig) -> int:
@@ -252,9 +227,8 @@ def registers_per_thread(c: GemmConfig, extras: Extras = PLAIN) -> int:
     blocks = c.tile_k // 16 // c.warps_k
     fragment = c.tile_n // c.warps_n // 4 + c.tile_m // 4
     beside = c.tile_m * extras.squares + blocks * extras.gamma_bytes  # squares and their factors, gamma's fragments
-    if usual(c):
-        return accumulators(c) + blocks * fragment + beside + _OTHER_REGISTERS
-    return accumulators(c) + min(2, blocks) * fragment + beside + _OTHER_REGISTERS_CLOSE
+    read, other = where(usual(c), blocks, smaller(2, blocks)), where(usual(c), _OTHER_REGISTERS, _OTHER_REGISTERS_CLOSE)
+    return accumulators(c) + read * fragment + beside + other
 
 
 def loaders(rows: int, c: GemmConfig) -> int:

@@ -6,13 +6,13 @@ tile's K.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cutekernels import rates
+from cutekernels.columns import kept, larger, over, smaller, where
 from cutekernels.kernels.cute.parts.smem import SkinnyWarpgroupSmem
 from cutekernels.op import ladder
 from cutekernels.ops.gemm import coefficients, prefetch
@@ -20,7 +20,7 @@ from cutekernels.ops.gemm.prefetch import Prefetches
 from cutekernels.ops.gemm.problem import BODIES, ELEMENT_BYTES, GemmConfig, GemmProblem
 from cutekernels.ops.gemm.schedule import GRID_AXIS, PLAIN, Extras, TokensSchedule
 from cutekernels.ops.shared.occupancy import no_warpgroups
-from cutekernels.rules import of_both, of_config, of_problem
+from cutekernels.rules import Among, Broken, of_both, of_config, of_problem
 
 if TYPE_CHECKING:
     from cutekernels.gpu import GpuSpec
@@ -36,8 +36,7 @@ LEAST_IN_FLIGHT = 32 * 1024  # bytes of stages
 # Least share of the GPU at work, relative to the best tile's. A tuned neighbour's tile suits its own columns, and is
 # refused where it would idle an SM in three.
 LEAST_BUSY = 0.8
-# Share of the SMs that clusters find at once, by their CTAs: 30 of four, 15 of eight on 132 (H200, 2026-11-24).
-_ROOM = {4: 0.91, 8: 0.91}
+_ROOM = 0.91  # share of the SMs that clusters find at once: 30 of four, 15 of eight on 132 (H200, 2026-11-24)
 _OTHER_REGISTERS = 40
 _WEIGHING_REGISTERS = 56  # for k-tiles of 128: fragments as loaded and as multiplied, the norm's weight
 
@@ -72,6 +71,7 @@ class SkinnyWarpgroup(TokensSchedule, Prefetches):
             fitting.add(GROUP_TOKENS)
         return sorted(fitting)
 
+    @kept
     def smem(self, c: GemmConfig, extras: Extras = PLAIN) -> SkinnyWarpgroupSmem:
         return SkinnyWarpgroupSmem(
             c.tile_m, c.tile_n, c.tile_k, c.stages, c.split_k, extras.gamma_bytes, extras.squares, exclusive(c)
@@ -82,81 +82,68 @@ class SkinnyWarpgroup(TokensSchedule, Prefetches):
         return 128 * groups(c) + 32
 
     @of_config
-    def shared_memory(self, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
-        frame = self.smem(c, x)
-        if frame.total_bytes > gpu.smem_per_block_bytes:
-            return f"{frame.total_bytes} bytes of shared memory are more than a block's {gpu.smem_per_block_bytes}"
-        taken = c.ctas_per_sm * (frame.total_bytes + gpu.SMEM_RESERVED_BYTES)
-        if taken > gpu.smem_per_sm_bytes:
-            return f"{c.ctas_per_sm} CTAs take {taken} bytes of an SM's {gpu.smem_per_sm_bytes} of shared memory"
+    def shared_memory(self, c: GemmConfig, gpu: GpuSpec, x: Extras) -> Broken:
+        frame, most = self.smem(c, x), gpu.smem_per_block_bytes
+        need = frame.total_bytes
+        yield need > most, "{} bytes of shared memory are more than a block's {}", need, most
+        taken, room = c.ctas_per_sm * (need + gpu.SMEM_RESERVED_BYTES), gpu.smem_per_sm_bytes
+        yield taken > room, "{} CTAs take {} bytes of an SM's {} of shared memory", c.ctas_per_sm, taken, room
         in_flight = c.ctas_per_sm * c.stages * frame.stage_bytes
-        if in_flight < LEAST_IN_FLIGHT:
-            return f"{in_flight} bytes of stages keep too few in flight: take {LEAST_IN_FLIGHT} or more"
-        return None
+        few = in_flight < LEAST_IN_FLIGHT
+        yield few, "{} bytes of stages keep too few in flight: take {} or more", in_flight, LEAST_IN_FLIGHT
 
     @of_config
-    def lone_ctas(self, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
-        if c.split_k > 2 and c.ctas_per_sm > 1:
-            return f"split_k={c.split_k} is for tiles that leave SMs idle: take ctas_per_sm=1"
-        return None
+    def lone_ctas(self, c: GemmConfig, gpu: GpuSpec, x: Extras) -> Broken:
+        several = (c.split_k > 2) & (c.ctas_per_sm > 1)
+        yield several, "split_k={} is for tiles that leave SMs idle: take ctas_per_sm=1", c.split_k
 
     @of_config
-    def registers(self, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
+    def registers(self, c: GemmConfig, gpu: GpuSpec, x: Extras) -> Broken:
         # Registers are allocated for whole groups of warps: ptxas gives 96 a thread to 544 threads, not 120.
         reserved_threads = -(-self.threads(c) // 128) * 128
-        available = min(gpu.MAX_REGISTERS_PER_THREAD, gpu.REGISTERS_PER_SM // (reserved_threads * c.ctas_per_sm))
+        available = smaller(gpu.MAX_REGISTERS_PER_THREAD, gpu.REGISTERS_PER_SM // (reserved_threads * c.ctas_per_sm))
         needed = registers_per_thread(c) + (_WEIGHING_REGISTERS * c.tile_k // 128 if x.weighs else 0)
-        if needed > available:
-            return f"a thread needs about {needed} registers; it has {available}"
-        return None
+        yield needed > available, "a thread needs about {} registers; it has {}", needed, available
 
     @of_both
-    def tile_of_tokens(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
-        fitting = self.fitting_tiles(p)
-        if c.tile_m not in fitting:
-            return f"tile_m={c.tile_m} does not suit {p.m} tokens: take {' or '.join(map(str, fitting))}"
-        return None
+    def busy_gpu(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, x: Extras) -> Broken:
+        knobs = ("tile_m", "tile_n", "split_k", "ctas_per_sm")
+        least, busy, best, most = over(c, knobs, lambda c: filled(p, c, gpu))
+        yield least < c.tile_n, "tile_n={} makes as many waves of CTAs as tile_n={}", c.tile_n, least
+        why = "tile_n={} has {:.0%} of the GPU at work where tile_n={} has {:.0%}"
+        yield busy < LEAST_BUSY * most, why, c.tile_n, busy, best, most
 
     @of_both
-    def busy_gpu(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
-        if c.tile_n not in TILES:
-            return None
-        return waves(p, c, gpu)[c.tile_n].idle
+    def grid_axes(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, x: Extras) -> Broken:
+        many = larger(-(-p.n // c.tile_n), -(-p.m // GROUP_TOKENS)) > GRID_AXIS
+        yield many, "{} x {} are more tiles than an axis of a grid has, {}", p.m, p.n, GRID_AXIS
 
     @of_both
-    def grid_axes(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
-        if -(-p.n // c.tile_n) > GRID_AXIS or -(-p.m // GROUP_TOKENS) > GRID_AXIS:
-            return f"{p.m} x {p.n} are more tiles than an axis of a grid has, {GRID_AXIS}"
-        return None
-
-    @of_both
-    def splits(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
-        if c.split_k > 1 and waves(p, c, gpu)[c.tile_n].number > 1:
-            return f"split_k={c.split_k}: the tiles fill the GPU with fewer CTAs to each"
-        if c.split_k > 1 and c.split_k * 2 > -(-p.k // c.tile_k):
-            return f"split_k={c.split_k} leaves less than two k-tiles of {c.tile_k} to each"
-        return None
+    def splits(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, x: Extras) -> Broken:
+        shared = c.split_k > 1
+        full = shared & (waves(p, c, gpu) > 1)
+        yield full, "split_k={}: the tiles fill the GPU with fewer CTAs to each", c.split_k
+        little = shared & (c.split_k * 2 > -(-p.k // c.tile_k))
+        yield little, "split_k={} leaves less than two k-tiles of {} to each", c.split_k, c.tile_k
 
     # -- choice
 
-    def shortlist(self, p: GemmProblem, gpu: GpuSpec, x: Extras = PLAIN) -> Iterable[GemmConfig]:
-        among = {"stages": (4, 5, 6, 8, 12), "prefetch_l2": (0, 1, 2, 4)}
-        tiles = self.fitting_tiles(p)
-        return chain.from_iterable(self.fitting(gpu, PLAIN, tile_m=(tile,), **among) for tile in tiles)
+    def usual(self, p: GemmProblem, gpu: GpuSpec, x: Extras) -> Among:
+        tiles = tuple(self.fitting_tiles(p))
+        return {"tile_m": tiles, "stages": (4, 5, 6, 8, 12), "prefetch_l2": (0, 1, 2, 4), "pdl": (True,)}
 
-    def preference(self, p: GemmProblem, c: GemmConfig, extras: Extras = PLAIN) -> tuple[object, ...]:
+    def preference(self, p: GemmProblem, c: Any, extras: Extras = PLAIN) -> tuple[Any, ...]:
         """One CTA to an SM, many to a tile, most bytes in flight, long k-tiles; for several CTAs to a tile just enough
         bytes of W: docs/notes/gemm.md#skinny_warpgroup-ties (H200, 2026-11-22).
         """
-        frame = self.smem(c)
+        frame, alone = self.smem(c), c.split_k == 1
         in_flight = c.stages * frame.stage_bytes
-        if c.split_k == 1:
-            return c.ctas_per_sm, -1, -in_flight, -c.tile_k, str(c)
         weights = c.stages * c.tile_n * c.tile_k * frame.element_bytes
-        enough = _FEW_TOKENS_WEIGHTS if c.tile_m <= _FEW_TOKENS and not extras.weighs else _WEIGHTS
-        return c.ctas_per_sm, -c.split_k, -min(weights, enough), -c.tile_k, in_flight, str(c)
+        few = (c.tile_m <= _FEW_TOKENS) & (not extras.weighs)
+        enough = smaller(weights, where(few, _FEW_TOKENS_WEIGHTS, _WEIGHTS))
+        return c.ctas_per_sm, -c.split_k, -where(alone, in_flight, enough), -c.tile_k, where(alone, 0, in_flight)
 
-    def estimate_us(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> float:
+    def times_us(self, p: GemmProblem, c: Any, gpu: GpuSpec, extras: Extras = PLAIN) -> Any:
         """The slowest of an SM's port, its MMAs, weighing, a stage's latency and DRAM, plus fixed costs."""
         if p.m == 0 or p.n == 0:
             return 0.0
@@ -165,33 +152,32 @@ class SkinnyWarpgroup(TokensSchedule, Prefetches):
         count = ctas(p, c)
         k_tiles = -(-p.k // c.tile_k) / c.split_k
         weighed = weighing_us(p, c, gpu) / k_tiles if extras.weighs else 0.0
-        finished = rows * c.tile_n * min(1.0, 2 / c.split_k)  # outputs of a CTA; the numbers were fitted to one and two
+        finished = rows * c.tile_n * smaller(1.0, 2 / c.split_k)  # outputs of a CTA; fitted to one and two of them
 
-        def wave_us(together: int) -> float:
-            step = max(
-                together * frame.stage_bytes / rate.sm_bytes_per_us,
-                together * 2 * rows * (c.tile_n + own.started) * c.tile_k / rate.warpgroup_flops_per_us,
-                own.latency * rate.l2_latency_us / (c.stages - 1),
-                together * weighed,
-            )
+        def wave_us(together: Any) -> Any:
+            loaded = frame.stage_bytes / rate.sm_bytes_per_us
+            multiplied = 2 * rows * (c.tile_n + own.started) * c.tile_k / rate.warpgroup_flops_per_us
+            step = together * larger(larger(loaded, multiplied), weighed)
+            step = larger(step, own.latency * rate.l2_latency_us / (c.stages - 1))
             sums = together * finished * own.epilogue / rate.sm_bytes_per_us
             return k_tiles * step * (1.0 + own.shallow / c.stages) + sums
 
         room = resident(c, gpu)
         full, rest = divmod(count, room)
-        busy = full * wave_us(c.ctas_per_sm) + (wave_us(-(-rest // gpu.sm_count)) if rest else 0.0)
+        last = wave_us(-(-rest // gpu.sm_count))
+        busy = full * wave_us(c.ctas_per_sm) + where(rest > 0, last, 0.0)
         each = -(-count // gpu.sm_count)  # CTAs of an SM, or of most
-        loading = min(1.0, count / (each * gpu.sm_count)) if count <= room else 1.0
+        at_once = count <= room
+        loading = where(at_once, smaller(1.0, count / (each * gpu.sm_count)), 1.0)
         dram = ELEMENT_BYTES * p.n * (p.k + p.m) / (own.dram * rate.dram_share * gpu.dram_gbps * 1e3 * loading)
-        fixed = own.launch * rate.launch_us + (0.0 if c.pdl else rate.dependent_us)
+        fixed = own.launch * rate.launch_us + where(c.pdl, 0.0, rate.dependent_us)
         # Few tokens leave an SM's time far below DRAM's.
         both = rates.both_us(busy, dram, rate.overlap if p.m > GROUP_TOKENS else rates.ALONE)
-        us = fixed + both - (prefetch.saved_us(c, gpu, own.ahead) if count <= room else 0.0)
-        if c.split_k > 2:  # the wait for the whole cluster, messages, and what is sent beyond half a tile
-            met = rate.exchange_us * (own.met + own.message * (c.split_k - 2))
-            sent = 2 * 4 * rows * c.tile_n * (1 / 2 - 1 / c.split_k) / rate.sm_bytes_per_us
-            us += met + sent
-        return float(us)
+        us = fixed + both - where(at_once, prefetch.saved_us(c, gpu, own.ahead), 0.0)
+        # The wait for the whole cluster, messages, and what is sent beyond half a tile.
+        met = rate.exchange_us * (own.met + own.message * (c.split_k - 2))
+        sent = 2 * 4 * rows * c.tile_n * (1 / 2 - 1 / c.split_k) / rate.sm_bytes_per_us
+        return us + where(c.split_k > 2, met + sent, 0.0)
 
     def body(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> Any:
         from cutekernels.kernels.cute.gemm.skinny_warpgroup_gemm import SkinnyWarpgroupGemm
@@ -239,45 +225,50 @@ def ctas(p: GemmProblem, c: GemmConfig) -> int:
     return -(-p.n // c.tile_n) * -(-p.m // (GROUP_TOKENS * groups(c))) * c.split_k
 
 
-def exclusive(c: GemmConfig) -> bool:
+def exclusive(c: GemmConfig) -> Any:
     """Whether shared memory keeps a second CTA from an SM, though it would fit. Two CTAs to a tile are about as many
     as there are SMs; where two of them shared one, others had none: docs/notes/gemm.md#alone (H200, 2026-11-22).
     """
-    return c.split_k > 1 and c.ctas_per_sm == 1
+    return (c.split_k > 1) & (c.ctas_per_sm == 1)
 
 
-def resident(c: GemmConfig, gpu: GpuSpec) -> int:
+def resident(c: GemmConfig, gpu: GpuSpec) -> Any:
     """CTAs that run at once: whole clusters, of which larger ones leave some SMs of a part of the chip over."""
-    return int(gpu.sm_count * _ROOM.get(c.split_k, 1.0)) // c.split_k * c.split_k * c.ctas_per_sm
+    found = gpu.sm_count * where(c.split_k > 2, _ROOM, 1.0) // 1
+    return found // c.split_k * c.split_k * c.ctas_per_sm
 
 
-class Waves(NamedTuple):
-    """What tiles of so many columns do to a GPU: waves of CTAs, and why others keep more of it at work."""
-
-    number: int
-    idle: str | None
+def waves(p: GemmProblem, c: GemmConfig, gpu: GpuSpec) -> Any:
+    """Of CTAs."""
+    return -(-ctas(p, c) // resident(c, gpu))
 
 
-def waves(p: GemmProblem, c: GemmConfig, gpu: GpuSpec) -> dict[int, Waves]:
-    """Waves by a tile's columns."""
-    return _waves(p.n, -(-p.m // (GROUP_TOKENS * groups(c))) * c.split_k, resident(c, gpu))
+class Filled(NamedTuple):
+    """What tiles of so many columns do to a GPU: the narrowest tile of as many waves, the share of the GPU at work, and
+    the tile that keeps most of it at work, with its share.
+    """
+
+    least: float
+    busy: float
+    best: float
+    most: float
+
+
+def filled(p: GemmProblem, c: GemmConfig, gpu: GpuSpec) -> Filled:
+    """By a tile's columns."""
+    shared = -(-p.m // (GROUP_TOKENS * groups(c))) * c.split_k  # CTAs to those columns
+    return _filled(p.n, shared, resident(c, gpu)).get(c.tile_n, Filled(c.tile_n, 1.0, c.tile_n, 1.0))
 
 
 @lru_cache(maxsize=1024)
-def _waves(columns: int, ctas: int, room: int) -> dict[int, Waves]:
+def _filled(columns: int, ctas: int, room: float) -> dict[int, Filled]:
     """For ``ctas`` to a tile's columns; an idle column of a tile counts as an idle share of its CTA."""
     counts = {tile: -(-(-(-columns // tile) * ctas) // room) for tile in TILES}
     busy = {tile: columns * ctas / max(1, n * room * tile) for tile, n in counts.items()}
-    best, found = max(TILES, key=lambda tile: busy[tile]), {}
-    for tile, count in counts.items():
-        least = next(other for other in TILES if counts[other] == count)
-        idle = None
-        if least < tile:
-            idle = f"tile_n={tile} makes as many waves of CTAs as tile_n={least}"
-        elif busy[tile] < LEAST_BUSY * busy[best]:
-            idle = f"tile_n={tile} has {busy[tile]:.0%} of the GPU at work where tile_n={best} has {busy[best]:.0%}"
-        found[tile] = Waves(count, idle)
-    return found
+    best, least = max(TILES, key=lambda tile: busy[tile]), dict[float, int]()
+    for tile, n in counts.items():
+        least.setdefault(n, tile)
+    return {tile: Filled(least[n], busy[tile], best, busy[best]) for tile, n in counts.items()}
 
 
 def registers_per_thread(c: GemmConfig) -> int:

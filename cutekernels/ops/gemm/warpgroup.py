@@ -6,12 +6,13 @@ other way round.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from cutekernels import rates
+from cutekernels.columns import kept, larger, where
 from cutekernels.gpu import ARCHITECTURES
 from cutekernels.kernels.cute.parts.smem import WarpgroupSmem
 from cutekernels.ops.gemm import coefficients
@@ -24,10 +25,10 @@ from cutekernels.ops.gemm.problem import (
     GemmProblem,
     Side,
 )
-from cutekernels.ops.gemm.schedule import HALF_ACCUMULATORS, PLAIN, Extras, GemmSchedule, extras_of
+from cutekernels.ops.gemm.schedule import PLAIN, Extras, GemmSchedule, extras_of
 from cutekernels.ops.gemm.skinny_warpgroup import SKINNY_WARPGROUP
 from cutekernels.ops.shared.occupancy import no_warpgroups
-from cutekernels.rules import of_both, of_config, of_problem
+from cutekernels.rules import Among, Broken, of_both, of_config, of_problem
 
 if TYPE_CHECKING:
     from cutekernels.gpu import GpuSpec
@@ -90,119 +91,113 @@ class Warpgroup(GemmSchedule, Prefetches):
             return f"{self.name} takes {LEAST_EXTENT} rows and columns or more; they are {p.m} and {p.n}"
         return None
 
+    @kept
     def smem(self, c: GemmConfig, extras: Extras = PLAIN) -> WarpgroupSmem:
-        return frame(*c.mma_tile, c.tile_k, c.stages, groups(c), extras.source, extras.biased, self.places)
+        """A group has the most boxes that fit in it."""
+        own = *c.mma_tile, c.tile_k, c.stages, groups(c)
+        if extras.source:
+            return WarpgroupSmem(*own, SOURCE_BOXES, extras.biased, self.places)
+        most, least = BOXES
+        wide = WarpgroupSmem(*own, most, extras.biased, self.places).total_bytes
+        boxes = where(wide <= ARCHITECTURES[9, 0].smem_per_block_bytes, most, least)
+        return WarpgroupSmem(*own, boxes, extras.biased, self.places)
 
     def threads(self, c: GemmConfig) -> int:
         """The groups that multiply, and the one that loads."""
         return 128 * (groups(c) + 1)
 
     @of_config
-    def clusters(self, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
-        if c.cluster_m * c.cluster_n > 2:
-            return "a cluster has two CTAs at most: take cluster_m=1 or cluster_n=1"
-        return None
+    def clusters(self, c: GemmConfig, gpu: GpuSpec, x: Extras) -> Broken:
+        yield c.cluster_m * c.cluster_n > 2, "a cluster has two CTAs at most: take cluster_m=1 or cluster_n=1"
 
     @of_config
-    def ping_pong(self, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
-        if c.pingpong and c.mma_tile[0] > 2 * GROUP_ROWS:
-            return f"pingpong=1 gives each group a tile of its own, of 64 or 128 rows; {rows_knob(c)}={c.mma_tile[0]}"
-        return None
+    def ping_pong(self, c: GemmConfig, gpu: GpuSpec, x: Extras) -> Broken:
+        rows = c.mma_tile[0]
+        why = "pingpong=1 gives each group a tile of its own, of 64 or 128 rows; {}={}"
+        yield c.pingpong & (rows > 2 * GROUP_ROWS), why, rows_knob(c), rows
 
     @of_config
-    def registers(self, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
-        shared = sharing(c)  # three groups are never in ping-pong
-        accumulators = c.tile_m * c.tile_n // (128 * shared) // (2 if x.half_accumulators else 1)
-        most = MOST_OF_THREE if shared == 3 else MOST_ACCUMULATORS
-        if accumulators > most:
-            what = "pairs of fp16 accumulators" if x.half_accumulators else "accumulators"
-            return f"{c.tile_m}x{c.tile_n} are {accumulators} {what} a thread; {groups(c)} groups keep {most} at most"
-        return None
+    def registers(self, c: GemmConfig, gpu: GpuSpec, x: Extras) -> Broken:
+        accumulators = accumulators_of(c, x.half_accumulators)
+        most = where(sharing(c) == 3, MOST_OF_THREE, MOST_ACCUMULATORS)  # three groups are never in ping-pong
+        what = "pairs of fp16 accumulators" if x.half_accumulators else "accumulators"
+        why = f"{{}}x{{}} are {{}} {what} a thread; {{}} groups keep {{}} at most"
+        yield accumulators > most, why, c.tile_m, c.tile_n, accumulators, groups(c), most
 
     @of_config
-    def gate(self, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
-        if x.gated and (c.swap_ab or c.tile_n < 2 * WarpgroupSmem.BOX or c.tile_n % (2 * COLUMNS)):
-            return (
-                f"a gate takes swap_ab=0, and tiles of {2 * WarpgroupSmem.BOX} columns or more in steps of "
-                f"{2 * COLUMNS}, half of them gates; swap_ab={int(c.swap_ab)}, tile_n={c.tile_n}"
-            )
-        return None
+    def gate(self, c: GemmConfig, gpu: GpuSpec, x: Extras) -> Broken:
+        odd = c.swap_ab | (c.tile_n < 2 * WarpgroupSmem.BOX) | (c.tile_n % (2 * COLUMNS) > 0)
+        why = (
+            f"a gate takes swap_ab=0, and tiles of {2 * WarpgroupSmem.BOX} columns or more in steps of {2 * COLUMNS}, "
+            "half of them gates; swap_ab={:d}, tile_n={}"
+        )
+        yield odd & x.gated, why, c.swap_ab, c.tile_n
 
     @of_both
-    def registers_at_the_end(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
-        plain = (p.c, p.bias, p.activation) == ("none", "none", "none") and not x.gated
-        accumulators = accumulators_of(c, p.accumulate == "fp16")
-        if not plain and accumulators > MOST_FINISHED:
-            kept = f"with c, a bias, an activation or a gate it keeps {MOST_FINISHED} at most"
-            return f"{accumulators} accumulators a thread; {kept}"
-        return None
+    def registers_at_the_end(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, x: Extras) -> Broken:
+        if (p.c, p.bias, p.activation) != ("none", "none", "none") or x.gated:
+            accumulators = accumulators_of(c, p.accumulate == "fp16")
+            why = "{} accumulators a thread; with c, a bias, an activation or a gate it keeps {} at most"
+            yield accumulators > MOST_FINISHED, why, accumulators, MOST_FINISHED
 
     @of_both
-    def operand_tiles(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
+    def operand_tiles(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, x: Extras) -> Broken:
         a, b = p.operands
         for name, tile, side, shared in (("m", c.tile_m, a, c.cluster_n), ("n", c.tile_n, b, c.cluster_m)):
-            if not side.k_major and tile % (SWIZZLED * shared):
-                return f"tile_{name}={tile} is loaded in {shared} parts, along M or N by {SWIZZLED} elements"
-            if tile > 2 * max(GROUP_ROWS, side.extent):
-                return f"tile_{name}={tile} idles most of a tile over an extent of {side.extent}"
-        return None
+            if not side.k_major:
+                why = "tile_{}={} is loaded in {} parts, along M or N by {} elements"
+                yield tile % (SWIZZLED * shared) > 0, why, name, tile, shared, SWIZZLED
+            idle = tile > 2 * max(GROUP_ROWS, side.extent)
+            yield idle, "tile_{}={} idles most of a tile over an extent of {}", name, tile, side.extent
 
     @of_both
-    def boxes_of_c(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
-        if p.c != "none" and (width := c.mma_tile[1]) % WarpgroupSmem.BOX:
-            return f"{columns_knob(c)}={width}: with c, results leave by whole boxes of {WarpgroupSmem.BOX} columns"
-        return None
-
-    @of_both
-    def shared_memory(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
-        smem = self.smem(c, extras_of(p))
-        if smem.total_bytes > gpu.smem_per_block_bytes:
-            return f"{smem.total_bytes} bytes of shared memory are more than a block's {gpu.smem_per_block_bytes}"
-        if c.stages < 6 and smem.total_bytes + 2 * smem.stage_bytes <= gpu.smem_per_block_bytes:
-            return f"stages={c.stages} leaves room for {c.stages + 2}"
-        return None
+    def boxes_of_c(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, x: Extras) -> Broken:
+        if p.c != "none":
+            width, why = c.mma_tile[1], "{}={}: with c, results leave by whole boxes of {} columns"
+            yield width % WarpgroupSmem.BOX > 0, why, columns_knob(c), width, WarpgroupSmem.BOX
 
     @of_config
-    def split(self, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
-        if c.split_k > 1 and (c.pingpong or not c.pdl or x.half_accumulators or x.gated):
-            return f"split_k={c.split_k} takes pingpong=0, pdl=1, accumulators in fp32 and no gate"
-        return None
+    def shared_memory(self, c: GemmConfig, gpu: GpuSpec, x: Extras) -> Broken:
+        smem, most = self.smem(c, x), gpu.smem_per_block_bytes
+        yield smem.total_bytes > most, "{} bytes of shared memory are more than a block's {}", smem.total_bytes, most
+        room = (c.stages < 6) & (smem.total_bytes + 2 * smem.stage_bytes <= most)
+        yield room, "stages={} leaves room for {}", c.stages, c.stages + 2
+
+    @of_config
+    def split(self, c: GemmConfig, gpu: GpuSpec, x: Extras) -> Broken:
+        without = c.pingpong | (c.pdl == 0) | x.half_accumulators | x.gated
+        why = "split_k={} takes pingpong=0, pdl=1, accumulators in fp32 and no gate"
+        yield (c.split_k > 1) & without, why, c.split_k
 
     @of_both
-    def last_wave(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
-        if c.split_k == 1:
-            return None
+    def last_wave(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, x: Extras) -> Broken:
         tiles_m, tiles_n = cluster_tiles(p, c)
-        clusters, k_tiles = clusters_of(c, gpu), -(-p.k // c.tile_k)
-        left = tiles_m * tiles_n * p.batch % clusters
-        if not left or left * c.split_k > clusters:
-            return f"split_k={c.split_k}: the last wave has {left} tiles for {clusters} clusters"
-        if c.raster > 1 and tiles_m * tiles_n * p.batch < clusters:
-            return f"raster={c.raster} orders several waves of tiles: take 1"
-        if k_tiles < LEAST_SHARE * c.split_k:
-            return f"split_k={c.split_k} leaves less than {LEAST_SHARE} k-tiles to each"
-        return None
+        split, count, clusters = c.split_k > 1, tiles_m * tiles_n * p.batch, clusters_of(c, gpu)
+        left = count % clusters
+        none = split & ((left == 0) | (left * c.split_k > clusters))
+        yield none, "split_k={}: the last wave has {} tiles for {} clusters", c.split_k, left, clusters
+        waves = split & (c.raster > 1) & (count < clusters)
+        yield waves, "raster={} orders several waves of tiles: take 1", c.raster
+        little = split & (-(-p.k // c.tile_k) < LEAST_SHARE * c.split_k)
+        yield little, "split_k={} leaves less than {} k-tiles to each", c.split_k, LEAST_SHARE
 
     @of_both
-    def several_tiles(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
+    def several_tiles(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, x: Extras) -> Broken:
         tiles_m, tiles_n = cluster_tiles(p, c)
-        if c.cluster_m * c.cluster_n > 1 and tiles_m * tiles_n * p.batch == 1:
-            return "a cluster is for more than two tiles"
-        if c.raster > 1 and tiles_m == 1:
-            return f"raster={c.raster} does not suit one row of tiles: take 1"
-        return None
+        lone = (c.cluster_m * c.cluster_n > 1) & (tiles_m * tiles_n * p.batch == 1)
+        yield lone, "a cluster is for more than two tiles"
+        yield (c.raster > 1) & (tiles_m == 1), "raster={} does not suit one row of tiles: take 1", c.raster
 
     # -- choice
 
-    def shortlist(self, p: GemmProblem, gpu: GpuSpec, x: Extras = PLAIN) -> Iterable[GemmConfig]:
-        """The two deepest pipelines of every tile."""
-        return deepest(self, gpu, extras_of(p) if x in (PLAIN, HALF_ACCUMULATORS) else x, raster=(1, 8), pdl=(True,))
+    def usual(self, p: GemmProblem, gpu: GpuSpec, x: Extras) -> Among:
+        return {"raster": (1, 8), "pdl": (True,)}
 
-    def preference(self, p: GemmProblem, c: GemmConfig, extras: Extras = PLAIN) -> tuple[object, ...]:
+    def preference(self, p: GemmProblem, c: Any, extras: Extras = PLAIN) -> tuple[Any, ...]:
         """More stages, bands of 8 tile rows, rows that stay rows."""
-        return -c.stages, c.raster != 8, c.raster, c.swap_ab, c.mma_cluster[1], str(c)
+        return -c.stages, c.raster != 8, c.raster, c.swap_ab, c.mma_cluster[1]
 
-    def estimate_us(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> float:
+    def times_us(self, p: GemmProblem, c: Any, gpu: GpuSpec, extras: Extras = PLAIN) -> Any:
         """Tiles of the busiest SM, a k-tile bound by MMAs, shared memory, L2 or latency; DRAM beside; fixed costs.
 
         Fitted to 2950 runs of 280 products on an H200; its choice among them takes 1.01 times the best one's time.
@@ -210,44 +205,54 @@ class Warpgroup(GemmSchedule, Prefetches):
         tiles_m, tiles_n = cluster_tiles(p, c)
         outputs = p.m * p.n * (0.5 if extras.gated else 1 if p.c == "none" else 2)
         moved = ELEMENT_BYTES * p.batch * (p.m * p.k + p.k * p.n + outputs)
-        rows, columns = sides(p, c)
-        more = "m" if rows.extent > columns.extent else "n" if columns.extent > rows.extent else ""
-        return self.walk_us(c, tiles_m * tiles_n * p.batch, p.k, moved, gpu, extras, more)
+        rows, columns = extents(p, c)
+        high, wide = c.mma_cluster
+        shared = where(rows > columns, wide, where(columns > rows, high, 2))  # the operand of fewer rows
+        return self.walk_us(c, tiles_m * tiles_n * p.batch, p.k, moved, gpu, extras, (high * wide > 1) & (shared == 1))
 
     def walk_us(
-        self, c: GemmConfig, tiles: int, k: int, moved: float, gpu: GpuSpec, extras: Extras = PLAIN, more: str = ""
-    ) -> float:
-        """The time of so many tiles of clusters, ``k`` deep, that move so many bytes between DRAM and chip. ``more``:
-        the side of the tile whose operand has more rows, ``"m"`` or ``"n"``.
+        self, c: Any, tiles: Any, k: Any, moved: float, gpu: GpuSpec, extras: Extras = PLAIN, apart: Any = False
+    ) -> Any:
+        """The time of so many tiles of clusters, ``k`` deep, that move so many bytes between DRAM and chip. ``apart``:
+        the clusters share the operand of fewer rows.
+        """
+        rate, own = rates.of(gpu), self.table
+        clusters, k_tiles = larger(1, clusters_of(c, gpu)), -(-k // c.tile_k)
+        waves, left = divmod(tiles, clusters)
+        steps = waves * k_tiles + where(left > 0, -(-k_tiles // c.split_k), 0)
+        tiles = waves + (left > 0)
+        first, steady, epilogue, single, handed = self._parts_us(c, gpu, extras)
+        ends = where(c.pingpong, 1.0, tiles) + single * where(c.pingpong, (1 + tiles) / 2, tiles)
+        busy = steps * where(tiles <= 1, first, steady) + epilogue * ends + handed
+        dram = moved / (rate.dram_share * gpu.dram_gbps * 1e3)
+        fixed = own.fixed * rate.launch_us + where(c.pdl, 0.0, rate.dependent_us)
+        return (fixed + rates.both_us(busy, dram, own.hidden)) * where(apart, own.apart, 1.0)
+
+    @kept
+    def _parts_us(self, c: Any, gpu: GpuSpec, extras: Extras) -> tuple[Any, ...]:
+        """A k-tile of an SM that has one tile, and of one that has several; a tile's end, what a single box adds to it,
+        and what a split's parts do.
         """
         rate, own = rates.of(gpu), self.table
         (tile_rows, tile_columns), (cluster_rows, cluster_columns) = c.mma_tile, c.mma_cluster
-        clusters, k_tiles = max(1, clusters_of(c, gpu)), -(-k // c.tile_k)
-        waves, left = divmod(tiles, clusters)
-        steps = waves * k_tiles + (-(-k_tiles // c.split_k) if left else 0)
-        tiles = waves + (left > 0)
         multiply = 2.0 * c.tile_m * c.tile_n * c.tile_k / (own.mma * rate.warpgroup_flops_per_us)
         loaded = (tile_rows / cluster_columns + tile_columns / cluster_rows) * c.tile_k * ELEMENT_BYTES
         arriving = (c.tile_m + c.tile_n) * c.tile_k * ELEMENT_BYTES
-        fetch = loaded / ((own.port if tiles <= 1 else own.steady) * rate.sm_bytes_per_us)
         read = tile_rows / GROUP_ROWS * (GROUP_ROWS + tile_columns) * c.tile_k * ELEMENT_BYTES
         passed = (read + arriving) / (own.shared * rate.smem_bytes_per_us)
         awaited = own.latency * rate.exchange_us / (c.stages - 1)
-        step = sum(us**own.sharpness for us in (multiply, fetch, passed, awaited)) ** (1 / own.sharpness)
-        step = max(step, arriving / (own.arrival * rate.sm_bytes_per_us))
+
+        def step_us(port: float) -> Any:
+            fetch = loaded / (port * rate.sm_bytes_per_us)
+            step = sum(us**own.sharpness for us in (multiply, fetch, passed, awaited)) ** (1 / own.sharpness)
+            return larger(step, arriving / (own.arrival * rate.sm_bytes_per_us))
+
         finished = tile_columns * (own.gate / 2 if extras.gated else 1)
         epilogue = own.epilogue / rate.sm_bytes_per_us * tile_rows * finished
-        ends = 1.0 if c.pingpong else float(tiles)
-        if own.single and self.smem(c, extras).boxes == 1:
-            ends += own.single * ((1 + tiles) / 2 if c.pingpong else tiles)
-        busy = steps * step + epilogue * ends
-        if c.split_k > 1:  # one part is left, the others of a tile are added
-            busy += own.handed * rate.exchange_us + c.split_k * 4.0 * c.tile_m * c.tile_n / rate.sm_bytes_per_us
-        dram = moved / (rate.dram_share * gpu.dram_gbps * 1e3)
-        fixed = own.fixed * rate.launch_us + (0.0 if c.pdl else rate.dependent_us)
-        shared = {"m": cluster_columns, "n": cluster_rows}.get(more, 2)
-        apart = own.apart if c.cluster_m * c.cluster_n > 1 and shared == 1 else 1.0
-        return (fixed + rates.both_us(busy, dram, own.hidden)) * apart
+        single = where(self.smem(c).boxes == 1, own.single, 0.0)
+        # One part is left, the others of a tile are added.
+        handed = own.handed * rate.exchange_us + c.split_k * 4.0 * c.tile_m * c.tile_n / rate.sm_bytes_per_us
+        return step_us(own.port), step_us(own.steady), epilogue, single, where(c.split_k > 1, handed, 0.0)
 
     def body(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> Any:
         import cutlass
@@ -307,17 +312,6 @@ WARPGROUP = Warpgroup()
 
 
 @cache
-def deepest(schedule: Warpgroup, gpu: GpuSpec, x: Extras, **among: tuple[Any, ...]) -> tuple[GemmConfig, ...]:
-    """The two deepest pipelines of each tile that fits."""
-    by_tile: dict[tuple[Any, ...], list[GemmConfig]] = {}
-    for c in schedule.fitting(gpu, x, **among):
-        if schedule.smem(c, x).total_bytes <= gpu.smem_per_block_bytes:
-            tile = tuple(value for name, value in vars(c).items() if name != "stages")
-            by_tile.setdefault(tile, []).append(c)
-    return tuple(c for own in by_tile.values() for c in sorted(own, key=lambda c: -c.stages)[:2])
-
-
-@cache
 def _workspace(ctas: int) -> Workspace:
     """One for all launches of a stream, which follow one another, and tiles of any size."""
     from cutekernels.ops.shared.per_stream import Workspace
@@ -328,25 +322,14 @@ def _workspace(ctas: int) -> Workspace:
 # ---- arithmetic of the rules ----------------------------------------------------------------------------
 
 
-@cache
-def frame(
-    tile_m: int, tile_n: int, tile_k: int, stages: int, groups: int, source: bool, biased: bool, places: int
-) -> WarpgroupSmem:
-    """The shared memory of a CTA. A group has the most boxes that fit in it."""
-    most = ARCHITECTURES[9, 0].smem_per_block_bytes
-    among = (SOURCE_BOXES,) if source else BOXES
-    frames = [WarpgroupSmem(tile_m, tile_n, tile_k, stages, groups, boxes, biased, places) for boxes in among]
-    return next((own for own in frames if own.total_bytes <= most), frames[-1])
-
-
 def sharing(c: GemmConfig) -> int:
     """Groups that share a tile."""
-    return WarpgroupSmem.sharing(c.tile_n if c.swap_ab else c.tile_m, c.pingpong)
+    return WarpgroupSmem.sharing(c.mma_tile[0], c.pingpong)
 
 
 def groups(c: GemmConfig) -> int:
     """Groups that multiply."""
-    return 2 if c.pingpong else sharing(c)
+    return where(c.pingpong, 2, sharing(c))
 
 
 def accumulators_of(c: GemmConfig, half: bool = False) -> int:
@@ -360,14 +343,20 @@ def sides(p: GemmProblem, c: GemmConfig) -> tuple[Side, Side]:
     return (b, a) if c.swap_ab else (a, b)
 
 
+def extents(p: GemmProblem, c: GemmConfig) -> tuple[Any, Any]:
+    """Their extents."""
+    a, b = p.operands
+    return where(c.swap_ab, b.extent, a.extent), where(c.swap_ab, a.extent, b.extent)
+
+
 def rows_knob(c: GemmConfig) -> str:
     """The knob of the tile along the MMA's rows."""
-    return "tile_n" if c.swap_ab else "tile_m"
+    return where(c.swap_ab, "tile_n", "tile_m")
 
 
 def columns_knob(c: GemmConfig) -> str:
     """The knob of the tile along the MMA's columns."""
-    return "tile_m" if c.swap_ab else "tile_n"
+    return where(c.swap_ab, "tile_m", "tile_n")
 
 
 def clusters_of(c: GemmConfig, gpu: GpuSpec) -> int:
@@ -377,6 +366,6 @@ def clusters_of(c: GemmConfig, gpu: GpuSpec) -> int:
 
 def cluster_tiles(p: GemmProblem, c: GemmConfig) -> tuple[int, int]:
     """Tiles of whole clusters along the MMA's rows and columns."""
-    rows, columns = sides(p, c)
+    rows, columns = extents(p, c)
     (tile_m, tile_n), (cluster_m, cluster_n) = c.mma_tile, c.mma_cluster
-    return -(-rows.extent // (tile_m * cluster_m)), -(-columns.extent // (tile_n * cluster_n))
+    return -(-rows // (tile_m * cluster_m)), -(-columns // (tile_n * cluster_n))

@@ -8,32 +8,34 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial, reduce
-from itertools import chain, pairwise
+from functools import lru_cache, reduce
+from itertools import pairwise
 from operator import or_
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from cutekernels import rates
+from cutekernels.columns import Columns, rounded
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.kernels.activations import ACTIVATIONS, activated
 from cutekernels.op import Problem, Work, extent, ladder, plain
 from cutekernels.ops.activations.op import SILU_MUL, GluProblem
 from cutekernels.ops.gemm.layouts import alignment
 from cutekernels.ops.gemm.multistage import MULTISTAGE
-from cutekernels.ops.gemm.problem import ELEMENT_BYTES, GemmConfig, GemmProblem, since_revision_1, spanned
-from cutekernels.ops.gemm.schedule import PLAIN, Extras, GemmSchedule, extras_of
+from cutekernels.ops.gemm.problem import ELEMENT_BYTES, GemmConfig, GemmProblem, since_revision_1
+from cutekernels.ops.gemm.schedule import Extras, GemmSchedule, extras_of
 from cutekernels.ops.moe.grouped_schedules import (
     DEPTH_WARPGROUP,
     GROUPED_WARPGROUP,
     GroupsSchedule,
     expected_hit,
-    tile_rows,
+    row_tiles,
 )
 from cutekernels.ops.moe.permute import check_extents
 from cutekernels.ops.shared.checks import check_dtype, check_results, present
 from cutekernels.ops.shared.dtypes import DTYPES
 from cutekernels.ops.shared.tensor_op import TensorOp
 from cutekernels.ops.shared.tolerance import rounded_operand_depth
+from cutekernels.rules import EVERY, Among
 
 if TYPE_CHECKING:
     import torch
@@ -129,46 +131,57 @@ class _GroupedOp(TensorOp[GroupedProblem, GemmConfig]):
         raise NotImplementedError
 
     def valid(self, p: GroupedProblem, gpu: GpuSpec) -> Iterator[GemmConfig]:
-        among = [spanned(MULTISTAGE.name, persistent=(False,))]
-        if self.on_warpgroups(p, gpu):
-            among.append(iter(self.warpgroup.fitting(gpu, PLAIN)))
-        return (c for c in chain(*among) if self.why_not(p, c, gpu) is None)
+        for schedule in (MULTISTAGE, self.warpgroup):
+            if found := self.fit(p, gpu, schedule):
+                c, fit = found
+                yield from c.taken(fit)
+
+    def fit(
+        self,
+        p: GroupedProblem,
+        gpu: GpuSpec,
+        schedule: GemmSchedule,
+        among: Among = EVERY,
+    ) -> tuple[Columns, Any] | None:
+        """Configs of ``schedule``, and a mask of those that :meth:`why_not` accepts; None where it takes no ``p``."""
+        most, extras = _posed(self, p)
+        if schedule.refusal(most, gpu, extras) is not None:
+            return None
+        c = schedule.fitting(gpu, extras, {"persistent": (False,), **among})
+        return c, schedule.suiting(most, gpu, extras, c) & (self.blocks(p, c) <= _GRID)
 
     def default(self, p: GroupedProblem, gpu: GpuSpec) -> GemmConfig:
         """The model's best of the warpgroup body where that takes ``p``, else of the multistage one."""
         return _default(self, p, gpu)
 
-    def estimate_us(self, p: GroupedProblem, c: GemmConfig, gpu: GpuSpec) -> float:
-        return self.model(p, gpu)(c)
+    def best(self, p: GroupedProblem, gpu: GpuSpec, schedule: GemmSchedule) -> GemmConfig | None:
+        """The model's best of ``schedule``."""
+        most, extras = _posed(self, p)
+        posed = self.one(p) if schedule is MULTISTAGE else most
+        if (found := self.fit(p, gpu, schedule, schedule.usual(posed, gpu, extras))) is None:
+            return None
+        c, fit = found
+        fit &= schedule.usually(posed, c, gpu, extras)
+        return schedule.least(posed, c, extras, fit, self.estimate_us(p, c, gpu))[1] if fit.any() else None
 
-    def model(self, p: GroupedProblem, gpu: GpuSpec) -> Callable[[GemmConfig], float]:
-        """Estimates of ``p``."""
-        (most, extras), multistage_us = _posed(self, p), self.multistage(p, gpu)
-        chained_us = 0.0
+    def estimate_us(self, p: GroupedProblem, c: Any, gpu: GpuSpec) -> Any:
+        """The model's time of a config, or of columns of one body's."""
+        if c.body != MULTISTAGE.name:
+            most, extras = _posed(self, p)
+            return rounded(self.warpgroup.spread_us(most, p.experts, c, gpu, extras))
+        gated_us = 0.0
         if p.gated:
             gate = GluProblem(rows=p.rows, cols=p.n, dtype=p.dtype, align=min(16, p.align * ELEMENT_BYTES))
-            chained_us = SILU_MUL.estimate_us(gate, SILU_MUL.default(gate, gpu), gpu)
+            gated_us = SILU_MUL.estimate_us(gate, SILU_MUL.default(gate, gpu), gpu)
+        return rounded(self.multistage_us(p, c, gpu) + gated_us)
 
-        def estimate_us(c: GemmConfig) -> float:
-            if c.body == MULTISTAGE.name:
-                return multistage_us(c) + chained_us
-            return self.warpgroup.spread_us(most, p.experts, c, gpu, extras)
-
-        return estimate_us
-
-    def multistage(self, p: GroupedProblem, gpu: GpuSpec) -> Callable[[GemmConfig], float]:
-        """Estimates of the multistage body: those of a batch of equal products, one for each expert that has rows."""
-        one = self.one(p)
-        return lambda c: MULTISTAGE.estimate_us(one, c, gpu)
+    def multistage_us(self, p: GroupedProblem, c: Any, gpu: GpuSpec) -> Any:
+        """The multistage body's model: that of a batch of equal products, one for each expert that has rows."""
+        return MULTISTAGE.times_us(self.one(p), c, gpu)
 
     def extras(self, p: GroupedProblem) -> Extras:
         """What a body does beside the product."""
         return replace(extras_of(self.one(p)), gated=p.gated)
-
-    def on_warpgroups(self, p: GroupedProblem, gpu: GpuSpec) -> bool:
-        """Whether the warpgroup body takes ``p``."""
-        most, extras = _posed(self, p)
-        return self.warpgroup.refusal(most, gpu, extras) is None
 
     # -- kernel
 
@@ -232,16 +245,10 @@ class _GroupedOp(TensorOp[GroupedProblem, GemmConfig]):
 @rates.remembered
 def _default(op: _GroupedOp, p: GroupedProblem, gpu: GpuSpec) -> GemmConfig:
     # The bodies' models do not compare; warp groups led at all sizes: docs/notes/moe.md#two-bodies (H200, 2026-11-24)
-    estimate_us, extras = op.model(p, gpu), op.extras(p)
-    ranked: list[tuple[GemmSchedule, GemmProblem]] = [(MULTISTAGE, op.one(p))]
-    if op.on_warpgroups(p, gpu):
-        ranked.insert(0, (op.warpgroup, _posed(op, p)[0]))
-    for schedule, posed in ranked:  # of few columns there may be no tile of warp groups that suits them
-        valid = [c for c in schedule.shortlist(posed, gpu, extras) if op.why_not(p, c, gpu) is None]
-        if valid:
-            prefer = partial(schedule.preference, posed)
-            return min(valid, key=lambda c: (estimate_us(c), prefer(c, extras)))
-    raise AssertionError(f"no config for {p} on {gpu.name}")
+    # Of few columns there may be no tile of warp groups that suits them.
+    found = op.best(p, gpu, op.warpgroup) or op.best(p, gpu, MULTISTAGE)
+    assert found is not None, f"no config for {p} on {gpu.name}"
+    return found
 
 
 @lru_cache(256)
@@ -281,16 +288,11 @@ class GroupedGemm(_GroupedOp):
             batched=True, wide=True,
         )  # fmt: skip
 
-    def multistage(self, p: GroupedProblem, gpu: GpuSpec) -> Callable[[GemmConfig], float]:
+    def multistage_us(self, p: GroupedProblem, c: Any, gpu: GpuSpec) -> Any:
         """With as many tiles, and as many experts hit, as rows that choose at random are expected to need."""
-        one = self.one(p)
         moved = ELEMENT_BYTES * (p.rows * (p.k + p.weight_rows) + expected_hit(p.rows, p.experts) * p.weight_rows * p.k)
-
-        def estimate_us(c: GemmConfig) -> float:
-            tiles = math.ceil(tile_rows(p.rows, p.experts, c.tile_m)) * -(-p.weight_rows // c.tile_n)
-            return MULTISTAGE.tiles_us(one, c, tiles, moved, gpu)
-
-        return estimate_us
+        tiles = row_tiles(p.rows, p.experts, c, "tile_m") * -(-p.weight_rows // c.tile_n)
+        return MULTISTAGE.tiles_us(self.one(p), c, tiles, moved, gpu)
 
     def moved_experts(self, p: GroupedProblem) -> float:
         return sampled_experts(p.rows, p.experts)

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from cutekernels.columns import Columns, over
 from cutekernels.kernels.cute.parts.smem import WarpgroupSmem
 from cutekernels.ops.gemm.problem import BY_SIXTEENS, ELEMENT_BYTES, HEIGHTS, GemmConfig, GemmProblem
 from cutekernels.ops.gemm.schedule import PLAIN, Extras
@@ -23,11 +23,10 @@ from cutekernels.ops.gemm.warpgroup import (
     LEAST_EXTENT,
     Warpgroup,
     cluster_tiles,
-    deepest,
     sharing,
 )
 from cutekernels.ops.moe.coefficients import GROUPED
-from cutekernels.rules import of_config, of_problem
+from cutekernels.rules import Broken, of_config, of_problem
 
 if TYPE_CHECKING:
     from cutekernels.gpu import GpuSpec
@@ -44,15 +43,13 @@ class GroupsSchedule(Warpgroup):
     layout_of_c = strides = few_tokens = least_extents = None  # type: ignore[assignment]  # rules of gemm's alone
     table = GROUPED
 
-    def shortlist(self, p: GemmProblem, gpu: GpuSpec, x: Extras = PLAIN) -> Iterable[GemmConfig]:
-        """The two deepest pipelines of every tile. Clusters are for tiles of many tokens: others share little."""
-        many = WarpgroupSmem.BOX
-        among = deepest(self, gpu, PLAIN, raster=(1, 8), pdl=(True,))
-        return (c for c in among if c.cluster_m * c.cluster_n == 1 or c.mma_tile[1] >= many)
+    def usually(self, p: GemmProblem, c: Columns, gpu: GpuSpec, x: Extras) -> Any:
+        """Clusters are for tiles of many tokens: others share little."""
+        return (c.cluster_m * c.cluster_n == 1) | (c.mma_tile[1] >= WarpgroupSmem.BOX)
 
     @abstractmethod
-    def spread_us(self, p: GemmProblem, experts: int, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> float:
-        """The model's time where all of ``p``'s rows choose their experts at random, each as likely as another."""
+    def spread_us(self, p: GemmProblem, experts: int, c: Any, gpu: GpuSpec, extras: Extras = PLAIN) -> Any:
+        """The model where all of ``p``'s rows choose their experts at random, each as likely as another."""
 
 
 @dataclass(frozen=True)
@@ -75,24 +72,24 @@ class GroupedWarpgroupSchedule(GroupsSchedule):
         return None
 
     @of_config
-    def narrow_tiles(self, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
-        if not c.swap_ab and c.tile_n < WarpgroupSmem.BOX:
-            box = WarpgroupSmem.BOX
-            return f"tile_n={c.tile_n} is a tile of tokens: results leave by {box} columns; take swap_ab=1"
-        return None
+    def narrow_tiles(self, c: GemmConfig, gpu: GpuSpec, x: Extras) -> Broken:
+        narrow = (c.swap_ab == 0) & (c.tile_n < WarpgroupSmem.BOX)
+        why = "tile_n={} is a tile of tokens: results leave by {} columns; take swap_ab=1"
+        yield narrow, why, c.tile_n, WarpgroupSmem.BOX
 
     @of_config
-    def gate(self, c: GemmConfig, gpu: GpuSpec, x: Extras) -> str | None:
-        if not c.swap_ab:
-            return super().gate(c, gpu, x)
-        if x.gated and c.tile_n != 2 * GROUP_ROWS * sharing(c):
-            return (
-                f"tile_n={c.tile_n}: gate and up are halves of a tile, and a group's 64 rows of each meet in a thread"
-            )
-        return None
+    def gate(self, c: GemmConfig, gpu: GpuSpec, x: Extras) -> Broken:
+        for broken, *why in super().gate(c, gpu, x):
+            yield broken & (c.swap_ab == 0), *why
+        odd = c.swap_ab & (c.tile_n != 2 * GROUP_ROWS * sharing(c)) & x.gated
+        yield (
+            odd,
+            "tile_n={}: gate and up are halves of a tile, and a group's 64 rows of each meet in a thread",
+            c.tile_n,
+        )
 
-    def spread_us(self, p: GemmProblem, experts: int, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> float:
-        tiles = math.ceil(tile_rows(p.m, experts, c.tile_m * c.cluster_m)) * -(-p.n // (c.tile_n * c.cluster_n))
+    def spread_us(self, p: GemmProblem, experts: int, c: Any, gpu: GpuSpec, extras: Extras = PLAIN) -> Any:
+        tiles = row_tiles(p.m, experts, c, "tile_m", "cluster_m") * -(-p.n // (c.tile_n * c.cluster_n))
         read = expected_hit(p.m, experts) * p.n * p.k
         moved = ELEMENT_BYTES * (p.m * (p.k + p.n // (2 if extras.gated else 1)) + read)
         return self.walk_us(c, tiles, p.k, moved, gpu, extras)
@@ -122,7 +119,7 @@ class DepthWarpgroupSchedule(GroupsSchedule):
             return f"{self.name} takes matrices of {LEAST_EXTENT} rows and columns or more; they are {p.m} and {p.n}"
         return None
 
-    def spread_us(self, p: GemmProblem, experts: int, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> float:
+    def spread_us(self, p: GemmProblem, experts: int, c: Any, gpu: GpuSpec, extras: Extras = PLAIN) -> Any:
         tiles_m, tiles_n = cluster_tiles(p, c)
         depth = -(-p.k // experts) + c.tile_k // 2  # with half of a last k-tile that is not the group's
         moved = ELEMENT_BYTES * (p.k * (p.m + p.n) + experts * p.m * p.n)
@@ -139,6 +136,11 @@ DEPTH_WARPGROUP = DepthWarpgroupSchedule()
 
 
 # ---- arithmetic of the model ----------------------------------------------------------------------------
+
+
+def row_tiles(rows: int, experts: int, c: Any, *knobs: str) -> Any:
+    """Those of as many rows as the knobs' product, as a whole number."""
+    return over(c, knobs, lambda c: math.ceil(tile_rows(rows, experts, math.prod(getattr(c, name) for name in knobs))))
 
 
 @cache

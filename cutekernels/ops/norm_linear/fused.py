@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from cutekernels.columns import Columns
 from cutekernels.ops.gemm.op import SCHEDULES
-from cutekernels.ops.gemm.problem import MOST_TOKENS, WIDEST, GemmProblem
+from cutekernels.ops.gemm.problem import MOST_TOKENS, WIDEST, GemmConfig, GemmProblem
 from cutekernels.ops.gemm.schedule import Extras, GemmSchedule
 from cutekernels.ops.norm_linear.problem import FUSED, NormLinearConfig, NormLinearProblem, spanned
-from cutekernels.rules import Reads, Schedule, foreign, of_problem
+from cutekernels.rules import EVERY, Among, Reads, Schedule, foreign, of_problem
 
 if TYPE_CHECKING:
     from cutekernels.gpu import GpuSpec
@@ -58,31 +59,28 @@ class Fused(Schedule[NormLinearProblem, NormLinearConfig, Extras]):
         yield from super().failures_of(reads, *read)
         yield from self.inner.failures_of(reads, *map(_within, read))
 
+    def unbroken(self, reads: Reads, c: Columns, *read: Any) -> Any:
+        return super().unbroken(reads, c, *read) & self.inner.unbroken(reads, c, *map(_within, read))
+
     def foreign_knobs(self, c: NormLinearConfig) -> Iterator[str]:
         return foreign(c, ALLOWED[self.name])
 
-    def fits(self, c: NormLinearConfig, gpu: GpuSpec, x: Extras) -> bool:
-        return self.inner.fits(c.product, gpu, x)
-
-    def suits(self, p: NormLinearProblem, c: NormLinearConfig, gpu: GpuSpec, x: Extras) -> bool:
-        return self.inner.suits(product_of(p), c.product, gpu, x)
-
     # -- choice
 
-    def spanned(self, **among: tuple[Any, ...]) -> Iterator[NormLinearConfig]:
-        return spanned(self.name, **among)
+    def spanned(self, among: Among = EVERY) -> Columns:
+        return spanned(self.name, among)
 
-    def confined(self, p: NormLinearProblem) -> dict[str, tuple[Any, ...]]:
-        return self.inner.confined(product_of(p))
+    def drawn(self, c: GemmConfig) -> NormLinearConfig:
+        return NormLinearConfig.fused(c)
 
-    def shortlist(self, p: NormLinearProblem, gpu: GpuSpec, x: Extras) -> Iterable[NormLinearConfig]:
-        return map(NormLinearConfig.fused, self.inner.shortlist(product_of(p), gpu, x))
+    def usual(self, p: NormLinearProblem, gpu: GpuSpec, x: Extras) -> Among:
+        return self.inner.usual(product_of(p), gpu, x)
 
-    def estimate_us(self, p: NormLinearProblem, c: NormLinearConfig, gpu: GpuSpec, x: Extras) -> float:
-        return self.inner.estimate_us(product_of(p), c.product, gpu, x)
+    def times_us(self, p: NormLinearProblem, c: Any, gpu: GpuSpec, x: Extras) -> Any:
+        return self.inner.times_us(product_of(p), _within(c), gpu, x)
 
-    def preference(self, p: NormLinearProblem, c: NormLinearConfig, x: Extras) -> tuple[object, ...]:
-        return self.inner.preference(product_of(p), c.product, x)
+    def preference(self, p: NormLinearProblem, c: Any, x: Extras) -> tuple[Any, ...]:
+        return self.inner.preference(product_of(p), c, x)
 
 
 class FusedSkinnyWarpgroup(Fused):
@@ -112,13 +110,14 @@ class FusedSkinnyWarpgroup(Fused):
             return f"body={self.name} stores {WIDEST} outputs at a time, aligned: n={p.n}, layout={p.layout}"
         return None
 
-    def shortlist(self, p: NormLinearProblem, gpu: GpuSpec, x: Extras) -> Iterable[NormLinearConfig]:
-        """Those that run all of their CTAs at once; more than two to a tile, whose times nobody measured behind a norm,
-        are for the tuner.
-        """
-        among = {"stages": (4, 5, 6, 8, 12), "prefetch_l2": (0, 1, 2, 4), "pdl": (True,), "split_k": (1, 2)}
-        fitting = self.fitting(gpu, x, tile_m=(self.inner.fitting_tiles(product_of(p))[0],), **among)
-        return (c for c in fitting if -(-p.n // c.tile_n) * c.split_k <= gpu.sm_count)
+    def usual(self, p: NormLinearProblem, gpu: GpuSpec, x: Extras) -> Among:
+        """More than two CTAs to a tile, whose times nobody measured behind a norm, are for the tuner."""
+        tile = self.inner.fitting_tiles(product_of(p))[0]
+        return {**super().usual(p, gpu, x), "tile_m": (tile,), "split_k": (1, 2)}
+
+    def usually(self, p: NormLinearProblem, c: Columns, gpu: GpuSpec, x: Extras) -> Any:
+        """Those that run all of their CTAs at once."""
+        return -(-p.n // c.tile_n) * c.split_k <= gpu.sm_count
 
 
 class FusedWarpgroup(Fused):

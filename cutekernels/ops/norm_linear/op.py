@@ -22,6 +22,7 @@ from cutekernels.ops.gemm.coefficients import NORM
 from cutekernels.ops.gemm.layouts import alignment
 from cutekernels.ops.gemm.op import GEMM, SCHEDULES, nothing
 from cutekernels.ops.gemm.problem import ELEMENT_BYTES, WIDEST, GemmProblem
+from cutekernels.ops.gemm.schedule import PLAIN
 from cutekernels.ops.gemm.skinny_warpgroup import SKINNY_WARPGROUP, weighing_us
 from cutekernels.ops.gemm.warpgroup import WARPGROUP
 from cutekernels.ops.norm_linear.fused import FUSED_SCHEDULES, GATE_ROWS, product_of
@@ -40,7 +41,6 @@ from cutekernels.ops.shared.dtypes import DTYPES
 from cutekernels.ops.shared.strides import span_bytes
 from cutekernels.ops.shared.tensor_op import TensorOp
 from cutekernels.ops.shared.tolerance import rounded_operand_depth
-from cutekernels.rules import best
 
 if TYPE_CHECKING:
     import torch
@@ -89,12 +89,14 @@ class NormLinear(TensorOp[N, NormLinearConfig]):
         schedule, product, x = FUSED_SCHEDULES[SKINNY_WARPGROUP.name], product_of(p), p.extras
         if schedule.refusal(p, gpu, x) or p.layout != "aligned" or 0 in (p.m, p.n):
             return CHAIN
-        among = list(schedule.suiting(p, gpu, x, schedule.shortlist(p, gpu, x)))
-        alone_us = min((SKINNY_WARPGROUP.estimate_us(product, c.product, gpu) for c in among), default=0.0)
-        hidden = [c for c in among if weighing_us(product, c.product, gpu) < NORM.hidden * alone_us]
-        found = best(hidden, lambda c: self.estimate_us(p, c, gpu), lambda c: schedule.preference(p, c, x))
-        if found is None:
+        c, kept = schedule.candidates(p, gpu, x)
+        if not kept.any():
             return CHAIN
+        alone_us = float(SKINNY_WARPGROUP.estimate_us(product, c, gpu, PLAIN)[kept].min())
+        kept &= weighing_us(product, c, gpu) < NORM.hidden * alone_us
+        if not kept.any():
+            return CHAIN
+        found = schedule.least(p, c, x, kept, schedule.estimate_us(p, c, gpu, x))
         rate = rates.of(gpu)
         norm_us = NORM.kernel * rate.launch_us + NORM.token / rate.clock_mhz * min(p.m, NORM.tokens)
         chain_us = alone_us + norm_us + NORM.of_product * alone_us

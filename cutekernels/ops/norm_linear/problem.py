@@ -6,12 +6,13 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from itertools import product
 from typing import Any
 
+from cutekernels.columns import Columns
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.kernels.activations import ACTIVATIONS
 from cutekernels.op import Config, Problem, extent, knob, ladder, plain, respelled
+from cutekernels.ops.gemm import problem as gemm
 from cutekernels.ops.gemm.problem import (
     ACROSS,
     BODIES,
@@ -24,6 +25,7 @@ from cutekernels.ops.gemm.problem import (
     GemmProblem,
 )
 from cutekernels.ops.gemm.schedule import Extras
+from cutekernels.rules import EVERY, Among, values_of
 
 _SKINNY, _SKINNY_WARPGROUP = BODIES["skinny"], dict(BODIES["skinny_warpgroup"])
 _SKINNY_WARPGROUP["tile_m"] = tuple(tile for tile in _SKINNY_WARPGROUP["tile_m"] if tile <= MOST_TOKENS)
@@ -170,7 +172,7 @@ class NormLinearConfig(Config):
     @classmethod
     def fused(cls, product: GemmConfig) -> NormLinearConfig:
         """One kernel, by that config of the product alone."""
-        return cls("fused", **{name: getattr(product, name) for name in KNOBS})
+        return cls.drawn([("path", "fused"), *((name, getattr(product, name)) for name in KNOBS)])
 
     @property
     def product(self) -> GemmConfig:
@@ -196,19 +198,14 @@ FUSED: dict[str, dict[str, tuple[Any, ...]]] = {
 }
 
 
-def spanned(body: str, **fewer: tuple[Any, ...]) -> Iterator[NormLinearConfig]:
-    """The configs of fused ``body``, with ``fewer`` values of some knobs."""
-    own = FUSED[body] | fewer
-    first = {"path": "fused"} | {name: values[0] for name, values in KNOBS.items()}
-    for values in product(*own.values()):
-        c = NormLinearConfig.drawn((first | dict(zip(own, values, strict=True))).items())
-        if c.pdl or not c.prefetch_l2:
-            yield c
+def spanned(body: str, among: Among = EVERY) -> Columns:
+    """The products' configs of fused ``body``, some knobs confined to ``among``."""
+    return gemm.spanned(body, values_of(GemmConfig, **FUSED[body]) | dict(among))
 
 
 @cache
 def _every() -> tuple[NormLinearConfig, ...]:
-    return CHAIN, *(c for body in FUSED for c in spanned(body))
+    return CHAIN, *(NormLinearConfig.fused(c) for body in FUSED for c in spanned(body))
 
 
 @cache

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from cutekernels.ops.quantized.problem import QuantizedConfig, QuantizedProblem, foreign, spanned
-from cutekernels.rules import Schedule
+from cutekernels.rules import Enumerated
 
 if TYPE_CHECKING:
     from cutekernels.gpu import GpuSpec
 
 
-class QuantizedSchedule(Schedule[QuantizedProblem, QuantizedConfig, Any]):
+class QuantizedSchedule(Enumerated[QuantizedProblem, QuantizedConfig, Any]):
     """Rules, model, body and grid. Nothing is asked beside a problem, but of experts (``moe/packed_experts.py``)."""
 
     def foreign_knobs(self, c: QuantizedConfig) -> Iterator[str]:

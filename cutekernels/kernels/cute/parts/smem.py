@@ -1,4 +1,4 @@
-"""Shared memory of kernels: plain arithmetic, read by ``why_not`` and by the kernels.
+"""Shared memory of kernels: expressions of numbers or columns, read by ``why_not``, by models and by the kernels.
 
 A test compiles kernels and holds these numbers to the cubin's.
 """
@@ -6,6 +6,8 @@ A test compiles kernels and holds these numbers to the cubin's.
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from cutekernels.columns import larger, smaller, where
 
 ALIGNMENT = 1024  # span of a 128-byte swizzle pattern
 SWIZZLED_ROWS, SWIZZLED = 8, 64  # its rows, and 2-byte elements in a row
@@ -40,7 +42,7 @@ class GemmSmem:
     @property
     def total_bytes(self) -> int:
         staged = self.a_bytes + self.b_bytes
-        return staged + self.out_bytes if self.persistent else max(staged, self.out_bytes)
+        return where(self.persistent, staged + self.out_bytes, larger(staged, self.out_bytes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,7 @@ class SkinnySmem:
     @property
     def flag_at(self) -> int:
         sums = (self.warps_k - 1) * self.tile_m * self.tile_n * 4
-        return max(self.staged_bytes, sums)
+        return larger(self.staged_bytes, sums)
 
     @property
     def squares_at(self) -> int:
@@ -149,7 +151,7 @@ class SkinnyWarpgroupSmem:
     @property
     def inbox_at(self) -> int:
         results = self.tile_m * self.out_pitch * self.element_bytes
-        return results if self.inbox_in_stages else max(self.stages * self.stage_bytes, results)
+        return where(self.inbox_in_stages, results, larger(self.stages * self.stage_bytes, results))
 
     @property
     def consumer_threads(self) -> int:
@@ -164,7 +166,7 @@ class SkinnyWarpgroupSmem:
     @property
     def squares_at(self) -> int:
         inbox_end = self.inbox_at + (self.split - 1) * self.share * self.consumer_threads * 4
-        return max(inbox_end, self.stages * self.stage_bytes)
+        return larger(inbox_end, self.stages * self.stage_bytes)
 
     @property
     def barriers_at(self) -> int:
@@ -181,7 +183,7 @@ class SkinnyWarpgroupSmem:
 
     @property
     def total_bytes(self) -> int:
-        return max(self.squares_barrier_at + 8 * self.squares, self.EXCLUSIVE_BYTES * self.exclusive)
+        return larger(self.squares_barrier_at + 8 * self.squares, self.EXCLUSIVE_BYTES * self.exclusive)
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,9 +211,7 @@ class WarpgroupSmem:
     @staticmethod
     def sharing(tile_m: int, pingpong: bool) -> int:
         """Consumer groups that share a tile: one for each 64 rows up to three; of 256 rows two, with 128 each."""
-        if pingpong:
-            return 1
-        return tile_m // 64 if tile_m <= 3 * 64 else 2
+        return where(pingpong, 1, where(tile_m <= 3 * 64, tile_m // 64, 2))
 
     @property
     def rows_bytes(self) -> int:
@@ -282,7 +282,7 @@ class SkinnyPackedSmem:
     @property
     def half_blocks(self) -> int:
         """Runs of up to 64 rows of a half."""
-        return max(1, self.half_rows // self.TILE)
+        return larger(1, self.half_rows // self.TILE)
 
     @property
     def tile_bytes(self) -> int:
@@ -292,7 +292,7 @@ class SkinnyPackedSmem:
     @property
     def part_bytes(self) -> int:
         """Bytes of the CTA's rows of a packed tile."""
-        return self.tile_bytes * min(self.half_rows, self.TILE) // self.TILE
+        return self.tile_bytes * smaller(self.half_rows, self.TILE) // self.TILE
 
     @property
     def run_bytes(self) -> int:
@@ -306,12 +306,12 @@ class SkinnyPackedSmem:
     @property
     def groups(self) -> int:
         """Groups that a stage's scales belong to."""
-        return max(1, self.tile_k // self.group) if self.group else 0
+        return larger(1, self.tile_k // self.group) if self.group else 0
 
     @property
     def zero_groups(self) -> int:
         """Groups that a stage's zero points belong to: one where all of K has the same."""
-        return max(1, self.groups) if self.zeros else 0
+        return larger(1, self.groups) if self.zeros else 0
 
     @property
     def scales_at(self) -> int:
@@ -395,7 +395,7 @@ class WarpgroupPackedSmem:
     @property
     def strips(self) -> int:
         """Groups of K in a stage whose scales travel with it."""
-        return max(1, self.tile_k // self.group) if self.group and self.scale_rows == 1 else 0
+        return larger(1, self.tile_k // self.group) if self.group and self.scale_rows == 1 else 0
 
     @property
     def scales_bytes(self) -> int:
@@ -405,7 +405,7 @@ class WarpgroupPackedSmem:
     @property
     def zero_strips(self) -> int:
         """Groups of K in a stage whose zero points travel with it: one where all of K has the same."""
-        return max(1, self.strips) if self.zeros else 0
+        return larger(1, self.strips) if self.zeros else 0
 
     @property
     def zeros_bytes(self) -> int:
