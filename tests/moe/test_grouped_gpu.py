@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import cutekernels as ck
+import cutekernels.ops.library  # as ops of torch
 from cutekernels import compile as compiler
 from cutekernels import gpu, nn, verify
 from cutekernels.ops.moe.grouped import GROUPED_GEMM, GROUPED_GEMM_WGRAD, SPREADS, sample_offsets

@@ -115,7 +115,10 @@ class _LogitOp(TritonOp[LogitProblem, LogitConfig]):
             return values.mul_(4).add_(1)
         # Factors: a maximum and a sum's logarithm like those of the logits, the rest of either sign.
         values.mul_(2).sub_(1)
-        values[:, 0] += 0 if p.capped else 7 + 0.7 * max(1, p.cols).bit_length()
+        if p.capped:
+            values[:, 0].mul_(0.1).add_(0.6)  # u is a tanh
+        else:
+            values[:, 0] += 7 + 0.7 * max(1, p.cols).bit_length()
         values[:, 1] += 1
         return values
 
