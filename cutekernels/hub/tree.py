@@ -179,8 +179,8 @@ def _moved(text: str, module: str, depth: int) -> tuple[str, list[str]]:
         wrong = [name for name in others if name.split(".")[0] not in _ALLOWED and not _is_standard(name)]
         if wrong and id(node) not in hidden:
             raise UnsupportedProblem(
-                f"a kernel repository imports torch, Triton, CuTe, NumPy and the standard library alone; {module} imports "
-                f"{wrong[0]}: leave that out of what the layers reach"
+                "a kernel repository imports torch, Triton, CuTe, NumPy and the standard library alone; "
+                f"{module} imports {wrong[0]}: leave that out of what the layers reach"
             )
     lines = text.splitlines(keepends=True)
     for line, begin, end, new in sorted(edits, reverse=True):
