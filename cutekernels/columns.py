@@ -120,7 +120,7 @@ def _arrays() -> Any:
     """
     import numpy as np
 
-    class Array(np.ndarray):  # type: ignore[type-arg]
+    class Array(np.ndarray):
         def __floordiv__(self, other: Any) -> Any:
             return np.floor(self / other)
 
@@ -167,19 +167,16 @@ def _listed(column: Any, kind: type) -> list[Any]:
 # ---- what expressions are made of, beside operators -------------------------------------------------------
 
 
-N = TypeVar("N")
-
-
-def where(mask: Any, yes: N, no: N) -> N:
+def where(mask: Any, yes: Any, no: Any) -> Any:
     """``yes if mask else no``."""
     if not hasattr(mask, "shape"):
         return yes if mask else no
     import numpy as np
 
-    return np.where(mask, yes, no).view(_arrays())  # type: ignore[no-any-return]
+    return np.where(mask, yes, no).view(_arrays())
 
 
-def larger(one: N, other: N) -> N:
+def larger(one: Any, other: Any) -> Any:
     """The larger of two."""
     if not hasattr(one, "shape") and not hasattr(other, "shape"):
         return max(one, other)
@@ -188,7 +185,7 @@ def larger(one: N, other: N) -> N:
     return np.maximum(one, other)
 
 
-def smaller(one: N, other: N) -> N:
+def smaller(one: Any, other: Any) -> Any:
     """The smaller of two."""
     return -larger(-one, -other)
 

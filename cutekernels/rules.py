@@ -126,7 +126,8 @@ class Schedule(Ruled, ABC, Generic[P, C, X]):
 
         kept = np.ones(len(c), bool)
         for rule in self._of[reads]:
-            for broken, *_ in rule(self, *read) or ():
+            found: Any = rule(self, *read)
+            for broken, *_ in found or ():
                 kept &= np.logical_not(broken)
         return kept
 

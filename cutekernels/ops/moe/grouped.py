@@ -126,7 +126,7 @@ class _GroupedOp(TensorOp[GroupedProblem, GemmConfig]):
         """Rules, model and body of ``c``."""
         return MULTISTAGE if c.body == MULTISTAGE.name else self.warpgroup
 
-    def blocks(self, p: GroupedProblem, c: GemmConfig) -> int:
+    def blocks(self, p: GroupedProblem, c: Any) -> Any:
         """Tiles that there can be at most: CTAs of a launch, or what a persistent grid's CTAs share."""
         raise NotImplementedError
 
@@ -297,7 +297,7 @@ class GroupedGemm(_GroupedOp):
     def moved_experts(self, p: GroupedProblem) -> float:
         return sampled_experts(p.rows, p.experts)
 
-    def blocks(self, p: GroupedProblem, c: GemmConfig) -> int:
+    def blocks(self, p: GroupedProblem, c: Any) -> Any:
         return (p.rows // c.tile_m + min(p.experts + 2, p.rows)) * -(-p.weight_rows // c.tile_n)
 
     def bind(self, p: GroupedProblem, c: GemmConfig, kernel: Callable[..., Any]) -> Callable[..., Any]:
@@ -423,7 +423,7 @@ class GroupedGemmWgrad(_GroupedOp):
     def moved_experts(self, p: GroupedProblem) -> float:
         return float(p.experts)  # one without rows has its zeros written
 
-    def blocks(self, p: GroupedProblem, c: GemmConfig) -> int:
+    def blocks(self, p: GroupedProblem, c: Any) -> Any:
         return p.experts * -(-p.n // c.tile_m) * -(-p.k // c.tile_n)
 
     def bind(self, p: GroupedProblem, c: GemmConfig, kernel: Callable[..., Any]) -> Callable[..., Any]:

@@ -108,7 +108,7 @@ class NormLinear(TensorOp[N, NormLinearConfig]):
             return 0.0
         if c.path == "chain":
             return sum(_default_us(op, part, gpu) for op, part in self.parts(p))
-        return FUSED_SCHEDULES[c.body].estimate_us(p, c, gpu, p.extras)
+        return float(FUSED_SCHEDULES[c.body].estimate_us(p, c, gpu, p.extras))
 
     # -- kernel
 
