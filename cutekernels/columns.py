@@ -167,27 +167,30 @@ def _listed(column: Any, kind: type) -> list[Any]:
 # ---- what expressions are made of, beside operators -------------------------------------------------------
 
 
-def where(mask: Any, yes: Any, no: Any) -> Any:
+N = TypeVar("N")
+
+
+def where(mask: Any, yes: N, no: N) -> N:
     """``yes if mask else no``."""
     if not hasattr(mask, "shape"):
         return yes if mask else no
     import numpy as np
 
-    return np.where(mask, yes, no).view(_arrays())
+    return np.where(mask, yes, no).view(_arrays())  # type: ignore[no-any-return, call-overload]
 
 
-def larger(one: Any, other: Any) -> Any:
+def larger(one: N, other: N) -> N:
     """The larger of two."""
     if not hasattr(one, "shape") and not hasattr(other, "shape"):
-        return max(one, other)
+        return max(one, other)  # type: ignore[no-any-return, call-overload]
     import numpy as np
 
-    return np.maximum(one, other)
+    return np.maximum(one, other)  # type: ignore[no-any-return, call-overload]
 
 
-def smaller(one: Any, other: Any) -> Any:
+def smaller(one: N, other: N) -> N:
     """The smaller of two."""
-    return -larger(-one, -other)
+    return -larger(-one, -other)  # type: ignore[no-any-return, operator]
 
 
 def ceil(x: Any) -> Any:

@@ -126,8 +126,7 @@ class Schedule(Ruled, ABC, Generic[P, C, X]):
 
         kept = np.ones(len(c), bool)
         for rule in self._of[reads]:
-            found: Any = rule(self, *read)
-            for broken, *_ in found or ():
+            for broken, *_ in rule(self, *read) or ():  # type: ignore[str-unpack]
                 kept &= np.logical_not(broken)
         return kept
 

@@ -47,4 +47,4 @@ def saved_us(c: GemmConfig, gpu: GpuSpec, most: float) -> float:
     """
     taken, enough, too_much = prefetched_bytes(c), PREFETCH.enough, PREFETCH.too_much
     gain = most * rates.of(gpu).dependent_us
-    return gain * (smaller(taken, enough) / enough - larger(0, taken - too_much) / too_much)  # type: ignore[no-any-return]
+    return gain * (smaller(taken, enough) / enough - larger(0, taken - too_much) / too_much)

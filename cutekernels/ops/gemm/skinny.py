@@ -228,7 +228,7 @@ def registers_per_thread(c: GemmConfig, extras: Extras = PLAIN) -> int:
     fragment = c.tile_n // c.warps_n // 4 + c.tile_m // 4
     beside = c.tile_m * extras.squares + blocks * extras.gamma_bytes  # squares and their factors, gamma's fragments
     read, other = where(usual(c), blocks, smaller(2, blocks)), where(usual(c), _OTHER_REGISTERS, _OTHER_REGISTERS_CLOSE)
-    return accumulators(c) + read * fragment + beside + other  # type: ignore[no-any-return]
+    return accumulators(c) + read * fragment + beside + other
 
 
 def loaders(rows: int, c: GemmConfig) -> int:

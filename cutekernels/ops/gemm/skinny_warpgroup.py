@@ -276,7 +276,7 @@ def registers_per_thread(c: GemmConfig) -> int:
     return c.tile_n // 2 + _OTHER_REGISTERS
 
 
-def weighing_us(p: GemmProblem, c: Any, gpu: GpuSpec) -> Any:
+def weighing_us(p: GemmProblem, c: GemmConfig, gpu: GpuSpec) -> float:
     """Time that a CTA's warps need to multiply its tokens by the norm's weight."""
     each = coefficients.SKINNY_WARPGROUP.weighed / rates.of(gpu).clock_mhz
     return -(-p.k // c.tile_k) / c.split_k * c.tile_k * groups(c) * each

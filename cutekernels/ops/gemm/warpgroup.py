@@ -329,7 +329,7 @@ def sharing(c: GemmConfig) -> int:
 
 def groups(c: GemmConfig) -> int:
     """Groups that multiply."""
-    return where(c.pingpong, 2, sharing(c))  # type: ignore[no-any-return]
+    return where(c.pingpong, 2, sharing(c))
 
 
 def accumulators_of(c: GemmConfig, half: bool = False) -> int:
@@ -351,12 +351,12 @@ def extents(p: GemmProblem, c: GemmConfig) -> tuple[Any, Any]:
 
 def rows_knob(c: GemmConfig) -> str:
     """The knob of the tile along the MMA's rows."""
-    return where(c.swap_ab, "tile_n", "tile_m")  # type: ignore[no-any-return]
+    return where(c.swap_ab, "tile_n", "tile_m")
 
 
 def columns_knob(c: GemmConfig) -> str:
     """The knob of the tile along the MMA's columns."""
-    return where(c.swap_ab, "tile_m", "tile_n")  # type: ignore[no-any-return]
+    return where(c.swap_ab, "tile_m", "tile_n")
 
 
 def clusters_of(c: GemmConfig, gpu: GpuSpec) -> int:

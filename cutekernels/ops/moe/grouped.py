@@ -126,7 +126,7 @@ class _GroupedOp(TensorOp[GroupedProblem, GemmConfig]):
         """Rules, model and body of ``c``."""
         return MULTISTAGE if c.body == MULTISTAGE.name else self.warpgroup
 
-    def blocks(self, p: GroupedProblem, c: Any) -> Any:
+    def blocks(self, p: GroupedProblem, c: GemmConfig) -> int:
         """Tiles that there can be at most: CTAs of a launch, or what a persistent grid's CTAs share."""
         raise NotImplementedError
 
@@ -148,7 +148,7 @@ class _GroupedOp(TensorOp[GroupedProblem, GemmConfig]):
         if schedule.refusal(most, gpu, extras) is not None:
             return None
         c = schedule.fitting(gpu, extras, {"persistent": (False,), **among})
-        return c, schedule.suiting(most, gpu, extras, c) & (self.blocks(p, c) <= _GRID)
+        return c, schedule.suiting(most, gpu, extras, c) & (self.blocks(p, c) <= _GRID)  # type: ignore[arg-type]
 
     def default(self, p: GroupedProblem, gpu: GpuSpec) -> GemmConfig:
         """The model's best of the warpgroup body where that takes ``p``, else of the multistage one."""
@@ -297,7 +297,7 @@ class GroupedGemm(_GroupedOp):
     def moved_experts(self, p: GroupedProblem) -> float:
         return sampled_experts(p.rows, p.experts)
 
-    def blocks(self, p: GroupedProblem, c: Any) -> Any:
+    def blocks(self, p: GroupedProblem, c: GemmConfig) -> int:
         return (p.rows // c.tile_m + min(p.experts + 2, p.rows)) * -(-p.weight_rows // c.tile_n)
 
     def bind(self, p: GroupedProblem, c: GemmConfig, kernel: Callable[..., Any]) -> Callable[..., Any]:
@@ -423,7 +423,7 @@ class GroupedGemmWgrad(_GroupedOp):
     def moved_experts(self, p: GroupedProblem) -> float:
         return float(p.experts)  # one without rows has its zeros written
 
-    def blocks(self, p: GroupedProblem, c: Any) -> Any:
+    def blocks(self, p: GroupedProblem, c: GemmConfig) -> int:
         return p.experts * -(-p.n // c.tile_m) * -(-p.k // c.tile_n)
 
     def bind(self, p: GroupedProblem, c: GemmConfig, kernel: Callable[..., Any]) -> Callable[..., Any]:

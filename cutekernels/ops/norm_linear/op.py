@@ -93,7 +93,7 @@ class NormLinear(TensorOp[N, NormLinearConfig]):
         if not kept.any():
             return CHAIN
         alone_us = float(SKINNY_WARPGROUP.estimate_us(product, c, gpu, PLAIN)[kept].min())
-        kept &= weighing_us(product, c, gpu) < NORM.hidden * alone_us
+        kept &= weighing_us(product, c, gpu) < NORM.hidden * alone_us  # type: ignore[arg-type]
         if not kept.any():
             return CHAIN
         found = schedule.least(p, c, x, kept, schedule.estimate_us(p, c, gpu, x))
@@ -108,7 +108,7 @@ class NormLinear(TensorOp[N, NormLinearConfig]):
             return 0.0
         if c.path == "chain":
             return sum(_default_us(op, part, gpu) for op, part in self.parts(p))
-        return float(FUSED_SCHEDULES[c.body].estimate_us(p, c, gpu, p.extras))
+        return FUSED_SCHEDULES[c.body].estimate_us(p, c, gpu, p.extras)  # type: ignore[no-any-return]
 
     # -- kernel
 
