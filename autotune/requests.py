@@ -1,4 +1,4 @@
-"""What a runtime asks of its worker, and how each config ended: values that travel between processes."""
+"""Requests of a runtime to its worker, and how each config ended: values that travel between processes."""
 
 from __future__ import annotations
 

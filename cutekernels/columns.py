@@ -216,7 +216,7 @@ def among(x: Any, values: Iterable[Any]) -> Any:
 
 
 def pick(x: Any, values: Mapping[Any, Any]) -> Any:
-    """What ``values`` has for ``x``; nothing else is asked for."""
+    """The entry of ``values`` for ``x``; no other one is looked up."""
     if not hasattr(x, "__len__") or isinstance(x, str):
         return values[x]
     (_, found), *others = values.items()

@@ -205,7 +205,7 @@ def _obtained(
     taken: Callable[[str], T | None],
     fresh: Callable[[Artifact], T],
 ) -> T:
-    """What is ``taken`` from the entry of this key; where that is missing or no good, from a ``fresh`` artifact.
+    """A kernel ``taken`` from the entry of this key; where that is missing or no good, from a ``fresh`` artifact.
 
     Nothing is loaded under the lock: loading may wait for kernels that run, such as a collective, which may wait for
     another rank, which may wait for the lock.

@@ -172,7 +172,7 @@ class DecodeSmem:
 
     @property
     def numbers_at(self) -> int:
-        """What follows from a block's scales: three numbers of each key."""
+        """Three numbers of each key, from a block's scales."""
         return self.scales_at + (2 * self.tile_kv * self.stages if self.token_scales else 0)
 
 

@@ -74,7 +74,7 @@ class Float8Load:
 
     @property
     def undone(self) -> float:
-        """What numbers in shared memory are to be multiplied by."""
+        """The factor of numbers in shared memory."""
         return 1.0 if self.scaled else self.float8.undone
 
     def power(self, exponent: Int32) -> Int32:

@@ -35,7 +35,7 @@ class ScaleHead:
 
 @dataclass(frozen=True)
 class ColumnNumbers:
-    """What a lane's columns of scores need."""
+    """Factors of a lane's columns of scores."""
 
     factors: cute.Tensor
     logarithms: cute.Tensor
