@@ -30,7 +30,7 @@ from cutekernels.ops import registry
 from cutekernels.ops.gemm.op import GEMM, SCHEDULES
 from cutekernels.ops.gemm.problem import GemmProblem
 from cutekernels.ops.gemm.schedule import extras_of
-from tests.test_floors import ROOT, file_of, imports
+from tests.imports import ROOT, file_of, reached
 from tests.tuner.toys import A100, H200, ToyConfig, ToyOp, ToyProblem
 
 PROBLEM = ToyProblem(16, 64)
@@ -226,8 +226,8 @@ class TestKey:
         del sys.modules[own.stem]
 
     def test_every_file_that_an_op_imports_is_in_its_key(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        reached = imported({str(file_of(type(op).__module__)) for op in registry.OPS})
-        ours = {file for file in reached if file.startswith("cutekernels/")}
+        files = {str(file_of(type(op).__module__)) for op in registry.OPS}
+        ours = {file for file in reached(files) if file.startswith("cutekernels/")}
         assert {"cutekernels/ops/gemm/skinny_warpgroup.py", "cutekernels/kernels/cute/gemm/skinny_gemm.py"} < ours
         read: set[str] = set()
         monkeypatch.setattr(Path, "read_bytes", lambda self: read.add(str(self)) or b"")
@@ -252,16 +252,6 @@ class TestKey:
 def fingerprint(op: type) -> str:
     """The source fingerprint, computed anew."""
     return compiler.source_fingerprint.__wrapped__(op)
-
-
-def imported(files: set[str]) -> set[str]:
-    """``files`` and all files of ours that they import, directly or not."""
-    found, todo = set(files), list(files)
-    while todo:
-        new = {target for module in imports(todo.pop()) if (target := file_of(module)) is not None} - found
-        found |= new
-        todo += new
-    return found
 
 
 # ---- damage ---------------------------------------------------------------------------------------------
