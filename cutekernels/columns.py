@@ -14,7 +14,7 @@ from functools import cache, wraps
 from types import FunctionType, MethodType
 from typing import Any, TypeVar
 
-_BITS = 30  # nine decimal digits
+_BITS = 33  # ten decimal digits
 
 
 class Columns:
@@ -66,19 +66,16 @@ class Columns:
         """Those of a mask, or at some places."""
         import numpy as np
 
-        if getattr(rows, "dtype", np.dtype(bool)) == np.dtype(bool):
-            rows = np.flatnonzero(np.broadcast_to(rows, self.size))
+        rows = np.asarray(rows)
+        flags = rows.dtype == np.dtype(bool)
+        rows = np.flatnonzero(np.broadcast_to(rows, self.size)) if flags else rows.astype(np.intp)
         return Columns(self.kind, len(rows), {name: _taken(own, rows) for name, own in self.knobs.items()})
 
     def __iter__(self) -> Iterator[Any]:
         """The configs themselves."""
-        from itertools import repeat
-
-        names, types = tuple(self.knobs), {name: type(own[0]) for name, own in self.kind.space().items()}
-        columns = [_listed(own, types[name]) if hasattr(own, "__len__") and not isinstance(own, str) else repeat(own)
-                   for name, own in self.knobs.items()]  # fmt: skip
-        for _, *chosen in zip(range(self.size), *columns, strict=False):
-            yield self.kind.drawn(zip(names, chosen, strict=True))
+        columns = [_listed(own, type(self.kind.space()[name][0]), self.size) for name, own in self.knobs.items()]
+        for chosen in zip(*columns, strict=True):
+            yield self.kind.drawn(zip(self.knobs, chosen, strict=True))
 
     def combinations(self, names: tuple[str, ...]) -> tuple[list[Any], Any]:
         """A config for each combination of some knobs' values, and for each config here which one is its own."""
@@ -158,10 +155,10 @@ def _taken(column: Any, rows: Any) -> Any:
     return column[rows] if hasattr(column, "shape") else column
 
 
-def _listed(column: Any, kind: type) -> list[Any]:
+def _listed(column: Any, kind: type, size: int) -> list[Any]:
     if isinstance(column, Words):
         return [column.values[at] for at in column.at.tolist()]
-    return column.astype(kind).tolist()  # type: ignore[no-any-return]
+    return column.astype(kind).tolist() if hasattr(column, "shape") else [column] * size
 
 
 # ---- what expressions are made of, beside operators -------------------------------------------------------

@@ -18,8 +18,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cache
-from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 
 from cutekernels import rates
@@ -110,7 +108,13 @@ class Schedule(Ruled, ABC, Generic[P, C, X]):
     def failures(self, p: P, c: C, gpu: GpuSpec, *x: X) -> Iterator[str]:
         """A message for each knob of another body and each broken rule."""
         yield from self.foreign_knobs(c)
-        yield from super().failures(p, c, gpu, *x)
+        yield from self.failures_of("problem", p, gpu, *x)
+        yield from self.failures_of("config", c, gpu, *(self.class_of(p, own) for own in x))
+        yield from self.failures_of("both", p, c, gpu, *x)
+
+    def class_of(self, p: P, x: X) -> Any:
+        """What rules of configs read in place of ``x``: the same for as many problems as may be."""
+        return x
 
     @abstractmethod
     def foreign_knobs(self, c: C) -> Iterator[str]:
@@ -147,7 +151,7 @@ class Schedule(Ruled, ABC, Generic[P, C, X]):
     def valid(self, p: P, gpu: GpuSpec, x: X) -> Iterator[C]:
         """The configs that no rule forbids."""
         if self.refusal(p, gpu, x) is None:
-            fitting = self.fitting(gpu, x)
+            fitting = self.fitting(gpu, self.class_of(p, x))
             yield from map(self.drawn, fitting.taken(self.suiting(p, gpu, x, fitting)))
 
     def drawn(self, c: Any) -> C:
@@ -182,7 +186,7 @@ class Schedule(Ruled, ABC, Generic[P, C, X]):
 
     def candidates(self, p: P, gpu: GpuSpec, x: X) -> tuple[Columns, Any]:
         """What the default is chosen among, and a mask of what may be chosen."""
-        c = self.fitting(gpu, x, self.usual(p, gpu, x))
+        c = self.fitting(gpu, self.class_of(p, x), self.usual(p, gpu, x))
         return c, self.suiting(p, gpu, x, c) & self.usually(p, c, gpu, x)
 
     def best(self, p: P, gpu: GpuSpec, x: X) -> tuple[float, C] | None:
@@ -221,107 +225,3 @@ def foreign(c: Any, values: Mapping[str, tuple[Any, ...]]) -> Iterator[str]:
 def _fitting(schedule: Schedule[Any, Any, Any], gpu: GpuSpec, x: Any, among: tuple[Any, ...]) -> Columns:
     c = schedule.spanned(dict(among))
     return c.taken(schedule.unbroken("config", c, c, gpu, x))
-
-
-class Enumerated(Ruled, ABC, Generic[P, C, X]):
-    """A Schedule config by config."""
-
-    name: ClassVar[str]
-    """Its value of the config's ``body``."""
-
-    # -- rules
-
-    def failures(self, p: P, c: C, gpu: GpuSpec, *x: X) -> Iterator[str]:
-        """A message for each knob of another body and each broken rule."""
-        yield from self.foreign_knobs(c)
-        yield from super().failures(p, c, gpu, *x)
-
-    @abstractmethod
-    def foreign_knobs(self, c: C) -> Iterator[str]:
-        """The knobs of ``c`` whose values belong to other bodies (:func:`foreign`): none of an enumerated config."""
-
-    def refusal(self, p: P, gpu: GpuSpec, x: X) -> str | None:
-        """Why no config of this body takes ``p``, as far as ``p`` alone can tell."""
-        return next(self.failures_of("problem", p, gpu, x), None)
-
-    def fits(self, c: C, gpu: GpuSpec, x: X) -> bool:
-        """Whether no rule of configs forbids ``c``."""
-        for rule in self._of["config"]:  # noqa: SIM110  asked for a hundred thousand configs
-            if rule(self, c, gpu, x) is not None:
-                return False
-        return True
-
-    def suits(self, p: P, c: C, gpu: GpuSpec, x: X) -> bool:
-        """Whether no rule between problems and configs forbids ``c``."""
-        for rule in self._of["both"]:  # noqa: SIM110
-            if rule(self, p, c, gpu, x) is not None:
-                return False
-        return True
-
-    # -- the engine
-
-    @abstractmethod
-    def spanned(self, **among: tuple[Any, ...]) -> Iterator[C]:
-        """Every config in a fixed order (:func:`combinations`), some knobs confined to ``among``."""
-
-    def confined(self, p: P) -> dict[str, tuple[Any, ...]]:
-        """Values of knobs that may suit ``p``, of those that most configs break; the rules ask again."""
-        return {}
-
-    def fitting(self, gpu: GpuSpec, x: X, **among: tuple[Any, ...]) -> tuple[C, ...]:
-        """The configs that no rule of configs forbids."""
-        return _enumerated(self, gpu, x, tuple(among.items()))
-
-    def valid(self, p: P, gpu: GpuSpec, x: X) -> Iterator[C]:
-        """The configs that no rule forbids."""
-        if self.refusal(p, gpu, x) is None:
-            yield from self.suiting(p, gpu, x, self.fitting(gpu, x, **self.confined(p)))
-
-    def suiting(self, p: P, gpu: GpuSpec, x: X, among: Iterable[C]) -> Iterator[C]:
-        """Those of ``among`` that no rule between problems and configs forbids."""
-        return (c for c in among if self.suits(p, c, gpu, x))
-
-    @abstractmethod
-    def shortlist(self, p: P, gpu: GpuSpec, x: X) -> Iterable[C]:
-        """The fitting configs that the default is chosen among."""
-
-    @abstractmethod
-    def estimate_us(self, p: P, c: C, gpu: GpuSpec, x: X) -> float:
-        """The model's time."""
-
-    def preference(self, p: P, c: C, x: X) -> tuple[object, ...]:
-        """Sort key among configs of one estimate; the least is preferred."""
-        return (str(c),)
-
-    def best(self, p: P, gpu: GpuSpec, x: X) -> tuple[float, C] | None:
-        """The model's time and choice from the shortlist; None where the body does not take ``p``."""
-        if self.refusal(p, gpu, x) is not None:
-            return None
-        return best(
-            self.suiting(p, gpu, x, self.shortlist(p, gpu, x)),
-            lambda c: self.estimate_us(p, c, gpu, x),
-            lambda c: self.preference(p, c, x),
-        )
-
-
-def combinations(kind: Any, values: Mapping[str, tuple[Any, ...]]) -> Iterator[Any]:
-    """Every config of these values."""
-    for chosen in product(*values.values()):
-        yield kind.drawn(zip(values, chosen, strict=True))
-
-
-def best(
-    among: Iterable[C], estimate_us: Callable[[C], float], preference: Callable[[C], Any]
-) -> tuple[float, C] | None:
-    """The least estimate with its config, the preferred one of equals; None of none."""
-    candidates = list(among)
-    if not candidates:
-        return None
-    times = [estimate_us(c) for c in candidates]
-    least = min(times)
-    return least, min((c for c, us in zip(candidates, times, strict=True) if us == least), key=preference)
-
-
-@cache
-def _enumerated(schedule: Enumerated[Any, Any, Any], gpu: GpuSpec, x: Any, among: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(c for c in schedule.spanned(**dict(among)) if schedule.fits(c, gpu, x))

@@ -20,8 +20,8 @@ def test_every_part_of_a_tile_is_left_once_and_waited_for_by_a_later_cta(name: s
     while dealt < 15:
         n, k = 8 * draw.randrange(8, 2500), 8 * draw.randrange(8, 2500)
         p = QuantizedProblem(m=draw.choice((1, 16, 100, 300)), n=n, k=k)
-        valid = [c for c in PACKED_SKINNY.shortlist(p, spec, None) if PACKED_SKINNY.suits(p, c, spec, None)]
-        shared = [c for c in valid if c.stream_k]
+        c, kept = PACKED_SKINNY.candidates(p, spec, None)
+        shared = list(c.taken(kept & c.stream_k))
         if shared:
             dealt += 1
             _follow(p, draw.choice(shared), spec)

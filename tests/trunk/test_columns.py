@@ -17,9 +17,12 @@ from cutekernels import gpu
 from cutekernels.columns import Columns, among, ceil, gcd, kept, larger, over, pick, rounded, smaller, where
 from cutekernels.op import Config, knob
 from cutekernels.ops import registry
+from cutekernels.ops.attention.problem import AttentionOp
 from cutekernels.ops.gemm.op import SCHEDULES
 from cutekernels.ops.gemm.schedule import extras_of
+from cutekernels.ops.moe.packed_experts import SCHEDULES as EXPERTS
 from cutekernels.ops.norm_linear.fused import FUSED_SCHEDULES
+from cutekernels.ops.quantized.op import SCHEDULES as PACKED
 from cutekernels.rules import Schedule
 
 Posed = tuple[Schedule[Any, Any, Any], Any, Any]  # a body, the problem that it reads, and what it asks beside
@@ -102,11 +105,21 @@ def posed(name: str, p: Any) -> Iterator[Posed]:
         yield from ((s, p, extras_of(p)) for s in SCHEDULES.values())
     elif name in ("rms_norm_linear", "linear_silu_mul"):
         yield from ((s, p, p.extras) for s in FUSED_SCHEDULES.values())
+    elif name == "quantized_linear":
+        yield from ((s, p, None) for s in PACKED.values())
+    elif name == "quantized_grouped_gemm":
+        yield from ((s, p.one, p.beside) for s in EXPERTS.values())
+    elif isinstance(op, AttentionOp):
+        yield from ((s, p, p) for s in op.schedules)
     else:
         yield op.warpgroup, op.one(p, most=True), op.extras(p)
 
 
-@pytest.mark.parametrize("name", ["gemm", "rms_norm_linear", "linear_silu_mul", "grouped_gemm", "grouped_gemm_wgrad"])
+PRODUCTS = ["gemm", "rms_norm_linear", "linear_silu_mul", "grouped_gemm", "grouped_gemm_wgrad"]
+PRODUCTS += ["quantized_linear", "quantized_grouped_gemm"]
+
+
+@pytest.mark.parametrize("name", [*PRODUCTS, *(op.name for op in registry.OPS if isinstance(op, AttentionOp))])
 @pytest.mark.parametrize("spec", [gpu.lookup("h200"), gpu.lookup("rtx5090")], ids=lambda g: g.name)
 def test_columns_and_configs_are_judged_alike(name: str, spec: gpu.GpuSpec) -> None:
     op, draw, judged = registry.get(name), random.Random(name), 0
@@ -115,24 +128,17 @@ def test_columns_and_configs_are_judged_alike(name: str, spec: gpu.GpuSpec) -> N
             if schedule.refusal(p, spec, x) is not None:
                 continue
             everything = schedule.spanned()
-            some = everything.taken(everything.combinations(("tile_m",))[1] >= 0)  # a copy that nothing is kept in
-            fit = schedule.unbroken("config", some, some, spec, x)
-            for c, mask, reads in (
-                (some, fit, "config"),
-                (
-                    own := schedule.fitting(spec, x, schedule.usual(p, spec, x)),
-                    schedule.suiting(p, spec, x, own),
-                    "both",
-                ),
-            ):
-                us = schedule.estimate_us(p, c, spec, x)
+            some = everything.taken(draw.sample(range(len(everything)), 50))
+            of_class = schedule.class_of(p, x)
+            fit = schedule.unbroken("config", some, some, spec, of_class)
+            own = schedule.fitting(spec, of_class, schedule.usual(p, spec, x))
+            us = schedule.estimate_us(p, own, spec, x)
+            for c, mask, reads in ((some, fit, "config"), (own, schedule.suiting(p, spec, x, own), "both")):
                 rows = draw.sample(range(len(c)), min(len(c), 20))
                 rows += draw.sample(list(mask.nonzero()[0]), min(10, mask.sum()))
-                import numpy as np
-
-                for row, config in zip(rows, map(schedule.drawn, c.taken(np.array(rows, int))), strict=True):
-                    read = (p, config) if reads == "both" else (config,)
-                    why = list(schedule.failures_of(reads, *read, spec, x))
+                for row, config in zip(rows, map(schedule.drawn, c.taken(rows)), strict=True):
+                    read = (p, config, spec, x) if reads == "both" else (config, spec, of_class)
+                    why = list(schedule.failures_of(reads, *read))
                     assert mask[row] == (not why), (str(p), str(config), why)
                     if reads == "both":
                         assert schedule.estimate_us(p, config, spec, x) == pytest.approx(us[row], rel=2e-9)
@@ -140,7 +146,7 @@ def test_columns_and_configs_are_judged_alike(name: str, spec: gpu.GpuSpec) -> N
     assert judged or not spec.has_wgmma
 
 
-@pytest.mark.parametrize("name", ["gemm", "linear_silu_mul", "grouped_gemm"])
+@pytest.mark.parametrize("name", ["gemm", "linear_silu_mul", "grouped_gemm", "quantized_linear"])
 def test_a_choice_never_made_before_takes_milliseconds(name: str) -> None:
     op, spec, spent = registry.get(name), gpu.lookup("h200"), []
     draw = random.Random(1)

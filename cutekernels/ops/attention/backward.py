@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from cutekernels.columns import smaller, where
 from cutekernels.op import Work
 from cutekernels.ops.attention import problem
 from cutekernels.ops.attention.backward_config import (
@@ -45,13 +46,13 @@ class MultistageBackward(TilesSchedule[AttentionBackwardProblem, AttentionBackwa
     def smem_bytes(self, p: AttentionBackwardProblem, c: AttentionBackwardConfig) -> int:
         return c.smem_bytes(p)
 
-    def estimate_us(self, p: AttentionBackwardProblem, c: AttentionBackwardConfig, gpu: GpuSpec, x: object) -> float:
+    def times_us(self, p: AttentionBackwardProblem, c: Any, gpu: GpuSpec, x: object) -> Any:
         """See :meth:`TilesSchedule.tiles_us`; not fitted to measurements of its own."""
         own = MULTISTAGE
         return self.tiles_us(
-            p, c, gpu, products=p.products, read_rows=0 if c.in_registers else c.rows * p.operands,
-            exponents=own.slopes, fixed=own.tile + (own.wait if c.stages == 1 else 0.0),
-            crowd=min(1.0, c.ctas_per_sm * c.warps / own.CROWD_WARPS) ** own.crowd,
+            p, c, gpu, products=p.products, read_rows=where(c.in_registers, 0, c.rows * p.operands),
+            exponents=own.slopes, fixed=own.tile + where(c.stages == 1, own.wait, 0.0),
+            crowd=smaller(1.0, c.ctas_per_sm * c.warps / own.CROWD_WARPS) ** own.crowd,
             uneven=p.limited_left or p.limited_right,
         )  # fmt: skip
 
@@ -222,6 +223,6 @@ def registers_per_thread(p: AttentionBackwardProblem, c: AttentionBackwardConfig
     """An estimate of the compiler's need: sums, scores and their gradients, owned operands, and the rest."""
     sums = c.rows * p.width // 32 * len(p.of)
     scores = c.rows * c.tile_walked // 32 * p.operands
-    owned = c.rows * p.width // 64 * p.operands if c.in_registers else 0
-    late = LATE_REGISTERS if c.stages == 1 else 0
+    owned = where(c.in_registers, c.rows * p.width // 64 * p.operands, 0)
+    late = where(c.stages == 1, LATE_REGISTERS, 0)
     return sums + scores + owned + c.rows + late + OTHER_REGISTERS

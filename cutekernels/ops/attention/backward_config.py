@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from cutekernels import rates
+from cutekernels.columns import ceil, gcd, larger, pick, smaller, where
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.kernels.cute.parts.attention_smem import WarpgroupBackwardSmem, padded
 from cutekernels.op import knob, plain, power_of_two
@@ -14,7 +14,7 @@ from cutekernels.ops.attention.coefficients import HIDDEN, ORDER, WARPGROUP_BACK
 from cutekernels.ops.attention.config import GROUP_ROWS, GROUP_WARPS, MOST_VALUES
 from cutekernels.ops.attention.problem import AttentionProblem, BodiesConfig, BodySchedule, walked_bytes
 from cutekernels.ops.shared.occupancy import no_warpgroups
-from cutekernels.rules import of_both, of_config, of_problem
+from cutekernels.rules import Broken, of_both, of_config, of_problem
 
 if TYPE_CHECKING:
     from cutekernels.gpu import GpuSpec
@@ -136,49 +136,40 @@ class WarpgroupBackward(BodySchedule[AttentionBackwardProblem, AttentionBackward
     warpgroup_mma = of_problem(no_warpgroups)
 
     @of_config
-    def warps_of_groups(self, c: AttentionBackwardConfig, gpu: GpuSpec, x: AttentionBackwardProblem) -> str | None:
-        groups = c.tile_own // GROUP_ROWS
-        if c.warps != GROUP_WARPS * groups:
-            takes = f"tile_own={c.tile_own} takes {GROUP_WARPS * groups}"
-            return f"body=warpgroup has {GROUP_WARPS} warps for {GROUP_ROWS} rows: {takes}"
-        return None
+    def warps_of_groups(self, c: AttentionBackwardConfig, gpu: GpuSpec, x: AttentionBackwardProblem) -> Broken:
+        warps = GROUP_WARPS * (c.tile_own // GROUP_ROWS)
+        why = "body=warpgroup has {} warps for {} rows: tile_own={} takes {}"
+        yield c.warps != warps, why, GROUP_WARPS, GROUP_ROWS, c.tile_own, warps
 
     @of_config
-    def registers(self, c: AttentionBackwardConfig, gpu: GpuSpec, x: AttentionBackwardProblem) -> str | None:
+    def registers(self, c: AttentionBackwardConfig, gpu: GpuSpec, x: AttentionBackwardProblem) -> Broken:
         values, groups = warpgroup_values(x, c), c.tile_own // GROUP_ROWS
-        most = MOST_VALUES.get(groups, 0)
-        if values > most:
-            room = f"{groups} groups leave room for {most}"
-            return f"a thread has {values} accumulators and probabilities; {room}"
-        return None
+        most, why = (
+            pick(groups, MOST_VALUES),
+            "a thread has {} accumulators and probabilities; {} groups leave room for {}",
+        )
+        yield values > most, why, values, groups, most
 
     @of_config
-    def shared_memory(self, c: AttentionBackwardConfig, gpu: GpuSpec, x: AttentionBackwardProblem) -> str | None:
-        need = c.smem_bytes(x)
-        if need > gpu.smem_per_block_bytes:
-            return f"{need} bytes of shared memory are more than a block's {gpu.smem_per_block_bytes}"
-        return None
+    def shared_memory(self, c: AttentionBackwardConfig, gpu: GpuSpec, x: AttentionBackwardProblem) -> Broken:
+        need, most = c.smem_bytes(x), gpu.smem_per_block_bytes
+        yield need > most, "{} bytes of shared memory are more than a block's {}", need, most
 
     @of_both
-    def tile_rows(self, p: AttentionBackwardProblem, c: AttentionBackwardConfig, gpu: GpuSpec, x: object) -> str | None:
+    def tile_rows(self, p: AttentionBackwardProblem, c: AttentionBackwardConfig, gpu: GpuSpec, x: object) -> Broken:
         for name, tile, seq in ((c.tiles[0], c.tile_own, p.seq_own), (c.tiles[1], c.tile_walked, p.seq_walked)):
-            if tile > max(64, power_of_two(seq)):
-                return f"{name}={tile} idles most of a tile over {seq} rows"
-        return None
+            yield tile > max(64, power_of_two(seq)), "{}={} idles most of a tile over {} rows", name, tile, seq
 
     @of_both
-    def order(self, p: AttentionBackwardProblem, c: AttentionBackwardConfig, gpu: GpuSpec, x: object) -> str | None:
-        if c.order != "rows" and p.seq_own <= c.tile_own:
-            return f"order={c.order} needs more than one tile of rows"
-        return None
+    def order(self, p: AttentionBackwardProblem, c: AttentionBackwardConfig, gpu: GpuSpec, x: object) -> Broken:
+        yield (c.order != "rows") & (p.seq_own <= c.tile_own), "order={} needs more than one tile of rows", c.order
 
     @of_both
-    def grid(self, p: AttentionBackwardProblem, c: AttentionBackwardConfig, gpu: GpuSpec, x: object) -> str | None:
-        if c.grid != "tiles" and own_tiles(p, c) <= gpu.sm_count:
-            return f"grid={c.grid} is for more tiles than SMs"
-        return None
+    def grid(self, p: AttentionBackwardProblem, c: AttentionBackwardConfig, gpu: GpuSpec, x: object) -> Broken:
+        few = (c.grid != "tiles") & (own_tiles(p, c) <= gpu.sm_count)
+        yield few, "grid={} is for more tiles than SMs", c.grid
 
-    def estimate_us(self, p: AttentionBackwardProblem, c: AttentionBackwardConfig, gpu: GpuSpec, x: object) -> float:
+    def times_us(self, p: AttentionBackwardProblem, c: Any, gpu: GpuSpec, x: object) -> Any:
         return warpgroup_us(p, c, gpu)
 
 
@@ -190,37 +181,39 @@ def warpgroup_values(p: AttentionBackwardProblem, c: AttentionBackwardConfig) ->
     return len(p.of) * p.width // 2 + p.operands * scores + slopes + flying
 
 
-def warpgroup_us(p: AttentionBackwardProblem, c: AttentionBackwardConfig, gpu: GpuSpec) -> float:
+def warpgroup_us(p: AttentionBackwardProblem, c: Any, gpu: GpuSpec) -> Any:
     """Tiles of an SM, walked tile by walked tile: products, which hide the exponents, and a constant.
 
     Uneven tiles take at least as long as the heaviest, and longer where the last heads' heavy ones start late.
     """
     rate, own = rates.of(gpu), WARPGROUP_BACKWARD
     tiles, heads = -(-p.seq_own // c.tile_own), p.batch * (p.heads_kv if p.by_keys else p.heads_q)
-    if tiles * heads * p.heads_q == 0 or p.seq_walked == 0:
+    if 0 in (p.seq_own, heads, p.heads_q, p.seq_walked):
         return rate.launch_us
     uneven = p.limited_left or p.limited_right
-    most = min(p.pairs / p.seq_own + (0.5 * c.tile_own if uneven else 0), p.seq_walked)
+    most = smaller(p.pairs / p.seq_own + (0.5 * c.tile_own if uneven else 0), p.seq_walked)
     turns = p.group if p.by_keys else 1
-    shared = math.gcd(c.tile_own if uneven else p.seq_walked, c.tile_walked)
-    steps = max(1.0, most / c.tile_walked + 0.5 * (1.0 - shared / c.tile_walked)) * turns
+    shared = gcd(c.tile_own if uneven else p.seq_walked, c.tile_walked)
+    steps = larger(1.0, most / c.tile_walked + 0.5 * (1.0 - shared / c.tile_walked)) * turns
     multiply = 2.0 * p.products * c.tile_own * c.tile_walked * p.width / rate.warpgroup_flops_per_us
     step = multiply + own.tile * rate.barrier_us
-    between = (own.cta if c.grid == "tiles" else own.next) * rate.dram_latency_us
+    between = where(c.grid == "tiles", own.cta, own.next) * rate.dram_latency_us
     per_sm = tiles * heads / gpu.sm_count
-    smooth = uneven or c.grid == "dynamic" or per_sm > own.many
-    busy = (per_sm if smooth else math.ceil(per_sm)) * (steps * step + between)
+    smooth = (c.grid == "dynamic") | (per_sm > own.many) | uneven
+    busy = where(smooth, per_sm, ceil(per_sm)) * (steps * step + between)
     if uneven:
         if p.limited_left != p.limited_right:  # one triangle: some rows see all
             steps = p.seq_walked / c.tile_walked * turns
         heaviest = steps * step + between
         fitting = max(1, gpu.l2_bytes // 2 // (4 * p.seq_walked * p.width * turns)) * (1 if p.by_keys else p.group)
-        band = {"rows": 1, "l2": min(heads, fitting), "heads": heads}[c.order]
-        late = band < heads and per_sm > 1 and tiles * (heads % band or band) < own.full * gpu.sm_count
-        busy = max(busy, heaviest) + (own.late * heaviest if late else 0.0)
-    busy *= ORDER[False][c.order] * (own.drawn if c.grid == "dynamic" else 1.0) * (1.0 if c.stages > 2 else own.tight)
+        band = pick(c.order, {"rows": 1, "l2": min(heads, fitting), "heads": heads})
+        last = where(heads % band > 0, heads % band, band)
+        late = (band < heads) & (per_sm > 1) & (tiles * last < own.full * gpu.sm_count)
+        busy = larger(busy, heaviest) + where(late, own.late * heaviest, 0.0)
+    busy = busy * pick(c.order, ORDER[False]) * where(c.grid == "dynamic", own.drawn, 1.0)
+    busy = busy * where(c.stages > 2, 1.0, own.tight)
     dram = walked_bytes(p, c, gpu) / (rate.dram_share * gpu.dram_gbps * 1e3)
-    return float(rate.launch_us + rates.both_us(busy, dram, HIDDEN))
+    return rate.launch_us + rates.both_us(busy, dram, HIDDEN)
 
 
 def own_tiles(p: AttentionBackwardProblem, c: AttentionBackwardConfig) -> int:

@@ -12,8 +12,11 @@ HIDDEN = 3.0  # exponent of the mean of the SMs' time and that of K and V read a
 EAGER = 1.7  # factor of their time: sums are rescaled in every block
 FEW = 1.6  # share of attention_delta's time that is lost, divided by the elements a thread has in flight
 # Factors of the time by the order of tiles, even ones and uneven ones: the heavy ones had better not be the last; of
-# even ones K and V had better stay in the L2.
-ORDER = {False: {"rows": 1.0, "l2": 1.01, "heads": 1.02}, True: {"rows": 1.05, "l2": 1.05, "heads": 1.0}}
+# even ones K and V had better stay in the L2. A pair of tiles is even.
+ORDER = {
+    False: {"rows": 1.0, "l2": 1.01, "heads": 1.02, "paired": 1.0},
+    True: {"rows": 1.05, "l2": 1.05, "heads": 1.0, "paired": 1.0},
+}
 
 
 @dataclass(frozen=True)

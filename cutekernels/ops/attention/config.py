@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from cutekernels import rates
+from cutekernels.columns import ceil, gcd, larger, pick, smaller, where
 from cutekernels.kernels.cute.parts.attention_smem import MultistageAttentionSmem, WarpgroupAttentionSmem
 from cutekernels.op import knob, power_of_two
 from cutekernels.ops.attention.coefficients import EAGER, EXPONENTS, EXPONENTS_PER_CLOCK, HIDDEN, ORDER, WARPGROUP
@@ -17,7 +17,7 @@ from cutekernels.ops.attention.problem import (
     walked_bytes,
 )
 from cutekernels.ops.shared.occupancy import no_warpgroups
-from cutekernels.rules import of_both, of_config, of_problem
+from cutekernels.rules import Broken, of_both, of_config, of_problem
 
 if TYPE_CHECKING:
     from cutekernels.gpu import GpuSpec
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 GROUP_ROWS = WarpgroupAttentionSmem.GROUP_ROWS
 GROUP_WARPS = 4
 # Accumulators and probabilities that a thread keeps without spilling: docs/notes/attention.md#warpgroup-registers.
-MOST_VALUES = {1: 212, 2: 212, 3: 132}
+MOST_VALUES = {1: 212, 2: 212, 3: 132, 4: 0}
 FEW_VALUES = 160  # of body=few: docs/notes/attention.md#few-tiles
 
 
@@ -95,12 +95,12 @@ class AttentionConfig(BodiesConfig):
     @property
     def dynamic_scheduler(self) -> bool:
         """Whether CTAs draw their tiles from a counter."""
-        return self.grid in ("dynamic", "ahead")
+        return (self.grid == "dynamic") | (self.grid == "ahead")
 
     @property
     def dependent(self) -> bool:
         """Whether a launch sets up behind the kernel ahead of it: programmatic dependent launch."""
-        return self.body == "few" or self.grid == "ahead"
+        return (self.body == "few") | (self.grid == "ahead")
 
     def smem(self, p: AttentionProblem) -> MultistageAttentionSmem | WarpgroupAttentionSmem:
         if self.by_groups:
@@ -128,61 +128,51 @@ class WarpgroupForward(BodySchedule[Any, AttentionConfig]):
         return None
 
     @of_config
-    def pages(self, c: AttentionConfig, gpu: GpuSpec, x: AttentionProblem) -> str | None:
-        if x.page and x.page % c.tile_kv and c.tile_kv % x.page:
-            return f"tile_kv={c.tile_kv} is neither part nor multiple of a page of {x.page} keys"
-        return None
+    def pages(self, c: AttentionConfig, gpu: GpuSpec, x: AttentionProblem) -> Broken:
+        if x.page:
+            odd = (x.page % c.tile_kv > 0) & (c.tile_kv % x.page > 0)
+            yield odd, "tile_kv={} is neither part nor multiple of a page of {} keys", c.tile_kv, x.page
 
     @of_config
-    def warps_of_groups(self, c: AttentionConfig, gpu: GpuSpec, x: AttentionProblem) -> str | None:
+    def warps_of_groups(self, c: AttentionConfig, gpu: GpuSpec, x: AttentionProblem) -> Broken:
+        warps = GROUP_WARPS * (c.tile_q // GROUP_ROWS)
+        why = "body=warpgroup has {} warps for {} queries: tile_q={} takes {}"
+        yield c.warps != warps, why, GROUP_WARPS, GROUP_ROWS, c.tile_q, warps
+
+    @of_config
+    def registers(self, c: AttentionConfig, gpu: GpuSpec, x: AttentionProblem) -> Broken:
         groups = c.tile_q // GROUP_ROWS
-        if c.warps != GROUP_WARPS * groups:
-            takes = f"tile_q={c.tile_q} takes {GROUP_WARPS * groups}"
-            return f"body=warpgroup has {GROUP_WARPS} warps for {GROUP_ROWS} queries: {takes}"
-        return None
+        values, most = (x.width + c.tile_kv) // 2 + c.tile_kv // 4, pick(groups, self.most_values)
+        why = "a thread has {} accumulators and probabilities; {} groups of body={} leave room for {}"
+        yield values > most, why, values, groups, c.body, most
 
     @of_config
-    def registers(self, c: AttentionConfig, gpu: GpuSpec, x: AttentionProblem) -> str | None:
-        groups = c.tile_q // GROUP_ROWS
-        values, most = (x.width + c.tile_kv) // 2 + c.tile_kv // 4, self.most_values.get(groups, 0)
-        if values > most:
-            room = f"{groups} groups of body={c.body} leave room for {most}"
-            return f"a thread has {values} accumulators and probabilities; {room}"
-        return None
+    def shared_memory(self, c: AttentionConfig, gpu: GpuSpec, x: AttentionProblem) -> Broken:
+        need, most = c.smem(x).total_bytes, gpu.smem_per_block_bytes
+        yield need > most, "{} bytes of shared memory are more than a block's {}", need, most
+        beyond = c.ctas_per_sm * (need + gpu.SMEM_RESERVED_BYTES) > gpu.smem_per_sm_bytes
+        yield beyond, "{} CTAs of {} bytes of shared memory do not fit an SM", c.ctas_per_sm, need
 
     @of_config
-    def shared_memory(self, c: AttentionConfig, gpu: GpuSpec, x: AttentionProblem) -> str | None:
-        need = c.smem(x).total_bytes
-        if need > gpu.smem_per_block_bytes:
-            return f"{need} bytes of shared memory are more than a block's {gpu.smem_per_block_bytes}"
-        if c.ctas_per_sm * (need + gpu.SMEM_RESERVED_BYTES) > gpu.smem_per_sm_bytes:
-            return f"{c.ctas_per_sm} CTAs of {need} bytes of shared memory do not fit an SM"
-        return None
-
-    @of_config
-    def turns(self, c: AttentionConfig, gpu: GpuSpec, x: AttentionProblem) -> str | None:
-        return "turns=1 is for two groups or more" if c.turns and c.tile_q == GROUP_ROWS else None
+    def turns(self, c: AttentionConfig, gpu: GpuSpec, x: AttentionProblem) -> Broken:
+        yield c.turns & (c.tile_q == GROUP_ROWS), "turns=1 is for two groups or more"
 
     @of_both
-    def tile_rows(self, p: AttentionProblem, c: AttentionConfig, gpu: GpuSpec, x: object) -> str | None:
+    def tile_rows(self, p: AttentionProblem, c: AttentionConfig, gpu: GpuSpec, x: object) -> Broken:
         for name, tile, seq in (("tile_q", c.tile_q, p.seq_q), ("tile_kv", c.tile_kv, p.seq_kv)):
-            if tile > max(64, power_of_two(seq)):
-                return f"{name}={tile} idles most of a tile over {seq} rows"
-        return None
+            yield tile > max(64, power_of_two(seq)), "{}={} idles most of a tile over {} rows", name, tile, seq
 
     @of_both
-    def order(self, p: AttentionProblem, c: AttentionConfig, gpu: GpuSpec, x: object) -> str | None:
-        if c.order != "rows" and p.seq_q <= (GROUP_ROWS if c.order == "paired" else c.tile_q):
-            return f"order={c.order} needs more than one tile of rows"
-        return None
+    def order(self, p: AttentionProblem, c: AttentionConfig, gpu: GpuSpec, x: object) -> Broken:
+        lone = (c.order != "rows") & (p.seq_q <= where(c.order == "paired", GROUP_ROWS, c.tile_q))
+        yield lone, "order={} needs more than one tile of rows", c.order
 
     @of_both
-    def grid(self, p: AttentionProblem, c: AttentionConfig, gpu: GpuSpec, x: object) -> str | None:
-        if c.grid != "tiles" and tiles(p, c) <= gpu.sm_count:
-            return f"grid={c.grid} is for more tiles than SMs"
-        return None
+    def grid(self, p: AttentionProblem, c: AttentionConfig, gpu: GpuSpec, x: object) -> Broken:
+        few = (c.grid != "tiles") & (tiles(p, c) <= gpu.sm_count)
+        yield few, "grid={} is for more tiles than SMs", c.grid
 
-    def estimate_us(self, p: AttentionProblem, c: AttentionConfig, gpu: GpuSpec, x: object) -> float:
+    def times_us(self, p: AttentionProblem, c: Any, gpu: GpuSpec, x: object) -> Any:
         return warpgroup_us(p, c, gpu)
 
 
@@ -199,44 +189,38 @@ class FewForward(WarpgroupForward):
         return None
 
     @of_config
-    def some_way(self, c: AttentionConfig, gpu: GpuSpec, x: AttentionProblem) -> str | None:
-        if c.split == 1 and c.ctas_per_sm == 1 and c.order != "paired":
-            return "body=few without split, ctas_per_sm or order=paired is body=warpgroup"
-        return None
+    def some_way(self, c: AttentionConfig, gpu: GpuSpec, x: AttentionProblem) -> Broken:
+        none = (c.split == 1) & (c.ctas_per_sm == 1) & (c.order != "paired")
+        yield none, "body=few without split, ctas_per_sm or order=paired is body=warpgroup"
 
     @of_config
-    def two_ctas(self, c: AttentionConfig, gpu: GpuSpec, x: AttentionProblem) -> str | None:
-        if c.ctas_per_sm > 1 and c.tile_q > GROUP_ROWS:
-            return f"ctas_per_sm={c.ctas_per_sm} leaves registers for one group, tile_q={GROUP_ROWS}"
-        return None
+    def two_ctas(self, c: AttentionConfig, gpu: GpuSpec, x: AttentionProblem) -> Broken:
+        large = (c.ctas_per_sm > 1) & (c.tile_q > GROUP_ROWS)
+        yield large, "ctas_per_sm={} leaves registers for one group, tile_q={}", c.ctas_per_sm, GROUP_ROWS
 
     @of_config
-    def paired_tiles(self, c: AttentionConfig, gpu: GpuSpec, x: AttentionProblem) -> str | None:
-        if c.order != "paired":
-            return None
-        if c.tile_q != 2 * GROUP_ROWS or c.split > 1:
-            return "order=paired is for two groups that see the same keys: tile_q=128 split=1"
-        if x.limited_left or not x.limited_right:
-            return "order=paired is for rows that see more keys the later they are: causal or window=right"
-        return None
+    def paired_tiles(self, c: AttentionConfig, gpu: GpuSpec, x: AttentionProblem) -> Broken:
+        paired = c.order == "paired"
+        apart = paired & ((c.tile_q != 2 * GROUP_ROWS) | (c.split > 1))
+        yield apart, "order=paired is for two groups that see the same keys: tile_q=128 split=1"
+        even = x.limited_left or not x.limited_right
+        why = "order=paired is for rows that see more keys the later they are: causal or window=right"
+        yield paired & even, why
 
     @of_both
-    def several_ctas(self, p: AttentionProblem, c: AttentionConfig, gpu: GpuSpec, x: object) -> str | None:
-        if c.split == 1 and c.order != "paired" and tiles(p, c) <= gpu.sm_count:
-            return f"ctas_per_sm={c.ctas_per_sm} without split is for more tiles than SMs"
-        return None
+    def several_ctas(self, p: AttentionProblem, c: AttentionConfig, gpu: GpuSpec, x: object) -> Broken:
+        few = (c.split == 1) & (c.order != "paired") & (tiles(p, c) <= gpu.sm_count)
+        yield few, "ctas_per_sm={} without split is for more tiles than SMs", c.ctas_per_sm
 
     @of_both
-    def splits(self, p: AttentionProblem, c: AttentionConfig, gpu: GpuSpec, x: object) -> str | None:
-        if c.split > 1 and p.seq_kv < c.split * c.tile_kv:
-            return f"split={c.split} leaves CTAs without one of {-(-p.seq_kv // c.tile_kv)} blocks of keys"
-        return None
+    def splits(self, p: AttentionProblem, c: AttentionConfig, gpu: GpuSpec, x: object) -> Broken:
+        idle = (c.split > 1) & (p.seq_kv < c.split * c.tile_kv)
+        yield idle, "split={} leaves CTAs without one of {} blocks of keys", c.split, -(-p.seq_kv // c.tile_kv)
 
     @of_both
-    def few_tiles(self, p: AttentionProblem, c: AttentionConfig, gpu: GpuSpec, x: object) -> str | None:
-        if tiles(p, c) * c.split > 2 * c.ctas_per_sm * gpu.sm_count:
-            return f"body=few is for few tiles: at most two of {c.ctas_per_sm * gpu.sm_count} CTAs at once"
-        return None
+    def few_tiles(self, p: AttentionProblem, c: AttentionConfig, gpu: GpuSpec, x: object) -> Broken:
+        at_once = c.ctas_per_sm * gpu.sm_count
+        yield tiles(p, c) * c.split > 2 * at_once, "body=few is for few tiles: at most two of {} CTAs at once", at_once
 
 
 def tiles(p: AttentionProblem, c: AttentionConfig) -> int:
@@ -244,55 +228,53 @@ def tiles(p: AttentionProblem, c: AttentionConfig) -> int:
     return -(-p.seq_q // c.tile_q) * p.batch * p.heads_q
 
 
-def blocks_of(p: AttentionProblem, c: AttentionConfig) -> tuple[float, float]:
+def blocks_of(p: AttentionProblem, c: Any) -> tuple[Any, Any]:
     """Blocks of keys that a tile walks, on average, and those of the longest walk; a paired CTA's are both groups'."""
-    rows = GROUP_ROWS if c.order == "paired" else c.tile_q
+    paired = c.order == "paired"
+    rows = where(paired, GROUP_ROWS, c.tile_q)
     uneven = p.limited_left or p.limited_right
-    seen = min(p.pairs / p.seq_q + (0.5 * rows if uneven else 0), p.seq_kv)
-    most = min(p.most_seen + rows if uneven else p.seq_kv, p.seq_kv)
-    shared = math.gcd(rows if uneven else p.seq_kv, c.tile_kv)  # the last block is half empty, on average
-    blocks = max(1.0, seen / c.tile_kv + 0.5 * (1.0 - shared / c.tile_kv))
-    return blocks * (2 if c.order == "paired" else 1), max(blocks, most / c.tile_kv)
+    seen = smaller(p.pairs / p.seq_q + (0.5 * rows if uneven else 0), p.seq_kv)
+    most = smaller(p.most_seen + rows, p.seq_kv) if uneven else p.seq_kv
+    shared = gcd(rows if uneven else p.seq_kv, c.tile_kv)  # the last block is half empty, on average
+    blocks = larger(1.0, seen / c.tile_kv + 0.5 * (1.0 - shared / c.tile_kv))
+    return blocks * where(paired, 2, 1), larger(blocks, most / c.tile_kv)
 
 
-def warpgroup_us(p: AttentionProblem, c: AttentionConfig, gpu: GpuSpec) -> float:
+def warpgroup_us(p: AttentionProblem, c: Any, gpu: GpuSpec) -> Any:
     """Tiles of an SM, block by block: the products of its groups, and the exponents that they do not hide; or DRAM.
 
     No less than the longest tile takes, with a second one beside it where two CTAs share the SM.
     """
     rate, own = rates.of(gpu), WARPGROUP
-    count = tiles(p, c)
-    if count == 0 or p.seq_kv == 0:
+    if 0 in (p.batch, p.heads_q, p.seq_q, p.seq_kv):
         return rate.launch_us
-    paired = c.order == "paired"
-    uneven = (p.limited_left or p.limited_right) and not paired
-    per_sm = count * c.split / ((own.room if c.split > 2 else 1.0) * gpu.sm_count)
+    paired, split = c.order == "paired", c.split > 1
+    uneven = (p.limited_left or p.limited_right) & (c.order != "paired")
+    per_sm = tiles(p, c) * c.split / (where(c.split > 2, own.room, 1.0) * gpu.sm_count)
     # CTAs of a cluster share an SM even where others are idle.
-    together = c.ctas_per_sm if c.split > 1 else min(c.ctas_per_sm, math.ceil(per_sm))
-    per_sm = max(per_sm, together if c.split > 1 else 1.0)
-    if not uneven:
-        per_sm = math.ceil(per_sm)
-    elif c.split > 1 and per_sm > together:  # clusters that wait for room begin late, on few SMs
-        per_sm += 0.5 * together
+    together = where(split, c.ctas_per_sm, smaller(c.ctas_per_sm, ceil(per_sm)))
+    per_sm = larger(per_sm, where(split, together, 1.0))
+    late = split & (per_sm > together)  # clusters that wait for room begin late, on few SMs
+    per_sm = where(uneven, per_sm + where(late, 0.5 * together, 0.0), ceil(per_sm))
     blocks, longest = blocks_of(p, c)
-    if c.split > 1:
-        blocks, longest = blocks / c.split, math.ceil(longest / c.split)
-    groups = 1 if paired else c.tile_q // GROUP_ROWS  # a paired CTA's walks are in turn, mostly
+    blocks, longest = blocks / c.split, where(split, ceil(longest / c.split), longest)
+    groups = where(paired, 1, c.tile_q // GROUP_ROWS)  # a paired CTA's walks are in turn, mostly
     multiply = 4.0 * GROUP_ROWS * c.tile_kv * p.width / rate.warpgroup_flops_per_us
-    exponents = GROUP_ROWS * c.tile_kv / (EXPONENTS_PER_CLOCK * rate.clock_mhz) * (1.0 if c.lazy else EAGER)
+    exponents = GROUP_ROWS * c.tile_kv / (EXPONENTS_PER_CLOCK * rate.clock_mhz) * where(c.lazy, 1.0, EAGER)
     step = groups * together * (multiply + EXPONENTS * exponents)  # a block of each tile of the SM
-    step += own.block[c.stages - 1] * rate.barrier_us
-    step *= (1.0 if c.turns or together > 1 else own.no_turns) * (1.0 if c.tile_kv % 64 == 0 else own.odd)
-    exchanged = 4 * c.tile_q * p.width if c.split > 1 else 0
+    step = step + pick(c.stages, dict(enumerate(own.block, 1))) * rate.barrier_us
+    in_turn = c.turns | (together > 1)
+    step = step * where(in_turn, 1.0, own.no_turns) * where(c.tile_kv % 64 == 0, 1.0, own.odd)
+    exchanged = where(split, 4 * c.tile_q * p.width, 0)
     moved = 2 * (2 * c.tile_q + c.tile_kv) * p.width  # queries and results, the first block of keys
     edges = rate.dram_latency_us + (moved + exchanged) / (own.port * rate.sm_bytes_per_us)
-    further = {"tiles": own.again, "ahead": own.ahead}.get(c.grid, own.next) * rate.dram_latency_us
-    more = max(0.0, per_sm - together) / together if c.grid == "tiles" else math.ceil(per_sm) - 1
-    busy = (per_sm * blocks * step / together + edges + more * further) * ORDER[uneven]["rows" if paired else c.order]
-    if uneven and c.grid == "persistent":
-        busy *= own.dealt
-    busy = max(busy, longest * step + edges)
+    further = pick(c.grid, {"tiles": own.again, "persistent": own.next, "dynamic": own.next, "ahead": own.ahead})
+    more = where(c.grid == "tiles", larger(0.0, per_sm - together) / together, ceil(per_sm) - 1)
+    busy = per_sm * blocks * step / together + edges + more * further * rate.dram_latency_us
+    busy = busy * where(uneven, pick(c.order, ORDER[True]), pick(c.order, ORDER[False]))
+    busy = busy * where(uneven & (c.grid == "persistent"), own.dealt, 1.0)
+    busy = larger(busy, longest * step + edges)
     bytes_per_us = rate.dram_share * gpu.dram_gbps * 1e3
     busy = rates.both_us(busy, walked_bytes(p, c, gpu) / bytes_per_us, HIDDEN)
-    early = rate.dependent_us if c.dependent else 0.0
-    return float(rate.launch_us - early + max(busy, p.bytes_moved / bytes_per_us))
+    early = where(c.dependent, rate.dependent_us, 0.0)
+    return rate.launch_us - early + larger(busy, p.bytes_moved / bytes_per_us)

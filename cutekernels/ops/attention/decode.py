@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 from cutekernels import rates
+from cutekernels.columns import among, ceil, larger, smaller, where
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.kernels.cute.parts.attention_smem import DecodeSmem, padded
 from cutekernels.op import Work, extent, knob, ladder, plain, power_of_two
@@ -41,7 +42,7 @@ from cutekernels.ops.attention.problem import (
 )
 from cutekernels.ops.shared.dtypes import DTYPES
 from cutekernels.ops.shared.occupancy import occupancy_rules
-from cutekernels.rules import of_both, of_config
+from cutekernels.rules import Broken, of_both, of_config
 
 if TYPE_CHECKING:
     import torch
@@ -148,7 +149,7 @@ class DecodeConfig(WarpsConfig):
         return self.tile_kv // self.warps
 
     def smem(self, p: DecodeProblem) -> DecodeSmem:
-        clustered = self.splits if self.cluster else 0
+        clustered = where(self.cluster, self.splits, 0)
         return DecodeSmem(
             self.tile_kv, p.width, self.stages, self.warps, clustered, cache_bytes=cache_bytes(p.cache),
             token_scales=p.of_tokens,
@@ -170,55 +171,46 @@ class SplitDecode(AttentionSchedule[DecodeProblem, DecodeConfig]):
     config = DecodeConfig
 
     @of_config
-    def keys_of_warps(self, c: DecodeConfig, gpu: GpuSpec, x: DecodeProblem) -> str | None:
-        if c.rows not in (16, 32):
-            return f"{c.warps} warps of tile_kv={c.tile_kv} have {c.rows} keys each: take 16 or 32"
-        return None
+    def keys_of_warps(self, c: DecodeConfig, gpu: GpuSpec, x: DecodeProblem) -> Broken:
+        why = "{} warps of tile_kv={} have {} keys each: take 16 or 32"
+        yield among(c.rows, (16, 32)) == 0, why, c.warps, c.tile_kv, c.rows
 
     @of_config
-    def dependent_launch(self, c: DecodeConfig, gpu: GpuSpec, x: DecodeProblem) -> str | None:
-        return f"{gpu.name} has no programmatic dependent launch" if c.pdl and not gpu.has_pdl else None
+    def dependent_launch(self, c: DecodeConfig, gpu: GpuSpec, x: DecodeProblem) -> Broken:
+        yield c.pdl & (not gpu.has_pdl), "{} has no programmatic dependent launch", gpu.name
 
     @of_config
-    def clusters(self, c: DecodeConfig, gpu: GpuSpec, x: DecodeProblem) -> str | None:
-        if c.cluster and not gpu.has_wgmma:
-            return f"cluster=1 is for GPUs like the H100, which {gpu.name} is not"
-        if c.cluster and not 2 <= c.splits <= MOST_CLUSTERED:
-            return f"cluster=1 is for 2 to {MOST_CLUSTERED} splits, not {c.splits}"
-        return None
+    def clusters(self, c: DecodeConfig, gpu: GpuSpec, x: DecodeProblem) -> Broken:
+        yield c.cluster & (not gpu.has_wgmma), "cluster=1 is for GPUs like the H100, which {} is not", gpu.name
+        odd = c.cluster & ((c.splits < 2) | (c.splits > MOST_CLUSTERED))
+        yield odd, "cluster=1 is for 2 to {} splits, not {}", MOST_CLUSTERED, c.splits
 
     @of_config
-    def occupancy(self, c: DecodeConfig, gpu: GpuSpec, x: DecodeProblem) -> str | None:
+    def occupancy(self, c: DecodeConfig, gpu: GpuSpec, x: DecodeProblem) -> Broken:
         registers, smem = registers_per_thread(x, c), c.smem(x).total_bytes
-        rules = occupancy_rules(gpu, ctas=c.ctas_per_sm, most=MAX_CTAS, warps=c.warps, registers=registers, smem=smem)
-        return next((text.format(*values) for broken, text, *values in rules if broken), None)
+        return occupancy_rules(gpu, ctas=c.ctas_per_sm, most=MAX_CTAS, warps=c.warps, registers=registers, smem=smem)
 
     @of_both
-    def tile_of_keys(self, p: DecodeProblem, c: DecodeConfig, gpu: GpuSpec, x: object) -> str | None:
-        if c.tile_kv > max(32, power_of_two(p.keys)):
-            return f"tile_kv={c.tile_kv} idles most of a block over {p.keys} keys"
-        return None
+    def tile_of_keys(self, p: DecodeProblem, c: DecodeConfig, gpu: GpuSpec, x: object) -> Broken:
+        idle = c.tile_kv > max(32, power_of_two(p.keys))
+        yield idle, "tile_kv={} idles most of a block over {} keys", c.tile_kv, p.keys
 
     @of_both
-    def splits(self, p: DecodeProblem, c: DecodeConfig, gpu: GpuSpec, x: object) -> str | None:
-        if c.splits == 1:
-            return None
-        blocks = -(-p.keys // c.tile_kv)
-        if c.splits > blocks:
-            return f"splits={c.splits} are more than the {blocks} blocks of tile_kv={c.tile_kv} keys"
-        if p.tiles * c.splits > MOST_WAVES * gpu.sm_count:
-            return f"splits={c.splits}: {p.tiles} tiles of queries fill the GPU with fewer"
-        if p.tiles > _MOST_TICKETS and not c.cluster:
-            return f"{p.tiles} tiles of queries are more than the {_MOST_TICKETS} that splits can meet in"
-        return None
+    def splits(self, p: DecodeProblem, c: DecodeConfig, gpu: GpuSpec, x: object) -> Broken:
+        blocks, split = -(-p.keys // c.tile_kv), c.splits > 1
+        why = "splits={} are more than the {} blocks of tile_kv={} keys"
+        yield split & (c.splits > blocks), why, c.splits, blocks, c.tile_kv
+        full = split & (p.tiles * c.splits > MOST_WAVES * gpu.sm_count)
+        yield full, "splits={}: {} tiles of queries fill the GPU with fewer", c.splits, p.tiles
+        many = split & (c.cluster == 0) & (p.tiles > _MOST_TICKETS)
+        yield many, "{} tiles of queries are more than the {} that splits can meet in", p.tiles, _MOST_TICKETS
 
     @of_both
-    def grid(self, p: DecodeProblem, c: DecodeConfig, gpu: GpuSpec, x: object) -> str | None:
-        if p.tiles * c.splits > _MOST_CTAS:
-            return f"{p.tiles * c.splits} CTAs are more than a grid's {_MOST_CTAS}"
-        return None
+    def grid(self, p: DecodeProblem, c: DecodeConfig, gpu: GpuSpec, x: object) -> Broken:
+        ctas = p.tiles * c.splits
+        yield ctas > _MOST_CTAS, "{} CTAs are more than a grid's {}", ctas, _MOST_CTAS
 
-    def estimate_us(self, p: DecodeProblem, c: DecodeConfig, gpu: GpuSpec, x: object) -> float:
+    def times_us(self, p: DecodeProblem, c: Any, gpu: GpuSpec, x: object) -> Any:
         """Waves of CTAs at the rate of their bytes in flight, or a block's latency; or DRAM, if slower."""
         rate, own = rates.of(gpu), DECODE
         if p.tiles == 0 or p.keys == 0:
@@ -226,29 +218,25 @@ class SplitDecode(AttentionSchedule[DecodeProblem, DecodeConfig]):
         row_bytes = p.row_bytes
         column_cycles = (own.float8 if gpu.has_fp8 else own.converted) if p.cache != "same" else 0.0
         block_cycles = own.block + column_cycles * p.width
-        blocks = math.ceil(-(-p.keys // c.tile_kv) / c.splits)
+        blocks = ceil(-(-p.keys // c.tile_kv) / c.splits)
         cta_bytes = blocks * c.tile_kv * row_bytes
         cta_us = rate.dram_latency_us  # the beginning and end of a CTA
 
-        def wave_us(together: int) -> float:
+        def wave_us(together: Any) -> Any:
             in_flight = together * (c.stages - 1) * c.tile_kv * row_bytes
-            port = min(own.port * rate.sm_bytes_per_us, in_flight / (own.latency * rate.dram_latency_us))
+            port = smaller(own.port * rate.sm_bytes_per_us, in_flight / (own.latency * rate.dram_latency_us))
             warp_us = blocks * c.rows / 16 * block_cycles / rate.clock_mhz
             return together * cta_bytes / port + warp_us + cta_us
 
-        sms = int(gpu.sm_count * (own.clustered if c.cluster and c.splits > 2 else 1.0))
+        sms = gpu.sm_count * where(c.cluster & (c.splits > 2), own.clustered, 1.0) // 1
         waves, rest = divmod(p.tiles * c.splits, sms * c.ctas_per_sm)
-        busy = waves * wave_us(c.ctas_per_sm)
-        if rest:
-            busy += wave_us(-(-rest // sms))
+        last = wave_us(larger(1, -(-rest // sms)))
+        busy = waves * wave_us(c.ctas_per_sm) + where(rest > 0, last, 0.0)
         dram = DECODE_ATTENTION.work(p).bytes / (rate.dram_share * gpu.dram_gbps * 1e3) + cta_us
-        combine = 0.0
-        if c.splits > 1:
-            combine = (own.ticket + own.partial * c.splits / c.warps) * rate.exchange_us
-        if c.cluster:
-            combine = (1.0 + own.message * c.splits) * rate.exchange_us
-        early = rate.dependent_us if c.pdl else 0.0
-        return float(rate.launch_us - early + max(busy, dram) + (1.0 - own.hidden) * min(busy, dram) + combine)
+        met = where(c.splits > 1, own.ticket + own.partial * c.splits / c.warps, 0.0)
+        met = where(c.cluster, 1.0 + own.message * c.splits, met) * rate.exchange_us
+        early = where(c.pdl, rate.dependent_us, 0.0)
+        return rate.launch_us - early + larger(busy, dram) + (1.0 - own.hidden) * smaller(busy, dram) + met
 
 
 class DecodeAttention(AttentionOp[DecodeProblem, DecodeConfig]):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from cutekernels.columns import where
 from cutekernels.op import Work
 from cutekernels.ops.attention.coefficients import EAGER, EXPONENTS, MULTISTAGE
 from cutekernels.ops.attention.config import GROUP_ROWS, AttentionConfig, FewForward, WarpgroupForward
@@ -26,7 +27,7 @@ from cutekernels.ops.attention.problem import (
     since_revision_1,
 )
 from cutekernels.ops.shared.dtypes import DTYPES
-from cutekernels.rules import of_config
+from cutekernels.rules import Broken, of_config
 
 if TYPE_CHECKING:
     import torch
@@ -47,10 +48,9 @@ class MultistageForward(TilesSchedule[Any, AttentionConfig]):
     config = AttentionConfig
 
     @of_config
-    def converting(self, c: AttentionConfig, gpu: GpuSpec, x: AttentionProblem) -> str | None:
-        if x.cached_in != "same" and c.stages == 1:
-            return "stages=1 would convert keys in FP8 while scores are held, which spills: take 2"
-        return None
+    def converting(self, c: AttentionConfig, gpu: GpuSpec, x: AttentionProblem) -> Broken:
+        if x.cached_in != "same":
+            yield c.stages == 1, "stages=1 would convert keys in FP8 while scores are held, which spills: take 2"
 
     def registers(self, p: AttentionProblem, c: AttentionConfig) -> int:
         return registers_per_thread(p, c)
@@ -58,12 +58,12 @@ class MultistageForward(TilesSchedule[Any, AttentionConfig]):
     def smem_bytes(self, p: AttentionProblem, c: AttentionConfig) -> int:
         return c.smem(p).total_bytes
 
-    def estimate_us(self, p: AttentionProblem, c: AttentionConfig, gpu: GpuSpec, x: object) -> float:
+    def times_us(self, p: AttentionProblem, c: Any, gpu: GpuSpec, x: object) -> Any:
         """See :meth:`TilesSchedule.tiles_us`."""
         return self.tiles_us(
-            p, c, gpu, products=2, read_rows=0 if c.q_in_registers else c.rows,
-            exponents=EXPONENTS * (1.0 if c.lazy else EAGER),
-            fixed=MULTISTAGE.tile * (1.0 if c.stages > 1 else MULTISTAGE.one_stage),
+            p, c, gpu, products=2, read_rows=where(c.q_in_registers, 0, c.rows),
+            exponents=EXPONENTS * where(c.lazy, 1.0, EAGER),
+            fixed=MULTISTAGE.tile * where(c.stages > 1, 1.0, MULTISTAGE.one_stage),
             crowd=1.0, uneven=p.limited_right,
         )  # fmt: skip
 
@@ -262,7 +262,7 @@ ATTENTION = Attention()
 def registers_per_thread(p: AttentionProblem, c: AttentionConfig) -> int:
     """An estimate of the compiler's need: accumulators of both products, queries, and the rest."""
     accumulators = c.rows * (p.width + c.tile_kv) // 32
-    queries = c.rows * p.width // 64 if c.q_in_registers else 0
+    queries = where(c.q_in_registers, c.rows * p.width // 64, 0)
     return accumulators + queries + OTHER_REGISTERS[p.dtype] + (CONVERTING if p.cached_in != "same" else 0)
 
 

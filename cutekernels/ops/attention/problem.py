@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypedDict, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypedDict, TypeVar
 
 from cutekernels import rates
+from cutekernels.columns import Columns, among, ceil, larger, pick, smaller, where
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.kernels.cute.parts.attention_smem import padded
 from cutekernels.op import C, Config, Op, P, Problem, extent, ladder, plain, power_of_two, respelled
 from cutekernels.ops.attention.coefficients import EXPONENTS_PER_CLOCK, MULTISTAGE, ORDER
 from cutekernels.ops.shared.dtypes import DTYPES
 from cutekernels.ops.shared.occupancy import occupancy_rules
-from cutekernels.rules import Enumerated, combinations, foreign, of_both, of_config, values_of
+from cutekernels.rules import EVERY, Among, Broken, Schedule, foreign, of_both, of_config, values_of
 
 if TYPE_CHECKING:
     import torch
@@ -258,15 +259,19 @@ def launch_blind(lse: bool, sinks: int = -3) -> Callable[..., None]:
 # ---- ops ------------------------------------------------------------------------------------------------
 
 
-class AttentionSchedule(Enumerated[P, C, P]):
-    """Rules and model of one body. ``x`` is a problem, of which the rules of configs read no extent: what fits one fits
-    all that differ in extents alone.
+class AttentionSchedule(Schedule[P, C, P]):
+    """Rules and model of one body. ``x`` is the problem again, of which the rules of configs read no extent: what fits
+    one fits all that differ in extents alone.
     """
 
     config: ClassVar[type[Config]]
 
-    def spanned(self, **among: tuple[Any, ...]) -> Iterator[C]:
-        return cast("Iterator[C]", combinations(self.config, self.values() | among))
+    def class_of(self, p: P, x: P) -> P:
+        """The problem with the least extents among those that differ from ``p`` in them alone."""
+        return p.replace(**{name: min(1, getattr(p, name)) for name in p.extent_names()})
+
+    def spanned(self, among: Among = EVERY) -> Columns:
+        return Columns.spanned(self.config, self.values() | dict(among))
 
     def values(self) -> dict[str, tuple[Any, ...]]:
         """The values of every knob."""
@@ -274,12 +279,6 @@ class AttentionSchedule(Enumerated[P, C, P]):
 
     def foreign_knobs(self, c: C) -> Iterator[str]:
         return foreign(c, self.values())
-
-    def shortlist(self, p: P, gpu: GpuSpec, x: P) -> Iterable[C]:
-        return self.fitting(gpu, x)
-
-    def preference(self, p: P, c: C, x: P) -> tuple[object, ...]:
-        return (str(c),)
 
 
 class AttentionOp(Op[P, C]):
@@ -298,24 +297,19 @@ class AttentionOp(Op[P, C]):
 
     def valid(self, p: P, gpu: GpuSpec) -> Iterator[C]:
         for schedule in self.schedules:
-            yield from schedule.valid(p, gpu, _smallest(p))
+            yield from schedule.valid(p, gpu, p)
 
     def default(self, p: P, gpu: GpuSpec) -> C:
         """The model's best."""
         return _default(self, p, gpu)  # type: ignore[no-any-return]
 
     def estimate_us(self, p: P, c: C, gpu: GpuSpec) -> float:
-        return self.schedule(c).estimate_us(p, c, gpu, p)
-
-
-def _smallest(p: P) -> P:
-    """The problem with the least extents among those that differ from ``p`` in them alone."""
-    return p.replace(**{name: min(1, getattr(p, name)) for name in p.extent_names()})
+        return float(self.schedule(c).estimate_us(p, c, gpu, p))
 
 
 @rates.remembered
 def _default(op: AttentionOp[Any, Any], p: Problem, gpu: GpuSpec) -> Any:
-    found = [choice for s in op.schedules if (choice := s.best(p, gpu, _smallest(p))) is not None]
+    found = [choice for s in op.schedules if (choice := s.best(p, gpu, p)) is not None]
     assert found, f"no config for {p} on {gpu.name}"
     return min(found, key=lambda choice: (choice[0], str(choice[1])))[1]
 
@@ -378,7 +372,7 @@ def since_revision_1(problem: str, config: str) -> str:
 
 @cache
 def _every(cls: type[BodiesConfig]) -> tuple[Any, ...]:
-    return tuple(chain.from_iterable(combinations(cls, cls.values(body)) for body in cls.bodies))
+    return tuple(chain.from_iterable(Columns.spanned(cls, cls.values(body)) for body in cls.bodies))
 
 
 Q = TypeVar("Q", bound=AttentionProblem)
@@ -404,42 +398,35 @@ class TilesSchedule(BodySchedule[Q, T]):
         """The shared memory of a CTA."""
 
     @of_config
-    def rows_of_warps(self, c: T, gpu: GpuSpec, x: Q) -> str | None:
-        if c.rows not in (16, 32, 64):
-            return f"{c.warps} warps of {c.tiles[0]}={c.own} have {c.rows} rows each: take 16, 32 or 64"
-        return None
+    def rows_of_warps(self, c: T, gpu: GpuSpec, x: Q) -> Broken:
+        odd = among(c.rows, (16, 32, 64)) == 0
+        yield odd, "{} warps of {}={} have {} rows each: take 16, 32 or 64", c.warps, c.tiles[0], c.own, c.rows
 
     @of_config
-    def copies(self, c: T, gpu: GpuSpec, x: Q) -> str | None:
+    def copies(self, c: T, gpu: GpuSpec, x: Q) -> Broken:
         across = c.threads // vectors_along(x.width)
         for name, tile in zip(c.tiles, (c.own, c.walked), strict=True):
-            if tile % across:
-                return f"{c.threads} threads copy {across} rows at a time, which does not divide {name}={tile}"
-        return None
+            why = "{} threads copy {} rows at a time, which does not divide {}={}"
+            yield tile % across > 0, why, c.threads, across, name, tile
 
     @of_config
-    def occupancy(self, c: T, gpu: GpuSpec, x: Q) -> str | None:
+    def occupancy(self, c: T, gpu: GpuSpec, x: Q) -> Broken:
         registers, smem = self.registers(x, c), self.smem_bytes(x, c)
-        rules = occupancy_rules(gpu, ctas=c.ctas_per_sm, most=MAX_CTAS, warps=c.warps, registers=registers, smem=smem)
-        return next((text.format(*values) for broken, text, *values in rules if broken), None)
+        return occupancy_rules(gpu, ctas=c.ctas_per_sm, most=MAX_CTAS, warps=c.warps, registers=registers, smem=smem)
 
     @of_both
-    def tile_rows(self, p: Q, c: T, gpu: GpuSpec, x: Q) -> str | None:
+    def tile_rows(self, p: Q, c: T, gpu: GpuSpec, x: Q) -> Broken:
         for name, tile, seq, least in ((c.tiles[0], c.own, p.seq_own, 64), (c.tiles[1], c.walked, p.seq_walked, 32)):
-            if tile > max(least, power_of_two(seq)):
-                return f"{name}={tile} idles most of a tile over {seq} rows"
-        return None
+            yield tile > max(least, power_of_two(seq)), "{}={} idles most of a tile over {} rows", name, tile, seq
 
     @of_both
-    def order(self, p: Q, c: T, gpu: GpuSpec, x: Q) -> str | None:
-        if c.order != "rows" and p.seq_own <= c.own:
-            return f"order={c.order} needs more than one tile of rows"
-        return None
+    def order(self, p: Q, c: T, gpu: GpuSpec, x: Q) -> Broken:
+        yield (c.order != "rows") & (p.seq_own <= c.own), "order={} needs more than one tile of rows", c.order
 
     def tiles_us(
-        self, p: Q, c: T, gpu: GpuSpec, *, products: int, read_rows: int, exponents: float, fixed: float,
-        crowd: float, uneven: bool,
-    ) -> float:  # fmt: skip
+        self, p: Q, c: Any, gpu: GpuSpec, *, products: int, read_rows: Any, exponents: Any, fixed: Any, crowd: Any,
+        uneven: bool,
+    ) -> Any:  # fmt: skip
         """Waves of CTAs, each walked tile as slow as tensor cores or shared memory; or DRAM, or the longest tile.
 
         A pair of tiles takes ``products``, and ``read_rows`` owned rows of each warp from shared memory again.
@@ -448,28 +435,28 @@ class TilesSchedule(BodySchedule[Q, T]):
         """
         rate, model = rates.of(gpu), MULTISTAGE
         own, walked = c.own, c.walked
-        tiles = -(-p.seq_own // own) * p.batch * (p.heads_kv if p.by_keys else p.heads_q)
-        if tiles == 0 or p.seq_walked == 0:
+        heads = p.batch * (p.heads_kv if p.by_keys else p.heads_q)
+        if 0 in (heads, p.seq_own, p.seq_walked):
             return rate.launch_us
         # Rows that an owned tile walks, on average.
         seen = p.pairs / p.seq_own + (model.edge * own if p.limited_left or p.limited_right else 0)
-        steps = max(1.0, min(seen, p.seq_walked) / walked + 0.5) * (p.group if p.by_keys else 1)
+        steps = larger(1.0, smaller(seen, p.seq_walked) / walked + 0.5) * (p.group if p.by_keys else 1)
         multiply = 2.0 * products * own * walked * p.width / (model.fed * rate.mma_flops_per_us)
         feed = c.warps * (products * walked + read_rows) * p.width * 2 / rate.smem_bytes_per_us
         exponent_us = own * walked / (EXPONENTS_PER_CLOCK * rate.clock_mhz)
-        per_sm = tiles / gpu.sm_count
-        together = min(c.ctas_per_sm, math.ceil(per_sm))
-        step = (max(multiply, feed) + exponents * exponent_us) / crowd + fixed * rate.barrier_us / together
+        per_sm = -(-p.seq_own // own) * heads / gpu.sm_count
+        together = smaller(c.ctas_per_sm, ceil(per_sm))
+        step = (larger(multiply, feed) + exponents * exponent_us) / crowd + fixed * rate.barrier_us / together
         cta = steps * step + model.cta * rate.dram_latency_us / together
-        busy = cta * (max(1.0, per_sm) if uneven or per_sm > model.many else math.ceil(per_sm))
+        busy = cta * where((per_sm > model.many) | uneven, larger(1.0, per_sm), ceil(per_sm))
         if uneven and not p.by_keys:
-            busy = max(busy, cta + (min(p.most_seen, p.seq_walked) / walked - steps) * step)
-        busy *= ORDER[uneven][c.order]
-        dram = max(p.work_bytes, walked_bytes(p, c, gpu)) / (model.dram * rate.dram_share * gpu.dram_gbps * 1e3)
-        return float(rate.launch_us + max(busy, dram) + model.unhidden * min(busy, dram))
+            busy = larger(busy, cta + (min(p.most_seen, p.seq_walked) / walked - steps) * step)
+        busy = busy * pick(c.order, ORDER[uneven])
+        dram = larger(p.work_bytes, walked_bytes(p, c, gpu)) / (model.dram * rate.dram_share * gpu.dram_gbps * 1e3)
+        return rate.launch_us + larger(busy, dram) + model.unhidden * smaller(busy, dram)
 
 
-def walked_bytes(p: AttentionProblem, c: TilesConfig, gpu: GpuSpec) -> float:
+def walked_bytes(p: AttentionProblem, c: Any, gpu: GpuSpec) -> Any:
     """What CTAs read of the walked side from DRAM where they take all heads' heaviest tiles first (``order=heads``) and
     the L2 does not hold all heads: each row of tiles, or as many as run at once, reads anew what it lacks. Else 0.
     """
@@ -478,12 +465,12 @@ def walked_bytes(p: AttentionProblem, c: TilesConfig, gpu: GpuSpec) -> float:
         own_heads, heads = heads, own_heads
     row_bytes = 4.0 * p.width * heads  # of two operands
     whole = row_bytes * p.seq_walked
-    if c.order != "heads" or whole <= gpu.l2_bytes or not p.seq_own:
+    if whole <= gpu.l2_bytes or not p.seq_own:
         return 0.0
-    at_once = max(1.0, c.ctas_per_sm * gpu.sm_count / own_heads)
-    rows = max(1.0, -(-p.seq_own // c.own) / at_once)
+    at_once = larger(1.0, c.ctas_per_sm * gpu.sm_count / own_heads)
+    rows = larger(1.0, -(-p.seq_own // c.own) / at_once)
     missed = min(1.0, 2.0 * (1.0 - gpu.l2_bytes / whole))
-    return missed * row_bytes * p.pairs / p.seq_own * rows
+    return where(c.order == "heads", missed * row_bytes * p.pairs / p.seq_own * rows, 0.0)
 
 
 def vectors_along(width: int) -> int:

@@ -6,23 +6,22 @@ expert with all rows, and :class:`Experts` beside it.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from cutekernels.columns import among, larger, smaller
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.kernels.activations import ACTIVATIONS
 from cutekernels.kernels.cute.parts.smem import WarpgroupPackedSmem, WarpgroupSmem
 from cutekernels.op import Problem, extent, ladder, plain
-from cutekernels.ops.moe.grouped_schedules import expected_hit, tile_rows
+from cutekernels.ops.moe.grouped_schedules import expected_hit, row_tiles
 from cutekernels.ops.moe.permute import check_extents
 from cutekernels.ops.quantized import packed_skinny, packed_warpgroup
 from cutekernels.ops.quantized.packed_skinny import TILES_M, PackedSkinnySchedule
 from cutekernels.ops.quantized.packed_warpgroup import PackedWarpgroupSchedule
 from cutekernels.ops.quantized.problem import GATED, QuantizedConfig, QuantizedProblem, check_scaling
-from cutekernels.rules import of_both, of_config, of_problem
+from cutekernels.rules import Among, Broken, of_both, of_config, of_problem
 
 if TYPE_CHECKING:
     from cutekernels.gpu import GpuSpec
@@ -112,11 +111,11 @@ class Experts:
         """Rows of an expert that has some."""
         return self.rows / max(1.0, self.hit)
 
-    def row_tiles(self, tile: int) -> int:
-        """Tiles of ``tile`` rows that they are expected to fill."""
-        return math.ceil(tile_rows(self.rows, self.experts, tile))
+    def row_tiles(self, c: Any) -> Any:
+        """Tiles of ``c`` that they are expected to fill."""
+        return row_tiles(self.rows, self.experts, c, "tile_m")
 
-    def most_row_tiles(self, tile: int) -> int:
+    def most_row_tiles(self, tile: Any) -> Any:
         """Those that there can be at most, whatever the groups' ends."""
         return self.rows // tile + min(self.experts, self.rows)
 
@@ -124,7 +123,7 @@ class Experts:
 class _Grouped:
     """Shared by both."""
 
-    def places(self, p: QuantizedProblem, c: QuantizedConfig, x: Experts) -> int:
+    def places(self, p: QuantizedProblem, c: QuantizedConfig, x: Experts) -> Any:
         """Tiles of out that there can be at most."""
         return x.most_row_tiles(c.tile_m) * -(-p.n // c.tile_n)
 
@@ -133,42 +132,32 @@ class GroupedSkinnySchedule(_Grouped, PackedSkinnySchedule):
     """Skinny, over the rows of each expert."""
 
     @of_config
-    def no_prefetch(self, c: QuantizedConfig, gpu: GpuSpec, x: Any) -> str | None:
-        if c.prefetch_l2:
-            return f"prefetch_l2={c.prefetch_l2}: experts are known to the device alone; take 0"
-        return None
+    def no_prefetch(self, c: QuantizedConfig, gpu: GpuSpec, x: Any) -> Broken:
+        yield c.prefetch_l2 > 0, "prefetch_l2={}: experts are known to the device alone; take 0", c.prefetch_l2
 
     @of_both
-    def tile_of_tokens(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec, x: Any) -> str | None:
-        if c.tile_m not in self.fitting_tiles(x):
-            fitting = " or ".join(map(str, self.fitting_tiles(x)))
-            return f"tile_m={c.tile_m} does not suit {x.rows} rows of {x.experts} experts: take {fitting}"
-        return None
+    def tile_of_tokens(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec, x: Any) -> Broken:
+        fitting, why = self.fitting_tiles(x), "tile_m={} does not suit {} rows of {} experts: take {}"
+        yield among(c.tile_m, fitting) == 0, why, c.tile_m, x.rows, x.experts, " or ".join(map(str, fitting))
 
     @of_both
-    def waves(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec, x: Any) -> str | None:
+    def waves(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec, x: Any) -> Broken:
         units = self.places(p, c, x) * -(-p.k // c.tile_k)
-        if units > _MOST_UNITS:
-            return f"tile_m={c.tile_m} makes {units} k-tiles, which 32 bits do not count: take larger tiles"
-        return None
+        why = "tile_m={} makes {} k-tiles, which 32 bits do not count: take larger tiles"
+        yield units > _MOST_UNITS, why, c.tile_m, units
 
     def fitting_tiles(self, x: Experts) -> tuple[int, ...]:
         """Values of ``tile_m`` around the rows that an expert has on the mean, up to all rows."""
         least = next((i for i, tile in enumerate(TILES_M) if tile >= x.mean), len(TILES_M) - 1)
         return tuple(t for t in TILES_M[max(0, least - 1) : least + 2] if t // 2 < max(1, x.rows)) or TILES_M[:1]
 
-    def confined(self, p: QuantizedProblem) -> dict[str, tuple[Any, ...]]:
-        return {"prefetch_l2": (0,)}
+    def usual(self, p: QuantizedProblem, gpu: GpuSpec, x: Any) -> Among:
+        return {"tile_m": self.fitting_tiles(x), "pdl": (gpu.has_pdl,), "prefetch_l2": (0,)}
 
-    def shortlist(self, p: QuantizedProblem, gpu: GpuSpec, x: Any) -> Iterator[QuantizedConfig]:
-        for tile in self.fitting_tiles(x):
-            yield from self.fitting(gpu, None, tile_m=(tile,), pdl=(gpu.has_pdl,), prefetch_l2=(0,))
-
-    def estimate_us(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec, x: Any) -> float:
-        count = x.row_tiles(c.tile_m)
-        tokens = min(float(c.tile_m), x.rows / max(1, count))
-        count *= -(-p.n // c.tile_n)
-        return packed_skinny.tiles_us(p, c, gpu, count, tokens, x.hit * p.weight_bytes)
+    def times_us(self, p: QuantizedProblem, c: Any, gpu: GpuSpec, x: Any) -> Any:
+        count = x.row_tiles(c)
+        tokens = smaller(c.tile_m, x.rows / larger(1, count))
+        return packed_skinny.tiles_us(p, c, gpu, count * -(-p.n // c.tile_n), tokens, x.hit * p.weight_bytes)
 
     def ctas(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec, x: Experts) -> int:
         """All that are resident, or as many as there can be tiles or k-tiles."""
@@ -192,55 +181,47 @@ class GroupedWarpgroupSchedule(_Grouped, PackedWarpgroupSchedule):
         return None
 
     @of_config
-    def whole_tiles(self, c: QuantizedConfig, gpu: GpuSpec, x: Any) -> str | None:
-        return "stream_k=1: warpgroup gives each CTA whole tiles of experts; take 0" if c.stream_k else None
+    def whole_tiles(self, c: QuantizedConfig, gpu: GpuSpec, x: Any) -> Broken:
+        yield c.stream_k, "stream_k=1: warpgroup gives each CTA whole tiles of experts; take 0"
 
     @of_config
-    def depth(self, c: QuantizedConfig, gpu: GpuSpec, x: Any) -> str | None:
-        if c.stages < LEAST_STAGES:
-            return f"stages={c.stages} loads one k-tile while another is multiplied: take {LEAST_STAGES} or more"
-        return None
+    def depth(self, c: QuantizedConfig, gpu: GpuSpec, x: Any) -> Broken:
+        why = "stages={} loads one k-tile while another is multiplied: take {} or more"
+        yield c.stages < LEAST_STAGES, why, c.stages, LEAST_STAGES
+
+    @of_config
+    def two_groups(self, c: QuantizedConfig, gpu: GpuSpec, x: QuantizedProblem) -> Broken:
+        odd = (c.tile_n != 2 * packed_warpgroup.ROWS) & x.gated
+        yield odd, "tile_n={}: a gate has a group's 64 rows and another's 64 of up; take 128", c.tile_n
+
+    @of_config
+    def registers_under_way(self, c: QuantizedConfig, gpu: GpuSpec, x: QuantizedProblem) -> Broken:
+        # Within a loop over tiles ptxas writes registers that products still read: docs/notes/quantized.md.
+        read = (c.tile_k == 64) & ((c.scaled == "weights") | (x.group == 0))
+        yield read, "tile_k=64 decodes into registers that products under way still read; take 128"
 
     @of_both
-    def two_groups(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec, x: Any) -> str | None:
-        if p.gated and c.tile_n != 2 * packed_warpgroup.ROWS:
-            return f"tile_n={c.tile_n}: a gate has a group's 64 rows and another's 64 of up; take 128"
-        return None
+    def tile_of_tokens(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec, x: Any) -> Broken:
+        own = (c.tile_m, x.rows, x.experts)
+        yield c.tile_m > max(16, 2 * x.mean), "tile_m={} idles most of a tile over {} rows of {} experts", *own
+        yield 4 * c.tile_m < min(x.mean, 64), "tile_m={} reads weights too often for {} rows of {} experts", *own
 
-    @of_both
-    def registers_under_way(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec, x: Any) -> str | None:
-        if c.tile_k == 64 and (c.scaled == "weights" or p.group == 0):
-            # Within a loop over tiles ptxas writes registers that products still read: docs/notes/quantized.md.
-            return "tile_k=64 decodes into registers that products under way still read; take 128"
-        return None
-
-    @of_both
-    def tile_of_tokens(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec, x: Any) -> str | None:
-        if c.tile_m > max(16, 2 * x.mean):
-            return f"tile_m={c.tile_m} idles most of a tile over {x.rows} rows of {x.experts} experts"
-        if 4 * c.tile_m < min(x.mean, 64):
-            return f"tile_m={c.tile_m} reads weights too often for {x.rows} rows of {x.experts} experts"
-        return None
-
-    def confined(self, p: QuantizedProblem) -> dict[str, tuple[Any, ...]]:
-        return {"stream_k": (False,)}
-
-    def shortlist(self, p: QuantizedProblem, gpu: GpuSpec, x: Any) -> Iterator[QuantizedConfig]:
-        yield from self.fitting(gpu, None, pdl=(True,), stream_k=(False,))
+    def usual(self, p: QuantizedProblem, gpu: GpuSpec, x: Any) -> Among:
+        return {"pdl": (True,), "stream_k": (False,)}
 
     def smem(self, p: QuantizedProblem, c: QuantizedConfig) -> WarpgroupPackedSmem:
         exchanged = c.tile_m // 2 if p.gated else 0
         return replace(super().smem(p, c), places=WarpgroupSmem.PLACES, exchanged=exchanged)
 
-    def estimate_us(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec, x: Any) -> float:
-        tiles = x.row_tiles(c.tile_m) * -(-p.n // c.tile_n)
-        steps = float(-(-tiles // gpu.sm_count) * -(-p.k // c.tile_k))
+    def times_us(self, p: QuantizedProblem, c: Any, gpu: GpuSpec, x: Any) -> Any:
+        tiles = x.row_tiles(c) * -(-p.n // c.tile_n)
+        steps = -(-tiles // gpu.sm_count) * -(-p.k // c.tile_k)
         moved = x.hit * p.weight_bytes + 2.0 * x.rows * (p.k + p.columns)
         return packed_warpgroup.steps_us(p, c, gpu, steps, moved)
 
     def ctas(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec, x: Experts) -> int:
         """All that are resident, or as many as there can be tiles."""
-        return max(1, min(gpu.sm_count, self.places(p, c, x)))
+        return int(max(1, min(gpu.sm_count, self.places(p, c, x))))
 
     def grouped_body(self, p: QuantizedGroupedProblem, c: QuantizedConfig) -> Any:
         from cutekernels.kernels.cute.parts.boxes import GroupBoxes

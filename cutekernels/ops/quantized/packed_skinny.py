@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from cutekernels import rates
+from cutekernels.columns import among, kept, larger, smaller, where
 from cutekernels.kernels.cute.parts.smem import SkinnyPackedSmem
 from cutekernels.ops.quantized.coefficients import SKINNY
 from cutekernels.ops.quantized.problem import (
@@ -14,8 +14,8 @@ from cutekernels.ops.quantized.problem import (
     QuantizedConfig,
     QuantizedProblem,
 )
-from cutekernels.ops.quantized.schedule import QuantizedSchedule
-from cutekernels.rules import of_both
+from cutekernels.ops.quantized.schedule import QuantizedSchedule, class_of
+from cutekernels.rules import Among, Broken, of_both, of_config
 
 if TYPE_CHECKING:
     from cutekernels.gpu import GpuSpec
@@ -34,6 +34,7 @@ def fitting_tiles(p: QuantizedProblem) -> tuple[int, ...]:
     return (least,) if p.m <= 32 else tuple(sorted({least, 32, 64}))
 
 
+@kept
 def smem(p: QuantizedProblem, c: QuantizedConfig) -> SkinnyPackedSmem:
     return SkinnyPackedSmem(
         c.tile_m, c.tile_n, c.tile_k, c.stages, c.warps_k, p.bits, SCALE_BYTES[p.scale], p.group, p.scale_rows,
@@ -51,82 +52,69 @@ class PackedSkinnySchedule(QuantizedSchedule):
 
     name = NAME
 
-    @of_both
-    def number_of_warps(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec, x: None) -> str | None:
-        if c.warps_n * c.warps_k not in (4, 8):
-            return f"{c.warps_n}x{c.warps_k} warps: take 4 or 8"
-        return None
+    @of_config
+    def number_of_warps(self, c: QuantizedConfig, gpu: GpuSpec, x: QuantizedProblem) -> Broken:
+        yield among(c.warps_n * c.warps_k, (4, 8)) == 0, "{}x{} warps: take 4 or 8", c.warps_n, c.warps_k
+
+    @of_config
+    def warps_divide(self, c: QuantizedConfig, gpu: GpuSpec, x: QuantizedProblem) -> Broken:
+        little = c.tile_k // c.warps_k < 64
+        yield little, "tile_k={} leaves less than 64 to each of {} groups of warps", c.tile_k, c.warps_k
+        strips = c.tile_n // 16
+        odd = (strips % c.warps_n > 0) | (strips < c.warps_n)
+        yield odd, "tile_n={} does not divide among {} warps of 16 rows", c.tile_n, c.warps_n
+        if x.gated:
+            odd = (c.tile_n < 32) | (strips // c.warps_n % 2 > 0)
+            why = "tile_n={} of {} warps has no strips of gate and up for each: take more rows"
+            yield odd, why, c.tile_n, c.warps_n
+
+    @of_config
+    def registers(self, c: QuantizedConfig, gpu: GpuSpec, x: QuantizedProblem) -> Broken:
+        warps, held, strips = c.warps_n * c.warps_k, accumulators(c), c.tile_n // 16 // c.warps_n
+        spills = (held > _MOST_ACCUMULATORS) | (strips > 4)
+        yield spills, "a thread holds {} accumulators of {} strips: take more warps along the rows", held, strips
+        most = _within(held, _MOST_WARPS, 16)
+        why = "{} CTAs of {} warps with {} accumulators a thread: take {} warps an SM or fewer"
+        yield warps * c.ctas_per_sm > smaller(most, gpu.max_warps), why, c.ctas_per_sm, warps, held, most
+        chunk, longest = c.tile_k // c.warps_k, _within(held, _MOST_CHUNK, 128)
+        why = "a warp has {} of K at a time with {} accumulators a thread: take {} or less"
+        yield chunk > longest, why, chunk, held, longest
+
+    @of_config
+    def shared_memory(self, c: QuantizedConfig, gpu: GpuSpec, x: QuantizedProblem) -> Broken:
+        frame, most = smem(x, c), gpu.smem_per_block_bytes
+        need, staged = frame.total_bytes, frame.sums_at
+        yield need > most, "{} bytes of shared memory are more than a block's {}", need, most
+        beyond = c.ctas_per_sm * (need + gpu.SMEM_RESERVED_BYTES) > gpu.smem_per_sm_bytes
+        yield beyond, "{} CTAs of {} bytes do not fit in an SM's shared memory", c.ctas_per_sm, need
+        few = c.ctas_per_sm * staged < _LEAST_IN_FLIGHT
+        yield few, "{} bytes of stages keep too few in flight: take {} an SM or more", staged, _LEAST_IN_FLIGHT
+
+    @of_config
+    def dependent_launch(self, c: QuantizedConfig, gpu: GpuSpec, x: QuantizedProblem) -> Broken:
+        yield c.pdl & (not gpu.has_pdl), "pdl=1 needs programmatic dependent launch, which {} lacks", gpu.name
 
     @of_both
-    def warps_divide(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec, x: None) -> str | None:
-        if c.tile_k // c.warps_k < 64:
-            return f"tile_k={c.tile_k} leaves less than 64 to each of {c.warps_k} groups of warps"
-        if c.tile_n // 16 % c.warps_n or c.tile_n // 16 < c.warps_n:
-            return f"tile_n={c.tile_n} does not divide among {c.warps_n} warps of 16 rows"
-        if p.gated and (c.tile_n < 32 or c.tile_n // 16 // c.warps_n % 2):
-            return f"tile_n={c.tile_n} of {c.warps_n} warps has no strips of gate and up for each: take more rows"
-        return None
+    def tile_of_tokens(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec, x: Any) -> Broken:
+        fitting, why = fitting_tiles(p), "tile_m={} does not suit {} tokens: take {}"
+        yield among(c.tile_m, fitting) == 0, why, c.tile_m, p.m, " or ".join(map(str, fitting))
 
     @of_both
-    def registers(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec, x: None) -> str | None:
-        warps, held = c.warps_n * c.warps_k, accumulators(c)
-        if held > _MOST_ACCUMULATORS or c.tile_n // 16 // c.warps_n > 4:
-            strips = c.tile_n // 16 // c.warps_n
-            return f"a thread holds {held} accumulators of {strips} strips: take more warps along the rows"
-        most = next((warps for limit, warps in _MOST_WARPS.items() if held <= limit), 16)
-        if warps * c.ctas_per_sm > min(most, gpu.max_warps):
-            many = f"{c.ctas_per_sm} CTAs of {warps} warps with {held} accumulators a thread"
-            return f"{many}: take {most} warps an SM or fewer"
-        longest = next((k for limit, k in _MOST_CHUNK.items() if held <= limit), 128)
-        if (chunk := c.tile_k // c.warps_k) > longest:
-            return f"a warp has {chunk} of K at a time with {held} accumulators a thread: take {longest} or less"
-        return None
-
-    @of_both
-    def shared_memory(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec, x: None) -> str | None:
-        frame = smem(p, c)
-        if frame.total_bytes > gpu.smem_per_block_bytes:
-            return f"{frame.total_bytes} bytes of shared memory are more than a block's {gpu.smem_per_block_bytes}"
-        if c.ctas_per_sm * (frame.total_bytes + gpu.SMEM_RESERVED_BYTES) > gpu.smem_per_sm_bytes:
-            return f"{c.ctas_per_sm} CTAs of {frame.total_bytes} bytes do not fit in an SM's shared memory"
-        if c.ctas_per_sm * frame.sums_at < _LEAST_IN_FLIGHT:
-            return f"{frame.sums_at} bytes of stages keep too few in flight: take {_LEAST_IN_FLIGHT} an SM or more"
-        return None
-
-    @of_both
-    def dependent_launch(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec, x: None) -> str | None:
-        if c.pdl and not gpu.has_pdl:
-            return f"pdl=1 needs programmatic dependent launch, which {gpu.name} lacks"
-        return None
-
-    @of_both
-    def tile_of_tokens(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec, x: None) -> str | None:
-        fitting = fitting_tiles(p)
-        if c.tile_m not in fitting:
-            return f"tile_m={c.tile_m} does not suit {p.m} tokens: take {' or '.join(map(str, fitting))}"
-        return None
-
-    @of_both
-    def waves(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec, x: None) -> str | None:
-        if c.stream_k and tiles(p, c) % (gpu.sm_count * c.ctas_per_sm) == 0:
-            return f"stream_k=1: {tiles(p, c)} tiles fill whole waves without"
-        return None
+    def waves(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec, x: Any) -> Broken:
+        count = tiles(p, c)
+        whole = c.stream_k & (count % (gpu.sm_count * c.ctas_per_sm) == 0)
+        yield whole, "stream_k=1: {} tiles fill whole waves without", count
 
     # -- choice
 
-    def confined(self, p: QuantizedProblem) -> dict[str, tuple[Any, ...]]:
-        return {"tile_m": fitting_tiles(p)}
+    def usual(self, p: QuantizedProblem, gpu: GpuSpec, x: Any) -> Among:
+        return {"tile_m": fitting_tiles(p), "pdl": (gpu.has_pdl,), "prefetch_l2": (2 if gpu.has_pdl else 0,)}
 
-    def shortlist(self, p: QuantizedProblem, gpu: GpuSpec, x: None) -> Iterator[QuantizedConfig]:
-        ahead = (2 if gpu.has_pdl else 0,)
-        for tile in fitting_tiles(p):
-            yield from self.fitting(gpu, x, tile_m=(tile,), pdl=(gpu.has_pdl,), prefetch_l2=ahead)
+    def times_us(self, p: QuantizedProblem, c: Any, gpu: GpuSpec, x: Any) -> Any:
+        return tiles_us(p, c, gpu, tiles(p, c), smaller(p.m, c.tile_m), p.weight_bytes)
 
-    def estimate_us(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec, x: None) -> float:
-        return estimate_us(p, c, gpu)
-
-    def preference(self, p: QuantizedProblem, c: QuantizedConfig, x: None) -> tuple[object, ...]:
-        return c.stream_k, -c.tile_k, c.tile_n, -c.stages, str(c)
+    def preference(self, p: QuantizedProblem, c: Any, x: Any) -> tuple[Any, ...]:
+        return c.stream_k, -c.tile_k, c.tile_n, -c.stages
 
     # -- kernel
 
@@ -158,49 +146,49 @@ def grid(p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec) -> tuple[int, in
     return dealt(tiles(p, c), p, c, gpu)
 
 
-def dealt(count: int, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec) -> tuple[int, int]:
+def dealt(count: Any, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec) -> tuple[int, int]:
     """CTAs that ``count`` tiles are dealt out to, and the units (k-tiles) of each."""
-    k_tiles, resident = max(1, -(-p.k // c.tile_k)), gpu.sm_count * c.ctas_per_sm
-    units = max(1, count * k_tiles)
-    share = -(-units // resident) if c.stream_k else k_tiles * max(1, -(-count // resident))
+    k_tiles, resident = larger(1, -(-p.k // c.tile_k)), gpu.sm_count * c.ctas_per_sm
+    units = larger(1, count * k_tiles)
+    share = where(c.stream_k, -(-units // resident), k_tiles * larger(1, -(-count // resident)))
     return -(-units // share), share
 
 
-def estimate_us(p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec) -> float:
-    return tiles_us(p, c, gpu, tiles(p, c), min(p.m, c.tile_m), p.weight_bytes)
-
-
-def tiles_us(
-    p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec, count: int, tokens: float, weight_bytes: float
-) -> float:
+def tiles_us(p: QuantizedProblem, c: Any, gpu: GpuSpec, count: Any, tokens: Any, weight_bytes: float) -> Any:
     """The slowest of DRAM, an SM's loads, its instructions and its MMAs for the busiest SM; fixed costs.
 
     ``count`` tiles of ``tokens`` each, which read ``weight_bytes`` from DRAM.
     """
     rate, own = rates.of(gpu), SKINNY
     ctas, share = dealt(count, p, c, gpu)
-    frame = smem(p, c)
+    frame = smem(class_of(p), c)
     per_sm = -(-ctas // gpu.sm_count)
-    resident = min(per_sm, c.ctas_per_sm)
+    resident = smaller(per_sm, c.ctas_per_sm)
     units = per_sm * share
     unit_bytes = frame.x_at + tokens * c.tile_k * 2 + (frame.stage_bytes - frame.scales_at)
     in_flight = resident * (c.stages - 1) * unit_bytes
-    port = min(own.port * rate.sm_bytes_per_us, in_flight / (own.latency * rate.dram_latency_us))
+    port = smaller(own.port * rate.sm_bytes_per_us, in_flight / (own.latency * rate.dram_latency_us))
     lanes = units * c.tile_n * c.tile_k / 256 / 4  # of a scheduler: MMAs of 8 tokens
     columns, strips = c.tile_m / 8, c.tile_n // 16 // c.warps_n
     instructions = DECODE_INSTRUCTIONS[p.code] + own.beside + (own.column + own.fragment / strips) * columns
     issue = lanes * instructions / (own.issue * rate.clock_mhz) * (1 + own.few / (c.warps_n * c.warps_k * resident))
     flops = 2.0 * units * c.tile_n * c.tile_k * c.tile_m
-    multiply = max(lanes * columns * own.mma_cycles / rate.clock_mhz, flops / (own.mma * rate.mma_flops_per_us))
+    multiply = larger(lanes * columns * own.mma_cycles / rate.clock_mhz, flops / (own.mma * rate.mma_flops_per_us))
     dram = weight_bytes / (own.dram * rate.dram_share * gpu.dram_gbps * 1e3)
     sharp = own.sharpness
     busy = sum(us**sharp for us in (dram, units * unit_bytes / port, issue, multiply)) ** (1 / sharp)
-    k_tiles = max(1, -(-p.k // c.tile_k))
+    k_tiles = larger(1, -(-p.k // c.tile_k))
     fixed = rate.launch_us + own.unit_us * share + own.end_us * per_sm * -(-share // k_tiles)
-    fixed += own.group_us * (c.warps_k - 1)
-    if c.stream_k and share % k_tiles:
-        fixed += own.shared * rate.exchange_us
-    return float(fixed + busy + (0.0 if c.pdl else rate.dependent_us))
+    fixed = fixed + own.group_us * (c.warps_k - 1)
+    fixed = fixed + where(c.stream_k & (share % k_tiles > 0), own.shared * rate.exchange_us, 0.0)
+    return fixed + busy + where(c.pdl, 0.0, rate.dependent_us)
+
+
+def _within(held: Any, limits: dict[int, int], beyond: int) -> Any:
+    """What stands for the least limit that ``held`` keeps."""
+    for limit, value in reversed(limits.items()):
+        beyond = where(held <= limit, value, beyond)
+    return beyond
 
 
 def body(p: QuantizedProblem, c: QuantizedConfig) -> Any:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from cutekernels import rates
+from cutekernels.columns import larger, pick, smaller, where
 from cutekernels.kernels.cute.parts.smem import WarpgroupPackedSmem
 from cutekernels.ops.quantized.coefficients import WARPGROUP
 from cutekernels.ops.quantized.problem import (
@@ -15,7 +15,7 @@ from cutekernels.ops.quantized.problem import (
     QuantizedProblem,
 )
 from cutekernels.ops.quantized.schedule import QuantizedSchedule
-from cutekernels.rules import of_both, of_problem
+from cutekernels.rules import Among, Broken, of_both, of_config, of_problem
 
 if TYPE_CHECKING:
     from cutekernels.gpu import GpuSpec
@@ -41,8 +41,8 @@ def smem(p: QuantizedProblem, c: QuantizedConfig) -> WarpgroupPackedSmem:
 
 def registers(p: QuantizedProblem, c: QuantizedConfig) -> int:
     """Of a consumer's thread, about."""
-    twice = p.group > 0 and c.scaled == "accumulators"
-    return c.tile_m // 2 * (2 if twice else 1) + _BESIDE_REGISTERS
+    twice = (c.scaled == "accumulators") & (p.group > 0)
+    return c.tile_m // 2 * where(twice, 2, 1) + _BESIDE_REGISTERS
 
 
 class PackedWarpgroupSchedule(QuantizedSchedule):
@@ -64,58 +64,56 @@ class PackedWarpgroupSchedule(QuantizedSchedule):
             return "warpgroup stores 16 bytes at a time: it takes an out of 16-byte aligned rows, n divisible by 8"
         return None
 
-    @of_both
-    def registers(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec, x: None) -> str | None:
-        need, most = registers(p, c), _REGISTERS[groups(c)]
-        if need > most:
-            return f"tile_m={c.tile_m} scaled={c.scaled} needs about {need} registers of a thread's {most}"
-        return None
+    @of_config
+    def registers(self, c: QuantizedConfig, gpu: GpuSpec, x: QuantizedProblem) -> Broken:
+        need, most = registers(x, c), pick(groups(c), _REGISTERS)
+        why = "tile_m={} scaled={} needs about {} registers of a thread's {}"
+        yield need > most, why, c.tile_m, c.scaled, need, most
+
+    @of_config
+    def scaled(self, c: QuantizedConfig, gpu: GpuSpec, x: QuantizedProblem) -> Broken:
+        accumulators = c.scaled == "accumulators"
+        why = "scaled=weights is for scales of groups: those of all of K multiply results"
+        yield (c.scaled == "weights") & (x.group == 0), why
+        why = "scaled=accumulators: e2m1 is multiplied by its powers of two where it is decoded; take weights"
+        yield accumulators & (x.code == "e2m1"), why
+        twice = accumulators & (x.group == 128) & (c.tile_k == 64) & (c.tile_m > 64)
+        yield twice, "tile_k=64 adds accumulators twice a group: take 128"
+
+    @of_config
+    def shared_memory(self, c: QuantizedConfig, gpu: GpuSpec, x: QuantizedProblem) -> Broken:
+        frame, most = self.smem(x, c), gpu.smem_per_block_bytes
+        need = frame.total_bytes
+        yield need > most, "{} bytes of shared memory are more than a block's {}", need, most
+        room = (c.stages < 8) & (need + frame.x_bytes + frame.packed_bytes <= most)
+        yield room, "stages={} leaves room for {}", c.stages, c.stages + 1
 
     @of_both
-    def scaled(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec, x: None) -> str | None:
-        if c.scaled == "weights" and p.group == 0:
-            return "scaled=weights is for scales of groups: those of all of K multiply results"
-        if c.scaled == "accumulators" and p.code == "e2m1":
-            return "scaled=accumulators: e2m1 is multiplied by its powers of two where it is decoded; take weights"
-        if c.scaled == "accumulators" and p.group == 128 and c.tile_k == 64 and c.tile_m > 64:
-            return "tile_k=64 adds accumulators twice a group: take 128"
-        return None
+    def tile_of_tokens(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec, x: Any) -> Broken:
+        yield c.tile_m > max(16, 2 * p.m), "tile_m={} idles most of a tile over {} tokens", c.tile_m, p.m
+        often = 4 * c.tile_m < min(p.m, 64)
+        yield often, "tile_m={} reads the weight too often for {} tokens", c.tile_m, p.m
 
     @of_both
-    def shared_memory(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec, x: None) -> str | None:
-        frame = self.smem(p, c)
-        if frame.total_bytes > gpu.smem_per_block_bytes:
-            return f"{frame.total_bytes} bytes of shared memory are more than a block's {gpu.smem_per_block_bytes}"
-        if c.stages < 8 and frame.total_bytes + frame.x_bytes + frame.packed_bytes <= gpu.smem_per_block_bytes:
-            return f"stages={c.stages} leaves room for {c.stages + 1}"
-        return None
-
-    @of_both
-    def tile_of_tokens(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec, x: None) -> str | None:
-        if c.tile_m > max(16, 2 * p.m):
-            return f"tile_m={c.tile_m} idles most of a tile over {p.m} tokens"
-        if 4 * c.tile_m < min(p.m, 64):
-            return f"tile_m={c.tile_m} reads the weight too often for {p.m} tokens"
-        return None
-
-    @of_both
-    def waves(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec, x: None) -> str | None:
-        if c.stream_k and tiles(p, c) % gpu.sm_count == 0:
-            return f"stream_k=1: {tiles(p, c)} tiles fill whole waves without"
-        if c.raster > 1 and p.m <= c.tile_m:
-            return f"raster={c.raster} does not suit one column of tiles: take 1"
-        return None
+    def waves(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec, x: Any) -> Broken:
+        count = tiles(p, c)
+        yield c.stream_k & (count % gpu.sm_count == 0), "stream_k=1: {} tiles fill whole waves without", count
+        lone = (c.raster > 1) & (p.m <= c.tile_m)
+        yield lone, "raster={} does not suit one column of tiles: take 1", c.raster
 
     # -- choice
 
-    def shortlist(self, p: QuantizedProblem, gpu: GpuSpec, x: None) -> Iterable[QuantizedConfig]:
-        return self.fitting(gpu, x, pdl=(True,))
+    def usual(self, p: QuantizedProblem, gpu: GpuSpec, x: Any) -> Among:
+        return {"pdl": (True,)}
 
-    def estimate_us(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec, x: None) -> float:
-        return estimate_us(p, c, gpu)
+    def times_us(self, p: QuantizedProblem, c: Any, gpu: GpuSpec, x: Any) -> Any:
+        ctas, rounds, share = grid(p, c, gpu)
+        k_tiles = -(-p.k // c.tile_k)
+        steps = where(c.stream_k, rounds * k_tiles + share, -(-tiles(p, c) // ctas) * k_tiles)
+        return steps_us(p, c, gpu, steps, p.weight_bytes + 2.0 * p.m * (p.k + p.n))
 
-    def preference(self, p: QuantizedProblem, c: QuantizedConfig, x: None) -> tuple[object, ...]:
-        return c.stream_k, -c.stages, c.raster != 8, str(c)
+    def preference(self, p: QuantizedProblem, c: Any, x: Any) -> tuple[Any, ...]:
+        return c.stream_k, -c.stages, c.raster != 8
 
     # -- kernel
 
@@ -144,47 +142,32 @@ def tiles(p: QuantizedProblem, c: QuantizedConfig) -> int:
 
 def grid(p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec) -> tuple[int, int, int]:
     """CTAs, the whole tiles of each where they share the others, and each one's k-tiles of those."""
-    count, k_tiles = max(1, tiles(p, c)), max(1, -(-p.k // c.tile_k))
-    if not c.stream_k:
-        return min(count, gpu.sm_count), 0, 0
+    count, k_tiles = larger(1, tiles(p, c)), larger(1, -(-p.k // c.tile_k))
     rounds, rest = divmod(count, gpu.sm_count)
-    if rounds:
-        return gpu.sm_count, rounds, -(-rest * k_tiles // gpu.sm_count)
-    share = -(-count * k_tiles // gpu.sm_count)
-    return -(-count * k_tiles // share), 0, share
+    share = -(-rest * k_tiles // gpu.sm_count)
+    sharing = where(rounds > 0, gpu.sm_count, -(-rest * k_tiles // larger(1, share)))
+    ctas = where(c.stream_k, sharing, smaller(count, gpu.sm_count))
+    return ctas, where(c.stream_k, rounds, 0), where(c.stream_k, share, 0)
 
 
-def estimate_us(p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec) -> float:
-    ctas, rounds, share = grid(p, c, gpu)
-    k_tiles = -(-p.k // c.tile_k)
-    steps = float(rounds * k_tiles + share) if c.stream_k else float(-(-tiles(p, c) // ctas) * k_tiles)
-    return steps_us(p, c, gpu, steps, p.weight_bytes + 2.0 * p.m * (p.k + p.n))
-
-
-def steps_us(p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec, steps: float, moved: float) -> float:
+def steps_us(p: QuantizedProblem, c: Any, gpu: GpuSpec, steps: Any, moved: float) -> Any:
     """``steps`` k-tiles of the busiest SM, bound by MMAs, decoding or loads; DRAM beside; fixed costs."""
     rate, own, count = rates.of(gpu), WARPGROUP, groups(c)
-    instructions = float(DECODE_INSTRUCTIONS[p.code]) + own.beside
-    if c.scaled == "weights":
-        instructions += 0.0 if p.code == "e2m1" else own.exact if p.scale == p.dtype else own.scaled
-    instructions *= c.tile_k / 64 * 4
-    ends = 0.0
-    if p.group and c.scaled == "accumulators":
-        ends = c.tile_k / min(p.group, c.tile_k)
-        instructions += ends * c.tile_m / 2
+    scaling = 0.0 if p.code == "e2m1" else own.exact if p.scale == p.dtype else own.scaled
+    instructions = float(DECODE_INSTRUCTIONS[p.code]) + own.beside + where(c.scaled == "weights", scaling, 0.0)
+    ends = where(c.scaled == "accumulators", c.tile_k / smaller(p.group, c.tile_k), 0.0) if p.group else 0.0
+    instructions = instructions * (c.tile_k / 64 * 4) + ends * c.tile_m / 2
     decode = instructions / (own.issue * rate.clock_mhz)  # of one group
     multiply = 2.0 * c.tile_n * c.tile_m * c.tile_k / (own.mma * rate.warpgroup_flops_per_us) + own.end_us * ends
-    if count == 1:
-        multiply += own.alone * decode
+    multiply = multiply + where(count == 1, own.alone * decode, 0.0)
     fetch = (c.tile_m * c.tile_k * 2 + c.tile_n * c.tile_k * p.bits / 8) / (own.port * rate.sm_bytes_per_us)
     sharp = own.sharpness
     step = sum(us**sharp for us in (multiply, count * decode, fetch)) ** (1 / sharp)
     busy = steps * (step + own.half_us * c.tile_k / 64)
     dram = moved / (own.dram * rate.dram_share * gpu.dram_gbps * 1e3)
-    fixed = own.fixed * rate.launch_us + (0.0 if c.pdl else rate.dependent_us)
-    if c.stream_k:
-        fixed += (own.shared + own.parts * c.tile_m * count / 256) * rate.exchange_us
-    return float(fixed + (busy**own.hidden + dram**own.hidden) ** (1 / own.hidden))
+    fixed = own.fixed * rate.launch_us + where(c.pdl, 0.0, rate.dependent_us)
+    met = (own.shared + own.parts * c.tile_m * count / 256) * rate.exchange_us
+    return fixed + where(c.stream_k, met, 0.0) + rates.both_us(busy, dram, own.hidden)
 
 
 def body(p: QuantizedProblem, c: QuantizedConfig) -> Any:

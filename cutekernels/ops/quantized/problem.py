@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cutekernels import rules
+from cutekernels.columns import Columns
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.kernels.activations import ACTIVATIONS
 from cutekernels.op import Config, Problem, extent, knob, ladder, plain, respelled
@@ -149,11 +150,10 @@ def foreign(c: QuantizedConfig) -> Iterator[str]:
     return rules.foreign(c, _VALUES[c.body])
 
 
-def spanned(body: str, **among: tuple[Any, ...]) -> Iterator[QuantizedConfig]:
+def spanned(body: str, among: rules.Among = rules.EVERY) -> Columns:
     """Every config of ``body``, some knobs confined to ``among``; ``prefetch_l2`` is for ``pdl`` alone."""
-    for c in rules.combinations(QuantizedConfig, _VALUES[body] | among):
-        if c.pdl or not c.prefetch_l2:
-            yield c
+    c = Columns.spanned(QuantizedConfig, _VALUES[body] | dict(among))
+    return c.taken((c.prefetch_l2 == 0) | (c.pdl == 1))
 
 
 def since_revision_1(problem: str, config: str) -> str:

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from cutekernels.columns import Columns
 from cutekernels.ops.quantized.problem import QuantizedConfig, QuantizedProblem, foreign, spanned
-from cutekernels.rules import Enumerated
+from cutekernels.rules import EVERY, Among, Schedule
 
 if TYPE_CHECKING:
     from cutekernels.gpu import GpuSpec
 
 
-class QuantizedSchedule(Enumerated[QuantizedProblem, QuantizedConfig, Any]):
+class QuantizedSchedule(Schedule[QuantizedProblem, QuantizedConfig, Any]):
     """Rules, model, body and grid. Nothing is asked beside a problem, but of experts (``moe/packed_experts.py``)."""
+
+    def class_of(self, p: QuantizedProblem, x: Any) -> QuantizedProblem:
+        return class_of(p)
 
     def foreign_knobs(self, c: QuantizedConfig) -> Iterator[str]:
         return foreign(c)
 
-    def spanned(self, **among: tuple[Any, ...]) -> Iterator[QuantizedConfig]:
-        return spanned(self.name, **among)
+    def spanned(self, among: Among = EVERY) -> Columns:
+        return spanned(self.name, among)
 
     @abstractmethod
     def groups(self, c: QuantizedConfig) -> int:
@@ -41,3 +46,9 @@ class QuantizedSchedule(Enumerated[QuantizedProblem, QuantizedConfig, Any]):
     @abstractmethod
     def body(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec) -> Any:
         """The kernel body with its parts."""
+
+
+@lru_cache(maxsize=1024)
+def class_of(p: QuantizedProblem) -> QuantizedProblem:
+    """The least problem of those that differ from ``p`` in extents alone."""
+    return p.replace(m=1, n=128, k=128)

@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Generic
 
+from cutekernels.columns import Columns
 from cutekernels.op import C, P, Scalar
 from cutekernels.ops.shared.coefficients import STREAMING
 from cutekernels.ops.shared.triton_op import TritonOp
-from cutekernels.rules import Ruled, combinations, foreign, of_problem, values_of
+from cutekernels.rules import Ruled, foreign, of_problem, values_of
 
 if TYPE_CHECKING:
     from cutekernels.backends import Artifact
@@ -65,7 +66,7 @@ class TwoBodies(TritonOp[P, C]):
 
     def valid(self, p: P, gpu: GpuSpec) -> Iterator[C]:
         for values in (self.Config.space() | {"body": ("triton",)}, self.cute.values(self)):
-            yield from (c for c in combinations(self.Config, values) if self.why_not(p, c, gpu) is None)
+            yield from (c for c in Columns.spanned(self.Config, values) if self.why_not(p, c, gpu) is None)
 
     def estimate_us(self, p: P, c: C, gpu: GpuSpec) -> float:
         estimate: Callable[[P, C, GpuSpec], float] = super().estimate_us  # type: ignore[safe-super]

@@ -1,8 +1,10 @@
-"""Shared memory of attention: plain arithmetic, read by ``why_not``. A test compares it with the cubin's."""
+"""Shared memory of attention: expressions, read by ``why_not``. A test compares it with the cubin's."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from cutekernels.columns import larger, where
 
 PADDED = (32, 64, 96, 128, 192, 256)  # head dims of tiles in shared memory
 
@@ -74,18 +76,17 @@ class WarpgroupAttentionSmem:
 
     @property
     def results_at(self) -> int:
-        return self.behind_v if self.separate_output else 0
+        return where(self.separate_output, self.behind_v, 0)
 
     @property
     def inbox_at(self) -> int:
-        return self.behind_v + (self.groups * self.group_bytes if self.separate_output else 0)
+        return self.behind_v + where(self.separate_output, self.groups * self.group_bytes, 0)
 
     @property
     def inbox_bytes(self) -> int:
         """fp32 parts of each group's rows, and four statistics of each thread from each CTA; none without a split."""
-        if self.split == 1:
-            return 0
-        return 4 * self.groups * (self.GROUP_ROWS * padded(self.head_dim) + 4 * self.GROUP_THREADS * self.split)
+        rows, statistics = self.GROUP_ROWS * padded(self.head_dim), 4 * self.GROUP_THREADS * self.split
+        return where(self.split > 1, 4 * self.groups * (rows + statistics), 0)
 
     @property
     def barriers_at(self) -> int:
@@ -99,7 +100,7 @@ class WarpgroupAttentionSmem:
 
     @property
     def total_bytes(self) -> int:
-        return self.inbox_barriers_at + (8 * self.groups if self.split > 1 else 0)
+        return self.inbox_barriers_at + where(self.split > 1, 8 * self.groups, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,12 +147,12 @@ class DecodeSmem:
 
     @property
     def flag_at(self) -> int:
-        return self.q_bytes + max(self.kv_bytes, self.merge_bytes)
+        return self.q_bytes + larger(self.kv_bytes, self.merge_bytes)
 
     @property
     def owned(self) -> int:
         """Groups of 8 columns that a CTA of a cluster adds up, at most."""
-        return -(-padded(self.head_dim) // (8 * self.clustered)) if self.clustered else 0
+        return where(self.clustered > 0, -(-padded(self.head_dim) // (8 * larger(1, self.clustered))), 0)
 
     @property
     def inbox_at(self) -> int:
