@@ -50,6 +50,7 @@ _MOUNTED = {  # verb: (its Typer app, its line in --help)
     "tune": ("cutekernels.autotune.cli:app", "Tune a job's problems for one GPU and store the winners."),
     "studies": ("cutekernels.autotune.studies_cli:app", "Make Optuna's studies from stored rows, for its dashboard."),
     "calibrate": ("cutekernels.autotune.calibrate:app", "Measure this GPU's own rates, which the models then use."),
+    "warmup": ("cutekernels.models.cli:app", "Compile ahead the kernels of a checkpoint, for any number of tokens."),
     "db": ("cutekernels.db.cli:app", "Look into the tuned-config database; export, import and merge winners."),
     "bench": ("bench.__main__:app", "Time an op's suites beside its peers (from a checkout)."),
 }

@@ -10,16 +10,17 @@ from pathlib import Path
 from typing import Any, Self
 
 from cutekernels import compile as compiler
-from cutekernels import errors, settings
+from cutekernels import dispatch, errors, settings
 from cutekernels.backends import Facts
 from cutekernels.backends.cute import WITHOUT_GPU
 from cutekernels.errors import CacheUnusable, CompileError, CompilerKilled
 from cutekernels.gpu import GpuSpec
 from cutekernels.isolate import ChildDied, ChildTimeout, Pool, RemoteError, StartFailed
+from cutekernels.lengths import Chosen, Line
 from cutekernels.op import Op
 from cutekernels.ops import registry
 
-TARGET = "cutekernels.compilers:compile_candidate"
+TARGET = "cutekernels.compilers:answer"
 COMPILE_DEADLINE_S = 120.0
 MOST = 16
 """Processes that are started unless told: the ranks of a node may all warm up at once."""
@@ -28,6 +29,10 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 Compile = tuple[str, str, str, GpuSpec]
 """Request: op, problem, config, and the GPU, described whole: its table may lack it."""
+Choose = tuple[Line, GpuSpec]
+"""Request: the configs of all problems on a line."""
+Wanted = dict[str, Compile]
+"""Kernels by their names in the disk cache."""
 
 _log = settings.logger("compile")
 
@@ -53,7 +58,7 @@ class Compilers:
         """The environment of a process that works beside them, on one GPU or on all that are visible."""
         return {"TMPDIR": self.temporary} | ({} if device is None else {"CUDA_VISIBLE_DEVICES": device})
 
-    def submit(self, request: Compile) -> Future[Facts]:
+    def submit(self, request: Compile | Choose) -> Future[Any]:
         return self._pool.submit(request, COMPILE_DEADLINE_S)
 
     def close(self) -> None:
@@ -68,6 +73,38 @@ class Compilers:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def answer(request: Compile | Choose) -> Any:
+    """Inside a compiler process: either kind of request."""
+    return choose(request) if len(request) == 2 else compile_candidate(request)
+
+
+def choose(request: Choose) -> tuple[Chosen, Wanted]:
+    """The configs of all problems on a line, and the kernels that they need."""
+    line, gpu = request
+    op, begins, configs = registry.trusted(line.op), [], []
+    wanted: Wanted = {}
+    for tokens in range(line.low, line.high + 1):
+        p = line.at(tokens)
+        choice = dispatch.resolve(op, p, gpu)
+        found = str(choice.config), choice.origin
+        if not configs or configs[-1] != found:
+            begins.append(tokens)
+            configs.append(found)
+        wanted |= kernels(op, p, choice.config, gpu)
+    return Chosen(line, begins, configs), wanted
+
+
+def kernels(op: Op[Any, Any], p: Any, config: Any, gpu: GpuSpec) -> Wanted:
+    """The kernel of a config and those that it launches beside, where a compiling process finds their ops too."""
+    found: Wanted = {}
+    links = [(op, p, config)]
+    for own, q, c in links:  # grows by what these launch
+        links += [(o, r, dispatch.resolve(o, r, gpu).config) for o, r in own.chained(q, c, gpu)]
+        if known(own):
+            found[compiler.cache_key(own, q, c, gpu)] = own.name, str(q), str(c), gpu
+    return found
 
 
 def compile_candidate(request: Compile) -> Facts:
@@ -105,14 +142,15 @@ def side_by_side(requests: Sequence[Compile], jobs: int | None = None) -> list[C
         return [None]
     with Compilers(min(jobs or affordable(), len(requests)), TARGET) as processes:
         futures = [processes.submit(request) for request in requests]
-        failures = [_failure(request, future) for request, future in zip(requests, futures, strict=True)]
-    unstarted = [failure for failure in failures if isinstance(failure, StartFailed)]
+        failures = [failure(request, future) for request, future in zip(requests, futures, strict=True)]
+    unstarted = [each for each in failures if isinstance(each, StartFailed)]
     if unstarted:
         _log.warning("%d kernels are compiled in the calling process: %s", len(unstarted), unstarted[0])
-    return [None if isinstance(failure, StartFailed) else failure for failure in failures]
+    return [None if isinstance(each, StartFailed) else each for each in failures]
 
 
-def _failure(request: Compile, future: Future[Facts]) -> CompileError | StartFailed | None:
+def failure(request: Compile, future: Future[Any]) -> CompileError | StartFailed | None:
+    """Why a request is not in the disk cache, once its future is done; None where it is."""
     what = f"{request[0]} [{request[1]}] with [{request[2]}]"
     try:
         future.result()

@@ -23,7 +23,8 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from itertools import islice
@@ -39,6 +40,7 @@ from cutekernels.interval import Interval
 if TYPE_CHECKING:
     from cutekernels.db.snapshot import Snapshot, Winner
     from cutekernels.gpu import GpuSpec
+    from cutekernels.lengths import Chosen
     from cutekernels.op import Config, Op, Problem
 
 MAX_OCTAVES = 1.5
@@ -133,6 +135,8 @@ def plan(op: Op[Any, Any], p: Any, device: int | None = None, forced: Config | s
         CompileError: the kernel does not compile.
     """
     key = (op.name, p, device, None if forced is None else str(forced))
+    if recording():
+        return _recorder.note(op, p)  # type: ignore[no-any-return]
     found = _plans.get(key)
     if found is not None:
         return found
@@ -141,7 +145,7 @@ def plan(op: Op[Any, Any], p: Any, device: int | None = None, forced: Config | s
         found = _plans.get(key)  # another thread may have made it while this one waited
         if found is not None:
             return found
-        choice = resolve(op, p, gpu, forced=forced)
+        choice = (_ahead_of(op, p, gpu) if forced is None else None) or resolve(op, p, gpu, forced=forced)
         launch = op.bind(p, choice.config, compiler.get(op, p, choice.config, gpu))
         made = Plan(choice.config, launch, choice.origin, choice.note)
         _plans[key] = made
@@ -149,6 +153,43 @@ def plan(op: Op[Any, Any], p: Any, device: int | None = None, forced: Config | s
             miss = gpu.name, op.name, op.revision, str(p.bucket())
             _missed[miss] = _missed.get(miss, 0) + 1
     return made
+
+
+def choose_ahead(gpu: GpuSpec, chosen: Iterable[Chosen]) -> None:
+    """Calls on ``gpu`` take these choices until :func:`reload`."""
+    with _lock:
+        for each in chosen:
+            kept = _chosen.setdefault((gpu.name, each.line.op), [])
+            kept[:] = [each, *(other for other in kept if other.line != each.line)]
+
+
+_chosen: dict[tuple[str, str], list[Chosen]] = {}
+
+
+def _ahead_of(op: Op[Any, Any], p: Any, gpu: GpuSpec) -> Choice | None:
+    for chosen in _chosen.get((gpu.name, op.name), ()):
+        found = chosen.of(p)
+        if found is not None:
+            return Choice(op.Config.parse(found[0]), found[1], "chosen by warmup")
+    return None
+
+
+@contextmanager
+def recorded_by(note: Callable[[Op[Any, Any], Problem], Plan]) -> Iterator[None]:
+    """This thread's plans are those that ``note(op, problem)`` returns."""
+    _recorder.note = note
+    try:
+        yield
+    finally:
+        _recorder.note = None
+
+
+def recording() -> bool:
+    """Whether the calls of this thread are recorded: nothing may be kept of them."""
+    return getattr(_recorder, "note", None) is not None
+
+
+_recorder = threading.local()
 
 
 def explain(
@@ -225,6 +266,7 @@ def _forget(known: dict[str, Snapshot]) -> None:
         snapshots.forget(known)
         rates.forget()
         _plans.clear()
+        _chosen.clear()
         for forget in _listeners:
             forget()
 

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import cache
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
-from cutekernels import compile as compiler
-from cutekernels import compilers, dispatch, gpu, rates, settings
+from cutekernels import ahead, compilers, dispatch, gpu, rates, settings
+from cutekernels.ahead import Recorded, Warmed
 from cutekernels.db import snapshot
-from cutekernels.errors import CompileError, StoreError, UnsupportedProblem
+from cutekernels.errors import StoreError, UnsupportedProblem
 from cutekernels.interval import Interval
-from cutekernels.op import Op, Problem
 from cutekernels.ops import registry
 from cutekernels.ops.shared.checks import check_word
+
+if TYPE_CHECKING:
+    import torch
 
 
 def explain(
@@ -54,24 +56,60 @@ def explain(
         return dispatch.explain(declared, posed, spec, config, known)
 
 
+@overload
 def warmup(
-    problems: Iterable[tuple[str, str]], device: int | None = None, *, jobs: int | None = None
-) -> list[dispatch.Plan]:
-    """Compile ahead the kernels that calls will need: ``[("gemm", "m=16 n=4096 k=4096"), ...]``, on one device.
+    what: Iterable[tuple[str, str]], device: int | None = None, *, jobs: int | None = None
+) -> list[dispatch.Plan]: ...
 
-    Several are compiled side by side in processes of their own, which see no GPU and do not import the caller's main
+
+@overload
+def warmup(
+    what: torch.nn.Module | Recorded,
+    *,
+    tokens: tuple[int, int] | None = None,
+    jobs: int | None = None,
+    progress: bool = True,
+) -> Warmed: ...
+
+
+def warmup(
+    what: Any,
+    device: int | None = None,
+    *,
+    tokens: tuple[int, int] | None = None,
+    jobs: int | None = None,
+    progress: bool = True,
+) -> list[dispatch.Plan] | Warmed:
+    """Compile ahead the kernels that calls will need, of a model or of problems.
+
+    ::
+
+        ck.warmup(model, tokens=(1, 4096))          # a patched model, or a Decoder
+        ck.warmup([("gemm", "m=16 n=4096 k=4096"), ("silu_mul", "rows=16 cols=4096")])
+
+    Of a model every number of tokens is thought of, without a launch or memory: prompts in a batch of one and a token
+    behind each; of a :class:`~cutekernels.models.Decoder` its prompts' chunks and the steps of every batch. What was
+    chosen and compiled is kept in the disk cache, so that the next process, or another node with the same cache, needs
+    seconds. Without the GPU, ``cutekernels warmup FOLDER --gpu h200`` does the same for a checkpoint.
+
+    Kernels are compiled side by side in processes of their own, which see no GPU and do not import the caller's main
     module. It may be called from any thread; calls in other threads go on meanwhile.
 
     Args:
-        problems: pairs of an op's name and a problem's text, as :func:`explain` takes them.
-        device: a CUDA device's index; None for the current one.
+        what: a patched transformers model or a Decoder, on a GPU; or pairs of an op's name and a problem's text, as
+            :func:`explain` takes them.
+        device: of pairs: a CUDA device's index; None for the current one.
+        tokens: of a model: the least and the greatest number of tokens in a prompt; None for 1 to 4096, and for all
+            that a Decoder takes.
         jobs: compiling processes; None for as many as there are CPUs and memory for, at most 16.
+        progress: a bar of a model's kernels, done and left, where stderr is a terminal.
 
     Returns:
-        The plans, in order.
+        Of pairs the plans, in order; of a model the numbers of problems and kernels, and the seconds it took.
 
     Raises:
-        UnsupportedProblem: an op or a problem that does not exist, or ``jobs`` that is no number of processes.
+        UnsupportedProblem: an op or a problem that does not exist, a model that makes no call of this library's ops,
+            ``tokens`` that are no range, or ``jobs`` that is no number of processes.
         UnknownGpu: no CUDA device is visible.
         CompileError: kernels do not compile, or their compilers crashed or took longer than two minutes each. All
             others are ready then.
@@ -80,10 +118,16 @@ def warmup(
 
     if jobs is not None and (type(jobs) is not int or jobs < 1):
         raise UnsupportedProblem(f"warmup takes a number of jobs, processes from 1 up; got {jobs!r}: leave it out")
+    if isinstance(what, torch.nn.Module) or hasattr(what, "lines"):
+        if device is not None:
+            raise UnsupportedProblem(f"a model is warmed up on its own device; got device={device!r}: leave it out")
+        spec = gpu.detect(ahead.device_of(what).index if ahead.device_of(what).type == "cuda" else None)
+        return ahead.prepare(what, _tokens(what, tokens), spec, jobs, progress)
+    if tokens is not None:
+        raise UnsupportedProblem(f"tokens are a model's; got {tokens!r} with problems: leave them out")
     index = torch.cuda.current_device() if device is None and torch.cuda.is_available() else device
     posed = []  # all are checked before any compiles
-    several: Any = problems
-    for pair in several if isinstance(several, Iterable) and not isinstance(several, str) else [several]:
+    for pair in what if isinstance(what, Iterable) and not isinstance(what, str) else [what]:
         if not isinstance(pair, tuple | list) or len(pair) != 2 or not all(isinstance(word, str) for word in pair):
             raise UnsupportedProblem(
                 f"warmup takes pairs of an op's name and a problem's text; got {pair!r:.60}: pass "
@@ -91,31 +135,30 @@ def warmup(
             )
         op = registry.get(pair[0])
         posed.append((op, op.Problem.parse(pair[1])))
-    failed = _compile_ahead(posed, gpu.detect(index), jobs)
+    failed = ahead.compile_missing(posed, gpu.detect(index), jobs)
     plans = [dispatch.plan(op, problem, index) for op, problem in posed if (op, problem) not in failed]
     if failed:
         raise compilers.together(list(failed.values()))
     return plans
 
 
-_Posed = tuple[Op[Any, Any], Problem]
+def check_tokens(tokens: object) -> tuple[int, int]:
+    """A range of numbers of tokens."""
+    if isinstance(tokens, tuple | list) and len(tokens) == 2 and all(type(each) is int for each in tokens):
+        low, high = tokens
+        if 1 <= low <= high <= _MOST_TOKENS:
+            return low, high
+    raise UnsupportedProblem(
+        f"tokens are the least and the greatest number of a prompt's, from 1 to {_MOST_TOKENS}; got {tokens!r:.60}: "
+        "pass (1, 4096)"
+    )
 
 
-def _compile_ahead(posed: Sequence[_Posed], spec: gpu.GpuSpec, jobs: int | None) -> dict[_Posed, CompileError]:
-    """Puts the kernels of all problems into the disk cache; what went wrong, by the problem that needs the kernel."""
-    wanted: dict[str, compilers.Compile] = {}
-    users: dict[str, list[_Posed]] = {}
-    for pair in posed:
-        links = [pair]
-        for op, p in links:  # grows by what these launch
-            config = dispatch.resolve(op, p, spec).config
-            links += op.chained(p, config, spec)
-            key = compiler.cache_key(op, p, config, spec)
-            if key not in wanted and compilers.known(op) and not compiler.ready(key):
-                wanted[key] = op.name, str(p), str(config), spec
-            users.setdefault(key, []).append(pair)
-    failures = zip(wanted, compilers.side_by_side(list(wanted.values()), jobs), strict=True)
-    return {pair: error for key, error in failures if error is not None for pair in users[key]}
+def _tokens(model: Any, tokens: object) -> tuple[int, int]:
+    return check_tokens((1, getattr(model, "max_tokens", 4096)) if tokens is None else tokens)
+
+
+_MOST_TOKENS = 1 << 20
 
 
 def report_misses(database: str | None = None, *, every_s: float | None = None) -> int:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -15,11 +18,12 @@ from cutekernels.models.architectures import Part
 from cutekernels.models.arguments import free_bytes
 from cutekernels.models.folder import Folder
 from cutekernels.models.loaded import LoadedModel
-from cutekernels.models.stored import PLAIN, Reading, Stored
+from cutekernels.models.stored import PLAIN, Blank, Reading, Stored
 from cutekernels.models.stored_experts import StoredExperts
 from cutekernels.ops.shared.checks import check_flag, check_place, said
 from cutekernels.quant import Scheme, read_config
 
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(.*)")
 _DTYPES = {str(one).removeprefix("torch."): one for one in PLAIN}
 
 
@@ -55,12 +59,26 @@ def load(
     """
     check_flag("load", "progress", progress)
     check_place(dtype, device, optional=True)
-    folder = Folder(path)
+    place = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device is None else device)
+    return _loaded(Folder(path), place, dtype, progress)
+
+
+def outline(path: str | os.PathLike[str], *, dtype: torch.dtype | None = None) -> LoadedModel:
+    """A checkpoint's model for recording its calls: on the CPU, one layer of each kind, and plain weights of no value.
+
+    Quantized weights alone are read, since their layout depends on what they hold. Raises what :func:`load` does.
+    """
+    check_place(dtype, None, optional=True)
+    return _loaded(Folder(path), torch.device("cpu"), dtype, progress=False, outline=True)
+
+
+def _loaded(
+    folder: Folder, place: torch.device, dtype: torch.dtype | None, progress: bool, outline: bool = False
+) -> LoadedModel:
     config = architectures.read_config(folder.config)
     architectures.check_ends("generation_config.json", (folder.generation or {}).get("eos_token_id"))
-    place = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device is None else device)
     dtype = dtype or _own_dtype(folder)
-    if dtype not in PLAIN or (place.type == "cuda" and dtype.itemsize != 2):
+    if dtype not in PLAIN or ((place.type == "cuda" or outline) and dtype.itemsize != 2):
         raise UnsupportedProblem(
             f"load takes fp16 and bf16 on a GPU, on the CPU fp32 and fp64 too; this would be {dtype} on {place}: pass "
             "dtype=torch.bfloat16"
@@ -68,7 +86,7 @@ def load(
     with torch.inference_mode(False), torch.no_grad():
         model = LoadedModel(config, folder.generation, dtype)
         check_model(model)
-        return _filled(model, folder, place, dtype, progress)
+        return _filled(model, folder, place, dtype, progress, outline)
 
 
 def _own_dtype(folder: Folder) -> torch.dtype:
@@ -81,7 +99,7 @@ def _own_dtype(folder: Folder) -> torch.dtype:
 
 
 def _filled(
-    model: LoadedModel, folder: Folder, device: torch.device, dtype: torch.dtype, progress: bool
+    model: LoadedModel, folder: Folder, device: torch.device, dtype: torch.dtype, progress: bool, outline: bool
 ) -> LoadedModel:
     """``model`` with the weights of ``folder``, all of whose names and shapes are checked before the first is read."""
     scheme = read_config(folder.config["quantization_config"]) if folder.config.get("quantization_config") else None
@@ -90,16 +108,41 @@ def _filled(
     modules = [_module(model, path, part, stored, scheme) for path, part in model.parts.items() if path != tied]
     for module in modules:
         module.check(folder)
+    if outline:
+        modules = _one_of_each(model, modules, folder)
     room, need = free_bytes(device), sum(module.bytes(folder, dtype) for module in modules)
     if need > room:
         raise UnsupportedProblem(f"the weights of {folder.path} take {need} bytes, and {device} has {room}: see dtype=")
     total = sum(folder.entries[name].bytes for names in stored.values() for name in names.values())
     with _bar(progress, total) as advance:
         for module in modules:
-            module.put(model, Reading(folder, device, dtype, advance))
+            module.put(model, (Blank if outline else Reading)(folder, device, dtype, advance))
     if tied is not None:
         model.lm_head.weight = model.model.embed_tokens.weight  # type: ignore[union-attr]
     return model.to(device).eval()  # tables of one number
+
+
+def _one_of_each(model: LoadedModel, modules: list[Stored], folder: Folder) -> list[Stored]:
+    """The modules outside of layers and those of the first layer of each kind, which ``model`` then has alone."""
+    layers: Any = model.model.layers
+    kinds: list[list[Any]] = [[own.self_attn.layer_type, own.self_attn.sliding_window] for own in layers]
+    parts: list[list[Stored]] = [[] for _ in layers]
+    others = []
+    for module in modules:
+        found = _LAYER.match(module.path)
+        if found is None:
+            others.append(module)
+            continue
+        entries = [folder.entries[name] for names in module.tensors for _, name in sorted(names.items())]
+        kinds[int(found[1])].append([found[2], [(entry.shape, entry.dtype) for entry in entries]])
+        parts[int(found[1])].append(module)
+    first = [i for i, kind in enumerate(kinds) if kind not in kinds[:i]]
+    held = [layers[i] for i in first]
+    read = [
+        replace(m, path=f"model.layers.{at}.{m.path.split('.', 3)[3]}") for at, i in enumerate(first) for m in parts[i]
+    ]
+    model.model.layers = torch.nn.ModuleList(held)
+    return [*others, *read]
 
 
 # ---- names ----------------------------------------------------------------------------------------------

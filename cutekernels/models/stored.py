@@ -48,6 +48,13 @@ class Reading:
         self.advance(self.folder.entries[name].bytes)
 
 
+class Blank(Reading):
+    """Leaves plain tensors as they were allocated."""
+
+    def into(self, out: Tensor, name: str) -> None:
+        pass
+
+
 @dataclass(frozen=True)
 class Stored:
     """The tensors that a checkpoint has of one module of ``LoadedModel``.

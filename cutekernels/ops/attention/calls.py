@@ -76,7 +76,7 @@ def implementations(
         results = (out, _fresh_lse(q, True)) if wanted else (out,)
         if out.numel() == 0:
             return results
-        with torch.cuda.device(q.device):
+        with torch.cuda.device(q.get_device()):
             op, problem, (target, *rest) = posed(out, inputs, *seen, scalars[1], wanted)
             launch = dispatch.plan(op, problem, q.get_device(), config).launch
         options = (*seen, scalars[1] > 0.0, wanted)

@@ -338,7 +338,7 @@ def _first(
     a, b = (k_contiguous(a) if copied[0] else a), (k_contiguous(b.mT).mT if copied[1] else b)
     bias = None if bias is None else bias.contiguous()
     target = result if result.stride(-1) == 1 or result.stride(-2) == 1 else empty_copy(result)
-    with torch.cuda.device(a.device):
+    with torch.cuda.device(a.get_device()):
         problem = pose(a, b, c, bias, *options, target)
         launch = dispatch.plan(GEMM, problem, a.get_device(), config).launch
         if all(t is u for t, u in zip((target, a, b, c, bias), (result, *inputs), strict=True)):

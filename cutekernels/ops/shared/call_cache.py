@@ -194,6 +194,8 @@ class CallCache:
 
     def find(self, given: Given) -> Call | None:
         """The call that was added, or kept, for one like this."""
+        if dispatch.recording():
+            return None
         try:
             return self.calls.get(cache_key(given))
         except (RuntimeError, TypeError):  # tensors without strides or memory, options without a hash
@@ -202,7 +204,7 @@ class CallCache:
     def keep(self, call: Call, given: Given) -> None:
         """Has calls like this recalled as ``call`` from now on."""
         key = cache_key(given)
-        if key is not None:
+        if key is not None and not dispatch.recording():
             _keep(self.calls, key, call)
 
     def add(self, call: Call, given: Given) -> Tensors:
@@ -224,6 +226,8 @@ class CallCache:
                 made = call.run(results, inputs, addresses, scalars)
         there = [t for t in operands if t is not None]
         if call.launch is None or len(set(map(id, there))) < len(there):  # no guard passes one tensor in two places
+            return made
+        if dispatch.recording():
             return made
         last = next(filter(None, reversed(known)), 0)
         place = last if results is None else ~last

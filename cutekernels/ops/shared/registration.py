@@ -23,6 +23,7 @@ from torch.autograd import Function, forward_ad
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.shared import inductor
+from cutekernels.ops.shared.recording import recordable
 
 LIBRARY = torch.library.Library("cutekernels", "FRAGMENT")  # torch.ops.cutekernels.*
 
@@ -259,7 +260,7 @@ def define(
     implement(name, cpu, "CPU")
     op = getattr(torch.ops.cutekernels, name).default
     telling = inductor.lowered(op, cuda, cpu, fake, into, inputs)
-    torch.library.register_fake(f"cutekernels::{name}", telling, lib=LIBRARY)
+    torch.library.register_fake(f"cutekernels::{name}", recordable(cuda, telling), lib=LIBRARY)
     if "!)" not in schema:
         torch.library.register_vmap(f"cutekernels::{name}", _one_by_one(op), lib=LIBRARY)
     else:

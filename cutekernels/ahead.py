@@ -1,0 +1,307 @@
+"""Kernels of every number of tokens, chosen and compiled before calls meet them.
+
+A model's calls are recorded for a few numbers of tokens (``ops/shared/recording.py``), which gives the problems of all
+others (``lengths.py``). Processes choose the configs of all and compile the distinct kernels side by side into the disk
+cache; what was chosen is kept there too, so that another process, or another node, begins with both.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, as_completed
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from cutekernels import compile as compiler
+from cutekernels import dispatch, rates, settings
+from cutekernels.backends import own_directory
+from cutekernels.compilers import Compile, Compilers, affordable, choose, failure, kernels, side_by_side, together
+from cutekernels.db import snapshot
+from cutekernels.environment import package_version
+from cutekernels.errors import CacheUnusable, CompileError, UnsupportedProblem
+from cutekernels.gpu import GpuSpec, sibling
+from cutekernels.isolate import StartFailed
+from cutekernels.lengths import Chosen, Line, Posed, lines
+from cutekernels.op import Op
+from cutekernels.ops import registry
+from cutekernels.ops.shared.recording import Recorder
+
+if TYPE_CHECKING:
+    import torch
+
+_CHUNK = 256  # numbers of tokens that a process chooses for at a time
+_log = settings.logger("compile")
+
+
+@dataclass(frozen=True)
+class Warmed:
+    """What :func:`cutekernels.warmup` of a model did.
+
+    Attributes:
+        problems: that its calls pose, over all numbers of tokens.
+        kernels: that they need.
+        compiled: those that were not in the disk cache.
+        seconds: of the whole call.
+    """
+
+    problems: int
+    kernels: int
+    compiled: int
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"{self.kernels} kernels for {self.problems} problems, {self.compiled} compiled in {self.seconds:.1f} s"
+
+
+def prepare(
+    model: torch.nn.Module | Recorded,
+    tokens: tuple[int, int],
+    gpu: GpuSpec,
+    jobs: int | None = None,
+    progress: bool = True,
+) -> Warmed:
+    """Chooses for every problem of a model's calls, compiles what is missing, and has calls of this process take the
+    choices.
+
+    Raises:
+        UnsupportedProblem: the model makes no call of this library's ops.
+        CompileError: kernels do not compile; all others are ready then.
+        CacheUnusable: no kernel could be compiled.
+    """
+    begin = time.monotonic()
+    place = _place(model, tokens, gpu)
+    compiled = 0
+    chosen, keys = _kept(place)
+    if not chosen or not all(map(compiler.ready, keys)):
+        chosen, keys, compiled = _made(lines_of(model, *tokens), gpu, jobs, progress)
+        _keep(place, chosen, keys)
+    dispatch.choose_ahead(gpu, chosen)
+    problems = sum(each.line.high - each.line.low + 1 for each in chosen)
+    return Warmed(problems, len(keys), compiled, time.monotonic() - begin)
+
+
+def compile_missing(posed: Sequence[Posed], gpu: GpuSpec, jobs: int | None = None) -> dict[Posed, CompileError]:
+    """Puts the kernels of all problems into the disk cache; what went wrong, by the problem that needs the kernel."""
+    wanted: dict[str, Compile] = {}
+    users: dict[str, list[Posed]] = {}
+    for op, p in dict.fromkeys(posed):
+        for key, request in kernels(op, p, dispatch.resolve(op, p, gpu).config, gpu).items():
+            if key not in wanted and not compiler.ready(key):
+                wanted[key] = request
+            users.setdefault(key, []).append((op, p))
+    failures = zip(wanted, side_by_side(list(wanted.values()), jobs), strict=True)
+    return {pair: error for key, error in failures if error is not None for pair in users[key]}
+
+
+def _made(found: Sequence[Line], gpu: GpuSpec, jobs: int | None, progress: bool) -> tuple[list[Chosen], list[str], int]:
+    """The choices, the names of all kernels, and how many were compiled."""
+    pieces: dict[Line, list[Chosen]] = {line: [] for line in found}
+    keys: set[str] = set()
+    compiling: dict[Future[Any], Compile] = {}
+    with Compilers(jobs or affordable()) as processes, _bar(progress) as advance:
+        asked = {processes.submit((part, gpu)): (line, part) for line in found for part in line.parts(_CHUNK)}
+        for future in as_completed(asked):
+            line, part = asked[future]
+            try:
+                piece, wanted = future.result()
+            except StartFailed:
+                piece, wanted = choose((part, gpu))
+            pieces[line].append(piece)
+            for key in wanted.keys() - keys:
+                if not compiler.ready(key):
+                    compiling[processes.submit(wanted[key])] = wanted[key]
+            keys |= wanted.keys()
+            advance(0, len(compiling))
+        failures = []
+        for future in as_completed(compiling):
+            failures.append(failure(compiling[future], future))
+            advance(1, len(compiling))
+    unstarted = [each for each in failures if isinstance(each, StartFailed)]
+    if unstarted:
+        _log.warning("%d kernels are left to the calls that need them: %s", len(unstarted), unstarted[0])
+    failed = [each for each in failures if isinstance(each, CompileError)]
+    if failed:
+        raise together(failed)
+    return [_joined(line, pieces[line]) for line in found], sorted(keys), len(compiling) - len(unstarted)
+
+
+def _joined(line: Line, pieces: list[Chosen]) -> Chosen:
+    whole = Chosen(line, [], [])
+    for piece in sorted(pieces, key=lambda each: each.line.low):
+        for begin, config in zip(piece.begins, piece.configs, strict=True):
+            if not whole.configs or whole.configs[-1] != config:
+                whole.begins.append(begin)
+                whole.configs.append(config)
+    return whole
+
+
+# ---- calls of a model -----------------------------------------------------------------------------------
+
+
+class Recorded(Protocol):
+    """A model that knows the problems of its calls: a Decoder."""
+
+    def lines(self, low: int, high: int) -> list[Line]:
+        """Those of prompts of ``low`` to ``high`` tokens."""
+
+    def identity(self) -> object:
+        """All of it that decides what they are: tensors, modules, dataclasses and plain values."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+
+
+def device_of(model: torch.nn.Module | Recorded) -> torch.device:
+    """Where it computes."""
+    return next(iter(model.parameters())).device if hasattr(model, "parameters") else model.device
+
+
+def lines_of(model: torch.nn.Module | Recorded, low: int, high: int) -> list[Line]:
+    """Problems of a model's calls; of a patched transformers model prompts of ``low`` to ``high`` tokens, each in a
+    batch of one, and a token behind each.
+
+    Raises:
+        UnsupportedProblem: it makes no call of this library's ops.
+    """
+    import torch
+
+    if not isinstance(model, torch.nn.Module):
+        return model.lines(low, high)
+    device, recorder = device_of(model), Recorder()
+
+    def record(tokens: int) -> list[Posed]:
+        with recorder.calls() as noted, _alike_once(model):
+            ids = torch.zeros(1, tokens, dtype=torch.int64, device=device)
+            kept = getattr(model(ids), "past_key_values", None)
+            if kept is not None:
+                model(ids[:, :1], past_key_values=kept)
+        return noted
+
+    found = lines(record, low, high)
+    if not found:
+        raise UnsupportedProblem(
+            f"a call of this {type(model).__name__} runs none of this library's ops: cutekernels.patch(model) first"
+        )
+    return found
+
+
+@contextmanager
+def _alike_once(model: Any) -> Iterator[None]:
+    """Of layers alike, the first one alone computes; the others return what it returned."""
+    import torch
+
+    changed = []
+    for layers in [m for m in model.modules() if isinstance(m, torch.nn.ModuleList)]:
+        returned: dict[Any, Any] = {}
+        for layer in layers:
+            if len(layers) > 1 and "forward" not in vars(layer):
+                layer.forward = _first_of(layer.forward, _kind(layer), returned)
+                changed.append(layer)
+    try:
+        yield
+    finally:
+        for layer in changed:
+            del layer.forward
+
+
+def _first_of(forward: Callable[..., Any], kind: Any, returned: dict[Any, Any]) -> Callable[..., Any]:
+    def once(*args: Any, **options: Any) -> Any:
+        place = kind, tuple(tuple(t.shape) for t in args if hasattr(t, "shape"))
+        if place not in returned:
+            returned[place] = forward(*args, **options)
+        return returned[place]
+
+    return once
+
+
+def _kind(layer: Any) -> tuple[Any, ...]:
+    """What layers that pose the same problems have in common: classes, plain attributes, shapes and types."""
+    found: list[Any] = []
+    for module in layer.modules():
+        plain = {name: v for name, v in vars(module).items() if isinstance(v, bool | int | float | str)}
+        plain.pop("layer_idx", None)
+        tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        found.append((type(module), tuple(sorted(plain.items())), tuple((n, t.shape, t.dtype) for n, t in tensors)))
+    return tuple(found)
+
+
+def _structure(value: Any) -> Any:
+    """``value`` without what tensors hold: the same text in every process."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        return "tensor", tuple(value.shape), value.stride(), value.dtype, value.storage_offset() * value.itemsize % 16
+    if isinstance(value, torch.nn.Module):
+        return _kind(value)
+    if is_dataclass(value):
+        return type(value).__qualname__, *(_structure(getattr(value, field.name)) for field in fields(value))
+    if isinstance(value, dict):
+        return [(name, _structure(each)) for name, each in value.items()]
+    if isinstance(value, tuple | list):
+        return [_structure(each) for each in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    return getattr(value, "__qualname__", type(value).__qualname__)
+
+
+# ---- what the disk cache keeps of it --------------------------------------------------------------------
+
+
+def _place(model: torch.nn.Module | Recorded, tokens: tuple[int, int], gpu: GpuSpec) -> Path:
+    """The file of choices, named by all that they depend on: the model, the winners, rates, and our sources."""
+    made_of = _structure(model.identity() if hasattr(model, "identity") else [model, str(getattr(model, "config", ""))])
+    known = [snapshot.held(each.name) for each in (gpu, sibling(gpu)) if each is not None]
+    winners = sorted(repr(row) for each in known for table in each.table.values() for row in table.values())
+    digest = hashlib.sha256(repr([made_of, tokens, str(gpu), rates.of(gpu), winners]).encode())
+    digest.update(compiler.source_fingerprint(Op).encode())
+    for folder in ("integrations", "models", "nn"):
+        for file in sorted(Path(__file__).parent.joinpath(folder).rglob("*.py")):
+            digest.update(file.read_bytes())
+    digest.update(str([package_version(name) for name in ("torch", "transformers")]).encode())
+    return own_directory(compiler.directory().parent / "choices") / f"{digest.hexdigest()[:32]}.json"
+
+
+def _kept(place: Path) -> tuple[list[Chosen], list[str]]:
+    """What the file has; nothing where it is missing or not as it was written."""
+    try:
+        rows, keys = json.loads(place.read_text())
+        chosen = []
+        for op, first, slopes, low, high, begins, configs in rows:
+            line = Line(op, registry.get(op).Problem.parse(first), tuple(map(tuple, slopes)), low, high)
+            chosen.append(Chosen(line, begins, [tuple(each) for each in configs]))
+    except (OSError, ValueError, TypeError):
+        return [], []
+    return chosen, keys
+
+
+def _keep(place: Path, chosen: Sequence[Chosen], keys: Sequence[str]) -> None:
+    rows = [[c.line.op, str(c.line.first), c.line.slopes, c.line.low, c.line.high, c.begins, c.configs] for c in chosen]
+    fresh = place.with_suffix(f".{os.getpid()}")
+    try:
+        fresh.write_text(json.dumps([rows, keys]))
+        fresh.replace(place)
+    except OSError as error:
+        raise CacheUnusable(f"{place} cannot be written: {error}") from error
+
+
+# ---- progress -------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _bar(shown: bool) -> Iterator[Callable[[int, int], None]]:
+    """A callback for so many more kernels done, of so many in all: it moves a bar on a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    columns = TextColumn("compile"), BarColumn(), MofNCompleteColumn(), TextColumn("kernels"), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True, disable=not (shown and console.is_terminal)) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda done, total: bar.update(task, advance=done, total=total)
