@@ -177,11 +177,13 @@ def lines_of(model: torch.nn.Module | Recorded, low: int, high: int) -> list[Lin
     device, recorder = device_of(model), Recorder()
 
     def record(tokens: int) -> list[Posed]:
-        with recorder.calls() as noted, _alike_once(model):
+        with recorder.calls() as noted:
             ids = torch.zeros(1, tokens, dtype=torch.int64, device=device)
-            kept = getattr(model(ids), "past_key_values", None)
+            with _alike_once(model):
+                kept = getattr(model(ids), "past_key_values", None)
             if kept is not None:
-                model(ids[:, :1], past_key_values=kept)
+                with _alike_once(model):
+                    model(ids[:, :1], past_key_values=kept)
         return noted
 
     found = lines(record, low, high)
@@ -256,7 +258,8 @@ def _structure(value: Any) -> Any:
 
 def _place(model: torch.nn.Module | Recorded, tokens: tuple[int, int], gpu: GpuSpec) -> Path:
     """The file of choices, named by all that they depend on: the model, the winners, rates, and our sources."""
-    made_of = _structure(model.identity() if hasattr(model, "identity") else [model, str(getattr(model, "config", ""))])
+    own: Any = getattr(model, "identity", None)
+    made_of = _structure([model, str(getattr(model, "config", ""))] if own is None else own())
     known = [snapshot.held(each.name) for each in (gpu, sibling(gpu)) if each is not None]
     winners = sorted(repr(row) for each in known for table in each.table.values() for row in table.values())
     digest = hashlib.sha256(repr([made_of, tokens, str(gpu), rates.of(gpu), winners]).encode())

@@ -83,7 +83,9 @@ def answer(request: Compile | Choose) -> Any:
 def choose(request: Choose) -> tuple[Chosen, Wanted]:
     """The configs of all problems on a line, and the kernels that they need."""
     line, gpu = request
-    op, begins, configs = registry.trusted(line.op), [], []
+    op = registry.trusted(line.op)
+    begins: list[int] = []
+    configs: list[tuple[str, str]] = []
     wanted: Wanted = {}
     for tokens in range(line.low, line.high + 1):
         p = line.at(tokens)

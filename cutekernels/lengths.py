@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from cutekernels import settings
 from cutekernels.op import Op, Problem
 
 Posed = tuple[Op[Any, Any], Problem]
 
+_log = settings.logger("compile")
 MOST_RECORDED = 200
 """Numbers of tokens that are recorded at most. Where problems follow no rule, those between are left out."""
 
@@ -66,7 +68,8 @@ class Chosen:
 def lines(record: Callable[[int], Sequence[Posed]], low: int, high: int) -> list[Line]:
     """Lines through all that ``record(tokens)`` gives for ``low`` to ``high`` tokens.
 
-    Between two numbers of tokens extents grow evenly, which three more numbers confirm; else both halves are asked.
+    Between two numbers of tokens extents grow evenly, which a few more of all alignments confirm; else both halves are
+    asked.
     The lowest number stands alone: one token is often another kernel's.
     """
     recorded: dict[int, list[Posed]] = {}
@@ -82,13 +85,17 @@ def lines(record: Callable[[int], Sequence[Posed]], low: int, high: int) -> list
         a, b = spans.pop()
         joined = _between(at(a), a, at(b), b)
         middle = (a + b) // 2
-        probes = {a + 1, middle | 1, middle & -16} & set(range(a + 1, b))
+        probes = {a + 1, middle | 1, middle & -16, (middle | 15) + 1, middle & -8, (middle | 7) + 1} & {
+            *range(a + 1, b)
+        }
         if joined is not None and all({(line.op, line.at(t)) for line in joined} == _named(at(t)) for t in probes):
             found += joined
             continue
         if _static(at(a)) != _static(at(b)):  # the last number of tokens whose calls are those of ``a``
             middle = a + bisect_left(range(a + 1, b), True, key=lambda t: _static(at(t)) != _static(at(a)))
         spans += [(middle + 1, b), (a, middle)]
+    if spans:
+        _log.warning("calls of %d to %d tokens follow no rule: some are not thought of", spans[-1][0], high)
     return _whole(found)
 
 

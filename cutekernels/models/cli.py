@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -38,12 +38,11 @@ def warmup(
         raise UnsupportedProblem(f"--tokens is LOW:HIGH, such as 1:4096; got {tokens!r}")
     span = introspection.check_tokens((int(low), int(high)))
     spec = gpus.lookup(gpu)
-    model = outline(folder, dtype=None if dtype is None else getattr(torch, dtype, None) or _refuse(dtype))
-    decoder = Decoder.from_transformers(
-        model, max_batch=max_batch, max_tokens=span[1] if max_tokens is None else max_tokens, kv_cache=kv_cache
-    )
+    types = {None: None, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if dtype not in types:
+        raise UnsupportedProblem(f"--dtype is bfloat16 or float16; got {dtype!r}")
+    most = span[1] if max_tokens is None else max_tokens
+    cache: Any = kv_cache  # checked there
+    model = outline(folder, dtype=types[dtype])
+    decoder = Decoder.from_transformers(model, max_batch=max_batch, max_tokens=most, kv_cache=cache)
     terminal.say(f"{spec.name}: {prepare(decoder, span, spec, jobs)}")
-
-
-def _refuse(dtype: str) -> None:
-    raise UnsupportedProblem(f"--dtype is bfloat16 or float16; got {dtype!r}")

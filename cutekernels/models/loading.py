@@ -123,7 +123,9 @@ def _filled(
 
 
 def _one_of_each(model: LoadedModel, modules: list[Stored], folder: Folder) -> list[Stored]:
-    """The modules outside of layers and those of the first layer of each kind, which ``model`` then has alone."""
+    """The modules outside of layers, those of the first layer of each kind and of the last, whose MLP a prompt's last
+    token alone goes through: ``model`` then has these layers alone.
+    """
     layers: Any = model.model.layers
     kinds: list[list[Any]] = [[own.self_attn.layer_type, own.self_attn.sliding_window] for own in layers]
     parts: list[list[Stored]] = [[] for _ in layers]
@@ -136,7 +138,7 @@ def _one_of_each(model: LoadedModel, modules: list[Stored], folder: Folder) -> l
         entries = [folder.entries[name] for names in module.tensors for _, name in sorted(names.items())]
         kinds[int(found[1])].append([found[2], [(entry.shape, entry.dtype) for entry in entries]])
         parts[int(found[1])].append(module)
-    first = [i for i, kind in enumerate(kinds) if kind not in kinds[:i]]
+    first = [i for i, kind in enumerate(kinds) if kind not in kinds[:i] or i == len(kinds) - 1]
     held = [layers[i] for i in first]
     read = [
         replace(m, path=f"model.layers.{at}.{m.path.split('.', 3)[3]}") for at, i in enumerate(first) for m in parts[i]

@@ -1,0 +1,181 @@
+"""Kernels of a model's calls, found and compiled before the calls: recorded problems, the disk cache, the command."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from typer.testing import CliRunner
+
+import cutekernels as ck
+from cutekernels import ahead, cli, dispatch, gpu
+from cutekernels.compilers import choose
+from cutekernels.errors import UnsupportedProblem
+from cutekernels.models import Decoder
+from cutekernels.models.loading import outline
+from cutekernels.ops.shared.recording import Recorder
+from tests.integrations import tiny
+from tests.models.test_load_quantized import quantized
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+H200 = gpu.lookup("h200")
+
+
+def decoder(model: Any, **options: Any) -> Decoder:
+    return Decoder.from_transformers(model, **({"max_batch": 2, "max_tokens": 96, "chunk": 64} | options))
+
+
+def on_lines(found: list[Any], noted: list[Any]) -> bool:
+    return all(any(line.op == op.name and line.tokens_of(p) is not None for line in found) for op, p in noted)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3-moe"])
+def test_a_decoders_lines_have_what_its_calls_pose(family: str) -> None:
+    engine = decoder(tiny.model(family, torch.bfloat16))
+    found = engine.lines(1, 96)
+    prompt, step = engine._recorded()
+    for tokens in (1, 2, 15, 16, 17, 40, 63, 64):
+        noted = prompt(tokens)
+        assert {"embedding", "kv_append"} <= {op.name for op, _ in noted}
+        assert on_lines(found, noted), tokens
+    assert on_lines(found, [*step(1, True), *step(2, False)])
+    assert {line.high for line in found} <= {1, *range(2, 65)}, "a prompt is computed in chunks"
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "mixtral", "gpt-oss"])
+def test_a_patched_models_lines_have_what_its_calls_pose(family: str) -> None:
+    model = tiny.model(family, torch.bfloat16)
+    ck.patch(model)
+    found = ahead.lines_of(model, 1, 64)
+    for tokens in (1, 2, 7, 32, 63):
+        with Recorder().calls() as noted:  # every layer
+            kept = model(torch.zeros(1, tokens, dtype=torch.int64)).past_key_values
+            model(torch.zeros(1, 1, dtype=torch.int64), past_key_values=kept)
+        assert {"rms_norm", "attention"} <= {op.name for op, _ in noted}
+        assert on_lines(found, noted), tokens
+
+
+def test_recording_leaves_nothing_behind() -> None:
+    model = tiny.model("qwen3", torch.bfloat16)
+    engine, prompts = decoder(model), [[5, 6, 7, 8]]
+    before = engine.generate(prompts, max_new_tokens=6, stop=()).tokens
+    with Recorder().calls():
+        assert dispatch.recording()
+    assert not dispatch.recording()
+    engine.lines(1, 8)
+    assert engine.generate(prompts, max_new_tokens=6, stop=()).tokens == before
+    ck.patch(model)
+    ids = torch.tensor(prompts)
+    logits = model(ids).logits
+    ahead.lines_of(model, 1, 8)
+    assert torch.equal(model(ids).logits, logits)
+    held = [value for module in model.modules() for value in vars(module).values()]
+    assert not any(isinstance(value, FakeTensor) for value in [*held, *model.parameters(), *model.buffers()])
+    assert not any("forward" in vars(module) for module in model.model.layers), "the model's own again"
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_an_outline_has_the_lines_of_the_whole(packed: bool, tmp_path: Path) -> None:
+    own = {} if packed else {"layer_types": ["sliding_attention", "full_attention"] * 2}
+    model = tiny.model("llama" if packed else "gemma3", torch.bfloat16, num_hidden_layers=4, **own)
+    if packed:
+        quantized("gptq", tmp_path, model)
+    else:
+        model.save_pretrained(tmp_path)
+    whole, thin = ck.models.load(tmp_path, dtype=torch.bfloat16), outline(tmp_path, dtype=torch.bfloat16)
+    assert len(thin.model.layers) == (2 if packed else 3), "one of each kind, and the last"
+    assert set(decoder(thin).lines(1, 40)) == set(decoder(whole).lines(1, 40))
+
+
+class Inline:
+    """In the place of compiling processes: chooses at once, and notes what it is asked to compile."""
+
+    compiled: list[Any] = []  # noqa: RUF012
+
+    def __init__(self, jobs: int) -> None:
+        pass
+
+    def __enter__(self) -> Inline:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        pass
+
+    def submit(self, request: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        if len(request) == 2:
+            future.set_result(choose(request))
+        else:
+            self.compiled.append(request)
+            future.set_result(None)
+        return future
+
+
+@pytest.fixture
+def inline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[Any]]:
+    monkeypatch.setenv("CUTEKERNELS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(Inline, "compiled", [])
+    monkeypatch.setattr(ahead, "Compilers", Inline)
+    ready: set[str] = set()
+    monkeypatch.setattr(ahead.compiler, "ready", ready.__contains__)
+    keep = ahead._keep
+
+    def kept(place: Path, chosen: Any, keys: Any) -> None:
+        ready.update(keys)
+        keep(place, chosen, keys)
+
+    monkeypatch.setattr(ahead, "_keep", kept)
+    yield Inline.compiled
+    dispatch.reload()
+
+
+def test_a_second_process_chooses_and_compiles_nothing(inline: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = decoder(tiny.model("qwen3", torch.bfloat16))
+    first = ahead.prepare(engine, (1, 40), H200)
+    assert first.compiled == first.kernels == len(inline) == len(set(inline)) > 10
+    assert first.problems > 40 * 5
+    op, p = engine._recorded()[0](33)[1]
+    choice = dispatch.resolve(op, p, H200)
+    monkeypatch.setattr(Decoder, "lines", lambda *args: pytest.fail("recorded again"))
+    dispatch.reload()
+    again = ahead.prepare(decoder(tiny.model("qwen3", torch.bfloat16)), (1, 40), H200)
+    assert (again.kernels, again.problems, again.compiled) == (first.kernels, first.problems, 0)
+    found = dispatch._ahead_of(op, p, H200)
+    assert found is not None and (found.config, found.origin) == (choice.config, choice.origin)
+    with pytest.raises(pytest.fail.Exception, match="recorded again"):
+        ahead.prepare(engine, (1, 41), H200)
+    (place,) = Path(ahead.compiler.directory().parent / "choices").iterdir()
+    place.write_text(json.dumps([[["gemm"]], []]))
+    with pytest.raises(pytest.fail.Exception, match="recorded again"):
+        ahead.prepare(engine, (1, 40), H200)
+
+
+def test_the_command_line(inline: list[Any], tmp_path: Path) -> None:
+    tiny.model("qwen3", torch.bfloat16).save_pretrained(tmp_path / "model")
+    words = ["warmup", str(tmp_path / "model"), "--gpu", "h200", "--max-batch", "2"]
+    result = CliRunner().invoke(cli.app, [*words, "--tokens", "1:40"])
+    assert result.exit_code == 0, result.output
+    assert f"h200: {len(inline)} kernels for" in result.output
+    for tokens in ("40", "0:4", "5:4", "a:b"):
+        refused = CliRunner().invoke(cli.app, [*words, "--tokens", tokens])
+        assert isinstance(refused.exception, UnsupportedProblem), tokens
+
+
+def test_what_cannot_be_warmed_up_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "detect", lambda device=None: H200)
+    model = tiny.model("qwen3", torch.bfloat16)
+    for wrong, why in (
+        (lambda: ck.warmup(model), "patch"),
+        (lambda: ck.warmup(model, 0), "its own device"),
+        (lambda: ck.warmup(model, tokens=(0, 4)), r"\(1, 4096\)"),
+        (lambda: ck.warmup(model, tokens=7), r"\(1, 4096\)"),
+        (lambda: ck.warmup([("gemm", "m=1 n=8 k=8")], tokens=(1, 2)), "leave them out"),
+    ):
+        with pytest.raises(UnsupportedProblem, match=why):
+            wrong()
