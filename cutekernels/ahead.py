@@ -30,7 +30,6 @@ from cutekernels.isolate import StartFailed
 from cutekernels.lengths import Chosen, Line, Posed, lines
 from cutekernels.op import Op
 from cutekernels.ops import registry
-from cutekernels.ops.shared.recording import Recorder
 
 if TYPE_CHECKING:
     import torch
@@ -171,6 +170,8 @@ def lines_of(model: torch.nn.Module | Recorded, low: int, high: int) -> list[Lin
         UnsupportedProblem: it makes no call of this library's ops.
     """
     import torch
+
+    from cutekernels.ops.shared.recording import Recorder
 
     if not isinstance(model, torch.nn.Module):
         return model.lines(low, high)
