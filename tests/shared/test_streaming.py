@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -47,9 +48,9 @@ def test_configs_are_ranked_as_measured(name: str, text: str, least: float) -> N
 
 
 def test_the_model_s_choice_is_near_the_best() -> None:
-    """1.068 in the geometric mean; 1.41 at worst, ``rms_norm_backward``."""
+    """1.050 in the geometric mean; 1.42 at worst, ``kv_append``."""
     choices = {key: q.choice for key, q in found().items()}
-    assert math.exp(sum(map(math.log, choices.values())) / len(choices)) < 1.08
+    assert math.exp(sum(map(math.log, choices.values())) / len(choices)) < 1.06
     assert max(choices.values()) < 1.45
     assert choices["rms_norm", "rows=16 cols=3584"] < 1.06
 
@@ -62,6 +63,38 @@ def test_defaults_are_near_the_best() -> None:
     assert math.exp(sum(map(math.log, times)) / len(times)) < 1.03
     assert max(times) < 1.13
     assert times[list(defaults).index(("embedding", "rows=2048 vocabulary=128256 cols=4096"))] < 1.03
+
+
+GROWING = {
+    "rows={} cols=1000": ("layer_norm_backward", "logit_statistics", "rms_norm"),
+    "rows={} cols=4096": ("add_rms_norm", "bias_gelu", "logit_gradient", "rms_norm", "rms_norm_backward"),
+    "rows={} cols=14336": ("layer_norm", "rms_norm", "silu_mul", "silu_mul_backward"),
+    "rows={} cols=32000 weighted=1": ("logit_statistics",),
+    "rows={} vocabulary=32000 cols=4096": ("embedding",),
+    "tokens={} cols=4096": ("moe_combine", "moe_gather"),
+    "batch={} seq=1 heads_q=28 head_dim=128 rotary=128 heads_kv=4": ("kv_append", "rope"),
+    "elements={}000": ("adamw_step", "scale_gradient"),
+}
+
+
+@pytest.mark.parametrize(("text", "name"), [(text, name) for text, names in GROWING.items() for name in names])
+def test_more_rows_never_take_less_time(text: str, name: str) -> None:
+    """By any one config, on each GPU. Where the default becomes another, that may be better for fewer rows too."""
+    op: Any = registry.get(name)
+    problems = [op.Problem.parse(text.format(rows)) for rows in (1, 2, 7, 8, 9, 16, 32, 64, 150, 300, 1100, 4500)]
+    for spec in gpu.GPUS:
+        defaults = [op.default(p, spec) for p in problems]
+        for config in dict.fromkeys(defaults):
+            times = [op.estimate_us(p, config, spec) for p in problems if op.why_not(p, config, spec) is None]
+            assert times == sorted(times), (spec.name, str(config))
+        times = [op.estimate_us(p, config, spec) for p, config in zip(problems, defaults, strict=True)]
+        assert all(more > 0.9 * fewer for fewer, more in pairwise(times)), (spec.name, times)
+
+
+def test_few_rows_take_about_a_launch() -> None:
+    """1.17 and 1.5 us measured; 8.57 while idle SMs were counted twice."""
+    p = registry.get("rms_norm").Problem.parse("rows=16 cols=3584")
+    assert registry.get("rms_norm").estimate_us(p, registry.get("rms_norm").default(p, H200), H200) < 1.7
 
 
 def test_programs_are_start_bound_where_they_are_many_and_move_little() -> None:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from cutekernels import rates
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Scalar, Work, exact, extent, knob, ladder, plain, power_of_two
 from cutekernels.ops.attention import token_scales
@@ -301,13 +300,8 @@ class KvAppend(RotaryOp[KvAppendProblem, KvAppendConfig]):
         tiles, parts = p.batch * -(-p.seq // c.tokens), p.parts if p.cache == "same" else 1
         return (tiles * parts, 1, 1) if c.whole else (tiles, self.blocks(p, c.heads), parts)
 
-    def estimate_us(self, p: KvAppendProblem, c: KvAppendConfig, gpu: GpuSpec) -> float:
-        """A program of all heads loads one tile after the other: at least a DRAM latency each."""
-        streamed = super().estimate_us(p, c, gpu)
-        if not c.whole:
-            return streamed
-        rate = rates.of(gpu)
-        return max(streamed, rate.launch_us + rate.dram_latency_us * self.blocks(p, c.heads))
+    def loads(self, p: KvAppendProblem, c: KvAppendConfig) -> int:
+        return self.blocks(p, c.heads) if c.whole else 1
 
     def work(self, p: KvAppendProblem) -> Work:
         tokens = p.batch * p.seq

@@ -156,8 +156,9 @@ class LogitStatistics(_LogitOp):
         item = 4 if p.dtype == "fp32" else 2
         passes = -(-p.cols // c.block)
         moved = self.work(p).bytes * (passes * c.block / max(1, p.cols)) ** STREAMING.ragged
-        coalesced = p.layout == "rows"
-        return streaming.estimate_us(gpu, moved, self.grid(p, c), c.warps, c.block * item, coalesced=coalesced)
+        return streaming.estimate_us(
+            gpu, moved, self.grid(p, c), c.warps, c.block * item, loads=passes, coalesced=p.layout == "rows"
+        )
 
     def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
         import torch
@@ -334,8 +335,9 @@ class ScaleGradient(TritonOp[ScaleProblem, ScaleConfig]):
         return min(-(-p.elements // c.block), c.programs), 1, 1
 
     def estimate_us(self, p: ScaleProblem, c: ScaleConfig, gpu: GpuSpec) -> float:
-        tile = c.block * BYTES[p.dtype]
-        return streaming.estimate_us(gpu, self.work(p).bytes, self.grid(p, c), c.warps, tile)
+        grid, tile = self.grid(p, c), c.block * BYTES[p.dtype]
+        loads = p.elements / c.block / max(1, grid[0])
+        return streaming.estimate_us(gpu, self.work(p).bytes, grid, c.warps, tile, loads=loads)
 
     def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
         grad, factor, inverse = args

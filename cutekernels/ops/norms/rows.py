@@ -5,6 +5,7 @@ The ops are in ``op.py`` and ``gradients.py``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -377,8 +378,8 @@ class NormOp(TritonOp[N, NormConfig]):
                     warps = min(16, max(1, block_rows * p.width // (32 * elements)))
                     some = [w for w in (warps, warps * 2, warps * 4, warps // 2) if 1 <= w <= 16]
                     tiles = [self.Config(block_rows, p.width, True, w, per_sm, stages) for w in some]
-                    # Whole waves by the model come first for sums: docs/notes/streaming.md#what-a-thread-takes (H200).
-                    yield from sorted(tiles, key=lambda c: self.estimate_us(p, c, gpu)) if self.summands > 1 else tiles
+                    # Whole waves come first for sums: docs/notes/streaming.md#what-a-thread-takes (H200).
+                    yield from sorted(tiles, key=lambda c: self._idle(p, c, gpu)) if self.summands > 1 else tiles
             for w in (16, 8, 4, 2, 1):
                 yield self.Config(1, p.width, True, w, stay[-1][0], 1)
         for chunk, w in ((4096, 8), (4096, 16), (2048, 8), (2048, 16), (1024, 8), (1024, 16)):
@@ -386,16 +387,22 @@ class NormOp(TritonOp[N, NormConfig]):
                 if stages == 1:
                     yield self.Config(1, chunk, False, w, per_sm, 1)
 
+    def _idle(self, p: N, c: NormConfig, gpu: GpuSpec) -> float:
+        """The room for programs in all waves over the programs; 1 in a single wave."""
+        waves = streaming.waves(gpu, self.grid(p, c, gpu.sm_count), c.warps, self._registers(p, c))
+        return math.ceil(waves) / max(1.0, waves) if waves else 1.0
+
     def estimate_us(self, p: N, c: NormConfig, gpu: GpuSpec) -> float:
         grid = self.grid(p, c, gpu.sm_count)
         width = min(p.cols, c.block_cols if c.resident else 2 * c.block_cols)  # the next chunk is loaded early
-        tile = c.block_rows * width * p.itemsize * self._rowed(p, self.inputs) * max(1, c.stages - 1)
+        ahead = max(1, c.stages - 1)
+        tile = c.block_rows * width * p.itemsize * self._rowed(p, self.inputs) * ahead
         passes = STREAMING.chunked if self.chunks and not c.resident else 1.0
         registers = self._registers(p, c)
         walked = 0 if c.resident else 2 * -(-p.cols // c.block_cols) * c.block_cols / (32 * c.warps)  # by a thread
         first = streaming.estimate_us(
-            gpu, passes * self.work(p).bytes, grid, c.warps, tile, registers=registers, coalesced=p.layout != "strided",
-            walked=walked,
+            gpu, passes * self.work(p).bytes, grid, c.warps, tile, loads=self._tiles(p, c) / max(1, grid[0]) / ahead,
+            registers=registers, coalesced=p.layout != "strided", walked=walked,
         )  # fmt: skip
         if not self.strides_over_tiles:
             return first

@@ -248,6 +248,10 @@ class RotaryOp(TritonOp[P, C]):
         x, y, z = self.grid(p, c)
         return x * y * z
 
+    def loads(self, p: P, c: C) -> int:
+        """The tiles of heads that a program takes one after another."""
+        return 1
+
     def estimate_us(self, p: P, c: C, gpu: GpuSpec) -> float:
         idle = STREAMING.idle
         there = sum(p.groups) / max(1, self.blocks(p, c.heads) * c.heads)
@@ -257,6 +261,7 @@ class RotaryOp(TritonOp[P, C]):
             self.grid(p, c),
             c.warps,
             2 * c.tokens * c.heads * c.block * p.itemsize * there,
+            loads=self.loads(p, c),
             registers=max(32, self.registers(p, c)),
             coalesced=p.layout != "strided",
             walked=2 * c.tokens * c.heads * c.block / (32 * c.warps),
