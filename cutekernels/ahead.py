@@ -26,7 +26,7 @@ from cutekernels.db import snapshot
 from cutekernels.environment import package_version
 from cutekernels.errors import CacheUnusable, CompileError, UnsupportedProblem
 from cutekernels.gpu import GpuSpec, sibling
-from cutekernels.isolate import StartFailed
+from cutekernels.isolate import ChildFailure, StartFailed
 from cutekernels.lengths import Chosen, Line, Posed, lines
 from cutekernels.op import Op
 from cutekernels.ops import registry
@@ -109,7 +109,7 @@ def _made(found: Sequence[Line], gpu: GpuSpec, jobs: int | None, progress: bool)
             line, part = asked[future]
             try:
                 piece, wanted = future.result()
-            except StartFailed:
+            except ChildFailure:  # it is only slower here
                 piece, wanted = choose((part, gpu))
             pieces[line].append(piece)
             for key in wanted.keys() - keys:
@@ -150,7 +150,7 @@ class Recorded(Protocol):
         """Those of prompts of ``low`` to ``high`` tokens."""
 
     def identity(self) -> object:
-        """All of it that decides what they are: tensors, modules, dataclasses and plain values."""
+        """All that decides what they are; its ``repr`` is the same in every process."""
 
     @property
     def device(self) -> torch.device:
@@ -235,8 +235,8 @@ def _kind(layer: Any) -> tuple[Any, ...]:
     return tuple(found)
 
 
-def _structure(value: Any) -> Any:
-    """``value`` without what tensors hold: the same text in every process."""
+def structure(value: Any) -> Any:
+    """``value``, of tensors, modules, dataclasses and plain values, without what tensors hold."""
     import torch
 
     if isinstance(value, torch.Tensor):
@@ -244,11 +244,11 @@ def _structure(value: Any) -> Any:
     if isinstance(value, torch.nn.Module):
         return _kind(value)
     if is_dataclass(value):
-        return type(value).__qualname__, *(_structure(getattr(value, field.name)) for field in fields(value))
+        return type(value).__qualname__, *(structure(getattr(value, field.name)) for field in fields(value))
     if isinstance(value, dict):
-        return [(name, _structure(each)) for name, each in value.items()]
+        return tuple((name, structure(each)) for name, each in value.items())
     if isinstance(value, tuple | list):
-        return [_structure(each) for each in value]
+        return tuple(map(structure, value))
     if value is None or isinstance(value, bool | int | float | str):
         return value
     return getattr(value, "__qualname__", type(value).__qualname__)
@@ -260,7 +260,11 @@ def _structure(value: Any) -> Any:
 def _place(model: torch.nn.Module | Recorded, tokens: tuple[int, int], gpu: GpuSpec) -> Path:
     """The file of choices, named by all that they depend on: the model, the winners, rates, and our sources."""
     own: Any = getattr(model, "identity", None)
-    made_of = _structure([model, str(getattr(model, "config", ""))] if own is None else own())
+    made_of = (
+        own()
+        if own is not None
+        else [structure(model), str(getattr(model, "config", "")), package_version("transformers")]
+    )
     known = [snapshot.held(each.name) for each in (gpu, sibling(gpu)) if each is not None]
     winners = sorted(repr(row) for each in known for table in each.table.values() for row in table.values())
     digest = hashlib.sha256(repr([made_of, tokens, str(gpu), rates.of(gpu), winners]).encode())
@@ -268,7 +272,6 @@ def _place(model: torch.nn.Module | Recorded, tokens: tuple[int, int], gpu: GpuS
     for folder in ("integrations", "models", "nn"):
         for file in sorted(Path(__file__).parent.joinpath(folder).rglob("*.py")):
             digest.update(file.read_bytes())
-    digest.update(str([package_version(name) for name in ("torch", "transformers")]).encode())
     return own_directory(compiler.directory().parent / "choices") / f"{digest.hexdigest()[:32]}.json"
 
 

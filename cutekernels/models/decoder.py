@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from cutekernels import gpu
-from cutekernels.ahead import compile_missing
+from cutekernels.ahead import compile_missing, structure
 from cutekernels.kv_cache import KVCache
 from cutekernels.lengths import Line, Posed, alone, lines
 from cutekernels.models import arguments
@@ -391,8 +391,9 @@ class Decoder:
         return [*lines(prompt, low, min(high, self._chunk)), *alone(steps)]
 
     def identity(self) -> object:
-        """All that decides the problems of its calls."""
-        return self._sizes, self._w
+        """All that decides the problems of its calls: sizes, and the kinds of layers, not how many there are."""
+        w = self._w
+        return self._sizes, structure(replace(w, layers=())), list(dict.fromkeys(map(structure, w.layers)))
 
     def _recorded(self) -> tuple[Callable[[int], list[Posed]], Callable[[int, bool], list[Posed]]]:
         """What a prompt of so many tokens poses, and a step of so many sequences, greedy or not."""
