@@ -28,32 +28,32 @@ H200 = gpu.lookup("h200")
 
 
 def decoder(model: Any, **options: Any) -> Decoder:
-    return Decoder.from_transformers(model, **({"max_batch": 2, "max_tokens": 96, "chunk": 64} | options))
+    return Decoder.from_transformers(model, **({"max_batch": 2, "max_tokens": 96, "chunk": 24} | options))
 
 
 def on_lines(found: list[Any], noted: list[Any]) -> bool:
     return all(any(line.op == op.name and line.tokens_of(p) is not None for line in found) for op, p in noted)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3-moe"])
+@pytest.mark.parametrize("family", ["gemma2", "qwen3-moe"])
 def test_a_decoders_lines_have_what_its_calls_pose(family: str) -> None:
     engine = decoder(tiny.model(family, torch.bfloat16))
-    found = engine.lines(1, 96)
+    found = engine.lines(1, 32)
     prompt, step = engine._recorded()
-    for tokens in (1, 2, 15, 16, 17, 40, 63, 64):
+    for tokens in (1, 16, 17, 24):
         noted = prompt(tokens)
         assert {"embedding", "kv_append"} <= {op.name for op, _ in noted}
         assert on_lines(found, noted), tokens
     assert on_lines(found, [*step(1, True), *step(2, False)])
-    assert {line.high for line in found} <= {1, *range(2, 65)}, "a prompt is computed in chunks"
+    assert max(line.high for line in found) == 24, "a prompt is computed in chunks"
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "mixtral", "gpt-oss"])
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_a_patched_models_lines_have_what_its_calls_pose(family: str) -> None:
     model = tiny.model(family, torch.bfloat16)
     ck.patch(model)
-    found = ahead.lines_of(model, 1, 64)
-    for tokens in (1, 2, 7, 32, 63):
+    found = ahead.lines_of(model, 1, 40)
+    for tokens in (1, 7, 32):
         with Recorder().calls() as noted:  # every layer
             kept = model(torch.zeros(1, tokens, dtype=torch.int64)).past_key_values
             model(torch.zeros(1, 1, dtype=torch.int64), past_key_values=kept)
@@ -92,7 +92,7 @@ def test_an_outline_has_the_lines_of_the_whole(packed: bool, tmp_path: Path) -> 
     assert len(thin.model.layers) == (2 if packed else 3), "one of each kind, and the last"
     one, other = decoder(thin), decoder(whole)
     assert repr(one.identity()) == repr(other.identity()), "the choices of one serve the other"
-    assert set(one.lines(1, 40)) == set(other.lines(1, 40))
+    assert set(one.lines(1, 4)) == set(other.lines(1, 4))
 
 
 class Inline:
@@ -139,29 +139,29 @@ def inline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[Any
 
 def test_a_second_process_chooses_and_compiles_nothing(inline: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     engine = decoder(tiny.model("qwen3", torch.bfloat16))
-    first = ahead.prepare(engine, (1, 40), H200)
+    first = ahead.prepare(engine, (1, 18), H200)
     assert first.compiled == first.kernels == len(inline) == len(set(inline)) > 10
-    assert first.problems > 40 * 5
-    op, p = engine._recorded()[0](33)[1]
+    assert first.problems > 18 * 5
+    op, p = engine._recorded()[0](11)[1]
     choice = dispatch.resolve(op, p, H200)
     monkeypatch.setattr(Decoder, "lines", lambda *args: pytest.fail("recorded again"))
     dispatch.reload()
-    again = ahead.prepare(decoder(tiny.model("qwen3", torch.bfloat16)), (1, 40), H200)
+    again = ahead.prepare(decoder(tiny.model("qwen3", torch.bfloat16)), (1, 18), H200)
     assert (again.kernels, again.problems, again.compiled) == (first.kernels, first.problems, 0)
     found = dispatch._ahead_of(op, p, H200)
     assert found is not None and (found.config, found.origin) == (choice.config, choice.origin)
     with pytest.raises(pytest.fail.Exception, match="recorded again"):
-        ahead.prepare(engine, (1, 41), H200)
+        ahead.prepare(engine, (1, 19), H200)
     (place,) = Path(ahead.compiler.directory().parent / "choices").iterdir()
     place.write_text(json.dumps([[["gemm"]], []]))
     with pytest.raises(pytest.fail.Exception, match="recorded again"):
-        ahead.prepare(engine, (1, 40), H200)
+        ahead.prepare(engine, (1, 18), H200)
 
 
 def test_the_command_line(inline: list[Any], tmp_path: Path) -> None:
     tiny.model("qwen3", torch.bfloat16).save_pretrained(tmp_path / "model")
     words = ["warmup", str(tmp_path / "model"), "--gpu", "h200", "--max-batch", "2"]
-    result = CliRunner().invoke(cli.app, [*words, "--tokens", "1:40"])
+    result = CliRunner().invoke(cli.app, [*words, "--tokens", "1:18"])
     assert result.exit_code == 0, result.output
     assert f"h200: {len(inline)} kernels for" in result.output
     for tokens in ("40", "0:4", "5:4", "a:b"):
