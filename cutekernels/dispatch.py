@@ -58,6 +58,9 @@ MOST_BEHIND = 1.05
 SIBLING_GAIN = 1.1
 """A sibling's winner serves calls where it was so many times as fast as the default there, which is the default here
 too: 1.24 times as fast in the mean of 26, docs/notes/trunk.md#siblings (H200, 2026-11-26)."""
+MOST_SHARE = 1.25
+"""A measured time below the roofline's over this is false. Above 1, since boards run above the boost clock of their
+data sheet, from which ``peak_tflops`` is."""
 LEAST_GAIN = 1.5
 """A prediction serves calls where the model has it at least this many times as fast as the default. On the H200's
 sweeps the model promised 1.00 to 1.45 where its choice is not the default, and 31 of 46 were slower:
@@ -500,20 +503,38 @@ def octaves(a: Problem, b: Problem) -> float:
     return sum(abs(_octave(x) - _octave(y)) for x, y in zip(a.extents(), b.extents(), strict=True))
 
 
-def adopted(op: Op[Any, Any], p: Any, gpu: GpuSpec, text: str, revision: int, problem: str) -> Config | str:
+def adopted(
+    op: Op[Any, Any], p: Any, gpu: GpuSpec, text: str, revision: int, problem: str, us: float | None
+) -> Config | str:
     """A config stored under ``revision`` for ``problem``, if it parses and solves ``p`` itself; else the reason for
-    which calls refuse it.
+    which calls refuse it. ``us``: the time that was measured for it; None of a prediction.
     """
     try:
         config = op.Config.parse(op.spelled(revision, problem, text))
     except InvalidConfig as error:
         return f"its config is not one of this version's: {error}"
-    return op.why_not(p, config, gpu) or config
+    return op.why_not(p, config, gpu) or too_fast(us, floor_us(op, problem, gpu)) or config
+
+
+def floor_us(op: Op[Any, Any], problem: str, gpu: GpuSpec) -> float | None:
+    """The roofline of a stored problem; None of one that this version lacks."""
+    try:
+        return op.work(op.Problem.parse(problem)).floor_us(gpu)
+    except (UnsupportedProblem, InvalidConfig, ArithmeticError):
+        return None
+
+
+def too_fast(us: float | None, floor_us: float | None) -> str:
+    """Why a measured time is false, being far below the problem's roofline; else ""."""
+    if us is None or floor_us is None or us * MOST_SHARE >= floor_us:
+        return ""
+    return f"its time of {us:.4g} us is below the roofline of {floor_us:.4g} us, which no kernel passes: measure again"
 
 
 def _adopt(op: Op[Any, Any], p: Any, gpu: GpuSpec, row: Winner, origin: str, note: str) -> Choice | str:
     revision = op.revision if row.revision is None else row.revision
-    found = adopted(op, p, gpu, row.config, revision, row.problem)
+    us = row.median_us if row.origin == "measured" else None
+    found = adopted(op, p, gpu, row.config, revision, row.problem, us)
     return f"{note}, but {found}" if isinstance(found, str) else Choice(found, origin, note, row)
 
 

@@ -31,7 +31,7 @@ from cutekernels.db import query as query_
 from cutekernels.db.engine import file_errors, url_of
 from cutekernels.db.query import is_default, revisions
 from cutekernels.db.reader import SHIPPED, TRIAL_COLUMNS, Database, Winner, diff
-from cutekernels.db.store import ImportReport, Store, replace_file
+from cutekernels.db.store import ImportReport, Store, Trial, replace_file
 from cutekernels.errors import CuteKernelsError, StoreError, UnknownGpu, UnsupportedProblem
 from cutekernels.guests import is_guest
 from cutekernels.terminal import As, Format
@@ -283,16 +283,16 @@ def import_(file: Annotated[str, typer.Argument(help="What to read; - for stdin.
     with _store(db, writing=True) as store:
         if file == "-":
             stream = io.TextIOWrapper(sys.stdin.buffer, encoding="utf-8", errors="surrogateescape")
-            _report(store.import_(stream))
+            _report(store.import_(stream, judge=query_.false_time))
         else:
-            _report(store.import_(file))
+            _report(store.import_(file, judge=query_.false_time))
 
 
 @app.command()
 def merge(url: Annotated[str, typer.Argument(help="Path or URL of the other database.")], db: Db = None) -> None:
     """Take in every trial, winner, request and calibrated rate of another database; it is only read."""
     with _store(db, writing=True) as store:
-        _report(store.merge(url))
+        _report(store.merge(url, judge=query_.false_time))
 
 
 @app.command()
@@ -306,7 +306,7 @@ def pull(
     with _opened(url) as other:
         gpu, op = other.gpu(gpu), other.op(op)
     with _store(db, writing=True) as store:
-        _report(store.pull(url, gpu=gpu, op=op))
+        _report(store.pull(url, gpu=gpu, op=op, judge=query_.false_time))
 
 
 @app.command()
@@ -365,8 +365,7 @@ def doctor(
     for source in ("local", SHIPPED):
         among = [found for found in refused if found.source == source]
         if among:
-            t = among[0].trial
-            first = f"{t.gpu.name} {t.op} [{t.problem}]: {among[0].reason}"
+            first = _told(among[0].trial, among[0].reason)
             rows.append({"what": f"{source} winners", "state": "unused", "found": _refused(len(among), first)})
     unused = len(stale) + len(unknown) + sum(found.source == "local" for found in refused)
     rows.append({"what": "winners", "state": "ok", "found": f"{len(winners) - unused} valid"})
@@ -375,7 +374,7 @@ def doctor(
 
 
 def _refused(count: int, first: str) -> str:
-    return f"{count} that calls refuse: tune again. The first: {first[:_MOST_TOLD]}"
+    return f"{count} that calls refuse: tune again. The first: {first}"
 
 
 # ---- opening ------------------------------------------------------------------------------------------------
@@ -422,6 +421,14 @@ def _report(report: ImportReport) -> None:
     )
     kept = f"{report.kept} winners kept as they were"
     terminal.say(f"{report.added} trials added, {report.crowned} winners set, {kept}{more}")
+    unused = [(t, why) for t in report.winners if not is_guest(t.op) and (why := query_.unusable(t))]
+    if unused:
+        t, why = unused[0]
+        terminal.say(f"calls here refuse {len(unused)} of the winners. The first: {_told(t, why)}")
+
+
+def _told(t: Trial, why: str) -> str:
+    return f"{t.gpu.name} {t.op} r{t.revision} [{t.problem}]: {why}"[:_MOST_TOLD]
 
 
 def _pick(opened: Database, what: str, gpu: str | None, op: str | None) -> list[dict[str, Any]]:

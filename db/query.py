@@ -10,12 +10,14 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import MISSING, Field, dataclass, fields
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 from cutekernels import dispatch
 from cutekernels import gpu as gpus
+from cutekernels.db.trial import Trial
 from cutekernels.errors import InvalidConfig, UnknownGpu, UnsupportedProblem, near
+from cutekernels.guests import is_guest
 from cutekernels.op import Op, Scalar, Work
 from cutekernels.ops import registry
 
@@ -204,22 +206,43 @@ def rates(gpu: str, op: str, text: str, us: float | None) -> dict[str, float | N
     return {name: rate if rate is not None and math.isfinite(rate) else None for name, rate in found.items()}
 
 
-def refusal(gpu: str, op: str, revision: int, text: str, config: str) -> str:
-    """Why calls refuse a winner of a revision that serves, by the dispatcher's rule; "" where they take it."""
-    declared = registry.find(op)
+def unusable(t: Trial) -> str:
+    """Why calls use no such winner, whatever others there are; "" where they may. The dispatcher's own rules say it."""
+    declared, serving = registry.find(t.op), revisions(t.op)
+    if is_guest(t.op):
+        return "it is a guest's: `db export --format` writes its table"
     if declared is None:
-        return ""
+        return "this version has no such op"
+    if t.revision not in serving:
+        newer = "a newer cutekernels wrote it, and here " if t.revision > max(serving) else ""
+        return f"{newer}calls use winners of revision {' and '.join(map(str, sorted(serving)))}"
     found: Any
+    us = t.median_us if t.origin == "measured" else None
     try:
-        found = dispatch.adopted(declared, declared.Problem.parse(text), gpus.lookup(gpu), config, revision, text)
+        p, gpu = declared.Problem.parse(t.problem), gpus.lookup(t.gpu.name)
+        found = dispatch.adopted(declared, p, gpu, t.config, t.revision, t.problem, us)
     except UnsupportedProblem as error:
         return f"its problem is not one of this version's: {error}"
     except UnknownGpu:  # described on its own machine, not in the table: only the knobs can be looked at
         try:
-            found = declared.Config.parse(declared.spelled(revision, text, config))
+            found = declared.Config.parse(declared.spelled(t.revision, t.problem, t.config))
         except InvalidConfig as error:
             found = str(error)
     return found if isinstance(found, str) else ""
+
+
+def false_time(t: Trial) -> str:
+    """Why nothing can have run in a trial's time; "" where it may be true."""
+    timed = t.status == "ok" and t.origin == "measured"
+    return dispatch.too_fast(t.median_us, _floor_us(t.gpu.name, t.op, t.problem)) if timed else ""
+
+
+@lru_cache(maxsize=4096)
+def _floor_us(gpu: str, op: str, problem: str) -> float | None:
+    declared: Op[Any, Any] | None = registry.find(op)
+    with suppress(UnknownGpu):
+        return None if declared is None else dispatch.floor_us(declared, problem, gpus.lookup(gpu))
+    return None
 
 
 def _work(op: str, text: str) -> Work | None:

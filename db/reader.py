@@ -239,26 +239,21 @@ class Database:
 
     def _why_idle(self, t: Trial, local: bool, first: tuple[Trial, bool] | None) -> str:
         """Why calls do not use a winner; ``""`` where they do."""
-        if is_guest(t.op):
-            return "it is a guest's: `db export --format` writes its table"
-        revisions = query.revisions(t.op)
-        if not revisions:
-            return "this version has no such op"
-        if t.revision not in revisions or first is None:
-            return f"calls use winners of revision {' and '.join(map(str, sorted(revisions)))}"
+        if t.revision not in query.revisions(t.op) or first is None:
+            return query.unusable(t)
         if first[1] != local:
             return "a shipped measurement precedes it" if local else "a local winner precedes it"
         if first[0].revision != t.revision:
             return f"one of revision {first[0].revision} precedes it"
         if not snapshot.may_serve(t.origin, t.message):
             return "its predicted gain is too small"
-        return query.refusal(t.gpu.name, t.op, t.revision, t.problem, t.config)
+        return query.unusable(t)
 
     def refused(self, local: Sequence[Trial]) -> list[Refused]:
         """Winners of current revisions that calls refuse: among ``local``, the store's, and the shipped ones."""
         sources = (("local", local), (SHIPPED, _shipped(None, None) if self._shipped else []))
         current = ((source, t) for source, found in sources for t in found if t.revision in query.revisions(t.op))
-        judged = (Refused(s, t, query.refusal(t.gpu.name, t.op, t.revision, t.problem, t.config)) for s, t in current)
+        judged = (Refused(s, t, query.unusable(t)) for s, t in current)
         return [found for found in judged if found.reason]
 
     def _config(self, op: str, text: str) -> Mapping[str, Scalar]:

@@ -16,9 +16,9 @@ import lzma
 import os
 import secrets
 import stat
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass, field, fields
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import TracebackType
@@ -87,6 +87,15 @@ class ImportReport:
     kept: int
     requests: int = 0
     rates: int = 0
+    winners: Sequence[Trial] = field(default=(), compare=False, repr=False)  # the best incoming of each problem
+
+
+Judge = Callable[[Trial], str]
+"""Why a row cannot be true, by what the ops know of its problem; "" of one that can."""
+
+
+def _unjudged(t: Trial) -> str:
+    return ""
 
 
 class Store:
@@ -355,8 +364,8 @@ class Store:
             target.flush()  # where a reader that left is noticed
         return len(found)
 
-    def import_(self, source: str | os.PathLike[str] | TextIO) -> ImportReport:
-        """Import winners that :meth:`export` wrote: all lines or, where one breaks a rule, none.
+    def import_(self, source: str | os.PathLike[str] | TextIO, *, judge: Judge = _unjudged) -> ImportReport:
+        """Import winners that :meth:`export` wrote: all lines or, where one breaks a rule, of ``judge``'s too, none.
 
         Raises:
             StoreError: naming the line and the rule it breaks.
@@ -364,15 +373,16 @@ class Store:
         if isinstance(source, str | os.PathLike):
             name = os.fspath(source)
             with file_errors(name), _opened(name) as stream:
-                incoming = _read_lines(stream, name)
+                incoming = _read_lines(stream, name, judge)
         else:
-            incoming = _read_lines(source, getattr(source, "name", "stream"))
+            incoming = _read_lines(source, getattr(source, "name", "stream"), judge)
         return self._import(incoming, [t for t in incoming if t.status == "ok"])
 
-    def merge(self, other_url: str | os.PathLike[str]) -> ImportReport:
+    def merge(self, other_url: str | os.PathLike[str], *, judge: Judge = _unjudged) -> ImportReport:
         """Import every trial, winner, request and calibrated rate of another database, which is only read.
 
         Merging again changes nothing: of a request in both the greater number of hits stays, of a rate the later one.
+        One row that breaks a rule, or that ``judge`` refuses, and none is taken.
         """
         with Store(other_url, readonly=True) as other:
             rates = other.rates()
@@ -381,10 +391,17 @@ class Store:
                 winners = statements.select_trials(session, [], winning=True, strict=True)
                 columns = [getattr(models.Request, f.name) for f in fields(Request)]
                 requests = [Request(*row) for row in statements.sound_requests(session, select(*columns))]
-        _require_all(incoming, shown(other.url), "merged")
+        _require_all(incoming, shown(other.url), "merged", judge)
         return self._import(incoming, winners, requests=requests, rates=rates)
 
-    def pull(self, other_url: str | os.PathLike[str], *, gpu: str | None = None, op: str | None = None) -> ImportReport:
+    def pull(
+        self,
+        other_url: str | os.PathLike[str],
+        *,
+        gpu: str | None = None,
+        op: str | None = None,
+        judge: Judge = _unjudged,
+    ) -> ImportReport:
         """Take another database's winners in one transaction: a reader sees all of them or none.
 
         For their problems they win here too, whatever is older or newer; only a predicted one never replaces a
@@ -392,7 +409,7 @@ class Store:
         """
         with Store(other_url, readonly=True) as other:
             incoming = other.winners(gpu=gpu, op=op)
-            _require_all(incoming, shown(other.url), "pulled")
+            _require_all(incoming, shown(other.url), "pulled", judge)
         return self._import(incoming, incoming, newest=False)
 
     def _import(
@@ -417,7 +434,9 @@ class Store:
             crowned = len(statements.set_winners(session, best.values(), newest=newest))
             statements.keep_greater(session, models.Request, statements.KEY, ("hits", "last_seen"), requests)
             statements.keep_later(session, models.Rate, RATE_KEY, "created_at", rates)
-        return ImportReport(added, crowned, len(winners) - crowned, len(requests), len(rates))
+        chosen = {candidate.id for candidate in best.values()}
+        told = [t for t in winners if t.id in chosen]
+        return ImportReport(added, crowned, len(winners) - crowned, len(requests), len(rates), told)
 
     # ---- upkeep ---------------------------------------------------------------------------------------------
 
@@ -477,7 +496,7 @@ def _opened(name: str) -> TextIO:
     return open(name, encoding="utf-8", errors="surrogateescape")
 
 
-def _read_lines(stream: TextIO, name: str) -> list[Trial]:
+def _read_lines(stream: TextIO, name: str, judge: Judge) -> list[Trial]:
     trials = []
     seen: dict[str, tuple[int, Trial]] = {}
     latest = datetime.now(UTC) + _CLOCK_SKEW
@@ -485,7 +504,7 @@ def _read_lines(stream: TextIO, name: str) -> list[Trial]:
         try:
             if isinstance(incoming, StoreError):
                 raise incoming
-            _require_sound(incoming, latest)
+            _require_sound(incoming, latest, judge)
             first, same = seen.setdefault(incoming.id, (number, incoming))
             if same != incoming:
                 raise StoreError(f"id {incoming.id} stands in line {first} with other contents: remove one of the two")
@@ -495,16 +514,16 @@ def _read_lines(stream: TextIO, name: str) -> list[Trial]:
     return trials
 
 
-def _require_all(incoming: Iterable[Trial], source: str, verb: str) -> None:
+def _require_all(incoming: Iterable[Trial], source: str, verb: str, judge: Judge) -> None:
     latest = datetime.now(UTC) + _CLOCK_SKEW
     for candidate in incoming:
         try:
-            _require_sound(candidate, latest)
+            _require_sound(candidate, latest, judge)
         except StoreError as error:
             raise StoreError(f"{source}, trial {candidate.id}: {error}; nothing was {verb}") from None
 
 
-def _require_sound(incoming: Trial, latest: datetime) -> None:
+def _require_sound(incoming: Trial, latest: datetime, judge: Judge) -> None:
     if incoming.created_at > latest:  # it would win every later comparison
         raise StoreError(
             f"created_at lies in the future, {incoming.created_at.isoformat()}: set this machine's clock, or correct "
@@ -515,6 +534,8 @@ def _require_sound(incoming: Trial, latest: datetime) -> None:
         raise StoreError(
             f"median_us of a good row must be above 0; it is {incoming.median_us}: measure again, or leave it out"
         )
+    if reason := judge(incoming):
+        raise StoreError(f"{incoming.op} [{incoming.problem}]: {reason}, or leave the row out")
 
 
 def replace_file(path: Path, contents: str | bytes) -> None:

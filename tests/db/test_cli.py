@@ -30,7 +30,7 @@ from tests.db.trials import H200, L40S, trial
 from tests.shipping import ship
 
 KNOBS = "tile_n=128 tile_k=64 warps_m=2 warps_n=2 stages=3 raster=8 ctas_per_sm=2"
-GEMM = trial(f"tile_m=128 {KNOBS}", problem="m=4096 n=4096 k=4096", ratio=1.25, baseline_us=2000.0)
+GEMM = trial(f"tile_m=128 {KNOBS}", problem="m=4096 n=4096 k=4096", median_us=200.0, ratio=1.25, baseline_us=2000.0)
 SKINNY = trial(
     "tile_m=32 tile_n=32 tile_k=64 warps_m=2 warps_n=2 stages=6 raster=1 ctas_per_sm=3",
     problem="m=16 n=4096 k=4096",
@@ -123,7 +123,7 @@ def test_query_gives_typed_columns() -> None:
     (row,) = local("--op", "gemm", "--problem", "m=4096")
     assert (row["problem"]["m"], row["problem"]["dtype"], row["problem"]["wide"]) == (4096, "bf16", False)
     assert (row["config"]["stages"], row["config"]["tile_m"]) == (3, 128)
-    assert row["tflops"] == pytest.approx(2 * 4096**3 / 12.5 / 1e6)
+    assert row["tflops"] == pytest.approx(2 * 4096**3 / 200 / 1e6)
     assert row["roofline"] == pytest.approx(row["tflops"] / 989.5)
     assert (row["vendor_us"], row["ratio"], row["environment"]["driver"]) == (2000.0, 1.25, "580.95")
     (skinny,) = local("--op", "gemm", "--problem", "m=16")
@@ -263,7 +263,7 @@ def test_the_python_api(db: Path) -> None:
             w for w in opened.winners(gpu="h200", op="gemm", m=">=17", n=4096, dtype="bf16") if w.id == GEMM.id
         ]
         assert (winner.problem["k"], winner.config["stages"], winner.serves, winner.source) == (4096, 3, True, "local")
-        assert winner.as_row()["median_us"] == 12.5
+        assert winner.as_row()["median_us"] == 200.0
         with pytest.raises(UnsupportedProblem, match="not a field"):
             opened.winners(op="gemm", rows=4)
         with pytest.raises(UnknownGpu, match="h100"):
@@ -307,7 +307,7 @@ def test_diff_fits_80_columns(db: Path, narrow_terminal: None) -> None:
 
 def test_diff(db: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.db"
-    faster = trial("tile_m=64 stages=3", problem=GEMM.problem, median_us=10.0)
+    faster = trial("tile_m=64 stages=3", problem=GEMM.problem, median_us=160.0)
     with Store(other) as store:
         store.record([faster, SILU])
         store.crown(faster.id)

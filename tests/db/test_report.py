@@ -31,7 +31,7 @@ PROBLEMS = ("m=16 n=4096 k=4096", "m=4096 n=4096 k=4096", "m=256 n=1024 k=8192")
 @pytest.fixture
 def filled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Searches of three problems: failures, predictions of the same configs, a winner with the vendor's time."""
-    monkeypatch.setattr(query, "refusal", lambda *row: "")  # these configs are invented
+    monkeypatch.setattr(query, "unusable", lambda *row: "")  # these configs are invented
     configs = [f"tile_m={m} tile_n={n}" for m in (64, 128, 256) for n in (64, 128)]
     with Store() as store:
         for number, problem in enumerate(PROBLEMS):

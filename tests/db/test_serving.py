@@ -15,7 +15,7 @@ from cutekernels.db.store import Store
 from cutekernels.db.uuid7 import uuid7
 from cutekernels.ops import registry
 from cutekernels.ops.gemm.problem import GemmProblem
-from tests.db.test_cli import GEMM, SILU, SKINNY, ok, rows
+from tests.db.test_cli import GEMM, SILU, SKINNY, ok, rows, run
 from tests.db.trials import H200, trial
 from tests.shipping import ship
 
@@ -67,6 +67,50 @@ def test_a_winner_that_calls_refuse_is_shown_so(edited: str, config: str, why: s
     assert "that calls refuse" in unused["found"] and ("1 " if edited == "shipped" else "2 ") == unused["found"][:2]
     if edited == "local":
         assert "(3 winners, of which calls refuse 2)" in cli._database(f"sqlite:///{db}").value
+
+
+def test_a_time_below_the_roofline_serves_no_call(db: Path) -> None:
+    """However it got there; but a board may run a little above its stated clock."""
+    with closing(sqlite3.connect(db)) as connection:
+        connection.execute("UPDATE trial SET median_us = 0.0001 WHERE id = ?", (GEMM.id,))
+        connection.commit()
+    dispatch.reload()
+    (row,) = [r for r in rows("query", "--problem", "m=4096") if r["source"] == "local"]
+    assert not row["serves"] and "0.0001 us is below the roofline of 138.9 us" in row["reason"]
+    asked = dispatch.explain(registry.get("gemm"), GemmProblem.parse(GEMM.problem), gpus.lookup("h200"))
+    assert asked.choice.origin != "tuned" and row["reason"] in dict(asked.considered)["tuned"]
+    assert any(row["reason"] in r["found"] for r in rows("doctor"))
+    assert dispatch.too_fast(120.0, 138.9) == "" != dispatch.too_fast(110.0, 138.9)
+
+
+@pytest.mark.parametrize("verb", ["import", "merge", "pull"])
+def test_what_is_taken_in_is_judged_by_its_op(verb: str, tmp_path: Path) -> None:
+    """A false time is refused, with all other rows; what calls refuse is taken with a warning."""
+    rows_ = [
+        replace(GEMM, id=uuid7(), config=HUGE),
+        replace(GEMM, id=uuid7(), revision=99),
+        replace(GEMM, id=uuid7(), op="gone", problem="m=1"),
+        replace(GEMM, id=uuid7(), problem="m=4096 n=8192 k=8192", median_us=0.0001),
+    ]
+    for count, wanted in ((4, 1), (3, 0)):
+        source = tmp_path / f"{count}.db"
+        with Store(source) as store:
+            store.record(rows_[:count])
+            for t in rows_[:count]:
+                store.crown(t.id)
+            store.export(tmp_path / f"{count}.jsonl")
+        file = tmp_path / f"{count}.jsonl" if verb == "import" else source
+        done = run(verb, str(file), "--db", str(tmp_path / "to.db"))
+        assert done.exit_code == wanted and done.stdout == ""
+        told = " ".join(done.stderr.split())
+        if wanted:
+            for part in ("[m=4096 n=8192 k=8192]: its time of 0.0001 us", "below the roofline of 555.6 us", "leave"):
+                assert part in told
+            assert Store(tmp_path / "to.db").count() == 0
+    assert "3 trials added, 3 winners set" in told and "refuse 3 of the winners. The first: h200" in told
+    found = rows("query", "--local", "--op", "gemm", "--db", str(tmp_path / "to.db"))
+    why = {r["revision"]: r["reason"] for r in found}
+    assert "tile_m must be one of" in why[1] and why[99].startswith("a newer cutekernels wrote it, and here")
 
 
 def test_rows_that_serve_nobody_say_why(db: Path, shipped: Path) -> None:

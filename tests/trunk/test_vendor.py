@@ -87,7 +87,7 @@ class TestConfig:
         return found
 
     def resolved(self, problem: str, *rows: str) -> dispatch.Choice:
-        table = {row: Winner(row, str(self.config), "measured", 10.0, 1.2, "database") for row in rows}
+        table = {row: Winner(row, str(self.config), "measured", 100.0, 1.2, "database") for row in rows}
         snapshot = Snapshot(MappingProxyType({("gemm", GEMM.revision): table}))
         return dispatch.resolve(GEMM, GemmProblem.parse(problem), self.H200, snapshot)
 
@@ -114,9 +114,9 @@ class TestConfig:
         three = self.resolved(asked, *others)
         assert three.origin == "nearest" and three.config.vendors
         ours = str(GEMM.default(GemmProblem.parse(asked), self.H200))
-        rows = {row: Winner(row, str(self.config), "measured", 10.0, 1.2, "database") for row in others}
+        rows = {row: Winner(row, str(self.config), "measured", 100.0, 1.2, "database") for row in others}
         closest = "m=512 n=4096 k=4224 b_major=k"
-        rows[closest] = Winner(closest, ours, "measured", 10.0, 1.0, "database")
+        rows[closest] = Winner(closest, ours, "measured", 100.0, 1.0, "database")
         table = Snapshot(MappingProxyType({("gemm", GEMM.revision): rows}))
         served = dispatch.resolve(GEMM, GemmProblem.parse(asked), self.H200, table)
         assert (served.origin, str(served.config)) == ("nearest", ours), "one of ours is closer"
