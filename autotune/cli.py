@@ -1,8 +1,8 @@
 """``cutekernels tune``: the command line of a tuning run. The result goes to stdout, progress and errors to stderr.
 
 Exit codes: 0 all tasks have a winner, 1 a task failed, the time ended before it had a winner (a grid goes on another
-day), or the run was interrupted, 2 the request itself is wrong, 143 ended by SIGTERM, 129 by SIGHUP: all measurements
-are stored, and the same command resumes the run.
+day), or the run was interrupted, 2 the request itself is wrong, 75 the database's server could not be reached, or went
+away and stayed away, 143 ended by SIGTERM, 129 by SIGHUP: what was measured is stored, and the same command resumes.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def command(
     An interrupted run resumes when started again. `tune grid` begins with what removes most expected regret.
     """
     from cutekernels.autotune import grid
-    from cutekernels.errors import CuteKernelsError, JobError, UnknownGpu
+    from cutekernels.errors import CuteKernelsError, JobError, StoreUnreachable, UnknownGpu
     from cutekernels.gpu import lookup, present
 
     began = time.monotonic()
@@ -158,6 +158,9 @@ def command(
         except (JobError, UnknownGpu) as error:
             stack.close()
             terminal.fail(str(error), code=2)
+        except StoreUnreachable as error:
+            stack.close()
+            terminal.fail(f"{error}; once it is back, the same command resumes the run", code=os.EX_TEMPFAIL)
         except CuteKernelsError as error:
             stack.close()
             terminal.fail(str(error))

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Protocol
@@ -26,9 +27,10 @@ from cutekernels.autotune.search import Search
 from cutekernels.autotune.studies import Studies, translated
 from cutekernels.db.leases import Leases, of
 from cutekernels.db.store import Environment, Trial
-from cutekernels.errors import JobError
+from cutekernels.errors import JobError, StoreUnreachable
 from cutekernels.gpu import GpuSpec
 
+MOST_RETURNS = 10  # of a server during one task
 _LEAST_S = 15.0  # what a task takes at least beside seven others
 
 
@@ -204,11 +206,11 @@ class _Run:
                 task = self.tasks[position]
                 self.watch.begin(task, len(self.tasks) - len(waiting), len(self.tasks))
                 history = TaskHistory(store, task.op, task.problem, spec, versions, "predicted")
-                prediction = Prediction(
-                    task, spec, history, processes, self.limit, deadline, self.force,
+                predict = partial(
+                    Prediction, task, spec, history, processes, self.limit, deadline, self.force,
                     on_trial=self.watch.trial, clock=self.clock,
                 )  # fmt: skip
-                reports[position] = self._leased(store, spec, task, prediction.run)
+                reports[position] = self._leased(store, spec, task, predict)
                 self.watch.end(reports[position])
         return [reports[position] for position in sorted(reports)]
 
@@ -230,16 +232,17 @@ class _Run:
                 return report
             history = TaskHistory(store, task.op, task.problem, kind, slot.environment, "measured")
             if self.least_s is not None and deadline is not None and deadline <= self.clock():
-                report = self._left(history)  # a search would enumerate its space first, for seconds
+                report = self._steady(
+                    store, lambda: self._left(history)
+                )  # a search would enumerate its space first, for seconds
                 self._drop(store, name_of(kind, task.op, task.problem))
                 self.watch.end(report)
                 return report
-            search = Search(
-                task, kind, history, lane, deadline, self.force, self.confirm, self.end, studies, self.sampler,
+            search = partial(
+                Search, task, kind, history, lane, deadline, self.force, self.confirm, self.end, studies, self.sampler,
                 on_trial=self.watch.trial, clock=self.clock,
             )  # fmt: skip
-            with translated():
-                report = self._leased(store, kind, task, search.run)
+            report = self._leased(store, kind, task, search)
             self.watch.end(report)
             return report
 
@@ -275,8 +278,8 @@ class _Run:
     def _over(self) -> bool:
         return self.end is not None and self.clock() >= self.end
 
-    def _leased(self, store: Ledger, kind: GpuSpec, task: Task, run: Callable[[], TaskReport]) -> TaskReport:
-        """``run`` under the task's lease, which ends when its rows are stored."""
+    def _leased(self, store: Ledger, kind: GpuSpec, task: Task, begin: Callable[[], Search | Prediction]) -> TaskReport:
+        """The task's search or prediction under its lease, which ends when its rows are stored."""
         name = name_of(kind, task.op, task.problem)
         if name not in self._held:
             default = str(task.op.default(task.problem, kind))
@@ -285,9 +288,21 @@ class _Run:
                 task.op.name, str(task.problem), "unfinished", None, default, message=message, gpu=kind.name
             )
         try:
-            return replace(run(), gpu=kind.name)
+            return replace(self._steady(store, lambda: begin().run()), gpu=kind.name)
         finally:
             self._drop(store, name)
+
+    def _steady(self, store: Ledger, run: Callable[[], TaskReport]) -> TaskReport:
+        """``run``, which begins again from its stored rows where the database's server went away and came back."""
+        for left in reversed(range(MOST_RETURNS)):
+            try:
+                with translated():
+                    return run()
+            except StoreUnreachable as error:
+                if not left:
+                    raise
+                store.await_server(error)
+        raise AssertionError("the last one returns or raises")
 
     def _drop(self, store: Ledger, name: str) -> None:
         store.flush()

@@ -28,7 +28,7 @@ from cutekernels.autotune.space import Space
 from cutekernels.autotune.study import Attempt, abandon, add
 from cutekernels.db import engine, sqlite
 from cutekernels.db.store import Trial
-from cutekernels.errors import StoreError
+from cutekernels.errors import StoreError, StoreUnreachable
 
 SUFFIX, SCHEMA = ".studies", "cutekernels_studies"
 MOST_BYTES = 16 << 20  # of a journal, which every run reads whole: about 2 s
@@ -112,7 +112,9 @@ def translated() -> Iterator[None]:
     try:
         yield
     except optuna.exceptions.StorageInternalError as error:
-        raise StoreError(f"the study cannot be stored: {str(error).splitlines()[0]}") from error
+        cause = error.__cause__ or error
+        kind = StoreUnreachable if engine.is_away(cause) else StoreError
+        raise kind(f"the study cannot be stored: {str(cause).splitlines()[0]}") from error
 
 
 class _Journal(BaseJournalBackend):
@@ -154,4 +156,4 @@ def _with_schema(url: str) -> str:
 def _relational(url: str) -> BaseStorage:
     """The schema and Optuna's tables, made by one process at a time."""
     with engine.making_schema(url, SCHEMA):
-        return RDBStorage(_with_schema(url))
+        return RDBStorage(_with_schema(url), {"pool_pre_ping": True})  # the server may have restarted

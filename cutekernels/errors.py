@@ -12,6 +12,7 @@
     ├── WrongResult                       a kernel's output disagrees with its reference
     ├── JobError (ValueError)             a tuning job file breaks a rule
     └── StoreError                        the tuned-config database cannot be read or written
+        └── StoreUnreachable              its server went away or does not answer: a later try may succeed
 
 A message states the rule, the value that broke it, and the remedy.
 """
@@ -60,6 +61,10 @@ class JobError(CuteKernelsError, ValueError):
 
 class StoreError(CuteKernelsError):
     """The tuned-config database cannot be read or written."""
+
+
+class StoreUnreachable(StoreError):
+    """The database's server went away or does not answer. The same command may succeed later."""
 
 
 def near(name: str, known: Iterable[str]) -> str:

@@ -30,18 +30,21 @@ from sqlalchemy.pool import NullPool
 from cutekernels import settings
 from cutekernels.db import lock, sqlite
 from cutekernels.db.migrations import HEAD
-from cutekernels.errors import StoreError
+from cutekernels.errors import StoreError, StoreUnreachable
 
 WRITING = "cutekernels_writing"  # execution option: this transaction will write
 
 _LOCK_TIMEOUT_S = 120.0
 _PATIENCE_S = (30, 120)  # PostgreSQL: for a lock that another session holds, and for a statement
 _CONNECT_TIMEOUT_S = 10
+AWAY_S = 120.0  # longest wait of a run for a server that went away
 _NO_ROOM = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN)  # for files beside a database
 _SECRETS = ("password", "passfile", "sslpassword")  # of a PostgreSQL URL's query
 _SETS_ASIDE = "; `cutekernels db doctor --fix` sets a damaged file aside and begins a fresh one"
 _MIGRATION_LOCK = 0x6375_7465  # PostgreSQL advisory lock: "cute"
 _WRITERS_LOCK = 0x6375_7466
+_AWAY = ("57P01", "57P02", "57P03", "53300", "08000", "08003", "08006")  # shut down, crashed, starting, full, cut off
+_AWAY_FOR_NOW = ("starting up", "shutting down", "terminating connection", "recovery mode", "too many")
 _TABLES = {"gpu", "environment", "trial", "winner", "request", "rate", "alembic_version"}
 _alembic_lock = threading.Lock()  # Alembic's context is one per process, whatever the database
 
@@ -113,7 +116,17 @@ def translated(name: str) -> Iterator[None]:
     except (SQLAlchemyError, sqlite3.Error, OSError) as error:
         cause = str(getattr(error, "orig", None) or error).strip()
         first = next(iter(cause.splitlines()), type(error).__name__)
-        raise StoreError(f"database {name}: {first}{_remedy(first)}") from error
+        kind = StoreUnreachable if is_away(error) else StoreError
+        raise kind(f"database {name}: {first}{_remedy(first)}") from error
+
+
+def is_away(error: BaseException | None) -> bool:
+    """Whether an error is of a PostgreSQL server that ended a session or takes none, as while it restarts."""
+    state = getattr(getattr(error, "orig", None), "sqlstate", "")
+    if getattr(error, "connection_invalidated", False) or state in _AWAY:
+        return True
+    told = str(error)  # libpq's, without a state: it did not connect
+    return state is None and ("FATAL" not in told or any(words in told for words in _AWAY_FOR_NOW))
 
 
 @contextmanager

@@ -2,7 +2,8 @@
 
 Beside an SQLite file, whose processes are of one host, a lease is a lock on one byte of ``<database>.leases``; in
 PostgreSQL it is an advisory lock of a session. Neither is a row: nothing has to be renewed, and none outlives a kill. A
-host that vanishes from the network is noticed by the server's keepalives, within a minute.
+host that vanishes from the network is noticed by the server's keepalives, within a minute. A server that restarts has
+released all: holders come back and take theirs again, before anybody takes a new one.
 """
 
 from __future__ import annotations
@@ -12,13 +13,20 @@ import hashlib
 import os
 import struct
 import threading
+import time
+from contextlib import suppress
 from typing import Protocol
 
 from sqlalchemy import Connection, text
+from sqlalchemy.exc import SQLAlchemyError
 
+from cutekernels import settings
 from cutekernels.db import engine, sqlite
+from cutekernels.errors import StoreError, StoreUnreachable
 
 SUFFIX = ".leases"
+KEEP_S = 2.0  # between looks for a session that ended
+HOLDERS_FIRST_S = 15.0  # after a server's restart, before a new lease: longer than its holder takes to come back
 _KEEPALIVES = {"tcp_keepalives_idle": 20, "tcp_keepalives_interval": 10, "tcp_keepalives_count": 3}
 
 
@@ -77,27 +85,87 @@ class _Bytes:
 
 
 class _Sessions:
-    """Locks of one session, which its connection's end releases."""
+    """Locks of one session, which its connection's end releases; a thread notices that, and takes them again."""
 
     def __init__(self, url: str) -> None:
-        self._name = engine.shown(url)
+        self._url, self._name = url, engine.shown(url)
         self._mutex = threading.Lock()
+        self._held: set[str] = set()
+        self._since = -HOLDERS_FIRST_S  # when this session began in place of one that ended
+        self._away_since: float | None = None
+        self._closing = threading.Event()
+        self._session: Connection | None = self._opened()
+        threading.Thread(target=self._keep, name="cutekernels-leases", daemon=True).start()
+
+    def _opened(self) -> Connection:
         with engine.translated(self._name):
-            self._session: Connection = engine.session(url)
+            session = engine.session(self._url)
             for setting, value in _KEEPALIVES.items():
-                self._session.execute(text(f"SET {setting} = {value}"))
+                session.execute(text(f"SET {setting} = {value}"))
+        return session
 
     def take(self, name: str) -> bool:
-        return self._ask("pg_try_advisory_lock", name)
+        with self._mutex:
+            if not self._alive() or time.monotonic() < self._since + HOLDERS_FIRST_S:
+                return False
+            taken = self._ask("pg_try_advisory_lock", name)
+            if taken:
+                self._held.add(name)
+            return taken
 
     def release(self, name: str) -> None:
-        self._ask("pg_advisory_unlock", name)
+        with self._mutex, suppress(StoreUnreachable):  # which has released it
+            self._held.discard(name)
+            self._ask("pg_advisory_unlock", name)
+
+    def _keep(self) -> None:
+        while not self._closing.wait(KEEP_S):
+            with self._mutex, suppress(StoreError):  # which the next taking raises
+                if not self._closing.is_set():
+                    self._alive()
+
+    def _alive(self) -> bool:
+        """Whether the session lives, or another one could begin in its place, which takes what it held.
+
+        Raises:
+            StoreUnreachable: none could for :data:`engine.AWAY_S`.
+        """
+        try:
+            if self._session is not None:
+                with engine.translated(self._name):
+                    self._session.execute(text("SELECT 1"))
+                return True
+        except StoreUnreachable:
+            self._end()
+        try:
+            self._session, self._since = self._opened(), time.monotonic()
+            lost = [name for name in sorted(self._held) if not self._ask("pg_try_advisory_lock", name)]
+        except StoreUnreachable:
+            self._end()
+            self._away_since = self._away_since or time.monotonic()
+            if time.monotonic() - self._away_since > engine.AWAY_S:
+                raise
+            return False
+        self._away_since = None
+        if lost:
+            told = "another run took %s while the server was away: both make its attempts"
+            settings.logger("db").warning(told, ", ".join(lost))
+        return True
 
     def _ask(self, function: str, name: str) -> bool:
-        with self._mutex, engine.translated(self._name):
+        if self._session is None:
+            return False
+        with engine.translated(self._name):
             return bool(self._session.execute(text(f"SELECT {function}(:key)"), {"key": _number(name)}).scalar())
 
-    def close(self) -> None:
-        with self._mutex:
-            self._session.close()
+    def _end(self) -> None:
+        if self._session is not None:
+            with suppress(SQLAlchemyError):  # it ended already
+                self._session.close()
             self._session.engine.dispose()
+            self._session = None
+
+    def close(self) -> None:
+        self._closing.set()
+        with self._mutex:
+            self._end()

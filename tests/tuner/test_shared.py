@@ -13,13 +13,20 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from cutekernels import cli
+from cutekernels.autotune import ledger
+from cutekernels.autotune.ledger import Ledger
 from cutekernels.autotune.search import RACE_ROUNDS
 from cutekernels.autotune.turns import Turns
-from cutekernels.db import leases
+from cutekernels.db import engine, leases
 from cutekernels.db.engine import url_of
 from cutekernels.db.store import Store
+from cutekernels.errors import StoreUnreachable
+from tests.db.postgres import Postgres
 from tests.db.test_store import postgres  # noqa: F401  a fixture
+from tests.db.trials import trial
 from tests.tuner import test_fleet_cli
 from tests.tuner.test_kills import begin, check
 
@@ -85,6 +92,81 @@ def test_a_lease_is_one_holders_until_it_is_released_or_its_holder_is_gone(
         assert time.monotonic() < limit
         time.sleep(0.02)
     mine.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_run_outlives_a_restart_of_its_server(
+    postgres: Postgres,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    url = postgres()
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TOY_TIMED", str(tmp_path / "timed"))
+    run = begin(url, tmp_path)
+    while not (tmp_path / "timed").exists():
+        time.sleep(0.02)
+    with postgres.stopped():
+        time.sleep(2.0)
+        assert run.poll() is None
+    told = run.communicate(timeout=200)
+    assert run.returncode == 0 and "waiting up to 120 s for it" in told[1], told
+    check(url)
+
+
+def test_rows_and_leases_outlive_a_restart_of_the_server(
+    postgres: Postgres,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rows gather while it is away; a lease is its holder's again before anybody else may have it."""
+    url = postgres()
+    monkeypatch.setattr(leases, "KEEP_S", 0.05)
+    monkeypatch.setattr(ledger, "FLUSH_S", 0.0)
+    with Ledger(url) as store:
+        store.record([trial("a=1")])
+        mine, other = leases.of(url), leases.of(url)
+        assert mine.take("a")
+        with postgres.stopped():
+            writer = threading.Thread(target=store.record, args=([trial("a=2")],), daemon=True)
+            writer.start()
+            assert not mine.take("b") and not other.take("a")
+        writer.join(60)
+        assert [t.config for t in store.trials()] == ["a=1", "a=2"]
+        assert not other.take("a") and not other.take("b"), "holders come first"
+        monkeypatch.setattr(leases, "HOLDERS_FIRST_S", 0.0)
+        limit = time.monotonic() + 60
+        while not other.take("b"):
+            assert time.monotonic() < limit
+        assert not other.take("a")
+        mine.close()
+        other.close()
+
+
+def test_a_server_that_stays_away_ends_a_run_with_a_code_of_its_own(
+    postgres: Postgres,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine, "AWAY_S", 0.2)
+    store = Ledger(postgres())
+    lease = leases.of(store.url)
+    with postgres.stopped():
+        store.record([trial()])
+        with pytest.raises(StoreUnreachable, match=r"did not come back within 0 s$"):
+            store.flush()
+        with pytest.raises(StoreUnreachable, match="1 attempts were not stored"):
+            store.close()
+        time.sleep(0.3)
+        assert not lease.take("a")
+        time.sleep(0.3)
+        with pytest.raises(StoreUnreachable):
+            lease.take("a")
+        job = tmp_path / "toys.toml"
+        job.write_text('name = "j"\n[[tasks]]\nop = "rms_norm"\nproblems = ["rows=16 cols=64"]\n')
+        done = CliRunner().invoke(cli.app, ["tune", str(job), "--gpu", "a100", "--db", store.url])
+        assert done.exit_code == 75 and "the same command resumes" in done.stderr, done.output
+    lease.close()
 
 
 def test_turns_are_kept_among_processes(tmp_path: Path) -> None:
