@@ -137,12 +137,13 @@ class TaskHistory:
         samples: Samples | None = None,
         ratio: Ratio | None = None,
         estimate_us: float | None = None,
+        gain: float | None = None,
         error: float | None = None,
         vendor_us: float | None = None,
         certificate: Certificate | None = None,
         message: str = "",
     ) -> Trial:
-        """One attempt as a trial, not yet recorded."""
+        """One attempt as a trial, not yet recorded. ``gain``: a prediction's ratio, by the model."""
         return Trial.new(
             gpu=self._gpu_row,
             environment=self._environment,
@@ -156,7 +157,7 @@ class TaskHistory:
             p20_us=samples.p20 if samples else None,
             p80_us=samples.p80 if samples else None,
             samples=len(samples.us) if samples else None,
-            ratio=ratio.value if ratio else None,
+            ratio=ratio.value if ratio else gain,
             ratio_low=ratio.low if ratio else None,
             ratio_high=ratio.high if ratio else None,
             baseline_us=vendor_us,

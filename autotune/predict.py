@@ -1,9 +1,10 @@
 """One task for a GPU that is absent: compile the valid space, prune by static facts, rank by the op's model.
 
 No GPU is needed: kernels are compiled for the requested target in child processes, whose abort costs only that
-candidate. Every candidate becomes a row of origin ``predicted``: ``ok`` with the model's estimate as its time, and with
-a message where calls should take it in place of the default, ``pruned`` or ``compile_error``. The best becomes the
-predicted winner, which never displaces a measured one. An interrupted run resumes, best estimates first.
+candidate. Every candidate becomes a row of origin ``predicted``: ``ok`` with the model's estimate as its time, the
+default's over it as its ratio, and a message where calls should take it in place of the default, ``pruned`` or
+``compile_error``. The best becomes the predicted winner, which never displaces a measured one. An interrupted run
+resumes, best estimates first.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ class Prediction:
     _rows: dict[Config, Trial] = field(default_factory=dict)
     _spoiled: dict[Config, str] = field(default_factory=dict)  # compiles that the machine spoiled, and how
     _default: Config | None = None
+    _gains: dict[Config, float] = field(default_factory=dict)
 
     def run(self) -> TaskReport:
         """Compile, rank, store the winner and report. Rows are written on the way."""
@@ -66,6 +68,7 @@ class Prediction:
             self._rows = self._remembered()
         todo = [c for c in ranked if c not in self._rows]
         resumed = len(ranked) - len(todo)
+        self._gains = {c: estimates[default] / us if us else 1.0 for c, us in estimates.items()}
         self._compile_all(todo, estimates, len(ranked))
         late = any(c not in self._rows for c in ranked)
         fine = [c for c in ranked if c in self._rows and self._rows[c].status == "ok"]
@@ -139,7 +142,8 @@ class Prediction:
         reason = None if config == self._default else prune_reason(facts, self.task.op, self.gpu)
         if reason is not None:
             return self.history.row(config, "pruned", facts=facts, message=reason)
-        return self.history.row(config, "ok", facts=facts, estimate_us=estimate_us, message=self._why(config))
+        estimated = {"estimate_us": estimate_us, "gain": self._gains[config]}
+        return self.history.row(config, "ok", facts=facts, message=self._why(config), **estimated)
 
     def _why(self, config: Config) -> str:
         assert self._default is not None

@@ -122,9 +122,7 @@ class TuneReport:
         table = Table(title=self.headline(), title_justify="left", box=None, pad_edge=False, padding=(0, 2, 1, 0))
         table.add_column("problem and winner", overflow="fold")
         table.add_column("us", justify="right")
-        compared = self.origin == "measured"
-        if compared:
-            table.add_column("speed over default", justify="right")
+        table.add_column("speed over default", justify="right")
         table.add_column("this run", overflow="fold")
         for task in self.tasks:
             w = task.winner
@@ -135,7 +133,7 @@ class TuneReport:
             table.add_row(
                 escape(f"{task.op} {task.problem}{f' on {task.gpu}' if several else ''}\n{config}{origin}"),
                 "" if w is None or w.median_us is None else f"{w.median_us:.2f}",
-                *([escape(times_faster(w).replace(" [", "\n[")) if w else ""] if compared else []),
+                escape(times_faster(w).replace(" [", "\n[")) if w else "",
                 escape("; ".join(part for part in done if part)),
             )
         return table
@@ -155,7 +153,8 @@ def counts(attempts: Mapping[str, int]) -> str:
 
 
 def times_faster(trial: Trial) -> str:
-    """The ratio to the default with its interval, ``""`` where nothing was measured."""
-    if trial.ratio is None or trial.ratio_low is None or trial.ratio_high is None:
+    """The ratio to the default, ``""`` where there is none, with its interval where it was measured."""
+    if trial.ratio is None:
         return ""
-    return f"{trial.ratio:.3f} [{trial.ratio_low:.3f}, {trial.ratio_high:.3f}]"
+    measured = trial.ratio_low is not None and trial.ratio_high is not None
+    return f"{trial.ratio:.3f}" + (f" [{trial.ratio_low:.3f}, {trial.ratio_high:.3f}]" if measured else "")

@@ -368,9 +368,10 @@ def _sources(op: Op[Any, Any], p: Any, gpu: GpuSpec, known: _Known) -> Iterator[
         note = f"the model's best for its bucket ({at_bucket.source}): {at_bucket.reason}"
         yield "predicted", _adopt(op, p, gpu, at_bucket, "predicted", note)
     else:
+        gain = "less than" if at_bucket.ratio is None else f"{at_bucket.ratio:.2f}, less than"
         yield (
             "predicted",
-            f"the model has its bucket's best less than {LEAST_GAIN} times as fast as the default, too little to serve",
+            f"the model has its bucket's best {gain} {LEAST_GAIN} times as fast as the default, too little to serve",
         )
     yield "default", Choice(op.default(p, gpu), "default", "the op's analytical choice")
 

@@ -16,6 +16,7 @@ from cutekernels import settings
 from cutekernels.db import query, snapshot, sqlite
 from cutekernels.db.store import Store
 from cutekernels.db.trial import ORIGINS, Trial
+from cutekernels.dispatch import LEAST_GAIN
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.guests import is_guest
 from cutekernels.op import Scalar
@@ -37,7 +38,7 @@ class Winner:
         serves: whether calls use this row.
         reason: why they do not, ``""`` where they do: another source's row precedes it, the op's revision was
             raised since, a prediction promises too little, calls refuse its config, or it is of a guest.
-        ratio: time of the default config over this one's, with its 95 % interval.
+        ratio: time of the default config over this one's, with its 95 % interval; of a prediction by the model.
         tflops: achieved rate, like ``gbps``; ``roofline`` is the share of what the GPU can do, at most 1.
         vendor_us: the vendor library's time in the same run, where it was measured.
         sources: a hash of the kernel's sources, ``""`` in older rows.
@@ -246,7 +247,8 @@ class Database:
         if first[0].revision != t.revision:
             return f"one of revision {first[0].revision} precedes it"
         if not snapshot.may_serve(t.origin, t.message):
-            return "its predicted gain is too small"
+            gain = "" if t.ratio is None else f" of {t.ratio:.2f}, below {LEAST_GAIN},"
+            return f"its predicted gain{gain} is too small"
         return query.unusable(t)
 
     def refused(self, local: Sequence[Trial]) -> list[Refused]:

@@ -181,7 +181,8 @@ def _host_class() -> str:
 class Trial:
     """One attempt. Never changed once recorded. Make one with :meth:`new`.
 
-    ``ratio`` is time(default) / time(this), so above 1 is faster than the default, with its 95 % interval;
+    ``ratio`` is time(default) / time(this), so above 1 is faster than the default, with its 95 % interval where it was
+    measured;
     ``baseline_us`` the vendor library's time in the same run; ``error`` the largest error over the tolerance;
     ``sources`` a hash of the sources of its kernel, ``""`` in older rows; ``certificate`` of a final's winner only.
     """

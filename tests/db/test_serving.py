@@ -120,12 +120,20 @@ def test_rows_that_serve_nobody_say_why(db: Path, shipped: Path) -> None:
         store.record([old, gone])
         store.crown(old.id)
         store.crown(gone.id)
+    little = replace(SKINNY, id=uuid7(), problem="m=32 n=4096 k=4096", ratio=1.25)
+    with Store(db) as store:
+        store.record([little])
+        store.crown(little.id)
     ship(shipped, "h200", replace(GEMM, id=uuid7()).as_line() + "\n")
+    dispatch.reload()
+    asked = dispatch.explain(registry.get("gemm"), GemmProblem.parse(little.problem), gpus.lookup("h200"))
+    assert "best 1.25, less than 1.5 times as fast" in dict(asked.considered)["predicted"]
     found = {(row["source"], row["id"][-6:]): row["reason"] for row in rows("query", "--gpu", "h200")}
     assert found["local", GEMM.id[-6:]] == ""
     assert "earlier" not in found["local", old.id[-6:]] and "revision 1" in found["local", old.id[-6:]]
     assert found["local", gone.id[-6:]] == "this version has no such op"
     assert found["local", SKINNY.id[-6:]] == "its predicted gain is too small"
+    assert found["local", little.id[-6:]] == "its predicted gain of 1.25, below 1.5, is too small"
     assert [why for (source, _), why in found.items() if source == "shipped"] == ["a local winner precedes it"]
 
 

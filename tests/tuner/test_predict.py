@@ -49,7 +49,9 @@ def test_every_valid_config_is_a_predicted_row_and_the_best_that_holds_is_crowne
     assert trials[str(best)].status == "compile_error" and "SIGABRT" in trials[str(best)].message
     assert trials[str(second)].status == "pruned" and trials[str(second)].stack_bytes == 2000
     assert trials[str(third)].median_us == TOY.estimate_us(PROBLEM, third, A100)
-    assert trials[str(third)].ratio is None, "nothing was measured"
+    gain = TOY.estimate_us(PROBLEM, DEFAULT, A100) / TOY.estimate_us(PROBLEM, third, A100)
+    assert trials[str(third)].ratio == gain and trials[str(DEFAULT)].ratio == 1.0, "by the model"
+    assert trials[str(third)].ratio_low is None, "nothing was measured"
     assert report.state == "predicted"
     assert report.winner == trials[str(third)] == store.winners(gpu="a100-sxm-80gb")[0]
     assert report.attempts == {"ok": len(VALID) - 2, "compile_error": 1, "pruned": 1}
