@@ -314,7 +314,7 @@ def prune(
     days: Annotated[
         int | None, typer.Option(min=0, max=36500, help="Trials older than this that are no winners.")
     ] = None,
-    stale: Annotated[bool, typer.Option("--stale", help="All trials of revisions that serve no more.")] = False,
+    stale: Annotated[bool, typer.Option("--stale", help="All trials of earlier revisions that serve no more.")] = False,
     gpu: GpuName = None,
     op: OpName = None,
     yes: Annotated[bool, typer.Option("--yes", help="Delete them; otherwise they are counted.")] = False,
@@ -327,7 +327,7 @@ def prune(
         gpu, op = opened.gpu(gpu), opened.op(op)
         assert opened.store is not None
         ops = {row.op for row in opened.store.stats()} if stale else ()
-        current = {name: min(found) for name in ops if (found := revisions(name))}
+        current = {name: found for name in ops if (found := revisions(name))}
     with _store(db, writing=yes) as store:
         older = None if days is None else timedelta(days=days)
         count = store.prune(older_than=older, stale=current, gpu=gpu, op=op, count_only=not yes)
@@ -354,12 +354,18 @@ def doctor(
         broken = opened.store.broken_rows()
         winners = opened.store.winners()
         unknown = [t for t in winners if not revisions(t.op) and not is_guest(t.op)]
-        stale = [t for t in winners if revisions(t.op) and t.revision not in revisions(t.op)]
+        idle = [t for t in winners if revisions(t.op) and t.revision not in revisions(t.op)]
+        newer = [t for t in idle if t.revision > max(revisions(t.op))]
+        earlier = [t for t in idle if t.revision < max(revisions(t.op))]
         refused = opened.refused(winners)
         count = opened.store.count()
     rows.append({"what": "database", "state": "ok", "found": f"{count} trials"})
     rows += [{"what": "row", "state": "broken", "found": reason} for reason in broken]
-    for found, why in ((stale, "of an earlier revision: tune again, or prune --stale"), (unknown, "of an unknown op")):
+    for found, why in (
+        (earlier, "of an earlier revision: tune again, or prune --stale"),
+        (newer, "of a newer revision: upgrade cutekernels, or tune again here"),
+        (unknown, "of an op that this version lacks: upgrade cutekernels if a later one has it"),
+    ):
         if found:
             rows.append({"what": "winners", "state": "unused", "found": f"{len(found)} {why}"})
     for source in ("local", SHIPPED):
@@ -367,7 +373,7 @@ def doctor(
         if among:
             first = _told(among[0].trial, among[0].reason)
             rows.append({"what": f"{source} winners", "state": "unused", "found": _refused(len(among), first)})
-    unused = len(stale) + len(unknown) + sum(found.source == "local" for found in refused)
+    unused = len(idle) + len(unknown) + sum(found.source == "local" for found in refused)
     rows.append({"what": "winners", "state": "ok", "found": f"{len(winners) - unused} valid"})
     _write(rows, format, None, "", ("what", "state", "found"))
     raise typer.Exit(1 if broken else 0)

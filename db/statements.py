@@ -6,7 +6,7 @@ Rows go in and out through SQLAlchemy Core in batches: with the ORM, mixed rows 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import fields
 from datetime import UTC, datetime
 from itertools import islice
@@ -404,14 +404,16 @@ def _beats(candidate: Rank, rival: Rank, *, newest: bool) -> bool:
 
 
 def to_prune(
-    before: datetime | None, stale: Iterable[tuple[str, int]], within: Sequence[ColumnElement[bool]]
+    before: datetime | None, stale: Iterable[tuple[str, Collection[int]]], within: Sequence[ColumnElement[bool]]
 ) -> ColumnElement[bool]:
     """The condition on trials ``within`` some to go: those from before a time that win nothing, and all of ``stale``.
 
-    ``stale`` holds ops with the least revision that is kept.
+    ``stale`` holds ops with the revisions that serve: earlier ones that are not among them go, later ones stay.
     """
     t = _trial.c
-    chosen: list[ColumnElement[bool]] = [(t.op == op) & (t.revision < least) for op, least in stale]
+    chosen: list[ColumnElement[bool]] = [
+        (t.op == op) & (t.revision < max(serving)) & t.revision.not_in(serving) for op, serving in stale
+    ]
     if before is not None:
         chosen.append((t.created_at < before) & ~exists().where(_winner.c.trial_id == t.id))
     return and_(or_(false(), *chosen), *within)

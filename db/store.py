@@ -444,7 +444,7 @@ class Store:
         self,
         *,
         older_than: timedelta | None = None,
-        stale: Mapping[str, int] | None = None,
+        stale: Mapping[str, Collection[int]] | None = None,
         gpu: str | None = None,
         op: str | None = None,
         count_only: bool = False,
@@ -453,7 +453,7 @@ class Store:
 
         Args:
             older_than: delete trials of this age and more that are not winners.
-            stale: the earliest revision of each op that serves; delete all trials of earlier ones, winners too.
+            stale: the revisions of each op that serve; delete all trials of earlier ones that do not, winners too.
             gpu: only trials of this GPU.
             op: only trials of this op.
             count_only: delete nothing.

@@ -262,7 +262,7 @@ def test_prune_keeps_winners_and_forgets_the_rest(tmp_path: Path) -> None:
     kept, lost = trial("kept=1", created_at=old), trial("lost=1", created_at=old, status="crashed")
     young, stale = trial("young=1", status="crashed"), trial("stale=1", revision=0, gpu=L40S)
     with Store(database(tmp_path / "tuned.db", kept, lost, young, stale)) as store:
-        options = {"older_than": timedelta(days=30), "stale": {"gemm": 1}}
+        options = {"older_than": timedelta(days=30), "stale": {"gemm": (1,)}}
         assert store.prune(**options, count_only=True) == 2  # type: ignore[arg-type]
         assert len(store.trials()) == 4
         assert store.prune(**options) == 2  # type: ignore[arg-type]
@@ -274,10 +274,10 @@ def test_prune_keeps_winners_and_forgets_the_rest(tmp_path: Path) -> None:
 def test_prune_of_one_gpu_leaves_the_others_alone(tmp_path: Path) -> None:
     mine, other = trial("mine=1", revision=0), trial("other=1", revision=0, gpu=L40S)
     with Store(database(tmp_path / "tuned.db", mine, other)) as store:
-        assert store.prune(stale={"gemm": 1}, gpu="h200", count_only=True) == 1
-        assert store.prune(stale={"gemm": 1}, gpu="h200") == 1
+        assert store.prune(stale={"gemm": (1,)}, gpu="h200", count_only=True) == 1
+        assert store.prune(stale={"gemm": (1,)}, gpu="h200") == 1
         assert store.winners() == [other]
-        assert store.prune(stale={"gemm": 1}, op="rope") == 0
+        assert store.prune(stale={"gemm": (1,)}, op="rope") == 0
         assert store.prune(older_than=timedelta(days=-1), gpu="h200") == 0
 
 

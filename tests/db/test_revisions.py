@@ -174,6 +174,19 @@ class TestServing:
         assert "1 trials deleted" in result.stderr
         assert served().origin == "tuned"
 
+    def test_doctor_advises_what_helps(self, db: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """An earlier revision is tuned again or pruned; no prune deletes a newer one, which other versions use."""
+        monkeypatch.setattr(type(GEMM), "revision", 5)
+        monkeypatch.setattr(type(GEMM), "earlier", {2: lambda problem, config: config})
+        crowned(db, *(row(NEW, revision) for revision in (1, 2, 3, 5, 6, 99)))
+        found = CliRunner().invoke(cli.app, ["db", "doctor"]).stdout
+        assert "2 of an earlier revision: tune again, or prune --stale" in found
+        assert "2 of a newer revision: upgrade cutekernels" in found
+        result = CliRunner().invoke(cli.app, ["db", "prune", "--stale", "--yes"])
+        assert "2 trials deleted" in result.stderr
+        with Store(db) as store:
+            assert sorted(t.revision for t in store.trials()) == [2, 5, 6, 99]
+
     def test_databases_compare_by_what_serves(self, tmp_path: Path) -> None:
         for name, rows in (("a", [row()]), ("b", [row(NEW, 2)]), ("c", [row(), row(OTHER, 2)])):
             crowned(tmp_path / f"{name}.db", *rows)

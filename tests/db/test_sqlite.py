@@ -485,9 +485,9 @@ def test_a_reader_that_can_lock_nothing_says_when_a_writer_came_between(
 
 def test_counting_what_a_prune_would_delete_writes_nothing(wal: Path) -> None:
     with Store(wal, readonly=True) as store:
-        assert store.prune(stale={"gemm": 9}, count_only=True) == 1
+        assert store.prune(stale={"gemm": (9,)}, count_only=True) == 1
     with Store(wal) as store:
-        assert store.prune(stale={"gemm": 9}) == 1 and store.trials() == []
+        assert store.prune(stale={"gemm": (9,)}) == 1 and store.trials() == []
 
 
 def test_a_place_for_no_lock_file_is_told_at_once() -> None:
