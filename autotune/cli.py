@@ -59,7 +59,9 @@ def command(
     ] = None,
     limit: Annotated[
         int | None,
-        typer.Option(min=1, help="Without the GPU: of each problem compile only this many, the best by model."),
+        typer.Option(
+            min=1, help="Without the GPU: compile the best by model of each problem, N in place of its trials."
+        ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Repeat what earlier runs did.")] = False,
     confirm: Annotated[
@@ -172,6 +174,11 @@ def command(
                 stack.close()
             terminal.fail(f"ended by {ended.signal.name}; {_RESUMES}", code=128 + ended.signal)
     _print(report, format)
+    if requests and report.origin == "predicted":
+        terminal.say(
+            f"the requests stay in the queue: only a measurement on a {report.gpu} ends one; "
+            "`cutekernels db requests --clear` drops them"
+        )
     later = of_grid and all(task.state != "failed" for task in report.tasks)  # the next run goes on
     raise typer.Exit(0 if report.ok or later else 1)
 
@@ -205,7 +212,11 @@ def _job(
 
         spec = known.lookup(gpu)
         store = stored(url_of(db))
-        found = shards.requested(store.requests(gpu=spec.name) if store else (), spec, trials)
+        queue = store.requests(gpu=spec.name) if store else []
+        found = shards.requested(queue, spec, trials)
+        if reasons := [why for r in queue if (why := shards.left_out(r, spec))]:
+            told = f"{len(reasons)} requests are left out, the first because {reasons[0]}"
+            terminal.say(f"{told}; `cutekernels db requests` lists all, with --clear it drops them")
         if not found.tasks:
             raise JobError(f"no request is waiting for {spec.name}; `cutekernels db requests` lists all")
     else:
@@ -268,19 +279,21 @@ def _show(
     from cutekernels.guests import is_guest
 
     spec = known.lookup(gpu) if dry or not known.is_auto(gpu) else None  # a list needs no GPU, but no false name
+    measures = measures or spec is None or known.present(spec) or any(is_guest(task.op.name) for task in job.tasks)
     if dry and spec is not None:
         from cutekernels.db.engine import url_of
 
         rows = outlook.planned(job, spec, outlook.stored(url_of(db)), limit, force=force)
         columns = outlook.PLANNED
     else:
-        rows, columns = outlook.listed(job), outlook.LISTED
+        rows = outlook.listed(job, measured=measures)
+        columns = outlook.LISTED if measures else outlook.LISTED[:-1]
     terminal.write(rows, format, columns if format is Format.table else ())
     left = [t for t, row in zip(job.tasks, rows, strict=True) if row.get("state") != "done"]
     cost = f"about {duration(sum(map(shards.expected_s, left)))} one task at a time on an H200"
-    measures = measures or any(is_guest(task.op.name) for task in job.tasks)
-    if spec is not None and not known.present(spec) and not measures:
-        cost = f"compiled and predicted, since no {spec.name} is here; --limit N compiles the best N of each"
+    if spec is not None and not measures:
+        number = "as many as its trials" if limit is None else f"--limit {limit}"
+        cost = f"compiled and predicted, since no {spec.name} is here: of each the best by model, {number}"
     terminal.say(f"{job.name}: {len(rows)} tasks, {len(left)} to do, {cost}")
 
 

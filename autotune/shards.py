@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from cutekernels import gpu as gpus
 from cutekernels.autotune.job import DEFAULT_TRIALS, Job, Task, checked_trials, is_empty
-from cutekernels.errors import JobError, UnsupportedProblem
+from cutekernels.errors import JobError
 from cutekernels.gpu import GpuSpec
 from cutekernels.guests import is_guest
 
@@ -80,25 +80,34 @@ def only(job: Job, op: str) -> Job:
     return replace(job, tasks=tasks)
 
 
+def left_out(request: Request, gpu: GpuSpec) -> str:
+    """Why no run of this version tunes a request for ``gpu``; "" where one does."""
+    from cutekernels.db import query
+    from cutekernels.ops import registry
+
+    why = query.foreign(request.op, request.revision, request.problem)
+    if request.gpu != gpu.name:
+        return f"it is for {request.gpu}"
+    if not why and is_empty(registry.get(request.op).Problem.parse(request.problem)):
+        return "it has nothing to compute"
+    return why
+
+
 def requested(requests: Iterable[Request], gpu: GpuSpec, trials: int | None = None) -> Job:
     """The queue of missed problems as a job: most GPU time per tuning second first.
 
     A problem's worth is its hits times the model's time of the default, over the expected cost of its task. Requests
-    for another GPU, a revision that serves no more, an op or problem that this version lacks, or nothing at all are
-    left out.
+    with a reason (:func:`left_out`) are not in it.
     """
     from cutekernels.ops import registry
 
     wanted = DEFAULT_TRIALS if trials is None else checked_trials(trials, "trials")
     found: dict[str, tuple[float, Task]] = {}
     for request in requests:
-        try:
-            op = registry.get(request.op)
-            problem = op.Problem.parse(request.problem).bucket()
-        except UnsupportedProblem:
+        if left_out(request, gpu):
             continue
-        if request.gpu != gpu.name or request.revision not in op.revisions or is_empty(problem):
-            continue
+        op = registry.get(request.op)
+        problem = op.Problem.parse(request.problem).bucket()
         task = Task(op, problem, wanted)
         worth = request.hits * op.estimate_us(problem, op.default(problem, gpu), gpu) / expected_s(task)
         known = found.get(str(task), (0.0, task))

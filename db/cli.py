@@ -10,7 +10,7 @@ import io
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, fields
 from datetime import timedelta
@@ -31,7 +31,7 @@ from cutekernels.db import query as query_
 from cutekernels.db.engine import file_errors, url_of
 from cutekernels.db.query import is_default, revisions
 from cutekernels.db.reader import SHIPPED, TRIAL_COLUMNS, Database, Winner, diff
-from cutekernels.db.store import ImportReport, Store, Trial, replace_file
+from cutekernels.db.store import ImportReport, Request, Store, Trial, replace_file
 from cutekernels.errors import CuteKernelsError, StoreError, UnknownGpu, UnsupportedProblem
 from cutekernels.guests import is_guest
 from cutekernels.terminal import As, Format
@@ -178,15 +178,42 @@ def stats(format: As = Format.table, db: Db = None) -> None:
 @app.command()
 def requests(
     gpu: GpuName = None,
+    op: OpName = None,
+    problem: Conditions = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first this many.")] = None,
+    clear: Annotated[bool, typer.Option("--clear", help="Forget those listed, and such as were tuned since.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="With --clear: do it; otherwise they are counted.")] = False,
     format: As = Format.table,
     db: Db = None,
 ) -> None:
     """List problems that were dispatched but never measured, most hits first: candidates to tune next."""
+    if yes and not clear:
+        terminal.fail("--yes confirms --clear: give both", code=2)
     with _opened(db, needed=True) as opened:
         assert opened.store is not None
-        rows = [asdict(row) for row in opened.store.requests(gpu=opened.gpu(gpu), limit=limit)]
-    _write(rows, format, None, "no request is waiting", ("gpu", "op", "revision", "problem", "hits", "last_seen"))
+        gpu, op = opened.gpu(gpu), opened.op(op)
+        asked = query_.conditions(problem or "", op)
+        queue = opened.store.requests(gpu=gpu, waiting=not clear)
+        predicted = {t.key for t in opened.store.winners(gpu=gpu) if t.origin == "predicted"}
+    of_op = (r for r in queue if op in (None, r.op))
+    chosen = [r for r in of_op if query_.matches(r.op, query_.problem(r.op, r.problem), asked)][:limit]
+    if clear:
+        if yes:
+            with _store(db, writing=True) as store:
+                store.clear_requests(chosen)
+        terminal.say(f"{len(chosen)} requests {'cleared' if yes else 'would be cleared; --yes clears them'}")
+        return
+    rows = [asdict(r) | {"note": _waiting(r, predicted)} for r in chosen]
+    declared = ("gpu", "op", "revision", "problem", "hits", "last_seen", "note")
+    _write(rows, format, None, "no request is waiting", declared)
+
+
+def _waiting(r: Request, predicted: Collection[tuple[str, str, int, str]]) -> str:
+    """Why a request waits on after a run."""
+    why = query_.foreign(r.op, r.revision, r.problem)
+    if not why and (r.gpu, r.op, r.revision, r.problem) in predicted:
+        why = f"predicted: only a measurement on a {r.gpu} ends it"
+    return why
 
 
 @app.command()

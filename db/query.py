@@ -206,23 +206,33 @@ def rates(gpu: str, op: str, text: str, us: float | None) -> dict[str, float | N
     return {name: rate if rate is not None and math.isfinite(rate) else None for name, rate in found.items()}
 
 
-def unusable(t: Trial) -> str:
-    """Why calls use no such winner, whatever others there are; "" where they may. The dispatcher's own rules say it."""
-    declared, serving = registry.find(t.op), revisions(t.op)
-    if is_guest(t.op):
-        return "it is a guest's: `db export --format` writes its table"
+def foreign(op: str, revision: int, problem: str) -> str:
+    """Why a row's op, revision or problem is none that this version tunes and serves; "" where it is one."""
+    declared, serving = registry.find(op), revisions(op)
     if declared is None:
         return "this version has no such op"
-    if t.revision not in serving:
-        newer = "a newer cutekernels wrote it, and here " if t.revision > max(serving) else ""
+    if revision not in serving:
+        newer = "a newer cutekernels wrote it, and here " if revision > max(serving) else ""
         return f"{newer}calls use winners of revision {' and '.join(map(str, sorted(serving)))}"
+    try:
+        declared.Problem.parse(problem)
+    except UnsupportedProblem as error:
+        return f"its problem is not one of this version's: {error}"
+    return ""
+
+
+def unusable(t: Trial) -> str:
+    """Why calls use no such winner, whatever others there are; "" where they may. The dispatcher's own rules say it."""
+    if is_guest(t.op):
+        return "it is a guest's: `db export --format` writes its table"
+    declared = registry.find(t.op)
+    if (why := foreign(t.op, t.revision, t.problem)) or declared is None:
+        return why
     found: Any
     us = t.median_us if t.origin == "measured" else None
     try:
         p, gpu = declared.Problem.parse(t.problem), gpus.lookup(t.gpu.name)
         found = dispatch.adopted(declared, p, gpu, t.config, t.revision, t.problem, us)
-    except UnsupportedProblem as error:
-        return f"its problem is not one of this version's: {error}"
     except UnknownGpu:  # described on its own machine, not in the table: only the knobs can be looked at
         try:
             found = declared.Config.parse(declared.spelled(t.revision, t.problem, t.config))

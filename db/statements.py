@@ -245,6 +245,13 @@ def sound_requests(session: Session, query: Select[Any]) -> list[Any]:
     return found
 
 
+def forget_requests(session: Session, keys: Sequence[Key]) -> None:
+    """Delete requests."""
+    columns = [_request.c[name] for name in KEY]
+    for some in batches(sorted(keys), _KEYS):
+        session.execute(delete(_request).where(tuple_(*columns).in_(some)))
+
+
 def broken_rows(session: Session) -> list[str]:
     """Ids of rows that break a rule, each with the rule, and rows that point nowhere or to the wrong row."""
     names = [*_TRIAL_FIELDS]

@@ -24,7 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, TextIO
 
-from sqlalchemy import ColumnElement, and_, case, func, or_, select, tuple_
+from sqlalchemy import ColumnElement, case, func, or_, select, tuple_
 from sqlalchemy.orm import Session
 
 from cutekernels.db import lines, models, sqlite, statements, trial
@@ -261,24 +261,34 @@ class Store:
                 values,
             )
 
-    def requests(self, *, gpu: str | None = None, limit: int | None = None) -> list[Request]:
-        """Dispatched problems without a measured winner, most hits first."""
+    def requests(self, *, gpu: str | None = None, limit: int | None = None, waiting: bool = True) -> list[Request]:
+        """Dispatched problems, most hits first; ``waiting``: those without a measured winner of theirs or a later
+        revision.
+        """
         request, winner = models.Request, models.Winner
         measured = (
             select(winner.trial_id)
             .join(models.Trial, models.Trial.id == winner.trial_id)
             .where(
-                and_(*(getattr(winner, k) == getattr(request, k) for k in ("gpu", "op", "revision", "problem"))),
+                *(getattr(winner, k) == getattr(request, k) for k in ("gpu", "op", "problem")),
+                winner.revision >= request.revision,
                 models.Trial.origin == "measured",
             )
         )
-        query = select(*(getattr(request, f.name) for f in fields(Request))).where(~measured.exists())
+        query = select(*(getattr(request, f.name) for f in fields(Request)))
+        if waiting:
+            query = query.where(~measured.exists())
         if gpu is not None:
             query = query.where(request.gpu == gpu)
         query = query.order_by(request.hits.desc(), request.gpu, request.op, request.revision, request.problem)
         with self._reading() as session:
             found = [Request(*row) for row in statements.sound_requests(session, query)]
         return found[:limit]
+
+    def clear_requests(self, requests: Sequence[Request]) -> None:
+        """Forget that problems were dispatched."""
+        with self._writing() as session:
+            statements.forget_requests(session, [(r.gpu, r.op, r.revision, r.problem) for r in requests])
 
     def count(self) -> int:
         """The number of trials."""

@@ -319,6 +319,30 @@ def test_diff(db: Path, tmp_path: Path) -> None:
     assert "there is no database" in refused("diff", str(db), str(tmp_path / "absent.db"))
 
 
+def test_requests_say_why_they_wait_and_are_cleared(db: Path) -> None:
+    """A measurement of a later revision ends one too; a prediction ends none, and says so."""
+    p = "m=16 n=4096 k=4096"
+    with Store(db) as store:
+        store.note_requests(
+            [("h200", "gemm", 1, p, 3), ("h200", "gone", 1, "m=1", 2), ("h200", "gemm", 2, GEMM.problem, 9)]
+        )
+        store.note_requests([("h200", "gemm", 1, "m=64 n=64 k=64", 1)])
+        later = replace(GEMM, id=uuid7(), revision=2, problem="m=64 n=64 k=64")
+        store.record([later])
+        store.crown(later.id)
+    notes = {(row["op"], row["problem"]): row["note"] for row in rows("requests", "--gpu", "h200")}
+    assert notes["gemm", p] == "predicted: only a measurement on a h200 ends it"
+    assert notes["gone", "m=1"] == "this version has no such op"
+    assert notes["gemm", "m=1 n=1 k=1"].startswith("its problem is not one of this version's: k=1 is contiguous in a")
+    assert notes["gemm", GEMM.problem] == "" and ("gemm", later.problem) not in notes
+    refused("requests", "--yes", code=2)
+    assert "1 requests would be cleared" in ok("requests", "--clear", "--problem", "m=16").stderr
+    assert "4 requests cleared" in ok("requests", "--clear", "--op", "gemm", "--gpu", "h200", "--yes").stderr
+    assert [row["op"] for row in rows("requests")] == ["gemm", "gone"]
+    assert "2 requests cleared" in ok("requests", "--clear", "--yes").stderr
+    assert rows("requests") == [] and len(Store(db).trials()) == 5
+
+
 def test_prune(db: Path) -> None:
     refused("prune", code=2)
     assert "1 trials would be deleted" in ok("prune", "--days", "0").stderr
@@ -414,7 +438,7 @@ def test_stats_and_requests() -> None:
     assert [row["problem"] for row in rows("requests", "--gpu", "h200")] == ["m=1 n=1 k=1"]
     assert len(rows("requests", "--limit", "1")) == 1
     assert "m=1 n=1 k=1" in ok("requests").stdout
-    assert ok("requests", "--format", "csv").stdout.startswith("gpu,op,revision,problem,hits,last_seen\nl40s,")
+    assert ok("requests", "--format", "csv").stdout.startswith("gpu,op,revision,problem,hits,last_seen,note\nl40s,")
     assert ok("stats", "--format", "csv").stdout.startswith("gpu,op,origin,trials,ok,winners\nh200,")
 
 

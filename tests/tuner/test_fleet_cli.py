@@ -262,6 +262,12 @@ class TestCommandLine:
         )
         assert {(r["origin"], r["to_do"]) for r in rows} == {("predicted", 3)}
 
+    def test_a_list_for_an_absent_gpu_has_no_seconds_of_another(self) -> None:
+        result = self.invoke(str(self.toml), "--list", "--gpu", "l40s", "--format", "json")
+        assert all("expected_s" not in row and row["trials"] == 4 for row in json.loads(result.stdout))
+        assert "of each the best by model, as many as its trials" in result.stderr and "H200" not in result.stderr
+        assert "expected_s" not in self.invoke(str(self.toml), "--list", "--gpu", "l40s").stdout
+
     def test_more_shards_than_tasks(self) -> None:
         result = self.invoke(str(self.toml), "--shard", "9/9", "--format", "json")
         assert result.exit_code == 0 and json.loads(result.stdout)["tasks"] == []
@@ -292,13 +298,19 @@ class TestCommandLine:
         assert nothing.exit_code == 2 and "no request is waiting for h200" in nothing.stderr
         with Store(self.db) as store:
             store.note_requests([("h200", "toy", 3, "m=16 n=64", 2), ("h200", "toy", 3, "m=32 n=64", 5)])
+            store.note_requests([("h200", "toy", 9, "m=16 n=64", 2), ("l40s", "toy", 3, "m=16 n=64", 1)])
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(registry, "get", {"toy": TOY}.__getitem__)
+            patch.setattr(registry, "find", {"toy": TOY}.get)
+            predicted = self.invoke("--requests", "--gpu", "l40s", "--trials", "2", "--format", "json")
+            assert "stay in the queue: only a measurement on a l40s ends one" in predicted.stderr
             result = self.invoke("--requests", "--trials", "4", "--format", "json")
         assert result.exit_code == 0, result.output
         assert [t["problem"] for t in json.loads(result.stdout)["tasks"]] == ["m=32 n=64", "m=16 n=64"]
         with Store(self.db) as store:
-            assert store.requests() == [], "a measured problem leaves the queue"
+            left = [(r.gpu, r.revision) for r in store.requests()]
+            assert left == [("h200", 9), ("l40s", 3)], "a measured problem leaves the queue"
+        assert "1 requests are left out, the first because a newer cutekernels wrote it" in result.stderr
 
     def test_the_log_has_hostile_texts_as_escapes(self, tmp_path: Path) -> None:
         from cutekernels.autotune.progress import Lines

@@ -56,6 +56,7 @@ class TestRequested:
     @pytest.fixture(autouse=True)
     def _toys(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(registry, "get", {"toy": TOY}.__getitem__)
+        monkeypatch.setattr(registry, "find", {"toy": TOY}.get)
 
     def request(self, problem: str, hits: int, gpu: str = "h200", revision: int = 3) -> Request:
         return Request(gpu, "toy", revision, problem, hits, datetime.now(UTC))
@@ -76,6 +77,9 @@ class TestRequested:
             self.request("m=0 n=64", 1),
         ]
         assert [str(t.problem) for t in shards.requested(queue, H200).tasks] == ["m=16 n=64"]
+        why = [shards.left_out(request, H200) for request in queue]
+        assert why[:3] == ["", "it is for l40s", "calls use winners of revision 3"]
+        assert why[3].startswith("its problem is not one of this version's") and why[4] == "it has nothing to compute"
 
     def test_problems_of_one_bucket_are_one_task(self) -> None:
         queue = [self.request(str(ToyProblem(m, 64)), 1) for m in (1000, 1001)]
