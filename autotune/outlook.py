@@ -19,9 +19,9 @@ LISTED: tuple[str, ...] = ("op", "problem", "trials", "expected_s")  # columns o
 PLANNED: tuple[str, ...] = ("op", "problem", "state", "stored", "to_do", "winner")
 
 
-def listed(job: Job) -> list[dict[str, Any]]:
-    """The job's tasks, with the seconds each is expected to take on one GPU."""
-    return [_row(task) | {"expected_s": round(expected_s(task), 1)} for task in job.tasks]
+def listed(job: Job, *, measured: bool = True) -> list[dict[str, Any]]:
+    """The job's tasks, with the seconds each is expected to take on an H200 where they are ``measured``."""
+    return [_row(t) | ({"expected_s": round(expected_s(t), 1)} if measured else {}) for t in job.tasks]
 
 
 def planned(
@@ -54,7 +54,7 @@ def _left(
 
     origin = "measured" if measured else "predicted"
     valid = sum(measured or not c.vendors for c in space(task.op, task.problem, spec).valid)
-    wanted = min(valid, task.trials if measured else limit or valid)
+    wanted = min(valid, task.trials if measured or limit is None else limit)
     state, done, winner = "new", 0, None
     if store is not None:
         versions = Environment.of(environment.collect())

@@ -1,4 +1,4 @@
-"""One task for a GPU that is absent: compile the valid space, prune by static facts, rank by the op's model.
+"""One task for a GPU that is absent: compile what the op's model ranks first, prune by static facts.
 
 No GPU is needed: kernels are compiled for the requested target in child processes, whose abort costs only that
 candidate. Every candidate becomes a row of origin ``predicted``: ``ok`` with the model's estimate as its time, the
@@ -35,7 +35,7 @@ class Prediction:
     """The prediction of one task; :meth:`run` does all of it.
 
     Args:
-        limit: compile only this many, the best by the model; None for the whole valid space.
+        limit: compile this many, the best by the model; None for the task's ``trials``, the default among them.
         deadline: on ``clock``; after it nothing new is compiled.
         force: forget earlier rows (they stay in the database) and compile anew.
     """
@@ -63,7 +63,10 @@ class Prediction:
         own = (c for c in op.valid(problem, self.gpu) if not c.vendors)
         estimates = {c: op.estimate_us(problem, c, self.gpu) for c in own}
         # The default comes first among equals: a prediction that is no better must not replace it.
-        ranked = sorted(estimates, key=lambda c: (estimates[c], c != default, str(c)))[: self.limit]
+        ranked = sorted(estimates, key=lambda c: (estimates[c], c != default, str(c)))
+        ranked = ranked[: self.task.trials if self.limit is None else self.limit]
+        if self.limit is None and default not in ranked:
+            ranked[-1] = default
         if not self.force:
             self._rows = self._remembered()
         todo = [c for c in ranked if c not in self._rows]

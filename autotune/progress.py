@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, TextIO
@@ -22,13 +22,15 @@ if TYPE_CHECKING:
     from cutekernels.autotune.run import Watcher
     from cutekernels.db.store import Trial
 
+LATEST = 3  # tasks that the pace is taken from, for each in work at a time
 _BAD = ("wrong_result", "crashed", "timeout")
 
 
 class Pace:
-    """Time left, from the seconds that tasks took so far for each second they were expected to take.
+    """Time left, from the seconds that the latest tasks took for each second they were expected to take.
 
-    Tasks in work, of which a GPU has several, count as half done.
+    Tasks in work, of which a GPU has several, count as half done. The latest: kernels that the first tasks of a job
+    compile are there for those that follow.
     """
 
     def __init__(self, tasks: Sequence[Task], clock: Callable[[], float] = time.monotonic) -> None:
@@ -38,12 +40,14 @@ class Pace:
         self._ended_s = self._worked_s = 0.0  # expected seconds of ended tasks, and of those that did anything
         self._in_work: Counter[str] = Counter()
         self._clock = clock
-        self._began: float | None = None
+        self._marks: deque[tuple[float, float]] = deque()  # moments, each with the expected seconds worked until then
+        self._most = 0  # tasks in work at a time
 
     def begin(self, task: str, of: int) -> None:
+        if not self._marks:
+            self._marks.append((self._clock(), 0.0))
         self._in_work[task] += 1
-        if self._began is None:
-            self._began = self._clock()
+        self._most = max(self._most, self._in_work.total())
         self._kinds = of / max(1, len(self._costs))
 
     def end(self, report: TaskReport) -> None:
@@ -51,15 +55,23 @@ class Pace:
         self._in_work[task] -= 1
         cost_s = self._costs.get(task, 0.0)
         self._ended_s += cost_s
-        self._worked_s += cost_s if report.measured else 0.0
+        if report.measured:
+            self._worked_s += cost_s
+            self._marks.append((self._clock(), self._worked_s + self._half_s()))
+        while len(self._marks) > LATEST * self._most + 1:
+            self._marks.popleft()
+
+    def _half_s(self) -> float:
+        return sum(self._costs.get(task, 0.0) * count for task, count in self._in_work.items()) / 2
 
     def left_s(self) -> float | None:
         """None before the first task that took time has ended."""
-        if self._began is None or not self._worked_s:
+        if not self._worked_s:
             return None
-        half_s = sum(self._costs.get(task, 0.0) * count for task, count in self._in_work.items()) / 2
+        half_s = self._half_s()
         left_s = max(0.0, self._sum_s * self._kinds - self._ended_s - half_s)
-        return left_s * (self._clock() - self._began) / (self._worked_s + half_s)
+        began, before_s = self._marks[0]
+        return left_s * (self._clock() - began) / max(self._worked_s + half_s - before_s, 1e-9)
 
 
 class Several:
@@ -159,7 +171,7 @@ class Bars:
     def begin(self, task: Task, number: int, of: int) -> None:
         self._pace.begin(str(task), of)
         self._progress.update(self._tasks, total=of)
-        # The total is known with the first row: a small space or --limit has fewer than the task's trials.
+        # The total is known with the first row: a small space, or --limit, has another number than the task's trials.
         row = self._progress.add_task(str(task), total=None, note="")
         self._rows.setdefault(str(task), []).append(row)
         self._best.pop(str(task), None)

@@ -109,7 +109,7 @@ def tune(
             a job is ranked, given to its tasks in their order.
         jobs: compiling processes; default one per CPU, less one for the coordinator where a GPU measures.
         lanes: tasks in work on the GPU at a time, of which one is timed; default up to eight, by memory and CPUs.
-        limit: without the GPU, compile only the best ``limit`` by the model.
+        limit: without the GPU, compile the best ``limit`` by the model, in place of the task's ``trials``.
         force: repeat what earlier runs did.
         confirm: measure only what was predicted best, beside the default and what serves today.
         sampler: Optuna's, which proposes what follows the seeds: ``"random"``, ``"tpe"``, or another's name.

@@ -34,7 +34,7 @@ def task_history(store: Store, origin: str = "predicted") -> TaskHistory:
 
 
 def run(store: Store, machine: ToyMachine, **options: Any) -> TaskReport:
-    return Prediction(task(), A100, task_history(store), machine, clock=machine.clock, **options).run()
+    return Prediction(task(len(VALID)), A100, task_history(store), machine, clock=machine.clock, **options).run()
 
 
 def test_every_valid_config_is_a_predicted_row_and_the_best_that_holds_is_crowned(store: Store) -> None:
@@ -56,6 +56,16 @@ def test_every_valid_config_is_a_predicted_row_and_the_best_that_holds_is_crowne
     assert report.winner == trials[str(third)] == store.winners(gpu="a100-sxm-80gb")[0]
     assert report.attempts == {"ok": len(VALID) - 2, "compile_error": 1, "pruned": 1}
     assert report.default == str(DEFAULT)
+
+
+def test_a_jobs_trials_are_its_compiles(store: Store) -> None:
+    """The best by the model and the default; ``limit`` is another number, of the best alone."""
+    machine = ToyMachine()
+    report = Prediction(task(6), A100, task_history(store), machine, clock=machine.clock).run()
+    assert machine.compiled == [*RANKED[:5], DEFAULT] and report.attempts == {"ok": 6}
+    more = ToyMachine()
+    Prediction(task(6), A100, task_history(store), more, 8, clock=more.clock).run()
+    assert more.compiled == RANKED[5:8]
 
 
 def test_among_equals_the_default_is_crowned(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

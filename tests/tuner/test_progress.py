@@ -46,6 +46,17 @@ class TestPace:
         pace.end(ended(0))
         assert pace.left_s() == pytest.approx(18), "one and three halves done in 30 s, three halves left"
 
+    def test_what_the_first_tasks_compiled_costs_no_more_time(self) -> None:
+        """A job of one product at many row counts: the first task compiles what all others find in the cache."""
+        now = [0.0]
+        tasks = [task(10, f"m={2**i} n=64") for i in range(12)]
+        pace = Pace(tasks, lambda: now[0])
+        for i, each in enumerate(tasks[:6]):
+            pace.begin(str(each), 12)
+            now[0] += 100.0 if i == 0 else 2.0
+            pace.end(TaskReport("toy", str(each.problem), "predicted", None, "", {"ok": 10}))
+        assert pace.left_s() == pytest.approx(12), "not 110, the mean of all six"
+
     def test_a_fleet_of_two_kinds_does_everything_twice(self) -> None:
         now = [0.0]
         pace = Pace(TASKS, lambda: now[0])
