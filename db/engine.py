@@ -26,6 +26,7 @@ from filelock import FileLock, Timeout
 from sqlalchemy import URL, Connection, Engine, create_engine, event, inspect, make_url, text
 from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
 from sqlalchemy.pool import NullPool
+from sqlalchemy.schema import CreateTable
 
 from cutekernels import settings
 from cutekernels.db import lock, sqlite
@@ -82,6 +83,8 @@ def open_engine(
             _prepare(path, engine)
         if readonly:
             with engine.connect() as connection:
+                if path is None and _version(connection) is None and not _strangers(connection):
+                    return _no_rows()  # nobody has written yet; an empty file may be what is left of one
                 _require_known(connection, accepts)
     return engine
 
@@ -321,8 +324,7 @@ def _migrate(connection: Connection) -> None:
     if found == HEAD:
         return _require_all_tables(connection)
     if found is None:
-        strangers = set(inspect(connection).get_table_names()) - {"alembic_version"}
-        if strangers & _TABLES or (strangers and connection.dialect.name == "sqlite"):
+        if strangers := _strangers(connection):
             known = ", ".join(sorted(strangers)[:5])
             raise StoreError(f"{_named(connection)} holds tables that are not ours: {known}. Name another")
     elif found > HEAD:
@@ -335,6 +337,27 @@ def _migrate(connection: Connection) -> None:
             command.upgrade(alembic_config(connection), "head")
     except CommandError as error:
         raise StoreError(f"the database's schema {found!r} cannot be upgraded to {HEAD!r}: {error}") from error
+
+
+def _strangers(connection: Connection) -> set[str]:
+    """Tables beside which ours cannot be made: of their names, or in an SQLite file any."""
+    found = set(inspect(connection).get_table_names()) - {"alembic_version"}
+    return found if connection.dialect.name == "sqlite" else found & _TABLES
+
+
+def _no_rows() -> Engine:
+    """For reading a PostgreSQL database that has no tables yet: those of this schema in memory, empty."""
+    from cutekernels.db.models import Base
+
+    engine = create_engine("sqlite://", poolclass=NullPool)
+    tables = [str(CreateTable(table).compile(engine)) for table in Base.metadata.sorted_tables]
+    version = f"CREATE TABLE alembic_version AS SELECT '{HEAD}' AS version_num"
+
+    @event.listens_for(engine, "connect")
+    def connect(connection: sqlite3.Connection, _: object) -> None:
+        connection.executescript(";".join([*tables, version]))
+
+    return engine
 
 
 def alembic_config(connection: Connection) -> Any:

@@ -9,8 +9,10 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from cutekernels.db import engine
+from cutekernels.db import engine, snapshot
+from cutekernels.db.cli import app
 from cutekernels.db.rate import Rate
 from cutekernels.db.store import Store
 from cutekernels.errors import StoreError
@@ -118,3 +120,25 @@ def test_a_merge_carries_requests_and_rates_and_can_be_repeated(
         store.merge(second)
         assert {(r.gpu, r.hits) for r in store.requests()} == {("h200", 7), ("l40s", 5)}
         assert len(store.rates()) == len(rates) and requests[0] in store.requests()
+
+
+@pytest.mark.parametrize("others", [False, True])
+def test_a_database_that_nobody_has_written_reads_as_no_rows(
+    others: bool,
+    postgres: Callable[[], str],  # noqa: F811
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    url = postgres()
+    if others:
+        with engine._postgres(url).begin() as connection:
+            connection.exec_driver_sql("CREATE TABLE theirs (id INTEGER)")
+    with Store(url, readonly=True) as store:
+        assert store.trials() == store.winners() == store.requests() == store.rates() == store.stats() == []
+        assert store.count() == 0 and store.broken_rows() == [] and store.find("019a") == []
+    assert snapshot.load("h200", url, strict=True).table == {} and caplog.text == ""
+    done = CliRunner().invoke(app, ["query", "--db", url, "--gpu", "h200"])
+    assert done.exit_code == 0 and "no winner matches" in done.stderr
+    with Store(url) as store:
+        store.record([trial()])
+    with Store(url, readonly=True) as store:
+        assert store.count() == 1
