@@ -17,6 +17,7 @@ import io
 import math
 import os
 import signal
+import stat
 import subprocess
 import sys
 import tomllib
@@ -228,18 +229,27 @@ def lock(
     gpu: Annotated[
         str | None, typer.Option(help="Only what this GPU uses: auto, h200, a100; default: all with winners.")
     ] = None,
-    check: Annotated[bool, typer.Option("--check", help="Write nothing; read FILE and print its hash.")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Write nothing; read FILE, print its hash; with --db compare.")
+    ] = False,
     db: Annotated[str | None, typer.Option("--db", metavar="URL", help="Path or URL; default: CUTEKERNELS_DB.")] = None,
 ) -> None:
-    """Freeze the winners that calls use into a file with a hash, for CUTEKERNELS_DB; print the hash."""
+    """Freeze the winners that calls use into a file with a hash, for CUTEKERNELS_DB; print the hash.
+
+    --check --db URL lists where FILE differs from what would be frozen now, with exit code 1.
+    """
     from cutekernels import lock as locks
     from cutekernels.db import lock as files
+    from cutekernels.db.engine import shown
     from cutekernels.gpu import lookup
 
     if check:
         found = files.read(Path(file))
         typer.echo(found.digest)
         terminal.say(f"{file}: {len(found.rows)} rows, as they were written")
+        if db is not None and (rows := locks.compare(file, db)):
+            terminal.write(rows, Format.table)
+            terminal.fail(f"{file} differs from {shown(db)} in {len(rows)} rows; `cutekernels lock` writes it again")
         return
     digest, count = locks.write(file, _gpus_with_winners(db) if gpu is None else [lookup(gpu).name], db)
     typer.echo(digest)
@@ -422,7 +432,8 @@ def _cache_dir(path: Path) -> Finding:
     status = path.stat()
     value = f"{path} (mode {status.st_mode & 0o7777:04o})"
     if is_own(status):
-        return Finding("cache", "ok", value)
+        remedy = f"others may read it: chmod 700 {path}" if status.st_mode & 0o077 else ""
+        return Finding("cache", "ok", value, remedy)
     if status.st_uid != os.getuid():
         value = f"{path} belongs to uid {status.st_uid}, this is uid {os.getuid()}"
         return Finding("cache", "broken", value, remedy)
@@ -446,10 +457,17 @@ def _database(url: str) -> Finding:
             winners, refused = len(found), len(opened.refused(found))
     except StoreError as error:
         return Finding("database", "broken", str(error), f"set {settings.DB_VARIABLE}, or move the file away")
-    if refused:
-        told = f"{shown(url)} ({winners} winners, of which calls refuse {refused})"
-        return Finding("database", "ok", told, "`cutekernels db doctor` says why; tune their problems again")
-    return Finding("database", "ok", f"{shown(url)} ({winners} local winners)")
+    remedies = ["`cutekernels db doctor` says why; tune their problems again"] if refused else []
+    among = f"winners, of which calls refuse {refused}" if refused else "local winners"
+    if path is not None and (open_ := [p for p in (path, path.parent) if _open_to_all(p)]):
+        remedies.append(f"every user may write winners there: chmod o-w {' '.join(map(str, open_))}")
+    return Finding("database", "ok", f"{shown(url)} ({winners} {among})", "; ".join(remedies))
+
+
+def _open_to_all(path: Path) -> bool:
+    """Whether all users may write to a file, or replace those in a folder."""
+    mode = path.stat().st_mode
+    return bool(mode & stat.S_IWOTH) and not (stat.S_ISDIR(mode) and mode & stat.S_ISVTX)
 
 
 def _tool(name: str, path: Path | None) -> Finding:

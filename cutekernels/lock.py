@@ -6,7 +6,8 @@ lock (``CUTEKERNELS_DB=winners.lock``) is a file of winners that nothing writes 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from cutekernels import settings
@@ -15,7 +16,7 @@ from cutekernels.db.lock import is_one, path_of, read, text
 from cutekernels.errors import StoreError
 from cutekernels.gpu import SIBLINGS, lookup
 
-__all__ = ["digest", "verify", "write"]
+__all__ = ["compare", "digest", "verify", "write"]
 
 
 def digest() -> str:
@@ -84,14 +85,44 @@ def write(target: str, gpus: Iterable[str], database: str | None = None) -> tupl
     """
     from cutekernels.db.engine import file_errors, url_of
     from cutekernels.db.store import replace_file
-    from cutekernels.ops import registry
 
     if not isinstance(target, str) or not is_one(target):
         raise StoreError(f"a lock's name ends with .lock; {target!r} does not")
     if isinstance(gpus, str):
         raise StoreError(f"gpus is a list of GPUs' names; got {gpus!r:.60}: pass [{gpus!r:.60}]")
+    rows = _rows(dict.fromkeys(name for own in gpus for name in (own, SIBLINGS.get(own, own))), database)
+    path = path_of(url_of(target))
+    with file_errors(target):
+        replace_file(path, text(rows))
+    return read(path).digest, len(rows)
+
+
+def compare(file: str, database: str | None = None) -> list[dict[str, Any]]:
+    """Where a lock differs from what would be frozen now, from a database and the shipped winners: rows of its GPUs
+    that are in one alone, and those with other values, of which the config is the first.
+    """
+    frozen, now = ({row[:5] if row[0] == "winner" else row[:4]: row for row in rows} for rows in _both(file, database))
+    found = []
+    for key in sorted(frozen.keys() | now.keys(), key=str):
+        mine, other = (tuple(map(str, rows[key][len(key) :])) if key in rows else None for rows in (frozen, now))
+        if mine != other:
+            state = "only in the lock" if other is None else "only in the database" if mine is None else "other values"
+            told = dict(zip(("kind", "gpu", "op", "revision", "problem_text"), (*key, ""), strict=False))
+            found.append(told | {"state": state, "lock": " ".join(mine or ()), "database": " ".join(other or ())})
+    return found
+
+
+def _both(file: str, database: str | None) -> tuple[Sequence[tuple[Any, ...]], Sequence[tuple[Any, ...]]]:
+    frozen = read(Path(file)).rows
+    return frozen, _rows(dict.fromkeys(row[1] for row in frozen), database)
+
+
+def _rows(gpus: Iterable[str], database: str | None) -> list[tuple[Any, ...]]:
+    """What calls on ``gpus`` use, as rows of a lock."""
+    from cutekernels.ops import registry
+
     rows: list[tuple[Any, ...]] = []
-    for gpu in dict.fromkeys(name for own in gpus for name in (own, SIBLINGS.get(own, own))):
+    for gpu in gpus:
         known = snapshot.load(gpu, database, strict=True)
         if not known.table:  # none of a GPU of the table is no mistake
             lookup(gpu)
@@ -102,7 +133,4 @@ def write(target: str, gpus: Iterable[str], database: str | None = None) -> tupl
             tables += [table for (of, r), table in known.table.items() if of == name and r not in revisions]
             rows += [("winner", gpu, name, w.revision, *w[:5], w.reason) for table in tables for w in table.values()]
         rows += [("rate", gpu, name, revision, value) for (name, revision), value in known.rates.items()]
-    path = path_of(url_of(target))
-    with file_errors(target):
-        replace_file(path, text(rows))
-    return read(path).digest, len(rows)
+    return rows

@@ -12,7 +12,7 @@ import shlex
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, fields
+from dataclasses import asdict, astuple, fields
 from datetime import timedelta
 from difflib import get_close_matches
 from enum import StrEnum
@@ -30,7 +30,7 @@ from cutekernels.db import listing, snapshot, sqlite
 from cutekernels.db import query as query_
 from cutekernels.db.engine import file_errors, url_of
 from cutekernels.db.query import is_default, revisions
-from cutekernels.db.reader import SHIPPED, TRIAL_COLUMNS, Database, Winner, diff
+from cutekernels.db.reader import SHIPPED, TRIAL_COLUMNS, Database, Difference, Winner, diff
 from cutekernels.db.store import ImportReport, Request, Store, Trial, replace_file
 from cutekernels.errors import CuteKernelsError, StoreError, UnknownGpu, UnsupportedProblem
 from cutekernels.guests import is_guest
@@ -163,7 +163,7 @@ def diff_(
     """List the problems whose winners differ between two databases, in config or by more than 1 % in time."""
     with _side(a) as first, _side(b) as second:
         rows = [asdict(row) for row in diff(first, second, gpu=gpu, op=op)]
-    names = ("gpu", "op", "revision", "problem", "state", "a_us", "b_us", "speedup", "a_config", "b_config")
+    names = tuple(f.name for f in fields(Difference))
     _write(rows, format, None, "the winners are the same", names, False, listing.differences)
 
 
@@ -203,8 +203,12 @@ def requests(
                 store.clear_requests(chosen)
         terminal.say(f"{len(chosen)} requests {'cleared' if yes else 'would be cleared; --yes clears them'}")
         return
-    rows = [asdict(r) | {"note": _waiting(r, predicted)} for r in chosen]
-    declared = ("gpu", "op", "revision", "problem", "hits", "last_seen", "note")
+    declared = ("gpu", "op", "revision", "problem_text", "hits", "last_seen", "note")
+    rows = [
+        dict(zip(declared, (*astuple(r), _waiting(r, predicted)), strict=True))
+        | {"problem": query_.problem(r.op, r.problem)}
+        for r in chosen
+    ]
     _write(rows, format, None, "no request is waiting", declared)
 
 
@@ -471,7 +475,8 @@ def _pick(opened: Database, what: str, gpu: str | None, op: str | None) -> list[
                 f'what to show is a problem, "m=16 n=4096", or at least {_LEAST_OF_AN_ID} characters of a trial\'s id, '
                 f"its start or its end; it is {what!r}. `cutekernels db query` lists both"
             )
-        return [t.as_row() for t in opened.trials(gpu=gpu, op=op, part=what)]
+        trials = opened.trials(gpu=gpu, op=op, part=what)
+        return [opened.columns(t) | {"hardware": asdict(t.gpu)} for t in trials]
     found = opened.winners(gpu=gpu, op=op, problem=what)
     asked = {word.partition("=")[0] for word in what.split()}
     # A field that is not named has its default, if some row is so: "m=16 n=64 k=32" is not the one with b_major=k.
@@ -487,8 +492,7 @@ def _pick(opened: Database, what: str, gpu: str | None, op: str | None) -> list[
 
 
 def _brief(row: Mapping[str, Any]) -> str:
-    gpu = row["gpu"]["name"] if isinstance(row["gpu"], dict) else row["gpu"]
-    return f"{gpu} {row['op']} r{row['revision']} [{row.get('problem_text', row['problem'])}]"
+    return f"{row['gpu']} {row['op']} r{row['revision']} [{row['problem_text']}]"
 
 
 def _names(record: type[Any]) -> tuple[str, ...]:

@@ -65,7 +65,10 @@ def open_engine(
         StoreError: unreachable, locked for too long, of a newer schema, not ours, or not writable here.
     """
     if lock.is_one(url):
-        raise StoreError(f"{shown(url)} is a lock, which calls read and nothing writes; name a database with --db")
+        raise StoreError(
+            f"{shown(url)} is a lock, which calls read and nothing writes; name a database with --db "
+            "(`cutekernels lock --check LOCK --db URL` compares the two)"
+        )
     path = sqlite.path_of(url)
     with translated(shown(url)):
         if path is None:

@@ -64,7 +64,7 @@ def differences(rows: Rows) -> Table:
     for row in rows:
         table.add_row(
             _pair(row["op"], row["gpu"]),
-            _pair(row["problem"], row["a_config"] or "-", row["b_config"] or "-"),
+            _pair(row["problem_text"], row["a_config_text"] or "-", row["b_config_text"] or "-"),
             Text(row["state"]),
             cell(row["a_us"]),
             cell(row["b_us"]),

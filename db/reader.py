@@ -15,14 +15,14 @@ from typing import Any, NamedTuple, Self
 from cutekernels import settings
 from cutekernels.db import query, snapshot, sqlite
 from cutekernels.db.store import Store
-from cutekernels.db.trial import ORIGINS, Trial
+from cutekernels.db.trial import ORIGINS, PROVENANCE, Trial
 from cutekernels.dispatch import LEAST_GAIN
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.guests import is_guest
 from cutekernels.op import Scalar
 
 SHIPPED = "shipped"
-TRIAL_COLUMNS = tuple("vendor_us" if f.name == "baseline_us" else f.name for f in fields(Trial))
+TRIAL_COLUMNS = (*("vendor_us" if f.name == "baseline_us" else f.name for f in fields(Trial)), *PROVENANCE)
 _MOST_ASKED = 1000  # problems in one statement
 
 
@@ -110,13 +110,13 @@ class Difference:
     gpu: str
     op: str
     revision: int
-    problem: str
+    problem_text: str
     state: str  # only in a | only in b | other config | other time
     a_us: float | None
     b_us: float | None
     speedup: float | None  # a_us / b_us: above 1, b is faster
-    a_config: str | None
-    b_config: str | None
+    a_config_text: str | None
+    b_config_text: str | None
 
 
 class Database:
@@ -300,6 +300,7 @@ class Database:
     def columns(self, t: Trial) -> dict[str, Any]:
         """A trial's plain values under the names that a winner's have."""
         row = t.as_row()
+        row |= {name: row["environment"].pop(name, None) for name in PROVENANCE}
         text = query.spelled(t.op, t.revision, t.problem, t.config)
         row |= {"gpu": t.gpu.name, "problem_text": t.problem, "config_text": text, "vendor_us": t.baseline_us}
         row |= {"problem": query.problem(t.op, t.problem), "config": self._config(t.op, text)}
@@ -342,8 +343,8 @@ def diff(a: Database, b: Database, *, gpu: str | None = None, op: str | None = N
                 a_us=x.median_us if x else None,
                 b_us=y.median_us if y else None,
                 speedup=speedup,
-                a_config=x.config_text if x else None,
-                b_config=y.config_text if y else None,
+                a_config_text=x.config_text if x else None,
+                b_config_text=y.config_text if y else None,
             )
         )
     return found

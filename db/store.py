@@ -18,7 +18,7 @@ import secrets
 import stat
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import astuple, dataclass, field, fields
+from dataclasses import astuple, dataclass, field, fields, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import TracebackType
@@ -354,12 +354,13 @@ class Store:
 
         A path that ends in ``.gz`` or ``.xz`` gets them compressed; :meth:`import_` reads such a file too.
 
-        ``slim``: what all have in common stands in the first line only, and numbers are rounded.
+        Names of machines are left out. ``slim``: what all have in common stands in the first line only, and numbers are
+        rounded.
 
         Returns:
             How many there were.
         """
-        found = self.winners(gpu=gpu, op=op)
+        found = [replace(t, environment=t.environment.anonymous) for t in self.winners(gpu=gpu, op=op)]
         written = [f"{line}\n" for line in (lines.slim(found) if slim else (winner.as_line() for winner in found))]
         if isinstance(target, str | os.PathLike):
             with file_errors(os.fspath(target)):

@@ -20,7 +20,7 @@ import os
 import platform
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from datetime import UTC, datetime
 from importlib import metadata
 from reprlib import repr as short_repr
@@ -143,7 +143,8 @@ class Gpu:
 class Environment:
     """Versions a measurement depends on; ``""`` where something was absent.
 
-    ``version`` and ``commit`` are this package's own, ``host`` is the class of the machine, never its name.
+    ``version`` and ``commit`` are this package's own, ``host`` is the class of the machine and its name, which exports
+    leave out.
     """
 
     driver: str = ""
@@ -159,10 +160,15 @@ class Environment:
     def __post_init__(self) -> None:
         _require_all(self, _ENVIRONMENT_RULES)
 
+    @property
+    def anonymous(self) -> Self:
+        """Without the machine's name."""
+        return replace(self, host=self.host.partition(" ")[0])
+
     @classmethod
     def of(cls, versions: Mapping[str, str]) -> Self:
-        """The entries of ``versions`` that this record has; others are left out. Adds version and host class."""
-        known = {"version": _own_version(), "host": _host_class()} | dict(versions)
+        """The entries of ``versions`` that this record has; others are left out. Adds this version and host."""
+        known = {"version": _own_version(), "host": f"{_host_class()} {_node()}".strip()} | dict(versions)
         return cls(**{f.name: known.get(f.name, "") for f in fields(cls)})
 
 
@@ -171,6 +177,11 @@ def _own_version() -> str:
         return metadata.version("cutekernels")
     except metadata.PackageNotFoundError:
         return ""
+
+
+def _node() -> str:
+    """This machine's name in its network, as far as a row can hold it."""
+    return re.sub(r"[^A-Za-z0-9._-]", "", platform.node())[:60]
 
 
 def _host_class() -> str:

@@ -330,7 +330,7 @@ def test_requests_say_why_they_wait_and_are_cleared(db: Path) -> None:
         later = replace(GEMM, id=uuid7(), revision=2, problem="m=64 n=64 k=64")
         store.record([later])
         store.crown(later.id)
-    notes = {(row["op"], row["problem"]): row["note"] for row in rows("requests", "--gpu", "h200")}
+    notes = {(row["op"], row["problem_text"]): row["note"] for row in rows("requests", "--gpu", "h200")}
     assert notes["gemm", p] == "predicted: only a measurement on a h200 ends it"
     assert notes["gone", "m=1"] == "this version has no such op"
     assert notes["gemm", "m=1 n=1 k=1"].startswith("its problem is not one of this version's: k=1 is contiguous in a")
@@ -400,16 +400,18 @@ def test_history() -> None:
 @pytest.mark.usefixtures("db")
 def test_show() -> None:
     table = ok("show", LOST.id).stdout
-    for words in ("gpu_name", "h200", "environment_driver", "580.95", "illegal address", str(H200.memory_bytes)):
+    for words in ("hardware_name", "h200", "environment_driver", "580.95", "illegal address", str(H200.memory_bytes)):
         assert words in table
-    assert rows("show", LOST.id) == [LOST.as_row()]
-    assert rows("show", LOST.id[-10:]) == [LOST.as_row()]
+    (row,) = rows("show", LOST.id)
+    assert (row["id"], row["config_text"], row["message"]) == (LOST.id, LOST.config, LOST.message)
+    assert row["hardware"] == LOST.as_row()["gpu"]
+    assert rows("show", LOST.id[-10:]) == [row]
     (gemm,) = rows("show", "k=4096 n=4096 m=4096 dtype=fp16")
     assert (gemm["id"], gemm["source"]) == (GEMM.id, "local")
     (silu,) = rows("show", "rows=4096 cols=64")
     assert silu["id"] == SILU.id
     (row,) = csv.DictReader(io.StringIO(ok("show", GEMM.id, "--format", "csv").stdout))
-    assert row["gpu_name"] == "h200"
+    assert row["gpu"] == row["hardware_name"] == "h200"
     assert row["ratio"] == "1.25"
 
 
@@ -435,10 +437,10 @@ def test_stats_and_requests() -> None:
         "winners": 1,
     }
     assert [row["hits"] for row in rows("requests")] == [7, 5]
-    assert [row["problem"] for row in rows("requests", "--gpu", "h200")] == ["m=1 n=1 k=1"]
+    assert [row["problem_text"] for row in rows("requests", "--gpu", "h200")] == ["m=1 n=1 k=1"]
     assert len(rows("requests", "--limit", "1")) == 1
     assert "m=1 n=1 k=1" in ok("requests").stdout
-    assert ok("requests", "--format", "csv").stdout.startswith("gpu,op,revision,problem,hits,last_seen,note\nl40s,")
+    assert ok("requests", "--format", "csv").stdout.startswith("gpu,op,revision,problem_text,hits,last_seen,note,")
     assert ok("stats", "--format", "csv").stdout.startswith("gpu,op,origin,trials,ok,winners\nh200,")
 
 

@@ -16,8 +16,10 @@ import cutekernels
 from cutekernels import cli, dispatch, gpu, lock
 from cutekernels.db import lock as files
 from cutekernels.db import snapshot
-from cutekernels.db.store import Store
+from cutekernels.db.store import Rate, Store
 from cutekernels.errors import StoreError, UnknownGpu
+from cutekernels.ops import registry
+from tests.db.trials import trial
 
 ROW = ["winner", "h200", "gemm", 12, "m=16 n=4096 k=4096", "tile_m=64", "measured", 11.25, None, ""]
 
@@ -122,6 +124,19 @@ def test_the_command(frozen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert made.exit_code == 0 and made.stdout.strip() == files.read(tmp_path / "winners.lock").digest
     assert {row[1] for row in files.read(tmp_path / "winners.lock").rows} >= {"h200", "h100-sxm"}, "what an H200 uses"
     assert CliRunner().invoke(cli.app, ["lock", "--check"]).stdout == made.stdout
+    db = tmp_path / "own.db"
+    Store(db).close()
+    same = CliRunner().invoke(cli.app, ["lock", "--check", "--db", str(db)])
+    assert (same.exit_code, same.stdout) == (0, made.stdout)
+    with Store(db) as store:
+        one = trial("tile_m=128", problem="m=48 n=64 k=32", revision=registry.get("gemm").revision)
+        store.record([one])
+        store.crown(one.id)
+        store.keep_rates([Rate(gpu="h200", name="copy_gbps", revision=1, value=4000.0, unit="GB/s")])
+    other = CliRunner().invoke(cli.app, ["lock", "--check", "--db", str(db)])
+    assert other.exit_code == 1 and "differs from" in other.stderr and "in 2 rows" in other.stderr
+    for part in ("only in the database", "m=48 n=64 k=32", "copy_gbps", "tile_m=128 measured 12.5"):
+        assert part in " ".join(other.stdout.split())
     for wrong, words in (
         (["w.txt"], "ends with .lock"),
         (["--check", "no.lock"], "No such file"),

@@ -193,7 +193,7 @@ class TestServing:
         a, b, c = (Database(tmp_path / f"{name}.db", shipped=False) for name in "abc")
         assert diff(a, b) == []
         (one,) = diff(a, c)
-        assert (one.state, one.revision, one.a_config, one.b_config) == ("other config", 2, NEW, OTHER)
+        assert (one.state, one.revision, one.a_config_text, one.b_config_text) == ("other config", 2, NEW, OTHER)
 
 
 @pytest.mark.usefixtures("shipped")

@@ -69,6 +69,18 @@ def test_a_winner_that_calls_refuse_is_shown_so(edited: str, config: str, why: s
         assert "(3 winners, of which calls refuse 2)" in cli._database(f"sqlite:///{db}").value
 
 
+@pytest.mark.parametrize(("mode", "folder", "told"), [(0o644, 0o755, 0), (0o666, 0o1777, 1), (0o600, 0o777, 1)])
+def test_a_database_that_everybody_may_write_is_named(
+    mode: int, folder: int, told: int, db: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUTEKERNELS_DB", str(db))
+    db.chmod(mode)
+    db.parent.chmod(folder)
+    found = cli._database(f"sqlite:///{db}")
+    db.parent.chmod(0o700)
+    assert found.state == "ok" and found.remedy.count("every user may write winners there: chmod o-w") == told
+
+
 def test_a_time_below_the_roofline_serves_no_call(db: Path) -> None:
     """However it got there; but a board may run a little above its stated clock."""
     with closing(sqlite3.connect(db)) as connection:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 import threading
 import uuid
 from datetime import UTC, datetime, timedelta, timezone
@@ -127,7 +128,9 @@ def test_new_cleans_what_it_is_given() -> None:
 def test_environment_takes_what_it_knows() -> None:
     found = Environment.of({"driver": "1", "torch": "2", "python": "3.12", "commit": "abc"})
     assert (found.driver, found.torch, found.commit, found.triton) == ("1", "2", "abc", "")
-    assert found.version and found.host.endswith("cpu")
+    machine, _, node = found.host.partition(" ")
+    assert found.version and machine.endswith("cpu") and node in platform.node()
+    assert found.anonymous.host == machine and found.anonymous.torch == "2"
 
 
 def test_as_row_is_ordered_and_nested() -> None:

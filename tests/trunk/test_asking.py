@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from cutekernels import cli, dispatch, gpu
 from cutekernels.db import html_report
-from cutekernels.db.store import Store
+from cutekernels.db.store import Environment, Store
 from cutekernels.db.uuid7 import uuid7
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops import registry
@@ -103,16 +103,27 @@ def test_a_gpu_without_measured_winners_gets_one_sentence(shipped: Path, tmp_pat
 def test_queries_and_histories_have_the_same_columns(tmp_path: Path) -> None:
     with Store(tmp_path / "t.db") as store:
         one = trial(
-            "tile_m=128 tile_n=128 tile_k=64 warps_m=2 warps_n=2 stages=3 raster=1 ctas_per_sm=1", baseline_us=3.0
+            "tile_m=128 tile_n=128 tile_k=64 warps_m=2 warps_n=2 stages=3 raster=1 ctas_per_sm=1",
+            baseline_us=3.0,
+            environment=Environment(version="0.3", commit="abc", host="linux-x86_64-16cpu node7"),
         )
         store.record([one])
         store.crown(one.id)
     at = ("--db", str(tmp_path / "t.db"), "--format", "csv")
     winners = next(csv.DictReader(io.StringIO(shown("db", "query", "--local", *at))))
     trials = next(csv.DictReader(io.StringIO(shown("db", "history", *at))))
-    assert set(trials) - set(winners) <= {"status", "samples", "registers", "stack_bytes", "smem_bytes", "message"} | {
-        f"environment_{name}" for name in ("version", "commit", "host")
-    }
+    assert set(trials) - set(winners) <= {"status", "samples", "registers", "stack_bytes", "smem_bytes", "message"}
+    (shown_,) = json.loads(shown("db", "show", one.id, "--db", str(tmp_path / "t.db"), "--format", "json"))
+    assert {"gpu", "problem_text", "config_text", "vendor_us", "hardware"} <= set(shown_)
+    assert shown_["host"] == trials["host"] == winners["host"] == "linux-x86_64-16cpu node7"
+    assert shown_["problem"]["m"] == 16 and shown_["hardware"]["sm_count"] == 132 and shown_["gpu"] == "h200"
+    assert "node7" not in shown("db", "export", "--db", str(tmp_path / "t.db")), "a name of this network"
+    for verb in (("requests",), ("diff", str(tmp_path / "t.db"), "shipped", "--op", "gemm")):
+        with Store(tmp_path / "t.db") as store:
+            store.note_requests([("h200", "gemm", 2, "m=64 n=64 k=64", 1)])
+        words = verb if verb[0] == "diff" else (*verb, "--db", str(tmp_path / "t.db"))
+        (row, *_) = csv.DictReader(io.StringIO(shown("db", *words, "--format", "csv")))
+        assert "problem_text" in row and not {"problem", "a_config", "b_config"} & set(row)
     both = set(trials) & set(winners)
     assert {"gpu", "problem_text", "config_text", "vendor_us", "problem_m", "config_tile_m"} <= both
     assert {name: trials[name] for name in both - {"created_at"}} == {

@@ -472,7 +472,8 @@ class TestDirectory:
             usable = bool(compiler.directory())
         except CacheUnusable:
             usable = False
-        assert (cli._cache_dir(place).state == "ok") is usable
+        found = cli._cache_dir(place)
+        assert (found.state == "ok") is usable and ("chmod 700" in found.remedy) is (mode != 0o700)
 
     @pytest.mark.parametrize("mode", [0o770, 0o702, 0o777])
     @pytest.mark.parametrize("which", ["objects", ""])
