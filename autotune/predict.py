@@ -145,8 +145,8 @@ class Prediction:
         reason = None if config == self._default else prune_reason(facts, self.task.op, self.gpu)
         if reason is not None:
             return self.history.row(config, "pruned", facts=facts, message=reason)
-        estimated = {"estimate_us": estimate_us, "gain": self._gains[config]}
-        return self.history.row(config, "ok", facts=facts, message=self._why(config), **estimated)
+        gain, why = self._gains[config], self._why(config)
+        return self.history.row(config, "ok", facts=facts, estimate_us=estimate_us, gain=gain, message=why)
 
     def _why(self, config: Config) -> str:
         assert self._default is not None
