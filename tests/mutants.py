@@ -59,7 +59,7 @@ MODULES = {
             ("op.revision, str(p.bucket())", "op.revision, str(p)"),
             ("if stamp == _watched:", "if stamp != _watched:"),
             ("        rates.forget()\n", ""),
-            ("        _plans.clear()\n        for", "        for"),
+            ("        _plans.clear()\n        _chosen", "        _chosen"),
             ('for name in (path, f"{path}-wal"):', "for name in (path,):"),
             ("    if known != before:\n", "    if known is not before:\n"),
             ('"tuned", "the bucket has only a prediction"', '"tuned", "nobody tuned the bucket"'),
