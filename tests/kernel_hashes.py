@@ -225,6 +225,8 @@ def main() -> None:
     chosen = parser.parse_args()
     before = {} if chosen.choose and not chosen.match else read(chosen.check or FILE)
     cases = [c for c in (choose() if chosen.choose else before) if _matches(str(c), chosen.match)]
+    if not cases:
+        parser.error(f"no case has {' and '.join(chosen.match)}: an op that is new has none before --choose")
     if chosen.list:
         print(*cases, sep="\n")
         return

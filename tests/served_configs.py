@@ -120,6 +120,8 @@ def main() -> None:
     what.add_argument("--write", action="store_true")
     parser.add_argument("--match", default="", help="a word that an op's name contains")
     arguments = parser.parse_args()
+    if not any(arguments.match in op.name for op in OPS):
+        parser.error(f"no op's name contains {arguments.match!r}")
     known = {}
     if FILE.is_file():
         known = {line.split()[0]: line.split()[1:] for line in FILE.read_text().splitlines()[1:]}

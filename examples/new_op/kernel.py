@@ -3,10 +3,15 @@
 import triton
 import triton.language as tl
 
+from cutekernels.kernels.triton.dependent import pdl_wait
+
 
 @triton.jit
-def softcap(out_ptr, x_ptr, cols, out_row, out_col, x_row, x_col, cap, BLOCK: tl.constexpr):
+def softcap(
+    out_ptr, x_ptr, cols, out_row, out_col, x_row, x_col, cap, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr = False,
+):  # fmt: skip
     """``out[r, c] = cap * tanh(x[r, c] / cap)``."""
+    pdl_wait(DEPENDENT)  # for the kernel before, where the launch does not
     row = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = col < cols
