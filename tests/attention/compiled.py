@@ -13,7 +13,8 @@ from cutekernels.op import Config, Op, Problem
 from tests import compiled
 from tests.compiled import H200, TARGETS, paired
 
-__all__ = ["H200", "TARGETS", "paired"]
+__all__ = ["A100", "H200", "L40S", "RTX5090", "TARGETS", "paired"]
+A100, L40S, _, RTX5090 = TARGETS
 _LINE = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+ )?([A-Z][\w.]+)([^;]*);", re.MULTILINE)
 
 
