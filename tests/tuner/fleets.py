@@ -9,7 +9,6 @@ import time
 from typing import Any
 
 from cutekernels import gpu as gpus
-from cutekernels.autotune import runtime
 from cutekernels.backends import Facts
 from tests.tuner import kills
 from tests.tuner.toys import H200, TOY
@@ -33,7 +32,13 @@ def fake_worker(request: Any) -> Any:
 
 
 if __name__ == "__main__":
-    from cutekernels.autotune import cli, fleet, job, ray_fleet  # here, for the many processes that need none of them
+    from cutekernels.autotune import (
+        cli,
+        fleet,
+        job,
+        ray_fleet,
+        runtime,
+    )  # here, for the many processes that need none of them
 
     gpus.detect = lambda device=None: H200  # type: ignore[assignment]
     fleet.visible = lambda: ["0", "1", "2", "3"]

@@ -12,7 +12,6 @@ from typing import Any
 
 from cutekernels import compile as compiler
 from cutekernels import gpu as gpus
-from cutekernels.autotune import runtime
 from cutekernels.autotune.job import Job, Task
 from cutekernels.autotune.requests import Measure, Outcome
 from cutekernels.backends import Facts
@@ -57,8 +56,9 @@ def fake_worker(request: Any) -> Any:
 
 
 if __name__ == "__main__":
+    from cutekernels.autotune import runtime  # here: the processes it starts import this module too, a dozen of them
     from cutekernels.autotune.fleet import LocalFleet
-    from cutekernels.autotune.run import tune  # here: the processes it starts import this module too
+    from cutekernels.autotune.run import tune
 
     gpus.detect = lambda device=None: H200  # type: ignore[assignment]
     gpus.identity = lambda device=None: "toy"

@@ -1,7 +1,7 @@
 """A whole run killed at random moments and resumed: no false row, no false winner, each study the rows of its task,
 nothing locked, nothing left over.
 
-``CUTEKERNELS_KILLS=40`` kills more often; two kills, one of each kind, take about 20 s.
+``CUTEKERNELS_KILLS=40`` kills more often; two kills, one of each kind, take about 10 s.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from tests.tuner.kills import BAD, WRONG
 from tests.tuner.toys import BEST, ToyConfig, true_us
 
 KILLS = int(os.environ.get("CUTEKERNELS_KILLS", "2"))
+TIMINGS = 60  # about as many as a whole run makes
 
 
 def begin(db: str | Path, home: Path) -> subprocess.Popen[str]:
@@ -42,31 +43,30 @@ def begin(db: str | Path, home: Path) -> subprocess.Popen[str]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_killed_at_random_moments(tmp_path: Path) -> None:
+def test_killed_at_random_moments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "tmp").mkdir()
+    timed = tmp_path / "timed"
+    monkeypatch.setenv("TOY_TIMED", str(timed))
     chance = random.Random(19)
-    began = time.perf_counter()
-    first = begin(tmp_path / "whole.db", tmp_path)
-    told = first.communicate(timeout=120)
-    whole_s = time.perf_counter() - began
-    assert first.returncode == 0, told
     kills = runs = 0
     while kills < KILLS:
         db = tmp_path / f"{runs}.db"
         runs += 1
         for _ in range(2):  # kills of one run, each resumed
+            timed.write_text("")
             process = begin(db, tmp_path)
-            try:
-                process.wait(chance.uniform(0.2, 1.1) * whole_s)
-                process.communicate()
+            moment = chance.randrange(-5, TIMINGS)  # below 0: while it starts
+            while process.poll() is None and timed.read_text().count("\n") < moment:
+                time.sleep(0.01)
+            time.sleep(chance.uniform(0, 2.0 if moment < 0 else 0.1))
+            if kills % 2 == 0 and process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)  # all that is in its group
+            else:
+                process.kill()  # the coordinator alone
+            process.communicate()
+            if process.returncode >= 0:  # it had ended before
                 break
-            except subprocess.TimeoutExpired:
-                if kills % 2 == 0:
-                    os.killpg(process.pid, signal.SIGKILL)  # all that is in its group
-                else:
-                    process.kill()  # the coordinator alone
-                process.communicate()
-                kills += 1
+            kills += 1
         last = begin(db, tmp_path)
         told = last.communicate(timeout=300)
         assert last.returncode == 0, told
@@ -77,7 +77,7 @@ def test_killed_at_random_moments(tmp_path: Path) -> None:
             f"{db.name}{end}" for end in ("", "-wal", "-shm", ".lock", ".studies", ".leases")
         }
         assert beside == set(), "left beside the database, whose lock file stays"
-    print(f"{kills} kills in {runs} runs; a whole run takes {whole_s:.1f} s")
+    print(f"{kills} kills in {runs} runs")
 
 
 def check(db: str | Path) -> None:
