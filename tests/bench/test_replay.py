@@ -61,7 +61,10 @@ def test_a_sweep_ends_at_its_cap_and_its_deadline() -> None:
 
 
 def test_the_command_lines() -> None:
-    shown = CliRunner().invoke(replay.app, ["--seeds", "1", "--orders", "chance,random", "--format", "json"])
+    words = ["--seeds", "1", "--orders", "chance,random", "--format", "json"]
+    shown = CliRunner().invoke(
+        replay.app, [*words, "--folder", str(replay.SWEEPS / "h200/attention_warpgroup.jsonl.xz")]
+    )
     assert [row["order"] for row in json.loads(shown.stdout)] == ["chance", "random"]
     assert CliRunner().invoke(replay.app, ["--orders", "best"]).exit_code == 2
     assert "no sampler" in CliRunner().invoke(replay.app, ["--orders", "grid"]).stderr

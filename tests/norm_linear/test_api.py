@@ -191,18 +191,24 @@ def test_refusals() -> None:
 # ---- declarations ---------------------------------------------------------------------------------------
 
 
+def few_weights(p: Any) -> Any:
+    """Of the same layout: each extent with its remainder by 256."""
+    return p.replace(n=256 + p.n % 256, k=256 + p.k % 256)
+
+
 @pytest.mark.parametrize(("op", "text"), [(op, text) for op in OPS for text in op.suite])
 def test_declaration(op: NormLinear[Any], text: str) -> None:
     p = op.Problem.parse(text)
     assert op.Problem.parse(str(p)) == p
     assert p.bucket().bucket() == p.bucket()
+    for spec in TARGETS:
+        assert op.why_not(p, op.default(p, spec), spec) is None
+        assert op.estimate_us(p, CHAIN, spec) > 0
+    p = few_weights(p)
     args = op.sample(p, "cpu", 0)
     outputs = op.outputs(p, *args)
     options = {name: getattr(p, name) for name in op.options}
     assert op.problem(*outputs, *args[: len(op.inputs)], **options) == p
-    for spec in TARGETS:
-        assert op.why_not(p, op.default(p, spec), spec) is None
-        assert op.estimate_us(p, CHAIN, spec) > 0
     reference = op.reference(p, *args)
     assert [t.shape for t in reference] == [t.shape for t in outputs]
 
@@ -302,7 +308,7 @@ def test_explain_says_which_path(op: NormLinear[Any]) -> None:
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 def test_a_chain_s_parts_are_what_it_calls(op: NormLinear[Any]) -> None:
     """What is compiled ahead for a chain is what its ops look up, down to alignment."""
-    for p in map(op.Problem.parse, op.suite):
+    for p in map(few_weights, map(op.Problem.parse, op.suite)):
         if p.layout != "aligned":
             continue
         args = op.sample(p, "cpu", 0)
