@@ -53,7 +53,7 @@ def test_declarations_their_rules_and_models_need_no_torch() -> None:
     [
         (["explain", "gemm", "m=16 n=4096 k=4096", "--gpu", "h200"], {"typer", "rich", "numpy"}),
         (["tune", "llama-3-8b", "--list", "--gpu", "h200"], {"typer", "rich", "numpy"}),
-        (["db", "query", "--gpu", "h200", "--op", "gemm"], {"typer", "rich", "sqlalchemy"}),
+        (["db", "query", "--gpu", "h200", "--op", "gemm", "--limit", "1"], {"typer", "rich", "sqlalchemy"}),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
@@ -68,6 +68,8 @@ def test_a_verb_that_reads_declarations_loads_those_it_needs_and_is_quick(verb: 
         begin = children_s()
         done = subprocess.run([sys.executable, "-c", code, *verb], capture_output=True, text=True, check=True)
         times.append(children_s() - begin)
+        if times[-1] < 1.5:
+            break
     assert set(ast.literal_eval(done.stderr.splitlines()[-1])) <= may_load
     assert min(times) < 1.5, "0.3 to 0.7 s of CPU time on an idle core"
 
