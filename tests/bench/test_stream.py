@@ -25,13 +25,12 @@ SILU = Case("silu_mul", "rows=4 cols=64", "small")
 # (reads, writes, words, programs that stay): a part of a block, whole blocks, more blocks than programs.
 MOVES = [
     (1, 1, 16, 4),
-    (1, 1, 8192, 4),
     (2, 1, 4096 + 48, 4),
-    (4, 3, 4096 * 5 + 16, 2),
+    (4, 3, 4096 * 3 + 16, 2),
     (1, 8, 1008, 1),
     (8, 1, 1008, 1),
 ]
-READS = [(1, 0, 16, 4), (1, 0, 8192, 4), (2, 0, 4096 * 5 + 16, 2)]
+READS = [(1, 0, 16, 4), (2, 0, 4096 * 3 + 16, 2)]
 
 
 def _move(reads: int, writes: int, words: int, programs: int) -> list[bool]:

@@ -92,7 +92,7 @@ def test_it_is_tuned_and_exported_whole(example: FusedMoe, tmp_path: Path, monke
     """The real compilers, for an H200, beside a measuring process on the CPU, in Triton's interpreter."""
     monkeypatch.setattr(gpus, "detect", lambda device=None: H200)
     monkeypatch.setattr(runtime, "WORKER_TARGET", "tests.guests.toy:answer_interpreted")
-    db, problem = str(tmp_path / "tuned.db"), FusedMoeProblem.parse("m=5 experts=6 n=64 k=96 top_k=2 dtype=fp16")
+    db, problem = str(tmp_path / "tuned.db"), FusedMoeProblem.parse("m=2 experts=3 n=32 k=32 top_k=2 dtype=fp16")
     with LocalRuntime(1, spares=Spares(0, {}, Turns())) as machine:
         report = tune(job.Job("moe", (job.Task(example, problem, 3),)), db=db, runtime=machine)
     assert report.ok, report.as_json()
@@ -105,7 +105,7 @@ def test_it_is_tuned_and_exported_whole(example: FusedMoe, tmp_path: Path, monke
     (table,) = (tmp_path / "tables").rglob("*H200.json")
     (winner,) = (task.winner for task in report.tasks)
     assert winner is not None
-    assert json.loads(table.read_text()) == {"5": FusedMoeConfig.parse(winner.config).as_dict()}
+    assert json.loads(table.read_text()) == {"2": FusedMoeConfig.parse(winner.config).as_dict()}
 
 
 def test_a_config_that_triton_refuses_is_its_own_verdict(example: FusedMoe) -> None:
