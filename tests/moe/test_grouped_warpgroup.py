@@ -206,7 +206,6 @@ def test_expected_tiles_are_those_of_random_rows(experts: int, unit: int) -> Non
 # ---- kernels --------------------------------------------------------------------------------------------
 
 COMPILED = {
-    "one group": ("rows=200 n=1536 k=2048 experts=128 bias=same", "tile_m=64 tile_n=112 stages=8 raster=1 pdl=1"),
     "three groups": (
         "rows=2048 n=1536 k=2048 experts=8 bias=same activation=silu",
         "tile_m=192 tile_n=160 stages=3 raster=1",
@@ -222,7 +221,6 @@ COMPILED = {
         "tile_m=112 tile_n=128 stages=6 raster=8 swap_ab=1",
     ),
     "fewest tokens": ("rows=8 n=1536 k=2048 experts=128", "tile_m=16 tile_n=128 stages=8 raster=1 swap_ab=1 pdl=1"),
-    "gated": ("rows=2048 n=768 k=2048 experts=128 activation=silu_mul", "tile_m=128 tile_n=256 stages=4 raster=8"),
     "gated, odd boxes": (
         "rows=64 n=768 k=2048 experts=128 activation=silu_mul dtype=fp16",
         "tile_m=64 tile_n=160 stages=6 raster=1 cluster_m=2",
@@ -274,7 +272,6 @@ DEEP = {
     "cooperative": "tile_m=128 tile_n=256 stages=4 raster=8 cluster_n=2 pdl=1",
     "pingpong": "tile_m=128 tile_n=192 stages=4 raster=8 pingpong=1 cluster_m=1",
     "swapped": "tile_m=128 tile_n=256 stages=4 raster=8 swap_ab=1 cluster_n=2",
-    "three groups": "tile_m=192 tile_n=64 stages=5 raster=1",
 }
 
 
