@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from cutekernels.db import cli as db_cli
 from tests.db.trials import trial
 
 pytestmark = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
@@ -47,7 +49,7 @@ os.execv(sys.executable, [sys.executable, "-m", "cutekernels", "gpus"])
 
 @pytest.mark.parametrize("words", ["gpus --format json", "--help", "db stats"])
 def test_what_cannot_be_written_to_a_closed_stdout_is_told(words: str) -> None:
-    call("db", "import", "-", input=trial().as_line())
+    assert CliRunner().invoke(db_cli.app, ["import", "-"], input=trial().as_line()).exit_code == 0
     line = f'exec "{sys.executable}" -m cutekernels {words} >&-'
     done = subprocess.run(["sh", "-c", line], stderr=subprocess.PIPE, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (1, "stdout is closed, and there is something to write to it\n")
@@ -80,7 +82,7 @@ os.write(opened, str(opened > 2).encode())
 
 @pytest.mark.parametrize("words", ["gpus", "gpus --format json", "db export"])
 def test_a_reader_that_left_ends_it_as_sigpipe_does(words: str) -> None:
-    call("db", "import", "-", input=trial().as_line())
+    assert CliRunner().invoke(db_cli.app, ["import", "-"], input=trial().as_line()).exit_code == 0
     readable, writable = os.pipe()
     os.close(readable)
     with open(writable, "w") as unread:
