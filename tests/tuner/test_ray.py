@@ -26,7 +26,7 @@ from tests.tuner.toys import task
 
 ray: Any = pytest.importorskip("ray")
 ROOT = Path(__file__).parents[2]
-SHORT = Job("short", tuple(task(4, f"m={m} n=64") for m in (1, 2, 4, 8, 16, 32, 64, 128)))
+SHORT = Job("short", tuple(task(4, f"m={m} n=64") for m in (1, 2, 4, 8, 16, 32)))
 
 
 @pytest.fixture(scope="module")
