@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -22,14 +23,12 @@ LAYERS = {"Linear", "RMSNorm", "SwiGLUMLP", "rotary_pos_emb"}
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Both variants, as the command writes them."""
+    """Both variants: one as the command writes it, the other beside it."""
     out = tmp_path_factory.mktemp("hub") / "repository"
-    for backend in tree.BACKENDS:
-        done = subprocess.run(
-            [sys.executable, "-m", "cutekernels.hub", str(out), "--backend", backend],
-            cwd=ROOT, capture_output=True, text=True, check=True,
-        )  # fmt: skip
-        assert done.stdout.strip() == str(out / f"build/torch-{backend}")
+    command = [sys.executable, "-m", "cutekernels.hub", str(out), "--backend", "cuda"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(out / "build/torch-cuda")
+    assert tree.write(out, "cpu") == out / "build/torch-cpu"
     return out
 
 
@@ -81,11 +80,12 @@ def test_a_folder_with_something_in_it_is_refused(repository: Path, tmp_path: Pa
     (tmp_path / "file").write_text("")
     before = {path: path.stat().st_mtime_ns for path in repository.rglob("*")}
     for out in (repository, tmp_path, tmp_path / "file"):
-        done = subprocess.run(
-            [sys.executable, "-m", "cutekernels.hub", str(out)], cwd=ROOT, capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 1
-        assert done.stderr == f"a kernel repository is written into a new or an empty folder; {out} is none\n"
+        said = f"a kernel repository is written into a new or an empty folder; {out} is none"
+        with pytest.raises(UnsupportedProblem, match=f"^{re.escape(said)}$"):
+            tree.write(out)
+    command = [sys.executable, "-m", "cutekernels.hub", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "") and f"; {tmp_path} is none\n" in done.stderr
     assert {path: path.stat().st_mtime_ns for path in repository.rglob("*")} == before
 
 
