@@ -12,6 +12,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, wraps
+from itertools import count
 from typing import Any, ParamSpec, TypeVar
 
 import pytest
@@ -48,6 +49,15 @@ def in_turns(ops: Mapping[str, Any]) -> Any:
     pairs = [(name, op, TARGETS[(i + j) % 4]) for i, (name, op) in enumerate(ops.items()) for j in (0, 2)]
     made = [pytest.param(op, spec, id=f"{name}-{spec.target}") for name, op, spec in pairs]
     return pytest.mark.parametrize(("op", "spec"), made)
+
+
+def half(cases: Mapping[str, T], names: str) -> dict[str, T]:
+    """``cases`` without every other one of those whose name the pattern ``names`` finds.
+
+    By the parity of a number's bits, so that cases made of a product of factors keep each value of each factor.
+    """
+    number = count()
+    return {n: c for n, c in cases.items() if not re.search(names, n) or next(number).bit_count() % 2 == 0}
 
 
 def once(build: Callable[P, T]) -> Callable[P, T]:
