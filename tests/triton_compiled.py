@@ -33,7 +33,7 @@ def check_resources(op: Any, problem: Any, config: Any, spec: gpu.GpuSpec = H200
 
 
 def check_knobs(
-    op: Any, problem: Any, base: Any, *, most: int | None = 2, launch: Callable[[Any], Any] | None = None
+    op: Any, problem: Any, base: Any, *, most: int | None = 1, launch: Callable[[Any], Any] | None = None
 ) -> dict[str, list[str]]:
     """Asserts that every change of one knob of ``base`` changes the PTX or the launch, the grid unless told.
 

@@ -20,12 +20,10 @@ from tests.triton_compiled import H200, accesses, built, check_knobs, check_reso
 @in_turns(OPS)
 def test_compiles_for_every_architecture(op: Any, spec: gpu.GpuSpec) -> None:
     rng = random.Random(spec.name + op.name)
-    for text in ("rows=2048 cols=4096 approximate=none", "rows=64 cols=99 dtype=fp32 layout=strided approximate=tanh"):
-        problem = op.Problem.parse(text)
-        config = (
-            op.default(problem, spec) if text.startswith("rows=2048") else rng.choice(list(op.valid(problem, spec)))
-        )
-        check_resources(op, problem, config, spec)
+    large = op.Problem.parse("rows=2048 cols=4096 approximate=none")
+    small = op.Problem.parse("rows=64 cols=99 dtype=fp32 layout=strided approximate=tanh")
+    check_resources(op, large, op.default(large, spec), spec)
+    check_resources(op, small, rng.choice(list(op.valid(small, spec))), spec)
 
 
 @pytest.mark.parametrize("op", [BIAS_GELU, BIAS_GELU_BACKWARD], ids=lambda op: op.name)
@@ -38,7 +36,7 @@ def test_the_largest_tiles_do_not_spill(op: Any) -> None:
 
 @pytest.mark.parametrize("op", [BIAS_GELU, BIAS_GELU_BACKWARD], ids=lambda op: op.name)
 def test_every_knob_changes_the_code_or_the_grid(op: Any) -> None:
-    changed = check_knobs(op, op.Problem.parse("rows=2048 cols=11008"), TileConfig(2, 1024, 4, "normal"), most=1)
+    changed = check_knobs(op, op.Problem.parse("rows=2048 cols=11008"), TileConfig(2, 1024, 4, "normal"))
     assert changed.keys() == {"", *TileConfig.space()}
 
 

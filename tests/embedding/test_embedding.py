@@ -32,10 +32,9 @@ interpreted, test_kernel_numerics, test_a_planted_bug_is_caught = kernel_tests(e
 @in_turns(OPS)
 def test_compiles_for_every_architecture(op: Any, spec: gpu.GpuSpec) -> None:
     rng = random.Random(spec.name)
-    for text in rng.sample(op.suite, 2):
-        problem = EmbeddingProblem.parse(text)
-        for config in (op.default(problem, spec), rng.choice(list(op.valid(problem, spec)))):
-            check_resources(op, problem, config, spec)
+    problem = EmbeddingProblem.parse(rng.choice(op.suite))
+    for config in (op.default(problem, spec), rng.choice(list(op.valid(problem, spec)))):
+        check_resources(op, problem, config, spec)
 
 
 @pytest.mark.parametrize("op", OPS.values(), ids=OPS.keys())

