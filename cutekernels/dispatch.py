@@ -180,18 +180,25 @@ def _ahead_of(op: Op[Any, Any], p: Any, gpu: GpuSpec) -> Choice | None:
 @contextmanager
 def recorded_by(note: Callable[[Op[Any, Any], Problem], Plan]) -> Iterator[None]:
     """This thread's plans are those that ``note(op, problem)`` returns."""
+    global recorders
+    with _lock:
+        recorders += 1
     _recorder.note = note
     try:
         yield
     finally:
         _recorder.note = None
+        with _lock:
+            recorders -= 1
 
 
 def recording() -> bool:
     """Whether the calls of this thread are recorded: nothing may be kept of them."""
-    return getattr(_recorder, "note", None) is not None
+    return recorders > 0 and getattr(_recorder, "note", None) is not None
 
 
+recorders = 0
+"""Threads that record, for calls that are counted in nanoseconds."""
 _recorder = threading.local()
 
 

@@ -194,7 +194,7 @@ class CallCache:
 
     def find(self, given: Given) -> Call | None:
         """The call that was added, or kept, for one like this."""
-        if dispatch.recording():
+        if dispatch.recorders and dispatch.recording():
             return None
         try:
             return self.calls.get(cache_key(given))
@@ -227,7 +227,7 @@ class CallCache:
         there = [t for t in operands if t is not None]
         if call.launch is None or len(set(map(id, there))) < len(there):  # no guard passes one tensor in two places
             return made
-        if dispatch.recording():
+        if dispatch.recorders and dispatch.recording():
             return made
         last = next(filter(None, reversed(known)), 0)
         place = last if results is None else ~last

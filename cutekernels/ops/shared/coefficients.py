@@ -13,7 +13,7 @@ class Streaming:
     chunked: float = 0.97  # factor of the bytes: rows walked in chunks come from the caches the second time
     idle: float = 0.2  # share of a head's cost: one of a tile that is not there
     ragged: float = 0.5  # power by which a row's last block, in part empty, counts
-    hidden: float = 2.5  # how far DRAM's time hides waits for loads: the exponent of their mean
+    hidden: float = 2.5  # exponent of the mean of DRAM's time and the waits for loads, which it hides
     cute: float = 1.25  # factor of the default's estimate: no model puts an unmeasured config of CuTe's first
 
 
