@@ -16,7 +16,7 @@ from typing import Any
 
 from bench import published, stream
 from bench.published import Reproduced
-from bench.rows import OURS, Row, is_ours, read
+from bench.rows import OURS, Row, files, is_ours, read, suite_of
 
 RESULTS = Path(__file__).parent / "results"
 OVERVIEW = "overview.png"
@@ -234,7 +234,7 @@ def against_best_peer(rows: Sequence[Row]) -> dict[str, float]:
 def draw_overview(folder: Path) -> bool:
     """One bar for each op and suite with peers, cold: the geometric mean, and the range over its cases."""
     suites: dict[str, dict[str, float]] = {}
-    for path in sorted(folder.glob("*.jsonl")):
+    for path in files(folder):
         rows = read(path)
         if rows and rows[0].l2 == "cold" and not rows[0].rest_ms:
             name = f"{rows[0].op}, {rows[0].suite}" + (OF_WARPS if by_warps(rows) else "")
@@ -265,10 +265,10 @@ def draw_overview(folder: Path) -> bool:
 def draw_all(folder: Path) -> int:
     """Every picture of one GPU's rows; returns how many were drawn."""
     drawn = 0
-    found = {path: read(path) for path in sorted(folder.glob("*.jsonl"))}
+    found = {path: read(path) for path in files(folder)}
     for path, rows in found.items():
         if any(r.status == "ok" for r in rows):
-            draw(rows, path.with_suffix(".png"))
+            draw(rows, folder / f"{suite_of(path)}.png")
             drawn += 1
     for op in dict.fromkeys(rows[0].op for rows in found.values() if rows):
         for warm in (False, True):

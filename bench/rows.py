@@ -2,12 +2,13 @@
 
 A file's first line is a JSON object: ``common`` holds the fields with one value in all rows (op, suite, versions,
 commit, GPU), ``columns`` names the others. Each further line is a JSON array: one row's values in that order, without
-the nulls at its end.
+the nulls at its end. A file of older rows may be packed, ``xz -9e``: a later run of its suite replaces it.
 """
 
 from __future__ import annotations
 
 import json
+import lzma
 import os
 import tempfile
 from collections.abc import Iterable, Sequence
@@ -19,6 +20,7 @@ from cutekernels.db.lines import trimmed
 
 STATUSES = ("ok", "absent", "failed", "wrong_result")
 OURS = "cutekernels"  # our contender; "cutekernels (default)" and the like are variants of it
+PACKED = ".xz"
 DIGITS = 4  # significant digits kept of a number
 
 
@@ -100,6 +102,7 @@ def write(path: Path, rows: Iterable[Row]) -> None:
             os.fsync(file.fileno())
             os.chmod(file.name, 0o644)
             os.replace(file.name, path)
+            path.with_name(f"{path.name}{PACKED}").unlink(missing_ok=True)
         except BaseException:
             os.unlink(file.name)
             raise
@@ -125,10 +128,22 @@ def _lines(rows: Sequence[dict[str, Any]]) -> list[Any]:
     return lines
 
 
+def files(folder: Path, start: str = "") -> list[Path]:
+    """The files of rows in ``folder`` whose names begin so, packed ones too, in the order of their names."""
+    return sorted(path for end in ("", PACKED) for path in folder.glob(f"{start}*.jsonl{end}"))
+
+
+def suite_of(path: Path) -> str:
+    """The name of a file of rows without its ends: op, suite and conditions."""
+    return path.name.removesuffix(PACKED).removesuffix(".jsonl")
+
+
 def read(path: Path) -> list[Row]:
     """The rows in ``path``. ValueError for a line that is none."""
     try:
-        first, *others = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
+        data = path.read_bytes()
+        text = (lzma.decompress(data) if path.suffix == PACKED else data).decode()
+        first, *others = text.removesuffix("\n").split("\n")
         header = json.loads(first)
         common, columns = dict(header["common"]), list(header["columns"])
         unknown = {*common, *columns} - set(_NAMES)
@@ -136,7 +151,7 @@ def read(path: Path) -> list[Row]:
             raise ValueError(f"unknown field {', '.join(sorted(unknown))}")
         if len({*common, *columns}) < len(common) + len(columns):
             raise ValueError("a field stands in it twice")
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
+    except (KeyError, TypeError, ValueError, RecursionError, lzma.LZMAError) as error:
         raise ValueError(f"{path}:1 is not the header of a benchmark's rows: {error}") from error
     rows: list[Row] = []
     for number, line in enumerate(others, 2):

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import geometric_mean
 
 from bench import plots, stream
-from bench.rows import OURS, Row, is_ours, read
+from bench.rows import OURS, Row, files, is_ours, read, suite_of
 
 CARDS = {"h200": "H200", "h100-sxm": "H100 SXM"}
 PEERS = {  # names of contenders as readers know them
@@ -157,10 +157,11 @@ def suites(starts: Sequence[str]) -> dict[str, dict[str, list[Row]]]:
     """``{suite: {card: rows}}`` of the files whose names begin so; a card's part of a suite joins the whole one."""
     found: dict[str, dict[str, list[Row]]] = {}
     for card in CARDS:
-        for path in sorted((plots.RESULTS / card).glob("*.jsonl")):
-            if path.stem.startswith(tuple(starts)):
-                whole = [name for name in found if path.stem.startswith(name + "_")]
-                name = whole[0] if card != "h200" and whole else path.stem
+        for path in files(plots.RESULTS / card):
+            stem = suite_of(path)
+            if stem.startswith(tuple(starts)):
+                whole = [name for name in found if stem.startswith(name + "_")]
+                name = whole[0] if card != "h200" and whole else stem
                 found.setdefault(name, {})[card] = read(path)
     return found
 
@@ -186,7 +187,7 @@ def speed() -> str:
                 by_card = _model_cases(name)
                 continue
             for card in CARDS:
-                for path in sorted((plots.RESULTS / card).glob(f"{name}*.jsonl")):
+                for path in files(plots.RESULTS / card, name):
                     if card == "h200" or not by_card:
                         by_card.setdefault(card, []).extend(cases(read(path)))
         card, found = next(iter(by_card.items()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import lzma
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -190,13 +191,17 @@ class TestRows:
             rows.read(tmp_path / "rows.jsonl")
 
     def test_every_recorded_file_reads(self) -> None:
-        for path in plots.RESULTS.rglob("*.jsonl"):
+        for path in plots.RESULTS.rglob("*.jsonl*"):
             gpu = path.relative_to(plots.RESULTS).parts[0]
             assert {(r.stamp["gpu"], bool(r.stamp["commit"])) for r in rows.read(path)} == {(gpu, True)}, path
 
     def test_a_later_run_replaces_the_file_and_leaves_nothing_beside_it(self, tmp_path: Path) -> None:
         path = tmp_path / "rows.jsonl"
         rows.write(path, [self.row(), self.row()])
+        packed = path.with_name("rows.jsonl.xz")
+        packed.write_bytes(lzma.compress(path.read_bytes()))
+        assert rows.read(packed) == rows.read(path) and rows.suite_of(packed) == rows.suite_of(path) == "rows"
+        assert rows.files(tmp_path) == [path, packed]
         rows.write(path, [self.row(label="2")])
         assert [r.label for r in rows.read(path)] == ["2"]
         assert list(tmp_path.iterdir()) == [path]
