@@ -53,13 +53,13 @@ class Ledger(Store):
                 raise self._failed
             if self._waiting:
                 try:
-                    self._stored()
+                    self._store()
                 except StoreError as error:
                     self._failed = error
                     raise
             self._since = time.monotonic()
 
-    def _stored(self) -> None:
+    def _store(self) -> None:
         while self._waiting:
             try:
                 super().record(self._waiting)

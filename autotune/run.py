@@ -210,7 +210,7 @@ class _Run:
                     Prediction, task, spec, history, processes, self.limit, deadline, self.force,
                     on_trial=self.watch.trial, clock=self.clock,
                 )  # fmt: skip
-                reports[position] = self._leased(store, spec, task, predict)
+                reports[position] = self._lease(store, spec, task, predict)
                 self.watch.end(reports[position])
         return [reports[position] for position in sorted(reports)]
 
@@ -242,7 +242,7 @@ class _Run:
                 Search, task, kind, history, lane, deadline, self.force, self.confirm, self.end, studies, self.sampler,
                 on_trial=self.watch.trial, clock=self.clock,
             )  # fmt: skip
-            report = self._leased(store, kind, task, search)
+            report = self._lease(store, kind, task, search)
             self.watch.end(report)
             return report
 
@@ -278,7 +278,7 @@ class _Run:
     def _over(self) -> bool:
         return self.end is not None and self.clock() >= self.end
 
-    def _leased(self, store: Ledger, kind: GpuSpec, task: Task, begin: Callable[[], Search | Prediction]) -> TaskReport:
+    def _lease(self, store: Ledger, kind: GpuSpec, task: Task, begin: Callable[[], Search | Prediction]) -> TaskReport:
         """The task's search or prediction under its lease, which ends when its rows are stored."""
         name = name_of(kind, task.op, task.problem)
         if name not in self._held:

@@ -12,21 +12,21 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, as_completed
+from concurrent.futures import as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from cutekernels import compile as compiler
-from cutekernels import dispatch, rates, settings
+from cutekernels import dispatch, rates
 from cutekernels.backends import own_directory
-from cutekernels.compilers import Compile, Compilers, affordable, choose, failure, kernels, side_by_side, together
+from cutekernels.compilers import Compile, Compilers, Wanted, affordable, choose, kernels, side_by_side, together
 from cutekernels.db import snapshot
 from cutekernels.environment import package_version
 from cutekernels.errors import CacheUnusable, CompileError, UnsupportedProblem
 from cutekernels.gpu import GpuSpec, sibling
-from cutekernels.isolate import ChildFailure, StartFailed
+from cutekernels.isolate import ChildFailure
 from cutekernels.lengths import Chosen, Line, Posed, lines
 from cutekernels.op import Op
 from cutekernels.ops import registry
@@ -35,12 +35,11 @@ if TYPE_CHECKING:
     import torch
 
 _CHUNK = 256  # numbers of tokens that a process chooses for at a time
-_log = settings.logger("compile")
 
 
 @dataclass(frozen=True)
 class Warmed:
-    """What :func:`cutekernels.warmup` of a model did.
+    """The result of :func:`cutekernels.warmup` for a model.
 
     Attributes:
         problems: that its calls pose, over all numbers of tokens.
@@ -76,10 +75,10 @@ def prepare(
     begin = time.monotonic()
     place = _place(model, tokens, gpu)
     compiled = 0
-    chosen, keys = _kept(place)
+    chosen, keys = _read(place)
     if not chosen or not all(map(compiler.ready, keys)):
-        chosen, keys, compiled = _made(lines_of(model, *tokens), gpu, jobs, progress)
-        _keep(place, chosen, keys)
+        chosen, keys, compiled = _choose_and_compile(lines_of(model, *tokens), gpu, jobs, progress)
+        _write(place, chosen, keys)
     dispatch.choose_ahead(gpu, chosen)
     problems = sum(each.line.high - each.line.low + 1 for each in chosen)
     return Warmed(problems, len(keys), compiled, time.monotonic() - begin)
@@ -98,39 +97,32 @@ def compile_missing(posed: Sequence[Posed], gpu: GpuSpec, jobs: int | None = Non
     return {pair: error for key, error in failures if error is not None for pair in users[key]}
 
 
-def _made(found: Sequence[Line], gpu: GpuSpec, jobs: int | None, progress: bool) -> tuple[list[Chosen], list[str], int]:
+def _choose_and_compile(
+    found: Sequence[Line], gpu: GpuSpec, jobs: int | None, progress: bool
+) -> tuple[list[Chosen], list[str], int]:
     """The choices, the names of all kernels, and how many were compiled."""
     pieces: dict[Line, list[Chosen]] = {line: [] for line in found}
-    keys: set[str] = set()
-    compiling: dict[Future[Any], Compile] = {}
+    wanted: Wanted = {}
     with Compilers(jobs or affordable()) as processes, _bar(progress) as advance:
         asked = {processes.submit((part, gpu)): (line, part) for line in found for part in line.parts(_CHUNK)}
         for future in as_completed(asked):
             line, part = asked[future]
             try:
-                piece, wanted = future.result()
+                piece, needed = future.result()
             except ChildFailure:  # it is only slower here
-                piece, wanted = choose((part, gpu))
+                piece, needed = choose((part, gpu))
             pieces[line].append(piece)
-            for key in wanted.keys() - keys:
-                if not compiler.ready(key):
-                    compiling[processes.submit(wanted[key])] = wanted[key]
-            keys |= wanted.keys()
-            advance(0, len(compiling))
-        failures = []
-        for future in as_completed(compiling):
-            failures.append(failure(compiling[future], future))
-            advance(1, len(compiling))
-    unstarted = [each for each in failures if isinstance(each, StartFailed)]
-    if unstarted:
-        _log.warning("%d kernels are left to the calls that need them: %s", len(unstarted), unstarted[0])
-    failed = [each for each in failures if isinstance(each, CompileError)]
+            wanted |= needed
+        missing = [request for key, request in wanted.items() if not compiler.ready(key)]
+        failures = side_by_side(missing, processes=processes, advance=lambda: advance(len(missing)))
+    failed = [failure for failure in failures if failure is not None]
     if failed:
         raise together(failed)
-    return [_joined(line, pieces[line]) for line in found], sorted(keys), len(compiling) - len(unstarted)
+    return [_join(line, pieces[line]) for line in found], sorted(wanted), len(missing)
 
 
-def _joined(line: Line, pieces: list[Chosen]) -> Chosen:
+def _join(line: Line, pieces: list[Chosen]) -> Chosen:
+    """The choices of a line from those of its parts."""
     whole = Chosen(line, [], [])
     for piece in sorted(pieces, key=lambda each: each.line.low):
         for begin, config in zip(piece.begins, piece.configs, strict=True):
@@ -154,11 +146,11 @@ class Recorded(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
+        """The device that computes it."""
 
 
 def device_of(model: torch.nn.Module | Recorded) -> torch.device:
-    """Where it computes."""
+    """The device that computes a model."""
     return next(iter(model.parameters())).device if hasattr(model, "parameters") else model.device
 
 
@@ -197,7 +189,7 @@ def lines_of(model: torch.nn.Module | Recorded, low: int, high: int) -> list[Lin
 
 @contextmanager
 def _alike_once(model: Any) -> Iterator[None]:
-    """Of layers alike, the first one alone computes; the others return what it returned."""
+    """Lets the first of layers alike compute alone; the others return what it returned."""
     import torch
 
     changed = []
@@ -225,7 +217,7 @@ def _first_of(forward: Callable[..., Any], kind: Any, returned: dict[Any, Any]) 
 
 
 def _kind(layer: Any) -> tuple[Any, ...]:
-    """What layers that pose the same problems have in common: classes, plain attributes, shapes and types."""
+    """Properties that layers with the same problems share: classes, plain attributes, shapes and types."""
     found: list[Any] = []
     for module in layer.modules():
         plain = {name: v for name, v in vars(module).items() if isinstance(v, bool | int | float | str)}
@@ -275,8 +267,8 @@ def _place(model: torch.nn.Module | Recorded, tokens: tuple[int, int], gpu: GpuS
     return own_directory(compiler.directory().parent / "choices") / f"{digest.hexdigest()[:32]}.json"
 
 
-def _kept(place: Path) -> tuple[list[Chosen], list[str]]:
-    """What the file has; nothing where it is missing or not as it was written."""
+def _read(place: Path) -> tuple[list[Chosen], list[str]]:
+    """Choices and kernels' names from the file; none where it is missing or not as it was written."""
     try:
         rows, keys = json.loads(place.read_text())
         chosen = []
@@ -288,7 +280,7 @@ def _kept(place: Path) -> tuple[list[Chosen], list[str]]:
     return chosen, keys
 
 
-def _keep(place: Path, chosen: Sequence[Chosen], keys: Sequence[str]) -> None:
+def _write(place: Path, chosen: Sequence[Chosen], keys: Sequence[str]) -> None:
     rows = [[c.line.op, str(c.line.first), c.line.slopes, c.line.low, c.line.high, c.begins, c.configs] for c in chosen]
     fresh = place.with_suffix(f".{os.getpid()}")
     try:
@@ -302,8 +294,8 @@ def _keep(place: Path, chosen: Sequence[Chosen], keys: Sequence[str]) -> None:
 
 
 @contextmanager
-def _bar(shown: bool) -> Iterator[Callable[[int, int], None]]:
-    """A callback for so many more kernels done, of so many in all: it moves a bar on a terminal."""
+def _bar(shown: bool) -> Iterator[Callable[[int], None]]:
+    """A callback for one more kernel done, of so many in all: it moves a bar on a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -311,4 +303,4 @@ def _bar(shown: bool) -> Iterator[Callable[[int, int], None]]:
     columns = TextColumn("compile"), BarColumn(), MofNCompleteColumn(), TextColumn("kernels"), TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True, disable=not (shown and console.is_terminal)) as bar:
         task = bar.add_task("", total=None)
-        yield lambda done, total: bar.update(task, advance=done, total=total)
+        yield lambda total: bar.update(task, advance=1, total=total)

@@ -73,7 +73,7 @@ class Columns:
 
     def __iter__(self) -> Iterator[Any]:
         """The configs themselves."""
-        columns = [_listed(own, type(self.kind.space()[name][0]), self.size) for name, own in self.knobs.items()]
+        columns = [_values(own, type(self.kind.space()[name][0]), self.size) for name, own in self.knobs.items()]
         for chosen in zip(*columns, strict=True):
             yield self.kind.drawn(zip(self.knobs, chosen, strict=True))
 
@@ -155,7 +155,7 @@ def _taken(column: Any, rows: Any) -> Any:
     return column[rows] if hasattr(column, "shape") else column
 
 
-def _listed(column: Any, kind: type, size: int) -> list[Any]:
+def _values(column: Any, kind: type, size: int) -> list[Any]:
     if isinstance(column, Words):
         return [column.values[at] for at in column.at.tolist()]
     return column.astype(kind).tolist() if hasattr(column, "shape") else [column] * size

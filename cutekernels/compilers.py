@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from concurrent.futures import Future
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, as_completed
+from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -77,7 +77,7 @@ class Compilers:
 
 def answer(request: Compile | Choose) -> Any:
     """Inside a compiler process: either kind of request."""
-    return choose(request) if len(request) == 2 else compile_candidate(request)
+    return choose(request) if isinstance(request[0], Line) else compile_candidate(request)
 
 
 def choose(request: Choose) -> tuple[Chosen, Wanted]:
@@ -124,35 +124,48 @@ def known(op: Op[Any, Any]) -> bool:
     return type(op).__module__.startswith("cutekernels.")
 
 
-def side_by_side(requests: Sequence[Compile], jobs: int | None = None) -> list[CompileError | None]:
+def side_by_side(
+    requests: Sequence[Compile],
+    jobs: int | None = None,
+    processes: Compilers | None = None,
+    advance: Callable[[], object] = lambda: None,
+) -> list[CompileError | None]:
     """Compiles all ``requests`` in ``jobs`` processes; for each, None or the reason it is not in the disk cache.
 
     A compiler that crashes or takes longer than :data:`COMPILE_DEADLINE_S` fails its request only. A single request is
     compiled in this process: another one would take longer to start. Where no process can be started nothing is
     compiled, with a warning and no error: the caller's own process will, when it needs the kernel.
 
+    Args:
+        requests: one or more.
+        jobs: processes to start.
+        processes: those of the caller, in their place.
+        advance: is called whenever one is done.
+
     Raises:
         CacheUnusable: no kernel could be compiled.
     """
     if not requests:
         return []
-    if len(requests) == 1:
+    if len(requests) == 1 and processes is None:
         try:
             compile_candidate(requests[0])
         except CompileError as error:
             return [error]
         return [None]
-    with Compilers(min(jobs or affordable(), len(requests)), TARGET) as processes:
-        futures = [processes.submit(request) for request in requests]
-        failures = [failure(request, future) for request, future in zip(requests, futures, strict=True)]
+    with nullcontext(processes) if processes else Compilers(min(jobs or affordable(), len(requests)), TARGET) as pool:
+        futures = [pool.submit(request) for request in requests]
+        for _ in as_completed(futures):
+            advance()
+        failures = [_failure(request, future) for request, future in zip(requests, futures, strict=True)]
     unstarted = [each for each in failures if isinstance(each, StartFailed)]
     if unstarted:
         _log.warning("%d kernels are compiled in the calling process: %s", len(unstarted), unstarted[0])
     return [None if isinstance(each, StartFailed) else each for each in failures]
 
 
-def failure(request: Compile, future: Future[Any]) -> CompileError | StartFailed | None:
-    """Why a request is not in the disk cache, once its future is done; None where it is."""
+def _failure(request: Compile, future: Future[Any]) -> CompileError | StartFailed | None:
+    """The reason for which a request is not in the disk cache, once its future is done; None where it is."""
     what = f"{request[0]} [{request[1]}] with [{request[2]}]"
     try:
         future.result()

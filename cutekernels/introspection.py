@@ -58,13 +58,13 @@ def explain(
 
 @overload
 def warmup(
-    what: Iterable[tuple[str, str]], device: int | None = None, *, jobs: int | None = None
+    problems: Iterable[tuple[str, str]], device: int | None = None, *, jobs: int | None = None
 ) -> list[dispatch.Plan]: ...
 
 
 @overload
 def warmup(
-    what: torch.nn.Module | Recorded,
+    problems: torch.nn.Module | Recorded,
     *,
     tokens: tuple[int, int] | None = None,
     jobs: int | None = None,
@@ -73,7 +73,7 @@ def warmup(
 
 
 def warmup(
-    what: Any,
+    problems: Any,
     device: int | None = None,
     *,
     tokens: tuple[int, int] | None = None,
@@ -96,7 +96,7 @@ def warmup(
     module. It may be called from any thread; calls in other threads go on meanwhile.
 
     Args:
-        what: a patched transformers model or a Decoder, on a GPU; or pairs of an op's name and a problem's text, as
+        problems: a patched transformers model or a Decoder, on a GPU; or pairs of an op's name and a problem's text, as
             :func:`explain` takes them.
         device: of pairs: a CUDA device's index; None for the current one.
         tokens: of a model: the least and the greatest number of tokens in a prompt; None for 1 to 4096, and for all
@@ -108,8 +108,8 @@ def warmup(
         Of pairs the plans, in order; of a model the numbers of problems and kernels, and the seconds it took.
 
     Raises:
-        UnsupportedProblem: an op or a problem that does not exist, a model that makes no call of this library's ops,
-            ``tokens`` that are no range, or ``jobs`` that is no number of processes.
+        UnsupportedProblem: an op or a problem that does not exist, a model that makes no call of this library's ops or
+            is on no GPU, ``tokens`` that are no range, or ``jobs`` that is no number of processes.
         UnknownGpu: no CUDA device is visible.
         CompileError: kernels do not compile, or their compilers crashed or took longer than two minutes each. All
             others are ready then.
@@ -118,16 +118,18 @@ def warmup(
 
     if jobs is not None and (type(jobs) is not int or jobs < 1):
         raise UnsupportedProblem(f"warmup takes a number of jobs, processes from 1 up; got {jobs!r}: leave it out")
-    if isinstance(what, torch.nn.Module) or hasattr(what, "lines"):
+    if isinstance(problems, torch.nn.Module) or hasattr(problems, "lines"):
         if device is not None:
             raise UnsupportedProblem(f"a model is warmed up on its own device; got device={device!r}: leave it out")
-        spec = gpu.detect(ahead.device_of(what).index if ahead.device_of(what).type == "cuda" else None)
-        return ahead.prepare(what, _tokens(what, tokens), spec, jobs, progress)
+        span, place = _tokens(problems, tokens), ahead.device_of(problems)
+        if place.type != "cuda":
+            raise UnsupportedProblem(f"warmup is for a model on a GPU; this one is on {place}: move it there")
+        return ahead.prepare(problems, span, gpu.detect(place.index), jobs, progress)
     if tokens is not None:
         raise UnsupportedProblem(f"tokens are a model's; got {tokens!r} with problems: leave them out")
     index = torch.cuda.current_device() if device is None and torch.cuda.is_available() else device
     posed = []  # all are checked before any compiles
-    for pair in what if isinstance(what, Iterable) and not isinstance(what, str) else [what]:
+    for pair in problems if isinstance(problems, Iterable) and not isinstance(problems, str) else [problems]:
         if not isinstance(pair, tuple | list) or len(pair) != 2 or not all(isinstance(word, str) for word in pair):
             raise UnsupportedProblem(
                 f"warmup takes pairs of an op's name and a problem's text; got {pair!r:.60}: pass "

@@ -69,8 +69,7 @@ def lines(record: Callable[[int], Sequence[Posed]], low: int, high: int) -> list
     """Lines through all that ``record(tokens)`` gives for ``low`` to ``high`` tokens.
 
     Between two numbers of tokens extents grow evenly, which a few more of all alignments confirm; else both halves are
-    asked.
-    The lowest number stands alone: one token is often another kernel's.
+    asked. The lowest number stands alone: one token is often another kernel's.
     """
     recorded: dict[int, list[Posed]] = {}
 
@@ -85,10 +84,8 @@ def lines(record: Callable[[int], Sequence[Posed]], low: int, high: int) -> list
         a, b = spans.pop()
         joined = _between(at(a), a, at(b), b)
         middle = (a + b) // 2
-        probes = {a + 1, middle | 1, middle & -16, (middle | 15) + 1, middle & -8, (middle | 7) + 1} & {
-            *range(a + 1, b)
-        }
-        if joined is not None and all({(line.op, line.at(t)) for line in joined} == _named(at(t)) for t in probes):
+        probes = (a + 1, middle | 1, middle & -16, (middle | 15) + 1, middle & -8, (middle | 7) + 1)
+        if joined is not None and all(_agree(joined, t, at(t)) for t in {*probes} & {*range(a + 1, b)}):
             found += joined
             continue
         if _static(at(a)) != _static(at(b)):  # the last number of tokens whose calls are those of ``a``
@@ -96,7 +93,7 @@ def lines(record: Callable[[int], Sequence[Posed]], low: int, high: int) -> list
         spans += [(middle + 1, b), (a, middle)]
     if spans:
         _log.warning("calls of %d to %d tokens follow no rule: some are not thought of", spans[-1][0], high)
-    return _whole(found)
+    return _join(found)
 
 
 def alone(posed: Iterable[Posed]) -> list[Line]:
@@ -104,8 +101,9 @@ def alone(posed: Iterable[Posed]) -> list[Line]:
     return [Line(op.name, p, (), 1, 1) for op, p in dict.fromkeys(posed)]
 
 
-def _named(posed: Iterable[Posed]) -> set[tuple[str, Problem]]:
-    return {(op.name, p) for op, p in posed}
+def _agree(found: Iterable[Line], tokens: int, posed: Iterable[Posed]) -> bool:
+    """Whether the lines have just these problems for so many tokens."""
+    return {(line.op, line.at(tokens)) for line in found} == {(op.name, p) for op, p in posed}
 
 
 def _static(posed: Iterable[Posed]) -> list[tuple[Any, ...]]:
@@ -128,7 +126,7 @@ def _between(first: Sequence[Posed], a: int, last: Sequence[Posed], b: int) -> l
     return found
 
 
-def _whole(found: Iterable[Line]) -> list[Line]:
+def _join(found: Iterable[Line]) -> list[Line]:
     """The lines, those joined that go on behind each other; a problem that does not grow stands once."""
     joined: dict[tuple[Any, ...], Line] = {}
     for line in sorted(found, key=lambda each: each.low):

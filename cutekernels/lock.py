@@ -98,7 +98,7 @@ def write(target: str, gpus: Iterable[str], database: str | None = None) -> tupl
 
 
 def compare(file: str, database: str | None = None) -> list[dict[str, Any]]:
-    """Where a lock differs from what would be frozen now, from a database and the shipped winners: rows of its GPUs
+    """Differences of a lock from what would be frozen now, from a database and the shipped winners: rows of its GPUs
     that are in one alone, and those with other values, of which the config is the first.
     """
     frozen, now = ({row[:5] if row[0] == "winner" else row[:4]: row for row in rows} for rows in _both(file, database))
@@ -118,7 +118,7 @@ def _both(file: str, database: str | None) -> tuple[Sequence[tuple[Any, ...]], S
 
 
 def _rows(gpus: Iterable[str], database: str | None) -> list[tuple[Any, ...]]:
-    """What calls on ``gpus`` use, as rows of a lock."""
+    """Rows of a lock: the winners and rates that calls on ``gpus`` use."""
     from cutekernels.ops import registry
 
     rows: list[tuple[Any, ...]] = []

@@ -94,10 +94,10 @@ class _Sessions:
         self._since = -HOLDERS_FIRST_S  # when this session began in place of one that ended
         self._away_since: float | None = None
         self._closing = threading.Event()
-        self._session: Connection | None = self._opened()
+        self._session: Connection | None = self._begin()
         threading.Thread(target=self._keep, name="cutekernels-leases", daemon=True).start()
 
-    def _opened(self) -> Connection:
+    def _begin(self) -> Connection:
         with engine.translated(self._name):
             session = engine.session(self._url)
             for setting, value in _KEEPALIVES.items():
@@ -138,7 +138,7 @@ class _Sessions:
         except StoreUnreachable:
             self._end()
         try:
-            self._session, self._since = self._opened(), time.monotonic()
+            self._session, self._since = self._begin(), time.monotonic()
             lost = [name for name in sorted(self._held) if not self._ask("pg_try_advisory_lock", name)]
         except StoreUnreachable:
             self._end()

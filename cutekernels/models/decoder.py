@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from cutekernels import gpu
-from cutekernels.ahead import compile_missing, structure
+from cutekernels.ahead import structure
 from cutekernels.kv_cache import KVCache
 from cutekernels.lengths import Line, Posed, alone, lines
 from cutekernels.models import arguments
@@ -114,7 +113,6 @@ class Decoder:
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         self._pool: Any = None  # memory of all graphs: one runs at a time, and leaves nothing in it
         self._launched: list[_Launched] = []
-        self._began = False  # whether kernels of a first call are compiled
 
     @classmethod
     def from_transformers(
@@ -252,11 +250,7 @@ class Decoder:
                 raise
 
     def _step(self) -> None:
-        admitted = list(self._requests.admitted())
-        if admitted and self._tokens.is_cuda and not self._began:
-            self._began = True
-            self._compile_first(admitted)
-        for request in admitted:
+        for request in self._requests.admitted():
             self._begin(request)
         running = self._requests.running()
         if running:
@@ -365,7 +359,7 @@ class Decoder:
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
+        """The device that computes it."""
         return self._tokens.device
 
     @property
@@ -373,30 +367,8 @@ class Decoder:
         """Of a request, its prompt included."""
         return int(self._sizes["max_tokens"])
 
-    def _compile_first(self, admitted: list[Request]) -> None:
-        """Compile what the first requests need, several kernels side by side; calls would one after the other."""
-        ends = {len(request.prompt) % self._chunk for request in admitted}
-        whole = {self._chunk for request in admitted if len(request.prompt) >= self._chunk}
-        prompt, step = self._recorded()
-        posed = [each for tokens in (ends | whole) - {0} for each in prompt(tokens)]
-        batch = self._batch(admitted)
-        posed += step(batch, all(request.sampling.greedy for request in admitted))
-        compile_missing(posed, gpu.detect(self.device.index))  # what fails, fails in its call
-
     def lines(self, low: int, high: int) -> list[Line]:
         """Problems of prompts of ``low`` to ``high`` tokens, and of steps of every batch."""
-        prompt, step = self._recorded()
-        sizes = [1 << i for i in range(self._max_batch.bit_length())] + [self._max_batch]
-        steps = [each for batch in sizes for greedy in (True, False) for each in step(batch, greedy)]
-        return [*lines(prompt, low, min(high, self._chunk)), *alone(steps)]
-
-    def identity(self) -> object:
-        """All that decides the problems of its calls: sizes, and the kinds of layers, not how many there are."""
-        w = self._w
-        return self._sizes, structure(replace(w, layers=())), list(dict.fromkeys(map(structure, w.layers)))
-
-    def _recorded(self) -> tuple[Callable[[int], list[Posed]], Callable[[int, bool], list[Posed]]]:
-        """What a prompt of so many tokens poses, and a step of so many sequences, greedy or not."""
         recorder = Recorder()
         with recorder.calls():
             twin = Decoder(self._source, **self._sizes)  # the same weights, caches of its own
@@ -407,12 +379,16 @@ class Decoder:
                 twin._choose(twin._prefill(ids, slice(0, 1))[:, -1], slice(0, 1), True)
             return noted
 
-        def step(batch: int, greedy: bool) -> list[Posed]:
-            with recorder.calls() as noted:
-                twin._decode(batch, greedy)
-            return noted
+        with recorder.calls() as steps:
+            for batch in [*(1 << i for i in range(self._max_batch.bit_length())), self._max_batch]:
+                for greedy in (True, False):
+                    twin._decode(batch, greedy)
+        return [*lines(prompt, low, min(high, self._chunk)), *alone(steps)]
 
-        return prompt, step
+    def identity(self) -> object:
+        """All that decides the problems of its calls: sizes, and the kinds of layers, not how many there are."""
+        w = self._w
+        return self._sizes, structure(replace(w, layers=())), list(dict.fromkeys(map(structure, w.layers)))
 
     # ---- steps
 
@@ -439,7 +415,8 @@ class Decoder:
 
     def _advance(self, running: list[Request]) -> None:
         """One token of every running request."""
-        batch = self._batch(running)
+        highest = max(request.slot for request in running) + 1
+        batch = min(self._max_batch, 1 << (highest - 1).bit_length())
         greedy = all(request.sampling.greedy for request in running)
         slots = {request.slot for request in running}
         for slot in slots ^ self._counted:
@@ -450,11 +427,6 @@ class Decoder:
         else:
             self._decode(batch, greedy)
         self._launch(running, slice(0, batch))
-
-    def _batch(self, running: list[Request]) -> int:
-        """The size of a step that has all their slots: a power of two, or all."""
-        highest = max(request.slot for request in running) + 1
-        return min(self._max_batch, 1 << (highest - 1).bit_length())
 
     def _launch(self, requests: list[Request], slots: slice) -> None:
         """Start the copy of the tokens in ``slots`` to the host."""

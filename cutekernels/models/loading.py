@@ -60,7 +60,7 @@ def load(
     check_flag("load", "progress", progress)
     check_place(dtype, device, optional=True)
     place = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device is None else device)
-    return _loaded(Folder(path), place, dtype, progress)
+    return _build(Folder(path), place, dtype, progress)
 
 
 def outline(path: str | os.PathLike[str], *, dtype: torch.dtype | None = None) -> LoadedModel:
@@ -69,10 +69,10 @@ def outline(path: str | os.PathLike[str], *, dtype: torch.dtype | None = None) -
     Quantized weights alone are read, since their layout depends on what they hold. Raises what :func:`load` does.
     """
     check_place(dtype, None, optional=True)
-    return _loaded(Folder(path), torch.device("cpu"), dtype, progress=False, outline=True)
+    return _build(Folder(path), torch.device("cpu"), dtype, progress=False, outline=True)
 
 
-def _loaded(
+def _build(
     folder: Folder, place: torch.device, dtype: torch.dtype | None, progress: bool, outline: bool = False
 ) -> LoadedModel:
     config = architectures.read_config(folder.config)

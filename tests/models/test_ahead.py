@@ -31,6 +31,13 @@ def decoder(model: Any, **options: Any) -> Decoder:
     return Decoder.from_transformers(model, **({"max_batch": 2, "max_tokens": 96, "chunk": 24} | options))
 
 
+def posed(engine: Decoder, tokens: int) -> list[Any]:
+    with Recorder().calls() as noted:
+        twin = Decoder(engine._source, **engine._sizes)
+        twin._choose(twin._prefill(torch.zeros(tokens, dtype=torch.int64), slice(0, 1))[:, -1], slice(0, 1), True)
+    return noted
+
+
 def on_lines(found: list[Any], noted: list[Any]) -> bool:
     return all(any(line.op == op.name and line.tokens_of(p) is not None for line in found) for op, p in noted)
 
@@ -39,12 +46,15 @@ def on_lines(found: list[Any], noted: list[Any]) -> bool:
 def test_a_decoders_lines_have_what_its_calls_pose(family: str) -> None:
     engine = decoder(tiny.model(family, torch.bfloat16))
     found = engine.lines(1, 32)
-    prompt, step = engine._recorded()
     for tokens in (1, 16, 17, 24):
-        noted = prompt(tokens)
+        noted = posed(engine, tokens)
         assert {"embedding", "kv_append"} <= {op.name for op, _ in noted}
         assert on_lines(found, noted), tokens
-    assert on_lines(found, [*step(1, True), *step(2, False)])
+    with Recorder().calls() as noted:
+        twin = Decoder(engine._source, **engine._sizes)
+        twin._decode(1, True)
+        twin._decode(2, False)
+    assert on_lines(found, noted)
     assert max(line.high for line in found) == 24, "a prompt is computed in chunks"
 
 
@@ -126,13 +136,13 @@ def inline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[Any
     monkeypatch.setattr(ahead, "Compilers", Inline)
     ready: set[str] = set()
     monkeypatch.setattr(ahead.compiler, "ready", ready.__contains__)
-    keep = ahead._keep
+    keep = ahead._write
 
     def kept(place: Path, chosen: Any, keys: Any) -> None:
         ready.update(keys)
         keep(place, chosen, keys)
 
-    monkeypatch.setattr(ahead, "_keep", kept)
+    monkeypatch.setattr(ahead, "_write", kept)
     yield Inline.compiled
     dispatch.reload()
 
@@ -142,7 +152,7 @@ def test_a_second_process_chooses_and_compiles_nothing(inline: list[Any], monkey
     first = ahead.prepare(engine, (1, 18), H200)
     assert first.compiled == first.kernels == len(inline) == len(set(inline)) > 10
     assert first.problems > 18 * 5
-    op, p = engine._recorded()[0](11)[1]
+    op, p = posed(engine, 11)[1]
     choice = dispatch.resolve(op, p, H200)
     monkeypatch.setattr(Decoder, "lines", lambda *args: pytest.fail("recorded again"))
     dispatch.reload()
@@ -172,8 +182,17 @@ def test_the_command_line(inline: list[Any], tmp_path: Path) -> None:
 def test_what_cannot_be_warmed_up_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "detect", lambda device=None: H200)
     model = tiny.model("qwen3", torch.bfloat16)
+    with pytest.raises(UnsupportedProblem, match="patch"):
+        ahead.prepare(model, (1, 4), H200)
+
+    class Reads(torch.nn.Linear):
+        def forward(self, ids: Any) -> Any:
+            return super().forward(ck.rms_norm(ids.float())) if int(ids.sum()) else ids
+
+    with pytest.raises(UnsupportedProblem, match="reads values of tensors"):
+        ahead.prepare(Reads(4, 4), (1, 4), H200)  # type: ignore[arg-type]
     for wrong, why in (
-        (lambda: ck.warmup(model), "patch"),
+        (lambda: ck.warmup(model), "move it there"),
         (lambda: ck.warmup(model, 0), "its own device"),
         (lambda: ck.warmup(model, tokens=(0, 4)), r"\(1, 4096\)"),
         (lambda: ck.warmup(model, tokens=7), r"\(1, 4096\)"),

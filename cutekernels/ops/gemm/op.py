@@ -247,7 +247,9 @@ def reference(
     a: Tensor, b: Tensor, c: Tensor | None, bias: Tensor | None, alpha: float, beta: float, *, activation: str
 ) -> Tensor:
     """The same mathematics in plain PyTorch: in fp64 (fp32 would leave an error of its own), rounded once."""
-    x = alpha * (a.double() @ b.double())
+    x = a.double() @ b.double()
+    if alpha != 1.0:
+        x = alpha * x
     if c is not None and beta != 0.0:
         x = x + beta * c.double()
     if bias is not None:

@@ -15,6 +15,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from cutekernels import dispatch
+from cutekernels.errors import UnsupportedProblem
 from cutekernels.lengths import Posed
 from cutekernels.op import Op, Problem
 
@@ -24,7 +25,8 @@ _APART = 1 << 48  # bytes between two fakes' memories, where no real tensor lies
 class Recorder:
     """Notes what calls pose: ``with recorder.calls() as noted: model(ids)``, as often as one likes.
 
-    Tensors made meanwhile are fakes; real ones stand for themselves, without their memory.
+    Tensors made meanwhile are fakes; real ones stand for themselves, without their memory. Raises UnsupportedProblem
+    for a call that depends on their values.
     """
 
     def __init__(self) -> None:
@@ -40,8 +42,16 @@ class Recorder:
             noted.append((op, p))
             return dispatch.Plan(_NO_CONFIG, _no_launch, "recorded", "")
 
-        with dispatch.recorded_by(note), torch.no_grad(), self._fakes:
-            yield noted
+        from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+        try:
+            with dispatch.recorded_by(note), torch.no_grad(), self._fakes:
+                yield noted
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise UnsupportedProblem(
+                f"a call that reads values of tensors cannot be recorded ({error}): warm up pairs of an op's name and "
+                "a problem's text instead"
+            ) from error
 
 
 def recordable(cuda: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
