@@ -1,4 +1,4 @@
-"""Host time of a call beside torch's own on the CPU, in one loop: what a call adds, with and without gradients."""
+"""Host time of a call on the CPU beside the same product by torch alone, with and without gradients."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ import torch.nn.functional as F
 
 import cutekernels as ck
 
-MOST = {False: 22.0, True: 13.0}
-"""13.5 and 8 on 2026-11-26, most of it the reference in fp64; by way of torch's dispatcher 25 with gradients."""
+MOST = 8.0
+"""3.8 to 6.0 in 48 rounds of a shared machine on 2026-11-29; by way of torch's dispatcher about 15 with gradients."""
 
 
 @pytest.mark.parametrize("gradients", [False, True])
-def test_linear_costs_the_host_a_few_times_what_torch_s_does(gradients: bool) -> None:
+def test_linear_costs_the_host_a_few_times_its_reference_in_fp64(gradients: bool) -> None:
     x, weight = torch.randn(4, 8), torch.randn(8, 8, requires_grad=gradients)
+
+    def reference(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return F.linear(x.double(), weight.double()).to(x.dtype)
 
     def ns(function: object) -> int:
         begin = thread_time_ns()
@@ -27,6 +30,6 @@ def test_linear_costs_the_host_a_few_times_what_torch_s_does(gradients: bool) ->
 
     ratios = []
     for _ in range(5):
-        both = [(ns(ck.linear), ns(F.linear)) for _ in range(20)]
+        both = [(ns(ck.linear), ns(reference)) for _ in range(20)]
         ratios.append(median(ours for ours, _ in both) / median(theirs for _, theirs in both))
-    assert min(ratios) < MOST[gradients]
+    assert min(ratios) < MOST
