@@ -45,7 +45,7 @@ Source:
     ``pack_gqa``. Different here: warps have rings of their own, and no second kernel combines the splits.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -72,25 +72,28 @@ AT_ONCE = 16  # groups of 8 columns that are read from the workspace together
 
 @dataclass(frozen=True)
 class Launch:
-    """What the launch's arguments are to every function."""
+    """The launch's arguments, which every function has; shapes stand at ``DecodeAttentionBody.__call__``."""
 
     mO: cute.Tensor
     mLse: cute.Tensor | None
     mQ: cute.Tensor
     mK: cute.Tensor
     mV: cute.Tensor
+    mLengths: cute.Tensor
     mTable: cute.Tensor | None
     mSinks: cute.Tensor | None
-    scale: Float32
+    mKScale: cute.Tensor | None
+    mVScale: cute.Tensor | None
+    scale: Float32  # in the walk times K's scale, where a head has one
     cap_inner: Float32
     cap_outer: Float32
     left: Int32
-    v_scale: Float32 | None
-    mKScale: cute.Tensor | None  # of tokens and heads
-    mVScale: cute.Tensor | None
     mPartials: cute.Tensor | None
     mTickets: cute.Tensor | None
+    group: Int32  # query heads that share a head of K and V
+    tiles: Int32  # of a head of K and V
     tiled_mma: cute.TiledMma
+    v_scale: Float32 | None = None  # of e4m3, beside scales of tokens without them; known in the walk
 
 
 @dataclass(frozen=True)
@@ -217,25 +220,27 @@ class DecodeAttentionBody:
         group = mQ.shape[2] // mK.shape[2]
         tiles = cute.ceil_div(mQ.shape[1] * group, TILE_Q)
         self.kernel(
-            mO,
-            mLse,
-            mQ,
-            mK,
-            mV,
-            mLengths,
-            mTable,
-            mSinks,
-            mKScale,
-            mVScale,
-            scale,
-            cap_inner,
-            cap_outer,
-            left,
-            mPartials,
-            mTickets,
-            group,
-            tiles,
-            self.products.tiled_mma(self.multiplied(mQ)),
+            Launch(
+                mO,
+                mLse,
+                mQ,
+                mK,
+                mV,
+                mLengths,
+                mTable,
+                mSinks,
+                mKScale,
+                mVScale,
+                scale,
+                cap_inner,
+                cap_outer,
+                left,
+                mPartials,
+                mTickets,
+                group,
+                tiles,
+                self.products.tiled_mma(self.multiplied(mQ)),
+            )
         ).launch(
             grid=[tiles * mK.shape[2] * self.splits * mQ.shape[0], 1, 1],
             block=[self.threads, 1, 1],
@@ -247,28 +252,7 @@ class DecodeAttentionBody:
         )
 
     @cute.kernel
-    def kernel(
-        self,
-        mO: cute.Tensor,
-        mLse: cute.Tensor | None,
-        mQ: cute.Tensor,
-        mK: cute.Tensor,
-        mV: cute.Tensor,
-        mLengths: cute.Tensor,
-        mTable: cute.Tensor | None,
-        mSinks: cute.Tensor | None,
-        mKScale: cute.Tensor | None,
-        mVScale: cute.Tensor | None,
-        scale: Float32,
-        cap_inner: Float32,
-        cap_outer: Float32,
-        left: Int32,
-        mPartials: cute.Tensor | None,
-        mTickets: cute.Tensor | None,
-        group: Int32,
-        tiles: Int32,
-        tiled_mma: cute.TiledMma,
-    ):
+    def kernel(self, launch: Launch):
         tid, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(tid // 32)
         storage = SmemAllocator().allocate(self.smem.total_bytes, byte_alignment=ALIGNMENT)
@@ -284,25 +268,25 @@ class DecodeAttentionBody:
         # ---- this CTA's tile and share of its keys
 
         block, _, _ = cute.arch.block_idx()
-        heads_kv = mK.shape[2]
+        heads_kv = launch.mK.shape[2]
         # Neighbours share keys, then lines of memory: tiles of a head, heads of a token, splits, sequences.
         first_split, rest = Int32(0), block
         if const_expr(self.clustered):
             first_split, rest = block % self.splits, block // self.splits
-        tile, rest = rest % tiles, rest // tiles
+        tile, rest = rest % launch.tiles, rest // launch.tiles
         head, rest = rest % heads_kv, rest // heads_kv
         split, batch = first_split, rest
         if const_expr(not self.clustered):
             split, batch = rest % self.splits, rest // self.splits
-        seq_q = mQ.shape[1]
-        room = mK.shape[1]
+        seq_q = launch.mQ.shape[1]
+        room = launch.mK.shape[1]
         if const_expr(self.rows_kv.paged):
-            room = mTable.shape[1] * self.rows_kv.page_size
+            room = launch.mTable.shape[1] * self.rows_kv.page_size
         # A length beyond the cache counts as all of it.
-        end = cutlass.min(cutlass.max(mLengths[batch], Int32(0)), room)
+        end = cutlass.min(cutlass.max(launch.mLengths[batch], Int32(0)), room)
         first = Int32(0)
         if const_expr(self.limited):
-            first = cutlass.max(end - seq_q - left, Int32(0))
+            first = cutlass.max(end - seq_q - launch.left, Int32(0))
         # Blocks begin where a grain of the cache does; a split without one returns, but the first, which has no keys.
         begin = first // GRAIN * GRAIN
         blocks = (end - begin + self.tile_kv - 1) // self.tile_kv
@@ -313,39 +297,21 @@ class DecodeAttentionBody:
 
         # ---- walk; without a cluster, results too
 
-        v_scale = None
         if const_expr(self.queries is not None):
             # k's scale is part of the factor of scores, v's multiplies results; tokens' scales come with the keys.
             k_scale = v_scale = Float32(self.queries.float8.undone)
             if const_expr(self.token_scales is None):
-                k_scale = mKScale[head] * self.queries.float8.undone
-                v_scale = mVScale[head] * self.queries.float8.undone
+                k_scale = launch.mKScale[head] * self.queries.float8.undone
+                v_scale = launch.mVScale[head] * self.queries.float8.undone
+            launch = replace(launch, v_scale=v_scale)
             if const_expr(self.softmax.capped):
-                cap_inner = cap_inner * k_scale
+                launch = replace(launch, cap_inner=launch.cap_inner * k_scale)
             else:
-                scale = scale * k_scale
-        launch = Launch(
-            mO,
-            mLse,
-            mQ,
-            mK,
-            mV,
-            mTable,
-            mSinks,
-            scale,
-            cap_inner,
-            cap_outer,
-            left,
-            v_scale,
-            mKScale,
-            mVScale,
-            mPartials,
-            mTickets,
-            tiled_mma,
-        )
+                launch = replace(launch, scale=launch.scale * k_scale)
+        place = Place(batch, head, tile, launch.group)
         if split < active:
             keys = Keys(first, begin, end, blocks, active, split)
-            self.walk(launch, Place(batch, head, tile, group), keys, tiles, storage, full)
+            self.walk(launch, place, keys, storage, full)
 
         # ---- a cluster's results: each CTA's own columns
 
@@ -353,7 +319,7 @@ class DecodeAttentionBody:
             lane = tid % 32
             # Waits for the messages of all active CTAs.
             acc, states = self.reduction.collect(warp, lane, active, storage, full)
-            rows_of = self.rows_of(launch, Place(batch, head, tile, group))
+            rows_of = self.rows_of(launch, place)
             columns = StoredGroups(
                 warp * self.splits + split, const_expr(self.warps * self.splits), split == 0 and warp == 0
             )
@@ -374,7 +340,6 @@ class DecodeAttentionBody:
         launch: Launch,
         place: Place,
         keys: Keys,
-        tiles: Int32,
         storage: cute.Pointer,
         full: cute.Pointer | None,
     ):
@@ -571,7 +536,7 @@ class DecodeAttentionBody:
             if keys.active == 1:
                 self.store(lane, launch, acc, states, rows_of, columns)
             else:
-                number = (rows_of.batch * mK.shape[2] + rows_of.head) * tiles + tile
+                number = (rows_of.batch * mK.shape[2] + rows_of.head) * launch.tiles + tile
                 partials = launch.mPartials.iterator + Int64(number) * (self.splits * TILE_Q * (self.padded + 2))
                 # This CTA leaves its accumulators and statistics, for the last of the tile's CTAs.
                 self.leave(warp, lane, acc, states, partials, keys.split, valid)

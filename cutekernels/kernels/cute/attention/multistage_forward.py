@@ -69,6 +69,31 @@ class Keys:
 
 
 @dataclass(frozen=True)
+class Launch:
+    """The launch's arguments; shapes stand at ``MultistageAttention.__call__``."""
+
+    mO: cute.Tensor
+    mLse: cute.Tensor | None
+    mQ: cute.Tensor
+    mK: cute.Tensor
+    mV: cute.Tensor
+    mMask: cute.Tensor | None
+    ends: Ends
+    mSinks: cute.Tensor | None
+    scale: Float32
+    cap_inner: Float32
+    cap_outer: Float32
+    left: Int32
+    right: Int32
+    mKScale: cute.Tensor | None
+    mVScale: cute.Tensor | None
+    tiles: Int32  # of a sequence
+    layers: Int32  # heads of sequences
+    band: Int32  # heads that walk together
+    tiled_mma: cute.TiledMma
+
+
+@dataclass(frozen=True)
 class Held:
     """What a thread holds for the whole walk."""
 
@@ -133,27 +158,27 @@ class MultistageAttention:
         bytes_per_head = Int64(self.sequences.length(mK, mCuKv, mTable)) * (4 * self.rows_kv.head_dim)
         band = self.order.band(layers, mQ.shape[at + 1] // mK.shape[at + 1], bytes_per_head)
         self.kernel(
-            mO,
-            mLse,
-            mQ,
-            mK,
-            mV,
-            mMask,
-            mCuQ,
-            mCuKv,
-            mTable,
-            mSinks,
-            scale,
-            cap_inner,
-            cap_outer,
-            left,
-            right,
-            mKScale,
-            mVScale,
-            tiles,
-            layers,
-            band,
-            self.products.tiled_mma(mQ.element_type),
+            Launch(
+                mO,
+                mLse,
+                mQ,
+                mK,
+                mV,
+                mMask,
+                Ends(mCuQ, mCuKv, mTable),
+                mSinks,
+                scale,
+                cap_inner,
+                cap_outer,
+                left,
+                right,
+                mKScale,
+                mVScale,
+                tiles,
+                layers,
+                band,
+                self.products.tiled_mma(mQ.element_type),
+            )
         ).launch(
             grid=[tiles * layers, 1, 1],
             block=[self.threads, 1, 1],
@@ -163,30 +188,9 @@ class MultistageAttention:
         )
 
     @cute.kernel
-    def kernel(
-        self,
-        mO: cute.Tensor,
-        mLse: cute.Tensor | None,
-        mQ: cute.Tensor,
-        mK: cute.Tensor,
-        mV: cute.Tensor,
-        mMask: cute.Tensor | None,
-        mCuQ: cute.Tensor | None,
-        mCuKv: cute.Tensor | None,
-        mTable: cute.Tensor | None,
-        mSinks: cute.Tensor | None,
-        scale: Float32,
-        cap_inner: Float32,
-        cap_outer: Float32,
-        left: Int32,
-        right: Int32,
-        mKScale: cute.Tensor | None,
-        mVScale: cute.Tensor | None,
-        tiles: Int32,
-        layers: Int32,
-        band: Int32,
-        tiled_mma: cute.TiledMma,
-    ):
+    def kernel(self, launch: Launch):
+        mQ, mK, mV = launch.mQ, launch.mK, launch.mV
+        scale, cap_inner = launch.scale, launch.cap_inner
         tid, _, _ = cute.arch.thread_idx()
         number, _, _ = cute.arch.block_idx()
         dtype = mQ.element_type
@@ -194,8 +198,8 @@ class MultistageAttention:
 
         # ---- this CTA's queries
 
-        tile, layer = self.order.place(number, layers, tiles, band)
-        place = self.sequences.locate(tile, layer, self.rows_q.rows, mQ, mK, Ends(mCuQ, mCuKv, mTable))
+        tile, layer = self.order.place(number, launch.layers, launch.tiles, launch.band)
+        place = self.sequences.locate(tile, layer, self.rows_q.rows, mQ, mK, launch.ends)
         batch, head, seq_q, seq_kv = place.batch, place.head, place.seq_x, place.seq_y
         at = const_expr(self.sequences.rows_mode)
         head_kv = head // (mQ.shape[at + 1] // mK.shape[at + 1])
@@ -211,7 +215,7 @@ class MultistageAttention:
         # ---- their keys
 
         shift = seq_kv - seq_q  # the last query is aligned with the last key
-        left, right = left - shift, right + shift
+        left, right = launch.left - shift, launch.right + shift
         blocks = self.mask.blocks(row, Band(seq_q, seq_kv, left, right))
         first, whole_first, whole_end, end = blocks.first, blocks.whole_first, blocks.whole_end, blocks.end
         if valid <= 0:
@@ -220,21 +224,21 @@ class MultistageAttention:
         if const_expr(self.sequences.cached):
             least = cutlass.max(row - left, Int32(0))
             pages = cute.make_rmem_tensor(self.rows_kv.rows // self.rows_kv.rows_per_page, Int32)
-            k_step = self.steps(mK, mKScale, pages, least, first_page, head_kv)
-            v_step = self.steps(mV, mVScale, pages, least, first_page, head_kv)
+            k_step = self.steps(mK, launch.mKScale, pages, least, first_page, head_kv)
+            v_step = self.steps(mV, launch.mVScale, pages, least, first_page, head_kv)
             if const_expr(paged):
-                gTable = mTable[batch, None]
+                gTable = launch.ends.mTable[batch, None]
         v_scale = None
-        if const_expr(mKScale is not None and not self.rows_kv.float8.scaled):
+        if const_expr(launch.mKScale is not None and not self.rows_kv.float8.scaled):
             undone = const_expr(self.rows_kv.float8.undone)
-            k_scale, v_scale = mKScale[head_kv] * undone, mVScale[head_kv] * undone
+            k_scale, v_scale = launch.mKScale[head_kv] * undone, launch.mVScale[head_kv] * undone
             if const_expr(self.softmax.capped):
                 cap_inner = cap_inner * k_scale
             else:
                 scale = scale * k_scale
         gMask = None
         if const_expr(self.mask.given):
-            gMask = mMask[batch, head, None, None]  # (SQ, SKV)
+            gMask = launch.mMask[batch, head, None, None]  # (SQ, SKV)
 
         # ---- setup: shared memory
 
@@ -267,23 +271,23 @@ class MultistageAttention:
         cute.arch.cp_async_commit_group()
         if const_expr(paged):
             self.rows_kv.look_up(tid, k_step, gTable, column - self.rows_kv.rows, last)
-        thr_mma = tiled_mma.get_slice(tid)
+        thr_mma = launch.tiled_mma.get_slice(tid)
         acc_o = cute.make_rmem_tensor(
-            tiled_mma.partition_shape_C((self.rows_q.rows, self.rows_q.padded)), Float32
+            launch.tiled_mma.partition_shape_C((self.rows_q.rows, self.rows_q.padded)), Float32
         )  # ((2, 2), MMA_M, MMA_D)
         own_rows = const_expr(acc_o.shape[0][1] * acc_o.shape[1])
         states = RowStates(cute.make_rmem_tensor(own_rows, Float32), cute.make_rmem_tensor(own_rows, Float32))
         acc_o.fill(0.0)
         self.softmax.start(states)
-        if const_expr(mSinks is not None):
+        if const_expr(launch.mSinks is not None):
             for r in cutlass.range_constexpr(own_rows):
-                self.softmax.start_with(r, mSinks[head].to(Float32), states)
+                self.softmax.start_with(r, launch.mSinks[head].to(Float32), states)
         # This thread's Q and K have arrived (with two stages its V too: the walk does not wait for it);
         cute.arch.cp_async_wait_group(1 if stages == 1 else 0)
         # the barrier waits for everybody's.
         cute.arch.sync_threads()
         rQ = thr_mma.make_fragment_A(thr_mma.partition_A(sQ))  # (MMA, MMA_M, MMA_D)
-        sources = self.products.sources(tid, tiled_mma, storage, layout_q, at_k, at_v, layout_kv)
+        sources = self.products.sources(tid, launch.tiled_mma, storage, layout_q, at_k, at_v, layout_kv)
         if const_expr(self.products.x_in_registers):
             self.products.load(tid, (rQ,), sources.x, 0)
 
@@ -292,7 +296,9 @@ class MultistageAttention:
         slot = Int32(0)
         keys = Keys(k.rows, k_step, v.rows, v_step, to_k, first, gTable, last)
         band_seen = Band(seq_q, seq_kv, left, right, gMask)
-        held = Held(tid, tiled_mma, sources, rQ, acc_o, states, scale, cap_inner, cap_outer, row, band_seen)
+        held = Held(
+            tid, launch.tiled_mma, sources, rQ, acc_o, states, scale, cap_inner, launch.cap_outer, row, band_seen
+        )
         # Masked blocks: the right edge (causal, window, the last key) cuts them; with a given mask, all.
         for i in cutlass.range(end - whole_end, unroll=1):
             slot = self.attend(held, keys, end - 1 - i, slot, True)
@@ -319,9 +325,9 @@ class MultistageAttention:
         cute.autovec_copy(rO, thr_mma.partition_C(sQ))
         # All results are in shared memory.
         cute.arch.sync_threads()
-        out = self.sequences.head(mO, batch, place.begin_x, head)
+        out = self.sequences.head(launch.mO, batch, place.begin_x, head)
         self.rows_q.store(tid, out.rows, out.stride, row, to_q, valid)
-        if const_expr(mLse is not None):
+        if const_expr(launch.mLse is not None):
             lse_at = Int64(layer) * seq_q + row
             if const_expr(self.sequences.packed):
                 lse_at = Int64(head) * mQ.shape[0] + (place.begin_x + row)
@@ -331,7 +337,7 @@ class MultistageAttention:
                 for r in cutlass.range_constexpr(cute.size(states.reference)):
                     own = places[r, 0][0]
                     if own < valid:
-                        mLse[lse_at + own] = states.reference[r]
+                        launch.mLse[lse_at + own] = states.reference[r]
 
     @cute.jit
     def attend(self, held: Held, keys: Keys, block: Int32, slot: Int32, masked: cutlass.Constexpr) -> Int32:
