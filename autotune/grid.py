@@ -230,7 +230,7 @@ def plan(
 def _ordered(
     family: Family, tasks: Sequence[Task], rows: _Measured
 ) -> tuple[list[tuple[float, float, Task]], float, int]:
-    """What each task removes and costs, in the greedy order, but for those known; the regret before; how many these."""
+    """Gain and cost of each task, in the greedy order, but for those known; the regret before; how many these."""
     near = [_near(task, rows) for task in tasks]
     defaults = [_default_regret(family, n) for n in near]  # of the default at each point
     away = [min((d for d, _ in n), default=math.inf) for n in near]  # octaves to the nearest measured one

@@ -39,7 +39,7 @@ _TOGETHER = 256  # requests that an actor takes at once; its compilers queue the
 
 
 class Lane(Protocol):
-    """What measures for one of the tasks that are in work on a GPU."""
+    """The process that measures for one of the tasks in work on a GPU."""
 
     def prepare(self, request: Prepare) -> None: ...
     def measure(self, request: Measure) -> dict[str, Outcome]: ...
@@ -272,7 +272,7 @@ def _reach(address: str) -> None:
 
 
 def _why(error: Exception) -> str:
-    """What Ray says when it cannot join, and what to do: where a cluster asks for a token, only its log names it."""
+    """Ray's words when it cannot join, and what to do: where a cluster asks for a token, only its log names it."""
     told = str(error).partition("\n")[0]
     if not isinstance(error, ConnectionError) or "Failed to connect to Ray" not in told:
         return f"{told}; `ray start --head` begins one"

@@ -1,4 +1,4 @@
-"""What a task may try: the configs that ``why_not`` accepts, as parameters of an Optuna study.
+"""The configs that a task may try, those that ``why_not`` accepts, as parameters of an Optuna study.
 
 A parameter is a knob of one branch, ``warpgroup.tile_m``: ``body`` comes first, and each body has parameters of its
 own, whose categories are the values that it takes in some valid config. A name has one distribution in a whole study.

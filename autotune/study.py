@@ -24,7 +24,7 @@ MOST_REPEATS = 256  # proposals in a row that bring nothing new: the sampler has
 
 @dataclass(frozen=True)
 class Attempt:
-    """What became of a config. ``value``: its time over the default's, None without a time; ``row``: its row's id."""
+    """A config's outcome. ``value``: its time over the default's, None without a time; ``row``: its row's id."""
 
     value: float | None
     status: str = "ok"

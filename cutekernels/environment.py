@@ -64,7 +64,7 @@ def package_version(distribution: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Driver:
-    """What NVML says of the NVIDIA driver and its GPUs, without a CUDA context."""
+    """NVML's words on the NVIDIA driver and its GPUs, without a CUDA context."""
 
     version: str = ""  # "" where none answers
     cuda: str = ""  # the newest CUDA it runs, e.g. "12.4"

@@ -1,4 +1,4 @@
-"""What goes together: the NVIDIA driver, the CUDA build of torch, the DSL's libraries, Triton's assembler and the GPU.
+"""Which parts go together: NVIDIA driver, CUDA build of torch, the DSL's libraries, Triton's assembler and the GPU.
 
 ``cutekernels doctor`` prints what :func:`problems` finds. A new rule is a row of :data:`RULES`.
 

@@ -285,7 +285,7 @@ class Op(ABC, Generic[P, C]):
         """The model's time for a valid config; it ranks candidates where no GPU can measure them."""
 
     def compiled_from(self, p: P) -> tuple[tuple[str, Scalar], ...]:
-        """What of ``p`` a compiled kernel depends on, by name."""
+        """The part of ``p`` that a compiled kernel depends on, by name."""
         return p.static()
 
     @abstractmethod

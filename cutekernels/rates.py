@@ -148,7 +148,7 @@ def read_from(url: str) -> Iterator[None]:
 
 
 def calibrated(gpu: GpuSpec) -> dict[str, tuple[float, str | None]]:
-    """What the database that calls read has for ``gpu``, or for the one it confines; each with why it is refused."""
+    """Rates that the database of calls has for ``gpu``, or for the one it confines; each with why it is refused."""
     own, found = scaled(gpu), {}
     known = snapshot.held(_base(gpu)) if _elsewhere is None else snapshot.load(_base(gpu), _elsewhere)
     for (name, revision), value in sorted(known.rates.items()):

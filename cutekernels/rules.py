@@ -60,7 +60,7 @@ X = TypeVar("X")
 
 
 class Ruled:
-    """What has rules as methods: an op of one body, or a :class:`Schedule`."""
+    """The owner of rules as methods: an op of one body, or a :class:`Schedule`."""
 
     rules: ClassVar[tuple[Rule, ...]] = ()
     _of: ClassVar[dict[str, tuple[Callable[..., str | Broken | None], ...]]] = {}
@@ -113,7 +113,7 @@ class Schedule(Ruled, ABC, Generic[P, C, X]):
         yield from self.failures_of("both", p, c, gpu, *x)
 
     def class_of(self, p: P, x: X) -> Any:
-        """What rules of configs read in place of ``x``: the same for as many problems as may be."""
+        """A stand-in for ``x`` that rules of configs read: the same for as many problems as may be."""
         return x
 
     @abstractmethod
@@ -181,11 +181,11 @@ class Schedule(Ruled, ABC, Generic[P, C, X]):
         return ()
 
     def text(self, p: P, c: C) -> str:
-        """What tells apart the last."""
+        """The properties that tell apart the last."""
         return str(c)
 
     def candidates(self, p: P, gpu: GpuSpec, x: X) -> tuple[Columns, Any]:
-        """What the default is chosen among, and a mask of what may be chosen."""
+        """Configs that the default is chosen among, and a mask of those that may be."""
         c = self.fitting(gpu, self.class_of(p, x), self.usual(p, gpu, x))
         return c, self.suiting(p, gpu, x, c) & self.usually(p, c, gpu, x)
 

@@ -191,7 +191,7 @@ def _gpt_oss(raw: dict[str, Any]) -> Routed:
 
 @dataclass(frozen=True)
 class Architecture:
-    """What a checkpoint of one ``model_type`` holds.
+    """The layout of a checkpoint of one ``model_type``.
 
     Attributes:
         layer: the parts of each layer, ``model.layers.0.`` in front of their names.
@@ -368,7 +368,7 @@ ARCHITECTURES = {
 
 @dataclass(frozen=True)
 class Config:
-    """What of ``config.json`` decides what a decoder computes, under the names of transformers.
+    """The part of ``config.json`` that decides what a decoder computes, under the names of transformers.
 
     Attributes:
         layer_types: of each layer, or None where all are alike.

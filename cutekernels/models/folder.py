@@ -20,7 +20,7 @@ _MOST_JSON = 2**28  # bytes of a JSON file; an index of 100,000 tensors has 10 M
 
 
 class Folder:
-    """What a checkpoint holds. Headers are read and checked here, tensors by :meth:`read`.
+    """A checkpoint's contents. Headers are read and checked here, tensors by :meth:`read`.
 
     Attributes:
         config: of ``config.json``.

@@ -110,7 +110,7 @@ class Rotary(nn.Module):
 
 
 class LoadedModel(nn.Module):
-    """What :func:`load` returns: a model that a ``Decoder`` takes, and that nothing calls.
+    """The result of :func:`load`: a model that a ``Decoder`` takes, and that nothing calls.
 
     Attributes:
         config: what of ``config.json`` decides what is computed; ``config.raw`` has all of it.

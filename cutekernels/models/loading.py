@@ -90,7 +90,7 @@ def _build(
 
 
 def _own_dtype(folder: Folder) -> torch.dtype:
-    """What the config says, or the checkpoint's embeddings are."""
+    """As the config says, or the checkpoint's embeddings are."""
     said_one = folder.config.get("dtype", folder.config.get("torch_dtype"))
     if isinstance(said_one, str) and said_one in _DTYPES:
         return _DTYPES[said_one]
@@ -194,7 +194,7 @@ def _stored(path: str, part: Part) -> list[str]:
 def _module(
     model: LoadedModel, path: str, part: Part, stored: dict[str, dict[str, str]], scheme: Scheme | None
 ) -> Stored:
-    """What is stored of the module at ``path``."""
+    """The stored tensors of the module at ``path``."""
     sizes, names = model.config.sizes(), _stored(path, part)
     columns = () if part.columns is None else (sizes[part.columns],)
     rows = [sizes[one] for one in part.rows]

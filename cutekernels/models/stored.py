@@ -1,4 +1,4 @@
-"""What a checkpoint stores of a module, plain or quantized, and how it comes into its place."""
+"""A checkpoint's tensors of a module, plain or quantized, and how it comes into its place."""
 
 from __future__ import annotations
 

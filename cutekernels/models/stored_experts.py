@@ -1,4 +1,4 @@
-"""What a checkpoint of gpt-oss stores of all experts of a layer together: MXFP4, gate and up in turns, biases."""
+"""gpt-oss's tensors of all experts of a layer together: MXFP4, gate and up in turns, biases."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ class _Half(torch.nn.Module):
             )
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """What is saved under the half's name, for those who ask the half itself; a model's buffers are without it."""
+        """State under the half's name, for those who ask the half itself; a model's buffers are without it."""
         yield "weight", self.weight
         if self.bias is not None:
             yield "bias", self.bias

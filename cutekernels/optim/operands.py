@@ -18,7 +18,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Kind(NamedTuple):
-    """What one launch's parameters have in common."""
+    """The common properties of one launch's parameters."""
 
     device: torch.device
     dtype: torch.dtype
@@ -66,7 +66,7 @@ class Operands:
         return [*[0 if t is None else t.data_ptr() for t in tensors], self.param.numel(), 0, 0]
 
     def problem(self, kind: Kind, elements: int, rate: bool, maximize: bool) -> AdamWProblem:
-        """What a launch of ``elements`` of this kind poses. Raises UnsupportedProblem where no kernel takes it."""
+        """The problem of a launch of ``elements`` of this kind. Raises UnsupportedProblem where no kernel takes it."""
         grad = self.param if self.grad is None else self.grad
         inputs = (self.param, grad, self.exp_avg, self.exp_avg_sq, self.master, self.step, None)
         ADAMW_STEP.admit(inputs, maximize=maximize)
@@ -200,5 +200,5 @@ def norm_of(squares: Sequence[Tensor]) -> Tensor:
 
 
 def clip_scale(norm: Tensor, max_norm: float) -> Tensor:
-    """What torch.nn.utils.clip_grad_norm_ multiplies gradients by: NaN for a norm that is NaN."""
+    """The factor of torch.nn.utils.clip_grad_norm_: NaN for a norm that is NaN."""
     return torch.clamp(max_norm / (norm + 1e-6), max=1.0)

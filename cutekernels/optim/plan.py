@@ -1,4 +1,4 @@
-"""What a step of ``FusedAdamW`` launches: planned once, and checked at each step against all it was made of.
+"""Launches of a step of ``FusedAdamW``: planned once, and checked at each step against all it was made of.
 
 A check is a few passes of C functions over lists (identities, addresses, types), 1 us per parameter; where it fails, a
 plan is made anew. Gradients may have new addresses at each step, or be missing: their addresses are the one column that
@@ -55,7 +55,7 @@ class Stepped(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a step takes from a group: flags that plans depend on, and numbers that they do not."""
+    """A group's values in a step: flags that plans depend on, and numbers that they do not."""
 
     rate: Tensor | None
     """The learning rate, where it is on the GPU."""
@@ -88,7 +88,7 @@ class Launch:
 
 @dataclass(slots=True)
 class DeviceTable:
-    """What one device launches, over one table. Its rows are those from ``first`` to ``last`` of the plan."""
+    """Launches on one device, over one table. Its rows are those from ``first`` to ``last`` of the plan."""
 
     device: torch.device
     first: int
@@ -333,7 +333,7 @@ def _state_of(optimizer: Stepped) -> tuple[list[int], list[Any]]:
 
 
 class _Looks(NamedTuple):
-    """What kernels assume of tensors beside their addresses."""
+    """Properties of tensors, beside their addresses, that kernels assume."""
 
     dtypes: list[torch.dtype]
     numels: list[int]

@@ -55,7 +55,7 @@ class QuantizedStack:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What :meth:`dequantize` returns."""
+        """The tensors that :meth:`dequantize` returns."""
         return self.weight.dtype
 
     @property

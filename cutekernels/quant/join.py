@@ -43,7 +43,7 @@ def concatenate(weights: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
 
 
 def kind(w: QuantizedWeight) -> tuple[object, ...]:
-    """What all of them share. Offsets are added where zeros are subtracted, so that a weight has one or the other."""
+    """The properties that all share. Offsets are added where zeros are subtracted: a weight has one or the other."""
     return w.code, w.group, w.scale_rows, w.shape[1], w.scales.dtype, w.dtype, w.device, w.offsets is None
 
 

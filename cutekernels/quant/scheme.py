@@ -96,7 +96,7 @@ def _all_but(names: Iterable[str]) -> tuple[tuple[str, int], ...]:
 
 
 def read_config(quantization_config: Mapping[str, Any] | Any) -> Scheme:
-    """What a model's ``quantization_config`` says.
+    """A model's ``quantization_config``, read.
 
     Args:
         quantization_config: the entry of ``config.json``, or transformers' object of it.
@@ -147,7 +147,7 @@ def _only(config: Mapping[str, Any], name: str, value: Any, allowed: tuple[Any, 
 
 
 def _either(config: Mapping[str, Any], names: tuple[str, ...], otherwise: Any) -> Any:
-    """What the first of ``names`` that is there says."""
+    """The value of the first of ``names`` that is there."""
     return next((config[name] for name in names if name in config), otherwise)
 
 

@@ -181,7 +181,7 @@ def powers_of_two(scales: Tensor) -> Tensor:
 
 
 def _values(code: str, codes: Tensor, table: Tensor | None) -> Tensor:
-    """What ``codes`` stand for before zeros and scales, fp32."""
+    """The numbers that ``codes`` stand for before zeros and scales, fp32."""
     if table is not None:
         return table[codes.int()]
     if code == "int4":

@@ -26,7 +26,7 @@ class GluProblem(TileProblem):
 
     @property
     def act(self) -> str:
-        """What the kernel calls the activation."""
+        """The kernel's name of the activation."""
         return "silu"
 
 

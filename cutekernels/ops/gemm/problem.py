@@ -85,7 +85,7 @@ class GemmProblem(Problem):
         return plain if self.accumulate == "fp16" else plain.replace(dtype="bf16")
 
     def divisibility(self, name: str) -> int:
-        """What a compiled kernel may assume divides extent ``name``: the widest vector along it."""
+        """A divisor of extent ``name`` that a compiled kernel may assume: the widest vector along it."""
         return max((align for _, major, align in self._contiguous() if major == name), default=1)
 
     @property

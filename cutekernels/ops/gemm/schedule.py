@@ -23,7 +23,7 @@ GRID_AXIS = 65535  # most CTAs along y or z of a grid
 
 @dataclass(frozen=True, slots=True)
 class Extras:
-    """What a body does beside the product."""
+    """Work of a body beside the product."""
 
     norm: bool = False  # rstd multiplies each token
     gamma_bytes: int = 0  # an element of the norm's weight; 0 for none
@@ -43,7 +43,7 @@ PLAIN, HALF_ACCUMULATORS = Extras(), Extras(half_accumulators=True)
 
 
 def extras_of(p: GemmProblem) -> Extras:
-    """What ``p`` asks of a body beside the product."""
+    """Work that ``p`` asks of a body beside the product."""
     return _extras(p.accumulate == "fp16", p.c != "none", p.bias != "none")
 
 

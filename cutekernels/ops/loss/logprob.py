@@ -125,7 +125,7 @@ def linear_logprob_shard(
     softcap: float | None = None,
     ignore_index: int = -100,
 ) -> ShardSums:
-    """What one rank of a sharded vocabulary contributes to :func:`linear_logprob`.
+    """The share of one rank of a sharded vocabulary in :func:`linear_logprob`.
 
     With one :class:`ShardSums` of each rank, ``lse = logsumexp(lses)``, ``logp = sum(target_logits) - lse`` and
     ``entropy = lse - sum(exp(lses - lse) * mean_logits)``. Rows whose target is

@@ -180,7 +180,7 @@ class _GroupedOp(TensorOp[GroupedProblem, GemmConfig]):
         return MULTISTAGE.times_us(self.one(p), c, gpu)
 
     def extras(self, p: GroupedProblem) -> Extras:
-        """What a body does beside the product."""
+        """Work of a body beside the product."""
         return replace(extras_of(self.one(p)), gated=p.gated)
 
     # -- kernel

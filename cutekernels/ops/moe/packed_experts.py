@@ -96,7 +96,7 @@ class QuantizedGroupedProblem(Problem):
 
 @dataclass(frozen=True)
 class Experts:
-    """What rules and model ask beside the product of one expert."""
+    """Questions of rules and model beside the product of one expert."""
 
     rows: int
     experts: int

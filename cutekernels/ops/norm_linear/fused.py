@@ -145,7 +145,7 @@ FUSED_SCHEDULES: dict[str, Fused] = {body: KINDS.get(body, Fused)(SCHEDULES[body
 
 
 def _within(read: Any) -> Any:
-    """What the schedule of the product reads."""
+    """Problem and config as the schedule of the product reads them."""
     if isinstance(read, NormLinearProblem):
         return product_of(read)
     return read.product if isinstance(read, NormLinearConfig) else read

@@ -67,7 +67,7 @@ class NormLinearProblem(Problem):
     @property
     @abstractmethod
     def extras(self) -> Extras:
-        """What a fused body does beside the product."""
+        """Work of a fused body beside the product."""
 
     @property
     def product(self) -> GemmProblem:

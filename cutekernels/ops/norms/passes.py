@@ -20,7 +20,7 @@ def scratch(like: Tensor, *shape: int) -> Tensor:
 
 
 def _flat(t: Tensor | None, like: Tensor) -> Tensor:
-    """What looks like ``t`` flattened, on the device of ``like``."""
+    """A stand-in for ``t`` flattened, on the device of ``like``."""
     assert t is not None
     return like.new_empty(t.numel(), dtype=t.dtype)
 

@@ -87,7 +87,7 @@ UPDATED = (0, 2, 3, 4)  # inputs that the in-place form writes to: those of the 
 
 
 class Hyper(NamedTuple):
-    """What every element's update needs of the hyper-parameters, in the kernels' order.
+    """Numbers that every element's update needs of the hyper-parameters, in the kernels' order.
 
     ``c1`` and ``c2``: the bias corrections ``1 - beta1^t`` and ``sqrt(1 - beta2^t)``, or where the step t is on the
     device, the logarithms of the betas. Differences from 1 are taken in double precision: 1 - 0.999 in fp32 has

@@ -185,7 +185,7 @@ def tiles_us(p: QuantizedProblem, c: Any, gpu: GpuSpec, count: Any, tokens: Any,
 
 
 def _within(held: Any, limits: dict[int, int], beyond: int) -> Any:
-    """What stands for the least limit that ``held`` keeps."""
+    """A stand-in for the least limit that ``held`` keeps."""
     for limit, value in reversed(limits.items()):
         beyond = where(held <= limit, value, beyond)
     return beyond
@@ -198,7 +198,7 @@ def body(p: QuantizedProblem, c: QuantizedConfig) -> Any:
 
 
 def parts(p: QuantizedProblem, c: QuantizedConfig) -> dict[str, Any]:
-    """What a body for one weight and one for experts have in common."""
+    """The common part of a body for one weight and one for experts."""
     from cutekernels.backends import cute as backend
     from cutekernels.kernels.cute.parts.column_scale import ColumnScale
     from cutekernels.kernels.cute.parts.epilogue import Activation, Epilogue

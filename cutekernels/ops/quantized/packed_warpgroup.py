@@ -197,7 +197,7 @@ def boxes(p: QuantizedProblem, c: QuantizedConfig) -> dict[str, Any]:
 
 
 def parts(p: QuantizedProblem, c: QuantizedConfig) -> dict[str, Any]:
-    """What a body for one weight and one for experts have in common."""
+    """The common part of a body for one weight and one for experts."""
     from cutekernels.backends import cute as backend
     from cutekernels.kernels.cute.parts.packed import PackedWeights
     from cutekernels.kernels.cute.parts.schedule import Raster

@@ -1,1 +1,1 @@
-"""What several families stand on: tensors in memory, remembered calls, registration with torch."""
+"""The ground of several families: tensors in memory, remembered calls, registration with torch."""

@@ -215,7 +215,7 @@ def _named(axis: str) -> tuple[str, int]:
 
 
 def bits_of(operand: Operand, t: Tensor, *, pitches: bool = True) -> int:
-    """What an operand's address and, unless told otherwise, the strides between its rows are multiples of, as bits."""
+    """Alignment in bits of an operand's address and, unless told otherwise, of the strides between its rows."""
     bits = t.data_ptr()
     if pitches and operand.strides:
         rows = t.numel() // max(1, t.shape[-1]) if t.dim() else 1

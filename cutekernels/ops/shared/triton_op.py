@@ -145,7 +145,7 @@ class TritonOp(Ruled, TensorOp[P, C]):
         return ()
 
     def divisible(self, p: P, c: C) -> dict[str, int]:
-        """What kernels may assume that ``sizes`` are multiples of."""
+        """Divisors of ``sizes`` that kernels may assume."""
         return {}
 
     def derive(self, sizes: Sizes) -> None:
@@ -207,7 +207,7 @@ class TritonOp(Ruled, TensorOp[P, C]):
         return sizes, leads
 
     def _type(self, operand: Operand, main: torch.dtype) -> tuple[torch.dtype, ...]:
-        """What the type of ``operand`` may be."""
+        """Types that ``operand`` may have."""
         if operand.dtype in TYPES:
             return (TYPES[operand.dtype],)
         if operand.dtype == "dtype":

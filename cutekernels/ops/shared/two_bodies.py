@@ -26,7 +26,7 @@ BODIES = ("triton", "cute")
 
 
 class CuteBody(Ruled, ABC, Generic[P, C]):
-    """What an op knows of its CuTe body. ``rules`` of problems and configs as an op has them."""
+    """An op's knowledge of its CuTe body. ``rules`` of problems and configs as an op has them."""
 
     module: ClassVar[str]
     """In ``cutekernels.kernels.cute.rowwise``; it has ``Operands``, the body's tensors in the op's order."""

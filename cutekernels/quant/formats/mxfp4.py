@@ -84,7 +84,7 @@ def apart(rows: Tensor) -> Tensor:
 
 
 def alternating(rows: Tensor) -> Tensor:
-    """What :func:`apart` was given."""
+    """The argument of :func:`apart`."""
     return torch.stack(rows.chunk(2), 1).flatten(0, 1)
 
 

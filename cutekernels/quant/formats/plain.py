@@ -153,7 +153,7 @@ def copied(tensor: Tensor) -> Tensor:
 
 
 def extras(weight: QuantizedWeight) -> dict[str, Tensor]:
-    """What :func:`kept` put aside, on the weight's device."""
+    """The tensors that :func:`kept` put aside, on the weight's device."""
     return {name: tensor.to(weight.device) for name, tensor in weight.details.get("extra", {}).items()}
 
 

@@ -95,7 +95,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Held:
-    """What a thread holds for the whole walk."""
+    """A thread's own values for the whole walk."""
 
     tid: Int32
     tiled_mma: cute.TiledMma

@@ -142,7 +142,7 @@ class DecodeSmem:
 
     @property
     def merge_bytes(self) -> int:
-        """What the warps add up at the end: accumulators, references and totals of each."""
+        """Accumulators, references and totals of each warp, added up at the end."""
         return self.warps * self.ROWS * (padded(self.head_dim) + 2) * 4
 
     @property
@@ -164,7 +164,7 @@ class DecodeSmem:
 
     @property
     def factors_at(self) -> int:
-        """What scores of each row are multiplied by, beside a cache in e4m3."""
+        """Factors of each row's scores, beside a cache in e4m3."""
         return self.inbox_at + self.clustered * (self.STATISTICS_BYTES + self.owned * self.GROUP_BYTES)
 
     @property

@@ -55,7 +55,7 @@ class Corner:
 
 @dataclass(frozen=True)
 class BoxBuffers:
-    """What a consumer group has in shared memory for its results."""
+    """A consumer group's shared memory for its results."""
 
     thread: Int32  # 0 to 127, in the group
     group: Int32

@@ -1,4 +1,4 @@
-"""What becomes of accumulators: ``out = activation(alpha * rows * acc + beta * c + bias)``, or a gate times up.
+"""From accumulators to results: ``out = activation(alpha * rows * acc + beta * c + bias)``, or a gate times up.
 
 :class:`Epilogue` is the arithmetic, in fp32, of whatever part of a tile a body gives it: fragments of an MMA, a box, a
 pair. The body says where those accumulators belong by *coordinates*, which fetch what epilogues ask for, each as a

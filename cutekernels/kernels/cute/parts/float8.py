@@ -35,7 +35,7 @@ class Float8:
 
     @property
     def undone(self) -> float:
-        """What decoded numbers are to be multiplied by: shifted bits lack the difference of the exponents' biases."""
+        """The factor of decoded numbers: shifted bits lack the difference of the exponents' biases."""
         return 1.0 if self.packed else 2.0**8
 
     def neighbours(self, word: Int32) -> tuple[Int32, Int32]:

@@ -11,7 +11,7 @@ from cutekernels.kernels.cute.parts.softmax import by_rows
 
 @dataclass(frozen=True)
 class Band:
-    """What the rows of one sequence see: row ``r`` sees those of the keys ``r - left .. r + right`` that exist.
+    """Keys that the rows of one sequence see: row ``r`` sees those of the keys ``r - left .. r + right`` that exist.
 
     ``left`` and ``right`` are relative to the row's own index, so they contain ``seq_kv - seq_q``: the last query is
     aligned with the last key. In the backward pass rows may be keys and columns queries.

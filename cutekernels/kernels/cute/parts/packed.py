@@ -40,7 +40,7 @@ class PackedWeights:
 
     @property
     def undone(self) -> float:
-        """What products of folded weights are multiplied by at the end: a part of the power, so scales may be large."""
+        """The factor of products of folded weights: a part of the power, so scales may be large."""
         return 2.0**24 if self.folded else 1.0
 
     @property
@@ -63,7 +63,7 @@ class PackedWeights:
 
     @cute.jit
     def shift(self, zero: Int32) -> Int32:
-        """What ``decode`` adds to an int4 code with the magic exponent, twice in a word: minus (magic + zero)."""
+        """Added by ``decode`` to an int4 code with the magic exponent, twice in a word: minus (magic + zero)."""
         if const_expr(self.halves):
             return (zero | 0xE400) * 0x10001  # -(1024 + z)
         return (zero | 0xC300) * 0x10001  # -(128 + z)
@@ -190,7 +190,7 @@ class PackedWeights:
 
     @cute.jit
     def power(self, byte: Int32) -> Int32:
-        """What :meth:`times_powers` takes of 2 ** (byte - 127): it in fp32, or folded in bf16, twice in a word."""
+        """2 ** (byte - 127) as :meth:`times_powers` takes it: in fp32, or folded in bf16, twice in a word."""
         if const_expr(self.folded):
             return byte * 0x00800080 + 0x33003300  # 2^(byte - 127) * 2^126 / 2^24
         return power_of_two(byte)

@@ -26,7 +26,7 @@ class TmaTensor:
 
 
 class WarpGroupBody:
-    """What bodies of ``groups`` consumer warp groups, and the producer behind them, have in common."""
+    """The common part of bodies of ``groups`` consumer warp groups and the producer behind them."""
 
     groups: int
     REGISTERS: ClassVar[dict[int, tuple[int, int]]] = {1: (40, 232), 2: (40, 232), 3: (32, 160)}

@@ -39,7 +39,7 @@ class Operands(NamedTuple):
 
 @dataclass(frozen=True)
 class Place:
-    """What a thread has of a head: ``vec`` channels from ``d`` on, a second run ``apart``, all before ``end``."""
+    """A thread's share of a head: ``vec`` channels from ``d`` on, a second run ``apart``, all before ``end``."""
 
     head: Int32  # the first
     d: Int32
