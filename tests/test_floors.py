@@ -48,7 +48,6 @@ FLOORS = {
     "cutekernels/lengths.py": 4,
     "cutekernels/compilers.py": 16,
     "cutekernels/compile.py": 4,
-    "cutekernels/guests/": 4,
     "cutekernels/op.py": 3,
     "cutekernels/backends/": 3,
     "cutekernels/backends/__init__.py": 2,  # the contract, which Op.build speaks of
