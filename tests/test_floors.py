@@ -24,7 +24,6 @@ FLOORS = {
     "bench/": 21,
     "cutekernels/cli.py": 20,
     "cutekernels/models/": 19,
-    "cutekernels/hub/": 19,
     "cutekernels/integrations/": 18,
     "cutekernels/introspection.py": 18,
     "cutekernels/ahead.py": 17,
