@@ -72,10 +72,6 @@ def command(
         str, typer.Option(metavar="random|tpe|NAME", help="Optuna's sampler, which proposes what follows the seeds.")
     ] = "random",
     op: Annotated[str | None, typer.Option("--op", help="Only the tasks of this op.")] = None,
-    guest: Annotated[
-        list[str] | None,
-        typer.Option("--guest", metavar="MODULE:FUNCTION", help="A kernel that is not ours, which JOB may name."),
-    ] = None,
     requests: Annotated[
         bool, typer.Option("--requests", help="No JOB: the problems that calls missed, most GPU time first.")
     ] = False,
@@ -110,8 +106,6 @@ def command(
         try:
             stack.enter_context(_signals_raise())  # the first to enter: a second one spoils no closing
             devices = _devices(gpus, device, ray)
-            if guest and (requests or of_grid):
-                raise JobError("--guest allows a kernel that a job file names; grid and --requests name none")
             if of_grid:
                 # How many GPUs a cluster has is known later: all points, of which the run leaves the late ones.
                 winners, seconds = _known(gpu, db, force=force), None if list_ or ray else budget_s
@@ -123,14 +117,12 @@ def command(
                 if not (list_ or dry_run or devices or ray):
                     grid.refuse_absent(lookup(gpu))
             else:
-                wanted = _job(job, guest or (), requests=requests, gpu=gpu, db=db, op=op, trials=trials, shard=shard)
+                wanted = _job(job, requests=requests, gpu=gpu, db=db, op=op, trials=trials, shard=shard)
             if list_ or dry_run:
                 if dry_run:  # what the run would refuse
-                    from cutekernels.autotune.run import check, check_guests
+                    from cutekernels.autotune.run import check
 
-                    measured = bool(devices or ray) or present(lookup(gpu))
-                    check(budget_s, confirm=confirm, measured=measured)
-                    check_guests(wanted, measured=measured)
+                    check(budget_s, confirm=confirm, measured=bool(devices or ray) or present(lookup(gpu)))
                 dry = dry_run and not of_grid  # of a grid what is done is left out already
                 _show(wanted, gpu, db, limit, format, dry=dry, force=force, measures=of_grid)
                 raise typer.Exit
@@ -188,7 +180,6 @@ def command(
 
 def _job(
     name: str | None,
-    guests: Sequence[str],
     *,
     requests: bool,
     gpu: str,
@@ -220,10 +211,7 @@ def _job(
         if not found.tasks:
             raise JobError(f"no request is waiting for {spec.name}; `cutekernels db requests` lists all")
     else:
-        found = load(name, guests=guests)
-        unnamed = [guest for guest in guests if guest not in {task.op.name for task in found.tasks}]
-        if unnamed:
-            raise JobError(f"--guest {unnamed[0]} allows a kernel that {name} does not name; leave it out")
+        found = load(name)
         if trials is not None:
             found = found.with_trials(trials)
     if op is not None:
@@ -272,14 +260,13 @@ def _fleet(devices: Sequence[int] | None, ray: str | None, jobs: int | None, lan
 def _show(
     job: Job, gpu: str, db: str | None, limit: int | None, format: Format, *, dry: bool, force: bool, measures: bool
 ) -> None:
-    """``measures``: whether a run only measures; of guests one does."""
+    """``measures``: whether a run only measures."""
     from cutekernels import gpu as known
     from cutekernels.autotune import outlook, shards
     from cutekernels.autotune.progress import duration
-    from cutekernels.guests import is_guest
 
     spec = known.lookup(gpu) if dry or not known.is_auto(gpu) else None  # a list needs no GPU, but no false name
-    measures = measures or spec is None or known.present(spec) or any(is_guest(task.op.name) for task in job.tasks)
+    measures = measures or spec is None or known.present(spec)
     if dry and spec is not None:
         from cutekernels.db.engine import url_of
 

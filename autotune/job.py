@@ -7,7 +7,7 @@
     budget_s = 900               # seconds for the whole job; default none
 
     [[tasks]]
-    op = "gemm"                  # a name of the ops' registry, or a guest's: "module:function"
+    op = "gemm"                  # a name of the ops' registry
     problems = ["m=4096 n=4096 k=4096", "m=16 n=11008 k=4096 dtype=fp16"]
 
     [[tasks]]
@@ -30,13 +30,11 @@ import errno
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from importlib import resources
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from cutekernels import guests as visitors
 from cutekernels.errors import JobError, UnsupportedProblem, near
 from cutekernels.op import Op, Problem
 
@@ -92,17 +90,13 @@ def bundled_text(name: str) -> str:
     return (resources.files("cutekernels.autotune") / "jobs" / f"{name}.toml").read_text(encoding="utf-8")
 
 
-def load(job: str | Path, *, find: FindOp | None = None, guests: Sequence[str] = ()) -> Job:
+def load(job: str | Path, *, find: FindOp | None = None) -> Job:
     """The job in a file, or the bundled one of that name (``"demo"``).
-
-    ``guests``: kernels that are not ours, ``module:function``, which the file may name beside the ready ones.
 
     Raises:
         JobError: no such file, or the file breaks a rule.
     """
     path = Path(job)
-    if find is None and guests:
-        find = partial(_registered, guests=tuple(guests))
     try:
         text = path.read_text(encoding="utf-8") if path.is_file() else None
     except UnicodeDecodeError as error:
@@ -160,12 +154,10 @@ def parse(text: str, source: str, *, find: FindOp | None = None) -> Job:
     return Job(name, tuple(tasks.values()), None if budget_s is None else float(budget_s), source)
 
 
-def _registered(name: str, guests: tuple[str, ...] = ()) -> Op[Any, Any]:
+def _registered(name: str) -> Op[Any, Any]:
     from cutekernels.ops import registry
 
-    if visitors.is_guest(name):
-        visitors.allowed(name, guests)
-    return registry.trusted(name)
+    return registry.get(name)
 
 
 def _bounded(data: Mapping[str, Any], source: str) -> None:
@@ -225,8 +217,7 @@ def _tasks(entry: Mapping[str, Any], where: str, trials: int, find: FindOp) -> I
     trials = checked_trials(entry.get("trials", trials), f"{where}.trials")
     texts = list(_problem_texts(entry, where, op.Problem.extent_names()))
     if not texts:
-        example = next(iter(getattr(op, "suite", ())), "m=16 n=4096")  # a guest may have none
-        raise JobError(f'{where} holds no problem: give problems = ["{example}"] or a [tasks.grid]')
+        raise JobError(f'{where} holds no problem: give problems = ["{op.suite[0]}"] or a [tasks.grid]')
     for key, text in texts:
         try:
             problem = op.Problem.parse(text)

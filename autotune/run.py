@@ -13,7 +13,7 @@ from itertools import count
 from pathlib import Path
 from typing import Protocol
 
-from cutekernels import environment, guests, rates
+from cutekernels import environment, rates
 from cutekernels import gpu as gpus
 from cutekernels.autotune.fleet import POLL_S, Board, Fleet, LocalFleet, OneSlot, Slot, hand_out
 from cutekernels.autotune.history import TaskHistory, name_of
@@ -132,7 +132,6 @@ def tune(
         loaded = loaded.with_trials(trials)
     measured = fleet is not None or (wanted is not None and gpus.present(wanted))
     check(budget, confirm=confirm, measured=measured)
-    check_guests(loaded, measured=measured, here=runtime is None and (fleet is None or isinstance(fleet, LocalFleet)))
     end = None if budget is None else begin + budget
     least_s = min(_LEAST_S, (budget or 0.0) / 4) if loaded.ranked else None
     run = _Run(loaded.tasks, Watched(watcher or Silent()), end, least_s, limit, force, confirm, checked(sampler), clock)
@@ -160,18 +159,6 @@ def check(budget_s: float | None, *, confirm: bool, measured: bool) -> None:
         raise JobError(f"budget_s must be a number of seconds from 0 up, at most a year; it is {budget_s}")
     if confirm and not measured:
         raise JobError("--confirm measures what was predicted: run it on a machine with that GPU")
-
-
-def check_guests(job: Job, *, measured: bool, here: bool = False) -> None:
-    """Raises JobError where a job's guests would have to be predicted, or ``here``, where they run, lack a package."""
-    for guest in {task.op.name: task.op for task in job.tasks if isinstance(task.op, guests.Guest)}.values():
-        if not measured:
-            raise JobError(
-                f"{guest.name} is a guest, which is measured, never predicted: run the job on a machine with that GPU"
-            )
-        for name in guest.distributions if here else ():
-            if not environment.package_version(name):
-                raise JobError(f"{guest.name} needs {name}, which is not installed here: pip install {name}")
 
 
 @dataclass
@@ -224,12 +211,6 @@ class _Run:
             task = self.tasks[position]
             deadline = self._deadline(board, kind)
             self.watch.begin(task, next(begun), board.total)
-            fault = guests.fault(task.op, task.problem, kind) if isinstance(task.op, guests.Guest) else ""
-            if fault:  # of this task alone
-                report = TaskReport(task.op.name, str(task.problem), "failed", None, "", message=fault, gpu=kind.name)
-                self._drop(store, name_of(kind, task.op, task.problem))
-                self.watch.end(report)
-                return report
             history = TaskHistory(store, task.op, task.problem, kind, slot.environment, "measured")
             if self.least_s is not None and deadline is not None and deadline <= self.clock():
                 report = self._steady(

@@ -15,7 +15,6 @@ from cutekernels import gpu as gpus
 from cutekernels.autotune.job import DEFAULT_TRIALS, Job, Task, checked_trials, is_empty
 from cutekernels.errors import JobError
 from cutekernels.gpu import GpuSpec
-from cutekernels.guests import is_guest
 
 if TYPE_CHECKING:
     from cutekernels.db.store import Request
@@ -30,12 +29,7 @@ _REFERENCE = "h200"
 def expected_s(task: Task) -> float:
     """Seconds that tuning ``task`` is expected to take on one GPU, the same on every machine."""
     space = math.prod(len(values) for values in task.op.Config.space().values())
-    try:
-        race_s = _RACE_LAUNCHES * task.op.work(task.problem).floor_us(gpus.lookup(_REFERENCE)) / 1e6
-    except Exception:
-        if not is_guest(task.op.name):
-            raise
-        race_s = _RACE_S  # the run tells what the description raises
+    race_s = _RACE_LAUNCHES * task.op.work(task.problem).floor_us(gpus.lookup(_REFERENCE)) / 1e6
     return _PREPARE_S + min(task.trials, space) * (_ATTEMPT_S + min(_RACE_S, race_s))
 
 

@@ -84,7 +84,7 @@ class Space:
 
     def _spread(self, count: int) -> list[Any]:
         """The ``count`` best by the model, each of another shape while there are shapes left, bodies in turn."""
-        shape = [i for i, knob in enumerate(self.knobs) if knob.lower().startswith(_SHAPE)]
+        shape = [i for i, knob in enumerate(self.knobs) if knob.startswith(_SHAPE)]
         bodies: dict[tuple[Scalar, ...], dict[tuple[Scalar, ...], list[Any]]] = {}
         for row in sorted(range(len(self.valid)), key=lambda i: (self.estimates_us[i], i)):
             values = self.values[row]

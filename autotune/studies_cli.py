@@ -31,7 +31,6 @@ def command(
     from cutekernels.db.engine import shown, url_of
     from cutekernels.db.store import Environment, Store
     from cutekernels.errors import UnknownGpu, UnsupportedProblem
-    from cutekernels.guests import is_guest
     from cutekernels.ops import registry
 
     rows = []
@@ -39,9 +38,6 @@ def command(
         wanted = None if gpu is None else gpus.lookup(gpu).name
         told: set[tuple[str, str, str]] = set()
         for key in store.tasks(gpu=wanted, op=None if op is None else registry.get(op).name, origin="measured"):
-            if is_guest(key.op):
-                terminal.say(f"{key.gpu} {key.op} [{key.problem}] is left out: only its own runs import a guest")
-                continue
             try:
                 declared, spec = registry.get(key.op), gpus.lookup(key.gpu)
                 problem = declared.Problem.parse(key.problem)

@@ -5,8 +5,7 @@ where a CUDA device measured them; ``--dry-run`` lists the cases and contenders 
 ``python -m bench sweep OP`` records sweeps of configs, and ``python -m bench replay`` simulates tunes on them;
 ``python -m bench estimates`` compares the models with them, ``python -m bench regret`` what calls run.
 ``python -m bench models`` times whole models beside transformers, ``python -m bench host`` what calls cost the host,
-``python -m bench training`` steps of training and losses beside plain torch and Liger; ``python -m bench guests`` a
-tuned table of a fused MoE beside the default it replaces.
+``python -m bench training`` steps of training and losses beside plain torch and Liger.
 """
 
 from __future__ import annotations
@@ -310,7 +309,7 @@ def _percent(value: float | None) -> str:
 def main() -> None:
     """``bench OP``, or a verb that is no op: ``estimates``, ``host``, ``models``, ``training`` and the like."""
     verb = sys.argv[1] if sys.argv[1:] else ""
-    if verb in ("estimates", "guests", "host", "models", "regret", "replay", "sweep", "training"):
+    if verb in ("estimates", "host", "models", "regret", "replay", "sweep", "training"):
         del sys.argv[1]
         cli.ended(partial(importlib.import_module(f"bench.{verb}").app, prog_name=f"python -m bench {verb}"))
     cli.ended(partial(app, prog_name="python -m bench"))

@@ -259,10 +259,9 @@ def lock(
 def _gpus_with_winners(db: str | None) -> list[str]:
     from cutekernels import db as database
     from cutekernels.db.snapshot import shipped_gpus
-    from cutekernels.guests import is_guest
 
     with database.open(db) as opened:
-        return sorted({*shipped_gpus(), *(w.gpu for w in opened.winners() if not is_guest(w.op))})
+        return sorted({*shipped_gpus(), *(w.gpu for w in opened.winners())})
 
 
 # ---- what is known ------------------------------------------------------------------------------------------

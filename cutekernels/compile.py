@@ -54,7 +54,7 @@ _BACKENDS = {
 }
 _COMPILERS = ("nvidia-cutlass-dsl", "apache-tvm-ffi", "triton")
 _PACKAGE = Path(__file__).parent
-_REACHED = ("ops", "kernels", "backends", "quant", "guests")
+_REACHED = ("ops", "kernels", "backends", "quant")
 
 _STARVED = (errno.ENOMEM, errno.EAGAIN, errno.EMFILE, errno.ENFILE)
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG, errno.EIO)
@@ -120,7 +120,7 @@ def _tell(op: Op[Any, Any], p: Any, seconds: float) -> None:
 
 def cache_key(op: Op[Any, Any], p: Any, c: Any, gpu: GpuSpec) -> str:
     """Names a compiled object by all it was made from."""
-    made_from = [op.name, str(gpu), op.compiled_from(p), str(c), source_fingerprint(type(op))]
+    made_from = [op.name, str(gpu), p.static(), str(c), source_fingerprint(type(op))]
     return hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:32]
 
 
@@ -129,15 +129,15 @@ def source_fingerprint(op: type) -> str:
     """A hash of every source that ``build`` of an ``op`` can reach, and of the compilers' versions.
 
     That is all of the package below its users (ops, kernels, backends, quant and the modules beside), and the files
-    of the op's classes where they lie elsewhere; of a guest, the versions of its packages too. It is coarse on purpose:
-    a key that misses one file serves a wrong kernel, one that has too many compiles again.
+    of the op's classes where they lie elsewhere. It is coarse on purpose: a key that misses one file serves a wrong
+    kernel, one that has too many compiles again.
     """
     homes = {Path(sys.modules[base.__module__].__file__ or "") for base in op.__mro__ if base is not object}
     own = {file for folder in _REACHED for file in (_PACKAGE / folder).rglob("*.py")} | set(_PACKAGE.glob("*.py"))
     digest = hashlib.sha256()
     for file in sorted({file for file in homes if file.is_file() and _PACKAGE not in file.parents} | own):
         digest.update(str(file).removeprefix(str(_PACKAGE)).encode() + b"\0" + file.read_bytes() + b"\0")
-    for compiler in (*_COMPILERS, *getattr(op, "distributions", ())):
+    for compiler in _COMPILERS:
         digest.update(f"{compiler} {package_version(compiler)}\0".encode())
     return digest.hexdigest()
 
@@ -233,7 +233,7 @@ def _obtained(
 
 def _built(op: Op[Any, Any], p: Any, c: Any, gpu: GpuSpec, key: str) -> Artifact:
     """A fresh artifact, kept as the entry of this key, whose lock is held."""
-    made_from = {"op": op.name, "static": dict(op.compiled_from(p)), "config": str(c), "target": gpu.target}
+    made_from = {"op": op.name, "static": dict(p.static()), "config": str(c), "target": gpu.target}
     try:
         artifact = op.build(p, c, gpu)
         _keep(artifact, made_from, key)

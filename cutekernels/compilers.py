@@ -83,7 +83,7 @@ def answer(request: Compile | Choose) -> Any:
 def choose(request: Choose) -> tuple[Chosen, Wanted]:
     """The configs of all problems on a line, and the kernels that they need."""
     line, gpu = request
-    op = registry.trusted(line.op)
+    op = registry.get(line.op)
     begins: list[int] = []
     configs: list[tuple[str, str]] = []
     wanted: Wanted = {}
@@ -115,7 +115,7 @@ def compile_candidate(request: Compile) -> Facts:
     The request holds the whole GpuSpec: this process sees no GPU, and a GPU may be missing from the table.
     """
     name, problem, config, gpu = request
-    op = registry.trusted(name)
+    op = registry.get(name)
     return compiler.prepare(op, op.Problem.parse(problem), op.Config.parse(config), gpu)
 
 

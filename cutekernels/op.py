@@ -284,13 +284,9 @@ class Op(ABC, Generic[P, C]):
     def estimate_us(self, p: P, c: C, gpu: GpuSpec) -> float:
         """The model's time for a valid config; it ranks candidates where no GPU can measure them."""
 
-    def compiled_from(self, p: P) -> tuple[tuple[str, Scalar], ...]:
-        """The part of ``p`` that a compiled kernel depends on, by name."""
-        return p.static()
-
     @abstractmethod
     def build(self, p: P, c: C, gpu: GpuSpec) -> Artifact:
-        """Compiles a kernel from :meth:`compiled_from` ``p``, ``c`` and ``gpu`` alone. Needs no GPU."""
+        """Compiles a kernel from ``p.static()``, ``c`` and ``gpu`` alone. Needs no GPU."""
 
     @abstractmethod
     def bind(self, p: P, c: C, kernel: Callable[..., Any]) -> Callable[..., Any]:

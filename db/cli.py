@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import os
-import shlex
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -32,8 +31,7 @@ from cutekernels.db.engine import file_errors, url_of
 from cutekernels.db.query import is_default, revisions
 from cutekernels.db.reader import SHIPPED, TRIAL_COLUMNS, Database, Difference, Winner, diff
 from cutekernels.db.store import ImportReport, Request, Store, Trial, replace_file
-from cutekernels.errors import CuteKernelsError, StoreError, UnknownGpu, UnsupportedProblem
-from cutekernels.guests import is_guest
+from cutekernels.errors import CuteKernelsError, UnknownGpu, UnsupportedProblem
 from cutekernels.terminal import As, Format
 
 app = typer.Typer(
@@ -41,14 +39,6 @@ app = typer.Typer(
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-
-class Exported(StrEnum):
-    """Form of an export."""
-
-    jsonl = "jsonl"
-    vllm = "vllm"
-    sglang = "sglang"
 
 
 class Origin(StrEnum):
@@ -240,72 +230,19 @@ def report(
 
 @app.command()
 def export(
-    file: Annotated[str, typer.Argument(help="Where to write; - for stdout. A folder for tables.")] = "-",
+    file: Annotated[str, typer.Argument(help="Where to write; - for stdout.")] = "-",
     gpu: GpuName = None,
     op: OpName = None,
     slim: Annotated[bool, typer.Option("--slim", help="What most rows share stands in the first line only.")] = False,
-    format: Annotated[
-        Exported, typer.Option(help="JSON lines; or tables of guests' winners, as an engine's loader reads them.")
-    ] = Exported.jsonl,
-    problem: Annotated[
-        str | None, typer.Option("--problem", help='Of tables: only these fields, "experts=128 k=2048".')
-    ] = None,
-    device_name: Annotated[
-        str | None, typer.Option(help="Of tables: the GPU's name as torch.cuda.get_device_name() has it.")
-    ] = None,
     db: Db = None,
 ) -> None:
-    """Write the local winners as JSON lines, each complete in itself unless --slim; or as tables of vLLM or SGLang."""
-    if format is not Exported.jsonl:
-        if slim or file == "-":
-            terminal.fail(f"--format {format} writes files into a folder: name it, without --slim", code=2)
-        _export_tables(Path(file), format.value, db, gpu=gpu, op=op, problem=problem, device=device_name)
-        return
-    if problem is not None or device_name is not None:
-        terminal.fail("--problem and --device-name choose tables: give --format vllm or sglang too", code=2)
+    """Write the local winners as JSON lines, each complete in itself unless --slim."""
     with _opened(db, needed=True) as opened:
         assert opened.store is not None
         target = sys.stdout if file == "-" else file
         count = opened.store.export(target, gpu=opened.gpu(gpu), op=opened.op(op), slim=slim)
     hint = "" if count else "; shipped ones, which every installation has, are not among them"
     terminal.say(f"{count} local winners written to {'stdout' if file == '-' else file}{hint}")
-
-
-def _export_tables(
-    folder: Path,
-    format: str,
-    db: str | None,
-    *,
-    gpu: str | None,
-    op: str | None,
-    problem: str | None,
-    device: str | None,
-) -> None:
-    from cutekernels.guests import tables
-
-    if op is not None and not is_guest(op):
-        terminal.fail(f"tables are of guests, which are named module:function; --op is {op[:60]!r}", code=2)
-    with _opened(db, needed=True) as opened:
-        assert opened.store is not None
-        whose = op or tables.ENGINES[format].guests
-        asked = query_.conditions(problem or "", whose)
-        for condition in asked:
-            if condition.name not in tables.FIELDS:
-                known = ", ".join(tables.FIELDS)
-                raise UnsupportedProblem(f"{condition.name!r} is not a field of a table's problem. Its fields: {known}")
-        found = [t for t in opened.store.winners(gpu=opened.gpu(gpu), op=op) if t.op.startswith(whose)]
-        winners = [t for t in found if query_.matches(t.op, tables.fields(t), asked)]
-        if found and not winners:
-            layers = sorted({" ".join(w for w in t.problem.split() if not w.startswith("m=")) for t in found})
-            raise StoreError(f"no row of {whose} is of [{problem}]; there are some of [{'], ['.join(layers[:8])}]")
-        made = tables.tables(format, winners, op=op, device=device)
-        with file_errors(str(folder)):
-            written = tables.write(folder, made)
-    engine = tables.ENGINES[format]
-    for table, path in zip(made, written, strict=True):
-        read = f"{engine.variable}={shlex.quote(str(folder.absolute()))}"  # the engine may start in another folder
-        use = read if table.kind == "moe" else f"copy it to {engine.linear}"
-        terminal.say(f"{len(table.rows)} batch sizes in {path}; {use}; the evidence is beside it")
 
 
 @app.command("import")
@@ -384,7 +321,7 @@ def doctor(
         assert opened.store is not None
         broken = opened.store.broken_rows()
         winners = opened.store.winners()
-        unknown = [t for t in winners if not revisions(t.op) and not is_guest(t.op)]
+        unknown = [t for t in winners if not revisions(t.op)]
         idle = [t for t in winners if revisions(t.op) and t.revision not in revisions(t.op)]
         newer = [t for t in idle if t.revision > max(revisions(t.op))]
         earlier = [t for t in idle if t.revision < max(revisions(t.op))]
@@ -458,7 +395,7 @@ def _report(report: ImportReport) -> None:
     )
     kept = f"{report.kept} winners kept as they were"
     terminal.say(f"{report.added} trials added, {report.crowned} winners set, {kept}{more}")
-    unused = [(t, why) for t in report.winners if not is_guest(t.op) and (why := query_.unusable(t))]
+    unused = [(t, why) for t in report.winners if (why := query_.unusable(t))]
     if unused:
         t, why = unused[0]
         terminal.say(f"calls here refuse {len(unused)} of the winners. The first: {_told(t, why)}")

@@ -17,7 +17,6 @@ from cutekernels import dispatch
 from cutekernels import gpu as gpus
 from cutekernels.db.trial import Trial
 from cutekernels.errors import InvalidConfig, UnknownGpu, UnsupportedProblem, near
-from cutekernels.guests import is_guest
 from cutekernels.op import Op, Scalar, Work
 from cutekernels.ops import registry
 
@@ -223,8 +222,6 @@ def foreign(op: str, revision: int, problem: str) -> str:
 
 def unusable(t: Trial) -> str:
     """Why calls use no such winner, whatever others there are; "" where they may. The dispatcher's own rules say it."""
-    if is_guest(t.op):
-        return "it is a guest's: `db export --format` writes its table"
     declared = registry.find(t.op)
     if (why := foreign(t.op, t.revision, t.problem)) or declared is None:
         return why

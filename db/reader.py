@@ -18,7 +18,6 @@ from cutekernels.db.store import Store
 from cutekernels.db.trial import ORIGINS, PROVENANCE, Trial
 from cutekernels.dispatch import LEAST_GAIN
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.guests import is_guest
 from cutekernels.op import Scalar
 
 SHIPPED = "shipped"
@@ -37,7 +36,7 @@ class Winner:
         source: ``"local"`` or ``"shipped"``.
         serves: whether calls use this row.
         reason: why they do not, ``""`` where they do: another source's row precedes it, the op's revision was
-            raised since, a prediction promises too little, calls refuse its config, or it is of a guest.
+            raised since, a prediction promises too little, or calls refuse its config.
         ratio: time of the default config over this one's, with its 95 % interval; of a prediction by the model.
         tflops: achieved rate, like ``gbps``; ``roofline`` is the share of what the GPU can do, at most 1.
         vendor_us: the vendor library's time in the same run, where it was measured.
@@ -150,8 +149,8 @@ class Database:
         return query.gpu_name(name, {*(row.gpu for row in self._stats()), *snapshot.shipped_gpus()})
 
     def op(self, name: str | None) -> str | None:
-        """``name``, where an op or a stored row is called so, or it is a guest's."""
-        if name is None or is_guest(name) or query.revisions(name):
+        """``name``, where an op or a stored row is called so."""
+        if name is None or query.revisions(name):
             return name
         return query.op_name(name, {row.op for row in (*self._stats(), *_shipped(None, None))})
 

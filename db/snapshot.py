@@ -39,7 +39,7 @@ _WINNERS = """
     SELECT winner.op, winner.revision, winner.problem, trial.config, trial.origin, trial.median_us, trial.ratio,
            CASE trial.origin WHEN 'predicted' THEN trial.message ELSE '' END
     FROM winner JOIN trial ON trial.id = winner.trial_id
-    WHERE winner.gpu = :gpu AND trial.status = 'ok' AND winner.op NOT LIKE '%:%'
+    WHERE winner.gpu = :gpu AND trial.status = 'ok'
 """
 _RATES = "SELECT name, revision, value FROM rate WHERE gpu = :gpu"
 

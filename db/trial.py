@@ -83,11 +83,7 @@ _WORDS = rf"[ -~]{{0,{TEXT_LIMIT}}}"
 _WORDS_MEANING = f"printable ASCII, at most {TEXT_LIMIT} characters"
 
 gpu_name_rule = text(r"[a-z0-9][a-z0-9._-]{0,99}", "a GPU's name: lower case letters, digits, '.', '_', '-'")
-_MODULE = r"(?=.{3,128}\Z)[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*"
-op_rule = text(
-    rf"[a-z][a-z0-9_]{{0,63}}|{_MODULE}",
-    "an op's name: lower case letters, digits and '_'; or a guest's, module:function",
-)
+op_rule = text(r"[a-z][a-z0-9_]{0,63}", "an op's name: lower case letters, digits and '_'")
 revision_rule = _whole(0, INT32_MAX)
 problem_rule = text(_WORDS, _WORDS_MEANING)
 REQUEST_RULES: dict[str, Rule] = {

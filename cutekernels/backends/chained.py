@@ -1,4 +1,4 @@
-"""Artifact of a config without a kernel of its own, which launches other ops' plans, the vendor's call or a guest's.
+"""Artifact of a config without a kernel of its own, which launches other ops' plans or the vendor's call.
 
 With it such a config is cached and tuned like those that have a kernel.
 """
@@ -20,8 +20,8 @@ class Chained(Artifact):
 
     backend: ClassVar[str] = "chained"
 
-    def __init__(self, facts: Facts | None = None) -> None:
-        self.facts = facts or Facts(registers=0, stack_bytes=0, smem_bytes=0)
+    def __init__(self) -> None:
+        self.facts = Facts(registers=0, stack_bytes=0, smem_bytes=0)
 
     def save(self, path: Path) -> None:
         path.write_text(_CONTENT)

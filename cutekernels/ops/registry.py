@@ -8,7 +8,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from cutekernels import guests
 from cutekernels.errors import UnsupportedProblem, near
 from cutekernels.op import Op
 
@@ -72,11 +71,6 @@ def find(name: str) -> Op[Any, Any] | None:
     if name not in _loaded and name in _HOMES:
         _loaded.update({op.name: op for op in import_module(f"cutekernels.ops.{_HOMES[name]}").OPS})
     return _loaded.get(name)
-
-
-def trusted(name: str) -> Op[Any, Any]:
-    """The op called ``name``, or the guest, whose module is imported: for names that came from the user of a run."""
-    return guests.load(name) if guests.is_guest(name) else get(name)
 
 
 def get(name: str) -> Op[Any, Any]:

@@ -1,1 +1,0 @@
-"""Tests of guests: kernels that are not ours."""

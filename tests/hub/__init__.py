@@ -1,1 +1,0 @@
-"""Tests of the kernel repository for Hugging Face's hub."""
