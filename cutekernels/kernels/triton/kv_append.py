@@ -6,7 +6,7 @@ Grid:
     the first axis walks blocks of channels of one tile of tokens after the other, as in ``rope``: neighbours in time
     are neighbours in memory. A cache is walked by page, slot and head; without pages a sequence is one page.
 
-Arguments of :func:`kv_append` (strides in elements, channels always dense):
+Values of :func:`kv_append` (strides in elements, channels always dense):
     ==============================  ===================================================================================
     ``out_q``, ``q``                (B, SEQ, HQ, D), rotated; may be the same memory; strides batch, seq, head
     ``k_cache``, ``v_cache``        (PAGES, PAGE_SIZE, HKV, D), or (B, ROOM, HKV, D); strides page, slot, head
@@ -36,111 +36,157 @@ Arguments of :func:`kv_append` (strides in elements, channels always dense):
     ==============================  ===================================================================================
 Where FP8 a program holds all channels of its heads, since their largest number decides the scale: BLOCK pairs cover a
 head, ``parts`` is 1, and channels that do not rotate are a second tile beside those that do.
-
-Inside, an operand is a tuple (pointer, outer, inner and head stride); ``sizes`` are (blocks of q, blocks of k or v,
-heads_q, heads_kv); ``widths`` are (half, head_dim, half_blocks, whether out_q is q); ``ins`` are q, k and v; ``outs``
-are out_q, both caches and their scales, (pointer, page and head stride) of each; ``tile`` is (batch, tokens, which
-exist, page, slot, which are kept); ``values`` are both halves of the pairs, cosines and sines.
 """
+
+from collections import namedtuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
 from cutekernels.kernels.triton.dependent import pdl_wait
 
+Pointers = namedtuple(
+    "Pointers",
+    "out_q_ptr k_cache_ptr v_cache_ptr out_state_ptr k_scale_ptr v_scale_ptr "
+    "q_ptr k_ptr v_ptr state_ptr page_table_ptr counts_ptr cos_ptr sin_ptr",
+)
+Sizes = namedtuple("Sizes", "seq seq_blocks heads_q heads_kv half head_dim half_blocks parts room pages angles")
+TokenSteps = namedtuple("TokenSteps", "batch seq head")
+SlotSteps = namedtuple("SlotSteps", "page slot head")
+ScaleSteps = namedtuple("ScaleSteps", "page head")
+StateSteps = namedtuple("StateSteps", "row")
+EntrySteps = namedtuple("EntrySteps", "batch entry")
+CountSteps = namedtuple("CountSteps", "step")
+AngleSteps = namedtuple("AngleSteps", "batch row")
+How = namedtuple(
+    "How", "TOKENS HEADS BLOCK SPREAD WHOLE THREADS PAGE_SIZE COUNTED TURNING GATHERED INTERLEAVED FP8 RUNS"
+)
+Rows = namedtuple("Rows", "ptr by")  # of one operand
+Inputs = namedtuple("Inputs", "q k v")
+Results = namedtuple("Results", "q k v k_scale v_scale")
+Blocks = namedtuple("Blocks", "q kv heads_q heads_kv half head_dim half_blocks stays")  # stays: out_q is q
+Tokens = namedtuple("Tokens", "batch s there")  # of a tile, and which of them exist
+Slots = namedtuple("Slots", "page slot kept")  # of the tile's tokens, and which of them have one
+Runs = namedtuple("Runs", "first second first_end second_end")  # of channels
+
+
+class Strides(NamedTuple):
+    """Strides of the operands, in elements."""
+
+    out_q: TokenSteps
+    k_cache: SlotSteps
+    v_cache: SlotSteps
+    out_state: StateSteps
+    k_scale: ScaleSteps
+    v_scale: ScaleSteps
+    q: TokenSteps
+    k: TokenSteps
+    v: TokenSteps
+    state: StateSteps
+    page_table: EntrySteps
+    counts: CountSteps
+    cos: AngleSteps
+    sin: AngleSteps
+
+
 _ENTRIES = tl.constexpr(64)  # entries of a page table examined together
 
 
 @triton.jit
-def _of(block, sizes, q, k, v):
-    """The (pointer, three strides) of the operand, q, k or v, that ``block`` belongs to."""
-    q_blocks, kv_blocks, _, _ = sizes
-    pointer, outer, inner, head = v
-    if block < q_blocks:
-        pointer, outer, inner, head = q
-    elif block < q_blocks + kv_blocks:
-        pointer, outer, inner, head = k
+def _of(block, n, q, k, v):
+    """The pointer and three strides of the operand, q, k or v, that ``block`` belongs to."""
+    pointer = v.ptr
+    outer, inner, head = v.by
+    if block < n.q:
+        pointer = q.ptr
+        outer, inner, head = q.by
+    elif block < n.q + n.kv:
+        pointer = k.ptr
+        outer, inner, head = k.by
     return pointer, outer, inner, head
 
 
 @triton.jit
-def _heads(block, sizes, HEADS: tl.constexpr):
+def _heads(block, n, HEADS: tl.constexpr):
     """The heads of a block, in its operand, and whether they exist. A surplus block has none."""
-    q_blocks, kv_blocks, heads_q, heads_kv = sizes
-    first = block - q_blocks - kv_blocks
-    heads = heads_kv
-    if block < q_blocks:
+    first = block - n.q - n.kv
+    heads = n.heads_kv
+    if block < n.q:
         first = block
-        heads = heads_q
-    elif block < q_blocks + kv_blocks:
-        first = block - q_blocks
+        heads = n.heads_q
+    elif block < n.q + n.kv:
+        first = block - n.q
     h = first * HEADS + tl.arange(0, HEADS)
     return h.to(tl.int64), h < heads
 
 
 @triton.jit
-def _channels(block, part, sizes, widths, BLOCK: tl.constexpr, TURNING: tl.constexpr, INTERLEAVED: tl.constexpr):
+def _channels(block, part, n, how):
     """The beginnings and ends of a tile's two runs of BLOCK channels; interleaved, of one run of twice the length.
 
     In v, and behind the turning channels of q and k, the second run follows the first.
     """
-    q_blocks, kv_blocks, _, _ = sizes
-    half, head_dim, half_blocks, stays = widths
     # Channels that do not rotate: two runs of BLOCK, one behind the other.
-    first = part * (2 * BLOCK)
-    second = first + BLOCK
-    first_end = head_dim
-    second_end = head_dim
-    if TURNING:
-        rotary = block < q_blocks + kv_blocks
+    first = part * (2 * how.BLOCK)
+    second = first + how.BLOCK
+    first_end = n.head_dim
+    second_end = n.head_dim
+    if how.TURNING:
+        rotary = block < n.q + n.kv
         if rotary:
-            if part < half_blocks:
+            if part < n.half_blocks:
                 # Pairs: neighbours, or channels ``half`` apart.
-                if INTERLEAVED:
-                    first_end = 2 * half
+                if how.INTERLEAVED:
+                    first_end = 2 * n.half
                 else:
-                    first = part * BLOCK
-                    second = half + first
-                    first_end = half
-                    second_end = 2 * half
+                    first = part * how.BLOCK
+                    second = n.half + first
+                    first_end = n.half
+                    second_end = 2 * n.half
             else:
                 # Behind the rotating channels; where q stays in its memory nothing is to be copied.
-                first = 2 * half + (part - half_blocks) * (2 * BLOCK)
-                second = first + BLOCK
-                if stays & (block < q_blocks):
+                first = 2 * n.half + (part - n.half_blocks) * (2 * how.BLOCK)
+                second = first + how.BLOCK
+                if n.stays & (block < n.q):
                     first_end = 0
                     second_end = 0
-    return first, second, first_end, second_end
+    return Runs(first, second, first_end, second_end)
 
 
 @triton.jit
-def _load(rows, there, channels, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Loads a tile's two runs of channels; interleaved, the one run twice. ``rows``: pointers, (TOKENS, HEADS)."""
-    first, second, first_end, second_end = channels
-    if INTERLEAVED:
-        d = first + tl.arange(0, 2 * BLOCK)
-        x = tl.load(rows[:, :, None] + d[None, None, :], mask=there[:, :, None] & (d < first_end)[None, None, :])
+def _run(rows, there, start, end, N: tl.constexpr):
+    """Pointers to N channels of each row from ``start`` on, and which of them exist. ``rows``: (TOKENS, HEADS)."""
+    d = start + tl.arange(0, N)
+    return rows[:, :, None] + d[None, None, :], there[:, :, None] & (d < end)[None, None, :]
+
+
+@triton.jit
+def _load(rows, there, channels, how):
+    """Loads a tile's two runs of channels; interleaved, the one run twice."""
+    if how.INTERLEAVED:
+        at, exist = _run(rows, there, channels.first, channels.first_end, 2 * how.BLOCK)
+        x = tl.load(at, mask=exist)
         return x, x
     else:
-        d = first + tl.arange(0, BLOCK)
-        x1 = tl.load(rows[:, :, None] + d[None, None, :], mask=there[:, :, None] & (d < first_end)[None, None, :])
-        d = second + tl.arange(0, BLOCK)
-        x2 = tl.load(rows[:, :, None] + d[None, None, :], mask=there[:, :, None] & (d < second_end)[None, None, :])
+        at, exist = _run(rows, there, channels.first, channels.first_end, how.BLOCK)
+        x1 = tl.load(at, mask=exist)
+        at, exist = _run(rows, there, channels.second, channels.second_end, how.BLOCK)
+        x2 = tl.load(at, mask=exist)
         return x1, x2
 
 
 @triton.jit
-def _store(rows, there, channels, x1, x2, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr):
+def _store(rows, there, channels, x1, x2, how):
     """Stores what :func:`_load` loads."""
-    first, second, first_end, second_end = channels
-    if INTERLEAVED:
-        d = first + tl.arange(0, 2 * BLOCK)
-        tl.store(rows[:, :, None] + d[None, None, :], x1, mask=there[:, :, None] & (d < first_end)[None, None, :])
+    if how.INTERLEAVED:
+        at, exist = _run(rows, there, channels.first, channels.first_end, 2 * how.BLOCK)
+        tl.store(at, x1, mask=exist)
     else:
-        d = first + tl.arange(0, BLOCK)
-        tl.store(rows[:, :, None] + d[None, None, :], x1, mask=there[:, :, None] & (d < first_end)[None, None, :])
-        d = second + tl.arange(0, BLOCK)
-        tl.store(rows[:, :, None] + d[None, None, :], x2, mask=there[:, :, None] & (d < second_end)[None, None, :])
+        at, exist = _run(rows, there, channels.first, channels.first_end, how.BLOCK)
+        tl.store(at, x1, mask=exist)
+        at, exist = _run(rows, there, channels.second, channels.second_end, how.BLOCK)
+        tl.store(at, x2, mask=exist)
 
 
 @triton.jit
@@ -156,11 +202,12 @@ def _largest(x, start, end):
 @triton.jit
 def _largest_of(channels, x1, x2, INTERLEAVED: tl.constexpr):
     """:func:`_largest` of a tile's two runs of channels, or of its one."""
-    first, second, first_end, second_end = channels
     if INTERLEAVED:
-        return _largest(x1, first, first_end)
+        return _largest(x1, channels.first, channels.first_end)
     else:
-        return tl.maximum(_largest(x1, first, first_end), _largest(x2, second, second_end))
+        return tl.maximum(
+            _largest(x1, channels.first, channels.first_end), _largest(x2, channels.second, channels.second_end)
+        )
 
 
 @triton.jit
@@ -197,40 +244,33 @@ def _e4m3(x, exponent):
 
 
 @triton.jit
-def _store_fp8(
-    block,
-    sizes,
-    outs,
-    where,
-    channels,
-    x1,
-    x2,
-    others,
-    y1,
-    y2,
-    BLOCK: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    RUNS: tl.constexpr,
-):
-    """Stores whole heads of k or v in e4m3, and their scales. ``where``: heads, pages, slots, which are kept."""
-    q_blocks, kv_blocks, _, _ = sizes
-    _, out_k, out_v, scale_k, scale_v = outs
-    h, page, slot, there = where
-    pointer, outer, inner, head = out_v
-    scales, scale_page, scale_head = scale_v
-    if block < q_blocks + kv_blocks:
-        pointer, outer, inner, head = out_k
-        scales, scale_page, scale_head = scale_k
-    largest = _largest_of(channels, x1, x2, INTERLEAVED)
-    if RUNS == 2:
-        largest = tl.maximum(largest, _largest_of(others, y1, y2, INTERLEAVED))
+def _store_fp8(block, n, outs, heads, slots, tiles, how):
+    """Stores whole heads of k or v in e4m3, and their scales. ``heads``: which, and which of them are kept of which
+    tokens. ``tiles``: runs of channels and their numbers, one tile, and a second where RUNS is 2.
+    """
+    h, there = heads
+    page = slots.page.to(tl.int64)
+    slot = slots.slot.to(tl.int64)
+    channels, x1, x2, others, y1, y2 = tiles
+    pointer = outs.v.ptr
+    outer, inner, head = outs.v.by
+    scales = outs.v_scale.ptr
+    scale_page, scale_head = outs.v_scale.by
+    if block < n.q + n.kv:
+        pointer = outs.k.ptr
+        outer, inner, head = outs.k.by
+        scales = outs.k_scale.ptr
+        scale_page, scale_head = outs.k_scale.by
+    largest = _largest_of(channels, x1, x2, how.INTERLEAVED)
+    if how.RUNS == 2:
+        largest = tl.maximum(largest, _largest_of(others, y1, y2, how.INTERLEAVED))
     exponent = _exponent(largest, x1.dtype == tl.float16)
     tl.store(scales + (page * scale_page + slot)[:, None] + h[None, :] * scale_head, exponent.to(tl.uint8), mask=there)
     rows = pointer + (page * outer + slot * inner)[:, None] + h[None, :] * head
     exponent = exponent[:, :, None]
-    _store(rows, there, channels, _e4m3(x1, exponent), _e4m3(x2, exponent), BLOCK, INTERLEAVED)
-    if RUNS == 2:
-        _store(rows, there, others, _e4m3(y1, exponent), _e4m3(y2, exponent), BLOCK, INTERLEAVED)
+    _store(rows, there, channels, _e4m3(x1, exponent), _e4m3(x2, exponent), how)
+    if how.RUNS == 2:
+        _store(rows, there, others, _e4m3(y1, exponent), _e4m3(y2, exponent), how)
 
 
 @triton.jit
@@ -250,104 +290,60 @@ def _rotate(x1, x2, cos, sin, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr):
 
 
 @triton.jit
-def _fetch(
-    block,
-    part,
-    sizes,
-    widths,
-    ins,
-    batch,
-    s,
-    there,
-    HEADS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TURNING: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-):
-    """Loads tokens ``s`` of a block of heads, as they are."""
+def _fetch(block, part, n, ins, tokens, how):
+    """Loads a tile's tokens of a block of heads, as they are."""
     # A surplus block, which WHOLE fetches behind its last, has no heads and loads nothing.
-    q, k, v = ins
-    pointer, outer, inner, head = _of(block, sizes, q, k, v)
-    h, real = _heads(block, sizes, HEADS)
-    rows = pointer + batch * outer + s[:, None] * inner + h[None, :] * head
-    channels = _channels(block, part, sizes, widths, BLOCK, TURNING, INTERLEAVED)
-    return _load(rows, there[:, None] & real[None, :], channels, BLOCK, INTERLEAVED)
+    pointer, outer, inner, head = _of(block, n, ins.q, ins.k, ins.v)
+    h, real = _heads(block, n, how.HEADS)
+    rows = pointer + tokens.batch * outer + tokens.s[:, None] * inner + h[None, :] * head
+    channels = _channels(block, part, n, how)
+    return _load(rows, tokens.there[:, None] & real[None, :], channels, how)
 
 
 @triton.jit
-def _put(
-    block,
-    part,
-    sizes,
-    widths,
-    outs,
-    tile,
-    values,
-    HEADS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TURNING: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-):
+def _put(block, part, n, outs, tokens, slots, values, how):
     """Rotates and stores a fetched tile: q to its tokens' rows, k and v to the slots of the tokens that are kept."""
-    q, k, v, _, _ = outs
     x1, x2, cos, sin = values
-    batch, s, there, page, slot, kept = tile
-    q_blocks, kv_blocks, _, _ = sizes
-    half_blocks = widths[2]
-    if TURNING:
-        turns = (block < q_blocks + kv_blocks) & (part < half_blocks)
+    kept = slots.kept
+    if how.TURNING:
+        turns = (block < n.q + n.kv) & (part < n.half_blocks)
         if turns:
-            x1, x2 = _rotate(x1, x2, cos, sin, BLOCK, INTERLEAVED)
+            x1, x2 = _rotate(x1, x2, cos, sin, how.BLOCK, how.INTERLEAVED)
     # k and v go to the tokens' pages and slots, q to their batch entry and row.
-    outermost = page.to(tl.int64)
-    innermost = slot.to(tl.int64)
-    pointer, outer, inner, head = _of(block, sizes, q, k, v)
-    h, real = _heads(block, sizes, HEADS)
-    if block < q_blocks:
-        outermost = tl.zeros_like(s) + batch
-        innermost = s
-        kept = there
+    outermost = slots.page.to(tl.int64)
+    innermost = slots.slot.to(tl.int64)
+    pointer, outer, inner, head = _of(block, n, outs.q, outs.k, outs.v)
+    h, real = _heads(block, n, how.HEADS)
+    if block < n.q:
+        outermost = tl.zeros_like(tokens.s) + tokens.batch
+        innermost = tokens.s
+        kept = tokens.there
     rows = pointer + (outermost * outer + innermost * inner)[:, None] + h[None, :] * head
-    channels = _channels(block, part, sizes, widths, BLOCK, TURNING, INTERLEAVED)
-    _store(rows, kept[:, None] & real[None, :], channels, x1, x2, BLOCK, INTERLEAVED)
+    channels = _channels(block, part, n, how)
+    _store(rows, kept[:, None] & real[None, :], channels, x1, x2, how)
 
 
 @triton.jit
-def _put_fp8(
-    block,
-    sizes,
-    widths,
-    outs,
-    tile,
-    values,
-    rest,
-    HEADS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TURNING: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    RUNS: tl.constexpr,
-):
+def _put_fp8(block, n, outs, tokens, slots, values, rest, how):
     """:func:`_put` of whole heads, k and v in e4m3 with their scales. ``rest``: the tile of channels that stay."""
     x1, x2, cos, sin = values
     y1, y2 = rest
-    batch, s, there, page, slot, kept = tile
-    q_blocks, kv_blocks, _, _ = sizes
-    if TURNING:
-        turns = block < q_blocks + kv_blocks
+    if how.TURNING:
+        turns = block < n.q + n.kv
         if turns:
-            x1, x2 = _rotate(x1, x2, cos, sin, BLOCK, INTERLEAVED)
-    h, real = _heads(block, sizes, HEADS)
-    channels = _channels(block, 0, sizes, widths, BLOCK, TURNING, INTERLEAVED)
-    others = _channels(block, 1, sizes, widths, BLOCK, TURNING, INTERLEAVED)
-    if block < q_blocks:
-        pointer, outer, inner, head = outs[0]
-        rows = pointer + (batch * outer + s * inner)[:, None] + h[None, :] * head
-        _store(rows, there[:, None] & real[None, :], channels, x1, x2, BLOCK, INTERLEAVED)
-        if RUNS == 2:
-            _store(rows, there[:, None] & real[None, :], others, y1, y2, BLOCK, INTERLEAVED)
+            x1, x2 = _rotate(x1, x2, cos, sin, how.BLOCK, how.INTERLEAVED)
+    h, real = _heads(block, n, how.HEADS)
+    channels = _channels(block, 0, n, how)
+    others = _channels(block, 1, n, how)
+    if block < n.q:
+        outer, inner, head = outs.q.by
+        rows = outs.q.ptr + (tokens.batch * outer + tokens.s * inner)[:, None] + h[None, :] * head
+        _store(rows, tokens.there[:, None] & real[None, :], channels, x1, x2, how)
+        if how.RUNS == 2:
+            _store(rows, tokens.there[:, None] & real[None, :], others, y1, y2, how)
     else:
-        where = (h, page.to(tl.int64), slot.to(tl.int64), kept[:, None] & real[None, :])
-        _store_fp8(block, sizes, outs, where, channels, x1, x2, others, y1, y2, BLOCK, INTERLEAVED, RUNS)
+        heads = (h, slots.kept[:, None] & real[None, :])
+        _store_fp8(block, n, outs, heads, slots, (channels, x1, x2, others, y1, y2), how)
 
 
 @triton.jit
@@ -371,78 +367,7 @@ def _end(table_row, table_entry, start, end, pages, PAGE_SIZE: tl.constexpr):
 
 
 @triton.jit
-def kv_append(
-    out_q_ptr,
-    k_cache_ptr,
-    v_cache_ptr,
-    out_state_ptr,
-    k_scale_ptr,
-    v_scale_ptr,
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    state_ptr,
-    page_table_ptr,
-    counts_ptr,
-    cos_ptr,
-    sin_ptr,
-    seq,
-    seq_blocks,
-    heads_q,
-    heads_kv,
-    half,
-    head_dim,
-    half_blocks,
-    parts,
-    room,
-    pages,
-    angles,
-    out_q_batch,
-    out_q_seq,
-    out_q_head,
-    k_cache_page,
-    k_cache_slot,
-    k_cache_head,
-    v_cache_page,
-    v_cache_slot,
-    v_cache_head,
-    out_state_row,
-    k_scale_page,
-    k_scale_head,
-    v_scale_page,
-    v_scale_head,
-    q_batch,
-    q_seq,
-    q_head,
-    k_batch,
-    k_seq,
-    k_head,
-    v_batch,
-    v_seq,
-    v_head,
-    state_row,
-    page_table_batch,
-    page_table_entry,
-    counts_step,
-    cos_batch,
-    cos_row,
-    sin_batch,
-    sin_row,
-    TOKENS: tl.constexpr,
-    HEADS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SPREAD: tl.constexpr,
-    WHOLE: tl.constexpr,
-    THREADS: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    COUNTED: tl.constexpr,
-    TURNING: tl.constexpr,
-    GATHERED: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    FP8: tl.constexpr,
-    RUNS: tl.constexpr,
-    DEPENDENT: tl.constexpr = False,
-):
+def kv_append(at: Pointers, of: Sizes, by: Strides, how: How, DEPENDENT: tl.constexpr = False):
     """Appends tokens of k and v behind each sequence's end, k and q rotated by their positions, and moves the end.
 
     Arguments and grid: the module's header. ``state``: (3, B) int32, the sequences' lengths, the tokens that found no
@@ -461,127 +386,126 @@ def kv_append(
     pdl_wait(DEPENDENT)
     # ---- this program's block of channels (part), tile of tokens (pid) and first block of heads
 
-    q_blocks = tl.cdiv(heads_q, HEADS)
-    kv_blocks = tl.cdiv(heads_kv, HEADS)
-    if WHOLE:
-        part = tl.program_id(0) % parts
-        pid = tl.program_id(0) // parts
+    q_blocks = tl.cdiv(of.heads_q, how.HEADS)
+    kv_blocks = tl.cdiv(of.heads_kv, how.HEADS)
+    if how.WHOLE:
+        part = tl.program_id(0) % of.parts
+        pid = tl.program_id(0) // of.parts
         block = 0
-        shares = seq_blocks * parts
+        shares = of.seq_blocks * of.parts
     else:
         part = tl.program_id(2)
         pid = tl.program_id(0)
         block = tl.program_id(1)
-        shares = seq_blocks * tl.num_programs(1) * tl.num_programs(2)
+        shares = of.seq_blocks * tl.num_programs(1) * tl.num_programs(2)
     # ---- loads that need nothing but the grid: the sequence's length, the tile's rows
 
-    batch = (pid // seq_blocks).to(tl.int64)
-    lane = tl.arange(0, THREADS)
+    batch = (pid // of.seq_blocks).to(tl.int64)
+    lane = tl.arange(0, how.THREADS)
     # Words 0 and 1 of the sequence's state, each by a thread; nothing else reads the length.
-    words = tl.load(state_ptr + lane * state_row + batch, mask=lane < 2, other=0)
-    count = tl.full((), 0, tl.int64) + seq
-    if COUNTED:
-        count = tl.minimum(tl.maximum(tl.load(counts_ptr + batch * counts_step).to(tl.int64), 0), count)
+    words = tl.load(at.state_ptr + lane * by.state.row + batch, mask=lane < 2, other=0)
+    count = tl.full((), 0, tl.int64) + of.seq
+    if how.COUNTED:
+        count = tl.minimum(tl.maximum(tl.load(at.counts_ptr + batch * by.counts.step).to(tl.int64), 0), count)
 
-    x_q = (q_ptr, q_batch, q_seq, q_head)
-    x_k = (k_ptr, k_batch, k_seq, k_head)
-    x_v = (v_ptr, v_batch, v_seq, v_head)
-    ins = (x_q, x_k, x_v)
-    out_q = (out_q_ptr, out_q_batch, out_q_seq, out_q_head)
-    out_k = (k_cache_ptr, k_cache_page, k_cache_slot, k_cache_head)
-    out_v = (v_cache_ptr, v_cache_page, v_cache_slot, v_cache_head)
-    scale_k = (k_scale_ptr, k_scale_page, k_scale_head)
-    scale_v = (v_scale_ptr, v_scale_page, v_scale_head)
-    outs = (out_q, out_k, out_v, scale_k, scale_v)
-    sizes = (q_blocks, kv_blocks, heads_q, heads_kv)
-    widths = (half, head_dim, half_blocks, out_q_ptr.to(tl.int64) == q_ptr.to(tl.int64))
-    s = pid % seq_blocks * TOKENS + tl.arange(0, TOKENS).to(tl.int64)
-    there = s < seq
-    x1, x2 = _fetch(block, part, sizes, widths, ins, batch, s, there, HEADS, BLOCK, TURNING, INTERLEAVED)
+    ins = Inputs(Rows(at.q_ptr, by.q), Rows(at.k_ptr, by.k), Rows(at.v_ptr, by.v))
+    outs = Results(
+        Rows(at.out_q_ptr, by.out_q),
+        Rows(at.k_cache_ptr, by.k_cache),
+        Rows(at.v_cache_ptr, by.v_cache),
+        Rows(at.k_scale_ptr, by.k_scale),
+        Rows(at.v_scale_ptr, by.v_scale),
+    )
+    stays = at.out_q_ptr.to(tl.int64) == at.q_ptr.to(tl.int64)
+    n = Blocks(q_blocks, kv_blocks, of.heads_q, of.heads_kv, of.half, of.head_dim, of.half_blocks, stays)
+    s = pid % of.seq_blocks * how.TOKENS + tl.arange(0, how.TOKENS).to(tl.int64)
+    there = s < of.seq
+    tokens = Tokens(batch, s, there)
+    x1, x2 = _fetch(block, part, n, ins, tokens, how)
     y1, y2 = x1, x2
-    if RUNS == 2:
-        y1, y2 = _fetch(block, 1, sizes, widths, ins, batch, s, there, HEADS, BLOCK, TURNING, INTERLEAVED)
+    if how.RUNS == 2:
+        y1, y2 = _fetch(block, 1, n, ins, tokens, how)
 
     # ---- what follows from the length: positions, pages and slots, cosines and sines, a ticket
 
-    start = tl.minimum(tl.max(tl.where(lane == 0, words, 0), axis=0).to(tl.int64), room)
+    start = tl.minimum(tl.max(tl.where(lane == 0, words, 0), axis=0).to(tl.int64), of.room)
     position = start + s
-    kept = (s < count) & (position < room)
+    kept = (s < count) & (position < of.room)
     # Where the tokens go; one whose entry names no page goes nowhere.
-    if PAGE_SIZE == 0:
+    if how.PAGE_SIZE == 0:
         page = tl.zeros_like(s) + batch
         slot = position
     else:
-        entry = page_table_ptr + batch * page_table_batch + position // PAGE_SIZE * page_table_entry
+        entry = at.page_table_ptr + batch * by.page_table.batch + position // how.PAGE_SIZE * by.page_table.entry
         page = tl.load(entry, mask=kept, other=0)
-        slot = (position % PAGE_SIZE).to(tl.int32)
-        kept = kept & _legal(page, pages)
+        slot = (position % how.PAGE_SIZE).to(tl.int32)
+        kept = kept & _legal(page, of.pages)
     cos = 0.0
     sin = 0.0
-    if TURNING:
+    if how.TURNING:
         # A row of the table for each token; NaN where there is none.
         place = position
-        if GATHERED:
+        if how.GATHERED:
             place = s
-        d = part * BLOCK + tl.arange(0, BLOCK)
-        turning = (part < half_blocks) & (block < q_blocks + kv_blocks)
-        legal = (there & (place < angles) & turning)[:, None, None] & (d < half)[None, None, :]
+        d = part * how.BLOCK + tl.arange(0, how.BLOCK)
+        turning = (part < of.half_blocks) & (block < q_blocks + kv_blocks)
+        legal = (there & (place < of.angles) & turning)[:, None, None] & (d < of.half)[None, None, :]
         nan = float("nan")
-        cos_at = cos_ptr + batch * cos_batch + place[:, None, None] * cos_row + d[None, None, :]
-        sin_at = sin_ptr + batch * sin_batch + place[:, None, None] * sin_row + d[None, None, :]
-        if SPREAD:
-            legal = tl.broadcast_to(legal, (TOKENS, HEADS, BLOCK))
-            cos_at = tl.broadcast_to(cos_at, (TOKENS, HEADS, BLOCK))
-            sin_at = tl.broadcast_to(sin_at, (TOKENS, HEADS, BLOCK))
+        cos_at = at.cos_ptr + batch * by.cos.batch + place[:, None, None] * by.cos.row + d[None, None, :]
+        sin_at = at.sin_ptr + batch * by.sin.batch + place[:, None, None] * by.sin.row + d[None, None, :]
+        if how.SPREAD:
+            legal = tl.broadcast_to(legal, (how.TOKENS, how.HEADS, how.BLOCK))
+            cos_at = tl.broadcast_to(cos_at, (how.TOKENS, how.HEADS, how.BLOCK))
+            sin_at = tl.broadcast_to(sin_at, (how.TOKENS, how.HEADS, how.BLOCK))
         cos = tl.load(cos_at, mask=legal, other=nan).to(tl.float32)
         sin = tl.load(sin_at, mask=legal, other=nan).to(tl.float32)
-    tile = (batch, s, there, page, slot, kept)
+    slots = Slots(page, slot, kept)
     # The program with the sequence's last ticket writes the new length: all others have read the old one. Early and
     # relaxed: see above.
     last = shares == 1
     if shares > 1:
-        last = tl.atomic_add(state_ptr + 2 * state_row + batch, 1, sem="relaxed") == shares - 1
+        last = tl.atomic_add(at.state_ptr + 2 * by.state.row + batch, 1, sem="relaxed") == shares - 1
     # ---- rotate and store, block of heads by block of heads
 
-    if WHOLE:
+    if how.WHOLE:
         # The next block is loaded before this one is stored.
         for i in range(q_blocks + 2 * kv_blocks):
-            next1, next2 = _fetch(i + 1, part, sizes, widths, ins, batch, s, there, HEADS, BLOCK, TURNING, INTERLEAVED)
+            next1, next2 = _fetch(i + 1, part, n, ins, tokens, how)
             values = (x1, x2, cos, sin)
-            if FP8:
+            if how.FP8:
                 z1, z2 = next1, next2
-                if RUNS == 2:
-                    z1, z2 = _fetch(i + 1, 1, sizes, widths, ins, batch, s, there, HEADS, BLOCK, TURNING, INTERLEAVED)
+                if how.RUNS == 2:
+                    z1, z2 = _fetch(i + 1, 1, n, ins, tokens, how)
                 rest = (y1, y2)
-                _put_fp8(i, sizes, widths, outs, tile, values, rest, HEADS, BLOCK, TURNING, INTERLEAVED, RUNS)
+                _put_fp8(i, n, outs, tokens, slots, values, rest, how)
                 y1 = z1
                 y2 = z2
             else:
-                _put(i, part, sizes, widths, outs, tile, values, HEADS, BLOCK, TURNING, INTERLEAVED)
+                _put(i, part, n, outs, tokens, slots, values, how)
             x1 = next1
             x2 = next2
     else:
         values = (x1, x2, cos, sin)
-        if FP8:
+        if how.FP8:
             rest = (y1, y2)
-            _put_fp8(block, sizes, widths, outs, tile, values, rest, HEADS, BLOCK, TURNING, INTERLEAVED, RUNS)
+            _put_fp8(block, n, outs, tokens, slots, values, rest, how)
         else:
-            _put(block, part, sizes, widths, outs, tile, values, HEADS, BLOCK, TURNING, INTERLEAVED)
+            _put(block, part, n, outs, tokens, slots, values, how)
 
     # ---- the sequence's new length, by the last of its programs
 
     if last:
-        end = tl.minimum(start + count, room)
-        if PAGE_SIZE > 0:
+        end = tl.minimum(start + count, of.room)
+        if how.PAGE_SIZE > 0:
             # The sequence ends at the first token without a page.
-            if seq_blocks == 1:  # every token is in this tile
+            if of.seq_blocks == 1:  # every token is in this tile
                 end = tl.min(tl.where((s < count) & ~kept, tl.minimum(position, end), end), axis=0)
             else:
-                row = page_table_ptr + batch * page_table_batch
-                end = _end(row, page_table_entry, start, end, pages, PAGE_SIZE)
+                row = at.page_table_ptr + batch * by.page_table.batch
+                end = _end(row, by.page_table.entry, start, end, of.pages, how.PAGE_SIZE)
         # Tokens beyond the end are lost; the ticket is zero again for the next launch.
         lost = tl.sum(tl.where(lane == 1, words, 0), axis=0)
-        tl.store(out_state_ptr + batch, end.to(tl.int32))
-        tl.store(out_state_ptr + out_state_row + batch, lost + (start + count - end).to(tl.int32))
-        tl.store(state_ptr + 2 * state_row + batch, 0)
-        tl.store(out_state_ptr + 2 * out_state_row + batch, 0)
+        tl.store(at.out_state_ptr + batch, end.to(tl.int32))
+        tl.store(at.out_state_ptr + by.out_state.row + batch, lost + (start + count - end).to(tl.int32))
+        tl.store(at.state_ptr + 2 * by.state.row + batch, 0)
+        tl.store(at.out_state_ptr + 2 * by.out_state.row + batch, 0)
