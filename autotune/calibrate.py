@@ -50,7 +50,7 @@ def command(
             _write([_row(spec, probe) for probe in _probes(spec)], format, PLANNED)
             return
         from cutekernels.autotune.probes import Lab
-        from cutekernels.db.store import Store
+        from cutekernels.db.storage.store import Store
 
         with Store(db) as store:  # before anything is measured: a database that cannot be written costs no time
             rows = measured(Lab(spec), budget_s)
@@ -68,7 +68,7 @@ def command(
 def measured(lab: Lab, budget_s: float, clock: Callable[[], float] = time.monotonic) -> list[dict[str, Any]]:
     """A row to show for each probe, with the row to store where its reading gives a rate."""
     from cutekernels import environment, rates
-    from cutekernels.db.store import Rate
+    from cutekernels.db.storage.store import Rate
 
     end, driver, rows = clock() + budget_s, environment.collect()["driver"], []
     for probe in _probes(lab.gpu):

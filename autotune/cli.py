@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from cutekernels.autotune.job import Job
     from cutekernels.autotune.report import TuneReport
     from cutekernels.autotune.run import Watcher
-    from cutekernels.db.snapshot import Snapshot
+    from cutekernels.db.storage.snapshot import Snapshot
 
 app = typer.Typer(no_args_is_help=True)
 _RESUMES = "all measurements so far are stored, and the same command resumes the run"
@@ -199,7 +199,7 @@ def _job(
         )
     if name is None:
         from cutekernels.autotune.outlook import stored
-        from cutekernels.db.engine import url_of
+        from cutekernels.db.storage.engine import url_of
 
         spec = known.lookup(gpu)
         store = stored(url_of(db))
@@ -222,7 +222,7 @@ def _job(
 def _known(gpu: str, db: str | None, *, force: bool) -> Snapshot:
     """The winners that calls on a GPU use; none with ``force``, which measures everything again."""
     from cutekernels import gpu as known
-    from cutekernels.db import snapshot
+    from cutekernels.db.storage import snapshot
 
     return snapshot.Snapshot({}) if force else snapshot.load(known.lookup(gpu).name, db)
 
@@ -268,7 +268,7 @@ def _show(
     spec = known.lookup(gpu) if dry or not known.is_auto(gpu) else None  # a list needs no GPU, but no false name
     measures = measures or spec is None or known.present(spec)
     if dry and spec is not None:
-        from cutekernels.db.engine import url_of
+        from cutekernels.db.storage.engine import url_of
 
         rows = outlook.planned(job, spec, outlook.stored(url_of(db)), limit, force=force)
         columns = outlook.PLANNED
@@ -317,8 +317,8 @@ def _signals_raise() -> Iterator[None]:
 
 def _is_of_database(log: Path, db: str | None) -> bool:
     """Whether a log would be written into the run's database, or into a file beside it."""
-    from cutekernels.db import sqlite
-    from cutekernels.db.engine import url_of
+    from cutekernels.db.storage import sqlite
+    from cutekernels.db.storage.engine import url_of
 
     path = sqlite.path_of(url_of(db))
     return path is not None and os.path.realpath(log) in {f"{path}{end}" for end in ("", *sqlite.BESIDE)}
@@ -327,7 +327,7 @@ def _is_of_database(log: Path, db: str | None) -> bool:
 @contextmanager
 def _watcher(job: Job, log: Path | None, db: str | None) -> Iterator[Watcher]:
     from cutekernels.autotune.progress import Bars, Lines, Several
-    from cutekernels.db import sqlite
+    from cutekernels.db.storage import sqlite
     from cutekernels.errors import JobError
 
     console = Console(stderr=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 from cutekernels import gpu as gpus
 from cutekernels.autotune.job import Job, Task, load
-from cutekernels.db.store import Store
+from cutekernels.db.storage.store import Store
 from cutekernels.dispatch import LEAST_GAIN
 from cutekernels.gpu import GpuSpec
 from cutekernels.op import Config, Op, Problem

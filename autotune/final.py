@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass
 
 from cutekernels.autotune.requests import Outcome
 from cutekernels.conditions import Conditions
-from cutekernels.db.certificate import QUANTILES, Certificate
-from cutekernels.db.store import Trial
+from cutekernels.db.storage.certificate import QUANTILES, Certificate
+from cutekernels.db.storage.store import Trial
 from cutekernels.measure import Samples
 from cutekernels.op import Config
 

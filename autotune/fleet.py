@@ -29,7 +29,7 @@ from cutekernels.autotune.report import TaskReport
 from cutekernels.autotune.runtime import SPARES, LocalRuntime, Runtime, Spares
 from cutekernels.autotune.shards import longest_first
 from cutekernels.autotune.turns import Turns, shared_file
-from cutekernels.db.store import Environment
+from cutekernels.db.storage.store import Environment
 from cutekernels.errors import CuteKernelsError, JobError, UnknownGpu
 from cutekernels.gpu import GpuSpec
 from cutekernels.isolate import ChildFailure

@@ -19,7 +19,7 @@ from itertools import product
 
 from cutekernels.autotune import shards
 from cutekernels.autotune.job import Job, Task, checked_trials
-from cutekernels.db.snapshot import Snapshot
+from cutekernels.db.storage.snapshot import Snapshot
 from cutekernels.dispatch import MAX_OCTAVES, adopted, octaves
 from cutekernels.errors import JobError, UnsupportedProblem
 from cutekernels.gpu import GpuSpec

@@ -1,8 +1,8 @@
 """One task's rows in the database: earlier attempts, and how an outcome becomes a trial.
 
 Attempts are stored in batches of a second (``ledger.py``), of which a kill -9 loses the last. This module
-translates between a search's objects (configs, facts, samples, failures) and :class:`~cutekernels.db.store.Trial`;
-the decisions are made in ``search.py`` and ``predict.py``.
+translates between a search's objects (configs, facts, samples, failures) and ``Trial``; the decisions are
+made in ``search.py`` and ``predict.py``.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 from cutekernels.autotune.runtime import NotPrepared
 from cutekernels.backends import Facts
 from cutekernels.compile import source_fingerprint
-from cutekernels.db import snapshot
-from cutekernels.db.certificate import Certificate
-from cutekernels.db.store import Environment, Gpu, Store, Trial
+from cutekernels.db.storage import snapshot
+from cutekernels.db.storage.certificate import Certificate
+from cutekernels.db.storage.store import Environment, Gpu, Store, Trial
 from cutekernels.dispatch import octaves
 from cutekernels.errors import CacheUnusable, InvalidConfig, UnsupportedProblem
 from cutekernels.gpu import GpuSpec

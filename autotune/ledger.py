@@ -15,8 +15,8 @@ from sqlalchemy import text
 from sqlalchemy.orm import Session
 
 from cutekernels import settings
-from cutekernels.db import engine
-from cutekernels.db.store import Store, Trial
+from cutekernels.db.storage import engine
+from cutekernels.db.storage.store import Store, Trial
 from cutekernels.errors import StoreError, StoreUnreachable
 
 FLUSH_S = 1.0  # a killed run loses the attempts of at most this long

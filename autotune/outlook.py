@@ -9,11 +9,11 @@ from cutekernels import environment
 from cutekernels import gpu as gpus
 from cutekernels.autotune.job import Job, Task
 from cutekernels.autotune.shards import expected_s
-from cutekernels.db import sqlite
+from cutekernels.db.storage import sqlite
 from cutekernels.gpu import GpuSpec
 
 if TYPE_CHECKING:
-    from cutekernels.db.store import Store
+    from cutekernels.db.storage.store import Store
 
 LISTED: tuple[str, ...] = ("op", "problem", "trials", "expected_s")  # columns of the tables, which fit into 80
 PLANNED: tuple[str, ...] = ("op", "problem", "state", "stored", "to_do", "winner")
@@ -39,7 +39,7 @@ def planned(
 
 def stored(url: str) -> Store | None:
     """The database at ``url`` for reading; None where there is none yet."""
-    from cutekernels.db.store import Store
+    from cutekernels.db.storage.store import Store
 
     path = sqlite.path_of(url)
     return None if path is not None and not os.path.lexists(path) else Store(url, readonly=True)
@@ -50,7 +50,7 @@ def _left(
 ) -> dict[str, Any]:
     from cutekernels.autotune.history import ATTEMPTS, TaskHistory
     from cutekernels.autotune.space import space
-    from cutekernels.db.store import Environment
+    from cutekernels.db.storage.store import Environment
 
     origin = "measured" if measured else "predicted"
     valid = sum(measured or not c.vendors for c in space(task.op, task.problem, spec).valid)

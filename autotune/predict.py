@@ -22,7 +22,7 @@ from cutekernels.autotune.report import TaskReport
 from cutekernels.autotune.runtime import Runtime
 from cutekernels.autotune.search import OnTrial, prune_reason
 from cutekernels.backends import Facts
-from cutekernels.db.store import Trial
+from cutekernels.db.storage.store import Trial
 from cutekernels.gpu import GpuSpec
 from cutekernels.isolate import ChildFailure
 from cutekernels.op import Config

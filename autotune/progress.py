@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from cutekernels.autotune.job import Task
     from cutekernels.autotune.report import TaskReport
     from cutekernels.autotune.run import Watcher
-    from cutekernels.db.store import Trial
+    from cutekernels.db.storage.store import Trial
 
 LATEST = 3  # tasks that the pace is taken from, for each in work at a time
 _BAD = ("wrong_result", "crashed", "timeout")

@@ -26,7 +26,7 @@ from cutekernels.autotune.fleet import Seat, SeatUnfit, Slot, SlotLost
 from cutekernels.autotune.requests import Measure, Outcome, Prepare
 from cutekernels.backends import Facts
 from cutekernels.compilers import Compile
-from cutekernels.db.store import Environment
+from cutekernels.db.storage.store import Environment
 from cutekernels.errors import CacheUnusable, CuteKernelsError, JobError
 from cutekernels.gpu import GpuSpec
 from cutekernels.isolate import ChildFailure, StartFailed

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from cutekernels import terminal
 
 if TYPE_CHECKING:
-    from cutekernels.db.store import Trial
+    from cutekernels.db.storage.store import Trial
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -49,7 +49,7 @@ class TaskReport:
     @property
     def config(self) -> str | None:
         """The winner's config in the words of the op's revision."""
-        from cutekernels.db.query import spelled
+        from cutekernels.db.questions.query import spelled
 
         w = self.winner
         return None if w is None else spelled(self.op, w.revision, w.problem, w.config)

@@ -25,8 +25,8 @@ from cutekernels.autotune.runtime import LocalRuntime, Runtime
 from cutekernels.autotune.samplers import DEFAULT, checked
 from cutekernels.autotune.search import Search
 from cutekernels.autotune.studies import Studies, translated
-from cutekernels.db.leases import Leases, of
-from cutekernels.db.store import Environment, Trial
+from cutekernels.db.storage.leases import Leases, of
+from cutekernels.db.storage.store import Environment, Trial
 from cutekernels.errors import JobError, StoreUnreachable
 from cutekernels.gpu import GpuSpec
 

@@ -33,7 +33,7 @@ from cutekernels.autotune.space import MODEL_SEEDS, space
 from cutekernels.autotune.studies import Studies, attempt_of
 from cutekernels.autotune.study import Study
 from cutekernels.backends import Facts
-from cutekernels.db.store import Trial
+from cutekernels.db.storage.store import Trial
 from cutekernels.errors import CuteKernelsError
 from cutekernels.gpu import GpuSpec
 from cutekernels.isolate import ChildFailure

@@ -17,7 +17,7 @@ from cutekernels.errors import JobError
 from cutekernels.gpu import GpuSpec
 
 if TYPE_CHECKING:
-    from cutekernels.db.store import Request
+    from cutekernels.db.storage.store import Request
 
 MOST_SHARDS = 10_000
 # Only proportions count. 0.55 s an attempt: docs/fleet.md#expected-cost (H200, 16 cores, 2026-11).
@@ -76,7 +76,7 @@ def only(job: Job, op: str) -> Job:
 
 def left_out(request: Request, gpu: GpuSpec) -> str:
     """Why no run of this version tunes a request for ``gpu``; "" where one does."""
-    from cutekernels.db import query
+    from cutekernels.db.questions import query
     from cutekernels.ops import registry
 
     why = query.foreign(request.op, request.revision, request.problem)

@@ -26,8 +26,8 @@ from cutekernels import settings
 from cutekernels.autotune.history import TaskHistory
 from cutekernels.autotune.space import Space
 from cutekernels.autotune.study import Attempt, abandon, add
-from cutekernels.db import engine, sqlite
-from cutekernels.db.store import Trial
+from cutekernels.db.storage import engine, sqlite
+from cutekernels.db.storage.store import Trial
 from cutekernels.errors import StoreError, StoreUnreachable
 
 SUFFIX, SCHEMA = ".studies", "cutekernels_studies"

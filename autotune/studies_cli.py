@@ -28,8 +28,8 @@ def command(
     from cutekernels.autotune.history import TaskHistory
     from cutekernels.autotune.space import space
     from cutekernels.autotune.studies import Studies, place
-    from cutekernels.db.engine import shown, url_of
-    from cutekernels.db.store import Environment, Store
+    from cutekernels.db.storage.engine import shown, url_of
+    from cutekernels.db.storage.store import Environment, Store
     from cutekernels.errors import UnknownGpu, UnsupportedProblem
     from cutekernels.ops import registry
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from cutekernels.compile import directory
-from cutekernels.db.leases import lock_byte
+from cutekernels.db.storage.leases import lock_byte
 
 _QUEUE, _GPU = 0, 1  # bytes of the file that processes share
 

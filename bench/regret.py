@@ -19,7 +19,7 @@ import typer
 from bench.estimates import Folder, Gpu, judged, load, valid
 from bench.replay import SWEEPS
 from cutekernels import dispatch, terminal
-from cutekernels.db.snapshot import Snapshot
+from cutekernels.db.storage.snapshot import Snapshot
 from cutekernels.gpu import GpuSpec
 from cutekernels.measure import quantile
 from cutekernels.ops import registry

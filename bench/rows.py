@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from cutekernels.db.lines import trimmed
+from cutekernels.db.storage.lines import trimmed
 
 STATUSES = ("ok", "absent", "failed", "wrong_result")
 OURS = "cutekernels"  # our contender; "cutekernels (default)" and the like are variants of it

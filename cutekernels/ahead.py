@@ -22,7 +22,7 @@ from cutekernels import compile as compiler
 from cutekernels import dispatch, rates
 from cutekernels.backends import own_directory
 from cutekernels.compilers import Compile, Compilers, Wanted, affordable, choose, kernels, side_by_side, together
-from cutekernels.db import snapshot
+from cutekernels.db.storage import snapshot
 from cutekernels.environment import package_version
 from cutekernels.errors import CacheUnusable, CompileError, UnsupportedProblem
 from cutekernels.gpu import GpuSpec, sibling

@@ -52,7 +52,10 @@ _MOUNTED = {  # verb: (its Typer app, its line in --help)
     "studies": ("cutekernels.autotune.studies_cli:app", "Make Optuna's studies from stored rows, for its dashboard."),
     "calibrate": ("cutekernels.autotune.calibrate:app", "Measure this GPU's own rates, which the models then use."),
     "warmup": ("cutekernels.models.cli:app", "Compile ahead the kernels of a checkpoint, for any number of tokens."),
-    "db": ("cutekernels.db.cli:app", "Look into the tuned-config database; export, import and merge winners."),
+    "db": (
+        "cutekernels.db.questions.cli:app",
+        "Look into the tuned-config database; export, import and merge winners.",
+    ),
     "bench": ("bench.__main__:app", "Time an op's suites beside its peers (from a checkout)."),
 }
 
@@ -239,8 +242,8 @@ def lock(
     --check --db URL lists where FILE differs from what would be frozen now, with exit code 1.
     """
     from cutekernels import lock as locks
-    from cutekernels.db import lock as files
-    from cutekernels.db.engine import shown
+    from cutekernels.db.storage import lock as files
+    from cutekernels.db.storage.engine import shown
     from cutekernels.gpu import lookup
 
     if check:
@@ -258,7 +261,7 @@ def lock(
 
 def _gpus_with_winners(db: str | None) -> list[str]:
     from cutekernels import db as database
-    from cutekernels.db.snapshot import shipped_gpus
+    from cutekernels.db.storage.snapshot import shipped_gpus
 
     with database.open(db) as opened:
         return sorted({*shipped_gpus(), *(w.gpu for w in opened.winners())})
@@ -441,8 +444,8 @@ def _cache_dir(path: Path) -> Finding:
 
 def _database(url: str) -> Finding:
     from cutekernels import db
-    from cutekernels.db import lock
-    from cutekernels.db.engine import shown
+    from cutekernels.db.storage import lock
+    from cutekernels.db.storage.engine import shown
 
     path = settings.load().database_path
     try:

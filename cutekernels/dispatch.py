@@ -33,12 +33,12 @@ from typing import TYPE_CHECKING, Any
 from cutekernels import compile as compiler
 from cutekernels import gpu as gpus
 from cutekernels import rates, settings
-from cutekernels.db import snapshot as snapshots
+from cutekernels.db.storage import snapshot as snapshots
 from cutekernels.errors import InvalidConfig, UnsupportedProblem
 from cutekernels.interval import Interval
 
 if TYPE_CHECKING:
-    from cutekernels.db.snapshot import Snapshot, Winner
+    from cutekernels.db.storage.snapshot import Snapshot, Winner
     from cutekernels.gpu import GpuSpec
     from cutekernels.lengths import Chosen
     from cutekernels.op import Config, Op, Problem

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from cutekernels import ahead, compilers, dispatch, gpu, rates, settings
 from cutekernels.ahead import Recorded, Warmed
-from cutekernels.db import snapshot
+from cutekernels.db.storage import snapshot
 from cutekernels.errors import StoreError, UnsupportedProblem
 from cutekernels.interval import Interval
 from cutekernels.ops import registry
@@ -208,7 +208,7 @@ def _report(database: str | None) -> int:
     if not taken:
         return 0
     try:
-        with import_module("cutekernels.db.store").Store(database) as store:
+        with import_module("cutekernels.db.storage.store").Store(database) as store:
             store.note_requests([(*miss, hits) for miss, hits in taken.items()])
     except BaseException:
         dispatch.give_back_missed(taken)

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from cutekernels import settings
-from cutekernels.db import snapshot
-from cutekernels.db.lock import is_one, path_of, read, text
+from cutekernels.db.storage import snapshot
+from cutekernels.db.storage.lock import is_one, path_of, read, text
 from cutekernels.errors import StoreError
 from cutekernels.gpu import SIBLINGS, lookup
 
@@ -83,8 +83,8 @@ def write(target: str, gpus: Iterable[str], database: str | None = None) -> tupl
     """Freeze what calls on ``gpus`` use, their siblings' winners too, into the file ``target``; its hash, and how many
     rows it has.
     """
-    from cutekernels.db.engine import file_errors, url_of
-    from cutekernels.db.store import replace_file
+    from cutekernels.db.storage.engine import file_errors, url_of
+    from cutekernels.db.storage.store import replace_file
 
     if not isinstance(target, str) or not is_one(target):
         raise StoreError(f"a lock's name ends with .lock; {target!r} does not")

@@ -15,7 +15,7 @@ from functools import cache
 from typing import Any, TypeVar
 
 from cutekernels.columns import larger
-from cutekernels.db import snapshot
+from cutekernels.db.storage import snapshot
 from cutekernels.gpu import GpuSpec, lookup
 
 
@@ -114,7 +114,7 @@ def remembered(function: F) -> F:
 
 
 def forget() -> None:
-    """Empty all caches of what was made with rates; the database is read by ``db/snapshot.py``."""
+    """Empty all caches of what was made with rates; the database is read by ``db/storage/snapshot.py``."""
     for clear in _caches:
         clear()
 

@@ -110,7 +110,7 @@ def shipped(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monkey
     Calls keep what they read of it, so that is forgotten before the test and after it.
     """
     from cutekernels import dispatch
-    from cutekernels.db import snapshot
+    from cutekernels.db.storage import snapshot
 
     folder = tmp_path_factory.mktemp("package") / "shipped"
     folder.mkdir()

@@ -124,7 +124,7 @@ def choose() -> list[Case]:
     and every structure with each property of a problem; of Triton kernels, on any GPU.
     """
     from cutekernels import gpu
-    from cutekernels.db import snapshot
+    from cutekernels.db.storage import snapshot
     from cutekernels.ops.registry import OPS
     from tests.served_configs import bundled
 

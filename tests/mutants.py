@@ -80,7 +80,7 @@ MODULES = {
         ),
     ),
     "snapshot": Module(
-        "db/snapshot.py",
+        "db/storage/snapshot.py",
         ("tests/db/test_snapshot.py", "tests/db/test_untrusted.py", "tests/db/test_serving.py"),
         (
             ("WHERE winner.gpu = :gpu AND trial.status = 'ok'", "WHERE winner.gpu = :gpu"),

@@ -77,7 +77,7 @@ def drawn(op: Any, count: int) -> list[Any]:
 
 def problems(op: Any, count: int) -> list[Any]:
     """All that an op is asked for: bundled, shipped for any GPU, and ``count`` at random."""
-    from cutekernels.db import snapshot
+    from cutekernels.db.storage import snapshot
 
     rows = (t for name in snapshot.shipped_gpus() for t in snapshot.shipped(name))
     shipped = [op.Problem.parse(t.problem) for t in rows if t.op == op.name and t.revision in op.revisions]

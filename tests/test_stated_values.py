@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from cutekernels import cli, dispatch
 from cutekernels.autotune import calibrate, final, fleet, space, study
-from cutekernels.db import sqlite
+from cutekernels.db.storage import sqlite
 from cutekernels.terminal import Format
 
 ROOT = Path(__file__).parents[1]

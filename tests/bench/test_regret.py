@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from bench import regret
 from cutekernels import gpu
-from cutekernels.db.snapshot import Snapshot, Winner
+from cutekernels.db.storage.snapshot import Snapshot, Winner
 from cutekernels.measure import quantile
 from cutekernels.ops import registry
 

@@ -21,10 +21,11 @@ from typer.testing import CliRunner
 
 import cutekernels
 from cutekernels import settings
-from cutekernels.db import engine, query, snapshot
-from cutekernels.db.cli import app
-from cutekernels.db.store import Store, Trial
-from cutekernels.db.uuid7 import uuid7
+from cutekernels.db.questions import query
+from cutekernels.db.questions.cli import app
+from cutekernels.db.storage import engine, snapshot
+from cutekernels.db.storage.store import Store, Trial
+from cutekernels.db.storage.uuid7 import uuid7
 from cutekernels.errors import UnknownGpu, UnsupportedProblem
 from cutekernels.ops import registry
 from tests.db.trials import H200, L40S, trial
@@ -46,7 +47,7 @@ LOST = trial("tile_m=256 stages=2", problem="m=4096 n=4096 k=4096", status="cras
 @pytest.fixture
 def db(tmp_path: Path, shipped: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A small database, which is also the one in the settings, beside the few winners that ship for one GPU."""
-    shutil.copy(Path(snapshot.__file__).parent / "shipped/rtx5090.jsonl.xz", shipped)
+    shutil.copy(Path(snapshot.__file__).parents[1] / "shipped/rtx5090.jsonl.xz", shipped)
     path = tmp_path / "tuned.db"
     with Store(path) as store:
         store.record([GEMM, SKINNY, SILU, LOST])
@@ -284,7 +285,7 @@ def test_the_python_api(db: Path) -> None:
 )
 def test_the_first_call_after_an_installation_loads_no_torch(db: Path, verb: tuple[str, ...]) -> None:
     code = (
-        "import sys\nfrom cutekernels.db.cli import app\n"
+        "import sys\nfrom cutekernels.db.questions.cli import app\n"
         "try:\n    app([*sys.argv[1:], '--format', 'json'])\n"
         "except SystemExit:\n    pass\n"
         "print([m for m in ('torch', 'triton', 'alembic') if m in sys.modules], file=sys.stderr)"

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from cutekernels.db import sqlite
-from cutekernels.db.store import Store, Trial
+from cutekernels.db.storage import sqlite
+from cutekernels.db.storage.store import Store, Trial
 from cutekernels.errors import StoreError
 from tests.db.test_sqlite import child_environment
 from tests.db.trials import H200, L40S, trial
@@ -42,8 +42,8 @@ def change(path: Path, *statements: str) -> None:
 FORK_UNDER_A_WRITER = """
 import os, sys, threading, time
 from tests.db.trials import trial
-from cutekernels.db import sqlite
-from cutekernels.db.store import Store
+from cutekernels.db.storage import sqlite
+from cutekernels.db.storage.store import Store
 sqlite.BUSY_TIMEOUT_S = 15.0
 with Store(sys.argv[1]) as store:
     end = threading.Event()

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from cutekernels.db import lines, snapshot
-from cutekernels.db.store import Store, Trial
+from cutekernels.db.storage import lines, snapshot
+from cutekernels.db.storage.store import Store, Trial
 from cutekernels.errors import StoreError
 from tests.db.trials import L40S, trial
 from tests.shipping import ship, text_of

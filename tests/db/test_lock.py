@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 
 import cutekernels
 from cutekernels import cli, dispatch, gpu, lock
-from cutekernels.db import lock as files
-from cutekernels.db import snapshot
-from cutekernels.db.store import Rate, Store
+from cutekernels.db.storage import lock as files
+from cutekernels.db.storage import snapshot
+from cutekernels.db.storage.store import Rate, Store
 from cutekernels.errors import StoreError, UnknownGpu
 from cutekernels.ops import registry
 from tests.db.trials import trial

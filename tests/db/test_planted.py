@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cutekernels.db.store import Store
+from cutekernels.db.storage.store import Store
 from tests.db.trials import trial
 
 

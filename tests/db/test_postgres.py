@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from cutekernels.db import engine, snapshot
-from cutekernels.db.cli import app
-from cutekernels.db.rate import Rate
-from cutekernels.db.store import Store
+from cutekernels.db.questions.cli import app
+from cutekernels.db.storage import engine, snapshot
+from cutekernels.db.storage.rate import Rate
+from cutekernels.db.storage.store import Store
 from cutekernels.errors import StoreError
 from tests.db.test_store import PROBLEM, postgres  # noqa: F401  a fixture
 from tests.db.trials import trial

@@ -16,8 +16,8 @@ import pytest
 from typer.testing import CliRunner
 
 from cutekernels import db as database
-from cutekernels.db import cli, html_report, query
-from cutekernels.db.store import Store
+from cutekernels.db.questions import cli, html_report, query
+from cutekernels.db.storage.store import Store
 from cutekernels.errors import StoreError
 from tests.db.trials import trial
 

@@ -18,11 +18,11 @@ from cutekernels import cli, dispatch, gpu, lock
 from cutekernels.autotune import departures, shards
 from cutekernels.autotune.history import TaskHistory
 from cutekernels.autotune.job import Job, Task
-from cutekernels.db import migrations, snapshot
-from cutekernels.db.certificate import Certificate
-from cutekernels.db.reader import Database, diff
-from cutekernels.db.store import Environment, ImportReport, Store
-from cutekernels.db.trial import Trial
+from cutekernels.db.questions.reader import Database, diff
+from cutekernels.db.storage import migrations, snapshot
+from cutekernels.db.storage.certificate import Certificate
+from cutekernels.db.storage.store import Environment, ImportReport, Store
+from cutekernels.db.storage.trial import Trial
 from cutekernels.errors import InvalidConfig
 from cutekernels.ops import registry
 from tests.db.test_store import fresh, postgres, url  # noqa: F401  fixtures

@@ -11,8 +11,8 @@ import pytest
 
 from cutekernels import cli, dispatch
 from cutekernels import gpu as gpus
-from cutekernels.db.store import Store
-from cutekernels.db.uuid7 import uuid7
+from cutekernels.db.storage.store import Store
+from cutekernels.db.storage.uuid7 import uuid7
 from cutekernels.ops import registry
 from cutekernels.ops.gemm.problem import GemmProblem
 from tests.db.test_cli import GEMM, SILU, SKINNY, ok, rows, run

@@ -12,8 +12,8 @@ from cutekernels.autotune import departures
 from cutekernels.autotune.job import load
 from cutekernels.autotune.search import prune_reason
 from cutekernels.backends import Facts
-from cutekernels.db import lines, snapshot
-from cutekernels.db.trial import Trial
+from cutekernels.db.storage import lines, snapshot
+from cutekernels.db.storage.trial import Trial
 from cutekernels.op import Config
 from cutekernels.ops import registry
 from tests.shipping import text_of
@@ -24,7 +24,7 @@ SHIPPED = snapshot.shipped_gpus()
 
 
 def trials(name: str) -> list[Trial]:
-    text = text_of(Path(snapshot.__file__).parent / f"shipped/{name}.jsonl.xz")
+    text = text_of(Path(snapshot.__file__).parents[1] / f"shipped/{name}.jsonl.xz")
     found = [trial for _, trial in lines.parsed(text.splitlines())]
     assert all(isinstance(trial, Trial) for trial in found)
     return found  # type: ignore[return-value]

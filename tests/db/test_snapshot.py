@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 
 from cutekernels import settings
-from cutekernels.db import lines, migrations, snapshot, sqlite
-from cutekernels.db.snapshot import Winner
-from cutekernels.db.store import Store, Trial
+from cutekernels.db.storage import lines, migrations, snapshot, sqlite
+from cutekernels.db.storage.snapshot import Winner
+from cutekernels.db.storage.store import Store, Trial
 from cutekernels.errors import StoreError
 from tests.db.trials import L40S, trial
 from tests.shipping import ship, text_of
@@ -145,7 +145,7 @@ def test_a_cut_file_of_shipped_winners_is_told_and_skipped(shipped: Path, caplog
 
 
 def test_every_shipped_row_of_the_package_is_sound() -> None:
-    for file in (Path(snapshot.__file__).parent / "shipped").glob("*.jsonl.xz"):
+    for file in (Path(snapshot.__file__).parents[1] / "shipped").glob("*.jsonl.xz"):
         trials = [t for _, t in lines.parsed(text_of(file).splitlines())]
         assert trials
         assert not [t for t in trials if isinstance(t, StoreError)]
@@ -161,7 +161,7 @@ def test_every_shipped_row_of_the_package_is_sound() -> None:
 
 LIGHT = """
 import sys
-from cutekernels.db import snapshot
+from cutekernels.db.storage import snapshot
 table = snapshot.load("h200", sys.argv[1]).table
 heavy = {"sqlalchemy", "alembic", "torch", "triton", "cutlass", "typer", "rich", "filelock"} & set(sys.modules)
 print(sorted(w.config for winners in table.values() for w in winners.values() if w.source == "database"), sorted(heavy))
@@ -444,7 +444,7 @@ def test_what_was_read_is_kept_until_it_is_forgotten(path: Path, monkeypatch: py
 
 def test_a_password_is_not_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Not where SQLAlchemy, which knows the parts of a URL, is missing either."""
-    monkeypatch.setitem(sys.modules, "cutekernels.db.engine", None)
+    monkeypatch.setitem(sys.modules, "cutekernels.db.storage.engine", None)
     snapshot.load("h200", "postgresql+psycopg://me:hunter2@nowhere/tuned")
     assert "postgresql+psycopg://..." in caplog.text and "hunter2" not in caplog.text
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from cutekernels.db import engine, snapshot, sqlite
-from cutekernels.db.store import Store
+from cutekernels.db.storage import engine, snapshot, sqlite
+from cutekernels.db.storage.store import Store
 from cutekernels.errors import StoreError
 from tests.db.trials import trial
 
@@ -133,7 +133,7 @@ def test_a_directory_is_not_a_database(tmp_path: Path) -> None:
 ENDLESS_WRITER = """
 import sys
 from tests.db.trials import trial
-from cutekernels.db.store import Store
+from cutekernels.db.storage.store import Store
 with Store(sys.argv[1]) as store:
     print("ready", flush=True)
     for i in range(10**6):
@@ -145,8 +145,8 @@ with Store(sys.argv[1]) as store:
 HALF_WRITER = """
 import os, signal, sys
 from tests.db.trials import trial
-from cutekernels.db.store import Store
-from cutekernels.db.statements import add
+from cutekernels.db.storage.store import Store
+from cutekernels.db.storage.statements import add
 with Store(sys.argv[1]) as store, store._writing() as session:
     session.connection().exec_driver_sql("PRAGMA cache_size = 5")  # pages go to the file before the commit
     add(session, [trial(message="x" * 1000) for _ in range(500)])
@@ -199,7 +199,7 @@ def test_a_half_written_transaction_is_rolled_back(tmp_path: Path, readonly: boo
 FORKER = """
 import os, sys
 from tests.db.trials import trial
-from cutekernels.db.store import Store
+from cutekernels.db.storage.store import Store
 with Store(sys.argv[1]) as store:
     store.record([trial("before=1")])
     pids = []
@@ -228,8 +228,8 @@ def test_a_store_is_used_on_in_forked_children(tmp_path: Path) -> None:
 
 READONLY_READER = """
 import os, sys
-from cutekernels.db import snapshot
-from cutekernels.db.store import Store
+from cutekernels.db.storage import snapshot
+from cutekernels.db.storage.store import Store
 from cutekernels.errors import StoreError
 path = sys.argv[1]
 Store(path).close()  # this and the next lines import what a stranger to root's home could not

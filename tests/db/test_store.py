@@ -22,8 +22,8 @@ from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import inspect, text
 
-from cutekernels.db import engine, migrations, models, snapshot
-from cutekernels.db.store import Environment, ImportReport, Store, Trial
+from cutekernels.db.storage import engine, migrations, models, snapshot
+from cutekernels.db.storage.store import Environment, ImportReport, Store, Trial
 from cutekernels.errors import StoreError
 from tests.db.postgres import Postgres, running
 from tests.db.trials import H200, L40S, trial
@@ -549,7 +549,7 @@ def test_a_prediction_never_replaces_a_measurement_in_a_race(url: str) -> None:
 WRITER = """
 import sys
 from tests.db.trials import trial
-from cutekernels.db.store import Store
+from cutekernels.db.storage.store import Store
 number = int(sys.argv[2])
 with Store(sys.argv[1]) as store:
     for i in range(10):

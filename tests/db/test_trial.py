@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cutekernels.db import uuid7 as uuid7_module
-from cutekernels.db.trial import MESSAGE_LIMIT, Environment, Gpu, Trial
-from cutekernels.db.uuid7 import is_uuid7, uuid7
+from cutekernels.db.storage import uuid7 as uuid7_module
+from cutekernels.db.storage.trial import MESSAGE_LIMIT, Environment, Gpu, Trial
+from cutekernels.db.storage.uuid7 import is_uuid7, uuid7
 from cutekernels.errors import StoreError
 from tests.db.trials import BOX, H200, trial
 

@@ -16,12 +16,12 @@ import pytest
 from typer.testing import CliRunner
 
 from cutekernels import cli, terminal
-from cutekernels.db import engine, snapshot, sqlite, statements
-from cutekernels.db.certificate import Certificate
-from cutekernels.db.reader import Database
-from cutekernels.db.store import Store, Trial
-from cutekernels.db.trial import TRIAL_RULES
-from cutekernels.db.uuid7 import uuid7
+from cutekernels.db.questions.reader import Database
+from cutekernels.db.storage import engine, snapshot, sqlite, statements
+from cutekernels.db.storage.certificate import Certificate
+from cutekernels.db.storage.store import Store, Trial
+from cutekernels.db.storage.trial import TRIAL_RULES
+from cutekernels.db.storage.uuid7 import uuid7
 from cutekernels.errors import StoreError
 from tests.db.test_cli import ok, refused
 from tests.db.test_hostile import change, database

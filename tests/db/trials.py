@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cutekernels.db.trial import Environment, Gpu, Trial
+from cutekernels.db.storage.trial import Environment, Gpu, Trial
 
 H200 = Gpu("h200", "sm_90a", 132, 232448, 60 << 20, 141 << 30)
 L40S = Gpu("l40s", "sm_89", 142, 101376, 96 << 20, 48 << 30)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cutekernels import dispatch, gpu, rates
-from cutekernels.db import snapshot
+from cutekernels.db.storage import snapshot
 from cutekernels.kernels.cute.parts.smem import SkinnyWarpgroupSmem
 from cutekernels.op import ladder
 from cutekernels.ops.gemm import prefetch, skinny_warpgroup
@@ -90,7 +90,7 @@ def test_a_neighbour_s_tile_is_not_taken_where_it_idles_the_gpu(shipped: Path) -
     """18944 columns are 132 tiles of 144, one for each SM; 4608 would be 32, where 64 of 72 go to two SMs each. Of 32
     they would be 144, and most SMs would have one while some have two.
     """
-    header, *rows = text_of(Path(snapshot.__file__).parent / "shipped/h200.jsonl.xz").splitlines()
+    header, *rows = text_of(Path(snapshot.__file__).parents[1] / "shipped/h200.jsonl.xz").splitlines()
     (one,) = [row for row in rows if str(linear(128, 18944)) in json.loads(row)]
     ship(shipped, "h200", f"{header}\n{one}\n")
     tuned = dispatch.resolve(GEMM, linear(128, 18944), H200)

@@ -12,8 +12,8 @@ from torch import Tensor
 
 import cutekernels as ck
 from cutekernels import dispatch, gpu
-from cutekernels.db import snapshot as snapshots
-from cutekernels.db.snapshot import Snapshot, Winner
+from cutekernels.db.storage import snapshot as snapshots
+from cutekernels.db.storage.snapshot import Snapshot, Winner
 from cutekernels.errors import InvalidConfig, UnsupportedProblem
 from cutekernels.ops.activations.op import SILU_MUL
 from cutekernels.ops.gemm.api import pose

@@ -13,9 +13,9 @@ import pytest
 from typer.testing import CliRunner
 
 from cutekernels import cli, dispatch, gpu
-from cutekernels.db import html_report
-from cutekernels.db.store import Environment, Store
-from cutekernels.db.uuid7 import uuid7
+from cutekernels.db.questions import html_report
+from cutekernels.db.storage.store import Environment, Store
+from cutekernels.db.storage.uuid7 import uuid7
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops import registry
 from tests.db.trials import L40S, trial

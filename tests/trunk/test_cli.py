@@ -230,7 +230,7 @@ class TestDoctor:
         assert states(cli.diagnose())["cache"] == "broken"
 
     def test_a_database_is_opened_and_counted(self) -> None:
-        from cutekernels.db.store import Store
+        from cutekernels.db.storage.store import Store
 
         with Store():
             pass

@@ -19,9 +19,9 @@ import pytest
 from cutekernels import compile as compiler
 from cutekernels import dispatch, introspection
 from cutekernels import gpu as gpus
-from cutekernels.db import snapshot as snapshots
-from cutekernels.db.snapshot import Snapshot, Winner
-from cutekernels.db.store import Store
+from cutekernels.db.storage import snapshot as snapshots
+from cutekernels.db.storage.snapshot import Snapshot, Winner
+from cutekernels.db.storage.store import Store
 from cutekernels.errors import InvalidConfig, StoreError, UnknownGpu, UnsupportedProblem
 from cutekernels.ops import registry
 from tests.db.trials import trial

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cutekernels import cli
-from cutekernels.db.store import Store
+from cutekernels.db.storage.store import Store
 from tests.db.trials import trial
 
 GEMM = trial()

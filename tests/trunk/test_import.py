@@ -29,7 +29,7 @@ def test_the_way_into_transformers_is_no_import_of_it() -> None:
 
 
 def test_the_rooms_below_the_ops_load_nothing_heavy() -> None:
-    rooms = "errors settings gpu op measure verify isolate environment backends dispatch compile db.snapshot"
+    rooms = "errors settings gpu op measure verify isolate environment backends dispatch compile db.storage.snapshot"
     assert _loaded("import " + ", ".join(f"cutekernels.{room}" for room in rooms.split())) == []
 
 

@@ -16,9 +16,9 @@ import pytest
 from typer.testing import CliRunner
 
 from cutekernels import dispatch, introspection
-from cutekernels.db import cli
-from cutekernels.db import snapshot as snapshots
-from cutekernels.db.store import Store
+from cutekernels.db.questions import cli
+from cutekernels.db.storage import snapshot as snapshots
+from cutekernels.db.storage.store import Store
 from cutekernels.interval import Interval
 from tests.db.trials import trial
 from tests.tuner.toys import H200, TOY, ToyConfig, ToyProblem
@@ -113,7 +113,7 @@ class TestReports:
         program = """
 import os, time
 from cutekernels import dispatch, introspection
-from cutekernels.db.store import Store
+from cutekernels.db.storage.store import Store
 Store().close()
 introspection.report_misses(every_s=3600)
 dispatch.give_back_missed({("h200", "toy", 3, "m=16 n=64"): 1})
@@ -220,7 +220,7 @@ class TestPull:
         assert "1 trials added" in self.pull(fleet, "--gpu", "h200", "--op", "toy")
 
     def test_all_or_nothing(self, fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        from cutekernels.db import statements
+        from cutekernels.db.storage import statements
 
         crown("tile=32 warps=1 fast=0", db=fleet)
 

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from cutekernels import dispatch, gpu, rates
-from cutekernels.db import snapshot
-from cutekernels.db.store import Rate, Store
+from cutekernels.db.storage import snapshot
+from cutekernels.db.storage.store import Rate, Store
 from cutekernels.ops import registry
 
 H200, L40S = gpu.lookup("h200"), gpu.lookup("l40s")

@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 
 import cutekernels
 from cutekernels import cli, lock, settings
-from cutekernels.db import snapshot
-from cutekernels.db.store import Store
+from cutekernels.db.storage import snapshot
+from cutekernels.db.storage.store import Store
 from cutekernels.errors import StoreError
 
 

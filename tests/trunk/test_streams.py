@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from cutekernels.db import cli as db_cli
+from cutekernels.db.questions import cli as db_cli
 from tests.db.trials import trial
 
 pytestmark = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")

@@ -29,8 +29,8 @@ from cutekernels.autotune.fleet import OneSlot
 from cutekernels.autotune.requests import Measure, Outcome, Prepare
 from cutekernels.backends import Artifact, Facts
 from cutekernels.compilers import compile_candidate
-from cutekernels.db import snapshot as snapshots
-from cutekernels.db.store import Store
+from cutekernels.db.storage import snapshot as snapshots
+from cutekernels.db.storage.store import Store
 from cutekernels.errors import CompileError, InvalidConfig, UnsupportedProblem
 from cutekernels.gpu import GpuSpec
 from cutekernels.op import Config, Op, Problem, Work, extent, knob, ladder, plain

@@ -15,8 +15,8 @@ from cutekernels import dispatch, gpu, introspection
 from cutekernels.autotune.history import TaskHistory
 from cutekernels.autotune.job import Task
 from cutekernels.autotune.predict import Prediction
-from cutekernels.db.snapshot import Snapshot, Winner
-from cutekernels.db.store import Environment, Store
+from cutekernels.db.storage.snapshot import Snapshot, Winner
+from cutekernels.db.storage.store import Environment, Store
 from cutekernels.ops.attention.op import ATTENTION, AttentionProblem
 from cutekernels.ops.gemm.op import GEMM
 from cutekernels.ops.gemm.problem import GemmConfig, GemmProblem

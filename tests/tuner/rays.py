@@ -13,7 +13,7 @@ from cutekernels.autotune.requests import Measure, Outcome, Prepare
 from cutekernels.autotune.turns import Turns
 from cutekernels.backends import Facts
 from cutekernels.compilers import Compile
-from cutekernels.db.store import Environment
+from cutekernels.db.storage.store import Environment
 from cutekernels.gpu import lookup
 from cutekernels.isolate import ChildDied
 from tests.tuner.toys import DEFAULT, ToyConfig, ToyMachine

@@ -16,8 +16,8 @@ from cutekernels import cli, gpu, rates
 from cutekernels.autotune import calibrate, probes
 from cutekernels.autotune.probes import ON_H200, PROBES, Lab, Probe
 from cutekernels.conditions import Conditions, Watch
-from cutekernels.db import snapshot
-from cutekernels.db.store import Store
+from cutekernels.db.storage import snapshot
+from cutekernels.db.storage.store import Store
 from cutekernels.errors import CompileError
 from cutekernels.ops import registry
 from tests.triton_compiled import TARGETS
@@ -265,7 +265,7 @@ class TestDoctor:
 
 
 def calibrate_row(name: str, value: float) -> Any:
-    from cutekernels.db.store import Rate
+    from cutekernels.db.storage.store import Rate
 
     return Rate(gpu="l40s", name=name, revision=rates.REVISION, value=value, unit="us")
 

@@ -18,9 +18,9 @@ from cutekernels.autotune.report import TaskReport
 from cutekernels.autotune.requests import VENDOR, Outcome
 from cutekernels.autotune.search import Search
 from cutekernels.conditions import Conditions, Watch
-from cutekernels.db import snapshot
-from cutekernels.db.certificate import Certificate
-from cutekernels.db.store import Environment, Store, Trial
+from cutekernels.db.storage import snapshot
+from cutekernels.db.storage.certificate import Certificate
+from cutekernels.db.storage.store import Environment, Store, Trial
 from cutekernels.errors import StoreError
 from cutekernels.measure import Samples
 from tests.tuner.toys import BEST, DEFAULT, H200, PROBLEM, SEEN, TOY, VALID, VENDOR_US, ToyConfig, ToyMachine, task

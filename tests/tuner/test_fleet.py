@@ -17,7 +17,7 @@ from cutekernels.autotune.job import Job
 from cutekernels.autotune.report import TuneReport
 from cutekernels.autotune.requests import Measure, Outcome
 from cutekernels.autotune.run import tune
-from cutekernels.db.store import Environment, Store
+from cutekernels.db.storage.store import Environment, Store
 from cutekernels.errors import CuteKernelsError, JobError, UnknownGpu
 from cutekernels.gpu import GpuSpec
 from tests.tuner.toys import BEST, H200, ToyConfig, ToyMachine, task, true_us

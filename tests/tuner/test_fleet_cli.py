@@ -21,7 +21,7 @@ from cutekernels import gpu as gpus
 from cutekernels.autotune import cli, job, run
 from cutekernels.autotune.fleet import OneSlot
 from cutekernels.autotune.report import TaskReport
-from cutekernels.db.store import Store
+from cutekernels.db.storage.store import Store
 from tests.tuner.toys import H200, TOY, ToyMachine
 
 ROOT = Path(__file__).parents[2]
@@ -79,7 +79,7 @@ def stored(db: Path) -> tuple[list[str], list[str]]:
 
 
 def test_shards_are_tuned_apart_and_merged(tmp_path: Path) -> None:
-    from cutekernels.db import cli as db_cli
+    from cutekernels.db.questions import cli as db_cli
 
     words = [str(job_of(EIGHT[:4], tmp_path)), "--gpu", "auto", "--jobs", "1", "--format", "json"]
     parts = [begin(tmp_path / str(i), *words, "--shard", f"{i}/2", "--db", str(tmp_path / f"{i}.db")) for i in (1, 2)]
@@ -324,7 +324,8 @@ def test_the_first_query_after_a_tune_knows_its_rates(tmp_path: Path) -> None:
     report = tune(own, "a100", db=str(tmp_path / "t.db"), runtime=machine, limit=1)
     assert report.ok
     program = (
-        "import sys; from cutekernels.db import cli; sys.argv[1:] = ['query', '--gpu', 'a100', '--format', 'json', "
+        "import sys; from cutekernels.db.questions import cli; "
+        "sys.argv[1:] = ['query', '--gpu', 'a100', '--format', 'json', "
         f"'--db', {str(tmp_path / 't.db')!r}]\n"
         "cli.app()"
     )

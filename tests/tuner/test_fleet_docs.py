@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from cutekernels.db import cli
-from cutekernels.db.store import Store
+from cutekernels.db.questions import cli
+from cutekernels.db.storage.store import Store
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "fleet.md").read_text()
@@ -111,7 +111,7 @@ def test_the_wheelhouse_installs_without_an_index(tmp_path: Path) -> None:
     for line, folder in ((built, copy), (put, tmp_path)):
         done = subprocess.run(["bash", "-c", line], cwd=folder, capture_output=True, text=True, timeout=200)
         assert done.returncode == 0, done.stderr
-    program = "import cutekernels, cutekernels.autotune.cli, cutekernels.db.cli; print(cutekernels.__file__)"
+    program = "import cutekernels, cutekernels.autotune.cli, cutekernels.db.questions.cli; print(cutekernels.__file__)"
     env = os.environ | {"PYTHONPATH": str(tmp_path / "out")}
     seen = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert str(tmp_path / "out") in seen.stdout, seen.stderr

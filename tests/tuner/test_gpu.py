@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from cutekernels import gpu as gpus
 from cutekernels.autotune import cli, worker
 from cutekernels.autotune.requests import Measure, Prepare
-from cutekernels.db.store import Store
+from cutekernels.db.storage.store import Store
 from cutekernels.isolate import Child, ChildDied, ChildTimeout
 from cutekernels.measure import GraphRound, cpu_us_per_call, l2_rotation, time_interleaved
 from tests.tuner.toys import BEST, DEFAULT, ToyConfig

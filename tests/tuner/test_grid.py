@@ -19,9 +19,9 @@ from cutekernels.autotune import cli, grid, run, search
 from cutekernels.autotune.fleet import OneSlot
 from cutekernels.autotune.grid import FAMILIES, Family, plan, points
 from cutekernels.autotune.run import tune
-from cutekernels.db import snapshot
-from cutekernels.db.snapshot import Snapshot, Winner
-from cutekernels.db.store import Store
+from cutekernels.db.storage import snapshot
+from cutekernels.db.storage.snapshot import Snapshot, Winner
+from cutekernels.db.storage.store import Store
 from cutekernels.errors import JobError
 from cutekernels.ops import registry
 from cutekernels.ops.gemm.op import GEMM

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from cutekernels.autotune import cli
 from cutekernels.autotune.report import TaskReport, TuneReport
-from cutekernels.db.store import Store
+from cutekernels.db.storage.store import Store
 
 
 def test_the_log_is_not_appended_to_a_database(tmp_path: Path) -> None:

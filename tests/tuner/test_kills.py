@@ -19,8 +19,8 @@ import optuna
 import pytest
 
 from cutekernels.autotune.studies import Studies
-from cutekernels.db.engine import url_of
-from cutekernels.db.store import Store
+from cutekernels.db.storage.engine import url_of
+from cutekernels.db.storage.store import Store
 from tests.tuner.kills import BAD, WRONG
 from tests.tuner.toys import BEST, ToyConfig, true_us
 

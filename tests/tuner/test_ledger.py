@@ -9,7 +9,7 @@ import pytest
 
 from cutekernels.autotune import ledger
 from cutekernels.autotune.ledger import Ledger
-from cutekernels.db.store import Store, StoreError
+from cutekernels.db.storage.store import Store, StoreError
 from tests.db.trials import trial
 
 

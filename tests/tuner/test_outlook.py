@@ -11,7 +11,7 @@ from cutekernels.autotune import departures
 from cutekernels.autotune.job import Job, load
 from cutekernels.autotune.run import tune
 from cutekernels.autotune.space import space
-from cutekernels.db.store import Store
+from cutekernels.db.storage.store import Store
 from cutekernels.errors import UnknownGpu
 from tests.tuner.toys import DEFAULT, ToyConfig, ToyMachine, task
 

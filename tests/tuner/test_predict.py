@@ -13,7 +13,7 @@ from cutekernels.autotune.history import TaskHistory
 from cutekernels.autotune.predict import Prediction
 from cutekernels.autotune.report import TaskReport
 from cutekernels.backends import Facts
-from cutekernels.db.store import Environment, Store
+from cutekernels.db.storage.store import Environment, Store
 from cutekernels.errors import CacheUnusable
 from cutekernels.isolate import ChildDied, RemoteError, StartFailed
 from cutekernels.op import Config

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from cutekernels.autotune.progress import Bars, Lines, Pace, duration
 from cutekernels.autotune.report import TaskReport
-from cutekernels.db.trial import Trial
+from cutekernels.db.storage.trial import Trial
 from tests.db.trials import trial
 from tests.tuner.toys import TOY, ToyConfig, task
 

@@ -19,7 +19,7 @@ from cutekernels.autotune.job import Job
 from cutekernels.autotune.ray_fleet import RayFleet
 from cutekernels.autotune.report import TaskReport, TuneReport
 from cutekernels.autotune.run import tune
-from cutekernels.db.store import Store
+from cutekernels.db.storage.store import Store
 from cutekernels.errors import CuteKernelsError, JobError, UnknownGpu
 from tests.tuner.rays import CRASHES
 from tests.tuner.toys import task

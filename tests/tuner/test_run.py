@@ -17,7 +17,7 @@ from cutekernels.autotune import cli, run
 from cutekernels.autotune.fleet import OneSlot
 from cutekernels.autotune.job import Job, Task
 from cutekernels.autotune.run import tune
-from cutekernels.db.store import Store
+from cutekernels.db.storage.store import Store
 from cutekernels.errors import JobError, UnknownGpu
 from cutekernels.isolate import RemoteError
 from tests.tuner.toys import BEST, H200, TOY, VALID, ToyMachine, ToyProblem

@@ -17,7 +17,7 @@ from cutekernels.autotune.report import TaskReport
 from cutekernels.autotune.runtime import NotPrepared
 from cutekernels.autotune.search import Search, prune_reason
 from cutekernels.backends import Facts
-from cutekernels.db.store import Environment, Store, Trial
+from cutekernels.db.storage.store import Environment, Store, Trial
 from cutekernels.errors import CacheUnusable
 from cutekernels.isolate import ChildDied, ChildFailure, ChildTimeout, RemoteError
 from cutekernels.measure import Ratio, Samples

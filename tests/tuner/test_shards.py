@@ -9,7 +9,7 @@ import pytest
 
 from cutekernels.autotune import shards
 from cutekernels.autotune.job import Job, Task, bundled, load
-from cutekernels.db.store import Request
+from cutekernels.db.storage.store import Request
 from cutekernels.errors import JobError
 from cutekernels.ops import registry
 from tests.tuner.toys import H200, TOY, ToyProblem, task

@@ -20,9 +20,9 @@ from cutekernels.autotune import ledger
 from cutekernels.autotune.ledger import Ledger
 from cutekernels.autotune.search import RACE_ROUNDS
 from cutekernels.autotune.turns import Turns
-from cutekernels.db import engine, leases
-from cutekernels.db.engine import url_of
-from cutekernels.db.store import Store
+from cutekernels.db.storage import engine, leases
+from cutekernels.db.storage.engine import url_of
+from cutekernels.db.storage.store import Store
 from cutekernels.errors import StoreUnreachable
 from tests.db.postgres import Postgres
 from tests.db.test_store import postgres  # noqa: F401  a fixture

@@ -25,8 +25,8 @@ from cutekernels.autotune.search import Search
 from cutekernels.autotune.space import Space, space
 from cutekernels.autotune.studies import Studies, place
 from cutekernels.autotune.study import PATIENCE, Attempt, Study
-from cutekernels.db.engine import url_of
-from cutekernels.db.store import Environment, Store
+from cutekernels.db.storage.engine import url_of
+from cutekernels.db.storage.store import Environment, Store
 from cutekernels.errors import JobError
 from cutekernels.ops import registry
 from tests.db.test_store import postgres  # noqa: F401  a fixture

@@ -13,9 +13,10 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 from cutekernels import settings
-from cutekernels.db import query, snapshot, sqlite
-from cutekernels.db.store import Store
-from cutekernels.db.trial import ORIGINS, PROVENANCE, Trial
+from cutekernels.db.questions import query
+from cutekernels.db.storage import snapshot, sqlite
+from cutekernels.db.storage.store import Store
+from cutekernels.db.storage.trial import ORIGINS, PROVENANCE, Trial
 from cutekernels.dispatch import LEAST_GAIN
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Scalar
@@ -41,8 +42,8 @@ class Winner:
         tflops: achieved rate, like ``gbps``; ``roofline`` is the share of what the GPU can do, at most 1.
         vendor_us: the vendor library's time in the same run, where it was measured.
         sources: a hash of the kernel's sources, ``""`` in older rows.
-        certificate: of the final that chose it, as :class:`~cutekernels.db.certificate.Certificate` has it; empty
-            where there was none.
+        certificate: of the final that chose it, as the fields of
+            :class:`~cutekernels.db.storage.certificate.Certificate`; empty where there was none.
         version: of this package; with ``commit`` and ``host``, the class of machine, ``""`` in older rows.
     """
 
@@ -360,7 +361,7 @@ def _latest(winners: Iterable[Winner]) -> dict[tuple[Any, ...], Winner]:
 
 
 def _precedence(row: tuple[Trial, bool]) -> tuple[bool, bool, int]:
-    """As :attr:`cutekernels.db.snapshot.Winner.precedence`, of a row and whether it is local."""
+    """As :attr:`cutekernels.db.storage.snapshot.Winner.precedence`, of a row and whether it is local."""
     t, local = row
     return t.origin == "measured", local, t.revision
 

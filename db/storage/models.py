@@ -2,7 +2,7 @@
 
 The tuning key is (gpu name, op, revision, problem). ``winner`` holds that key and *points* to a trial, so that a
 configuration is stored in one row of ``trial`` only. Column names are the fields of
-:class:`cutekernels.db.trial.Trial`.
+:class:`cutekernels.db.storage.trial.Trial`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from sqlalchemy import (
 )
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-from cutekernels.db.certificate import Certificate
-from cutekernels.db.trial import LINE_LIMIT, ORIGINS, STATUSES
+from cutekernels.db.storage.certificate import Certificate
+from cutekernels.db.storage.trial import LINE_LIMIT, ORIGINS, STATUSES
 from cutekernels.errors import StoreError
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from alembic import context
 
-from cutekernels.db.models import Base
+from cutekernels.db.storage.models import Base
 
 context.configure(
     connection=context.config.attributes["connection"],

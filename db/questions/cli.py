@@ -25,12 +25,13 @@ from rich.text import Text
 
 from cutekernels import db as database
 from cutekernels import settings, terminal
-from cutekernels.db import listing, snapshot, sqlite
-from cutekernels.db import query as query_
-from cutekernels.db.engine import file_errors, url_of
-from cutekernels.db.query import is_default, revisions
-from cutekernels.db.reader import SHIPPED, TRIAL_COLUMNS, Database, Difference, Winner, diff
-from cutekernels.db.store import ImportReport, Request, Store, Trial, replace_file
+from cutekernels.db.questions import listing
+from cutekernels.db.questions import query as query_
+from cutekernels.db.questions.query import is_default, revisions
+from cutekernels.db.questions.reader import SHIPPED, TRIAL_COLUMNS, Database, Difference, Winner, diff
+from cutekernels.db.storage import snapshot, sqlite
+from cutekernels.db.storage.engine import file_errors, url_of
+from cutekernels.db.storage.store import ImportReport, Request, Store, Trial, replace_file
 from cutekernels.errors import CuteKernelsError, UnknownGpu, UnsupportedProblem
 from cutekernels.terminal import As, Format
 
@@ -219,7 +220,7 @@ def report(
     db: Db = None,
 ) -> None:
     """Write one HTML file of pictures: searches, time by status, roofline, prediction, winners (extra `report`)."""
-    from cutekernels.db import html_report
+    from cutekernels.db.questions import html_report
 
     with _opened(db, needed=True) as opened:
         page = html_report.page(opened, gpu=gpu, op=op, problem=problem)

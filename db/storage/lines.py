@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
 from typing import Any
 
-from cutekernels.db.trial import Trial, parse_json
+from cutekernels.db.storage.trial import Trial, parse_json
 from cutekernels.errors import StoreError
 
 _COMMON, _COLUMNS = "common", "columns"

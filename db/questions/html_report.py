@@ -14,9 +14,9 @@ from statistics import median
 from typing import Any
 
 from cutekernels import terminal
-from cutekernels.db.engine import shown
-from cutekernels.db.reader import Database, Winner
-from cutekernels.db.store import Trial
+from cutekernels.db.questions.reader import Database, Winner
+from cutekernels.db.storage.engine import shown
+from cutekernels.db.storage.store import Trial
 from cutekernels.errors import StoreError
 
 MOST_SEARCHES = 150  # curves in one picture

@@ -29,8 +29,8 @@ from sqlalchemy.pool import NullPool
 from sqlalchemy.schema import CreateTable
 
 from cutekernels import settings
-from cutekernels.db import lock, sqlite
-from cutekernels.db.migrations import HEAD
+from cutekernels.db.storage import lock, sqlite
+from cutekernels.db.storage.migrations import HEAD
 from cutekernels.errors import StoreError, StoreUnreachable
 
 WRITING = "cutekernels_writing"  # execution option: this transaction will write
@@ -350,7 +350,7 @@ def _strangers(connection: Connection) -> set[str]:
 
 def _no_rows() -> Engine:
     """For reading a PostgreSQL database that has no tables yet: those of this schema in memory, empty."""
-    from cutekernels.db.models import Base
+    from cutekernels.db.storage.models import Base
 
     engine = create_engine("sqlite://", poolclass=NullPool)
     tables = [str(CreateTable(table).compile(engine)) for table in Base.metadata.sorted_tables]
@@ -368,7 +368,7 @@ def alembic_config(connection: Connection) -> Any:
     from alembic.config import Config
 
     config = Config(attributes={"connection": connection})
-    config.set_main_option("script_location", str(files("cutekernels.db") / "migrations").replace("%", "%%"))
+    config.set_main_option("script_location", str(files("cutekernels.db.storage") / "migrations").replace("%", "%%"))
     return config
 
 

@@ -27,10 +27,19 @@ from typing import Self, TextIO
 from sqlalchemy import ColumnElement, case, func, or_, select, tuple_
 from sqlalchemy.orm import Session
 
-from cutekernels.db import lines, models, sqlite, statements, trial
-from cutekernels.db.engine import WRITING, file_errors, open_engine, queue, require_unchanged, shown, translated, url_of
-from cutekernels.db.rate import Rate
-from cutekernels.db.trial import LINE_LIMIT, Environment, Gpu, Trial
+from cutekernels.db.storage import lines, models, sqlite, statements, trial
+from cutekernels.db.storage.engine import (
+    WRITING,
+    file_errors,
+    open_engine,
+    queue,
+    require_unchanged,
+    shown,
+    translated,
+    url_of,
+)
+from cutekernels.db.storage.rate import Rate
+from cutekernels.db.storage.trial import LINE_LIMIT, Environment, Gpu, Trial
 from cutekernels.errors import StoreError
 
 __all__ = ["Environment", "Gpu", "ImportReport", "Rate", "Request", "Stat", "Store", "Trial"]

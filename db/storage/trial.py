@@ -26,8 +26,8 @@ from importlib import metadata
 from reprlib import repr as short_repr
 from typing import Any, NoReturn, Self
 
-from cutekernels.db.certificate import Certificate
-from cutekernels.db.uuid7 import is_uuid7, uuid7
+from cutekernels.db.storage.certificate import Certificate
+from cutekernels.db.storage.uuid7 import is_uuid7, uuid7
 from cutekernels.errors import StoreError
 
 PROVENANCE = ("version", "commit", "host")  # fields of Environment that older trials lack

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
-from cutekernels.db.trial import Rule, gpu_name_rule, moment, require, revision_rule, text
+from cutekernels.db.storage.trial import Rule, gpu_name_rule, moment, require, revision_rule, text
 
 _WORDS = text(r"[ -~]{0,1000}", "printable ASCII, at most 1000 characters")
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from cutekernels import dispatch
 from cutekernels import gpu as gpus
-from cutekernels.db.trial import Trial
+from cutekernels.db.storage.trial import Trial
 from cutekernels.errors import InvalidConfig, UnknownGpu, UnsupportedProblem, near
 from cutekernels.op import Op, Scalar, Work
 from cutekernels.ops import registry

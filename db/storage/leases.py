@@ -21,7 +21,7 @@ from sqlalchemy import Connection, text
 from sqlalchemy.exc import SQLAlchemyError
 
 from cutekernels import settings
-from cutekernels.db import engine, sqlite
+from cutekernels.db.storage import engine, sqlite
 from cutekernels.errors import StoreError, StoreUnreachable
 
 SUFFIX = ".leases"

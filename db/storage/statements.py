@@ -35,8 +35,8 @@ from sqlalchemy.dialects import sqlite as sqlite_dialect
 from sqlalchemy.orm import Session
 
 from cutekernels import settings
-from cutekernels.db import models
-from cutekernels.db.trial import (
+from cutekernels.db.storage import models
+from cutekernels.db.storage.trial import (
     COUNTS,
     INT64_MAX,
     MEASUREMENTS,
@@ -48,7 +48,7 @@ from cutekernels.db.trial import (
     Trial,
     broken_request,
 )
-from cutekernels.db.uuid7 import UUID7
+from cutekernels.db.storage.uuid7 import UUID7
 from cutekernels.errors import StoreError
 
 _BATCH = 500  # ids per IN (...); SQLite takes 32,766 variables, 999 in old builds

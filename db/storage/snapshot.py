@@ -25,9 +25,9 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from cutekernels import settings
-from cutekernels.db import lines, lock, sqlite
-from cutekernels.db.migrations import HEAD, RATES_SINCE, READABLE
-from cutekernels.db.trial import ORIGINS, Trial, gpu_name_rule
+from cutekernels.db.storage import lines, lock, sqlite
+from cutekernels.db.storage.migrations import HEAD, RATES_SINCE, READABLE
+from cutekernels.db.storage.trial import ORIGINS, Trial, gpu_name_rule
 from cutekernels.errors import StoreError
 
 _SHIPPED = ".jsonl.xz"  # ends the names of files of shipped winners
@@ -288,7 +288,7 @@ def _database(gpu: str, url: str | None, *, strict: bool = False) -> _Read:
 def _shown(url: str) -> str:
     """The URL of another database without its password, for a log."""
     try:
-        from cutekernels.db.engine import shown
+        from cutekernels.db.storage.engine import shown
     except ImportError:
         return url.partition("://")[0] + "://..."
     return shown(url)
@@ -368,7 +368,7 @@ def _require_known(version: tuple[Any] | None) -> str:
 def _read_postgres(url: str, gpu: str) -> tuple[list[_Row], list[_Row]]:
     from sqlalchemy import text
 
-    from cutekernels.db.engine import open_engine, translated
+    from cutekernels.db.storage.engine import open_engine, translated
 
     engine = open_engine(url, readonly=True, accepts=READABLE, patience_s=(1, int(_LIMIT_S)))
     with translated("query"), engine.connect() as connection:
