@@ -2,8 +2,8 @@
 
 Exit code 0: done; 1: it could not be measured here; 2: the command was misused. Results are written only
 where a CUDA device measured them; ``--dry-run`` lists the cases and contenders on any machine.
-``python -m bench sweep OP`` records sweeps of configs, and ``python -m bench replay`` simulates tunes on them;
-``python -m bench estimates`` compares the models with them, ``python -m bench regret`` what calls run.
+``python -m bench sweep OP`` times many configs of a problem and records them; ``python -m bench estimates`` compares
+the models with such records, ``python -m bench regret`` what calls run.
 ``python -m bench models`` times whole models beside transformers, ``python -m bench host`` what calls cost the host,
 ``python -m bench training`` steps of training and losses beside plain torch and Liger.
 """
@@ -15,7 +15,7 @@ import sys
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -23,14 +23,11 @@ from rich.table import Table
 from rich.text import Text
 
 from bench import published, workloads
-from bench.evenness import steepest
+from bench.rows import Row, steepest
 from bench.suites import Case
 from bench.workloads import cases as cases_of
 from cutekernels import cli, environment, terminal
 from cutekernels.errors import CuteKernelsError, UnknownGpu
-
-if TYPE_CHECKING:
-    from bench.rows import Row
 
 HERE = Path(__file__).parent
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -309,7 +306,9 @@ def _percent(value: float | None) -> str:
 def main() -> None:
     """``bench OP``, or a verb that is no op: ``estimates``, ``host``, ``models``, ``training`` and the like."""
     verb = sys.argv[1] if sys.argv[1:] else ""
-    if verb in ("estimates", "host", "models", "regret", "replay", "sweep", "training"):
+    if verb in ("estimates", "sweep"):  # commands of one app
+        cli.ended(partial(importlib.import_module("bench.judge").app, prog_name="python -m bench"))
+    if verb in ("host", "models", "regret", "training"):
         del sys.argv[1]
         cli.ended(partial(importlib.import_module(f"bench.{verb}").app, prog_name=f"python -m bench {verb}"))
     cli.ended(partial(app, prog_name="python -m bench"))

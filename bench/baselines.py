@@ -2,11 +2,12 @@
 
 A contender is a name and a function that binds it to input sets: one no-argument launch per set, which returns the
 tensor or the tuple of tensors that it wrote. A peer that cannot take part raises :class:`Absent` with the reason,
-which becomes a row.
+which becomes a row; so does an import that fails.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -25,8 +26,8 @@ Bind = Callable[[Case, "Sequence[Inputs]"], Sequence[Launch]]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
-class Absent(Exception):
-    """A peer cannot take part: not installed, or it has no such operation."""
+class Absent(ImportError):
+    """A peer cannot take part: it has no such operation, or, as any ImportError says, it is not installed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,8 @@ class Inputs:
     updated: tuple[Tensor, ...] = ()
     read_bytes: int | None = None
     """Bytes read from the operands, where a call does not read all of them: some rows of a table."""
+    args: tuple[Any, ...] = ()
+    """The op's own arguments, absent tensors and numbers among them, where they are not the operands."""
 
     @property
     def out(self) -> Tensor:
@@ -100,17 +103,53 @@ class Workload:
 # ---- peers of any workload ------------------------------------------------------------------------------
 
 
-def eager(function: Callable[[Case], Callable[..., Any]]) -> Contender:
+def each(name: str, make: Callable[[Case], Callable[..., Launch]], *, judged: bool = True) -> Contender:
+    """``make(case)`` binds the operands of one input set."""
+
+    def bind(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
+        bound = make(case)
+        return [bound(*i.operands) for i in sets]
+
+    return Contender(name, bind, judged)
+
+
+def eager(function: Callable[[Case], Callable[..., Any]], name: str = "eager") -> Contender:
     """Plain torch: ``function(case)`` is called with the operands."""
-    return Contender("eager", lambda case, sets: [partial(function(case), *i.operands) for i in sets])
+    return each(name, lambda case: partial(partial, function(case)))
 
 
 def compiled(function: Callable[[Case], Callable[..., Any]]) -> Contender:
     """The same under torch.compile, with the case's shapes as constants."""
 
-    def bind(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
+    def make(case: Case) -> Callable[..., Launch]:
         torch.compiler.reset()  # or the shapes of earlier cases count against the limit of recompilations
-        fused = torch.compile(function(case), dynamic=False)
-        return [partial(fused, *i.operands) for i in sets]
+        return partial(partial, torch.compile(function(case), dynamic=False))
 
-    return Contender("torch.compile", bind)
+    return each("torch.compile", make)
+
+
+def example(file: Path) -> Any:
+    """An example of another project, imported from its file."""
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    if spec is None or spec.loader is None:
+        raise Absent(f"{file} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def launched(kernel: Any, sets: Sequence[Inputs], tensors: Sequence[Sequence[Any]], *numbers: Any) -> Sequence[Launch]:
+    """Launches of an example's CuTe kernel on its own ``tensors`` of each input set, compiled for the first."""
+    import cuda.bindings.driver as cuda  # type: ignore[import-untyped]
+    import cutlass.cute as cute
+
+    def stream() -> Any:
+        return cuda.CUstream(torch.cuda.current_stream().cuda_stream)
+
+    compiled = cute.compile(kernel, *tensors[0], *numbers, stream())
+
+    def launch(i: Inputs, own: Sequence[Any]) -> Tensor:
+        compiled(*own, *numbers, stream())
+        return i.out
+
+    return [partial(launch, i, own) for i, own in zip(sets, tensors, strict=True)]

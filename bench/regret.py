@@ -16,8 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
-from bench.estimates import Folder, Gpu, judged, load, valid
-from bench.replay import SWEEPS
+from bench.judge import SWEEPS, Folder, Gpu, judged, load, valid
 from cutekernels import dispatch, terminal
 from cutekernels.db.storage.snapshot import Snapshot
 from cutekernels.gpu import GpuSpec

@@ -11,8 +11,9 @@ import json
 import lzma
 import os
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,25 @@ def _lines(rows: Sequence[dict[str, Any]]) -> list[Any]:
         same = {name for name in _REPEATED if before is not None and row[name] == before[name]}
         lines.append(trimmed([None if name in same else row[name] for name in columns]))
     return lines
+
+
+def steepest(rows: Sequence[Row]) -> list[tuple[Row, float]]:
+    """For each contender and weight, the row farthest above the mean of its neighbours (one token fewer and one more),
+    and its time over that mean. Numbers of tokens without both neighbours are skipped.
+    """
+
+    def kind(row: Row) -> tuple[str, str]:
+        return row.contender, row.problem.partition(" ")[2]
+
+    alike = (list(group) for _, group in groupby(sorted(rows, key=kind), key=kind))
+    return [max(found, key=lambda pair: pair[1]) for some in alike if (found := list(_steps(some)))]
+
+
+def _steps(rows: Sequence[Row]) -> Iterator[tuple[Row, float]]:
+    timed = {int(r.problem.partition(" ")[0].removeprefix("m=")): (r, r.median_us) for r in rows if r.median_us}
+    for m, (row, us) in timed.items():
+        if m - 1 in timed and m + 1 in timed:
+            yield row, 2 * us / (timed[m - 1][1] + timed[m + 1][1])
 
 
 def files(folder: Path, start: str = "") -> list[Path]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from bench import headtohead, stream, workloads
-from bench.baselines import Absent, Contender, Inputs, Launch
+from bench.baselines import Contender, Inputs, Launch
 from bench.rows import Row, write
 from bench.suites import Case
 from bench.workloads import posed
@@ -249,7 +249,7 @@ class _Candidate:
                 self._judge(written if isinstance(written, tuple) else (written,), truth, work, accumulate)
             if self._row["status"] == "ok":
                 self.round = timer.prepare(self._launches, 200.0)
-        except Absent as reason:
+        except ImportError as reason:
             self._fail("absent", str(reason))
         except Exception as error:  # noqa: BLE001  a peer may fail in any way; that is a result, and has its row
             self._fail("failed", f"{type(error).__name__}: {error}")

@@ -21,7 +21,7 @@ pytest.register_assert_rewrite("tests.interpreted", "tests.triton_compiled")
 # left with one at the end while the others idle; `make test-quick` leaves them out.
 LONG = re.compile(
     "compiled|warpgroup|grouped|test_(cached|few_tiles|sinks|skinny|transformers|ray|kills|fleet|kv_append"
-    "|estimates|regret|backend_triton)"
+    "|judge|regret|backend_triton)"
 )
 
 

@@ -13,8 +13,9 @@ To benchmark another op, write its :class:`~bench.baselines.Workload` in the mod
 * ``peers``: the baseline first. ``baselines.compiled`` and ``baselines.eager`` wrap a plain function of the operands;
 * ``streams``, where memory is the limit: arrays that a call reads and writes, for the streaming contenders.
 
-Then give it a line in ``_HOMES``. An op without one is timed over its declaration's suite (``declared.py``). A backward
-pass is an op of its own, with a Workload of its own. Modules are imported when one of their ops is asked for.
+``declared.workload`` takes inputs, truth and ours from the op's declaration. Then name it in ``_MODULES``. An op
+without one is timed over its declaration's suite. A backward pass is an op of its own, with a Workload of its own.
+Modules are imported when one of their ops is asked for.
 """
 
 from __future__ import annotations
@@ -28,46 +29,26 @@ if TYPE_CHECKING:
     from bench.baselines import Workload
     from cutekernels.op import Op, Work
 
-_HOMES = {
+_MODULES = {
     "gemm": "gemm",
-    "quantized_linear": "quantized",
-    "quantized_linear_backward": "quantized",
-    "dequantize": "quantized",
+    "quantized": "quantized_linear quantized_linear_backward dequantize",
     "attention": "attention",
     "attention_backward": "attention_backward",
-    "decode_attention": "attention_decode",
-    "decode_attention_fp8": "attention_decode",
-    "rms_norm_linear": "norm_linear",
-    "linear_silu_mul": "norm_linear",
-    "silu_mul": "activations",
-    "gelu_mul": "activations",
-    "bias_gelu": "activations",
-    "silu_mul_backward": "activations",
-    "gelu_mul_backward": "activations",
-    "bias_gelu_backward": "activations",
-    "swiglu": "mlp",
+    "attention_decode": "decode_attention decode_attention_fp8",
+    "norm_linear": "rms_norm_linear linear_silu_mul",
+    "activations": "silu_mul gelu_mul bias_gelu silu_mul_backward gelu_mul_backward bias_gelu_backward",
+    "mlp": "swiglu",
     "rope": "rope",
     "kv_append": "kv_append",
-    "rms_norm": "norms",
-    "rms_norm_backward": "norms",
-    "add_rms_norm": "norms",
-    "layer_norm": "norms",
-    "layer_norm_backward": "norms",
-    "column_sum": "norms",
-    "adamw_step": "optimizer",
-    "embedding": "embedding",
-    "embedding_backward": "embedding",
-    "moe_route": "routing",
-    "moe_permute": "routing",
-    "moe_gather": "routing",
-    "moe_combine": "routing",
-    "moe_route_backward": "routing",
-    "moe_combine_backward": "routing",
-    "grouped_gemm": "experts",
-    "moe_ffn": "experts",
-    "quantized_moe_ffn": "packed_experts",
-    "sample_filter": "sampling",
+    "norms": "rms_norm rms_norm_backward add_rms_norm layer_norm layer_norm_backward column_sum",
+    "optimizer": "adamw_step",
+    "embedding": "embedding embedding_backward",
+    "routing": "moe_route moe_permute moe_gather moe_combine moe_route_backward moe_combine_backward",
+    "experts": "grouped_gemm moe_ffn",
+    "packed_experts": "quantized_moe_ffn",
+    "sampling": "sample_filter",
 }
+_HOMES = {op: module for module, ops in _MODULES.items() for op in ops.split()}
 OPS = tuple(_HOMES)
 
 
@@ -80,7 +61,7 @@ def get(op: str) -> Workload:
 
         registered = registry.find(op)
         if isinstance(registered, TritonOp):
-            return declared.workload(registered)
+            return declared.of_suite(registered)
         raise ValueError(f"no suite for {op!r}; there are some for {', '.join(OPS)}")
     found: dict[str, Workload] = {w.op: w for w in import_module(f"{__name__}.{_HOMES[op]}").WORKLOADS}
     return found[op]

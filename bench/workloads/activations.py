@@ -10,12 +10,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.baselines import DTYPES, Absent, Contender, Inputs, Launch, Workload, compiled, eager
+from bench.baselines import Absent, Contender, Inputs, Launch, Workload, compiled, each, eager
 from bench.suites import INTERMEDIATE, TOKENS, Case, Suite, unless
 from bench.workloads import posed
-from cutekernels.kernels.activations import gelu_slope, gelu_tanh_slope
+from bench.workloads.declared import drawn, exact, launches, workload
 from cutekernels.ops.activations.api import bias_gelu, gelu_mul, silu_mul
-from cutekernels.ops.activations.op import BIAS_GELU_BACKWARD
+from cutekernels.ops.activations.op import (
+    BIAS_GELU,
+    BIAS_GELU_BACKWARD,
+    GELU_MUL,
+    GELU_MUL_BACKWARD,
+    SILU_MUL,
+    SILU_MUL_BACKWARD,
+    GluProblem,
+)
 
 # ---- cases ----------------------------------------------------------------------------------------------
 
@@ -50,58 +58,20 @@ def _published_bias(op: str) -> Suite:
     return suite
 
 
-# ---- operands and truth ---------------------------------------------------------------------------------
+def _inputs(op: Any, case: Case, problem: Any, device: str, seed: int) -> Inputs:
+    """The declaration's in contiguous memory; gate and up as halves of one tensor where their rows are not dense."""
+    i = drawn(op, {}, case, problem, device, seed)
+    operands = [t.contiguous() for t in i.operands]
+    if isinstance(problem, GluProblem) and problem.layout == "rows":
+        operands = [*torch.cat(operands, -1).chunk(2, -1)]
+    return Inputs(tuple(operands), i.results)
 
 
-def _normal(problem: Any, device: str, seed: int) -> Callable[..., Tensor]:
-    return partial(
-        torch.randn, generator=torch.Generator(device).manual_seed(seed), device=device, dtype=DTYPES[problem.dtype]
-    )
-
-
-def _gate_and_up(case: Case, problem: Any, device: str, seed: int) -> Inputs:
-    """Two tensors, or the halves of one where rows are not dense."""
-    normal, shape = _normal(problem, device, seed), (problem.rows, problem.cols)
-    if problem.layout == "dense":
-        operands = (normal(shape), normal(shape))
-    else:
-        gate, up = normal((problem.rows, 2 * problem.cols)).chunk(2, dim=-1)
-        operands = (gate, up)
-    return Inputs(operands, (normal(shape),))
-
-
-def _gate_and_up_backward(case: Case, problem: Any, device: str, seed: int) -> Inputs:
-    normal, shape = _normal(problem, device, seed), (problem.rows, problem.cols)
-    return Inputs((normal(shape), normal(shape), normal(shape)), (normal(shape), normal(shape)))
-
-
-def _x_and_bias(case: Case, problem: Any, device: str, seed: int) -> Inputs:
-    normal, shape = _normal(problem, device, seed), (problem.rows, problem.cols)
-    return Inputs((normal(shape), normal(problem.cols)), (normal(shape),))
-
-
-def _x_and_bias_backward(case: Case, problem: Any, device: str, seed: int) -> Inputs:
-    normal, shape = _normal(problem, device, seed), (problem.rows, problem.cols)
-    operands = (normal(shape), normal(shape), normal(problem.cols))
-    return Inputs(operands, BIAS_GELU_BACKWARD.fresh(*operands))
+# ---- contenders -----------------------------------------------------------------------------------------
 
 
 def _approximate(case: Case) -> str:
     return str(getattr(posed(case)[1], "approximate", "none"))
-
-
-def _truth(case: Case, i: Inputs) -> tuple[Tensor, ...]:
-    """Of any of the ops: by the torch functions that its eager peer is made of, in fp64."""
-    wide = [t.double() for t in i.operands]
-    if case.op == "bias_gelu_backward":
-        slope = gelu_slope if _approximate(case) == "none" else gelu_tanh_slope
-        dx = wide[0] * slope(wide[1] + wide[2])
-        return dx, dx.sum(dim=0)
-    found = PLAIN[case.op](case)(*wide)
-    return found if isinstance(found, tuple) else (found,)
-
-
-# ---- contenders -----------------------------------------------------------------------------------------
 
 
 def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -125,16 +95,12 @@ def _bias_gelu(approximate: str, x: Tensor, bias: Tensor) -> Tensor:
     return F.gelu(x + bias, approximate=approximate)
 
 
-def _wide_swiglu(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
+def _wide_swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """A kernel for each operation, in fp32, rounded at the end."""
-
-    def chain(gate: Tensor, up: Tensor) -> Tensor:
-        return _swiglu(gate.float(), up.float()).to(gate.dtype)
-
-    return [partial(chain, *i.operands) for i in sets]
+    return _swiglu(gate.float(), up.float()).to(gate.dtype)
 
 
-def _erf_chain(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
+def _erf_chain(case: Case) -> Callable[..., Tensor]:
     """Exact GELU as it is written down, a kernel for each operation."""
     if _approximate(case) != "none":
         raise Absent("erf is of the exact GELU")
@@ -143,7 +109,7 @@ def _erf_chain(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
         y = x + bias
         return 0.5 * y * (1.0 + torch.erf(y * 0.5**0.5))
 
-    return [partial(chain, *i.operands) for i in sets]
+    return chain
 
 
 def _bias_gelu_backward(approximate: str, dout: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
@@ -161,41 +127,36 @@ PLAIN: dict[str, Callable[[Case], Callable[..., Any]]] = {
 }
 
 
-def _ours(function: Callable[..., Tensor]) -> Callable[[Case, Sequence[Inputs], Any], Sequence[Launch]]:
-    def bind(case: Case, sets: Sequence[Inputs], config: Any) -> Sequence[Launch]:
-        options = {} if case.op == "silu_mul" else {"approximate": _approximate(case)}
-        return [partial(function, *i.operands, out=i.out, config=config, **options) for i in sets]
+def _with_bias(case: Case, sets: Sequence[Inputs], config: Any) -> Sequence[Launch]:
+    """dx, and the sum of what the kernel leaves of each slab: the bias's gradient."""
 
-    return bind
+    def launch(own: Launch, i: Inputs) -> tuple[Tensor, ...]:
+        dx, partials = own()
+        return dx, partials.sum(dim=0).to(i.operands[2].dtype)
 
-
-def _ours_backward(case: Case, sets: Sequence[Inputs], config: Any) -> Sequence[Launch]:
-    """What autograd runs, into given results; for a bias with the sum over the slabs."""
-    op = getattr(torch.ops.cutekernels, f"{case.op}_out")
-    options = () if case.op == "silu_mul_backward" else (_approximate(case),)
-    text = None if config is None else str(config)
-
-    def launch(i: Inputs) -> tuple[Tensor, ...]:
-        op(*i.operands, *i.results, *options, text)
-        if case.op == "bias_gelu_backward":
-            return i.results[0], i.results[1].sum(dim=0).to(i.operands[2].dtype)
-        return i.results
-
-    return [partial(launch, i) for i in sets]
+    bound = launches(BIAS_GELU_BACKWARD, None, case, sets, config)
+    return [partial(launch, own, i) for own, i in zip(bound, sets, strict=True)]
 
 
-def _liger(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
+def _summed(case: Case, i: Inputs) -> tuple[Tensor, ...]:
+    dx, partials = exact(BIAS_GELU_BACKWARD, case, i)
+    return dx, partials.sum(dim=0)
+
+
+def _liger(case: Case) -> Callable[..., Launch]:
     if _approximate(case) == "none" and case.op == "gelu_mul":
         raise Absent("liger-kernel has GELU by tanh only")
-    try:
-        from liger_kernel.ops.geglu import LigerGELUMulFunction
-        from liger_kernel.ops.swiglu import LigerSiLUMulFunction
-    except ImportError as error:
-        raise Absent(f"liger-kernel does not import: {error}") from error
+    from liger_kernel.ops.geglu import LigerGELUMulFunction
+    from liger_kernel.ops.swiglu import LigerSiLUMulFunction
+
     function = LigerSiLUMulFunction if case.op == "silu_mul" else LigerGELUMulFunction
-    if not all(t.is_contiguous() for t in sets[0].operands):
-        raise Absent("liger-kernel copies operands that are not contiguous")
-    return [partial(function.apply, *i.operands) for i in sets]
+
+    def bound(gate: Tensor, up: Tensor) -> Launch:
+        if not (gate.is_contiguous() and up.is_contiguous()):
+            raise Absent("liger-kernel copies operands that are not contiguous")
+        return partial(function.apply, gate, up)
+
+    return bound
 
 
 # Operands and results of full size.
@@ -209,70 +170,68 @@ _STREAMS = {
 }
 
 
-def _workload(op: str, suites: dict[str, Suite], inputs: Any, ours: Any, *more: Contender) -> Workload:
-    peers = (compiled(PLAIN[op]), eager(PLAIN[op]), *more)
-    streams = _STREAMS[op]
-    return Workload(op, suites, inputs, _truth, ours, peers, streams=lambda case: streams)
+def _workload(
+    op: Any, function: Callable[..., Tensor] | None, suites: dict[str, Suite], *more: Contender, **changes: Any
+) -> Workload:
+    peers, streams = (compiled(PLAIN[op.name]), eager(PLAIN[op.name]), *more), _STREAMS[op.name]
+    inputs = partial(_inputs, op)
+    return workload(op, suites, peers, function, inputs=inputs, streams=lambda case: streams, **changes)
+
+
+def _llm(op: str, widths: dict[str, int], more: str = "") -> dict[str, Suite]:
+    return {"llm": _sizes(op, TOKENS if "backward" in op else ROWS, widths, more)}
 
 
 _TANH = " approximate=tanh"
-_LIGER = Contender("liger", _liger)
 
 WORKLOADS = (
     _workload(
-        "silu_mul",
+        SILU_MUL,
+        silu_mul,
         {
-            "llm": _sizes("silu_mul", ROWS, INTERMEDIATE),
+            **_llm("silu_mul", INTERMEDIATE),
             "published": _published("silu_mul"),
             "headtohead": _published("silu_mul"),
             "packed": _sizes("silu_mul", ROWS[1:], INTERMEDIATE, before=" layout=rows"),
         },
-        _gate_and_up,
-        _ours(silu_mul),
-        _LIGER,
-        Contender("eager (fp32 chain)", _wide_swiglu),
+        each("liger", _liger),
+        eager(lambda case: _wide_swiglu, "eager (fp32 chain)"),
     ),
     _workload(
-        "gelu_mul",
+        GELU_MUL,
+        gelu_mul,
         {
-            "llm": _sizes("gelu_mul", ROWS, GEGLU, _TANH),
+            **_llm("gelu_mul", GEGLU, _TANH),
             "exact": _sizes("gelu_mul", ROWS, GEGLU),
             "packed": _sizes("gelu_mul", ROWS[1:], GEGLU, _TANH, " layout=rows"),
         },
-        _gate_and_up,
-        _ours(gelu_mul),
-        _LIGER,
+        each("liger", _liger),
     ),
     _workload(
-        "bias_gelu",
+        BIAS_GELU,
+        bias_gelu,
         {
-            "llm": _sizes("bias_gelu", ROWS, BIASED),
+            **_llm("bias_gelu", BIASED),
             "published": _published_bias("bias_gelu"),
             "tanh": _sizes("bias_gelu", ROWS, BIASED, _TANH),
         },
-        _x_and_bias,
-        _ours(bias_gelu),
-        Contender("eager (erf chain)", _erf_chain),
+        eager(_erf_chain, "eager (erf chain)"),
     ),
     _workload(
-        "silu_mul_backward",
-        {"llm": _sizes("silu_mul_backward", TOKENS, INTERMEDIATE), "published": _published("silu_mul_backward")},
-        _gate_and_up_backward,
-        _ours_backward,
+        SILU_MUL_BACKWARD,
+        None,
+        {**_llm("silu_mul_backward", INTERMEDIATE), "published": _published("silu_mul_backward")},
     ),
     _workload(
-        "gelu_mul_backward",
-        {
-            "llm": _sizes("gelu_mul_backward", TOKENS, GEGLU, _TANH),
-            "exact": _sizes("gelu_mul_backward", TOKENS, GEGLU),
-        },
-        _gate_and_up_backward,
-        _ours_backward,
+        GELU_MUL_BACKWARD,
+        None,
+        {**_llm("gelu_mul_backward", GEGLU, _TANH), "exact": _sizes("gelu_mul_backward", TOKENS, GEGLU)},
     ),
     _workload(
-        "bias_gelu_backward",
-        {"llm": _sizes("bias_gelu_backward", TOKENS, BIASED), "published": _published_bias("bias_gelu_backward")},
-        _x_and_bias_backward,
-        _ours_backward,
+        BIAS_GELU_BACKWARD,
+        None,
+        {**_llm("bias_gelu_backward", BIASED), "published": _published_bias("bias_gelu_backward")},
+        ours=_with_bias,
+        truth=_summed,
     ),
 )

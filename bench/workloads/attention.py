@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import math
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,13 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from bench.baselines import DTYPES, Absent, Contender, Inputs, Launch, Workload
+from bench.baselines import Absent, Contender, Inputs, Launch, each, example, launched
 from bench.suites import Case
 from bench.workloads import posed
+from bench.workloads.declared import workload
 from cutekernels.ops.attention.api import attention
+from cutekernels.ops.attention.op import ATTENTION
 from cutekernels.ops.attention.problem import AttentionProblem
-from cutekernels.ops.attention.reference import attention as reference
 
 MODELS = {"llama-3-8b": (32, 8), "qwen2.5-7b": (28, 4), "minfer": (48, 8)}  # heads of q, and of k and v
 
@@ -86,25 +87,6 @@ def _hopper(dtype: str, accumulate: str) -> list[Case]:
     ]
 
 
-# ---- operands -------------------------------------------------------------------------------------------
-
-
-def _inputs(case: Case, problem: AttentionProblem, device: str, seed: int) -> Inputs:
-    draw = torch.Generator(device).manual_seed(seed)
-    normal = partial(torch.randn, generator=draw, device=device, dtype=DTYPES[problem.dtype])
-    q = normal((problem.batch, problem.seq_q, problem.heads_q, problem.head_dim))
-    k, v = (normal((problem.batch, problem.seq_kv, problem.heads_kv, problem.head_dim)) for _ in range(2))
-    return Inputs((q, k, v), (torch.empty_like(q),))
-
-
-def _truth(case: Case, i: Inputs) -> tuple[Tensor, ...]:
-    problem = AttentionProblem.parse(case.problem)
-    q, k, v = (t.double() for t in i.operands)
-    scale = problem.head_dim**-0.5
-    right = 0 if problem.causal else None
-    return reference(q, k, v, None, None, None, None, scale, 0.0, left=None, right=right)[:1]
-
-
 # ---- contenders -----------------------------------------------------------------------------------------
 
 
@@ -113,23 +95,31 @@ def _ours(case: Case, sets: Sequence[Inputs], config: Any) -> Sequence[Launch]:
     return [partial(attention, *i.operands, causal=causal, out=i.out, config=config) for i in sets]
 
 
-def _sdpa(backend: SDPBackend, case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
-    problem = posed(case)[1]
-    options = {"is_causal": problem.causal, "enable_gqa": problem.heads_q != problem.heads_kv}
+def sdpa(backend: SDPBackend) -> Contender:
+    """torch's ``scaled_dot_product_attention`` by one of its backends, of whole prompts or of tokens over a cache."""
 
-    def launch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        with sdpa_kernel(backend):
-            out = scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), **options)
-        return out.transpose(1, 2)
+    def make(case: Case) -> Callable[..., Launch]:
+        problem = posed(case)[1]
+        if getattr(problem, "page_size", 0):
+            raise Absent("scaled_dot_product_attention takes no pages")
+        options = {"is_causal": _causal(problem), "enable_gqa": problem.heads_q != problem.heads_kv}
 
-    return [partial(launch, *i.operands) for i in sets]
+        def launch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            with sdpa_kernel(backend):
+                out = scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), **options)
+            return out.transpose(1, 2)
+
+        return lambda q, k, v, *lengths: partial(launch, q, k, v)
+
+    return each(f"torch sdpa {backend.name.removesuffix('_ATTENTION').lower()}", make)
 
 
-def _flash_4(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
-    try:
-        from flash_attn.cute import flash_attn_func
-    except (ImportError, RuntimeError) as error:
-        raise Absent(f"flash-attn-4 does not import: {error}") from error
+def _causal(problem: Any) -> bool:
+    return bool(getattr(problem, "causal", False))  # a token sees the whole cache
+
+
+def _flash_4(case: Case) -> Callable[..., Launch]:
+    flash_attn_func = flash_attn_4("flash_attn.cute").flash_attn_func
     causal = posed(case)[1].causal
 
     def launch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -137,45 +127,66 @@ def _flash_4(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
         result: Tensor = out[0] if isinstance(out, tuple) else out
         return result
 
-    return [partial(launch, *i.operands) for i in sets]
+    return partial(partial, launch)
+
+
+def flash_attn_4(module: str) -> Any:
+    """A module of flash-attn-4, whose import fails in several ways."""
+    try:
+        return importlib.import_module(module)
+    except RuntimeError as error:
+        raise Absent(f"flash-attn-4 does not import: {error}") from error
 
 
 _NAIVE_BYTES = 1 << 30  # of scores, beyond which nobody writes them out
 
 
-def _naive(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
+def _naive(case: Case) -> Callable[..., Launch]:
     """Scores, softmax, product: every one written out."""
     problem = posed(case)[1]
     shape = (problem.batch, problem.heads_q, problem.seq_q, problem.seq_kv)
-    if math.prod(shape) * 2 > _NAIVE_BYTES or problem.heads_q != problem.heads_kv:
-        raise Absent("not for scores of more than a gigabyte, nor for groups of heads")
-    scale = problem.head_dim**-0.5
-    hidden = torch.ones(shape[2:], dtype=torch.bool, device=sets[0].operands[0].device).triu(1)
+    if math.prod(shape) * 2 > _NAIVE_BYTES or problem.heads_q != problem.heads_kv or getattr(problem, "page_size", 0):
+        raise Absent("not for scores of more than a gigabyte, nor for groups of heads or pages")
+    hidden = _mask(problem, lower=False)
 
     def launch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        scores = (q @ k.transpose(-1, -2)) * scale
-        if problem.causal:
-            scores = scores.masked_fill(hidden, -math.inf)
+        scores = (q @ k.transpose(-1, -2)) * problem.head_dim**-0.5
+        if _causal(problem):
+            scores = scores.masked_fill(hidden(q.device), -math.inf)
         return (torch.softmax(scores, -1) @ v).transpose(1, 2)
 
-    return [partial(launch, *i.operands) for i in sets]
+    return lambda q, k, v, *lengths: partial(launch, q, k, v)
 
 
-def _masked_sdpa(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
+def _mask(problem: Any, *, lower: bool) -> Callable[[torch.device], Tensor]:
+    """Of a device: which keys a query sees, or those it does not. Made by the first call, which is not timed."""
+
+    @cache
+    def mask(device: torch.device) -> Tensor:
+        ones = torch.ones((problem.seq_q, problem.seq_kv), dtype=torch.bool, device=device)
+        return ones.tril() if lower else ones.triu(1)
+
+    return mask
+
+
+NAIVE = each("naive", _naive)
+
+
+def _masked_sdpa(case: Case) -> Callable[..., Launch]:
     """As minfer's script has it: a bool mask, and K and V repeated for each head of Q beforehand."""
     problem = posed(case)[1]
     if problem.heads_q == problem.heads_kv or not problem.causal:
         raise Absent("for causal attention of groups of heads")
-    seen = torch.ones((problem.seq_q, problem.seq_kv), dtype=torch.bool, device=sets[0].operands[0].device).tril()
 
     def expanded(t: Tensor) -> Tensor:
         return t.repeat_interleave(problem.heads_q // problem.heads_kv, 2).transpose(1, 2)
 
-    def launch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def launch(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
         return scaled_dot_product_attention(q, k, v, attn_mask=seen).transpose(1, 2)
 
-    return [partial(launch, i.operands[0].transpose(1, 2), *map(expanded, i.operands[1:])) for i in sets]
+    seen = _mask(problem, lower=True)
+    return lambda q, k, v: partial(launch, q.transpose(1, 2), expanded(k), expanded(v), seen(q.device))
 
 
 def nvidia_example(file: Path) -> Contender:
@@ -187,51 +198,31 @@ def _nvidia(file: Path, case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
     problem = posed(case)[1]
     if problem.heads_q != problem.heads_kv:
         raise Absent("the example has a head of K and V for each head of Q")
-    import cuda.bindings.driver as cuda  # type: ignore[import-untyped]
     import cutlass
-    import cutlass.cute as cute
     from cutlass.cute.runtime import from_dlpack
-
-    spec = importlib.util.spec_from_file_location("nvidia_flash_attention_v2", file)
-    if spec is None or spec.loader is None:
-        raise Absent(f"{file} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
 
     def fitted(t: Tensor) -> Any:
         dynamic = from_dlpack(t, assumed_align=16).mark_layout_dynamic(leading_dim=3)
         return dynamic.mark_compact_shape_dynamic(mode=3, stride_order=t.dim_order(), divisibility=8)
 
-    def stream() -> Any:
-        return cuda.CUstream(torch.cuda.current_stream().cuda_stream)
-
     keys = 64 if problem.head_dim == 128 else 128  # of a block; queries and threads as the example has them
-    kernel = module.FlashAttentionForwardAmpere(problem.head_dim, 128, keys, 128, problem.causal)
-    scale = cutlass.Float32(problem.head_dim**-0.5)
-    fitted_sets = [[fitted(t) for t in (*i.operands, i.out)] for i in sets]
-    compiled = cute.compile(kernel, *fitted_sets[0], scale, stream())
-
-    def launch(i: Inputs, tensors: list[Any]) -> Tensor:
-        compiled(*tensors, scale, stream())
-        return i.out
-
-    return [partial(launch, i, tensors) for i, tensors in zip(sets, fitted_sets, strict=True)]
+    kernel = example(file).FlashAttentionForwardAmpere(problem.head_dim, 128, keys, 128, problem.causal)
+    tensors = [[fitted(t) for t in (*i.operands, i.out)] for i in sets]
+    return launched(kernel, sets, tensors, cutlass.Float32(problem.head_dim**-0.5))
 
 
 WORKLOADS = (
-    Workload(
-        op="attention",
-        suites={"prefill": _prefill, "llm": _llm, "hopper": _hopper, "published": _published},
-        inputs=_inputs,
-        truth=_truth,
-        ours=_ours,
-        peers=(
-            Contender("torch sdpa flash", partial(_sdpa, SDPBackend.FLASH_ATTENTION)),
-            Contender("torch sdpa cudnn", partial(_sdpa, SDPBackend.CUDNN_ATTENTION)),
-            Contender("flash-attn-4", _flash_4),
-            Contender("naive", _naive),
-            Contender("torch sdpa, bool mask", _masked_sdpa),
+    workload(
+        ATTENTION,
+        {"prefill": _prefill, "llm": _llm, "hopper": _hopper, "published": _published},
+        (
+            sdpa(SDPBackend.FLASH_ATTENTION),
+            sdpa(SDPBackend.CUDNN_ATTENTION),
+            each("flash-attn-4", _flash_4),
+            NAIVE,
+            each("torch sdpa, bool mask", _masked_sdpa),
         ),
+        ours=_ours,
         example=nvidia_example,
     ),
 )

@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.baselines import DTYPES, Absent, Contender, Inputs, Launch, Workload
+from bench.baselines import Inputs, Launch, Workload, each
 from bench.suites import Case
 from bench.workloads import attention as forward
 from bench.workloads import posed
 from cutekernels.op import Work
 from cutekernels.ops.attention.api import attention
 from cutekernels.ops.attention.backward_config import AttentionBackwardProblem, passes
+from cutekernels.ops.attention.op import ATTENTION
 from cutekernels.ops.attention.problem import AttentionProblem
 from cutekernels.ops.attention.reference import gradients as reference
 
@@ -61,20 +62,15 @@ def _hopper(dtype: str, accumulate: str) -> list[Case]:
 
 
 def _inputs(case: Case, problem: AttentionBackwardProblem, device: str, seed: int) -> Inputs:
-    draw = torch.Generator(device).manual_seed(seed)
-    normal = partial(torch.randn, generator=draw, device=device, dtype=DTYPES[problem.dtype])
-    dout, q = (normal((problem.batch, problem.seq_q, problem.heads_q, problem.head_dim)) for _ in range(2))
-    k, v = (normal((problem.batch, problem.seq_kv, problem.heads_kv, problem.head_dim)) for _ in range(2))
-    return Inputs((dout, q, k, v), tuple([torch.empty_like(t) for t in (q, k, v)]))
+    dout, *_ = ATTENTION.sample(problem.forward(), device, seed + (1 << 20))
+    operands = dout, *ATTENTION.sample(problem.forward(), device, seed)[:3]
+    return Inputs(operands, tuple([torch.empty_like(t) for t in operands[1:]]))
 
 
 def _truth(case: Case, i: Inputs) -> tuple[Tensor, ...]:
     problem = posed(case)[1]
     dout, q, k, v = (t.double() for t in i.operands)
-    right = 0 if problem.causal else None
-    return reference(
-        dout, None, q, k, v, None, None, None, problem.head_dim**-0.5, 0.0, left=None, right=right
-    )  # fmt: skip
+    return reference(dout, None, q, k, v, None, None, None, problem.head_dim**-0.5, 0.0, **problem.sides)
 
 
 def _work(case: Case) -> Work:
@@ -102,56 +98,32 @@ def _ours(case: Case, sets: Sequence[Inputs], config: Any) -> Sequence[Launch]:
     return [bound(*i.operands) for i in sets]
 
 
-def _flash(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
+def _torchs(name: str, case: Case) -> Callable[..., Launch]:
     """The kernels behind torch's autograd, called without it."""
-    problem = posed(case)[1]
-    return [_torch(problem, False, *i.operands) for i in sets]
+    causal = posed(case)[1].causal
+    forward = getattr(aten, f"_scaled_dot_product_{name}_attention")
+    kernel = getattr(aten, f"_scaled_dot_product_{name}_attention_backward")
+
+    def bound(*operands: Tensor) -> Launch:
+        dout, q, k, v = (t.transpose(1, 2) for t in operands)
+        bias = (None, True) if name == "cudnn" else ()
+        out, lse, *ends, seed, offset, _ = forward(q, k, v, *bias, 0.0, causal, False)
+        rest = (seed, offset, None, *ends, 0.0, causal) if name == "cudnn" else (*ends, 0.0, causal, seed, offset)
+        return lambda: tuple([t.transpose(1, 2) for t in kernel(dout, q, k, v, out, lse, *rest)])
+
+    return bound
 
 
-def _cudnn(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
-    problem = posed(case)[1]
-    return [_torch(problem, True, *i.operands) for i in sets]
-
-
-def _torch(problem: AttentionBackwardProblem, cudnn: bool, dout: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Launch:
-    dout, q, k, v = (t.transpose(1, 2) for t in (dout, q, k, v))
-    causal = problem.causal
-    if cudnn:
-        out, lse, cu_q, cu_k, most_q, most_k, seed, offset, _ = aten._scaled_dot_product_cudnn_attention(
-            q, k, v, None, True, 0.0, causal, False
-        )
-        rest: tuple[Any, ...] = (seed, offset, None, cu_q, cu_k, most_q, most_k, 0.0, causal)
-        kernel = aten._scaled_dot_product_cudnn_attention_backward
-    else:
-        out, lse, cu_q, cu_k, most_q, most_k, seed, offset, _ = aten._scaled_dot_product_flash_attention(
-            q, k, v, 0.0, causal, False
-        )
-        rest = (cu_q, cu_k, most_q, most_k, 0.0, causal, seed, offset)
-        kernel = aten._scaled_dot_product_flash_attention_backward
-
-    def launch() -> tuple[Tensor, ...]:
-        return tuple([t.transpose(1, 2) for t in kernel(dout, q, k, v, out, lse, *rest)])
-
-    return launch
-
-
-def _flash_4(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
+def _flash_4(case: Case) -> Callable[..., Launch]:
     """Its deterministic kernels, since ours have no others."""
-    try:
-        from flash_attn.cute.interface import _flash_attn_bwd
-    except (ImportError, RuntimeError) as error:
-        raise Absent(f"flash-attn-4 does not import: {error}") from error
+    kernel = forward.flash_attn_4("flash_attn.cute.interface")._flash_attn_bwd
     causal = posed(case)[1].causal
 
     def bound(dout: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Launch:
-        out, lse = attention(q, k, v, causal=causal, return_lse=True)
+        left = attention(q, k, v, causal=causal, return_lse=True)
+        return lambda: tuple(kernel(q, k, v, left[0], dout, left[1], causal=causal, deterministic=True)[:3])
 
-        def launch() -> tuple[Tensor, ...]:
-            return tuple(_flash_attn_bwd(q, k, v, out, dout, lse, causal=causal, deterministic=True)[:3])
-
-        return launch
-
-    return [bound(*i.operands) for i in sets]
+    return bound
 
 
 WORKLOADS = (
@@ -166,9 +138,9 @@ WORKLOADS = (
         truth=_truth,
         ours=_ours,
         peers=(
-            Contender("torch sdpa flash", _flash),
-            Contender("torch sdpa cudnn", _cudnn),
-            Contender("flash-attn-4", _flash_4),
+            each("torch sdpa flash", partial(_torchs, "flash")),
+            each("torch sdpa cudnn", partial(_torchs, "cudnn")),
+            each("flash-attn-4", _flash_4),
         ),
         work=_work,
     ),

@@ -10,12 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.attention import SDPBackend
 
-from bench.baselines import DTYPES, Absent, Contender, Inputs, Launch, Workload
+from bench.baselines import DTYPES, Contender, Inputs, Launch, Workload
 from bench.suites import Case
-from bench.workloads import posed
+from bench.workloads.attention import NAIVE, sdpa
 from cutekernels.ops.attention import token_scales
 from cutekernels.ops.attention.decode import DecodeProblem
 from cutekernels.ops.attention.decode_api import decode_attention
@@ -120,36 +119,6 @@ def _in_16_bits(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
     return [bound(i) for i in sets]
 
 
-def _sdpa(backend: SDPBackend, case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
-    problem = posed(case)[1]
-    if problem.page_size:
-        raise Absent("scaled_dot_product_attention takes no pages")
-    grouped = problem.heads_q != problem.heads_kv
-
-    def launch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        with sdpa_kernel(backend):
-            out = scaled_dot_product_attention(
-                q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), enable_gqa=grouped
-            )
-        return out.transpose(1, 2)
-
-    return [partial(launch, *i.operands[:3]) for i in sets]
-
-
-def _naive(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
-    """Scores, softmax, product: every one written out."""
-    problem = posed(case)[1]
-    if problem.page_size or problem.heads_q != problem.heads_kv:
-        raise Absent("takes neither pages nor groups of heads")
-    scale = problem.head_dim**-0.5
-
-    def launch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        return (torch.softmax((q @ k.transpose(-1, -2)) * scale, -1) @ v).transpose(1, 2)
-
-    return [partial(launch, *i.operands[:3]) for i in sets]
-
-
 WORKLOADS = (
     Workload(
         op="decode_attention",
@@ -157,11 +126,7 @@ WORKLOADS = (
         inputs=_inputs,
         truth=_truth,
         ours=_ours,
-        peers=(
-            Contender("torch sdpa cudnn", partial(_sdpa, SDPBackend.CUDNN_ATTENTION)),
-            Contender("torch sdpa flash", partial(_sdpa, SDPBackend.FLASH_ATTENTION)),
-            Contender("naive", _naive),
-        ),
+        peers=(sdpa(SDPBackend.CUDNN_ATTENTION), sdpa(SDPBackend.FLASH_ATTENTION), NAIVE),
     ),
     Workload(
         op="decode_attention_fp8",

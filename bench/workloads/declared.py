@@ -1,48 +1,82 @@
-"""An op that has no workload of its own: its declaration's suite, beside its mathematics in fp64."""
+"""What an op's declaration knows of its workload: operands, their mathematics in fp64, and the call.
+
+An op that has no workload of its own is timed over its declaration's suite, beside that mathematics.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from inspect import Parameter, signature
 from typing import Any
 
 from torch import Tensor
 
 from bench.baselines import Contender, Inputs, Launch, Workload
-from bench.suites import Case
+from bench.suites import Case, Suite
+from cutekernels.op import Op
 from cutekernels.ops.shared.calls import call
 from cutekernels.ops.shared.triton_op import TritonOp
 
 
-def workload(op: TritonOp[Any, Any]) -> Workload:
-    """How ``op`` is benchmarked. Its peers are none of its rivals': write a Workload to compare it with those."""
-    tensors, options = len(op.inputs), len(op.options)
-    given: dict[str, tuple[Any, ...]] = {}  # options and scalars of a problem, as its sample has them
+def workload(
+    op: Op[Any, Any],
+    suites: Mapping[str, Suite],
+    peers: Sequence[Contender],
+    function: Callable[..., Any] | None = None,
+    numbers: Mapping[str, float] | None = None,
+    **changes: Any,
+) -> Workload:
+    """How ``op`` is benchmarked, less ``changes``: by its public ``function``, or as autograd calls it; with those of
+    its ``numbers`` that are not its sample's.
+    """
+    inputs, ours = partial(drawn, op, numbers or {}), partial(launches, op, function)
+    made = Workload(op.name, suites, inputs, partial(exact, op), ours, tuple(peers))
+    return dataclasses.replace(made, **changes)
 
-    def inputs(case: Case, problem: Any, device: str, seed: int) -> Inputs:
-        args = op.sample(problem, device, seed)
-        given[case.problem] = args[tensors:]
-        return Inputs(args[:tensors], op.outputs(problem, *args))
 
-    def truth(case: Case, i: Inputs) -> tuple[Tensor, ...]:
-        wide = [t.double() if t.is_floating_point() else t for t in i.operands]
-        return tuple(op.evaluate(*wide, *given[case.problem]))
+def of_suite(op: TritonOp[Any, Any]) -> Workload:
+    """An op that nobody wrote a workload for. Its peers are none of its rivals': write one to compare it with those."""
+    suite = {"suite": lambda dtype, accumulate: [Case(op.name, text, text) for text in op.suite]}
+    reference = Contender("reference in fp64", lambda case, sets: [partial(exact, op, case, i) for i in sets])
+    return workload(op, suite, (reference,), streams=lambda case: (len(op.inputs), len(op.results)))
 
-    def ours(case: Case, sets: Sequence[Inputs], config: Any) -> Sequence[Launch]:
-        rest = given[case.problem]
-        return [
-            partial(call, op, i.operands, rest[:options], rest[options:], config=config, out=i.results) for i in sets
-        ]
 
-    def reference(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
-        return [partial(op.evaluate, *i.operands, *given[case.problem]) for i in sets]
+def drawn(op: Any, numbers: Mapping[str, float], case: Case, problem: Any, device: str, seed: int) -> Inputs:
+    """The declaration's sample: its tensors are the operands."""
+    args = op.sample(problem, device, seed)
+    if numbers:
+        count = len(op.inputs)
+        args = (*args[:count], *[numbers.get(n, v) for n, v in zip(op.scalars, args[count:], strict=True)])
+    return Inputs(tuple([t for t in args if isinstance(t, Tensor)]), op.outputs(problem, *args), args=args)
 
-    return Workload(
-        op=op.name,
-        suites={"suite": lambda dtype, accumulate: [Case(op.name, text, text) for text in op.suite]},
-        inputs=inputs,
-        truth=truth,
-        ours=ours,
-        peers=(Contender("reference in fp64", reference),),
-        streams=lambda case: (tensors, len(op.results)),
-    )
+
+def exact(op: Op[Any, Any], case: Case, i: Inputs) -> tuple[Tensor, ...]:
+    """The declaration's reference on operands in fp64."""
+    wide = [t.double() if isinstance(t, Tensor) and t.is_floating_point() else t for t in i.args or i.operands]
+    return op.reference(op.Problem.parse(case.problem), *wide)
+
+
+def launches(
+    op: Any, function: Callable[..., Any] | None, case: Case, sets: Sequence[Inputs], config: Any
+) -> Sequence[Launch]:
+    """One call for each of ``sets``: of ``function``, whose parameters have the names of the op's inputs, options and
+    numbers, into a given result where it takes one; without it into given results, as torch's op does.
+    """
+    problem, count = op.Problem.parse(case.problem), len(op.inputs)
+    chosen = {name: getattr(problem, name) for name in op.options}
+    taken = {} if function is None else signature(function).parameters
+
+    def bound(i: Inputs) -> Launch:
+        args = i.args or i.operands
+        if function is None:
+            rest = tuple(chosen.values()), args[count:]
+            return partial(call, op, args[:count], *rest, config=config, out=i.results)
+        given = dict(zip((*op.inputs, *op.scalars), args, strict=False)) | chosen
+        given |= {"out": i.results[0], "config": config}
+        first = [given[name] for name, p in taken.items() if p.kind is not Parameter.KEYWORD_ONLY]
+        named = {name: given[name] for name in [*taken][len(first) :] if name in given}
+        return partial(function, *first, **named)
+
+    return [bound(i) for i in sets]

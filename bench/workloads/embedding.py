@@ -10,10 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.baselines import DTYPES, Absent, Contender, Inputs, Launch, Workload, compiled, eager
+from bench.baselines import Inputs, Launch, compiled, each, eager
 from bench.suites import Case
+from bench.workloads.declared import workload
 from cutekernels.ops.embedding.api import embedding
-from cutekernels.ops.embedding.op import EmbeddingProblem, grouped
+from cutekernels.ops.embedding.op import EMBEDDING, EMBEDDING_BACKWARD, EmbeddingProblem, grouped
+from cutekernels.ops.shared.calls import call
 
 TABLES = {"mistral-7b": (32000, 4096), "llama-3-8b": (128256, 4096), "qwen2.5-7b": (152064, 3584)}  # (V, D)
 
@@ -27,32 +29,23 @@ def _cases(op: str, tokens: Sequence[int], dtype: str, accumulate: str) -> list[
 
 
 @lru_cache(maxsize=1)
-def _table(vocabulary: int, cols: int, dtype: str, device: str) -> Tensor:
-    """One for all input sets of a case: it is larger than the cache, and no call reads more than some rows of it."""
-    draw = torch.Generator(device).manual_seed(0)
-    return torch.randn((vocabulary, cols), generator=draw, device=device, dtype=DTYPES[dtype])
-
-
-def _ids(problem: Any, device: str, draw: torch.Generator) -> Tensor:
-    return torch.randint(0, problem.vocabulary, (problem.rows,), generator=draw, device=device)
+def _table(problem: Any, device: str) -> Any:
+    """One sample for all input sets of a case: its table is larger than the cache, and a call reads some rows of it."""
+    return EMBEDDING.sample(problem, device, 0)
 
 
 def _inputs(case: Case, problem: Any, device: str, seed: int) -> Inputs:
-    table = _table(problem.vocabulary, problem.cols, problem.dtype, device)
-    ids = _ids(problem, device, torch.Generator(device).manual_seed(seed))
+    ids, table = EMBEDDING.variant(problem, _table(problem, device), seed)
     out = table.new_empty((problem.rows, problem.cols))
     return Inputs((ids, table), (out,), read_bytes=ids.nbytes + out.nbytes)
 
 
 def _inputs_backward(case: Case, problem: Any, device: str, seed: int) -> Inputs:
+    dout, *_ = args = EMBEDDING_BACKWARD.sample(problem, device, seed)
     draw = torch.Generator(device).manual_seed(seed)
-    dout = torch.randn((problem.rows, problem.cols), generator=draw, device=device, dtype=DTYPES[problem.dtype])
-    return Inputs((dout, _ids(problem, device, draw)), (dout.new_empty((problem.vocabulary, problem.cols)),))
-
-
-def _truth_backward(case: Case, i: Inputs) -> tuple[Tensor, ...]:
-    (dout, ids), (dtable,) = i.operands, i.results
-    return (dout.new_zeros(dtable.shape, dtype=torch.float64).index_add_(0, ids, dout.double()),)
+    ids = torch.randint(0, problem.vocabulary, (problem.rows,), generator=draw, device=device)
+    results = EMBEDDING_BACKWARD.outputs(problem, *args)
+    return Inputs((dout, ids), results, args=(dout, *grouped(ids, problem.vocabulary)))
 
 
 # ---- contenders -----------------------------------------------------------------------------------------
@@ -71,47 +64,37 @@ def _plain_backward(case: Case) -> Callable[..., Any]:
     return gradient
 
 
-def _ours(case: Case, sets: Sequence[Inputs], config: Any) -> Sequence[Launch]:
-    return [partial(embedding, *i.operands, config=config) for i in sets]
-
-
 def _ours_backward(case: Case, sets: Sequence[Inputs], config: Any) -> Sequence[Launch]:
     """What autograd runs, into given results: tokens are grouped by id first, which is part of the time."""
     rows = EmbeddingProblem.parse(case.problem).vocabulary
-    text = None if config is None else str(config)
 
-    def launch(i: Inputs) -> Tensor:
+    def launch(i: Inputs) -> Any:
         dout, ids = i.operands
-        torch.ops.cutekernels.embedding_backward_out(dout, *grouped(ids, rows), i.out, text)
-        return i.out
+        return call(EMBEDDING_BACKWARD, (dout, *grouped(ids, rows)), config=config, out=i.results)
 
     return [partial(launch, i) for i in sets]
 
 
-def _liger(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
-    try:
-        from liger_kernel.ops.experimental.embedding import LigerEmbeddingFunction
-    except ImportError as error:
-        raise Absent(f"liger-kernel does not import: {error}") from error
-    return [partial(LigerEmbeddingFunction.apply, table, ids) for ids, table in (i.operands for i in sets)]
+def _liger(case: Case) -> Callable[..., Launch]:
+    from liger_kernel.ops.experimental.embedding import LigerEmbeddingFunction
+
+    return lambda ids, table: partial(LigerEmbeddingFunction.apply, table, ids)
 
 
 WORKLOADS = (
-    Workload(
-        op="embedding",
-        suites={"llm": partial(_cases, "embedding", (1, 16, 256, 2048, 8192))},
+    workload(
+        EMBEDDING,
+        {"llm": partial(_cases, "embedding", (1, 16, 256, 2048, 8192))},
+        (compiled(_plain), eager(_plain), each("liger", _liger)),
+        embedding,
         inputs=_inputs,
-        truth=lambda case, i: (i.operands[1][i.operands[0]].double(),),
-        ours=_ours,
-        peers=(compiled(_plain), eager(_plain), Contender("liger", _liger)),
         streams=lambda case: (1, 1),
     ),
-    Workload(
-        op="embedding_backward",
-        suites={"llm": partial(_cases, "embedding_backward", (2048, 8192))},
+    workload(
+        EMBEDDING_BACKWARD,
+        {"llm": partial(_cases, "embedding_backward", (2048, 8192))},
+        (compiled(_plain_backward), eager(_plain_backward)),
         inputs=_inputs_backward,
-        truth=_truth_backward,
         ours=_ours_backward,
-        peers=(compiled(_plain_backward), eager(_plain_backward)),
     ),
 )

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from bench.baselines import DTYPES, Absent, Contender, Inputs, Launch, Workload, compiled, eager
 from bench.suites import Case, unless
+from bench.workloads.declared import workload
 from cutekernels.op import Work
 from cutekernels.ops.moe.ffn import moe_ffn
 from cutekernels.ops.moe.grouped import GROUPED_GEMM, SPREADS, GroupedProblem, expected_experts
@@ -47,9 +48,9 @@ def _product_cases(dtype: str, accumulate: str) -> list[Case]:
 def _product_inputs(case: Case, problem: Any, device: str, seed: int) -> Inputs:
     """Rows spread evenly. All input sets of a case share the weights, of which few rows hit few experts'."""
     first = _product_sample(problem, device)
-    operands = first if seed == 0 else GROUPED_GEMM.variant(problem, first, seed * len(SPREADS))
-    results = GROUPED_GEMM.outputs(problem, *operands)
-    return Inputs(operands[:3], results, read_bytes=int(_product_work(case).bytes) - results[0].nbytes)
+    args = first if seed == 0 else GROUPED_GEMM.variant(problem, first, seed * len(SPREADS))
+    results = GROUPED_GEMM.outputs(problem, *args)
+    return Inputs(args[:3], results, read_bytes=int(_product_work(case).bytes) - results[0].nbytes, args=args)
 
 
 def _product_work(case: Case) -> Work:
@@ -64,24 +65,15 @@ def _product_sample(problem: Any, device: str) -> tuple[Any, ...]:
     return GROUPED_GEMM.sample(problem, device, 0)
 
 
-def _product_truth(case: Case, i: Inputs) -> tuple[Tensor, ...]:
-    x, w, offsets = i.operands
-    return GROUPED_GEMM.evaluate(x.double(), w.double(), offsets, None, activation="none")
-
-
-def _product_ours(case: Case, sets: Sequence[Inputs], config: Any) -> Sequence[Launch]:
-    return [partial(grouped_gemm, *i.operands, out=i.out, config=config) for i in sets]
-
-
 def _loop(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
     ends = offsets.tolist()
     return torch.cat([F.linear(x[ends[e] : ends[e + 1]], w[e]) for e in range(w.shape[0])])
 
 
-def _triton(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
+def _triton(case: Case) -> Callable[..., Any]:
     from bench.workloads.grouped_triton import grouped  # Triton's import takes a second
 
-    return [partial(grouped, *i.operands) for i in sets]
+    return grouped
 
 
 def _grouped(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
@@ -105,21 +97,43 @@ def _layer_cases(models: Sequence[str], dtype: str, accumulate: str) -> list[Cas
     ]
 
 
-def _top_k(case: Case) -> int:
+def top_k_of(case: Case) -> int:
     return MODELS[case.label.partition(",")[0]][1]
 
 
-def _layer_inputs(case: Case, p: Any, device: str, seed: int) -> Inputs:
-    """x, gate and up, down, ids, weights; each token's experts are drawn evenly without repetition."""
+def routed(case: Case, p: Any, device: str, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """x, ids, weights: each token's experts are drawn evenly without repetition."""
     draw = torch.Generator(device).manual_seed(seed)
-    normal = partial(torch.randn, generator=draw, device=device, dtype=DTYPES[p.dtype])
-    top_k = _top_k(case)
+    top_k = top_k_of(case)
     tokens = p.rows // top_k
-    scores = torch.rand((tokens, p.experts), generator=draw, device=device)
-    weights, ids = scores.softmax(-1).topk(top_k, dim=-1)
-    x = normal((tokens, p.k))
-    operands = (x, *_layer_weights(p, device), ids.int(), weights)
-    return Inputs(operands, (torch.empty_like(x),), read_bytes=int(_layer_work(case).bytes) - x.nbytes)
+    weights, ids = torch.rand((tokens, p.experts), generator=draw, device=device).softmax(-1).topk(top_k, dim=-1)
+    x = torch.randn((tokens, p.k), generator=draw, device=device, dtype=DTYPES[p.dtype])
+    return x, ids.int(), weights
+
+
+def layer_work(case: Case, p: Any, inner: int, expert_bytes: float) -> Work:
+    """Three products of a row, and the experts that tokens hit, in expectation: a token's are different ones."""
+    top_k = top_k_of(case)
+    tokens = p.rows // top_k
+    hit = p.experts * (1 - (1 - top_k / p.experts) ** tokens)
+    return Work(6.0 * p.rows * inner * p.k, 4.0 * tokens * p.k + hit * expert_bytes, depth=float(max(p.k, inner)))
+
+
+def layer_truth(x: Tensor, up: Tensor, down: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
+    out = torch.zeros_like(x, dtype=torch.float64)
+    for e in range(up.shape[0]):
+        at, slot = torch.where(ids == e)
+        gate, value = F.linear(x[at].double(), up[e].double()).chunk(2, -1)
+        y = F.linear(F.silu(gate) * value, down[e].double())
+        out.index_add_(0, at, weights[at, slot, None].double() * y)
+    return (out,)
+
+
+def _layer_inputs(case: Case, p: Any, device: str, seed: int) -> Inputs:
+    """x, gate and up, down, ids, weights."""
+    x, *routes = routed(case, p, device, seed)
+    read = int(_layer_work(case).bytes) - x.nbytes
+    return Inputs((x, *_layer_weights(p, device), *routes), (torch.empty_like(x),), read_bytes=read)
 
 
 @lru_cache(maxsize=1)
@@ -133,28 +147,12 @@ def _layer_weights(p: Any, device: str) -> tuple[Tensor, Tensor]:
 
 
 def _layer_work(case: Case) -> Work:
-    p, top_k = GroupedProblem.parse(case.problem), _top_k(case)
-    products, tokens = p.n * p.k * 3 // 2, p.rows // top_k
-    hit = p.experts * (1 - (1 - top_k / p.experts) ** tokens)  # in expectation: a token's experts are different ones
-    moved = 2 * (2 * tokens * p.k + hit * products)
-    return Work(2.0 * p.rows * products, float(moved), depth=float(max(p.k, p.n // 2)))
-
-
-def _layer_truth(case: Case, i: Inputs) -> tuple[Tensor, ...]:
-    x, up, down, ids, weights = i.operands
-    out = torch.zeros_like(x, dtype=torch.float64)
-    for e in range(up.shape[0]):
-        at, slot = torch.where(ids == e)
-        gate, value = F.linear(x[at].double(), up[e].double()).chunk(2, -1)
-        y = F.linear(F.silu(gate) * value, down[e].double())
-        out.index_add_(0, at, weights[at, slot, None].double() * y)
-    return (out,)
+    p = GroupedProblem.parse(case.problem)
+    return layer_work(case, p, p.n // 2, 3.0 * p.n * p.k)
 
 
 def _layer_ours(case: Case, sets: Sequence[Inputs], config: Any) -> Sequence[Launch]:
     """``moe_ffn``, a chain of ops, each with its own config."""
-    if config is not None:
-        raise ValueError("moe_ffn is a chain of ops and takes no config")
     return [partial(moe_ffn, *i.operands) for i in sets]
 
 
@@ -180,58 +178,48 @@ def _layer_loop(x: Tensor, up: Tensor, down: Tensor, ids: Tensor, weights: Tenso
     return out.to(x.dtype)
 
 
-def _on_cuda(peer: Contender, why: str, *dtypes: torch.dtype) -> Contender:
-    """``peer``, absent on a CPU, for a reason, and for types beside ``dtypes``."""
+def _where(peer: Contender, why: str, takes: Callable[[Tensor], bool]) -> Contender:
+    """``peer``, absent for a reason where it does not take tokens like x."""
 
     def bind(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
-        x = sets[0].operands[0]
-        if not x.is_cuda or (dtypes and x.dtype not in dtypes):
+        if not takes(sets[0].operands[0]):
             raise Absent(why)
         return peer.bind(case, sets)
 
     return dataclasses.replace(peer, bind=bind)
 
 
-def _on_cpu(peer: Contender) -> Contender:
-    """``peer``, absent on a GPU: what waits for the host cannot be captured, and so not timed."""
-
-    def bind(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
-        if sets[0].operands[0].is_cuda:
-            raise Absent("its loop over experts waits for the host")
-        return peer.bind(case, sets)
-
-    return dataclasses.replace(peer, bind=bind)
-
-
 def _peers(grouped: Callable[..., Any], loop: Callable[..., Any]) -> tuple[Contender, ...]:
-    torchs = (
-        compiled(lambda case: grouped),
-        dataclasses.replace(eager(lambda case: grouped), name="torch._grouped_mm"),
-    )
+    torchs = (compiled(lambda case: grouped), eager(lambda case: grouped, "torch._grouped_mm"))
+    why = "torch._grouped_mm takes bf16 on a GPU"
     return (
-        *[_on_cuda(peer, "torch._grouped_mm takes bf16 on a GPU", torch.bfloat16) for peer in torchs],
-        _on_cpu(eager(lambda case: loop)),
+        *[_where(peer, why, lambda x: x.is_cuda and x.dtype == torch.bfloat16) for peer in torchs],
+        # What waits for the host cannot be captured, and so not timed.
+        _where(eager(lambda case: loop), "its loop over experts waits for the host", lambda x: not x.is_cuda),
     )
 
 
 WORKLOADS = (
-    Workload(
-        op="grouped_gemm",
-        suites={"llm": _product_cases},
+    workload(
+        GROUPED_GEMM,
+        {"llm": _product_cases},
+        (
+            *_peers(_grouped, _loop),
+            _where(eager(_triton, "triton"), "Triton's kernels need a GPU", lambda x: x.is_cuda),
+        ),
+        grouped_gemm,
         inputs=_product_inputs,
-        truth=_product_truth,
-        ours=_product_ours,
         work=_product_work,
-        peers=(*_peers(_grouped, _loop), _on_cuda(Contender("triton", _triton), "Triton's kernels need a GPU")),
     ),
     Workload(
         op="moe_ffn",
         poses="grouped_gemm",
         suites={"layers": partial(_layer_cases, TABLE), "llm": partial(_layer_cases, tuple(MODELS))},
         inputs=_layer_inputs,
-        truth=_layer_truth,
+        truth=lambda case, i: layer_truth(*i.operands),
         ours=_layer_ours,
         peers=_peers(_layer_grouped, _layer_loop),
         work=_layer_work,
+        configured=False,
     ),
 )

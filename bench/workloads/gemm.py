@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -11,10 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.baselines import DTYPES, Absent, Contender, Inputs, Launch, Workload
+from bench.baselines import Absent, Contender, Inputs, Launch, example, launched
 from bench.suites import EVERY_FEW, TOKENS, Case, unless
 from bench.workloads import posed
+from bench.workloads.declared import workload
 from cutekernels.ops.gemm.api import gemm
+from cutekernels.ops.gemm.op import GEMM
 
 # ---- cases ----------------------------------------------------------------------------------------------
 
@@ -120,28 +121,12 @@ def _text(
     return words + unless("accumulate", accumulate, "fp32") + (" batched=1" if batch > 1 else "")
 
 
-# ---- operands -------------------------------------------------------------------------------------------
-
-
-def _inputs(case: Case, problem: Any, device: str, seed: int) -> Inputs:
-    """A, B and C where it is added. B is (K, N); where the weight lies as (N, K), it is that weight transposed."""
-    draw = torch.Generator(device).manual_seed(seed)
-    normal = partial(torch.randn, generator=draw, device=device, dtype=DTYPES[problem.dtype])
-    m, n, k = problem.m, problem.n, problem.k
-    lead = (problem.batch,) if problem.batched else ()
-    a = normal((*lead, k, m)).mT if problem.a_major == "m" else normal((*lead, m, k))
-    b = normal((*lead, n, k)).mT if problem.b_major == "k" else normal((*lead, k, n))
-    operands = (a, b) + ((normal((*lead, m, n)),) if case.beta else ())
-    return Inputs(operands, (torch.empty((*lead, m, n), device=device, dtype=DTYPES[problem.dtype]),))
+# ---- contenders -----------------------------------------------------------------------------------------
 
 
 def _truth(case: Case, i: Inputs) -> tuple[Tensor, ...]:
-    wide = [t.double() for t in i.operands]
-    product = case.alpha * (wide[0] @ wide[1])
-    return (product + case.beta * wide[2] if case.beta else product,)
-
-
-# ---- contenders -----------------------------------------------------------------------------------------
+    a, b, c, bias, *_ = (None if t is None else t.double() for t in i.args[:4])
+    return GEMM.reference(posed(case)[1], a, b, c, bias, case.alpha, case.beta)
 
 
 def _ours(case: Case, sets: Sequence[Inputs], config: Any) -> Sequence[Launch]:
@@ -160,15 +145,12 @@ def _cublas(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
 
 
 def _quack(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
-    try:
-        from quack import gemm_interface
-    except ImportError as error:
-        raise Absent(f"quack-kernels does not import: {error}") from error
-    if not case.beta:
-        scaled = partial(gemm_interface.gemm, alpha=case.alpha, tuned=False)
-        return [partial(scaled, *i.operands, out=i.out) for i in sets]
-    added = partial(gemm_interface.gemm_add, alpha=case.alpha, beta=case.beta, tuned=False)
-    return [partial(added, *i.operands, out=i.out) for i in sets]
+    from quack import gemm_interface
+
+    product, scale = gemm_interface.gemm, {"alpha": case.alpha}
+    if case.beta:
+        product, scale = gemm_interface.gemm_add, {"alpha": case.alpha, "beta": case.beta}
+    return [partial(product, *i.operands, out=i.out, tuned=False, **scale) for i in sets]
 
 
 def nvidia_example(file: Path) -> Contender:
@@ -179,16 +161,9 @@ def nvidia_example(file: Path) -> Contender:
 def _nvidia(file: Path, case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
     if (case.alpha, case.beta) != (1.0, 0.0):
         raise Absent("the example has neither alpha nor beta")
-    import cuda.bindings.driver as cuda  # type: ignore[import-untyped]
     import cutlass
-    import cutlass.cute as cute
     from cutlass.cute.runtime import from_dlpack
 
-    spec = importlib.util.spec_from_file_location("nvidia_tensorop_gemm", file)
-    if spec is None or spec.loader is None:
-        raise Absent(f"{file} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
     kinds = {torch.bfloat16: cutlass.BFloat16, torch.float16: cutlass.Float16}
 
     def fitted(t: Tensor) -> Any:
@@ -197,21 +172,15 @@ def _nvidia(file: Path, case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
         return dynamic.mark_compact_shape_dynamic(mode=lead, stride_order=(2, 1 - lead, lead), divisibility=8)
 
     kind = kinds[sets[0].out.dtype]
-    kernel = module.TensorOpGemm(kind, kind, cutlass.Float32, (2, 2, 1))
-    fitted_sets = [(fitted(i.operands[0]), fitted(i.operands[1].t()), fitted(i.out)) for i in sets]
-    compiled = cute.compile(kernel, *fitted_sets[0], cuda.CUstream(torch.cuda.current_stream().cuda_stream))
-
-    def launch(i: Inputs, tensors: tuple[Any, ...]) -> Tensor:
-        compiled(*tensors, cuda.CUstream(torch.cuda.current_stream().cuda_stream))
-        return i.out
-
-    return [partial(launch, i, tensors) for i, tensors in zip(sets, fitted_sets, strict=True)]
+    kernel = example(file).TensorOpGemm(kind, kind, cutlass.Float32, (2, 2, 1))
+    tensors = [[fitted(i.operands[0]), fitted(i.operands[1].t()), fitted(i.out)] for i in sets]
+    return launched(kernel, sets, tensors)
 
 
 WORKLOADS = (
-    Workload(
-        op="gemm",
-        suites={
+    workload(
+        GEMM,
+        {
             "square": _square,
             "llm": _llm,
             "decode": partial(_linear, DECODE, DECODE_TOKENS),
@@ -222,10 +191,9 @@ WORKLOADS = (
             "batched": _batched,
             "alphabeta": _alphabeta,
         },
-        inputs=_inputs,
+        (Contender("cublas", _cublas), Contender("quack (untuned)", _quack)),
         truth=_truth,
         ours=_ours,
-        peers=(Contender("cublas", _cublas), Contender("quack (untuned)", _quack)),
         example=nvidia_example,
     ),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.baselines import Inputs, Launch, Workload, compiled, eager
+from bench.baselines import DTYPES, Inputs, Launch, Workload, compiled, eager
 from bench.suites import HIDDEN, INTERMEDIATE, TOKENS, Case, unless
 from cutekernels.nn.mlp import swiglu
 from cutekernels.op import Work
@@ -45,8 +45,7 @@ def _hidden(case: Case) -> int:
 def _inputs(case: Case, problem: Any, device: str, seed: int) -> Inputs:
     """x, gate and up in one weight, down."""
     draw = torch.Generator(device).manual_seed(seed)
-    kind = {"bf16": torch.bfloat16, "fp16": torch.float16}[problem.dtype]
-    normal = partial(torch.randn, generator=draw, device=device, dtype=kind)
+    normal = partial(torch.randn, generator=draw, device=device, dtype=DTYPES[problem.dtype])
     hidden, inner = _hidden(case), problem.cols
     gate_up = normal((2 * inner, hidden)).mul_(hidden**-0.5)
     down = normal((hidden, inner)).mul_(inner**-0.5)
@@ -61,18 +60,14 @@ def _work(case: Case) -> Work:
     return Work(2.0 * problem.rows * products, float(moved), depth=float(max(hidden, problem.cols)))
 
 
-def _plain(case: Case) -> Callable[..., Any]:
+def _mlp(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     """Three products."""
-
-    def mlp(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-        gate, up = gate_up.chunk(2)
-        return F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
-
-    return mlp
+    gate, up = gate_up.chunk(2)
+    return F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
 
 
 def _truth(case: Case, i: Inputs) -> tuple[Tensor, ...]:
-    return (_plain(case)(*[t.double() for t in i.operands]),)
+    return (_mlp(*[t.double() for t in i.operands]),)
 
 
 def _ours(case: Case, sets: Sequence[Inputs], config: Any) -> Sequence[Launch]:
@@ -88,7 +83,7 @@ WORKLOADS = (
         inputs=_inputs,
         truth=_truth,
         ours=_ours,
-        peers=(compiled(_plain), eager(_plain)),
+        peers=(compiled(lambda case: _mlp), eager(lambda case: _mlp)),
         work=_work,
     ),
 )

@@ -6,13 +6,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.baselines import DTYPES, Contender, Inputs, Launch, Workload, compiled, eager
+from bench.baselines import Contender, Workload, compiled, eager
 from bench.suites import EVERY_FEW, HIDDEN, INTERMEDIATE, Case, unless
+from bench.workloads.declared import launches, workload
 from cutekernels.ops.norm_linear.api import linear_silu_mul, rms_norm_linear
+from cutekernels.ops.norm_linear.op import LINEAR_SILU_MUL, RMS_NORM_LINEAR
 from cutekernels.ops.norm_linear.problem import CHAIN
 
 EPS = 1e-6
@@ -43,18 +44,7 @@ def _gates(tokens: Sequence[int], dtype: str, accumulate: str) -> list[Case]:
     ]
 
 
-# ---- operands -------------------------------------------------------------------------------------------
-
-
-def _inputs(case: Case, problem: Any, device: str, seed: int) -> Inputs:
-    """x, the linear layer's weight for outputs near 1, and the norm's where there is one."""
-    draw = torch.Generator(device).manual_seed(seed)
-    normal = partial(torch.randn, generator=draw, device=device, dtype=DTYPES[problem.dtype])
-    m, n, k = problem.m, problem.n, problem.k
-    operands = [normal((m, k)), normal((problem.product.n, k)).mul_(k**-0.5)]
-    if problem.norm_weight != "none":
-        operands.append(normal(k))
-    return Inputs(tuple(operands), (torch.empty((m, n), device=device, dtype=DTYPES[problem.dtype]),))
+# ---- contenders -----------------------------------------------------------------------------------------
 
 
 def _plain(case: Case) -> Callable[..., Any]:
@@ -63,7 +53,7 @@ def _plain(case: Case) -> Callable[..., Any]:
     def normed(x: Tensor, norm_weight: Tensor | None) -> Tensor:
         return x if norm_weight is None else F.rms_norm(x, x.shape[-1:], norm_weight, EPS)
 
-    def projection(x: Tensor, weight: Tensor, norm_weight: Tensor) -> Tensor:
+    def projection(x: Tensor, norm_weight: Tensor, weight: Tensor) -> Tensor:
         return F.linear(normed(x, norm_weight), weight)
 
     def gated(x: Tensor, weight: Tensor, norm_weight: Tensor | None = None) -> Tensor:
@@ -73,43 +63,16 @@ def _plain(case: Case) -> Callable[..., Any]:
     return projection if case.op == "rms_norm_linear" else gated
 
 
-def _truth(case: Case, i: Inputs) -> tuple[Tensor, ...]:
-    return (_plain(case)(*[t.double() for t in i.operands]),)
+def _workload(
+    op: Any, function: Callable[..., Any], cases: Callable[[Sequence[int], str, str], list[Case]]
+) -> Workload:
+    chain = Contender("our ops one by one", lambda case, sets: launches(op, function, case, sets, CHAIN))
+    tokens = {"qwen": TOKENS, "decode": DECODE_TOKENS, "tokens": EVERY_FEW}
+    suites = {name: partial(cases, some) for name, some in tokens.items()}
+    return workload(op, suites, (compiled(_plain), eager(_plain), chain), function, {"eps": EPS})
 
 
-# ---- contenders -----------------------------------------------------------------------------------------
-
-
-def _ours(case: Case, sets: Sequence[Inputs], config: Any) -> Sequence[Launch]:
-    def projection(i: Inputs) -> Launch:
-        x, weight, norm_weight = i.operands
-        return partial(rms_norm_linear, x, norm_weight, weight, eps=EPS, out=i.out, config=config)
-
-    def gated(i: Inputs) -> Launch:
-        x, weight, *norm = i.operands
-        norm_weight = norm[0] if norm else None
-        return partial(linear_silu_mul, x, weight, norm_weight=norm_weight, eps=EPS, out=i.out, config=config)
-
-    return [(projection if case.op == "rms_norm_linear" else gated)(i) for i in sets]
-
-
-def _chain(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
-    return _ours(case, sets, CHAIN)
-
-
-def _workload(op: str, cases: Callable[[Sequence[int], str, str], list[Case]]) -> Workload:
-    return Workload(
-        op=op,
-        suites={
-            "qwen": partial(cases, TOKENS),
-            "decode": partial(cases, DECODE_TOKENS),
-            "tokens": partial(cases, EVERY_FEW),
-        },
-        inputs=_inputs,
-        truth=_truth,
-        ours=_ours,
-        peers=(compiled(_plain), eager(_plain), Contender("our ops one by one", _chain)),
-    )
-
-
-WORKLOADS = (_workload("rms_norm_linear", _projections), _workload("linear_silu_mul", _gates))
+WORKLOADS = (
+    _workload(RMS_NORM_LINEAR, rms_norm_linear, _projections),
+    _workload(LINEAR_SILU_MUL, linear_silu_mul, _gates),
+)

@@ -11,14 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.baselines import DTYPES, Absent, Contender, Inputs, Launch, Workload, compiled, eager
-from bench.suites import Case, unless
+from bench.baselines import DTYPES, Absent, Launch, Workload, compiled, each, eager
+from bench.suites import Case, Suite, unless
+from bench.workloads.declared import workload
 from cutekernels.ops.norms.api import add_rms_norm, layer_norm, rms_norm
 from cutekernels.ops.norms.gradients import COLUMN_SUM, LAYER_NORM_BACKWARD, RMS_NORM_BACKWARD, ColumnSumProblem
-from cutekernels.ops.shared import calls
+from cutekernels.ops.norms.op import ADD_RMS_NORM, LAYER_NORM, RMS_NORM
 
 EPS = 1e-6
-_AFFINE = {"layer_norm": 2, "layer_norm_backward": 1}  # vectors beside the matrices; else one
 # Operands and results of full size.
 _STREAMS = {
     "rms_norm": (1, 1),
@@ -39,10 +39,6 @@ def _cases(op: str, shapes: Sequence[tuple[int, int]], dtype: str, label: str = 
     ]
 
 
-def _llm(op: str, *shapes: tuple[int, int]) -> Callable[[str, str], list[Case]]:
-    return lambda dtype, accumulate: _cases(op, shapes, dtype)
-
-
 _FORWARD = ((1, 4096), (16, 3584), (2048, 896), (2048, 3584), (2048, 4096), (32768, 4096), (32768, 8192))
 _BACKWARD = ((16, 4096), (2048, 4096), (2048, 8192), (32768, 4096), (32768, 8192))
 
@@ -57,18 +53,6 @@ def _reference(dtype: str, accumulate: str) -> list[Case]:
         *_cases("rms_norm", [(48 * rows, 128) for rows in tokens], dtype, "heads "),
         *_cases("rms_norm", [(32 * 128, 4096)], dtype, "training "),
     ]
-
-
-def _inputs(case: Case, problem: Any, device: str, seed: int) -> Inputs:
-    draw = torch.Generator(device).manual_seed(seed)
-    normal = partial(torch.randn, generator=draw, device=device, dtype=DTYPES[problem.dtype])
-    shape = (problem.rows, problem.cols)
-    full = [normal(shape) for _ in range(_STREAMS[case.op][0])]
-    vectors = [normal(problem.cols) for _ in range(_AFFINE.get(case.op, 1))]
-    results = [torch.empty_like(full[0]) for _ in range(_STREAMS[case.op][1])]
-    if case.op.endswith("backward"):
-        results += [torch.empty_like(vectors[0]) for _ in range(2 if "layer" in case.op else 1)]
-    return Inputs((*full, *vectors), tuple(results))
 
 
 # ---- the mathematics, in plain torch --------------------------------------------------------------------
@@ -122,67 +106,34 @@ def _plain(case: Case) -> Callable[..., Any]:
     return _PLAIN[case.op]
 
 
-def _truth(case: Case, i: Inputs) -> tuple[Tensor, ...]:
-    if case.op == "add_rms_norm":  # the norm of the rounded sum
-        x, residual, weight = i.operands
-        u = x + residual
-        return _rms(u.double(), weight.double()), u.double()
-    found = _plain(case)(*[t.double() for t in i.operands])
-    return found if isinstance(found, tuple) else (found,)
-
-
 # ---- contenders -----------------------------------------------------------------------------------------
 
 
-def _ours(case: Case, sets: Sequence[Inputs], config: Any) -> Sequence[Launch]:
-    """The public functions; of a backward pass what autograd runs, into given results."""
-
-    def into(i: Inputs, op: Any, absent: int, options: tuple[Any, ...], scalars: tuple[float, ...]) -> Launch:
-        operands = (*i.operands, *[None] * absent)
-
-        def launch() -> tuple[Tensor, ...]:
-            return calls.run(op, i.results, operands, options=options, scalars=scalars, config=config)
-
-        return launch
-
-    bound: dict[str, Callable[[Inputs], Launch]] = {
-        "rms_norm": lambda i: partial(rms_norm, *i.operands, eps=EPS, out=i.out, config=config),
-        "add_rms_norm": lambda i: partial(add_rms_norm, *i.operands, eps=EPS, config=config),
-        "layer_norm": lambda i: partial(layer_norm, *i.operands, eps=EPS, config=config),
-        "rms_norm_backward": lambda i: into(i, RMS_NORM_BACKWARD, 1, (True,), (EPS, 0.0)),
-        "layer_norm_backward": lambda i: into(i, LAYER_NORM_BACKWARD, 0, (True, "same"), (EPS,)),
-    }
-    return [bound[case.op](i) for i in sets]
-
-
-def _torchs(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
+def _torchs(case: Case) -> Callable[..., Launch]:
     """torch's own kernel, where it has one."""
-    aten, cols = torch.ops.aten, sets[0].operands[0].shape[-1:]
+    aten = torch.ops.aten
 
     def rms_backward(dy: Tensor, x: Tensor, w: Tensor) -> Launch:
         rstd = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + EPS)
-        return lambda: aten._fused_rms_norm_backward(dy, x, cols, rstd, w, [True, True])
+        return lambda: aten._fused_rms_norm_backward(dy, x, x.shape[-1:], rstd, w, [True, True])
 
     def layer_backward(dy: Tensor, x: Tensor, w: Tensor) -> Launch:
-        _, mean, rstd = aten.native_layer_norm(x, cols, w, w, EPS)
-        return lambda: aten.native_layer_norm_backward(dy, x, cols, mean, rstd, w, w, [True, True, True])
+        _, mean, rstd = aten.native_layer_norm(x, x.shape[-1:], w, w, EPS)
+        return lambda: aten.native_layer_norm_backward(dy, x, x.shape[-1:], mean, rstd, w, w, [True, True, True])
 
     makers: dict[str, Callable[..., Launch]] = {
-        "rms_norm": lambda x, w: partial(F.rms_norm, x, cols, w, EPS),
-        "layer_norm": lambda x, w, b: partial(F.layer_norm, x, cols, w, b, EPS),
+        "rms_norm": lambda x, w: partial(F.rms_norm, x, x.shape[-1:], w, EPS),
+        "layer_norm": lambda x, w, b: partial(F.layer_norm, x, x.shape[-1:], w, b, EPS),
         "rms_norm_backward": rms_backward,
         "layer_norm_backward": layer_backward,
     }
     if case.op not in makers:
         raise Absent("torch has no kernel of its own for this")
-    return [makers[case.op](*i.operands) for i in sets]
+    return makers[case.op]
 
 
-def _quack(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
-    try:
-        from quack.rmsnorm import rmsnorm, rmsnorm_bwd
-    except ImportError as error:
-        raise Absent(f"quack does not import: {error}") from error
+def _quack(case: Case) -> Callable[..., Launch]:
+    from quack.rmsnorm import rmsnorm, rmsnorm_bwd
 
     def backward(dy: Tensor, x: Tensor, w: Tensor) -> Launch:
         rstd = torch.rsqrt(x.float().square().mean(-1) + EPS)
@@ -203,15 +154,12 @@ def _quack(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
     }
     if case.op not in makers:
         raise Absent("quack has no gradient of LayerNorm")
-    return [makers[case.op](*i.operands) for i in sets]
+    return makers[case.op]
 
 
-def _liger(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
+def _liger(case: Case) -> Callable[..., Launch]:
     """Its kernels without autograd. ``gemma`` is its name for arithmetic that rounds once."""
-    try:
-        from liger_kernel.ops import fused_add_rms_norm, layer_norm, rms_norm
-    except ImportError as error:
-        raise Absent(f"liger-kernel does not import: {error}") from error
+    from liger_kernel.ops import fused_add_rms_norm, layer_norm, rms_norm
 
     def rms_backward(dy: Tensor, x: Tensor, w: Tensor) -> Launch:
         _, x, rstd, block, warps, mode = rms_norm.rms_norm_forward(x, w, EPS, 0.0, "gemma", None)
@@ -230,25 +178,23 @@ def _liger(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
         "rms_norm_backward": rms_backward,
         "layer_norm_backward": layer_backward,
     }
-    return [makers[case.op](*i.operands) for i in sets]
+    return makers[case.op]
 
 
-def _workload(op: str, suites: dict[str, Any]) -> Workload:
-    return Workload(
-        op=op,
-        suites=suites,
-        inputs=_inputs,
-        truth=_truth,
-        ours=_ours,
-        peers=(
-            compiled(_plain),
-            eager(_plain),
-            Contender("torch's kernel", _torchs),
-            Contender("quack", _quack),
-            Contender("liger", _liger),
-        ),
-        streams=lambda case: _STREAMS[op],
-    )
+_PEERS = (
+    compiled(lambda case: _PLAIN[case.op]),
+    eager(lambda case: _PLAIN[case.op]),
+    each("torch's kernel", _torchs),
+    each("quack", _quack),
+    each("liger", _liger),
+)
+
+
+def _workload(op: Any, function: Callable[..., Any] | None = None, **suites: Suite) -> Workload:
+    shapes = _BACKWARD if function is None else _FORWARD
+    llm = {"llm": lambda dtype, accumulate: _cases(op.name, shapes, dtype)}
+    numbers = {"eps": EPS, "weight_offset": 0.0}
+    return workload(op, llm | suites, _PEERS, function, numbers, streams=lambda case: _STREAMS[op.name])
 
 
 # ---- the second pass of weights' gradients --------------------------------------------------------------
@@ -263,33 +209,16 @@ def _parts_cases(dtype: str, accumulate: str) -> list[Case]:
     ]
 
 
-def _parts(case: Case, problem: Any, device: str, seed: int) -> Inputs:
-    draw = torch.Generator(device).manual_seed(seed)
-    parts = torch.randn((problem.parts, problem.cols), generator=draw, device=device)
-    return Inputs((parts,), (parts.new_empty(problem.cols, dtype=DTYPES[problem.dtype]),))
-
-
 def _summed(case: Case) -> Callable[..., Any]:
     dtype = DTYPES[ColumnSumProblem.parse(case.problem).dtype]
     return lambda parts: parts.sum(0).to(dtype)
 
 
-def _column_sums(case: Case, sets: Sequence[Inputs], config: Any) -> Sequence[Launch]:
-    return [partial(calls.run, COLUMN_SUM, i.results, i.operands, config=config) for i in sets]
-
-
 WORKLOADS = (
-    _workload("rms_norm", {"llm": _llm("rms_norm", *_FORWARD), "reference": _reference, "headtohead": _reference}),
-    _workload("add_rms_norm", {"llm": _llm("add_rms_norm", *_FORWARD)}),
-    _workload("layer_norm", {"llm": _llm("layer_norm", *_FORWARD)}),
-    _workload("rms_norm_backward", {"llm": _llm("rms_norm_backward", *_BACKWARD)}),
-    _workload("layer_norm_backward", {"llm": _llm("layer_norm_backward", *_BACKWARD)}),
-    Workload(
-        op="column_sum",
-        suites={"parts": _parts_cases},
-        inputs=_parts,
-        truth=lambda case, i: (i.operands[0].double().sum(0),),
-        ours=_column_sums,
-        peers=(compiled(_summed), eager(_summed)),
-    ),
+    _workload(RMS_NORM, rms_norm, reference=_reference, headtohead=_reference),
+    _workload(ADD_RMS_NORM, add_rms_norm),
+    _workload(LAYER_NORM, layer_norm),
+    _workload(RMS_NORM_BACKWARD),
+    _workload(LAYER_NORM_BACKWARD),
+    workload(COLUMN_SUM, {"parts": _parts_cases}, (compiled(_summed), eager(_summed))),
 )

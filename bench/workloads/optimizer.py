@@ -9,14 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.baselines import DTYPES, Absent, Contender, Inputs, Launch, Workload
+from bench.baselines import Absent, Contender, Inputs, Launch
 from bench.suites import Case
+from bench.workloads.declared import drawn, exact, workload
 from cutekernels.ops.optimizer.api import adamw_step
-from cutekernels.ops.optimizer.op import AdamWProblem
+from cutekernels.ops.optimizer.op import ADAMW_STEP, AdamWProblem
 from cutekernels.optim import FusedAdamW
 
 MANY = 200  # tensors, in cases whose label says so
-STEP = 3
+STEP = 3  # of the declaration's sample, and so are these
 SETTINGS: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
 _MILLIONS = (1, 10, 50)
 
@@ -30,26 +31,10 @@ def _tensors(dtype: str, accumulate: str) -> list[Case]:
 
 
 def _inputs(case: Case, problem: AdamWProblem, device: str, seed: int) -> Inputs:
-    draw = torch.Generator(device).manual_seed(seed)
-
-    def normal(dtype: str) -> Tensor:
-        return torch.randn(problem.elements, generator=draw, device=device, dtype=DTYPES[dtype])
-
-    param, grad, exp_avg = normal(problem.dtype), normal(problem.grad_dtype), normal("fp32").mul_(0.1)
-    exp_avg_sq = normal("fp32").mul_(0.05).abs_().add_(0.05).square_()
+    i = drawn(ADAMW_STEP, {}, case, problem, device, seed)
+    param, _, *moments = i.operands
     # Nobody writes to given results here: they stand for the bytes that a step writes.
-    written = (torch.empty_like(param), torch.empty_like(exp_avg), torch.empty_like(exp_avg_sq))
-    return Inputs((param, grad, exp_avg, exp_avg_sq), written, (param, exp_avg, exp_avg_sq))
-
-
-def _truth(case: Case, i: Inputs) -> tuple[Tensor, ...]:
-    p, g, m, v = (t.double() for t in i.operands)
-    beta1, beta2 = SETTINGS["betas"]
-    m = beta1 * m + (1 - beta1) * g
-    v = beta2 * v + (1 - beta2) * g * g
-    denominator = (v / (1 - beta2**STEP)).sqrt() + SETTINGS["eps"]
-    lr = SETTINGS["lr"]
-    return p * (1 - lr * SETTINGS["weight_decay"]) - lr / (1 - beta1**STEP) * m / denominator, m, v
+    return Inputs(i.operands, i.results[:3], (param, *moments), args=i.args)
 
 
 def _stepping(make: Any, case: Case, i: Inputs) -> Launch:
@@ -94,18 +79,19 @@ def _torch(case: Case, sets: Sequence[Inputs], **how: Any) -> Sequence[Launch]:
     return [_stepping(partial(torch.optim.AdamW, **how), case, i) for i in sets]
 
 
+_PEERS = (
+    Contender("torch AdamW(fused)", partial(_torch, fused=True, capturable=True)),
+    Contender("torch AdamW(foreach)", partial(_torch, foreach=True, capturable=True)),
+    Contender("cutekernels FusedAdamW", _table),
+)
 WORKLOADS = (
-    Workload(
-        op="adamw_step",
-        suites={"sizes": _sizes, "tensors": _tensors},
+    workload(
+        ADAMW_STEP,
+        {"sizes": _sizes, "tensors": _tensors},
+        _PEERS,
         inputs=_inputs,
-        truth=_truth,
+        truth=lambda case, i: exact(ADAMW_STEP, case, i)[:3],
         ours=_ours,
-        peers=(
-            Contender("torch AdamW(fused)", partial(_torch, fused=True, capturable=True)),
-            Contender("torch AdamW(foreach)", partial(_torch, foreach=True, capturable=True)),
-            Contender("cutekernels FusedAdamW", _table),
-        ),
         streams=lambda case: (4, 3),
     ),
 )

@@ -10,12 +10,11 @@ from functools import lru_cache, partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from bench.baselines import DTYPES, Absent, Contender, Inputs, Launch, Workload
 from bench.suites import Case
-from bench.workloads.experts import MODELS
+from bench.workloads.experts import MODELS, layer_truth, layer_work, routed
 from bench.workloads.quantized_peers import nibbles, rows_of
 from cutekernels.op import Work
 from cutekernels.ops.activations.api import silu_mul
@@ -48,10 +47,6 @@ def _cases(dtype: str, accumulate: str) -> list[Case]:
     return found
 
 
-def _top_k(case: Case) -> int:
-    return MODELS[case.label.partition(",")[0]][1]
-
-
 def _down(p: Any) -> Any:
     return p.replace(n=p.k, k=p.n, activation="none")
 
@@ -78,40 +73,22 @@ def _dense(p: Any, device: str) -> tuple[Tensor, Tensor]:
 
 
 def _inputs(case: Case, p: Any, device: str, seed: int) -> Inputs:
-    """x, ids, weights; each token's experts are drawn evenly without repetition."""
-    draw = torch.Generator(device).manual_seed(seed)
-    top_k = _top_k(case)
-    tokens = p.rows // top_k
-    weights, ids = torch.rand((tokens, p.experts), generator=draw, device=device).softmax(-1).topk(top_k, dim=-1)
-    x = torch.randn((tokens, p.k), generator=draw, device=device, dtype=DTYPES[p.dtype])
-    return Inputs((x, ids.int(), weights), (torch.empty_like(x),), read_bytes=int(_work(case).bytes) - x.nbytes)
+    x, *routes = routed(case, p, device, seed)
+    return Inputs((x, *routes), (torch.empty_like(x),), read_bytes=int(_work(case).bytes) - x.nbytes)
 
 
 def _work(case: Case) -> Work:
-    p, top_k = QuantizedGroupedProblem.parse(case.problem), _top_k(case)
-    tokens = p.rows // top_k
-    hit = p.experts * (1 - (1 - top_k / p.experts) ** tokens)  # in expectation: a token's experts are different ones
-    moved = 4.0 * tokens * p.k + hit * (p.one.weight_bytes + _down(p).one.weight_bytes)
-    return Work(6.0 * p.rows * p.n * p.k, moved, depth=float(max(p.k, p.n)))
+    p = QuantizedGroupedProblem.parse(case.problem)
+    return layer_work(case, p, p.n, p.one.weight_bytes + _down(p).one.weight_bytes)
 
 
 def _truth(case: Case, i: Inputs) -> tuple[Tensor, ...]:
-    x, ids, weights = i.operands
-    p = QuantizedGroupedProblem.parse(case.problem)
-    up, down = (stack.dequantize(torch.float32) for stack in _stacks(p, str(x.device)))
-    out = torch.zeros_like(x, dtype=torch.float64)
-    for e in range(p.experts):
-        at, slot = torch.where(ids == e)
-        gate, value = F.linear(x[at].double(), up[e].double()).chunk(2, -1)
-        y = F.linear(F.silu(gate) * value, down[e].double())
-        out.index_add_(0, at, weights[at, slot, None].double() * y)
-    return (out,)
+    stacks = _stacks(QuantizedGroupedProblem.parse(case.problem), str(i.out.device))
+    return layer_truth(i.operands[0], *[stack.dequantize(torch.float32) for stack in stacks], *i.operands[1:])
 
 
 def _ours(case: Case, sets: Sequence[Inputs], config: Any) -> Sequence[Launch]:
     """``moe_ffn``, a chain of ops, each with its own config."""
-    if config is not None:
-        raise ValueError("moe_ffn is a chain of ops and takes no config")
     return _launches(case, sets, _stacks)
 
 
@@ -131,10 +108,8 @@ def _launches(case: Case, sets: Sequence[Inputs], weights_of: Any) -> Sequence[L
 @lru_cache(maxsize=1)
 def _layers(p: Any, device: str) -> tuple[Any, Any]:
     """Humming's layers of gate and up, and of down, with the codes and scales of :func:`_stacks`."""
-    try:
-        from humming.layer import HummingLayer
-    except ImportError as error:
-        raise Absent(f"humming-kernels does not import: {error}") from error
+    from humming.layer import HummingLayer
+
     made = []
     for each in (p, _down(p)):
         whole = each.one.replace(n=each.experts * each.weight_rows)

@@ -6,6 +6,7 @@ are in ``quantized_peers``.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,18 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.baselines import DTYPES, Contender, Inputs, Launch, Workload
-from bench.suites import Case
+from bench.baselines import DTYPES, Contender, Inputs, Launch, Workload, each
+from bench.suites import Case, Suite
 from bench.workloads import posed, quantized_peers
+from bench.workloads.declared import drawn, workload
 from cutekernels.op import Work
 from cutekernels.ops.gemm.api import gemm, linear
 from cutekernels.ops.gemm.problem import ELEMENT_BYTES
 from cutekernels.ops.quantized import backward
 from cutekernels.ops.quantized.api import quantized_linear
-from cutekernels.ops.quantized.decode import DEQUANTIZE, DequantizeProblem, random_weight, rows_of_scale
+from cutekernels.ops.quantized.decode import DEQUANTIZE, DequantizeProblem, rows_of_scale
 from cutekernels.ops.quantized.op import QUANTIZED_LINEAR
 from cutekernels.ops.quantized.problem import QuantizedProblem
-from cutekernels.ops.shared.calls import call
 from cutekernels.quant.weight import QuantizedWeight
 
 # ---- cases ----------------------------------------------------------------------------------------------
@@ -70,19 +71,14 @@ def _linear(
     ]
 
 
-def _decoded(dtype: str, accumulate: str) -> list[Case]:
-    """Whole weights."""
+def _decoded(columns: int, dtype: str, accumulate: str) -> list[Case]:
+    """Whole weights, or so many columns: those that a gradient decodes at a time, about."""
     return [
-        Case("dequantize", str(DequantizeProblem(n=n, columns=k, k=k, dtype=str(dtype), **words)), f"{name}, {label}")
-        for name, words in FORMATS.items()
-        for label, n, k in _weights(WEIGHTS)
-    ]
-
-
-def _decoded_parts(dtype: str, accumulate: str) -> list[Case]:
-    """The columns that a gradient decodes at a time, about."""
-    return [
-        Case("dequantize", str(DequantizeProblem(n=n, columns=512, k=k, dtype=str(dtype), **words)), f"{name}, {label}")
+        Case(
+            "dequantize",
+            str(DequantizeProblem(n=n, columns=columns or k, k=k, dtype=str(dtype), **words)),
+            f"{name}, {label}",
+        )
         for name, words in FORMATS.items()
         for label, n, k in _weights(WEIGHTS)
     ]
@@ -91,48 +87,24 @@ def _decoded_parts(dtype: str, accumulate: str) -> list[Case]:
 # ---- operands -------------------------------------------------------------------------------------------
 
 
-def _normal(device: str, seed: int, dtype: str) -> Callable[..., Tensor]:
-    draw = torch.Generator(device).manual_seed(seed + 1)
-    return partial(torch.randn, generator=draw, device=device, dtype=DTYPES[dtype])
-
-
-def _packed(problem: Any, device: str, seed: int) -> tuple[Tensor, Tensor]:
-    packed, scales, zeros = random_weight(problem, device, seed)
-    assert zeros is None, "no suite has zero points"
-    return packed, scales
-
-
-def _inputs(case: Case, problem: QuantizedProblem, device: str, seed: int) -> Inputs:
-    """Tokens, packed and scales; or the gradient of their product in the place of the tokens."""
-    normal = _normal(device, seed, problem.dtype)
-    m, n, k = problem.m, problem.n, problem.k
-    given, made = ((m, n), (m, k)) if case.op == "quantized_linear_backward" else ((m, k), (m, n))
-    out = torch.empty(made, device=device, dtype=DTYPES[problem.dtype])
-    return Inputs((normal(given), *_packed(problem, device, seed)), (out,))
+def _inputs_backward(case: Case, problem: QuantizedProblem, device: str, seed: int) -> Inputs:
+    """The gradient of the product in the place of the tokens."""
+    i = drawn(QUANTIZED_LINEAR, {}, case, problem, device, seed)
+    x, *weight = i.operands
+    return Inputs((i.out.normal_(generator=torch.Generator(device).manual_seed(seed)), *weight), (x,))
 
 
 def _decoded_inputs(case: Case, problem: DequantizeProblem, device: str, seed: int) -> Inputs:
-    out = torch.empty((problem.n, problem.columns), device=device, dtype=DTYPES[problem.dtype])
-    packed, scales = _packed(problem, device, seed)
+    i = drawn(DEQUANTIZE, {"first": 0}, case, problem, device, seed)
     share = problem.columns / problem.k
-    return Inputs((packed, scales), (out,), read_bytes=int(share * (packed.nbytes + scales.nbytes)))
-
-
-def weight_of(problem: Any, packed: Tensor, scales: Tensor) -> QuantizedWeight:
-    """The packed weight that ``problem`` has."""
-    return QuantizedWeight(
-        code=problem.code,
-        group=problem.group,
-        scale_rows=rows_of_scale(scales, problem.n),
-        shape=(problem.n, problem.k),
-        packed=packed,
-        scales=scales,
-        dtype=DTYPES[problem.dtype],
-    )
+    return dataclasses.replace(i, read_bytes=int(share * sum(t.nbytes for t in i.operands)))
 
 
 def _of(case: Case, i: Inputs) -> QuantizedWeight:
-    return weight_of(posed(case)[1], *i.operands[-2:])
+    """The packed weight of a case, behind its other operands."""
+    p, (packed, scales) = posed(case)[1], i.operands[-2:]
+    rows, dtype = rows_of_scale(scales, p.n), DTYPES[p.dtype]
+    return QuantizedWeight(p.code, p.group, rows, (p.n, p.k), packed, scales, dtype=dtype)
 
 
 def _truth(case: Case, i: Inputs) -> tuple[Tensor, ...]:
@@ -170,16 +142,6 @@ def _ours_gradient(case: Case, sets: Sequence[Inputs], config: Any) -> Sequence[
     return [gradient(i) for i in sets]
 
 
-def _ours_decoded(case: Case, sets: Sequence[Inputs], config: Any) -> Sequence[Launch]:
-    p = posed(case)[1]
-    options = (p.code, p.group, p.n, p.k, p.columns, p.dtype)
-
-    def decode(i: Inputs) -> tuple[Tensor, ...]:
-        return call(DEQUANTIZE, (*i.operands, None), options, (0,), config=config, out=i.results)
-
-    return [partial(decode, i) for i in sets]
-
-
 def _cublas(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
     turned = case.op == "quantized_linear_backward"
 
@@ -215,62 +177,57 @@ class _Plain:
         return scaled.flatten(2).flatten(0, 1).to(self.dtype)
 
 
-def _plain(case: Case, sets: Sequence[Inputs], wrap: Callable[[_Plain], Callable[..., Tensor]]) -> Sequence[Launch]:
+def _plain(wrap: Callable[[_Plain], Callable[..., Tensor]], case: Case) -> Callable[..., Launch]:
     p = posed(case)[1]
     decode = wrap(_Plain(p.columns, DTYPES[p.dtype], p.code == "int4"))
 
-    def bound(i: Inputs) -> Launch:
-        rows = quantized_peers.rows_of(p, *i.operands)
+    def bound(*weight: Tensor) -> Launch:
+        rows = quantized_peers.rows_of(p, *weight)
         codes, scales = rows.codes[:, : p.columns], rows.scales
         if p.group:
             scales = scales[:, : p.columns // p.group].contiguous()
         return partial(decode, quantized_peers.nibbles(codes) if p.code == "int4" else codes.contiguous(), scales)
 
-    return [bound(i) for i in sets]
+    return bound
 
 
-def _compiled(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
+def _compiled(plain: _Plain) -> Callable[..., Tensor]:
     torch.compiler.reset()
-    return _plain(case, sets, partial(torch.compile, dynamic=False))
+    return torch.compile(plain, dynamic=False)
 
 
-def _eager(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
-    return _plain(case, sets, lambda plain: plain)
+def _suites(op: str, models: dict[str, dict[str, tuple[int, int]]], **tokens: Sequence[int]) -> dict[str, Suite]:
+    return {name: partial(_linear, op, models, some) for name, some in tokens.items()}
 
 
+_IN_16_BITS = (Contender("cublas", _cublas), Contender("our ops in bf16", _in_bf16))
 WORKLOADS = (
-    Workload(
-        op="quantized_linear",
-        suites={
-            "decode": partial(_linear, "quantized_linear", WEIGHTS, DECODE_TOKENS),
-            "tokens": partial(_linear, "quantized_linear", WEIGHTS, TOKENS),
-            "prefill": partial(_linear, "quantized_linear", WEIGHTS, PREFILL_TOKENS),
-            "heldout": partial(_linear, "quantized_linear", HELD_OUT, HELD_OUT_TOKENS),
-        },
-        inputs=_inputs,
+    workload(
+        QUANTIZED_LINEAR,
+        _suites("quantized_linear", WEIGHTS, decode=DECODE_TOKENS, tokens=TOKENS, prefill=PREFILL_TOKENS)
+        | _suites("quantized_linear", HELD_OUT, heldout=HELD_OUT_TOKENS),
+        (*_IN_16_BITS, *quantized_peers.PEERS),
         truth=_truth,
         ours=_ours,
-        peers=(Contender("cublas", _cublas), Contender("our ops in bf16", _in_bf16), *quantized_peers.PEERS),
         streams=lambda case: (1, 0),
     ),
     Workload(
         op="quantized_linear_backward",
         poses="quantized_linear",
-        suites={"qlora": partial(_linear, "quantized_linear_backward", WEIGHTS, TRAINED_TOKENS)},
-        inputs=_inputs,
+        suites=_suites("quantized_linear_backward", WEIGHTS, qlora=TRAINED_TOKENS),
+        inputs=_inputs_backward,
         truth=_truth,
         ours=_ours_gradient,
-        peers=(Contender("cublas", _cublas), Contender("our ops in bf16", _in_bf16)),
+        peers=_IN_16_BITS,
         configured=False,
         work=_gradient_work,
     ),
-    Workload(
-        op="dequantize",
-        suites={"weights": _decoded, "parts": _decoded_parts},
+    workload(
+        DEQUANTIZE,
+        {"weights": partial(_decoded, 0), "parts": partial(_decoded, 512)},
+        (each("torch.compile", partial(_plain, _compiled)), each("eager", partial(_plain, lambda plain: plain))),
         inputs=_decoded_inputs,
         truth=_decoded_truth,
-        ours=_ours_decoded,
-        peers=(Contender("torch.compile", _compiled), Contender("eager", _eager)),
         streams=lambda case: (1, 4 if posed(case)[1].code == "int4" else 2),
     ),
 )

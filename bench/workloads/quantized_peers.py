@@ -60,10 +60,8 @@ def _problem(case: Case, codes: Sequence[str], dtypes: Sequence[str] = ("bf16",)
 def humming(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
     """Its layer with its own heuristics: int4 with bf16 (fp16) scales, e4m3 with a scale per channel or fp32 blocks."""
     p = _problem(case, ("int4", "e4m3"), ("bf16", "fp16"))
-    try:
-        from humming.layer import HummingLayer
-    except ImportError as error:
-        raise Absent(f"humming-kernels does not import: {error}") from error
+    from humming.layer import HummingLayer
+
     config: dict[str, Any] = {"dtype": "uint4" if p.code == "int4" else "float8e4m3", "group_size": p.group}
     if p.scale_rows > 1:
         if p.n % p.scale_rows or p.k % p.group:
@@ -93,28 +91,20 @@ def quack(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
         raise Absent("it has no scales per block")
     if p.n % _QUACK_ROWS:
         raise Absent(f"it writes whole tiles of {_QUACK_ROWS} rows; N is {p.n}")
-    try:
-        from quack.gemm_w4 import gemm_w4a16, prepare_w4_weight
-    except ImportError as error:
-        raise Absent(f"quack-kernels does not import: {error}") from error
-    if p.code == "e4m3":
-        from bench.workloads.quack_channels import channels
+    from quack.gemm_w4 import gemm_w4a16, prepare_w4_weight
 
-        def wide(i: Inputs) -> Launch:
-            x, packed, scales = i.operands
-            rows = rows_of(p, packed, scales)
-            blob, _ = prepare_w4_weight(rows.codes.view(torch.float8_e4m3fn), None, "fp8")
-            return channels(x, blob, rows.scales.view(1, p.n).float(), i.out)
-
-        return [wide(i) for i in sets]
-
-    def narrow(i: Inputs) -> Launch:
+    def bound(i: Inputs) -> Launch:
         x, packed, scales = i.operands
         rows = rows_of(p, packed, scales)
-        blob, strip = prepare_w4_weight(nibbles(rows.codes), rows.scales.bfloat16(), "int4")
-        return partial(gemm_w4a16, x, blob, strip, out=i.out, wformat="int4")
+        if p.code == "int4":
+            blob, strip = prepare_w4_weight(nibbles(rows.codes), rows.scales.bfloat16(), "int4")
+            return partial(gemm_w4a16, x, blob, strip, out=i.out, wformat="int4")
+        from bench.workloads.quack_channels import channels
 
-    return [narrow(i) for i in sets]
+        blob, _ = prepare_w4_weight(rows.codes.view(torch.float8_e4m3fn), None, "fp8")
+        return channels(x, blob, rows.scales.view(1, p.n).float(), i.out)
+
+    return [bound(i) for i in sets]
 
 
 # ---- tinygemm -------------------------------------------------------------------------------------------

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.baselines import DTYPES, Absent, Contender, Inputs, Launch, Workload, compiled, eager
+from bench.baselines import DTYPES, Absent, Contender, Inputs, Launch, Workload, compiled, each, eager
 from bench.suites import Case
+from bench.workloads.declared import exact
 from cutekernels.ops.rope.api import rope
-from cutekernels.ops.rope.op import RopeProblem
+from cutekernels.ops.rope.op import ROPE, RopeProblem
 
 HEADS = {"llama-3-8b": (32, 8), "qwen2.5-7b": (28, 4)}
 HEADS_FIRST = "heads first"  # in a label: operands lie as (B, H, S, D)
@@ -74,7 +75,8 @@ def _inputs(case: Case, problem: RopeProblem, device: str, seed: int) -> Inputs:
     angles = steps[:, None] * 10000.0 ** -(torch.arange(problem.half, device=device) / problem.half)
     # Nobody writes to given results here: they stand for the bytes that a call writes. Some change q and k in place.
     results = (torch.empty_like(q), torch.empty_like(k))
-    return Inputs((q, k, angles.cos(), angles.sin(), starts), results, (q, k))
+    tables = angles.cos(), angles.sin()
+    return Inputs((q, k, *tables, starts), results, (q, k), args=(q, k, *tables, starts if starts.numel() else None, 0))
 
 
 def _rotated(case: Case) -> Callable[..., Any]:
@@ -90,9 +92,7 @@ def _rotated(case: Case) -> Callable[..., Any]:
         return torch.cat((z.to(x.dtype), x[..., 2 * half :]), -1)
 
     def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, starts: Tensor) -> tuple[Tensor, ...]:
-        if starts.numel():
-            rows = starts[:, None] + torch.arange(q.shape[1], device=q.device)
-            cos, sin = cos[rows], sin[rows]
+        cos, sin = _at(q, cos, sin, starts)
         c, s = cos.unsqueeze(-2), (-sin if problem.inverse else sin).unsqueeze(-2)
         return (turned(q, c, s), turned(k, c, s)) if k.shape[2] else (turned(q, c, s),)
 
@@ -100,34 +100,22 @@ def _rotated(case: Case) -> Callable[..., Any]:
 
 
 def _truth(case: Case, i: Inputs) -> tuple[Tensor, ...]:
-    q, k, cos, sin, starts = i.operands
-    found = _rotated(case)(q.double(), k.double(), cos.double(), sin.double(), starts)
-    return tuple(found)
+    q, k = exact(ROPE, case, i)
+    return (q, k) if k.shape[2] else (q,)
 
 
 def _ours(case: Case, sets: Sequence[Inputs], config: Any, inplace: bool = False) -> Sequence[Launch]:
     problem = RopeProblem.parse(case.problem)
-    interleaved = problem.interleaved
 
-    def bound(i: Inputs) -> Launch:
-        q, k, cos, sin, starts = i.operands
+    def bound(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, starts: Tensor) -> Launch:
         if problem.inverse:  # what autograd runs
             text = None if config is None else str(config)
-            return partial(torch.ops.cutekernels.rope, *i.operands[:4], None, interleaved, True, 0, text)
-        call = partial(
-            rope,
-            q,
-            k if k.shape[2] else None,
-            cos,
-            sin,
-            interleaved=interleaved,
-            positions=starts if starts.numel() else None,
-            inplace=inplace,
-            config=config,
-        )
+            return partial(torch.ops.cutekernels.rope, q, k, cos, sin, None, problem.interleaved, True, 0, text)
+        options: Any = {"interleaved": problem.interleaved, "positions": starts if starts.numel() else None}
+        call = partial(rope, q, k if k.shape[2] else None, cos, sin, **options, inplace=inplace, config=config)
         return lambda: tuple([t for t in call() if t is not None])
 
-    return [bound(i) for i in sets]
+    return [bound(*i.operands) for i in sets]
 
 
 def _in_place(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
@@ -136,7 +124,7 @@ def _in_place(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
     return _ours(case, sets, None, inplace=True)
 
 
-def _complex(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
+def _complex(case: Case) -> Callable[..., Launch]:
     """Plain torch again: each pair is a complex number in fp32, and turning it one product."""
     problem = RopeProblem.parse(case.problem)
     if problem.inverse or problem.positions != "start":
@@ -150,34 +138,25 @@ def _complex(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
         product = (product if problem.interleaved else product.transpose(-1, -2)).flatten(-2)
         return torch.cat((product.to(x.dtype), x[..., turning:]), -1)
 
-    def bound(i: Inputs) -> Launch:
-        q, k, cos, sin, _ = i.operands
+    def bound(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, starts: Tensor) -> Launch:
         turns = torch.complex(cos, sin).unsqueeze(-2)
         return lambda: tuple([turned(t, turns) for t in (q, k) if t.shape[2]])
 
-    return [bound(i) for i in sets]
+    return bound
 
 
-def _liger(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
+def _liger(case: Case) -> Callable[..., Launch]:
     """In place too. Its tables are gathered ahead, which it is not charged for."""
-    try:
-        from liger_kernel.ops.rope import LigerRopeFunction
-    except ImportError as error:
-        raise Absent(f"liger-kernel does not import: {error}") from error
+    from liger_kernel.ops.rope import LigerRopeFunction
+
     problem = RopeProblem.parse(case.problem)
     if problem.inverse:
         raise Absent("its gradient is bound to its forward pass")
     if problem.interleaved or problem.rotary < problem.head_dim or not problem.heads_kv:
         raise Absent("liger turns all channels, as pairs of halves, of q and k together")
 
-    def bound(i: Inputs) -> Launch:
-        q, k, cos, sin, starts = i.operands
-        if starts.numel():
-            rows = starts[:, None] + torch.arange(q.shape[1], device=q.device)
-            cos, sin = cos[rows], sin[rows]
-        else:
-            cos, sin = cos[None], sin[None]
-        tables = [torch.cat((t, t), -1) for t in (cos, sin)]
+    def bound(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, starts: Tensor) -> Launch:
+        tables = [torch.cat((t, t), -1) for t in _at(q, cos, sin, starts)]
 
         def launch() -> tuple[Tensor, ...]:
             turned = LigerRopeFunction.apply(q.transpose(1, 2), k.transpose(1, 2), *tables)
@@ -185,23 +164,23 @@ def _liger(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
 
         return launch
 
-    return [bound(i) for i in sets]
+    return bound
 
 
-WORKLOADS = (
-    Workload(
-        op="rope",
-        suites={"llm": _llm, "reference": _reference, "backward": _backward, "headtohead": _reference},
-        inputs=_inputs,
-        truth=_truth,
-        ours=_ours,
-        peers=(
-            compiled(_rotated),
-            eager(_rotated),
-            Contender("eager (complex)", _complex),
-            Contender("liger (in place)", _liger),
-            Contender("cutekernels (in place)", _in_place),
-        ),
-        streams=lambda case: (1, 1),
-    ),
+def _at(q: Tensor, cos: Tensor, sin: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
+    """The tables' rows of each token of ``q``."""
+    if not starts.numel():
+        return cos[None], sin[None]
+    rows = starts[:, None] + torch.arange(q.shape[1], device=q.device)
+    return cos[rows], sin[rows]
+
+
+_SUITES = {"llm": _llm, "reference": _reference, "backward": _backward, "headtohead": _reference}
+_PEERS = (
+    compiled(_rotated),
+    eager(_rotated),
+    each("eager (complex)", _complex),
+    each("liger (in place)", _liger),
+    Contender("cutekernels (in place)", _in_place),
 )
+WORKLOADS = (Workload("rope", _SUITES, _inputs, _truth, _ours, _PEERS, streams=lambda case: (1, 1)),)

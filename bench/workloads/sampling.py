@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.baselines import DTYPES, Contender, Inputs, Launch, Workload, compiled, eager
+from bench.baselines import DTYPES, Inputs, Launch, Workload, compiled, eager
 from bench.suites import Case
 from cutekernels.ops.sampling.api import sample_filter
 from cutekernels.ops.sampling.op import SAMPLE_FILTER, SampleFilterProblem
@@ -50,16 +51,11 @@ def _inputs(case: Case, problem: Any, device: str, seed: int) -> Inputs:
 
 
 def _truth(case: Case, i: Inputs) -> tuple[Tensor, ...]:
-    given = {"top_k": 0, "top_p": 1.0, "min_p": 0.0} | _parameters(case)
+    given = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | _parameters(case)
     asked = {"by_k": given["top_k"] > 0, "by_p": given["top_p"] < 1, "by_min_p": given["min_p"] > 0}
-    scalars = [given[n] for n in SAMPLE_FILTER.scalars]
     (logits,) = i.operands
-    filtered = SAMPLE_FILTER.evaluate(logits, None, None, None, None, *scalars, **asked)[0]
+    (filtered,) = SAMPLE_FILTER.evaluate(logits, *[None] * 4, *[given[n] for n in SAMPLE_FILTER.scalars], **asked)
     return (torch.where(filtered.isneginf(), float("-inf"), logits.double() / given["temperature"]),)
-
-
-def _ours(case: Case, sets: Sequence[Inputs], config: Any) -> Sequence[Launch]:
-    return [partial(sample_filter, *i.operands, **_parameters(case), config=config) for i in sets]
 
 
 def filtered(case: Case) -> Callable[..., Any]:
@@ -83,19 +79,12 @@ def filtered(case: Case) -> Callable[..., Any]:
     return chain
 
 
-def _unjudged(peer: Contender) -> Contender:
-    """A sort in fp32 draws the line of top-p a token earlier or later now and then, and through the midst of ties."""
-    return Contender(peer.name, peer.bind, judged=False)
+def _ours(case: Case, sets: Sequence[Inputs], config: Any) -> Sequence[Launch]:
+    return [partial(sample_filter, *i.operands, **_parameters(case), config=config) for i in sets]
 
 
+# A sort in fp32 draws the line of top-p a token earlier or later now and then, and through the midst of ties.
+_PEERS = [dataclasses.replace(peer, judged=False) for peer in (compiled(filtered), eager(filtered))]
 WORKLOADS = (
-    Workload(
-        op="sample_filter",
-        suites={"llm": _cases},
-        inputs=_inputs,
-        truth=_truth,
-        ours=_ours,
-        peers=(_unjudged(compiled(filtered)), _unjudged(eager(filtered))),
-        streams=lambda case: (1, 1),
-    ),
+    Workload("sample_filter", {"llm": _cases}, _inputs, _truth, _ours, tuple(_PEERS), streams=lambda case: (1, 1)),
 )

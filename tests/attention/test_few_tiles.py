@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from bench import estimates
+from bench import judge
 from cutekernels import gpu
 from cutekernels.ops.attention.config import AttentionConfig
 from cutekernels.ops.attention.op import ATTENTION
@@ -16,7 +16,7 @@ from tests.attention.cases import random_problem
 from tests.attention.compiled import H200, built, count
 from tests.compiled import opcodes
 
-MEASURED = estimates.SWEEPS / "h200/attention_few_tiles.jsonl.xz"
+MEASURED = judge.SWEEPS / "h200/attention_few_tiles.jsonl.xz"
 HEAD = AttentionProblem.parse("batch=1 seq_q=1024 seq_kv=1024 heads_q=1 heads_kv=1 head_dim=64")
 PROMPT = AttentionProblem.parse("batch=1 seq_q=512 seq_kv=512 heads_q=28 heads_kv=4 causal=1 lse=1")
 BASE = AttentionConfig.parse(
@@ -71,7 +71,7 @@ def test_a_config_breaks_a_rule(p: AttentionProblem, change: dict[str, object], 
 def test_the_default_is_near_the_best_of_each_measured_problem() -> None:
     """Each default was timed, and 19 of 20 are within 3 % of the best (H200, 2026-11-24); the other is 7 % off."""
     behind = {}
-    for (_, text), timed in estimates.load(MEASURED).items():
+    for (_, text), timed in judge.load(MEASURED).items():
         p = AttentionProblem.parse(text)
         lone = p.batch * p.heads_q == 1  # tiles of one head come in the same order either way
         us = {c.replace("order=heads", "order=rows") if lone else c: t for c, t in timed.items()}

@@ -18,8 +18,7 @@ from typer.testing import CliRunner
 from bench import __main__ as command
 from bench import plots, rows, run, workloads
 from bench.baselines import Absent, Contender, Inputs
-from bench.evenness import steepest
-from bench.rows import Row
+from bench.rows import Row, steepest
 from bench.suites import Case
 from bench.workloads import gemm as gemm_workload
 from cutekernels import dispatch

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from bench import regret
 from cutekernels import gpu
 from cutekernels.db.storage.snapshot import Snapshot, Winner
+from cutekernels.errors import UnknownGpu
 from cutekernels.measure import quantile
 from cutekernels.ops import registry
 
@@ -70,5 +71,5 @@ def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     each = CliRunner().invoke(regret.app, ["--every", "--format", "json"])
     worst = [row["regret"] or 0.0 for row in json.loads(each.stdout)]
     assert worst == sorted(worst, reverse=True)
-    assert CliRunner().invoke(regret.app, ["--gpu", "nonsense"]).exit_code == 2
+    assert isinstance(CliRunner().invoke(regret.app, ["--gpu", "nonsense"]).exception, UnknownGpu)
     assert CliRunner().invoke(regret.app, ["--folder", str(tmp_path)]).exit_code == 2

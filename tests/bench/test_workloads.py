@@ -26,6 +26,14 @@ SMALL: dict[str, dict[str, Any]] = {
     "silu_mul": {"rows": 24, "cols": 64},
     "bias_gelu": {"rows": 24, "cols": 64},
     "swiglu": {"rows": 24, "cols": 64},
+    "rms_norm_linear": {"m": 5, "n": 24, "k": 64},
+    "linear_silu_mul": {"m": 5, "n": 24, "k": 64},
+    "adamw_step": {"elements": 2048},
+    "gemm": {"m": 8, "n": 24, "k": 64},
+    "attention": {"batch": 2, "seq_q": 9, "seq_kv": 9},
+    "attention_backward": {"batch": 2, "seq_q": 9, "seq_kv": 9},
+    "decode_attention": {"batch": 2, "seq_kv": 33},
+    "decode_attention_fp8": {"batch": 2, "seq_kv": 33},
     "moe_route": {"tokens": 24},
     "moe_route_backward": {"tokens": 24},
     "moe_gather": {"tokens": 24},
@@ -34,23 +42,42 @@ SMALL: dict[str, dict[str, Any]] = {
     "grouped_gemm": {"rows": 24, "n": 64, "k": 32, "experts": 8},
     "moe_ffn": {"rows": 24, "n": 64, "k": 32, "experts": 8},
 }
-GPU_ONLY = ("rms_norm_backward", "layer_norm_backward", "column_sum")  # all but the eager peer
+GPU_ONLY = {("column_sum", "cutekernels"), ("rms_norm_backward", "torch's kernel")}
 # Operands are the contenders', not the op's.
-UNLIKE = ("rope", "kv_append", "embedding_backward", "swiglu", "moe_gather", "moe_ffn")
-PLAIN = ("eager", "eager (complex)", "eager (fp32 chain)", "eager (erf chain)", "torch's kernel")
+UNLIKE = (
+    "rope",
+    "kv_append",
+    "embedding_backward",
+    "swiglu",
+    "moe_gather",
+    "moe_ffn",
+    "rms_norm_linear",
+    "adamw_step",
+    "gemm",
+)
+UNLIKE += ("attention", "attention_backward", "decode_attention", "decode_attention_fp8")
+PLAIN = ("eager", "eager (complex)", "eager (fp32 chain)", "eager (erf chain)", "torch's kernel", "naive", "cublas")
 
 
 def small(case: Case) -> tuple[Case, Any, Inputs]:
-    _, problem = run.posed(case)
-    problem = problem.replace(**SMALL[case.op])
-    case = dataclasses.replace(case, problem=str(problem))
+    case = shrunken(case)
+    problem = run.posed(case)[1]
     return case, problem, workloads.get(case.op).inputs(case, problem, "cpu", 0)
 
 
+def shrunken(case: Case) -> Case:
+    return dataclasses.replace(case, problem=str(run.posed(case)[1].replace(**SMALL[case.op])))
+
+
+def kind(case: Case) -> tuple[Any, ...]:
+    """What is left of a case that is made small; experts of a token are in its label."""
+    model = case.label.partition(",")[0] if case.op == "moe_ffn" else ""
+    return shrunken(case).problem, case.alpha, case.beta, model
+
+
 def who(op: str) -> list[Contender]:
-    if op in GPU_ONLY:
-        return [peer for peer in workloads.get(op).peers if peer.name == "eager"]
-    return [*[peer for peer in workloads.get(op).peers if peer.name in PLAIN], run.ours("cutekernels")]
+    plain = [peer for peer in workloads.get(op).peers if peer.name in PLAIN]
+    return [c for c in (*plain, run.ours("cutekernels")) if (op, c.name) not in GPU_ONLY]
 
 
 @pytest.mark.parametrize(
@@ -60,7 +87,7 @@ def who(op: str) -> list[Contender]:
 def test_contenders_agree_with_the_truth(op: str, suite: str) -> None:
     cases = workloads.cases(op, suite, dtype="fp16")
     took_part = set()
-    for case in {c.problem.partition(" ")[2]: c for c in cases}.values():  # one of each kind
+    for case in {kind(c): c for c in cases}.values():
         for contender in who(op):
             shrunk, _, i = small(case)
             exact = workloads.get(op).truth(shrunk, i)
@@ -74,7 +101,7 @@ def test_contenders_agree_with_the_truth(op: str, suite: str) -> None:
             took_part.add(contender.name)
             for result, value in zip(written if isinstance(written, tuple) else (written,), exact, strict=True):
                 torch.testing.assert_close(result.double(), value.double(), rtol=1e-2, atol=2e-2)
-    assert took_part >= ({"eager"} if op in GPU_ONLY else {"eager", "cutekernels"})
+    assert took_part >= {p.name for p in who(op)} & {"eager", "cutekernels"}
 
 
 def test_each_baseline_in_others_words_takes_part_in_their_rows() -> None:

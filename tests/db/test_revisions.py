@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 import cutekernels
-from bench import replay
+from bench import judge
 from cutekernels import cli, dispatch, gpu, lock
 from cutekernels.autotune import departures, shards
 from cutekernels.autotune.history import TaskHistory
@@ -262,7 +262,7 @@ class TestTuning:
         lines = [{"op": "gemm", "problem": PROBLEM, "config": OLD, "us": 1.0}]
         lines += [lines[0] | {"revision": 2, "config": OTHER}]
         (tmp_path / "s.jsonl.xz").write_bytes(lzma.compress("\n".join(map(json.dumps, lines)).encode()))
-        assert [line["config"] for line in replay.recorded(tmp_path)] == [NEW, OTHER]
+        assert [line["config"] for line in judge.recorded(tmp_path)] == [NEW, OTHER]
 
 
 def earlier(config: Any) -> str:

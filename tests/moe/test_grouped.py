@@ -13,9 +13,8 @@ import pytest
 import torch
 
 import cutekernels as ck
-from bench.estimates import load
-from bench.replay import SWEEPS
-from bench.replay import recorded as recorded_rows
+from bench.judge import SWEEPS, load
+from bench.judge import recorded as recorded_rows
 from cutekernels import gpu
 from cutekernels.errors import InvalidConfig, UnsupportedProblem
 from cutekernels.kernels.activations import ACTIVATIONS

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 import cutekernels as ck
-from bench.estimates import load
-from bench.replay import SWEEPS
+from bench.judge import SWEEPS, load
 from cutekernels import gpu
 from cutekernels.ops.gemm.warpgroup import WARPGROUP, sharing
 from cutekernels.ops.norm_linear import api

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from bench import estimates
+from bench import judge
 from cutekernels import gpu
 from cutekernels.ops import registry
 from cutekernels.ops.shared import streaming
@@ -19,10 +19,10 @@ H200 = gpu.lookup("h200")
 
 
 @cache
-def found() -> dict[tuple[str, str], estimates.Quality]:
+def found() -> dict[tuple[str, str], judge.Quality]:
     """Today's estimates of memory-bound ops against their measured times."""
-    sweeps = estimates.load(estimates.SWEEPS / "h200").items()
-    judged = (estimates.judge(*key, us, H200) for key, us in sweeps if isinstance(registry.get(key[0]), TritonOp))
+    sweeps = judge.load(judge.SWEEPS / "h200").items()
+    judged = (judge.judge(*key, us, H200) for key, us in sweeps if isinstance(registry.get(key[0]), TritonOp))
     return {(q.op, q.problem): q for q in judged if q is not None}
 
 

@@ -93,7 +93,7 @@ class TestRates:
             assert PROBE[name].rate_of(reading * 1.25) == pytest.approx(getattr(rates.FITTED, name) * 1.25)
 
     def test_recorded_ones_are_of_the_record(self) -> None:
-        from bench.replay import SWEEPS, recorded
+        from bench.judge import SWEEPS, recorded
 
         rows = {(r.get("op"), r.get("problem"), r.get("config")): r.get("us") for r in recorded(SWEEPS / "h200")}
         us = rows["gemm", "m=8192 n=8192 k=8192 b_major=k", probes._GROUP_TILE]
