@@ -275,7 +275,7 @@ def test_sinks_change_the_code_of_both_bodies(change: str, body: str) -> None:
     valid = [c for c in ATTENTION.valid(p, H200) if c.body == body]
     config = min(valid, key=lambda c: (area(c), str(c)))  # compiles fast
     assert isinstance(config, AttentionConfig)
-    plain, other = (compiled.code(ATTENTION, q, config) for q in (p, AttentionProblem.parse(f"{prefill} {change}")))
+    plain, other = (compiled.kernel(ATTENTION, q, config) for q in (p, AttentionProblem.parse(f"{prefill} {change}")))
     assert plain != other
 
 

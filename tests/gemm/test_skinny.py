@@ -16,7 +16,7 @@ from cutekernels.ops.gemm.op import GEMM
 from cutekernels.ops.gemm.problem import GemmConfig, GemmProblem
 from cutekernels.ops.gemm.skinny import SKINNY
 from tests.compiled import area, pairs
-from tests.gemm.test_compiled import built, code
+from tests.gemm.test_compiled import built, kernel
 
 H200 = gpu.lookup("h200")
 NEW_TILES = (24, 48, 96, 128)
@@ -116,4 +116,4 @@ def test_a_tile_of_its_own_is_code_of_its_own(tile: int) -> None:
     p = decode(tile)
     config = min(candidates(p, H200, tile_m=tile), key=area)
     usual = config.replace(tile_m=skinny.usual_tile(p))
-    assert code(p, config) != code(p, usual)
+    assert kernel(p, config) != kernel(p, usual)

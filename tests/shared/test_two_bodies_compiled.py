@@ -14,7 +14,7 @@ pytest.importorskip("cutlass")
 from cutekernels import gpu
 from cutekernels.errors import InvalidConfig
 from cutekernels.kernels.cute import rowwise
-from tests.compiled import H200, TARGETS, code, opcodes
+from tests.compiled import H200, TARGETS, opcodes, program
 from tests.shared.two_bodies_cases import OPS, RAGGED, in_cute
 
 NORM = "block_rows=1 block_cols=4096 resident=1 warps=8 per_sm=0 stages=1 body=cute"
@@ -122,16 +122,20 @@ def test_accesses_are_as_wide_as_alignment_allows(
         assert widths == expected
 
 
+def made_of(op: Any, problem: Any, config: Any) -> tuple[str, Any]:
+    return program(op.build, problem, config, H200)[0], op.grid(problem, config)
+
+
 @pytest.mark.parametrize("name", OPS)
 def test_every_knob_changes_the_code_or_the_grid(name: str) -> None:
     text, config = BASE[name]
     op, problem, base = posed(name, text, KNOBS_OF.get(name, config))
-    seen = {(code(op.build(problem, base, H200)), op.grid(problem, base))}
+    seen = {made_of(op, problem, base)}
     changed = {"block", "block_cols"} if name == "rms_norm" else {"block"}  # a row's, or its pairs' width: one value
     for knob, values in op.cute.knobs.items():
         others = [base.replace(**{knob: v}) for v in values if v != getattr(base, knob)]
         for config in [c for c in others if op.why_not(problem, c, H200) is None][:1]:
-            made = (code(op.build(problem, config, H200)), op.grid(problem, config))
+            made = made_of(op, problem, config)
             assert made not in seen, f"{knob} changes nothing in {config}"
             seen.add(made)
             changed.add(knob)

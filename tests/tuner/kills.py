@@ -55,13 +55,19 @@ def fake_worker(request: Any) -> Any:
     return found
 
 
+def without_a_driver(identity: str | None = None) -> None:
+    """The toy GPU, known without torch, whose import is half of what a coordinator costs."""
+    gpus.detect = lambda device=None: H200  # type: ignore[assignment]
+    gpus.identity = lambda device=None: identity
+    gpus.one_process = lambda device=None: False
+
+
 if __name__ == "__main__":
     from cutekernels.autotune import runtime  # here: the processes it starts import this module too, a dozen of them
     from cutekernels.autotune.fleet import LocalFleet
     from cutekernels.autotune.run import tune
 
-    gpus.detect = lambda device=None: H200  # type: ignore[assignment]
-    gpus.identity = lambda device=None: "toy"
+    without_a_driver("toy")
     runtime.COMPILE_TARGET = "tests.tuner.kills:fake_compile"
     runtime.WORKER_TARGET = "tests.tuner.kills:fake_worker"
     tempfile.tempdir = None
