@@ -95,7 +95,7 @@ class _Verbs(TyperGroup):
         if near and args[0] not in self.list_commands(ctx) and not args[0].startswith("-"):
             ctx.fail(f"No such command {args[0]!r}. Did you mean {near[0]!r}?")  # Typer's own knows no mounted verb
         name, command, rest = super().resolve_command(ctx, args)
-        return name, _mounted(name) if name in _MOUNTED else command, rest
+        return name, _command(name) if name in _MOUNTED else command, rest
 
 
 def _refuse_repeats(command: Any, ctx: Any, words: list[str]) -> None:
@@ -105,7 +105,7 @@ def _refuse_repeats(command: Any, ctx: Any, words: list[str]) -> None:
         at = next((i for i, word in enumerate(rest) if word in command.list_commands(ctx)), None)
         if at is None:
             return
-        command = _mounted(rest[at]) if rest[at] in _MOUNTED else command.get_command(ctx, rest[at])
+        command = _command(rest[at]) if rest[at] in _MOUNTED else command.get_command(ctx, rest[at])
         rest = rest[at + 1 :]
     for option in (p for p in command.params if p.param_type_name == "option" and not p.multiple):
         given = [word for word in rest if word.partition("=")[0] in (*option.opts, *option.secondary_opts)]
@@ -164,7 +164,7 @@ def _fill_standard_streams() -> None:
                 sys.stdout = io.TextIOWrapper(io.BufferedWriter(_Closed()), encoding="utf-8")
 
 
-def _mounted(verb: str) -> Any:
+def _command(verb: str) -> Any:
     module, _, attribute = _MOUNTED[verb][0].partition(":")
     if module.startswith("bench"):
         _reach_bench()

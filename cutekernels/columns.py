@@ -69,7 +69,7 @@ class Columns:
         rows = np.asarray(rows)
         flags = rows.dtype == np.dtype(bool)
         rows = np.flatnonzero(np.broadcast_to(rows, self.size)) if flags else rows.astype(np.intp)
-        return Columns(self.kind, len(rows), {name: _taken(own, rows) for name, own in self.knobs.items()})
+        return Columns(self.kind, len(rows), {name: _rows_of(own, rows) for name, own in self.knobs.items()})
 
     def __iter__(self) -> Iterator[Any]:
         """The configs themselves."""
@@ -149,7 +149,7 @@ def _column(values: tuple[Any, ...], at: Any) -> Any:
     return np.array(values, dtype=bool if isinstance(values[0], bool) else float)[at].view(_arrays())
 
 
-def _taken(column: Any, rows: Any) -> Any:
+def _rows_of(column: Any, rows: Any) -> Any:
     if isinstance(column, Words):
         return Words(column.values, column.at[rows])
     return column[rows] if hasattr(column, "shape") else column

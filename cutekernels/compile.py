@@ -90,13 +90,13 @@ def get(op: Op[Any, Any], p: Any, c: Any, gpu: GpuSpec) -> Callable[..., Any]:
                 _tell(op, p, time.monotonic() - begin)
                 return artifact.kernel()
 
-            _loaded[key] = _obtained(op, p, c, gpu, key, _kernel, fresh)
+            _loaded[key] = _obtain(op, p, c, gpu, key, _kernel, fresh)
         return _loaded[key]
 
 
 def prepare(op: Op[Any, Any], p: Any, c: Any, gpu: GpuSpec) -> Facts:
     """Makes sure the object is in the disk cache, without loading it; needs no GPU. Raises CompileError."""
-    return _obtained(op, p, c, gpu, cache_key(op, p, c, gpu), _facts, lambda artifact: artifact.facts)
+    return _obtain(op, p, c, gpu, cache_key(op, p, c, gpu), _facts, lambda artifact: artifact.facts)
 
 
 def ready(key: str) -> bool:
@@ -196,7 +196,7 @@ def _kernel(key: str) -> Callable[..., Any] | None:
         raise _Damaged(f"does not load ({error})") from error
 
 
-def _obtained(
+def _obtain(
     op: Op[Any, Any],
     p: Any,
     c: Any,
@@ -240,18 +240,18 @@ def _built(op: Op[Any, Any], p: Any, c: Any, gpu: GpuSpec, key: str) -> Artifact
     except ImportError as error:
         raise CompilerKilled(f"the compiler does not import: {error}; see `cutekernels doctor`") from error
     except (CompileError, OSError, MemoryError) as error:
-        raise _blamed(error) from error
+        raise _cause(error) from error
     return artifact
 
 
-def _blamed(error: BaseException) -> BaseException:
+def _cause(error: BaseException) -> BaseException:
     """``error``, or what the machine did that is behind it: no space, no rights, no memory, a killed compiler."""
     link: BaseException | None = error
     while link is not None:
         number = link.errno if isinstance(link, OSError) else None
         if isinstance(link, CacheUnusable | CompilerKilled):
             return link
-        if isinstance(link, MemoryError) or number in _STARVED or _killed(str(link)):
+        if isinstance(link, MemoryError) or number in _STARVED or _is_kill(str(link)):
             return CompilerKilled(f"the compiler ran out of memory or was killed: {link or type(link).__name__}")
         if number in _UNWRITABLE or (link is error and number is not None) or _NO_SPACE.search(str(link)):
             return _unwritable(link)
@@ -266,7 +266,7 @@ def _blamed(error: BaseException) -> BaseException:
     return error
 
 
-def _killed(message: str) -> bool:
+def _is_kill(message: str) -> bool:
     return bool(_TOOL_KILLED.search(message) or OUT_OF_MEMORY.search(message))
 
 

@@ -49,12 +49,12 @@ class Watch:
         handle = ctypes.c_void_p()
         if self.nvml is None or self.nvml.nvmlDeviceGetHandleByUUID(self.uuid.encode(), ctypes.byref(handle)) != 0:
             return
-        clock = self._asked("nvmlDeviceGetClockInfo", handle, _SM_CLOCK)
-        heat = self._asked("nvmlDeviceGetTemperature", handle, _GPU_SENSOR)
-        milliwatts = self._asked("nvmlDeviceGetPowerUsage", handle)
+        clock = self._query("nvmlDeviceGetClockInfo", handle, _SM_CLOCK)
+        heat = self._query("nvmlDeviceGetTemperature", handle, _GPU_SENSOR)
+        milliwatts = self._query("nvmlDeviceGetPowerUsage", handle)
         self._samples.append(Conditions(clock, heat, None if milliwatts is None else milliwatts / 1000))
 
-    def _asked(self, function: str, *words: Any) -> float | None:
+    def _query(self, function: str, *words: Any) -> float | None:
         number = ctypes.c_uint()
         return float(number.value) if getattr(self.nvml, function)(*words, ctypes.byref(number)) == 0 else None
 

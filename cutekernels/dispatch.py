@@ -123,7 +123,7 @@ def resolve(
         InvalidConfig: ``forced`` is not a config of the op, or breaks one of its rules.
     """
     if forced is not None:
-        return _forced(op, p, gpu, forced)
+        return _callers_choice(op, p, gpu, forced)
     for _, outcome in _sources(op, p, gpu, winners if snapshot is None else _alone(gpu, snapshot)):
         if isinstance(outcome, Choice):
             return outcome
@@ -211,7 +211,7 @@ def explain(
     """
     considered = []
     known = known or winners
-    choice = None if config is None else _forced(op, p, gpu, config)
+    choice = None if config is None else _callers_choice(op, p, gpu, config)
     if choice is None:
         for name, outcome in _sources(op, p, gpu, known):
             considered.append((name, outcome.note if isinstance(outcome, Choice) else outcome))
@@ -342,7 +342,7 @@ def on_reload(forget: Callable[[], None]) -> None:
 # ---- where configs come from ----------------------------------------------------------------------------
 
 
-def _forced(op: Op[Any, Any], p: Any, gpu: GpuSpec, config: Config | str) -> Choice:
+def _callers_choice(op: Op[Any, Any], p: Any, gpu: GpuSpec, config: Config | str) -> Choice:
     if isinstance(config, str):
         return Choice(op.read(p, config, gpu), "forced", "the caller's config=")
     if not isinstance(config, op.Config):
@@ -440,7 +440,7 @@ def _neighbours(
     op: Op[Any, Any], own: Problem, gpu: GpuSpec, table: Mapping[str, Winner], wanted: str
 ) -> Iterator[tuple[float, Winner, Problem]]:
     """Rows with the static fields of ``own`` within an octave and a half, the nearest first."""
-    described = _described(op, str(own))
+    described = _description(op, str(own))
     if described is None:
         return
     plain, place = described
@@ -472,14 +472,14 @@ def _placed(op: Op[Any, Any], gpu: GpuSpec, table: Mapping[str, Winner]) -> _Pla
     for row in table.values():
         if not snapshots.may_serve(row.origin, row.reason):
             continue
-        described = _described(op, row.problem)
+        described = _description(op, row.problem)
         if described is not None:
             found.setdefault((row.origin, described[0]), []).append((described[1], row))
     _places[gpu.name, op.name] = table, found
     return found
 
 
-def _described(op: Op[Any, Any], text: str) -> tuple[_Words, tuple[float, ...]] | None:
+def _description(op: Op[Any, Any], text: str) -> tuple[_Words, tuple[float, ...]] | None:
     """A problem's static words, and the powers of two of its extents; None for a text that is no problem's."""
     words = dict(word.split("=", 1) for word in text.split() if "=" in word)
     try:

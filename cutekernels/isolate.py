@@ -65,10 +65,10 @@ class ChildFailure(CuteKernelsError):
     """A request that got no answer: :class:`ChildDied`, :class:`ChildTimeout`, :class:`RemoteError`, StartFailed."""
 
     def __reduce__(self) -> tuple[Any, ...]:  # a failure on another machine travels to the one that writes its row
-        return _restored, (type(self), str(self), self.__dict__)
+        return _restore, (type(self), str(self), self.__dict__)
 
 
-def _restored(kind: type[ChildFailure], message: str, state: dict[str, Any]) -> ChildFailure:
+def _restore(kind: type[ChildFailure], message: str, state: dict[str, Any]) -> ChildFailure:
     error = kind.__new__(kind, message)
     error.__dict__.update(state)
     return error
@@ -79,7 +79,7 @@ class ChildDied(ChildFailure):
 
     def __init__(self, target: str, exitcode: int | None, stderr: str) -> None:
         self.target, self.exitcode, self.stderr = target, exitcode, stderr
-        super().__init__(f"the process running {target} {self.cause}{_quoted(stderr)}")
+        super().__init__(f"the process running {target} {self.cause}{_quote(stderr)}")
 
     @property
     def outside(self) -> bool:
@@ -105,7 +105,7 @@ class ChildTimeout(ChildFailure):
     def __init__(self, target: str, deadline_s: float, stderr: str, cpu_s: float | None = None) -> None:
         self.target, self.deadline_s, self.stderr, self.cpu_s = target, deadline_s, stderr, cpu_s
         spent = "" if cpu_s is None else f" (with {cpu_s:.1f} s of CPU time)"
-        super().__init__(f"{target} gave no answer within {deadline_s:g} s{spent} and was killed{_quoted(stderr)}")
+        super().__init__(f"{target} gave no answer within {deadline_s:g} s{spent} and was killed{_quote(stderr)}")
 
     @property
     def outside(self) -> bool:
@@ -125,7 +125,7 @@ class StartFailed(ChildFailure):
     """The process never became ready: it died, hung, or could not import its target. The request never ran."""
 
 
-def _quoted(stderr: str) -> str:
+def _quote(stderr: str) -> str:
     return f"; its output ends:\n{stderr.strip()}" if stderr.strip() else "; it printed nothing"
 
 
@@ -169,7 +169,7 @@ class Child:
         with self._lock:
             try:
                 if not fresh and self._process is not None and (self._process.poll() is not None or self._hung_up()):
-                    self._died()
+                    self._raise_died()
                 self._ensure_started()
                 self._cpu_before_s = self._cpu_s(f"{self.pid}/stat")  # it has no children between requests
                 limit = time.monotonic() + deadline_s
@@ -319,7 +319,7 @@ class Child:
                 except BlockingIOError:
                     continue
                 except BrokenPipeError:
-                    self._died()
+                    self._raise_died()
 
     def _read(self, limit: float, deadline_s: float) -> tuple[str, Any]:
         (size,) = _HEADER.unpack(self._read_exactly(_HEADER.size, limit, deadline_s))
@@ -335,7 +335,7 @@ class Child:
                 except BlockingIOError:
                     continue
                 if not chunk:
-                    self._died()
+                    self._raise_died()
                 data += chunk
         return bytes(data)
 
@@ -347,7 +347,7 @@ class Child:
         if poller.poll(max(0.0, min(left, _POLL_S)) * 1000):
             return True
         if self._process is not None and self._process.poll() is not None and not poller.poll(0):
-            self._died()  # a surviving grandchild may hold the pipe open
+            self._raise_died()  # a surviving grandchild may hold the pipe open
         if left <= 0:
             raise ChildTimeout(self.target, deadline_s, self._tail(), self._cpu_s("[0-9]*/stat") - self._cpu_before_s)
         return False
@@ -362,7 +362,7 @@ class Child:
                     ticks += sum(map(int, words[11:15]))  # of its own and of children it has waited for
         return ticks / os.sysconf("SC_CLK_TCK")
 
-    def _died(self) -> NoReturn:
+    def _raise_died(self) -> NoReturn:
         assert self._process is not None
         exitcode: int | None = None
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -470,7 +470,7 @@ def _serve(request_fd: int, reply_fd: int, target: str) -> None:
         module, _, name = target.partition(":")
         function: Callable[[Any], Any] = getattr(importlib.import_module(module), name)
     except Exception as error:  # noqa: BLE001  this edge turns any failure into an answer
-        _send(reply_fd, ("error", _described(error)))
+        _send(reply_fd, ("error", _description(error)))
         return
     _send(reply_fd, ("ready", None))
     while True:
@@ -478,13 +478,13 @@ def _serve(request_fd: int, reply_fd: int, target: str) -> None:
         try:
             answer = pickle.dumps(("reply", function(pickle.loads(request))))
         except Exception as error:  # noqa: BLE001  this edge turns any failure into an answer
-            answer = pickle.dumps(("error", _described(error)))
+            answer = pickle.dumps(("error", _description(error)))
         sys.stdout.flush()
         sys.stderr.flush()
         _send_bytes(reply_fd, answer)
 
 
-def _described(error: Exception) -> tuple[str, str, str]:
+def _description(error: Exception) -> tuple[str, str, str]:
     return type(error).__name__, str(error), "".join(traceback.format_exception(error))[-_TAIL_BYTES:]
 
 

@@ -78,7 +78,7 @@ class _Router(TorchFunctionMode):
         if func is not scaled_dot_product_attention:
             return func(*args, **kwargs)
         try:
-            call = _posed(*_bound(args, kwargs))
+            call = _pose(*_bound(args, kwargs))
         except UnsupportedProblem as reason:
             self._routing.passed_on[str(reason)] += 1
             return func(*args, **kwargs)
@@ -113,7 +113,7 @@ def _bound(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     return [given[name] for name in _NAMES]
 
 
-def _posed(
+def _pose(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -127,7 +127,7 @@ def _posed(
     given = [query, key, value, *([] if attn_mask is None else [attn_mask])]
     for rule, broken in (
         ("tensors of a class of their own", any(type(t) not in _PLAIN for t in given)),
-        ("a call that is traced or transformed", torch.compiler.is_compiling() or _transformed()),
+        ("a call that is traced or transformed", torch.compiler.is_compiling() or _in_transform()),
         ("tensors that are on no GPU", any(t.device.type not in DEVICES for t in given)),
         ("dropout", dropout_p != 0.0),
         ("other than four dimensions", any(t.dim() != 4 for t in given[:3])),
@@ -176,6 +176,6 @@ def _autocast(t: Tensor) -> bool:
     return torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != t.dtype
 
 
-def _transformed() -> bool:
+def _in_transform() -> bool:
     """Whether a transform of torch.func (vmap, grad) is active, whose wrappers are tensors without memory."""
     return torch._C._functorch.peek_interpreter_stack() is not None

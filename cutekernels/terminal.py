@@ -68,11 +68,11 @@ def show(table: Any, *, one_line: bool = False) -> None:
         return
     console = Console(highlight=False, width=ONE_LINE)
     with console.capture() as printed:
-        console.print(*(_unfolded(table) if isinstance(table, Table) else [table]), sep="\n")
+        console.print(*(_unfold(table) if isinstance(table, Table) else [table]), sep="\n")
     sys.stdout.write("".join(f"{line.rstrip(' ')}\n" for line in printed.get().removesuffix("\n").split("\n")))
 
 
-def _unfolded(table: Table) -> list[Any]:
+def _unfold(table: Table) -> list[Any]:
     """A table whose rows are one line each, between its title and caption, which it would fold to its width."""
     for column in table.columns:
         column.header, *column._cells = map(_line, (column.header, *column._cells))
@@ -93,7 +93,7 @@ def _write_plainly(table: Table) -> None:
     """Write a long table in columns as wide as their widest line: nothing is wrapped, coloured or boxed."""
     columns = [[_lines(value) for value in (c.header, *c._cells)] for c in table.columns]
     widths = [max(len(line) for lines in column for line in lines) for column in columns]
-    right = [column.justify == "right" or _flushed(column._cells) for column in table.columns]
+    right = [column.justify == "right" or _is_numeric(column._cells) for column in table.columns]
     for row in zip(*columns, strict=True):
         for line in zip_longest(*row, fillvalue=""):
             padded = (t.rjust(w) if flush else t.ljust(w) for t, w, flush in zip(line, widths, right, strict=True))
@@ -106,7 +106,7 @@ def _lines(value: Any) -> list[str]:
     return clean(value.plain).split("\n")
 
 
-def _flushed(cells: Sequence[Any]) -> bool:
+def _is_numeric(cells: Sequence[Any]) -> bool:
     return any(isinstance(value, Text) and value.justify == "right" for value in cells)
 
 
@@ -205,11 +205,11 @@ def plain(value: object) -> object:
 
 
 def _csv_value(value: object) -> object:
-    value = _joined(value)
+    value = _join(value)
     return clean(value) if isinstance(value, str) else plain(value)
 
 
-def _joined(value: object) -> object:
+def _join(value: object) -> object:
     """A list as one text; anything else as it is."""
     return (
         "; ".join(f"{v:.6g}" if isinstance(v, float) else str(v) for v in value) if isinstance(value, list) else value
@@ -218,7 +218,7 @@ def _joined(value: object) -> object:
 
 def cell(value: object) -> Text:
     """A table's cell. Text, not markup: a database from elsewhere may hold ``[red]``."""
-    value = _joined(value)
+    value = _join(value)
     if value is None:
         return Text("")
     if isinstance(value, float):

@@ -152,7 +152,7 @@ def _turning(raw: dict[str, Any], count: int) -> list[bool]:
     return [bool(one) for one in listed[:count]]
 
 
-def _routed(raw: dict[str, Any], width: str) -> Routed:
+def _router(raw: dict[str, Any], width: str) -> Routed:
     experts: int = raw.get("num_local_experts", raw.get("num_experts", 0))
     check_whole("config.json", "num_experts", experts, 1, 512)
     check_whole("config.json", "num_experts_per_tok", raw["num_experts_per_tok"], 1, min(experts, 32))
@@ -163,7 +163,7 @@ def _routed(raw: dict[str, Any], width: str) -> Routed:
 def _mixtral(raw: dict[str, Any]) -> Routed:
     if raw.get("router_jitter_noise"):
         raise UnsupportedProblem("experts have no noise in their router; set router_jitter_noise of config.json to 0")
-    return _silu(raw, _routed(raw, "intermediate_size"))
+    return _silu(raw, _router(raw, "intermediate_size"))
 
 
 def _qwen3_moe(raw: dict[str, Any]) -> Routed:
@@ -172,7 +172,7 @@ def _qwen3_moe(raw: dict[str, Any]) -> Routed:
             "load takes experts in every layer; config.json has decoder_sparse_step or mlp_only_layers: load it with "
             "transformers, and pass the model to Decoder.from_transformers"
         )
-    return _silu(raw, _routed(raw, "moe_intermediate_size"))
+    return _silu(raw, _router(raw, "moe_intermediate_size"))
 
 
 def _silu(raw: dict[str, Any], routed: Routed) -> Routed:
@@ -184,7 +184,7 @@ def _silu(raw: dict[str, Any], routed: Routed) -> Routed:
 def _gpt_oss(raw: dict[str, Any]) -> Routed:
     check_number("config.json", "swiglu_limit", raw["swiglu_limit"], 0.0)
     return replace(
-        _silu(raw, _routed(raw, "intermediate_size")), renormalize=True, activation="swiglu_oai",
+        _silu(raw, _router(raw, "intermediate_size")), renormalize=True, activation="swiglu_oai",
         limit=float(raw["swiglu_limit"]),
     )  # fmt: skip
 

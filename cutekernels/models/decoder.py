@@ -320,7 +320,7 @@ class Decoder:
                 for i, prompt in enumerate(arguments.listed_prompts(prompts)):
                     own = replace(chosen, seed=chosen.seed + i)
                     numbers.append(self.add(prompt, max_new_tokens=max_new_tokens, sampling=own, stop=stop))
-                for _ in self._shown(numbers, max_new_tokens) if progress else self._until_done(numbers):
+                for _ in self._show(numbers, max_new_tokens) if progress else self._until_done(numbers):
                     self.step()
             except BaseException:
                 for number in numbers:
@@ -335,7 +335,7 @@ class Decoder:
         while not self._requests.all_done(numbers):
             yield
 
-    def _shown(self, numbers: list[int], most: int) -> Iterator[None]:
+    def _show(self, numbers: list[int], most: int) -> Iterator[None]:
         """A step at a time, under a progress bar."""
         from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 

@@ -86,7 +86,7 @@ def _build(
     with torch.inference_mode(False), torch.no_grad():
         model = LoadedModel(config, folder.generation, dtype)
         check_model(model)
-        return _filled(model, folder, place, dtype, progress, outline)
+        return _fill(model, folder, place, dtype, progress, outline)
 
 
 def _own_dtype(folder: Folder) -> torch.dtype:
@@ -98,13 +98,13 @@ def _own_dtype(folder: Folder) -> torch.dtype:
     return table.dtype if table is not None and table.dtype in PLAIN else torch.bfloat16
 
 
-def _filled(
+def _fill(
     model: LoadedModel, folder: Folder, device: torch.device, dtype: torch.dtype, progress: bool, outline: bool
 ) -> LoadedModel:
     """``model`` with the weights of ``folder``, all of whose names and shapes are checked before the first is read."""
     scheme = read_config(folder.config["quantization_config"]) if folder.config.get("quantization_config") else None
     stored = _by_module(folder, model)
-    tied = _tied(model, folder, stored)
+    tied = _tied_head(model, folder, stored)
     modules = [_module(model, path, part, stored, scheme) for path, part in model.parts.items() if path != tied]
     for module in modules:
         module.check(folder)
@@ -159,7 +159,7 @@ def _by_module(folder: Folder, model: LoadedModel) -> dict[str, dict[str, str]]:
     stored: dict[str, dict[str, str]] = {}
     parts: dict[str, list[str]] = {}
     for path, part in model.parts.items():
-        for one in _stored(path, part):
+        for one in _stored_names(path, part):
             stored[one] = {}
             parts.setdefault(one, []).append(part.tensor)
     for name in folder.entries:
@@ -185,7 +185,7 @@ def _holds(parts: dict[str, list[str]], module: str, suffix: str) -> bool:
     return any(not own or suffix == own or (own.endswith("_") and suffix.startswith(own)) for own in parts[module])
 
 
-def _stored(path: str, part: Part) -> list[str]:
+def _stored_names(path: str, part: Part) -> list[str]:
     """Names in the checkpoint of what is at ``path``."""
     front = path.removesuffix(part.path)
     return [f"{front}{name}" for name in part.stored]
@@ -195,7 +195,7 @@ def _module(
     model: LoadedModel, path: str, part: Part, stored: dict[str, dict[str, str]], scheme: Scheme | None
 ) -> Stored:
     """The stored tensors of the module at ``path``."""
-    sizes, names = model.config.sizes(), _stored(path, part)
+    sizes, names = model.config.sizes(), _stored_names(path, part)
     columns = () if part.columns is None else (sizes[part.columns],)
     rows = [sizes[one] for one in part.rows]
     held = [stored[n] for n in names]
@@ -212,7 +212,7 @@ def _module(
     return Stored(path, names, held, rows, columns, model.config.has_bias(part), scheme, experts, width)
 
 
-def _tied(model: LoadedModel, folder: Folder, stored: dict[str, dict[str, str]]) -> str | None:
+def _tied_head(model: LoadedModel, folder: Folder, stored: dict[str, dict[str, str]]) -> str | None:
     """The head's path, where its weight is the embedding's.
 
     As in transformers, what is stored apart and differs is not tied. A config that does not say and a checkpoint

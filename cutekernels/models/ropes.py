@@ -31,11 +31,11 @@ def read_ropes(raw: dict[str, Any], local: float | None) -> dict[str, Any]:
     """
     scaling, parameters = _object(raw, "rope_scaling"), _object(raw, "rope_parameters")
     if local is None:
-        return _completed(scaling or parameters, raw, raw["rope_theta"])
+        return _complete(scaling or parameters, raw, raw["rope_theta"])
     full, window = (_object(parameters, kind) for kind in _TYPES)
     found = {
-        "full_attention": _completed(full | scaling, raw, raw["rope_theta"]),
-        "sliding_attention": _completed(window, raw, raw.get("rope_local_base_freq", local)),
+        "full_attention": _complete(full | scaling, raw, raw["rope_theta"]),
+        "sliding_attention": _complete(window, raw, raw.get("rope_local_base_freq", local)),
     }
     for one in found.values():
         one.pop("truncate", None)  # transformers looks for it beside the types of layers alone
@@ -50,7 +50,7 @@ def _object(holder: dict[str, Any], name: str) -> dict[str, Any]:
     return dict(found or {})
 
 
-def _completed(given: dict[str, Any], raw: dict[str, Any], theta: object) -> dict[str, Any]:
+def _complete(given: dict[str, Any], raw: dict[str, Any], theta: object) -> dict[str, Any]:
     """Parameters with all that their kind needs."""
     if {*_TYPES} & given.keys():
         raise UnsupportedProblem(

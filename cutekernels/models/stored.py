@@ -34,16 +34,16 @@ class Reading:
     def into(self, out: Tensor, name: str) -> None:
         """Copy a tensor, and convert it on the way."""
         out.copy_(self.folder.read(name))
-        self._done(name)
+        self._count_bytes(name)
 
     def as_stored(self, name: str) -> Tensor:
         """A tensor on the device, of its own type."""
         found = self.folder.read(name)
         found = found.clone() if self.device.type == "cpu" else found.to(self.device)
-        self._done(name)
+        self._count_bytes(name)
         return found
 
-    def _done(self, name: str) -> None:
+    def _count_bytes(self, name: str) -> None:
         self.folder.forget(name)
         self.advance(self.folder.entries[name].bytes)
 

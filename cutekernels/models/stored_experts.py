@@ -68,16 +68,14 @@ class StoredExperts(Stored):
         if self.tiled == (rows // self.halves, columns):
             weight = experts_from_mxfp4(blocks, scales, interleaved=self.halves == 2, dtype=reading.dtype).weight
         else:
-            weight, bias = self._padded(blocks, scales, bias, reading.dtype)
+            weight, bias = self._pad(blocks, scales, bias, reading.dtype)
         reason = why_not(weight) if reading.device.type == "cuda" else None
         if reason is not None:
             raise UnsupportedProblem(f"{self.names[0]}: {reason}")
         module.put("weight", weight)
         module.put("bias", bias.flatten())
 
-    def _padded(
-        self, blocks: Tensor, scales: Tensor, bias: Tensor, dtype: torch.dtype
-    ) -> tuple[QuantizedWeight, Tensor]:
+    def _pad(self, blocks: Tensor, scales: Tensor, bias: Tensor, dtype: torch.dtype) -> tuple[QuantizedWeight, Tensor]:
         """The weight and the bias of a width that fills no tile, which zeros fill."""
         parts = [
             padded(from_mxfp4(own[i :: self.halves], powers[i :: self.halves], dtype=dtype), *self.tiled)

@@ -314,7 +314,7 @@ def _attention(
     if not family.turns(attention):
         cos = sin = None
     return Attention(
-        qkv=_joined(attention, dtype, "qkv_proj", "q_proj", "k_proj", "v_proj"),
+        qkv=_join(attention, dtype, "qkv_proj", "q_proj", "k_proj", "v_proj"),
         q_norm=_norm(attention.q_norm, family) if hasattr(attention, "q_norm") else None,
         k_norm=_norm(attention.k_norm, family) if hasattr(attention, "k_norm") else None,
         whole_norms=family.whole_norms,
@@ -349,10 +349,10 @@ def _mlp(path: str, mlp: Any, dtype: torch.dtype) -> Mlp | PlainMlp | MoE | Shar
             raise UnsupportedProblem(f"Decoder runs experts as nn.MoE does. {error}, and {REMEDY}") from error
         if not shared:
             return routed
-        return SharedMoE(routed, _gated(mlp.shared_expert, dtype), _projection(mlp.shared_expert_gate, dtype))
+        return SharedMoE(routed, _gated_mlp(mlp.shared_expert, dtype), _projection(mlp.shared_expert_gate, dtype))
     if hasattr(mlp, "c_fc"):
         return PlainMlp(_projection(mlp.c_fc, dtype), _gate(mlp), _projection(mlp.c_proj, dtype))
-    return _gated(mlp, dtype)
+    return _gated_mlp(mlp, dtype)
 
 
 def _experts(mlp: Any, routed: Routed, dtype: torch.dtype) -> Experts:
@@ -377,8 +377,8 @@ def _experts(mlp: Any, routed: Routed, dtype: torch.dtype) -> Experts:
     return Experts(_projection(mlp.gate, dtype), routed.top_k, routed.renormalize, gate_up, down, options)
 
 
-def _gated(mlp: Any, dtype: torch.dtype) -> Mlp:
-    gate_up = _joined(mlp, dtype, "gate_up_proj", "gate_proj", "up_proj")
+def _gated_mlp(mlp: Any, dtype: torch.dtype) -> Mlp:
+    gate_up = _join(mlp, dtype, "gate_up_proj", "gate_proj", "up_proj")
     return Mlp(gate_up, _gate(mlp), _projection(mlp.down_proj, dtype))
 
 
@@ -409,7 +409,7 @@ def _projection(linear: Any, dtype: torch.dtype) -> Projection:
     return Projection(weight, None if linear.bias is None else linear.bias.detach())
 
 
-def _joined(module: Any, dtype: torch.dtype, whole: str, *names: str) -> Projection | Projections:
+def _join(module: Any, dtype: torch.dtype, whole: str, *names: str) -> Projection | Projections:
     """The projections of one input: those of ``names`` side by side, or ``whole`` where they are joined already."""
     found = getattr(module, whole, None)
     if isinstance(found, Apart):

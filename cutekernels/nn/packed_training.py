@@ -142,7 +142,7 @@ def _return_into(d: Tensor, packed: Tensor, weights: Sequence[Tensor], out: Tens
     launch_into(d, _whole(packed, weights), None, None, out)
 
 
-def _returned(d: Tensor, packed: Tensor, weights: Sequence[Tensor]) -> Tensor:
+def _product_dx(d: Tensor, packed: Tensor, weights: Sequence[Tensor]) -> Tensor:
     return gemm(d, _whole(packed, weights))
 
 
@@ -166,7 +166,9 @@ _product: Any = _product_of(
     "projections(Tensor x, Tensor packed, Tensor? bias, Tensor[] weights, Tensor[] biases",
     _multiply_into, _multiplied, 0,
 )  # fmt: skip
-_product_back: Any = _product_of("projections_dx(Tensor d, Tensor packed, Tensor[] weights", _return_into, _returned, 1)
+_product_back: Any = _product_of(
+    "projections_dx(Tensor d, Tensor packed, Tensor[] weights", _return_into, _product_dx, 1
+)
 
 
 def _back(ctx: Any, d: Tensor, weights: Sequence[Tensor]) -> Tensor:

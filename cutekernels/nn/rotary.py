@@ -80,8 +80,8 @@ class RotaryEmbedding(nn.Module):
                 f"rope_scaling has {', '.join(_KEYS)}; {', '.join(unknown)} is none of them: build tables of your own "
                 "and call rope"
             )
-        rope_theta = self._given("rope_theta", rope_theta, 10000.0)
-        partial_rotary_factor = self._given("partial_rotary_factor", partial_rotary_factor, 1.0)
+        rope_theta = self._argument("rope_theta", rope_theta, 10000.0)
+        partial_rotary_factor = self._argument("partial_rotary_factor", partial_rotary_factor, 1.0)
         check_number("RotaryEmbedding", "partial_rotary_factor", partial_rotary_factor, 0.0)
         self.head_dim, self.rotary = head_dim, int(head_dim * partial_rotary_factor)
         if self.rotary % 2 or not 0 < self.rotary <= head_dim:
@@ -175,7 +175,7 @@ class RotaryEmbedding(nn.Module):
         kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
         return (1 - kept) * frequencies / factor + kept * frequencies
 
-    def _given(self, name: str, argument: float | None, default: float) -> float:
+    def _argument(self, name: str, argument: float | None, default: float) -> float:
         """An argument that the dictionary may hold in its place."""
         found = self.rope_scaling.get(name)
         for value in (argument, found):

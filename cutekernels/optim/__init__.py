@@ -211,7 +211,7 @@ class FusedAdamW(torch.optim.Optimizer):
                 for name, shape in (*dict.fromkeys((*MOMENTS, "master"), param.shape).items(), ("step", ())):
                     t = found.get(name)
                     number = name == "step" and not isinstance(t, Tensor)
-                    if name in found and not (isinstance(t, Real) if number else _shaped(t, shape)):
+                    if name in found and not (isinstance(t, Real) if number else _has_shape(t, shape)):
                         raise UnsupportedProblem(
                             f"{name} of parameter {key} is of shape {tuple(shape)}; the state has {said(t)}: load the "
                             "state of this model's optimizer"
@@ -340,7 +340,7 @@ class _Alone:
             self.versions[self.param] = o.written._version
 
 
-def _shaped(t: object, shape: tuple[int, ...]) -> bool:
+def _has_shape(t: object, shape: tuple[int, ...]) -> bool:
     """Whether it is a tensor of this shape; of one number in any shape where that is ()."""
     return isinstance(t, Tensor) and (t.shape == shape or (not shape and t.numel() == 1))
 

@@ -112,7 +112,7 @@ def _int4(weight: Tensor, group: int, symmetric: bool) -> tuple[Tensor, Tensor, 
     padded = torch.nn.functional.pad(weight.float(), (0, -k % size)).reshape(n, groups_of(size, k), size)
     low = padded.amin(-1).clamp(max=0)
     high = padded.amax(-1).clamp(min=0)
-    scales = _stored(_nonzero(torch.maximum(-low, high) / 7.5 if symmetric else (high - low) / 15))
+    scales = _to_fp16(_nonzero(torch.maximum(-low, high) / 7.5 if symmetric else (high - low) / 15))
     exact = scales.float()
     zeros = torch.full_like(exact, 8) if symmetric else (-low / exact).round().clamp(0, 15)
     codes = ((padded / exact[..., None]).round() + zeros[..., None]).clamp(0, 15).to(torch.uint8)
@@ -134,7 +134,7 @@ def _mxfp4(weight: Tensor) -> tuple[Tensor, Tensor]:
     return codes.flatten(1)[:, :k].to(torch.uint8), (exponent + 127).to(torch.uint8).t()
 
 
-def _stored(scales: Tensor) -> Tensor:
+def _to_fp16(scales: Tensor) -> Tensor:
     """In fp16 where all are among its normal numbers."""
     fits = bool((scales >= _FP16.smallest_normal).all()) and bool((scales <= _FP16.max).all())
     return scales.half() if fits else scales

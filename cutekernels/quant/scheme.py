@@ -151,7 +151,7 @@ def _either(config: Mapping[str, Any], names: tuple[str, ...], otherwise: Any) -
     return next((config[name] for name in names if name in config), otherwise)
 
 
-def _changed(base: Scheme, config: Mapping[str, Any], change: Mapping[str, Any], name: str) -> Scheme | None:
+def _change(base: Scheme, config: Mapping[str, Any], change: Mapping[str, Any], name: str) -> Scheme | None:
     """``base`` as ``change`` has it for modules called ``name``; None where those are not quantized."""
     bits = change.get("bits", 4)
     if bits >= 16:
@@ -212,9 +212,9 @@ def _gptq(config: Mapping[str, Any]) -> Scheme:
     rules: list[tuple[str, Scheme | None]] = []
     for pattern, change in (config.get("dynamic") or {}).items():  # gptqmodel's: the first that fits counts
         left_out = pattern.startswith("-:")
-        scheme = None if left_out else _changed(base, config, change or {}, pattern)
+        scheme = None if left_out else _change(base, config, change or {}, pattern)
         rules.append((_PATTERN + (pattern[2:] if left_out else pattern.removeprefix("+:")), scheme))
-    inside = [name for part in config.get("modules_in_block_to_quantize") or () for name in _listed(part)]
+    inside = [name for part in config.get("modules_in_block_to_quantize") or () for name in _as_list(part)]
     targets = tuple((rf"{_PATTERN}.*\.{re.escape(name)}$", 0) for name in inside) or _ANY
     return _with(base, rules, (*(() if config.get("lm_head") else _all_but(_HEAD)[:-1]), *targets))
 
@@ -232,18 +232,18 @@ def _auto_round(config: Mapping[str, Any]) -> Scheme:
     else:
         base = _awq({"bits": 4, "group_size": size, "zero_point": not symmetric})
     extra = config.get("extra_config") or {}
-    named = [(name, _changed(base, config, change, name)) for name, change in extra.items()]
+    named = [(name, _change(base, config, change, name)) for name, change in extra.items()]
     exact = [(name, scheme) for name, scheme in named if not set(name) & _SPECIAL]
     patterns = [(f"{_PATTERN}.*(?:{name})", scheme) for name, scheme in named if set(name) & _SPECIAL]
     blocks = _either(config, ("block_name_to_quantize", "to_quant_block_names"), None)
     blocks = blocks.split(",") if isinstance(blocks, str) else blocks
     started = tuple(
-        (_PATTERN + re.escape(name.strip()), 0) for part in blocks or () for name in _listed(part) if name.strip()
+        (_PATTERN + re.escape(name.strip()), 0) for part in blocks or () for name in _as_list(part) if name.strip()
     )
     return _with(base, (*exact, *patterns), started or base.rules)
 
 
-def _listed(part: Any) -> list[str]:
+def _as_list(part: Any) -> list[str]:
     return [part] if isinstance(part, str) else list(part)
 
 

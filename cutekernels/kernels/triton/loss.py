@@ -58,7 +58,7 @@ def _exp(x):
 
 
 @triton.jit
-def _squashed(x, cap):
+def _squash(x, cap):
     """``tanh(x / cap)``. Absolute error of some 1e-7: of ``cap`` times that, a part of an ulp of the largest logits."""
     return 1.0 - 2.0 / (_exp(2.0 * x / cap) + 1.0)
 
@@ -69,7 +69,7 @@ def _logits(row, c, cap, CAPPED: tl.constexpr):
     there = c < row.cols
     u = tl.load(row.logits + c.to(tl.int64) * row.col, mask=there, other=0.0).to(tl.float32)
     if CAPPED:
-        u = _squashed(u, cap)
+        u = _squash(u, cap)
     return tl.where(there, u, float("-inf"))
 
 
@@ -158,7 +158,7 @@ def logit_statistics(at: Pointers, cols, by: Strides, of: Numbers, how: How, DEP
         own = target - of.first
         if (own >= 0) & (own < cols):
             its = tl.load(line.logits + own * by.logits.col).to(tl.float32)
-            found = tl.where(k == 2, _squashed(its, of.cap) if how.CAPPED else its, found)
+            found = tl.where(k == 2, _squash(its, of.cap) if how.CAPPED else its, found)
     tl.store(out + k, found)
 
 
@@ -188,7 +188,7 @@ def logit_gradient(at: Gradients, cols, by: Strides, of: GradientNumbers, how: H
     read = c < tl.where(active, cols, 0)
     x = tl.load(at.logits_ptr + row * by.logits.row + wide * by.logits.col, mask=read, other=0.0).to(tl.float32)
     if how.CAPPED:
-        squashed = _squashed(x, of.cap)
+        squashed = _squash(x, of.cap)
         below = (squashed - maximum) * (of.scale * of.cap)
     else:
         below = (x - maximum) * of.scale

@@ -161,7 +161,7 @@ def adamw_step(at: Pointers, elements, of: Hyper, how: How, DEPENDENT: tl.conste
 
 
 @triton.jit
-def _typed(address, TYPE: tl.constexpr, VEC: tl.constexpr):
+def _typed_pointer(address, TYPE: tl.constexpr, VEC: tl.constexpr):
     """A pointer to elements of TYPE at ``address``, aligned to VEC of them."""
     if TYPE == "bf16":
         return tl.multiple_of(address.to(tl.pointer_type(tl.bfloat16)), 2 * VEC)
@@ -196,13 +196,13 @@ def adamw_table(table: Table, lr_ptr, norm, max_norm, of: Hyper, how: How, DEPEN
     pdl_wait(DEPENDENT)
     # This program's chunk; VEC says how its addresses are aligned.
     row, gradient, begin, left = _place(tl.program_id(0).to(tl.int64), table, how.BLOCK)
-    param = _typed(tl.load(row), how.PARAM, how.VEC) + begin
-    grad = _typed(gradient, how.GRAD, how.VEC) + begin
-    avg = _typed(tl.load(row + 1), how.MOMENTS, how.VEC) + begin
-    sq = _typed(tl.load(row + 2), how.MOMENTS, how.VEC) + begin
+    param = _typed_pointer(tl.load(row), how.PARAM, how.VEC) + begin
+    grad = _typed_pointer(gradient, how.GRAD, how.VEC) + begin
+    avg = _typed_pointer(tl.load(row + 1), how.MOMENTS, how.VEC) + begin
+    sq = _typed_pointer(tl.load(row + 2), how.MOMENTS, how.VEC) + begin
     master = param
     if how.MASTER:
-        master = _typed(tl.load(row + 3), "fp32", how.VEC) + begin
+        master = _typed_pointer(tl.load(row + 3), "fp32", how.VEC) + begin
     lr = of.lr
     if how.LR_ON_DEVICE:
         lr = tl.load(lr_ptr).to(tl.float32)
@@ -242,7 +242,7 @@ def adamw_squares(
     # Unrolled, so that loads of four chunks are in flight at a time.
     for chunk in tl.range(program * run, tl.minimum(program * run + run, chunks), loop_unroll_factor=4):
         _row, address, begin, left = _place(chunk, table, BLOCK)
-        grad = _typed(address, GRAD, VEC) + begin
+        grad = _typed_pointer(address, GRAD, VEC) + begin
         # Whole units of VEC elements, then those beyond the last one.
         g = tl.load(grad + i, mask=i // VEC < left // VEC, other=0.0).to(tl.float32)
         sums += g * g

@@ -145,7 +145,7 @@ def _advance(low, sums, wanted, phase, BITS: tl.constexpr, KEY_BITS: tl.constexp
 
 
 @triton.jit
-def _found(table, wanted, done, LOW: tl.constexpr, BITS: tl.constexpr, KEY_BITS: tl.constexpr):
+def _state(table, wanted, done, LOW: tl.constexpr, BITS: tl.constexpr, KEY_BITS: tl.constexpr):
     """The state of a search after ``done`` phases, from their sums; the sums of the running phase still grow."""
     FAN: tl.constexpr = 1 << BITS
     phase = tl.arange(0, KEY_BITS // BITS)
@@ -227,7 +227,7 @@ def sample_filter(
             if how.BY_K:
                 done = tl.where(run.stage == 1, run.phase, PHASES)
                 goal = tl.where(searched_k, top_k.to(tl.int64), _ALL)
-                floor = _found(counted, goal, done, LOW, how.BITS, how.KEY_BITS)
+                floor = _state(counted, goal, done, LOW, how.BITS, how.KEY_BITS)
             if run.stage == 1:
                 # Counts of this phase's candidates, added to those of the row's other programs.
                 if searched_k:
@@ -240,7 +240,7 @@ def sample_filter(
                 if how.BY_P:
                     wanted = tl.where(searched_p, _share(top_p, tl.load(weighed)), _ALL)
                     done = tl.where(run.stage == 2, run.phase, PHASES)
-                    low = _found(weighed, wanted, done, LOW, how.BITS, how.KEY_BITS)
+                    low = _state(weighed, wanted, done, LOW, how.BITS, how.KEY_BITS)
                 if run.stage == 2:
                     if searched_p:
                         candidates = _candidates(low, run.phase, how.BITS, how.KEY_BITS)

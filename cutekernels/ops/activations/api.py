@@ -53,7 +53,7 @@ def silu_mul(
             width, an ``out`` that overlaps an input or itself, ``out`` together with gradients.
         InvalidConfig: ``config`` breaks a rule of the op.
     """
-    return _gated(SILU_MUL, gate, up, (), out, config)
+    return _gate(SILU_MUL, gate, up, (), out, config)
 
 
 def gelu_mul(
@@ -80,7 +80,7 @@ def gelu_mul(
         UnsupportedProblem: as :func:`silu_mul` raises it; another ``approximate``.
         InvalidConfig: ``config`` breaks a rule of the op.
     """
-    return _gated(GELU_MUL, gate, up, (approximate,), out, config)
+    return _gate(GELU_MUL, gate, up, (approximate,), out, config)
 
 
 def bias_gelu(
@@ -115,7 +115,7 @@ def bias_gelu(
     return call(BIAS_GELU, (x, bias), (approximate,), config=config, out=results)[0]
 
 
-def _gated(
+def _gate(
     op: Gated[Any],
     gate: Tensor,
     up: Tensor | None,
@@ -137,7 +137,7 @@ def _gated(
         refuse_gradient(gate)
         gate, up = _halves(op.name, gate)
     elif isinstance(gate, Tensor) and isinstance(up, Tensor) and not gate.dim():  # one element is a row of one
-        row = _gated(op, gate[None], up[None], options, None if out is None else out[None], config)
+        row = _gate(op, gate[None], up[None], options, None if out is None else out[None], config)
         return row[0] if out is None else out
     return call(op, (gate, up), options, config=config, out=None if out is None else (out,))[0]
 
@@ -183,7 +183,7 @@ PACKED: dict[str, tuple[Path, CallCache]] = {}
 PACKED_BACKWARD: dict[str, Path] = {}
 
 
-def _replayed(
+def _replay(
     calls: CallCache,
     op: Gated[Any],
     halved: tuple[bool, ...],
@@ -250,13 +250,13 @@ def _register_packed(op: Gated[Any], backward: Gated[Any]) -> None:
 
     words = "".join(f", str {option}" for option in op.options)
     schema = f"{op.name}_packed_backward(Tensor dout, Tensor packed{words}, str? config=None) -> Tensor"
-    on_gpu = _replayed(
+    on_gpu = _replay(
         CallCache(), backward, (True, False, True), gradient, lambda dout, packed: packed.new_empty(packed.shape)
     )
     PACKED_BACKWARD[op.name] = Path(schema, (on_gpu, gradient), define(f"_{schema}", on_gpu, gradient, gradient))
     schema = f"{op.name}_packed(Tensor packed{words}, str? config=None) -> Tensor"
     calls = CallCache()
-    on_gpu = _replayed(
+    on_gpu = _replay(
         calls, op, (False, True), forward, lambda packed: packed.new_empty(_halves(op.name, packed)[0].shape)
     )
     own, gradient_of = define(f"_{schema}", on_gpu, forward, forward), _gradient(PACKED_BACKWARD[op.name])

@@ -167,7 +167,7 @@ def attention(
         raise
 
 
-def _posed(
+def _pose(
     out: Tensor, inputs: Any, causal: bool, left: int, right: int, softcap: float, return_lse: bool
 ) -> tuple[Any, Any, list[Tensor | None]]:
     """The op, the problem that checked GPU tensors pose, and what a launch takes for out and inputs."""
@@ -201,7 +201,7 @@ def _gradient(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, 
     return *grads, None, None, None, None if sinks is None else dsinks, *(None,) * 7
 
 
-def _computed(*args: Any) -> tuple[Tensor, Tensor]:
+def _compute(*args: Any) -> tuple[Tensor, Tensor]:
     """The reference, of ends whose values are right."""
     q, k, v, mask, cu_q, cu_kv, sinks, causal, left, right, scale, softcap = args
     if cu_q is not None:
@@ -212,7 +212,7 @@ def _computed(*args: Any) -> tuple[Tensor, Tensor]:
     return reference.attention(q, k, v, mask, cu_q, cu_kv, sinks, scale, softcap, **sides)
 
 
-_cuda, _cpu, _fake = implementations(_CALLS, 3, check, _posed, _computed)
+_cuda, _cpu, _fake = implementations(_CALLS, 3, check, _pose, _compute)
 ATTENTION_PATH = define_with_out(
     "attention",
     "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? cu_seqlens_q, Tensor? cu_seqlens_kv, Tensor? sinks",

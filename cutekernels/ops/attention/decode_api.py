@@ -327,26 +327,26 @@ def _cache(name: str, t: Tensor) -> Tensor:
             f"{name} must have D contiguous and rows 16-byte aligned; its strides are {t.stride()} and it begins "
             f"{t.data_ptr() % 16} bytes behind a multiple of 16: a cache is not copied, allocate it so"
         )
-    return _fitted(t)
+    return _fit(t)
 
 
-def _fitted(t: Tensor) -> Tensor:
+def _fit(t: Tensor) -> Tensor:
     """A readable ``t`` with strides that kernels take: 0 where there is one of something."""
     return t.as_strided(t.shape, (*[0 if n == 1 else s for n, s in zip(t.shape[:-1], t.stride()[:-1], strict=True)], 1))
 
 
-def _posed(
+def _pose(
     out: Tensor, inputs: Any, left: int, softcap: float, return_lse: bool
 ) -> tuple[Any, Any, list[Tensor | None]]:
     """The op, the problem that checked GPU tensors pose, and what a launch takes for out and inputs."""
     q, k, v, lengths, table, sinks, *scales = inputs
     problem = pose(q, k, table, left, softcap, return_lse, sinks, scales[0])
-    target = _fitted(out if readable(out) else empty_copy(out))
+    target = _fit(out if readable(out) else empty_copy(out))
     indices = lengths.contiguous(), None if table is None else table.contiguous()
     caches = _cache("k_cache", k), _cache("v_cache", v)
     laid: Any = dense
     if problem.cache == "fp8_tokens":
-        laid = _fitted
+        laid = _fit
         for name, t in zip(("k_scale", "v_scale"), scales, strict=True):
             token_scales.check_aligned(name, t)
     return _op_of(q), problem, [target, canonical(q), *caches, *indices, dense(sinks), *map(laid, scales)]
@@ -355,7 +355,7 @@ def _posed(
 # ---- torch.library --------------------------------------------------------------------------------------
 
 
-def _computed(*args: Any) -> tuple[Tensor, Tensor]:
+def _compute(*args: Any) -> tuple[Tensor, Tensor]:
     """The reference, of pages that are there."""
     q, k, v, lengths, table, sinks, k_scale, v_scale, left, scale, softcap = args
     if table is not None:
@@ -365,7 +365,7 @@ def _computed(*args: Any) -> tuple[Tensor, Tensor]:
     return reference.decode(q, k, v, seen, table, sinks, scale, softcap, k_scale, v_scale, left=window)
 
 
-_cuda, _cpu, _fake = implementations(_CALLS, 1, check, _posed, _computed)
+_cuda, _cpu, _fake = implementations(_CALLS, 1, check, _pose, _compute)
 DECODE_PATH = define_with_out(
     "decode_attention",
     "Tensor q, Tensor k_cache, Tensor v_cache, Tensor cache_seqlens, Tensor? page_table, Tensor? sinks, "

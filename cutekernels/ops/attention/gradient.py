@@ -73,11 +73,11 @@ def _launch(
     _, _, q, k, v, *_, sinks = inputs
     assert q is not None and k is not None and v is not None
     fresh = _fresh(q, k, v, sinks)
-    call = Call.of(_planned(inputs, causal, left, right, softcap, config), inputs, fresh)
+    call = Call.of(_plan(inputs, causal, left, right, softcap, config), inputs, fresh)
     return _CALLS.add(call, given)
 
 
-def _planned(
+def _plan(
     inputs: Inputs, causal: bool, left: int, right: int, softcap: float, config: str | None
 ) -> Callable[..., None]:
     """``launch(dq, dk, dv, dsinks, *inputs, scale, softcap)`` for operands that lie as ``inputs`` do."""

@@ -363,7 +363,7 @@ def _rows(x: Tensor) -> Tensor:
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])  # -1 is ambiguous without elements
 
 
-def _shaped(y: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+def _shape(y: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     """``y`` in the shape of the result. A view made within a Function could not be modified in place; this can."""
     return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], weight.shape[0]))  # type: ignore[no-any-return]
 
@@ -380,7 +380,7 @@ def _linear_launch(x: Tensor, weight: Tensor, bias: Tensor | None, activation: s
         return made[0]
     options, scalars, operands = (activation, "fp32"), (1.0, 0.0), (_rows(x), weight.t(), None, bias)
     y = _first(None, operands, scalars, options, None)
-    result = y if x.dim() == 2 else _shaped(y, x, weight)
+    result = y if x.dim() == 2 else _shape(y, x, weight)
     product = products.find((None, operands[:2] if bias is None else operands, options, scalars, None))
     if product is not None and operands[0].data_ptr() == x.data_ptr():
         calls.keep(_of_linear(product, given[1], result, y.shape), given)
@@ -434,14 +434,12 @@ def launch_into(
         _first((out,), (a, b, c, bias), scalars, options, config)
 
 
-def _flattened(
-    product: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None, activation: str
-) -> Tensor:
+def _flatten(product: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
     """``product`` of the rows of ``x``."""
     if x.dim() == 2:
         return product(x, weight.t(), None, bias, 1.0, 0.0, activation, "fp32", None)
     made = product(_rows(x), weight.t(), None, bias, 1.0, 0.0, activation, "fp32", None)
-    return _shaped(made, x, weight)
+    return _shape(made, x, weight)
 
 
 def _cpu(results, inputs, alpha=1.0, beta=0.0, activation="none", accumulate="fp32", config=None):  # type: ignore[no-untyped-def]
@@ -557,8 +555,8 @@ GEMM_PATH = define_with_out(
 )
 LINEAR_PATH = Path(
     "linear(Tensor x, Tensor weight, Tensor? bias, str activation='none') -> Tensor",
-    (_linear_launch, partial(_flattened, with_results(_cpu, 4, 0))),
-    partial(_flattened, torch.ops.cutekernels._gemm.default),
+    (_linear_launch, partial(_flatten, with_results(_cpu, 4, 0))),
+    partial(_flatten, torch.ops.cutekernels._gemm.default),
     gradient=_linear_gradient,
     remember=_remember_linear,
     autocast="lower",

@@ -102,7 +102,7 @@ class Gemm(Op[GemmProblem, GemmConfig]):
         body = schedule.body(p, c, gpu)
         dtype = backend.dtype_of(p.dtype)
         if p.addressed and not schedule.shares_tiles(c):
-            return self._addressed(p, body, dtype, gpu)
+            return self._build_addressed(p, body, dtype, gpu)
         cute = cutlass.cute
         extents = {name: cute.sym_int(divisibility=p.divisibility(name)) for name in "mnk"}
         batch = cute.sym_int()
@@ -132,7 +132,7 @@ class Gemm(Op[GemmProblem, GemmConfig]):
             gpu=gpu,
         )
 
-    def _addressed(self, p: GemmProblem, body: Any, dtype: Any, gpu: GpuSpec) -> Artifact:
+    def _build_addressed(self, p: GemmProblem, body: Any, dtype: Any, gpu: GpuSpec) -> Artifact:
         from cutlass import Float32, Int32
         from cutlass.cute import AddressSpace
         from cutlass.cute.runtime import make_ptr

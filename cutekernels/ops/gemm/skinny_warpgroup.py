@@ -257,11 +257,11 @@ class Filled(NamedTuple):
 def filled(p: GemmProblem, c: GemmConfig, gpu: GpuSpec) -> Filled:
     """By a tile's columns."""
     shared = -(-p.m // (GROUP_TOKENS * groups(c))) * c.split_k  # CTAs to those columns
-    return _filled(p.n, shared, resident(c, gpu)).get(c.tile_n, Filled(c.tile_n, 1.0, c.tile_n, 1.0))
+    return _fill(p.n, shared, resident(c, gpu)).get(c.tile_n, Filled(c.tile_n, 1.0, c.tile_n, 1.0))
 
 
 @lru_cache(maxsize=1024)
-def _filled(columns: int, ctas: int, room: float) -> dict[int, Filled]:
+def _fill(columns: int, ctas: int, room: float) -> dict[int, Filled]:
     """For ``ctas`` to a tile's columns; an idle column of a tile counts as an idle share of its CTA."""
     counts = {tile: -(-(-(-columns // tile) * ctas) // room) for tile in TILES}
     busy = {tile: columns * ctas / max(1, n * room * tile) for tile, n in counts.items()}

@@ -237,7 +237,7 @@ class KvAppend(RotaryOp[KvAppendProblem, KvAppendConfig]):
 
         q, k, v, state, _, counts, cos, sin, *_ = args
         number = torch.full_like(state[LENGTHS], k.shape[1]) if counts is None else counts
-        return _turned(q, k, v, state[LENGTHS].long(), number, cos, sin, **options)
+        return _turn(q, k, v, state[LENGTHS].long(), number, cos, sin, **options)
 
     def update(self, results: Sequence[Tensor], args: Sequence[Any], **options: Any) -> None:
         """A launch in plain PyTorch. Raises UnsupportedProblem for positions without a row of ``cos``."""
@@ -258,7 +258,7 @@ class KvAppend(RotaryOp[KvAppendProblem, KvAppendConfig]):
             page, slot = table.long().gather(1, (at // size).where(kept, 0)), at % size
             kept = kept & (page >= 0) & (page < pages)
         found = kept.long().cumprod(1).sum(1)  # tokens ahead of the first without a place
-        turned, *rows = _turned(q, k, v, starts, found, cos, sin, **options)
+        turned, *rows = _turn(q, k, v, starts, found, cos, sin, **options)
         out_q.copy_(turned)
         page, slot = page[kept], slot[kept]
         for cache, scale, x in zip(caches, (k_scale, v_scale), rows, strict=True):
@@ -407,7 +407,7 @@ class KvAppend(RotaryOp[KvAppendProblem, KvAppendConfig]):
         return results
 
 
-def _turned(
+def _turn(
     q: Tensor, k: Tensor, v: Tensor, starts: Tensor, number: Tensor, cos: Tensor | None, sin: Tensor | None,
     interleaved: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip

@@ -146,7 +146,7 @@ def _items(given: int | Tensor | None, reduction: str, x: Tensor) -> Tensor | No
 
 
 @torch.no_grad()
-def _computed(
+def _compute(
     x: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, class_weight: Tensor | None, items: Tensor | None,
     mean: bool, ignore_index: int, label_smoothing: float, z_loss: float, softcap: float, scale: float,
     wide: bool, wants_x: bool, wants_weight: bool, wants_bias: bool,
@@ -273,8 +273,8 @@ register(SCALE_GRADIENT)
 _SCHEMA = f"linear_cross_entropy({_TENSORS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 PATH = Path(
     _SCHEMA,
-    (_computed, _computed),
-    define(f"_{_SCHEMA}", _computed, _computed, _fake),
+    (_compute, _compute),
+    define(f"_{_SCHEMA}", _compute, _compute, _fake),
     remember=_remember,
     gradient=_gradient,
     autocast="lower",

@@ -187,7 +187,7 @@ def _largest(maximum: Tensor, scale: float, cap: float) -> Tensor:
 
 
 @torch.no_grad()
-def _computed(
+def _compute(
     x: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, class_weight: Tensor | None, first: int,
     ignore_index: int, softcap: float, scale: float, moments: bool, totals: bool, shard: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
@@ -213,7 +213,7 @@ def _computed(
 
 
 @torch.no_grad()
-def _differentiated(
+def _differentiate(
     dtarget: Tensor, dlse: Tensor, dmean: Tensor, dtotal: Tensor, maximum: Tensor, log_sum: Tensor, mean: Tensor,
     x: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, class_weight: Tensor | None, first: int,
     ignore_index: int, softcap: float, scale: float, moments: bool, totals: bool, wants_x: bool, wants_weight: bool,
@@ -288,13 +288,13 @@ def _gradient(ctx: Any, *upstream: Tensor) -> tuple[Any, ...]:
 
 BACKWARD = Path(
     _BACKWARD,
-    (_differentiated, _differentiated),
-    define(f"_{_BACKWARD}", _differentiated, _differentiated, _fake_gradient),
+    (_differentiate, _differentiate),
+    define(f"_{_BACKWARD}", _differentiate, _differentiate, _fake_gradient),
 )
 SUMS = Path(
     _SUMS,
-    (_computed, _computed),
-    define(f"_{_SUMS}", _computed, _computed, _fake),
+    (_compute, _compute),
+    define(f"_{_SUMS}", _compute, _compute, _fake),
     remember=_remember,
     gradient=_gradient,
     autocast="lower",

@@ -151,7 +151,7 @@ class _MoveOp(TritonOp[MoeMoveProblem, MoeMoveConfig]):
         return torch.randperm(p.tokens * p.top_k, generator=generator, device=generator.device).view(shape)
 
 
-def _checked(inverse: Tensor) -> Tensor:
+def _check(inverse: Tensor) -> Tensor:
     """``inverse`` as an index. Raises UnsupportedProblem for an entry that names no row."""
     if inverse.numel() and not 0 <= int(inverse.min()) <= int(inverse.max()) < inverse.numel():
         raise UnsupportedProblem(
@@ -185,7 +185,7 @@ class MoeGather(_MoveOp):
 
         x, inverse = args
         copies = x.unsqueeze(-2).expand(*inverse.shape, x.shape[-1]).reshape(inverse.numel(), x.shape[-1])
-        return (torch.empty_like(copies).index_copy_(0, _checked(inverse).flatten(), copies),)
+        return (torch.empty_like(copies).index_copy_(0, _check(inverse).flatten(), copies),)
 
 
 class MoeDispatch(_MoveOp):
@@ -269,7 +269,7 @@ class MoeCombine(_MoveOp):
 
     def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
         rows, inverse, weights = args
-        terms = rows[_checked(inverse)].double()
+        terms = rows[_check(inverse)].double()
         if weights is not None:
             terms = terms * weights.double().unsqueeze(-1)
         return (terms.sum(-2).to(rows.dtype),)
@@ -312,7 +312,7 @@ class MoeCombineBackward(_MoveOp):
         import torch
 
         dout, rows, inverse, weights = args
-        at, d = _checked(inverse), dout.double().unsqueeze(-2)
+        at, d = _check(inverse), dout.double().unsqueeze(-2)
         terms = (weights.double().unsqueeze(-1) * d).to(rows.dtype).reshape(rows.shape)
         drows = torch.empty_like(terms).index_copy_(0, at.flatten(), terms)
         return drows, (rows[at].double() * d).sum(-1).to(weights.dtype)

@@ -34,7 +34,7 @@ def norm_then_linear(
     rounding: Literal["once", "huggingface"] = "huggingface" if exact else "once"
     if rstd is not None:
         u = x if residual is None else _sum(x, residual)
-        h = _normalised(u, rstd, norm_weight, exact)
+        h = _normalise(u, rstd, norm_weight, exact)
     elif residual is None:
         u, h = x, rms_norm(x, norm_weight, eps=eps, rounding=rounding)
     else:
@@ -63,7 +63,7 @@ def _sum(x: Tensor, residual: Tensor) -> Tensor:
     return x + residual
 
 
-def _normalised(u: Tensor, rstd: Tensor, norm_weight: Tensor | None, exact: bool) -> Tensor:
+def _normalise(u: Tensor, rstd: Tensor, norm_weight: Tensor | None, exact: bool) -> Tensor:
     """``u * rstd * norm_weight`` by torch's own kernels, rounded once, or twice where ``exact``."""
     check_rstd(rstd, u)
     wide = torch.promote_types(u.dtype, torch.float32)

@@ -266,7 +266,7 @@ def _kind(t: Tensor | None, x: Tensor) -> str:
     return "none" if t is None else "same" if t.dtype == x.dtype else "fp32"
 
 
-def _posed(y: Tensor, x: Tensor, weight: Tensor, norm_weight: Tensor | None) -> dict[str, Any]:
+def _fields(y: Tensor, x: Tensor, weight: Tensor, norm_weight: Tensor | None) -> dict[str, Any]:
     """The fields that both problems have."""
     k = x.shape[-1]
     m = math.prod(x.shape[:-1])
@@ -332,7 +332,7 @@ class RmsNormLinear(NormLinear[RmsNormLinearProblem]):
         y, x, norm_weight, weight, bias, rstd = operands
         assert y is not None and x is not None and weight is not None
         return RmsNormLinearProblem(
-            **_posed(y, x, weight, norm_weight),
+            **_fields(y, x, weight, norm_weight),
             norm_weight=_kind(norm_weight, x),
             rstd="computed" if rstd is None else "given",
             bias=_kind(bias, x),
@@ -375,7 +375,7 @@ class RmsNormLinear(NormLinear[RmsNormLinearProblem]):
     def sample(self, p: RmsNormLinearProblem, device: str, seed: int) -> tuple[Any, ...]:
         import torch
 
-        x, norm_weight, weight, draw = _sampled(p, device, seed)
+        x, norm_weight, weight, draw = _draw(p, device, seed)
         bias = None if p.bias == "none" else draw(p.n).to(x.dtype if p.bias == "same" else torch.float32)
         rstd = None if p.rstd == "computed" else (1 + 0.2 * draw(p.m)).abs()  # differs from a computed one
         return x, norm_weight, weight, bias, rstd, 1e-5
@@ -418,7 +418,7 @@ class LinearSiluMul(NormLinear[LinearSiluMulProblem]):
         y, x, w_gate_up, norm_weight = operands
         assert y is not None and x is not None and w_gate_up is not None
         return LinearSiluMulProblem(
-            **_posed(y, x, w_gate_up, norm_weight), norm_weight=_kind(norm_weight, x), **options
+            **_fields(y, x, w_gate_up, norm_weight), norm_weight=_kind(norm_weight, x), **options
         )
 
     def default(self, p: LinearSiluMulProblem, gpu: GpuSpec) -> NormLinearConfig:
@@ -458,7 +458,7 @@ class LinearSiluMul(NormLinear[LinearSiluMulProblem]):
         return ((torch.nn.functional.silu(gate) * up).to(x.dtype),)
 
     def sample(self, p: LinearSiluMulProblem, device: str, seed: int) -> tuple[Any, ...]:
-        x, norm_weight, weight, _ = _sampled(p, device, seed)
+        x, norm_weight, weight, _ = _draw(p, device, seed)
         return x, weight, norm_weight, 1e-5
 
 
@@ -472,9 +472,7 @@ def _normed(x: Tensor, norm_weight: Tensor | None, rstd: Tensor | None, eps: flo
     return h if norm_weight is None else h * norm_weight.double()
 
 
-def _sampled(
-    p: NormLinearProblem, device: str, seed: int
-) -> tuple[Tensor, Tensor | None, Tensor, Callable[..., Tensor]]:
+def _draw(p: NormLinearProblem, device: str, seed: int) -> tuple[Tensor, Tensor | None, Tensor, Callable[..., Tensor]]:
     """x, the norm's weight, the linear layer's with outputs near 1, and a source of more numbers."""
     import torch
 

@@ -326,17 +326,17 @@ class NormOp(TritonOp[N, NormConfig]):
         return p.layout != "strided" and p.align >= 4
 
     def _bytes_ahead(self, p: N, c: NormConfig) -> int:
-        return (c.stages - 1) * c.block_rows * c.block_cols * p.itemsize * self._rowed(p, self.inputs)
+        return (c.stages - 1) * c.block_rows * c.block_cols * p.itemsize * self._wide(p, self.inputs)
 
     def _registers(self, p: N, c: NormConfig) -> int:
         per_thread = -(-c.block_rows * c.block_cols // (32 * c.warps))
         # fp32 values that a thread keeps for each element of its tile: gradients keep two operands and a result.
-        values = 3 if self.strides_over_tiles else self._rowed(p, self.inputs)
+        values = 3 if self.strides_over_tiles else self._wide(p, self.inputs)
         values += sum(self.kind(p, n) is not None for n, o in self.operands.items() if isinstance(o, Columns))
-        addresses = 2 * self._rowed(p, self.operands) if p.layout == "strided" else 0
+        addresses = 2 * self._wide(p, self.operands) if p.layout == "strided" else 0
         return per_thread * (values + addresses) + _REGISTERS
 
-    def _rowed(self, p: N, names: Iterable[str]) -> int:
+    def _wide(self, p: N, names: Iterable[str]) -> int:
         """The number of operands among ``names`` that are there and of the shape of ``x``."""
         return sum(isinstance(self.operands[n], Rows) and self.kind(p, n) is not None for n in names)
 
@@ -396,7 +396,7 @@ class NormOp(TritonOp[N, NormConfig]):
         grid = self.grid(p, c, gpu.sm_count)
         width = min(p.cols, c.block_cols if c.resident else 2 * c.block_cols)  # the next chunk is loaded early
         ahead = max(1, c.stages - 1)
-        tile = c.block_rows * width * p.itemsize * self._rowed(p, self.inputs) * ahead
+        tile = c.block_rows * width * p.itemsize * self._wide(p, self.inputs) * ahead
         passes = STREAMING.chunked if self.chunks and not c.resident else 1.0
         registers = self._registers(p, c)
         walked = 0 if c.resident else 2 * -(-p.cols // c.block_cols) * c.block_cols / (32 * c.warps)  # by a thread
@@ -406,7 +406,7 @@ class NormOp(TritonOp[N, NormConfig]):
         )  # fmt: skip
         if not self.strides_over_tiles:
             return first
-        parts = 8.0 * grid[0] * p.cols * (len(self.results) - self._rowed(p, self.results))  # written, and read again
+        parts = 8.0 * grid[0] * p.cols * (len(self.results) - self._wide(p, self.results))  # written, and read again
         return first + rates.of(gpu).launch_us + parts / (gpu.dram_gbps * 1e3)
 
     # -- kernels

@@ -275,7 +275,7 @@ class AdamW(TritonOp[AdamWProblem, AdamWConfig]):
         import torch
 
         return tuple(
-            args[0].new_empty(0) if args[i] is None else _skewed(torch.empty_like, args[i], p.align) for i in UPDATED
+            args[0].new_empty(0) if args[i] is None else _skew(torch.empty_like, args[i], p.align) for i in UPDATED
         )
 
     def sample(self, p: AdamWProblem, device: str, seed: int) -> tuple[Any, ...]:
@@ -286,13 +286,13 @@ class AdamW(TritonOp[AdamWProblem, AdamWConfig]):
 
         def normal(dtype: str, scale: float = 1.0) -> Tensor:
             t = torch.randn(p.elements, generator=generator, device=device) * scale
-            return _skewed(lambda t: t.to(TYPES[dtype]), t, p.align)
+            return _skew(lambda t: t.to(TYPES[dtype]), t, p.align)
 
         master = normal("fp32") if p.master else None
-        param = normal(p.dtype) if master is None else _skewed(lambda t: t.to(TYPES[p.dtype]), master, p.align)
+        param = normal(p.dtype) if master is None else _skew(lambda t: t.to(TYPES[p.dtype]), master, p.align)
         grad, exp_avg, exp_avg_sq = normal(p.grad_dtype), normal("fp32", 0.1), normal("fp32", 0.05)
         exp_avg_sq.abs_().add_(0.05).square_()
-        exp_avg, exp_avg_sq = (_skewed(lambda t: t.to(TYPES[p.moments]), t, p.align) for t in (exp_avg, exp_avg_sq))
+        exp_avg, exp_avg_sq = (_skew(lambda t: t.to(TYPES[p.moments]), t, p.align) for t in (exp_avg, exp_avg_sq))
         step = torch.full((), 3.0, device=device) if p.step == "device" else None
         lr = torch.full((), 0.01, device=device) if p.rate == "device" else None
         hyper = Hyper.of(0.01, (0.9, 0.999), 1e-8, 0.1, 3 if step is None else None)
@@ -378,7 +378,7 @@ def _common(p: AdamWProblem, c: AdamWConfig) -> dict[str, int | bool | str]:
     }
 
 
-def _skewed(make: Callable[[Tensor], Tensor], t: Tensor, align: int) -> Tensor:
+def _skew(make: Callable[[Tensor], Tensor], t: Tensor, align: int) -> Tensor:
     """What ``make`` makes of ``t``, with its address a multiple of ``align`` and of no more."""
     made = make(t)
     skew = align % WIDEST_BYTES // made.element_size() or int(align < WIDEST_BYTES)

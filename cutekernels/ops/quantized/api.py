@@ -42,15 +42,15 @@ def quantized_linear(
         check_kernels(x, weight)
     activation = "none" if activation is None else activation
     if out is None:
-        return _called(x, weight, bias, activation, config)
+        return _call(x, weight, bias, activation, config)
     check_tensor("linear", "out", out)
     if out.shape != (*x.shape[:-1], n):
         raise UnsupportedProblem(f"out must be {(*x.shape[:-1], n)}; its shape is {tuple(out.shape)}")
     try:
         flat_out = out.view(math.prod(x.shape[:-1]), n)
     except RuntimeError:  # no single stride walks out's rows
-        return out.copy_(_called(x, weight, bias, activation, config))
-    _called(x, weight, bias, activation, config, flat_out)
+        return out.copy_(_call(x, weight, bias, activation, config))
+    _call(x, weight, bias, activation, config, flat_out)
     return out
 
 
@@ -64,14 +64,14 @@ def gated(x: Tensor, weight: QuantizedWeight, *, out: Tensor | None = None) -> T
     if n % 128 or k % 8 or rows > MOST_GATED or x.dim() == 0 or x.shape[-1] != k or weight.offsets is not None:
         return None
     if out is None:
-        return _called(x, weight, None, GATED)
+        return _call(x, weight, None, GATED)
     if out.shape != (*x.shape[:-1], n // 2) or not out.is_contiguous():
         return None
-    _called(x, weight, None, GATED, out=out.view(rows, n // 2))
+    _call(x, weight, None, GATED, out=out.view(rows, n // 2))
     return out
 
 
-def _called(
+def _call(
     x: Tensor,
     weight: QuantizedWeight,
     bias: Tensor | None,

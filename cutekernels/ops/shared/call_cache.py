@@ -190,7 +190,7 @@ class CallCache:
             return None
         operands = _operands(given)
         addresses = _addresses(operands)
-        return None if collide(call.pairs, operands, addresses) else self._made(call, given, operands, addresses)
+        return None if collide(call.pairs, operands, addresses) else self._make(call, given, operands, addresses)
 
     def find(self, given: Given) -> Call | None:
         """The call that was added, or kept, for one like this."""
@@ -211,11 +211,11 @@ class CallCache:
         """Makes ``call`` and has calls like it replayed from now on. Its operands have been checked."""
         hash(cache_key(given))  # options without a hash fail before anything is launched
         operands = _operands(given)
-        made = self._made(call, given, operands, _addresses(operands))
+        made = self._make(call, given, operands, _addresses(operands))
         self.keep(call, given)
         return made
 
-    def _made(self, call: Call, given: Given, operands: Inputs, addresses: list[int]) -> Tensors:
+    def _make(self, call: Call, given: Given, operands: Inputs, addresses: list[int]) -> Tensors:
         """Runs ``call`` on its device and guards the next one of the same last operand."""
         results, inputs, options, scalars, config = given
         known = list(addresses)

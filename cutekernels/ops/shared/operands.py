@@ -176,7 +176,7 @@ def sizes_of(
         if fits:
             split = t.dim() - n
             for axis, size in zip(axes[operand.leads :], t.shape[split:], strict=True):
-                extent, more = _named(axis)
+                extent, more = _axis_extent(axis)
                 fits &= sizes.setdefault(extent, size - more) == size - more >= 0
             if operand.leads:
                 lead = t.shape[:split]
@@ -206,10 +206,10 @@ def misfit(
 def shape_of(operand: Operand, sizes: Mapping[str, int], leads: Leads) -> tuple[int, ...]:
     """The shape that ``operand`` has; flattened dimensions are one where nobody told them apart."""
     first = leads.get(operand.axes[0], (sizes[operand.names[0]],)) if operand.leads else ()
-    return (*first, *[sizes[extent] + more for extent, more in map(_named, operand.axes[operand.leads :])])
+    return (*first, *[sizes[extent] + more for extent, more in map(_axis_extent, operand.axes[operand.leads :])])
 
 
-def _named(axis: str) -> tuple[str, int]:
+def _axis_extent(axis: str) -> tuple[str, int]:
     """The extent that an axis names, and how many elements more it has."""
     return axis.removesuffix("?").removesuffix("+1"), int("+1" in axis)
 

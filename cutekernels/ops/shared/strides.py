@@ -107,7 +107,7 @@ def relation(out: Tensor, t: Tensor) -> Relation:
     distance = other - begin
     if steps and steps == other_steps:
         first, gap, last = (width, distance, other_width) if distance >= 0 else (other_width, -distance, width)
-        if first <= gap and gap + last <= steps[0][1] and _nested(steps):
+        if first <= gap and gap + last <= steps[0][1] and _is_nested(steps):
             return "apart"
     if len(steps) > 1 or len(other_steps) > 1:
         return "overlap"
@@ -168,7 +168,7 @@ def _lattice(t: Tensor) -> tuple[list[tuple[int, int]], int] | None:
     return joined, width
 
 
-def _nested(steps: Sequence[tuple[int, int]]) -> bool:
+def _is_nested(steps: Sequence[tuple[int, int]]) -> bool:
     """Whether the points of a lattice are at least its smallest stride apart."""
     reach = steps[0][1]
     for count, stride in steps:

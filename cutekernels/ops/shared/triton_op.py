@@ -192,12 +192,12 @@ class TritonOp(Ruled, TensorOp[P, C]):
         names = (*(self.results if results else ()), *self.inputs)
         return dict(zip(names, (*results, *inputs), strict=True))
 
-    def _known(self, options: Mapping[str, Any]) -> Sizes:
+    def _integers(self, options: Mapping[str, Any]) -> Sizes:
         return {name: value for name, value in options.items() if type(value) is int}
 
     def _posed(self, named: Mapping[str, Tensor | None], **options: Any) -> tuple[Sizes, dict[str, torch.Size]]:
         """Extents and leading dimensions of the inputs, what follows from them included."""
-        declared, known = {name: self.operands[name] for name in named}, self._known(options)
+        declared, known = {name: self.operands[name] for name in named}, self._integers(options)
         read = {name: t for name, t in named.items() if not self.operands[name].result}
         sizes, leads = sizes_of(self.name, {name: declared[name] for name in read}, read, known)
         try:
@@ -290,11 +290,11 @@ class TritonOp(Ruled, TensorOp[P, C]):
             if operand.given is not None:
                 found[operand.given] = t is not None
             elif operand.dtype in declared and operand.dtype != "dtype":
-                found[operand.dtype] = self._spelled(operand, t, main.dtype)
+                found[operand.dtype] = self._type_word(operand, t, main.dtype)
         found |= {**self.facts(named, sizes), **options}
         return self.Problem(**found, **self.layout(named, sizes, found))
 
-    def _spelled(self, operand: Operand, t: Tensor | None, main: torch.dtype) -> str:
+    def _type_word(self, operand: Operand, t: Tensor | None, main: torch.dtype) -> str:
         """The type of ``t`` as the operand's field of the problem has it: the first of its values that means that."""
         values = self.Problem.__dataclass_fields__[operand.dtype].metadata["values"]
         if t is None:

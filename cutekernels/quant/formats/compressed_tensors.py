@@ -48,7 +48,7 @@ def from_compressed_tensors(
     extra = {name: tensors[name] for name in ("weight_shape", *ACTIVATIONS) if name in tensors}
     if "weight_packed" in tensors:
         known_only(tensors, (*PACKED, *ACTIVATIONS), by=_BY)
-        return _packed(tensors, weights, scale, dtype, kept(extra))
+        return _pack(tensors, weights, scale, dtype, kept(extra))
     known_only(tensors, (*PLAIN, *ACTIVATIONS), by=_BY)
     weight = take(tensors, "weight", by=_BY)
     zero = tensors.get("weight_zero_point")
@@ -76,7 +76,7 @@ def _group(weights: Mapping[str, Any]) -> int:
     return int(size) if weights.get("strategy") in ("group", None) and size else -1
 
 
-def _packed(
+def _pack(
     tensors: Mapping[str, Tensor],
     weights: Mapping[str, Any],
     scale: Tensor,

@@ -67,15 +67,15 @@ def from_own(tensors: Mapping[str, Tensor], scheme: str, *, dtype: torch.dtype |
 
 def bytes_of(packed: Tensor, code: str) -> Tensor:
     """The stored ``packed`` as a weight holds it. Raises UnsupportedProblem where it is of elements of another kind."""
-    if packed.dtype != _kept(code):
+    stored = _stored_type(code)
+    if packed.dtype != stored:
         raise UnsupportedProblem(
-            f"weight.packed of {code} elements is {_kept(code)}, not {packed.dtype}; load what was saved with this "
-            "scheme"
+            f"weight.packed of {code} elements is {stored}, not {packed.dtype}; load what was saved with this scheme"
         )
     return packed.view(torch.uint8)
 
 
-def _kept(code: str) -> torch.dtype:
+def _stored_type(code: str) -> torch.dtype:
     """The type that ``weight.packed`` has in files: it tells int8 from e4m3, whose bytes and scales look alike."""
     return torch.int8 if code == "int8" else torch.uint8
 
@@ -97,7 +97,7 @@ def check_values(weight: QuantizedWeight) -> None:
 def write(weight: QuantizedWeight) -> dict[str, Tensor]:
     """The packed tensors."""
     tensors = {
-        "packed": weight.packed.view(_kept(weight.code)),
+        "packed": weight.packed.view(_stored_type(weight.code)),
         "scales": weight.scales,
         "shape": torch.tensor(weight.shape),
     }

@@ -117,7 +117,7 @@ def _store(operand, value, row, head, r, c, inside):
 
 
 @triton.jit
-def _scaled(x, rstd, weight, bias, given, of, how):
+def _scale(x, rstd, weight, bias, given, of, how):
     """Normalised values times the weight, plus the bias."""
     y = x * rstd[:, None]
     # As modules do that normalise in fp32 and multiply in the operands' type.
@@ -147,11 +147,11 @@ def _resident(given, n, of, how, affine, row, head):
     if how.CENTRED:
         value = tl.where(inside, value - (tl.sum(value, axis=1) / n.cols)[:, None], 0.0)
     rstd = tl.rsqrt(tl.sum(value * value, axis=1) / n.cols + of.eps)
-    _store(given.y, _scaled(value, rstd, affine[0], affine[1], given, of, how), row, head, r, c, inside)
+    _store(given.y, _scale(value, rstd, affine[0], affine[1], given, of, how), row, head, r, c, inside)
 
 
 @triton.jit
-def _chunked(given, n, of, how, row, head):
+def _in_chunks(given, n, of, how, row, head):
     """One row, walked in chunks. A result may be an operand itself: only the last pass writes, behind what it reads."""
     r = tl.arange(0, 1)
     # First pass, where centred: the mean.
@@ -183,7 +183,7 @@ def _chunked(given, n, of, how, row, head):
         # Weights are read again with each chunk, unlike those of whole rows.
         w = _affine(given.weight, head, c, c < n.cols, how.WEIGHT)
         b = _affine(given.bias, head, c, c < n.cols, how.BIAS)
-        _store(given.y, _scaled(value - mean[:, None], rstd, w, b, given, of, how), row, head, r, c, inside)
+        _store(given.y, _scale(value - mean[:, None], rstd, w, b, given, of, how), row, head, r, c, inside)
 
 
 @triton.jit
@@ -217,7 +217,7 @@ def _forward(at, n, by, of, how):
     else:
         # One row, chunk by chunk.
         row, head = _place(tl.program_id(0).to(tl.int64), n.heads, how.BLOCK_ROWS, how.NESTED)
-        _chunked(given, n, of, how, row, head)
+        _in_chunks(given, n, of, how, row, head)
 
 
 @triton.jit

@@ -110,7 +110,7 @@ def _resident(given, n, of, how, weight, shares, row, head):
 
 
 @triton.jit
-def _chunked(given, n, of, how, parts, begun, row, head):
+def _in_chunks(given, n, of, how, parts, begun, row, head):
     """One row in chunks. Its shares are added to the program's row of parts, which is written first if not begun."""
     r = tl.arange(0, 1)
     live = (r < n.rows - row)[:, None]
@@ -199,7 +199,7 @@ def _backward(at, n, by, of, how):
         # Shares in the parts: the first row is stored, further ones are added.
         for index in range(pid, tiles, programs):
             row, head = _place(index, n.heads, how.BLOCK_ROWS, how.NESTED)
-            _chunked(given, n, of, how, (dw_parts, db_parts), index >= programs, row, head)
+            _in_chunks(given, n, of, how, (dw_parts, db_parts), index >= programs, row, head)
 
 
 @triton.jit
