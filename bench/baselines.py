@@ -22,6 +22,8 @@ from cutekernels.op import Work
 
 Launch = Callable[[], Tensor | tuple[Tensor, ...]]
 Bind = Callable[[Case, "Sequence[Inputs]"], Sequence[Launch]]
+Shapes = Callable[[Case, "Sequence[Inputs]"], Mapping[str, Sequence[Launch]]]
+"""A launch per set in each shape of a kernel, by the words for that shape."""
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -98,6 +100,8 @@ class Workload:
     """Least flops and bytes of a case; by default those of the op's problem."""
     example: Callable[[Path], Contender] | None = None
     """A peer loaded from an example file of another project."""
+    cute: Shapes | None = None
+    """The body in CuTe of an op that has none, for a suite ``headtohead``."""
 
 
 # ---- peers of any workload ------------------------------------------------------------------------------

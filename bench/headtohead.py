@@ -1,4 +1,5 @@
-"""Suites ``headtohead``: an op's bodies beside each other, each by the fastest of its valid configs.
+"""Suites ``headtohead``: an op's bodies beside each other, each by the fastest of its valid configs. ``silu_mul``'s
+in CuTe is none of the op's but ``examples/silu_mul_cute.py``.
 
 All of a body's configs are timed, one after the other; the fastest few then interleaved. Rows of the suite are of the
 one that is left, timed again beside everything else.
@@ -27,8 +28,8 @@ def chosen(
     """Each body with its fastest config, and of how many; or with None, and why it has none."""
     valid = list(op.valid(problem, gpu))
     failures = compilers.side_by_side([(op.name, str(problem), str(c), gpu) for c in valid])
-    for body in op.Config.space()["body"]:
-        own = [(c, failure) for c, failure in zip(valid, failures, strict=True) if c.body == body]
+    for body in op.Config.space().get("body", ("triton",)):
+        own = [(c, failure) for c, failure in zip(valid, failures, strict=True) if getattr(c, "body", body) == body]
         compiled = [c for c, failure in own if failure is None]
         if compiled:
             yield body, fastest(compiled, bind, prepare), f"fastest of {len(own)}"

@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from bench import headtohead, stream, workloads
-from bench.baselines import Contender, Inputs, Launch
+from bench.baselines import Contender, Inputs, Launch, Shapes
 from bench.rows import Row, write
 from bench.suites import Case
 from bench.workloads import posed
 from cutekernels import dispatch, measure, verify
+from cutekernels.errors import CompileError
 from cutekernels.gpu import GpuSpec
 from cutekernels.measure import Samples
 from cutekernels.op import Op, Work
@@ -130,7 +131,19 @@ def _bodies(case: Case, plan: Plan, timer: Timer) -> list[Ours]:
             found.append(Ours(headtohead.absent(name, origin), "", ""))
         else:
             found.append(_forced(name, config, origin))
-    return found
+    cute = workloads.get(case.op).cute
+    return found if cute is None else [*found, _in_cute(cute, case, sets, timer)]
+
+
+def _in_cute(cute: Shapes, case: Case, sets: Sequence[Inputs], timer: Timer) -> Ours:
+    """The body in CuTe of an op that has none, in its fastest shape."""
+    name = "cutekernels (cute)"
+    try:
+        shapes = cute(case, sets)
+        best = headtohead.fastest(list(shapes), shapes.__getitem__, timer.prepare)
+    except (CompileError, ImportError) as error:
+        return Ours(headtohead.absent(name, str(error)), "", "")
+    return Ours(Contender(name, lambda case, sets: cute(case, sets)[best]), best, f"fastest of {len(shapes)}")
 
 
 def ours(name: str, config: Any = None) -> Contender:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from importlib import import_module
+from itertools import product
 from typing import Any
 
 import torch
@@ -159,6 +161,17 @@ def _liger(case: Case) -> Callable[..., Launch]:
     return bound
 
 
+def _cute(case: Case, sets: Sequence[Inputs]) -> Mapping[str, Sequence[Launch]]:
+    """The example's kernel with 8 to 32 elements of each operand a thread; compiled at its first launch."""
+    silu_mul = import_module("examples.silu_mul_cute").silu_mul
+    return {
+        f"block={32 * warps * each} warps={warps}": [
+            partial(silu_mul, *i.operands, i.out, block=32 * warps * each, warps=warps) for i in sets
+        ]
+        for warps, each in product((1, 4, 16), (8, 16, 32))
+    }
+
+
 # Operands and results of full size.
 _STREAMS = {
     "silu_mul": (2, 1),
@@ -196,6 +209,7 @@ WORKLOADS = (
         },
         each("liger", _liger),
         eager(lambda case: _wide_swiglu, "eager (fp32 chain)"),
+        cute=_cute,
     ),
     _workload(
         GELU_MUL,

@@ -13,14 +13,15 @@ from bench.suites import Case
 from cutekernels import compilers
 from cutekernels.errors import CompileError
 from cutekernels.gpu import lookup
-from cutekernels.ops.activations.op import SILU_MUL
+from cutekernels.ops import registry
 
 H200 = lookup("h200")
 OPS = ("rms_norm", "rope", "silu_mul")
 
 
-def fastest(monkeypatch: pytest.MonkeyPatch, text: str, fails: str = "nothing") -> dict[str, tuple[Any, str]]:
-    """What is chosen for silu_mul where a config's time is 10 us for each element of a thread away from 16."""
+def fastest(monkeypatch: pytest.MonkeyPatch, name: str, text: str, fails: str = "no") -> dict[str, tuple[Any, str]]:
+    """What is chosen for an op where a config's time is 10 us for each element of a thread away from 16."""
+    op = registry.get(name)
 
     def compiled(requests: Any, jobs: Any = None) -> list[CompileError | None]:
         return [CompileError("ptxas") if fails in config else None for _, _, config, _ in requests]
@@ -36,31 +37,32 @@ def fastest(monkeypatch: pytest.MonkeyPatch, text: str, fails: str = "nothing") 
 
     monkeypatch.setattr(compilers, "side_by_side", compiled)
     chosen = headtohead.chosen(
-        SILU_MUL,
-        SILU_MUL.Problem.parse(text),
+        op,
+        op.Problem.parse(text),
         H200,
-        lambda c: [1 + 10 * abs(c.block_cols // (32 * c.warps) - 16)],
+        lambda c: [1 + 10 * abs(c.block_rows * c.block_cols // (32 * c.warps) - 16)],
         Round,  # type: ignore[arg-type]
     )
     return {body: (config, origin) for body, config, origin in chosen}
 
 
-def test_each_body_has_the_fastest_of_its_configs(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = fastest(monkeypatch, "rows=2048 cols=4096")
-    assert list(found) == ["triton", "cute"]
+@pytest.mark.parametrize(("op", "bodies"), [("rms_norm", ["triton", "cute"]), ("silu_mul", ["triton"])])
+def test_each_body_has_the_fastest_of_its_configs(op: str, bodies: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    found = fastest(monkeypatch, op, "rows=2048 cols=4096")
+    assert list(found) == bodies
     for body, (config, origin) in found.items():
-        assert config.body == body
-        assert config.block_cols == 16 * 32 * config.warps
+        assert getattr(config, "body", "triton") == body
+        assert config.block_rows * config.block_cols == 16 * 32 * config.warps
         assert origin.startswith("fastest of ")
 
 
 def test_a_body_without_a_config_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    config, reason = fastest(monkeypatch, "rows=2048 cols=4096 layout=strided")["cute"]
+    config, reason = fastest(monkeypatch, "rms_norm", "rows=2048 cols=4096 layout=strided")["cute"]
     assert config is None
     assert "layout is strided: take body=triton" in reason
     with pytest.raises(Absent, match="strided"):
-        headtohead.absent("cutekernels (cute)", reason).bind(Case("silu_mul", "", ""), [])
-    config, reason = fastest(monkeypatch, "rows=2048 cols=4096", "body=cute")["cute"]
+        headtohead.absent("cutekernels (cute)", reason).bind(Case("rms_norm", "", ""), [])
+    config, reason = fastest(monkeypatch, "rms_norm", "rows=2048 cols=4096", "body=cute")["cute"]
     assert config is None
     assert "compiles: ptxas" in reason
 
@@ -73,11 +75,32 @@ def test_the_suite_has_the_references_shapes(op: str, monkeypatch: pytest.Monkey
     small = {"rope": {"seq": 6, "batch": 2}}.get(op, {"rows": 24, "cols": 64})
     registered, problem = run.posed(cases[0])
     case = Case(op, str(problem.replace(**small)), cases[0].label)
-    monkeypatch.setattr(
-        headtohead, "chosen", lambda op, p, *_: [("triton", op.default(p, H200), "fastest of 1"), ("cute", None, "no")]
-    )
+    bodies = [("triton", registered.default(run.posed(case)[1], H200), "fastest of 1"), ("cute", None, "no")]
+    monkeypatch.setattr(headtohead, "chosen", lambda op, *_: bodies[: len(op.Config.space().get("body", [op]))])
+    monkeypatch.setattr(headtohead, "fastest", lambda configs, *_: configs[0])
     plan = run.Plan(headtohead.SUITE, H200, {}, device="cpu", alone=True)
     ours = run.contenders(case, plan)
     assert [w.contender.name for w in ours if isinstance(w, run.Ours)] == ["cutekernels (triton)", "cutekernels (cute)"]
-    assert torch.cuda.is_available() or isinstance(ours[0], run.Ours)
-    assert ours[0].config == str(registered.default(run.posed(case)[1], H200))  # type: ignore[union-attr]
+    assert [w.config for w in ours] == [str(bodies[0][1]), "block=256 warps=1" if op == "silu_mul" else ""]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(("layout", "vec", "shape"), [("dense", 8, (1, 24 * 66)), ("rows", 2, (24, 66))])
+def test_the_example_takes_rows_as_they_lie(
+    layout: str, vec: int, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows without gaps as one, else each; accesses as wide as addresses and pitches allow."""
+    example = pytest.importorskip("examples.silu_mul_cute")
+    case = Case("silu_mul", f"rows=24 cols=66 layout={layout}", "")
+    workload, sets = workloads.get("silu_mul"), []
+    sets.append(workload.inputs(case, run.posed(case)[1], "cpu", 0))
+    seen: list[Any] = []
+
+    def launcher(*words: Any) -> Any:
+        seen.append(words)
+        return lambda out, gate, up: seen.append(out.shape) or out.copy_(torch.nn.functional.silu(gate) * up)
+
+    monkeypatch.setattr(example, "launcher", launcher)
+    assert workload.cute is not None
+    (launch,) = workload.cute(case, sets)["block=2048 warps=4"]
+    torch.testing.assert_close(launch(), workload.truth(case, sets[0])[0].to(torch.bfloat16), rtol=0.02, atol=0.02)
+    assert seen == [("bf16", vec, 2048, 4, -1), shape]

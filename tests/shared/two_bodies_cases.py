@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from cutekernels.ops.activations.op import SILU_MUL
 from cutekernels.ops.norms.op import RMS_NORM
 from cutekernels.ops.rope.op import ROPE
 
-OPS: dict[str, Any] = {op.name: op for op in (RMS_NORM, ROPE, SILU_MUL)}
+OPS: dict[str, Any] = {op.name: op for op in (RMS_NORM, ROPE)}
 
 # Beside the ops' suites: ragged, one row, every alignment, every kind of weight, table and position.
 RAGGED = {
@@ -29,14 +28,6 @@ RAGGED = {
         "batch=2 seq=17 heads_q=3 head_dim=600 rotary=528 heads_kv=7 dtype=fp16",
         "batch=2 seq=17 heads_q=3 head_dim=128 rotary=32 interleaved=1 inverse=1",
         "batch=300 seq=1 heads_q=12 head_dim=64 rotary=64 heads_kv=2 positions=batch index=i32 table=same",
-    ),
-    "silu_mul": (
-        "rows=1 cols=1",
-        "rows=7 cols=13 layout=rows align=2",
-        "rows=1000 cols=9",
-        "rows=31 cols=8191 dtype=fp32",
-        "rows=33 cols=515 dtype=fp16 layout=rows align=8",
-        "rows=33 cols=1003 layout=rows",
     ),
 }
 

@@ -6,12 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from cutekernels.kernels.activations import activated, gelu_slope, gelu_tanh_slope, silu_slope
-from cutekernels.op import knob, plain, power_of_two
-from cutekernels.ops.activations.cute import CuteSiluMul
+from cutekernels.op import plain, power_of_two
 from cutekernels.ops.activations.tiles import TileConfig, TiledOp, TileProblem
 from cutekernels.ops.shared import tile_rules
 from cutekernels.ops.shared.operands import Matrix, Sizes, Vector
-from cutekernels.ops.shared.two_bodies import BODIES, TwoBodies
 from cutekernels.rules import of_both
 
 if TYPE_CHECKING:
@@ -28,13 +26,6 @@ class GluProblem(TileProblem):
     def act(self) -> str:
         """The kernel's name of the activation."""
         return "silu"
-
-
-@dataclass(frozen=True)
-class SiluMulConfig(TileConfig):
-    """``body``: in Triton, or in CuTe, which has tiles of one row."""
-
-    body: str = knob(*BODIES, added=True)
 
 
 def _gelu(approximate: str) -> str:
@@ -111,7 +102,7 @@ class _Backward(Gated[G]):
     up = Matrix("*rows", "cols")
 
 
-class SiluMul(TwoBodies[GluProblem, TileConfig], _Forward[GluProblem]):
+class SiluMul(_Forward[GluProblem]):
     """``out = silu(gate) * up``."""
 
     name = "silu_mul"
@@ -130,8 +121,6 @@ class SiluMul(TwoBodies[GluProblem, TileConfig], _Forward[GluProblem]):
         "rows=16384 cols=18944",
     )
     Problem = GluProblem
-    Config = SiluMulConfig
-    cute = CuteSiluMul()
     flops_per_element = 5
 
     def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:

@@ -104,7 +104,7 @@ class TiledOp(TritonOp[T, TileConfig]):
         if p.layout == "strided":
             # Square tiles: whichever dimension is contiguous, neighbouring threads use up the sectors they fetch.
             rows = min(32, power_of_two(p.rows))
-            return self.Config(rows, 32, min(4, rows), "normal")
+            return TileConfig(rows, 32, min(4, rows), "normal")
         # The tiles of large problems where those fill the GPU well, else 16 bytes of each operand per thread; where
         # even that leaves SMs idle, smaller blocks.
         wave = gpu.sm_count * (gpu.max_warps // 4)
@@ -118,12 +118,12 @@ class TiledOp(TritonOp[T, TileConfig]):
         """A tile of about ``elements``, as wide as a row and as high as is left."""
         least = 32
         if p.layout == "dense":
-            return self.Config(1, max(least, elements), warps, "normal")
+            return TileConfig(1, max(least, elements), warps, "normal")
         width = min(elements, max(least, power_of_two(p.cols)))
         height = min(32, elements // width, power_of_two(p.rows))
         if width * height < 32 * p.vec:  # too little for one warp: lanes idle
             width = max(least, 32 * p.vec // height)
-        return self.Config(height, width, max(1, min(warps, width * height // (32 * p.vec))), "normal")
+        return TileConfig(height, width, max(1, min(warps, width * height // (32 * p.vec))), "normal")
 
     def tiles(self, p: T, c: TileConfig) -> int:
         """The number of programs."""
