@@ -58,7 +58,7 @@ class Case:
     chained: bool = False
     """Whether it has the way ``graph``: the result is then the next call's first operand."""
     tables: int = 0
-    """How many of the operands, the last ones, have no gradient; the first result is then of the first operand alone."""
+    """How many operands, the last ones, have no gradient; the first result is then of the first operand alone."""
 
     @property
     def ways(self) -> tuple[str, ...]:

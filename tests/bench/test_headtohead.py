@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from bench import headtohead, run, workloads
 from bench.baselines import Absent
@@ -78,6 +77,5 @@ def test_the_suite_has_the_references_shapes(op: str, monkeypatch: pytest.Monkey
     )
     plan = run.Plan(headtohead.SUITE, H200, {}, device="cpu", alone=True)
     ours = run.contenders(case, plan)
-    assert [w.contender.name for w in ours if isinstance(w, run.Ours)] == ["cutekernels (triton)", "cutekernels (cute)"]
-    assert torch.cuda.is_available() or isinstance(ours[0], run.Ours)
-    assert ours[0].config == str(registered.default(run.posed(case)[1], H200))  # type: ignore[union-attr]
+    assert [w.name for w in ours] == ["cutekernels (triton)", "cutekernels (cute)"]
+    assert ours[0].config == str(registered.default(run.posed(case)[1], H200))
