@@ -72,6 +72,9 @@ class Contender:
     bind: Bind
     judged: bool = True
     """Whether its results are compared with the truth; otherwise it is only timed."""
+    config: str = ""
+    """Of ours: the config that its row records, and its origin."""
+    origin: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,9 +18,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,36 +30,55 @@ from rich.table import Table
 from torch import Tensor
 
 import cutekernels as ck
-from bench.rows import Row, write
+from bench import wall
+from bench.rows import Row
+from bench.wall import Commit, DryRun, Match, Out, Rounds
 from cutekernels import environment, terminal
-from cutekernels import gpu as gpus
-from cutekernels.errors import UnknownGpu
 
-HERE = Path(__file__).parent
 PACKAGE = str(Path(ck.__file__).parent)
 CALLS, CHAIN = 16, 32
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 Function = Callable[..., Any]
-Operands = tuple[Any, ...]
+Maker = Callable[[int, torch.device, torch.dtype], Tensor]
 
 
 @dataclass(frozen=True)
 class Case:
-    """One op: ``operands(step, device, dtype)`` are fresh activations beside weights that two steps in turn share."""
+    """One op. Every maker gives one operand of ``(step, device, dtype)``: weights are shared by each other step."""
 
     op: str
-    operands: Callable[[int, torch.device, torch.dtype], Operands]
-    contenders: dict[str, Callable[[], Function]]
-    """Contenders by name: a function without arguments gives each, or raises ImportError."""
-    ways: tuple[str, ...] = ("no_grad", "forward", "backward")
-    chained: Callable[..., Any] | None = None
-    """``(function, operands) -> result`` of the same shape as the first operand, for the way ``graph``."""
-    out: dict[str, Callable[[], Function]] = field(default_factory=dict)
+    makers: Sequence[Maker]
+    theirs: Function  # torch's
+    ours: Function
+    others: dict[str, Callable[[], Function]] = field(default_factory=dict)
+    """Other contenders: a function without arguments gives each, or raises ImportError."""
+    out: dict[str, Function] = field(default_factory=dict)
     """Contenders of the way ``out``, called with a result in front."""
+    chained: bool = False
+    """Whether it has the way ``graph``: the result is then the next call's first operand."""
+    tables: int = 0
+    """How many operands, the last ones, have no gradient; the first result is then of the first operand alone."""
+
+    @property
+    def ways(self) -> tuple[str, ...]:
+        return ("no_grad", "forward", "backward", *(["out"] if self.out else []), *(["graph"] if self.chained else []))
+
+    def contenders(self, way: str) -> dict[str, Callable[[], Function]]:
+        if way == "out":
+            return {name: lambda function=function: function for name, function in self.out.items()}
+        return {"torch": lambda: self.theirs, **self.others, "cutekernels": lambda: self.ours}
+
+    def operands(self, step: int, device: torch.device, dtype: torch.dtype) -> tuple[Any, ...]:
+        return tuple([make(step, device, dtype) for make in self.makers])
+
+    def leaves(self, operands: Sequence[Tensor], *, of_first: bool = False) -> list[Tensor]:
+        """Those that have gradients; ``of_first``: on which the first result depends."""
+        some = operands[:1] if of_first and self.tables else operands[: len(operands) - self.tables]
+        return [t for t in some if t.is_floating_point()]
 
 
-def _weights(*shape: int) -> Callable[[int, torch.device, torch.dtype], Tensor]:
+def _weights(*shape: int) -> Maker:
     made: dict[tuple[int, str], Tensor] = {}
 
     def weight(step: int, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -70,8 +90,16 @@ def _weights(*shape: int) -> Callable[[int, torch.device, torch.dtype], Tensor]:
     return weight
 
 
-def _rows(step: int, cols: int, device: torch.device, dtype: torch.dtype, rows: int = 512) -> Tensor:
-    return torch.randn(rows if step // 2 % 2 else rows // 2, cols, device=device, dtype=dtype)
+def _rows(*shape: int, rows: int = 512, batched: bool = False) -> Maker:
+    """Activations of ``rows``, or half of them at each other pair of steps."""
+    lead = (1,) if batched else ()
+    return lambda step, device, dtype: torch.randn(
+        (*lead, rows if step // 2 % 2 else rows // 2, *shape), device=device, dtype=dtype
+    )
+
+
+def _ids(step: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    return torch.randint(0, 32000, (512 if step // 2 % 2 else 256,), device=device)
 
 
 def _flash() -> Function:
@@ -90,211 +118,114 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return y.transpose(1, 2)
 
 
-def _liger(name: str) -> Callable[[], Function]:
-    def load() -> Function:
-        from liger_kernel.ops import rms_norm, swiglu
+def _liger_norm() -> Function:
+    from liger_kernel.ops import rms_norm
 
-        if name == "rms_norm":
-            apply = rms_norm.LigerRMSNormFunction.apply
-            return lambda x, w: apply(x, w, 1e-6, 0.0, "llama", False)
-        function: Function = swiglu.LigerSiLUMulFunction.apply
-        return function
-
-    return load
+    apply = rms_norm.LigerRMSNormFunction.apply
+    return lambda x, w: apply(x, w, 1e-6, 0.0, "llama", False)
 
 
-def _attention(length: int) -> Case:
-    def operands(step: int, device: torch.device, dtype: torch.dtype) -> Operands:
-        heads = (32, 8, 8)
-        rows = length if step // 2 % 2 else length // 2
-        return tuple([torch.randn(1, rows, h, 128, device=device, dtype=dtype) for h in heads])
+def _liger_gate() -> Function:
+    from liger_kernel.ops import swiglu
 
-    return Case(
-        f"attention {length}",
-        operands,
-        {
-            "torch": lambda: _sdpa,
-            "flash-attn-4": _flash,
-            "cutekernels": lambda: lambda q, k, v: ck.attention(q, k, v, causal=True),
-        },
-    )
+    function: Function = swiglu.LigerSiLUMulFunction.apply
+    return function
+
+
+def _rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    c, s = (torch.cat([t, t], -1)[: q.shape[1], None].to(q.dtype) for t in (cos, sin))
+    half = [torch.cat([-t[..., 64:], t[..., :64]], -1) for t in (q, k)]
+    return q * c + half[0] * s, k * c + half[1] * s
+
+
+def _gate(x: Tensor, w: Tensor) -> Tensor:
+    return F.silu((y := F.linear(x, w))[..., :896]) * y[..., 896:]
 
 
 def cases() -> list[Case]:
     """Every case; weights are made when one runs."""
-    square, norm, table, gate_up = _weights(3584, 3584), _weights(3584), _weights(32000, 1024), _weights(1792, 3584)
-    bias = _weights(3584)
+    x, square, norm, bias = _rows(3584), _weights(3584, 3584), _weights(3584), _weights(3584)
 
-    def ids(step: int, device: torch.device, dtype: torch.dtype) -> Operands:
-        return torch.randint(0, 32000, (512 if step // 2 % 2 else 256,), device=device), table(step, device, dtype)
+    def heads(length: int, *counts: int) -> list[Maker]:
+        return [_rows(count, 128, rows=length, batched=True) for count in counts]
 
-    def rope_of(step: int, device: torch.device, dtype: torch.dtype) -> Operands:
-        rows = 512 if step // 2 % 2 else 256
-        q, k = (torch.randn(1, rows, h, 128, device=device, dtype=dtype) for h in (32, 8))
-        angles = torch.randn(512, 64, device=device)
-        return q, k, angles.cos(), angles.sin()
+    def angles(step: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+        return torch.rand(512, 64, device=device).mul_(2).sub_(1)  # cosines and sines: any numbers do
 
-    def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        c, s = (torch.cat([t, t], -1)[: q.shape[1], None].to(q.dtype) for t in (cos, sin))
-        half = [torch.cat([-t[..., 64:], t[..., :64]], -1) for t in (q, k)]
-        return q * c + half[0] * s, k * c + half[1] * s
+    def attention(length: int) -> Case:
+        others = {"flash-attn-4": _flash}
+        ours = lambda q, k, v: ck.attention(q, k, v, causal=True)  # noqa: E731
+        return Case(f"attention {length}", heads(length, 32, 8, 8), _sdpa, ours, others)
 
+    into = {
+        "torch": lambda out, a, b: torch.mm(a, b, out=out),
+        "cutekernels": lambda out, a, b: ck.gemm(a, b, out=out),
+    }
+    normed = {"cutekernels": lambda out, x, w: ck.rms_norm(x, w, out=out)}
+    liger, gates = {"liger": _liger_norm}, {"liger": _liger_gate}
+    table, gate_up = _weights(32000, 1024), _weights(1792, 3584)
     return [
-        Case(
-            "linear",
-            lambda step, device, dtype: (_rows(step, 3584, device, dtype), square(step, device, dtype)),
-            {"torch": lambda: F.linear, "cutekernels": lambda: ck.linear},
-            chained=lambda f, x, w: f(x, w),
-        ),
-        Case(
-            "linear bias",
-            lambda step, device, dtype: (
-                _rows(step, 3584, device, dtype),
-                square(step, device, dtype),
-                bias(step, device, dtype),
-            ),
-            {"torch": lambda: F.linear, "cutekernels": lambda: ck.linear},
-        ),
-        Case(
-            "gemm",
-            lambda step, device, dtype: (_rows(step, 3584, device, dtype), square(step, device, dtype)),
-            {"torch": lambda: torch.mm, "cutekernels": lambda: ck.gemm},
-            chained=lambda f, x, w: f(x, w),
-            out={
-                "torch": lambda: lambda out, a, b: torch.mm(a, b, out=out),
-                "cutekernels": lambda: lambda out, a, b: ck.gemm(a, b, out=out),
-            },
-        ),
-        Case(
-            "rms_norm",
-            lambda step, device, dtype: (_rows(step, 3584, device, dtype), norm(step, device, dtype)),
-            {
-                "torch": lambda: lambda x, w: F.rms_norm(x, (3584,), w, 1e-6),
-                "liger": _liger("rms_norm"),
-                "cutekernels": lambda: ck.rms_norm,
-            },
-            chained=lambda f, x, w: f(x, w),
-            out={"cutekernels": lambda: lambda out, x, w: ck.rms_norm(x, w, out=out)},
-        ),
-        Case(
-            "layer_norm",
-            lambda step, device, dtype: (
-                _rows(step, 3584, device, dtype),
-                norm(step, device, dtype),
-                bias(step, device, dtype),
-            ),
-            {
-                "torch": lambda: lambda x, w, b: F.layer_norm(x, (3584,), w, b),
-                "cutekernels": lambda: ck.layer_norm,
-            },
-        ),
-        Case(
-            "silu_mul",
-            lambda step, device, dtype: (
-                _rows(step, 3584, device, dtype),
-                _rows(step, 3584, device, dtype),
-            ),
-            {
-                "torch": lambda: lambda g, u: F.silu(g) * u,
-                "liger": _liger("silu_mul"),
-                "cutekernels": lambda: ck.silu_mul,
-            },
-            chained=lambda f, x, u: f(x, u),
-        ),
-        Case(
-            "linear_silu_mul",
-            lambda step, device, dtype: (_rows(step, 3584, device, dtype), gate_up(step, device, dtype)),
-            {
-                "torch": lambda: lambda x, w: F.silu((y := F.linear(x, w))[..., :896]) * y[..., 896:],
-                "cutekernels": lambda: ck.linear_silu_mul,
-            },
-        ),
-        Case("embedding", ids, {"torch": lambda: F.embedding, "cutekernels": lambda: ck.embedding}),
-        Case("rope", rope_of, {"torch": lambda: rotate, "cutekernels": lambda: ck.rope}),
-        _attention(128),
-        _attention(1024),
+        Case("linear", (x, square), F.linear, ck.linear, chained=True),
+        Case("linear bias", (x, square, bias), F.linear, ck.linear),
+        Case("gemm", (x, square), torch.mm, ck.gemm, out=into, chained=True),
+        Case("rms_norm", (x, norm), lambda x, w: F.rms_norm(x, (3584,), w, 1e-6), ck.rms_norm, liger, normed, True),
+        Case("layer_norm", (x, norm, bias), lambda x, w, b: F.layer_norm(x, (3584,), w, b), ck.layer_norm),
+        Case("silu_mul", (x, x), lambda g, u: F.silu(g) * u, ck.silu_mul, gates, chained=True),
+        Case("linear_silu_mul", (x, gate_up), _gate, ck.linear_silu_mul),
+        Case("embedding", (_ids, table), F.embedding, ck.embedding),
+        Case("rope", (*heads(512, 32, 8), angles, angles), _rotate, ck.rope, tables=2),
+        attention(128),
+        attention(1024),
     ]
 
 
 # ---- timing ---------------------------------------------------------------------------------------------
 
 
-def _wait() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
-def _leaves(operands: Operands, op: str) -> list[Tensor]:
-    fixed = 1 if op == "rope" else len(operands)  # tables have no gradient, and the first result is of q alone
-    return [t for t in operands[:fixed] if t.is_floating_point()]
-
-
 def _samples(case: Case, way: str, function: Function, device: torch.device, dtype: torch.dtype) -> Callable[[], float]:
     """A function that takes one sample, in µs a call."""
+    graded = way in ("forward", "backward")
+
+    def timed(calls: Sequence[Callable[[], object]], count: int) -> float:
+        wall.wait(device)
+        begin = time.perf_counter_ns()
+        for call in calls:
+            call()
+        taken = time.perf_counter_ns() - begin
+        wall.wait(device)
+        return taken / (count * 1e3)
+
     if way == "graph":
         torch.compiler.reset()
-        assert case.chained is not None
-        chained = case.chained
 
-        def chain(*operands: Any) -> Any:
-            x, *rest = operands
+        def chain(x: Any, *rest: Any) -> Any:
             for _ in range(CHAIN):
-                x = chained(function, x, *rest)
+                x = function(x, *rest)
             return x
 
-        compiled = torch.compile(chain, dynamic=False)
-        sets = [tuple([t.detach() for t in case.operands(2 * i, device, dtype)]) for i in range(2)]
-        for operands in sets:
-            with torch.no_grad():
-                compiled(*operands)
-
-        def sample_graph() -> float:
-            _wait()
-            with torch.no_grad():
-                begin = time.perf_counter_ns()
-                for operands in sets:
-                    compiled(*operands)
-                taken = time.perf_counter_ns() - begin
-            _wait()
-            return taken / (len(sets) * CHAIN * 1e3)
-
-        return sample_graph
+        compiled = torch.no_grad()(torch.compile(chain, dynamic=False))
+        sets = [[t.detach() for t in case.operands(2 * i, device, dtype)] for i in range(2)]
+        graphs = [partial(compiled, *operands) for operands in sets]
+        return lambda: timed(graphs, len(sets) * CHAIN)
 
     def sample() -> float:
         calls = []
         for step in range(CALLS):
             operands = case.operands(step, device, dtype)
-            if way in ("forward", "backward"):
-                operands = tuple([t if isinstance(t, torch.nn.Parameter) else _graded(t) for t in operands])
-                if case.op == "rope":
-                    operands = (*operands[:2], *[t.detach() for t in operands[2:]])
-            elif way == "out":
-                operands = (torch.empty_like(operands[0]), *operands)
-            calls.append(operands)
-        graded = way in ("forward", "backward")
+            if graded:
+                for leaf in case.leaves(operands):
+                    leaf.requires_grad_()
+            calls.append((torch.empty_like(operands[0]), *operands) if way == "out" else operands)
         with torch.set_grad_enabled(graded):
+            bound = [partial(function, *operands) for operands in calls]
             if way == "backward":
-                made = [_first(function(*operands)) for operands in calls]
+                made = [_first(call()) for call in bound]
+                leaves = [case.leaves(operands, of_first=True) for operands in calls]
                 given = [torch.randn_like(y) for y in made]
-                leaves = [_leaves(operands, case.op) for operands in calls]
-                _wait()
-                begin = time.perf_counter_ns()
-                for y, inputs, g in zip(made, leaves, given, strict=True):
-                    torch.autograd.grad(y, inputs, g)
-            else:
-                _wait()
-                begin = time.perf_counter_ns()
-                for operands in calls:
-                    function(*operands)
-            taken = time.perf_counter_ns() - begin
-        _wait()
-        return taken / (CALLS * 1e3)
+                bound = [partial(torch.autograd.grad, *one) for one in zip(made, leaves, given, strict=True)]
+            return timed(bound, CALLS)
 
     return sample
-
-
-def _graded(t: Tensor) -> Tensor:
-    return t.requires_grad_() if t.is_floating_point() else t
 
 
 def _first(made: Any) -> Tensor:
@@ -323,15 +254,14 @@ def run(
 ) -> Iterator[Row]:
     """A row of each case, way and contender. ``config`` holds how many functions were entered, for ours."""
     for case in some:
-        ways = (*case.ways, *(("out",) if case.out else ()), *(("graph",) if case.chained else ()))
-        for way in ways:
+        for way in case.ways:
+            place = (case.op, "host", way, case.op)
             samplers: dict[str, Callable[[], float]] = {}
-            for name, load in (case.out if way == "out" else case.contenders).items():
-                common = (case.op, "host", way, case.op, 1.0, 0.0, name)
+            for name, load in case.contenders(way).items():
                 try:
                     function = load()
                 except ImportError as error:
-                    yield Row(*common, "absent", str(error)[:200], stamp=stamp)
+                    yield wall.untimed(place, name, error, stamp=stamp)
                     continue
                 samplers[name] = _samples(case, way, function, device, dtype)
                 for _ in range(3):
@@ -343,33 +273,14 @@ def run(
                 for name, sampler in samplers.items():
                     times[name].append(sampler())
             gc.enable()
-            for name, found in times.items():
-                found.sort()
+            for name, us in times.items():
                 count = ""
                 if name == "cutekernels" and way in ("no_grad", "forward"):
-                    operands = case.operands(0, device, dtype)
                     with torch.set_grad_enabled(way == "forward"):
-                        function = case.contenders[name]()
-                        function(*operands)
-                        count = f"entered={entered(lambda: function(*operands))}"  # noqa: B023
-                yield Row(
-                    case.op,
-                    "host",
-                    way,
-                    case.op,
-                    1.0,
-                    0.0,
-                    name,
-                    "ok",
-                    config=count,
-                    l2="warm",
-                    rounds=rounds,
-                    median_us=median(found),
-                    p20_us=found[len(found) // 5],
-                    p80_us=found[-1 - len(found) // 5],
-                    cpu_us=median(found),
-                    stamp=stamp,
-                )
+                        call = partial(case.ours, *case.operands(0, device, dtype))
+                        call()
+                        count = f"entered={entered(call)}"
+                yield wall.timed(place, name, us, config=count, cpu_us=median(us), stamp=stamp)
 
 
 # ---- command line ---------------------------------------------------------------------------------------
@@ -377,31 +288,18 @@ def run(
 
 @app.command()
 def command(
-    match: Annotated[list[str] | None, typer.Option(help="Only ops with one of these in their name.")] = None,
-    rounds: Annotated[int, typer.Option(min=5, help="Samples of each contender.")] = 15,
-    out: Annotated[Path | None, typer.Option(help="Folder; default bench/results/<gpu>/host.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="List the cases and contenders; time nothing.")] = False,
-    commit: Annotated[str | None, typer.Option(help="The commit under test, where .git was left behind.")] = None,
+    match: Match = None, rounds: Rounds = 15, out: Out = None, dry_run: DryRun = False, commit: Commit = None
 ) -> None:
     """Time the host's part of our ops beside their peers, and record a row of each case, way and contender."""
-    some = [case for case in cases() if not match or any(each in case.op for each in match)]
-    if not some:
-        terminal.fail(f"no op has {' or '.join(map(repr, match or ()))} in its name; --dry-run lists them", code=2)
+    some = wall.chosen(cases(), match, lambda case: case.op)
     if dry_run:
         for case in some:
-            terminal.show(f"{case.op}: {', '.join(case.contenders)}")
+            terminal.show(f"{case.op}: {', '.join(case.contenders(''))}")
         return
-    try:
-        gpu = gpus.lookup("auto")
-    except UnknownGpu:
-        terminal.fail("no CUDA device is visible, and launches are part of a call; --dry-run lists what would be timed")
-    path = (out or HERE / "results" / gpu.name / "host") / "host.jsonl"
-    rows: list[Row] = []
-    for row in run(some, rounds, torch.device("cuda"), torch.bfloat16, environment.stamp(gpu.name, commit)):
-        rows.append(row)
-        write(path, rows)
-    terminal.show(table(rows))
-    terminal.say(f"{len(rows)} rows in {path}")
+    gpu = wall.detected()
+    path = (out or wall.RESULTS / gpu.name / "host") / "host.jsonl"
+    stamp = environment.stamp(gpu.name, commit)
+    wall.record(run(some, rounds, torch.device("cuda"), torch.bfloat16, stamp), path, table)
 
 
 def table(rows: list[Row]) -> Table:

@@ -22,21 +22,19 @@ from typing import Annotated, Any, Literal
 
 import torch
 import typer
-from rich.table import Table
 
 import cutekernels
+from bench import wall
 from bench.baselines import Absent
-from bench.rows import Row, write
+from bench.rows import Row
+from bench.wall import Commit, DryRun, Match, Out, Rounds
 from cutekernels import environment, terminal
-from cutekernels import gpu as gpus
-from cutekernels.errors import CuteKernelsError, UnknownGpu
-from cutekernels.measure import Samples
+from cutekernels.errors import CuteKernelsError
 from cutekernels.models import Decoder
 from cutekernels.models.architectures import read_config
 from cutekernels.models.loaded import LoadedModel, Weighted
 from cutekernels.quant.formats.own import SCHEMES
 
-HERE = Path(__file__).parent
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 # The config class, and what the published checkpoints' config.json say; positions suffice for every case.
@@ -73,6 +71,20 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "rms_norm_eps": 1e-6,
             "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True,
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        },
+    ),
+    "qwen2.5-0.5b": (
+        "Qwen2",
+        {
+            "vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
+            "num_attention_heads": 14, "num_key_value_heads": 2, "tie_word_embeddings": True,
+        },
+    ),
+    "qwen2.5-1.5b": (
+        "Qwen2",
+        {
+            "vocab_size": 151936, "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
+            "num_attention_heads": 12, "num_key_value_heads": 2, "tie_word_embeddings": True,
         },
     ),
     "tiny": (
@@ -117,25 +129,34 @@ class Effort:
         return WARM + self.rounds * self.steps
 
 
-def build(name: str, device: torch.device, dtype: torch.dtype, weights: Path | None = None) -> Any:
-    """The model ``name`` in evaluation mode, with random weights or those in a folder."""
+def config_of(name: str) -> Any:
+    """The configuration of the model ``name``, of transformers' class."""
+    import transformers
+
+    kind, own = CONFIGS[name]
+    return getattr(transformers, f"{kind}Config")(**(_COMMON | own))
+
+
+def build(
+    name: str, device: torch.device, dtype: torch.dtype, weights: Path | None = None, *, layers: int = 0, seed: int = 0
+) -> Any:
+    """The model ``name`` in evaluation mode, with random weights or those in a folder; or so many of its layers."""
     import transformers
 
     if weights is not None:
         return transformers.AutoModelForCausalLM.from_pretrained(weights, dtype=dtype).eval().to(device)
-    kind, own = CONFIGS[name]
-    config = getattr(transformers, f"{kind}Config")(**(_COMMON | own))
-    torch.manual_seed(0)
+    config = config_of(name)
+    config.num_hidden_layers = layers or config.num_hidden_layers
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[: config.num_hidden_layers]
+    torch.manual_seed(seed)
     with device:
         return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
 def build_packed(name: str, device: torch.device, dtype: torch.dtype, scheme: str) -> LoadedModel:
     """The model ``name`` with random projections packed by ``scheme``; the head, embeddings and routers are not."""
-    import transformers
-
-    kind, own = CONFIGS[name]
-    given = getattr(transformers, f"{kind}Config")(**(_COMMON | own)).to_dict()
+    given = config_of(name).to_dict()
     model = LoadedModel(read_config(given), None, dtype)
     draw = torch.Generator(device).manual_seed(0)
     for path, part in model.parts.items():
@@ -212,10 +233,8 @@ def patched(model: Any) -> Iterator[Any]:
 @contextmanager
 def liger(model: Any) -> Iterator[Any]:
     """A twin that shares the weights. Liger's classes, which it puts into transformers' module too, leave it again."""
-    try:
-        from liger_kernel.transformers import monkey_patch
-    except ImportError as error:
-        raise Absent(f"liger-kernel is not installed: {error}") from error
+    from liger_kernel.transformers import monkey_patch
+
     if model.config.model_type not in monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN:
         raise Absent(f"liger-kernel has nothing for {model.config.model_type}")
     names = vars(sys.modules[type(model).__module__])
@@ -292,52 +311,39 @@ def run(
     model: Any,
     cases: list[Case],
     effort: Effort,
-    path: Path,
     stamp: dict[str, str],
     contenders: Mapping[str, Contender] | None = None,
 ) -> Iterator[Row]:
-    """A row of each case and contender, all of them so far in ``path`` as each is given."""
-    rows: list[Row] = []
+    """A row of each case and contender."""
     for case in cases:
         for contender, (make, within) in (contenders or CONTENDERS).items():
-            common = (name, case.suite, str(case), str(case), 1.0, 0.0, contender)
+            place = (name, case.suite, str(case), str(case))
             _forget()
             try:
                 with within(model) as own:
-                    found = _samples(make(own, case, effort), case, effort, model.device)
-                rows.append(
-                    Row(
-                        *common, "ok", l2="warm", stamp=stamp, rounds=effort.rounds, median_us=found.median,
-                        p20_us=found.p20, p80_us=found.p80, memory_gib=_most_memory(model.device),
-                    )
-                )  # fmt: skip
-            except Absent as error:
-                rows.append(Row(*common, "absent", str(error)[:200], stamp=stamp))
-            except (RuntimeError, CuteKernelsError) as error:  # out of memory, mostly: the others still run
-                reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
-                rows.append(Row(*common, "failed", reason, stamp=stamp))
-            write(path, rows)
-            yield rows[-1]
+                    us = _samples(make(own, case, effort), case, effort, model.device)
+                yield wall.timed(place, contender, us, stamp=stamp, memory_gib=_most_memory(model.device))
+            except (
+                ImportError,
+                RuntimeError,
+                CuteKernelsError,
+            ) as error:  # out of memory, mostly: the others still run
+                yield wall.untimed(place, contender, error, stamp=stamp)
 
 
-def _samples(once: Callable[[], object], case: Case, effort: Effort, device: torch.device) -> Samples:
+def _samples(once: Callable[[], object], case: Case, effort: Effort, device: torch.device) -> list[float]:
     steps = effort.steps if case.suite == "decode" else 1
     for _ in range(WARM):
         once()
     found = []
     for _ in range(effort.rounds):
-        _wait(device)
+        wall.wait(device)
         begin = time.perf_counter()
         for _ in range(steps):
             once()
-        _wait(device)
+        wall.wait(device)
         found.append((time.perf_counter() - begin) / steps * 1e6)
-    return Samples(tuple(found))
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    return found
 
 
 def _most_memory(device: torch.device) -> float | None:
@@ -361,9 +367,9 @@ def _forget() -> None:
 def command(
     model: Annotated[str, typer.Option(help=f"One of {', '.join(CONFIGS)}.")],
     weights: Annotated[Path | None, typer.Option(help="Folder of a checkpoint; random weights without it.")] = None,
-    match: Annotated[list[str] | None, typer.Option(help="Only cases with one of these in suite or sizes.")] = None,
-    rounds: Annotated[int, typer.Option(min=5, help="Samples of each contender.")] = 20,
-    out: Annotated[Path | None, typer.Option(help="Folder; default bench/results/<gpu>/models.")] = None,
+    match: Match = None,
+    rounds: Rounds = 20,
+    out: Out = None,
     published: Annotated[
         bool,
         typer.Option("--published", help="The prompts that others timed, in fp16, with norms and MLPs alone ours."),
@@ -372,9 +378,9 @@ def command(
         str | None,
         typer.Option(help="Our decoder alone, its weights packed by a scheme of quant.quantize: int4_g128, say."),
     ] = None,
-    commit: Annotated[str | None, typer.Option(help="The commit under test, where .git was left behind.")] = None,
+    commit: Commit = None,
     contender: Annotated[list[str] | None, typer.Option(help="Only contenders of one of these names.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="List the cases and contenders; time nothing.")] = False,
+    dry_run: DryRun = False,
 ) -> None:
     """Time decode steps and prompts of a model, and record a row of each case and contender."""
     if model not in CONFIGS:
@@ -389,42 +395,15 @@ def command(
     if unknown := set(contender or ()) - set(contenders):
         terminal.fail(f"--contender is one of {', '.join(contenders)}; it is {min(unknown)!r}", code=2)
     contenders = {name: made for name, made in contenders.items() if not contender or name in contender}
-    known = PUBLISHED if published else CASES
-    cases = [case for case in known if not match or any(each in f"{case.suite} {case}" for each in match)]
-    if not cases:
-        terminal.fail(
-            f"no case has {' or '.join(map(repr, match or ()))} in its suite or sizes; --dry-run lists them", code=2
-        )
+    cases = wall.chosen(PUBLISHED if published else CASES, match, lambda case: f"{case.suite} {case}")
     if dry_run:
         for case in cases:
             terminal.show(f"{model} {case.suite} {case}: {'; '.join(contenders)}")
         return
-    try:
-        gpu = gpus.lookup("auto")
-    except UnknownGpu:
-        terminal.fail("no CUDA device is visible, and times are only taken on one; --dry-run lists what would be timed")
+    gpu = wall.detected()
     kind = "_published" if published else f"_{packed}" if packed else ""
-    path = (out or HERE / "results" / gpu.name / "models") / f"{model}{kind}.jsonl"
+    path = (out or wall.RESULTS / gpu.name / "models") / f"{model}{kind}.jsonl"
     device, dtype = torch.device("cuda"), torch.float16 if published else torch.bfloat16
     built = build_packed(model, device, dtype, packed) if packed else build(model, device, dtype, weights)
-    rows = []
-    for row in run(model, built, cases, Effort(rounds), path, environment.stamp(gpu.name, commit), contenders):
-        rows.append(row)
-        terminal.say(f"{row.suite} {row.label}: {row.contender} {row.median_us or row.reason}")
-    terminal.show(table(rows))
-    terminal.say(f"{len(rows)} rows in {path}")
-
-
-def table(rows: list[Row]) -> Table:
-    """All rows, failed ones too."""
-    shown = Table("suite", "case", "contender", title=f"{rows[0].op} on {rows[0].stamp.get('gpu', '?')}, wall time")
-    shown.add_column("median ms", justify="right")
-    shown.add_column("p20 to p80", justify="right")
-    shown.add_column("GiB", justify="right")
-    shown.add_column("reason", overflow="fold")
-    for r in rows:
-        times = [us / 1e3 for us in (r.median_us, r.p20_us, r.p80_us) if us is not None] or None
-        middle, spread = ("", "") if times is None else (f"{times[0]:.3f}", f"{times[1]:.3f} to {times[2]:.3f}")
-        memory = "" if r.memory_gib is None else f"{r.memory_gib:.1f}"
-        shown.add_row(r.suite, r.label, r.contender, middle or r.status, spread, memory, r.reason)
-    return shown
+    found = run(model, built, cases, Effort(rounds), environment.stamp(gpu.name, commit), contenders)
+    wall.record(found, path, wall.table)

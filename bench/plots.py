@@ -33,52 +33,29 @@ FLOOR = "least time"
 
 _OURS, _LOSS, _OLDER, _INK = "#76b900", "#c5221f", "#9aa0a6", "#202124"
 _COLORS = {  # by the first word or words of a contender's name; the longest match counts
-    OURS: _OURS,
-    f"{OURS} (default)": "#b7dd79",
-    f"{OURS} (in place)": "#4b7a00",
-    f"{OURS} (triton)": "#b7dd79",
-    f"{OURS} (cute)": "#2e5000",
-    f"{OURS} (<= 99 KiB smem)": "#4b7a00",
-    f"{OURS} FusedAdamW": "#4b7a00",
-    f"{OURS} patched": "#4b7a00",
-    f"{OURS} patched, compiled": "#b7dd79",
-    f"{OURS}, compiled": "#b7dd79",
-    f"{OURS}, torch's AdamW": "#4b7a00",
-    f"{OURS}, linear_logprob": "#2e5000",
-    f"{OURS}, norms and MLPs": "#2e5000",
-    f"{OURS}, FP8 cache": "#2e5000",
-    "our ops one by one": "#b7dd79",
-    "our ops in bf16": "#4b7a00",
-    "16-bit cache": "#9aa0a6",
-    "cublas": "#1a73e8",
-    "humming": "#b80672",
-    "tinygemm": "#12b5cb",
-    "quack": "#f9ab00",
-    "liger": "#8430ce",
-    "torch.compile": "#e8710a",
-    "torch._grouped_mm": "#1a73e8",
-    "triton": "#12b5cb",
-    "torch's kernel": "#1a73e8",
-    "torch sdpa cudnn": "#1a73e8",
-    "torch sdpa flash": "#8430ce",
-    "torch sdpa, bool mask": "#795548",
-    "torch AdamW(fused)": "#1a73e8",
-    "torch AdamW(foreach)": "#12b5cb",
-    "nvidia": "#12b5cb",
-    "flash-attn": "#b80672",
-    "plain": "#9aa0a6",
-    "plain, compiled": "#e8710a",
-    "transformers": "#9aa0a6",
-    "transformers compiled": "#1a73e8",
-    "eager": "#9aa0a6",
-    "torch": "#9aa0a6",
-    "eager (": "#5f6368",
-    "naive": "#9aa0a6",
-    "rope + index_put": "#12b5cb",
-    STREAM: "#dadce0",
-    "as published": "#9aa0a6",
-    "strongest peer": "#e8710a",
-}
+    _OURS: (OURS,),
+    "#b7dd79": (
+        f"{OURS} (default)", f"{OURS} (triton)", f"{OURS} patched, compiled", f"{OURS}, compiled", "our ops one by one",
+    ),
+    "#4b7a00": (
+        f"{OURS} (in place)", f"{OURS} (<= 99 KiB smem)", f"{OURS} FusedAdamW", f"{OURS} patched",
+        f"{OURS}, torch's AdamW", "our ops in bf16",
+    ),
+    "#2e5000": (f"{OURS} (cute)", f"{OURS}, linear_logprob", f"{OURS}, norms and MLPs", f"{OURS}, FP8 cache"),
+    _OLDER: ("16-bit cache", "plain", "transformers", "eager", "torch", "naive", "as published"),
+    "#1a73e8": (
+        "cublas", "torch._grouped_mm", "torch's kernel", "torch sdpa cudnn", "torch AdamW(fused)",
+        "transformers compiled",
+    ),
+    "#12b5cb": ("tinygemm", "triton", "torch AdamW(foreach)", "nvidia", "rope + index_put"),
+    "#8430ce": ("liger", "torch sdpa flash"),
+    "#b80672": ("humming", "flash-attn"),
+    "#e8710a": ("torch.compile", "plain, compiled", "strongest peer"),
+    "#f9ab00": ("quack",),
+    "#795548": ("torch sdpa, bool mask",),
+    "#5f6368": ("eager (",),
+    "#dadce0": (STREAM,),
+}  # fmt: skip
 _TOKENS = ("m", "rows", "tokens")  # extents that count tokens
 _RATIOS = (0.25, 0.5, 0.75, 1, 1.25, 1.5, 2, 3, 4, 6, 8, 12, 16, 32, 64)
 _LEAST_RATIO = 0.25
@@ -87,8 +64,8 @@ _FEWEST_STEPS, _MOST_PANELS = 6, 4
 
 def color(contender: str) -> str:
     """The colour of ``contender`` in every picture."""
-    known = [name for name in _COLORS if contender.startswith(name)]
-    return _COLORS[max(known, key=len)] if known else _INK
+    known = {name: shade for shade, names in _COLORS.items() for name in names if contender.startswith(name)}
+    return known[max(known, key=len)] if known else _INK
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:

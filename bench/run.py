@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,16 +76,7 @@ def run(cases: Sequence[Case], plan: Plan, path: Path, timer: Timer, say: Callab
 # ---- contenders -----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Ours:
-    """One of our contenders, with the config and origin that its row records."""
-
-    contender: Contender
-    config: str
-    origin: str
-
-
-def contenders(case: Case, plan: Plan, timer: Timer | None = None) -> list[Contender | Ours]:
+def contenders(case: Case, plan: Plan, timer: Timer | None = None) -> list[Contender]:
     """Contenders of a case: the peers, baseline first; streaming kernels; then ours as dispatched, the default config
     where that differs, and the best config within ``plan.max_smem_kib``. A winner that is the vendor's call is none of
     our kernels: the default takes its place. Of a suite ``headtohead`` ours are each body's fastest by ``timer``.
@@ -93,66 +85,65 @@ def contenders(case: Case, plan: Plan, timer: Timer | None = None) -> list[Conte
     if plan.suite == headtohead.SUITE:
         found = _bodies(case, plan, timer or Timer())
     else:
-        found = _configured(case, plan) if workload.configured else [Ours(ours("cutekernels"), "", "")]
+        found = _configured(case, plan) if workload.configured else [ours("cutekernels")]
     if plan.alone:
-        return list(found)
+        return found
     example = [workload.example(plan.example)] if plan.example is not None and workload.example is not None else []
     streams = [] if workload.streams is None else stream.contenders(*workload.streams(case), plan.gpu)
     return [*workload.peers, *example, *streams, *found]
 
 
-def _configured(case: Case, plan: Plan) -> list[Ours]:
+def _configured(case: Case, plan: Plan) -> list[Contender]:
     op, problem = posed(case)
     choice = dispatch.resolve(op, problem, plan.gpu)
     default = op.default(problem, plan.gpu)
     if choice.config.vendors:
-        found = [_forced("cutekernels", default, "default")]
+        found = [ours("cutekernels", default, "default")]
     else:
-        found = [Ours(ours("cutekernels"), str(choice.config), choice.origin)]
+        found = [dataclasses.replace(ours("cutekernels"), config=str(choice.config), origin=choice.origin)]
         if default != choice.config:
-            found.append(_forced("cutekernels (default)", default, "default"))
+            found.append(ours("cutekernels (default)", default, "default"))
     if plan.max_smem_kib is not None:
-        config, origin = within_smem(op, problem, plan.gpu, plan.max_smem_kib)
-        found.append(_forced(f"cutekernels (<= {plan.max_smem_kib} KiB smem)", config, origin))
+        within = within_smem(op, problem, plan.gpu, plan.max_smem_kib)
+        found.append(ours(f"cutekernels (<= {plan.max_smem_kib} KiB smem)", *within))
     return found
 
 
-def _bodies(case: Case, plan: Plan, timer: Timer) -> list[Ours]:
+def _bodies(case: Case, plan: Plan, timer: Timer) -> list[Contender]:
     op, problem = posed(case)
     sets = _input_sets(case, problem, plan)
 
     def bind(config: Any) -> Sequence[Launch]:
         return workloads.get(case.op).ours(case, sets, config)
 
-    found = []
-    for body, config, origin in headtohead.chosen(op, problem, plan.gpu, bind, timer.prepare):
-        name = f"cutekernels ({body})"
-        if config is None:
-            found.append(Ours(headtohead.absent(name, origin), "", ""))
-        else:
-            found.append(_forced(name, config, origin))
+    found = [
+        headtohead.absent(f"cutekernels ({body})", origin)
+        if config is None
+        else ours(f"cutekernels ({body})", config, origin)
+        for body, config, origin in headtohead.chosen(op, problem, plan.gpu, bind, timer.prepare)
+    ]
     cute = workloads.get(case.op).cute
     return found if cute is None else [*found, _in_cute(cute, case, sets, timer)]
 
 
-def _in_cute(cute: Shapes, case: Case, sets: Sequence[Inputs], timer: Timer) -> Ours:
+def _in_cute(cute: Shapes, case: Case, sets: Sequence[Inputs], timer: Timer) -> Contender:
     """The body in CuTe of an op that has none, in its fastest shape."""
     name = "cutekernels (cute)"
     try:
         shapes = cute(case, sets)
         best = headtohead.fastest(list(shapes), shapes.__getitem__, timer.prepare)
     except (CompileError, ImportError) as error:
-        return Ours(headtohead.absent(name, str(error)), "", "")
-    return Ours(Contender(name, lambda case, sets: cute(case, sets)[best]), best, f"fastest of {len(shapes)}")
+        return headtohead.absent(name, str(error))
+    return Contender(name, lambda case, sets: cute(case, sets)[best], config=best, origin=f"fastest of {len(shapes)}")
 
 
-def ours(name: str, config: Any = None) -> Contender:
+def ours(name: str, config: Any = None, origin: str = "") -> Contender:
     """The public function, with ``config`` or the config that the dispatcher finds."""
-    return Contender(name, lambda case, sets: workloads.get(case.op).ours(case, sets, config))
 
+    def bind(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
+        return workloads.get(case.op).ours(case, sets, config)
 
-def _forced(name: str, config: Any, origin: str) -> Ours:
-    return Ours(ours(name, config), str(config), origin)
+    return Contender(name, bind, config="" if config is None else str(config), origin=origin)
 
 
 def within_smem(op: Op[Any, Any], problem: Any, gpu: GpuSpec, kib: int) -> tuple[Any, str]:
@@ -175,32 +166,29 @@ def within_smem(op: Op[Any, Any], problem: Any, gpu: GpuSpec, kib: int) -> tuple
 # ---- one case -------------------------------------------------------------------------------------------
 
 
-def run_case(case: Case, plan: Plan, who: Sequence[Contender | Ours], timer: Timer) -> list[Row]:
+def run_case(case: Case, plan: Plan, who: Sequence[Contender], timer: Timer) -> list[Row]:
     """A row for each of ``who``, in their order."""
     _, problem = posed(case)
     sets = _input_sets(case, problem, plan)
-    truth = workloads.get(case.op).truth(case, sets[0])
     first = tuple([t.clone() for t in sets[0].updated])
-    work = workloads.work(case)
     accumulate = getattr(problem, "accumulate", "fp32")
+    truth = workloads.get(case.op).truth(case, sets[0])
+    judge = partial(judged, truth=truth, work=workloads.work(case), accumulate=accumulate)
     with _accumulation(accumulate):
-        candidates = [_Candidate(case, plan, w, len(sets)) for w in who]
+        candidates = [_Candidate(case, plan, w, sets, timer) for w in who]
         for candidate in candidates:
             for t, value in zip(sets[0].updated, first, strict=True):
                 t.copy_(value)
-            candidate.make_ready(case, sets, truth, work, accumulate, timer)
+            candidate.make_ready(judge)
         ready = {c.name: c.round for c in candidates if c.round is not None}
-        samples = (
-            measure.time_interleaved(
-                ready, rounds=plan.rounds, budget_us=CASE_BUDGET_US, rest_s=plan.rest_ms / 1e3, prepare=timer.prepare
-            )
-            if ready
-            else {}
-        )
+        limits: dict[str, Any] = {"budget_us": CASE_BUDGET_US, "rest_s": plan.rest_ms / 1e3}
+        samples = {}
+        if ready:
+            samples = measure.time_interleaved(ready, rounds=plan.rounds, prepare=timer.prepare, **limits)
         baseline = None if plan.alone else samples.get(candidates[0].name)
         torch_error = None if plan.alone else candidates[0].error_abs
         streamed = min((s.median for n, s in samples.items() if n.startswith(stream.NAME)), default=None)
-        return [c.row(samples.get(c.name), baseline, torch_error, work, streamed, timer) for c in candidates]
+        return [c.row(samples.get(c.name), baseline, torch_error, streamed) for c in candidates]
 
 
 def _input_sets(case: Case, problem: Any, plan: Plan) -> list[Inputs]:
@@ -222,84 +210,76 @@ def _accumulation(accumulate: str) -> Iterator[None]:
         flags.allow_fp16_accumulation = before
 
 
+def judged(
+    written: tuple[Tensor, ...], truth: tuple[Tensor, ...], work: Work, accumulate: str
+) -> tuple[float, float, bool]:
+    """The worst error over its tolerance, the largest error, and whether the results are right."""
+    expected = [t.to(w.dtype) for w, t in zip(written, truth, strict=True)]
+    error = verify.worst_error(written, expected, work.flops, accumulate, work.depth)
+    # Equal infinities have distance 0.
+    off = [
+        (torch.where(w == t, 0.0, w.double() - t), t.double().nan_to_num(posinf=0.0, neginf=0.0))
+        for w, t in zip(written, truth, strict=True)
+        if w.numel()
+    ]
+    largest = max((float(distance.abs().max()) for distance, _ in off), default=0.0)
+    norms = [float(distance.norm() / value.norm().clamp_min(1e-30)) for distance, value in off]
+    # Both are NaN where an element was left unwritten.
+    return error, largest, error <= WRONG or all(norm <= NORM for norm in norms)
+
+
 class _Candidate:
     """A contender of one case: bound, judged and timed, then turned into a row."""
 
-    def __init__(self, case: Case, plan: Plan, who: Contender | Ours, sets: int) -> None:
-        self.contender = who.contender if isinstance(who, Ours) else who
-        self.name = self.contender.name
+    def __init__(self, case: Case, plan: Plan, who: Contender, sets: Sequence[Inputs], timer: Timer) -> None:
+        self.contender = who
+        self.name = who.name
         self.round: measure.Round | None = None
         self.error_abs: float | None = None
         self._launches: Sequence[Launch] = ()
-        self._plan = plan
+        self._case, self._plan, self._sets, self._timer = case, plan, sets, timer
         self._row: dict[str, Any] = {
             **dataclasses.asdict(case),
             "suite": plan.suite,
-            "contender": self.name,
-            "config": who.config if isinstance(who, Ours) else "",
-            "origin": who.origin if isinstance(who, Ours) else "",
+            "contender": who.name,
+            "config": who.config,
+            "origin": who.origin,
             "status": "ok",
             "l2": "warm" if plan.warm else "cold",
             "rest_ms": plan.rest_ms,
-            "sets": sets,
+            "sets": len(sets),
             "stamp": plan.stamp,
         }
 
-    def make_ready(
-        self,
-        case: Case,
-        sets: Sequence[Inputs],
-        truth: tuple[Tensor, ...],
-        work: Work,
-        accumulate: str,
-        timer: Timer,
-    ) -> None:
+    def make_ready(self, judge: Callable[[tuple[Tensor, ...]], tuple[float, float, bool]]) -> None:
+        first = self._sets[0]
         try:
-            self._launches = self.contender.bind(case, sets)
-            verify.poison([t for t in sets[0].results if all(t is not u for u in sets[0].updated)])
+            self._launches = self.contender.bind(self._case, self._sets)
+            verify.poison([t for t in first.results if all(t is not u for u in first.updated)])
             written = self._launches[0]()
             if self.contender.judged:
-                self._judge(written if isinstance(written, tuple) else (written,), truth, work, accumulate)
+                error, self.error_abs, right = judge(written if isinstance(written, tuple) else (written,))
+                self._row["error"] = error if error < float("inf") else None
+                if not right:
+                    self._fail("wrong_result", f"off by {error:.3g} times the tolerance")
             if self._row["status"] == "ok":
-                self.round = timer.prepare(self._launches, 200.0)
+                self.round = self._timer.prepare(self._launches, 200.0)
         except ImportError as reason:
             self._fail("absent", str(reason))
         except Exception as error:  # noqa: BLE001  a peer may fail in any way; that is a result, and has its row
             self._fail("failed", f"{type(error).__name__}: {error}")
 
-    def _judge(self, written: tuple[Tensor, ...], truth: tuple[Tensor, ...], work: Work, accumulate: str) -> None:
-        expected = [t.to(w.dtype) for w, t in zip(written, truth, strict=True)]
-        error = verify.worst_error(written, expected, work.flops, accumulate, work.depth)
-        self._row["error"] = error if error < float("inf") else None
-        # Equal infinities have distance 0.
-        off = [
-            (torch.where(w == t, 0.0, w.double() - t), t.double().nan_to_num(posinf=0.0, neginf=0.0))
-            for w, t in zip(written, truth, strict=True)
-            if w.numel()
-        ]
-        self.error_abs = max((float(distance.abs().max()) for distance, _ in off), default=0.0)
-        norms = [float(distance.norm() / value.norm().clamp_min(1e-30)) for distance, value in off]
-        # Both are NaN where an element was left unwritten.
-        if not error <= WRONG and not all(norm <= NORM for norm in norms):
-            self._fail("wrong_result", f"off by {error:.3g} times the tolerance")
-
     def _fail(self, status: str, reason: str) -> None:
         self._row |= {"status": status, "reason": " ".join(reason.split())[:500]}
 
     def row(
-        self,
-        samples: Samples | None,
-        baseline: Samples | None,
-        torch_error: float | None,
-        work: Work,
-        streamed_us: float | None,
-        timer: Timer,
+        self, samples: Samples | None, baseline: Samples | None, torch_error: float | None, streamed_us: float | None
     ) -> Row:
         if self.error_abs is not None and torch_error:
             self._row["error_vs_torch"] = self.error_abs / torch_error
         if samples is None:
             return Row(**self._row)
-        gpu, us = self._plan.gpu, samples.median
+        gpu, us, work = self._plan.gpu, samples.median, workloads.work(self._case)
         calls = int(min(200.0, max(20.0, _CPU_BUDGET_US / us)))
         self._row |= {
             "rounds": len(samples.us),
@@ -311,7 +291,7 @@ class _Candidate:
             "roofline_fraction": work.floor_us(gpu) / us,
             "mma_fraction": work.flops / us / 1e6 / gpu.mma_tflops if self._row["op"] == "gemm" else None,
             "stream_fraction": None if streamed_us is None else streamed_us / us,
-            "cpu_us": timer.cpu_us(self._launches[0], calls=calls, rounds=5).median,
+            "cpu_us": self._timer.cpu_us(self._launches[0], calls=calls, rounds=5).median,
         }
         if baseline is not None:
             ratio = samples.ratio(baseline)

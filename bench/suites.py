@@ -23,8 +23,3 @@ HIDDEN = {"llama-3-8b": 4096, "qwen2.5-7b": 3584}
 INTERMEDIATE = {"llama-3-8b": 14336, "qwen2.5-7b": 18944}
 TOKENS = (16, 256, 2048)
 EVERY_FEW = tuple(range(1, 129))  # every number of tokens that decoding uses
-
-
-def unless(name: str, value: str | int, default: str | int) -> str:
-    """`` name=value``, or nothing where it is the default: problems are written in canonical form."""
-    return "" if value == default else f" {name}={value}"

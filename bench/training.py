@@ -18,37 +18,25 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
+from itertools import chain
 from statistics import median
 from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
 import typer
-from rich.table import Table
 from torch import Tensor
 
 import cutekernels as ck
-from bench.models import CONFIGS
-from bench.rows import Row, write
+from bench import wall
+from bench.models import build
+from bench.rows import Row
+from bench.wall import Commit, DryRun, Match, Out, Rounds
 from cutekernels import environment, terminal
-from cutekernels import gpu as gpus
-from cutekernels.errors import UnknownGpu
 
-HERE = Path(__file__).parent
 STEPS = 200
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-
-_SMALL: dict[str, dict[str, Any]] = {
-    "qwen2.5-0.5b": {
-        "vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
-        "num_attention_heads": 14, "num_key_value_heads": 2, "tie_word_embeddings": True,
-    },
-    "qwen2.5-1.5b": {
-        "vocab_size": 151936, "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
-        "num_attention_heads": 12, "num_key_value_heads": 2, "tie_word_embeddings": True,
-    },
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -88,25 +76,6 @@ Step = Callable[[], Tensor]  # returns the loss, which the GPU may still compute
 # ---- steps of a model -----------------------------------------------------------------------------------
 
 
-def build(case: Case, seed: int = 0) -> Any:
-    """The model, in training."""
-    import transformers
-
-    name, own = CONFIGS[case.model] if case.model in CONFIGS else ("Qwen2", _SMALL[case.model])
-    config = getattr(transformers, f"{name}Config")(**({"max_position_embeddings": 32768} | own))
-    config.num_hidden_layers = case.layers or config.num_hidden_layers
-    if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[: config.num_hidden_layers]
-    torch.manual_seed(seed)
-    kind = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with torch.device("cuda"):
-            return getattr(transformers, f"{name}ForCausalLM")(config).train()
-    finally:
-        torch.set_default_dtype(kind)
-
-
 def _stepping(model: Any, called: Any, optimizer: Any, case: Case) -> Step:
     draw = torch.Generator("cuda").manual_seed(7)
     ids = torch.randint(0, model.config.vocab_size, (case.batch, case.tokens), generator=draw, device="cuda")
@@ -121,42 +90,43 @@ def _stepping(model: Any, called: Any, optimizer: Any, case: Case) -> Step:
     return step
 
 
-def _plain(case: Case, seed: int = 0) -> Step:
-    model = build(case, seed)
-    return _stepping(model, model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True), case)
-
-
-def _compiled(case: Case) -> Step:
-    model = build(case)
-    return _stepping(model, torch.compile(model), torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True), case)
-
-
-def _liger(case: Case) -> Step:
+def _liger(model: Any) -> None:
     monkey_patch = importlib.import_module("liger_kernel.transformers.monkey_patch")
-    model = build(case)
     names = vars(sys.modules[type(model).__module__])
     before = dict(names)
     monkey_patch._apply_liger_kernel_to_instance(model)
     names.update(before)  # it puts its classes into transformers' module too
-    return _stepping(model, model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True), case)
 
 
-def _ours(case: Case, seed: int = 0, compile: bool = False, fused: bool = True) -> Step:
-    model = build(case, seed)
-    ck.patch(model)
-    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    if fused:
-        optimizer = ck.optim.FusedAdamW(model.parameters(), lr=1e-4, moments_dtype=torch.bfloat16)
-    return _stepping(model, torch.compile(model) if compile else model, optimizer, case)
+def _adamw(parameters: Any) -> Any:
+    return torch.optim.AdamW(parameters, lr=1e-4, fused=True)
 
 
+def _fused(parameters: Any) -> Any:
+    return ck.optim.FusedAdamW(parameters, lr=1e-4, moments_dtype=torch.bfloat16)
+
+
+def _step(
+    case: Case,
+    seed: int = 0,
+    *,
+    change: Callable[[Any], object] = lambda model: None,
+    optimizer: Callable[[Any], Any] = _adamw,
+    compiled: bool = False,
+) -> Step:
+    model = build(case.model, torch.device("cuda"), torch.bfloat16, layers=case.layers, seed=seed).train()
+    change(model)
+    return _stepping(model, torch.compile(model) if compiled else model, optimizer(model.parameters()), case)
+
+
+_ours = partial(_step, change=lambda model: ck.patch(model))
 MODELS: dict[str, Callable[[Case], Step]] = {
-    "plain": _plain,
-    "plain, compiled": _compiled,
-    "liger": _liger,
-    "cutekernels": _ours,
-    "cutekernels, torch's AdamW": lambda case: _ours(case, fused=False),
-    "cutekernels, compiled": lambda case: _ours(case, compile=True),
+    "plain": _step,
+    "plain, compiled": partial(_step, compiled=True),
+    "liger": partial(_step, change=_liger),
+    "cutekernels": partial(_ours, optimizer=_fused),
+    "cutekernels, torch's AdamW": _ours,
+    "cutekernels, compiled": partial(_ours, optimizer=_fused, compiled=True),
 }
 
 
@@ -206,13 +176,6 @@ LOSSES: dict[str, Callable[[Case], Step]] = {
 # ---- timing ---------------------------------------------------------------------------------------------
 
 
-def _forget() -> None:
-    torch.compiler.reset()
-    gc.collect()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-
-
 def _timed(step: Step) -> float:
     torch.cuda.synchronize()
     begin = time.perf_counter()
@@ -231,7 +194,7 @@ def run(case: Case, rounds: int, stamp: dict[str, str], skip: str = "") -> Itera
     waiting = {name: make for name, make in every.items() if not skip or skip not in name}
     times: dict[str, list[float]] = {}
     memory: dict[str, float] = {}
-    failed: dict[str, tuple[str, str]] = {}
+    failed: dict[str, Exception] = {}
     names = list(waiting)
     while waiting:
         gc.collect()
@@ -252,8 +215,7 @@ def run(case: Case, rounds: int, stamp: dict[str, str], skip: str = "") -> Itera
                 memory[name] = (torch.cuda.max_memory_allocated() - before) / 2**30
             except Exception as error:  # noqa: BLE001 - another project's failure is a row
                 steps.pop(name, None)
-                status = "absent" if isinstance(error, ImportError) else "failed"
-                failed[name] = status, f"{type(error).__name__}: {error}"[:200]
+                failed[name] = error
         for _ in range(rounds):
             for name, step in steps.items():
                 times.setdefault(name, []).append(_timed(step))
@@ -261,16 +223,12 @@ def run(case: Case, rounds: int, stamp: dict[str, str], skip: str = "") -> Itera
     torch.compiler.reset()
     base = times.get("plain" if case.suite == "step" else "plain, compiled")
     for name in names:
-        common = ("training", case.suite, str(case), str(case), 1.0, 0.0, name)
+        place = ("training", case.suite, str(case), str(case))
         if name in failed:
-            yield Row(*common, *failed[name], stamp=stamp)
+            yield wall.untimed(place, name, failed[name], stamp=stamp)
             continue
-        found = sorted(times[name])
-        yield Row(
-            *common, "ok", l2="warm", rounds=len(found), median_us=median(found), p20_us=found[len(found) // 5],
-            p80_us=found[-1 - len(found) // 5], memory_gib=memory[name],
-            speedup=median(base) / median(found) if base else None, stamp=stamp,
-        )  # fmt: skip
+        speedup = median(base) / median(times[name]) if base else None
+        yield wall.timed(place, name, times[name], memory_gib=memory[name], speedup=speedup, stamp=stamp)
 
 
 def curves(case: Case, stamp: dict[str, str]) -> Iterator[Row]:
@@ -281,63 +239,33 @@ def curves(case: Case, stamp: dict[str, str]) -> Iterator[Row]:
         losses = torch.stack([step() for _ in range(STEPS)]).cpu()
         return losses, (time.perf_counter() - begin) * 1e6 / STEPS
 
-    plain, us = curve(_plain(case))
-    spread = max(float((curve(_plain(case, seed))[0] - plain).abs().max()) for seed in (1, 2, 3))
-    common = ("training", "curve", str(case), str(case), 1.0, 0.0)
-    yield Row(*common, "plain", "ok", l2="warm", rounds=STEPS, median_us=us, error=0.0, stamp=stamp)
-    for name, make in {name: MODELS[name] for name in ("cutekernels", "cutekernels, torch's AdamW")}.items():
-        losses, us = curve(make(case))
-        error = float((losses - plain).abs().max()) / spread
-        yield Row(*common, name, "ok", l2="warm", rounds=STEPS, median_us=us, error=error, stamp=stamp)
-
-
-# ---- command line ---------------------------------------------------------------------------------------
+    plain, us = curve(_step(case))
+    spread = max(float((curve(_step(case, seed))[0] - plain).abs().max()) for seed in (1, 2, 3))
+    common: dict[str, Any] = {"l2": "warm", "rounds": STEPS, "stamp": stamp}
+    place = ("training", "curve", str(case), str(case), 1.0, 0.0)
+    yield Row(*place, "plain", "ok", median_us=us, error=0.0, **common)
+    for name in ("cutekernels", "cutekernels, torch's AdamW"):
+        losses, us = curve(MODELS[name](case))
+        yield Row(*place, name, "ok", median_us=us, error=float((losses - plain).abs().max()) / spread, **common)
 
 
 @app.command()
 def command(
-    match: Annotated[list[str] | None, typer.Option(help="Only cases with one of these in suite or sizes.")] = None,
-    rounds: Annotated[int, typer.Option(min=5, help="Samples of each contender.")] = 20,
+    match: Match = None,
+    rounds: Rounds = 20,
     skip: Annotated[str, typer.Option(help="Leave out contenders with this in their name: compiled, say.")] = "",
-    out: Annotated[Path | None, typer.Option(help="Folder; default bench/results/<gpu>/training.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="List the cases and contenders; time nothing.")] = False,
-    commit: Annotated[str | None, typer.Option(help="The commit under test, where .git was left behind.")] = None,
+    out: Out = None,
+    dry_run: DryRun = False,
+    commit: Commit = None,
 ) -> None:
     """Time steps of training and losses beside their peers, and record a row of each case and contender."""
-    some = [case for case in CASES if not match or any(each in f"{case.suite} {case}" for each in match)]
-    if not some:
-        terminal.fail(f"no case has {' or '.join(map(repr, match or ()))} in it; --dry-run lists them", code=2)
+    some = wall.chosen(CASES, match, lambda case: f"{case.suite} {case}")
     if dry_run:
         for case in some:
             terminal.show(f"{case.suite} {case}: {'; '.join(LOSSES if case.suite == 'loss' else MODELS)}")
         return
-    try:
-        gpu = gpus.lookup("auto")
-    except UnknownGpu:
-        terminal.fail("no CUDA device is visible, and times are only taken on one; --dry-run lists what would be timed")
-    path = (out or HERE / "results" / gpu.name / "training") / "training.jsonl"
-    rows: list[Row] = []
+    gpu = wall.detected()
+    path = (out or wall.RESULTS / gpu.name / "training") / "training.jsonl"
     stamp = environment.stamp(gpu.name, commit)
-    for case in some:
-        for row in curves(case, stamp) if case.suite == "curve" else run(case, rounds, stamp, skip):
-            rows.append(row)
-            write(path, rows)
-            terminal.say(f"{row.suite} {row.label}: {row.contender} {row.median_us or row.reason}")
-    terminal.show(table(rows))
-    terminal.say(f"{len(rows)} rows in {path}")
-
-
-def table(rows: list[Row]) -> Table:
-    """All rows, failed ones too."""
-    shown = Table("suite", "case", "contender", title=f"training on {rows[0].stamp.get('gpu', '?')}, wall time")
-    for column in ("median ms", "p20 to p80", "GiB", "speedup", "error"):
-        shown.add_column(column, justify="right")
-    shown.add_column("reason", overflow="fold")
-    for r in rows:
-        times = [us / 1e3 for us in (r.median_us, r.p20_us, r.p80_us) if us is not None]
-        spread = f"{times[1]:.2f} to {times[2]:.2f}" if len(times) == 3 else ""
-        numbers = ["" if x is None else f"{x:.2f}" for x in (r.memory_gib, r.speedup, r.error)]
-        shown.add_row(
-            r.suite, r.label, r.contender, f"{times[0]:.2f}" if times else r.status, spread, *numbers, r.reason
-        )
-    return shown
+    found = (curves(case, stamp) if case.suite == "curve" else run(case, rounds, stamp, skip) for case in some)
+    wall.record(chain.from_iterable(found), path, wall.table)

@@ -72,7 +72,7 @@ def cases(op: str, suite: str, *, dtype: str = "bf16", accumulate: str = "fp32",
     suites = get(op).suites
     if suite not in suites:
         raise ValueError(f"{op} has no suite {suite!r}; it has {', '.join(suites)}")
-    return [c for c in suites[suite](dtype, accumulate) if match in c.label or match in c.problem]
+    return [c for c in suites[suite](str(dtype), str(accumulate)) if match in c.label or match in c.problem]
 
 
 def work(case: Case) -> Work:

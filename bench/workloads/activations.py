@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.baselines import Absent, Contender, Inputs, Launch, Workload, compiled, each, eager
-from bench.suites import INTERMEDIATE, TOKENS, Case, Suite, unless
+from bench.suites import INTERMEDIATE, TOKENS, Case, Suite
 from bench.workloads import posed
 from bench.workloads.declared import drawn, exact, launches, workload
 from cutekernels.ops.activations.api import bias_gelu, gelu_mul, silu_mul
@@ -32,32 +32,29 @@ from cutekernels.ops.activations.op import (
 ROWS = (1, *TOKENS, 8192)
 GEGLU = {"gemma-2-9b": 14336, "gemma-7b": 24576}  # gelu by tanh
 BIASED = {"gpt-2-xl": 6400, "phi-2": 10240}
+Cases = Callable[[Any], Suite]  # of an op
 
 
-def _sizes(op: str, rows: Sequence[int], widths: dict[str, int], more: str = "", before: str = "") -> Suite:
-    """Every number of rows at every width; ``before`` and ``more`` are the last words of the problem."""
+def _shapes(shapes: Mapping[str, tuple[int, int]], **words: str) -> Cases:
+    """Rows and columns by label; ``words`` are the problem's."""
 
-    def suite(dtype: str, accumulate: str) -> list[Case]:
-        words = unless("dtype", dtype, "bf16") + before + more
-        return [Case(op, f"rows={r} cols={n}{words}", f"{name} rows={r}") for name, n in widths.items() for r in rows]
+    def of_op(op: Any) -> Suite:
+        return lambda dtype, accumulate: [
+            Case(op.name, str(op.Problem(*shape, dtype, **words)), label) for label, shape in shapes.items()
+        ]
 
-    return suite
-
-
-def _published(op: str) -> Suite:
-    """MemoryWorld's SwiGLU rows. They were published in fp16."""
-    return _sizes(op, (2048,), {f"ffn={n}": n for n in (4096, 8192, 11008, 14336, 18944)})
+    return of_op
 
 
-def _published_bias(op: str) -> Suite:
-    """The bias-GELU rows of triton-llm-kernels, batch x tokens x width. They were published in fp16."""
+def _sizes(rows: Sequence[int], widths: Mapping[str, int], **words: str) -> Cases:
+    """Every number of rows at every width."""
+    return _shapes({f"{name} rows={r}": (r, n) for name, n in widths.items() for r in rows}, **words)
 
-    def suite(dtype: str, accumulate: str) -> list[Case]:
-        shapes = ((2, 256, 4096), (2, 512, 4096), (2, 1024, 4096), (2, 1024, 16384))
-        words = unless("dtype", dtype, "bf16")
-        return [Case(op, f"rows={b * t} cols={n}{words}", f"{b}x{t}x{n}") for b, t, n in shapes]
 
-    return suite
+# MemoryWorld's SwiGLU rows, and the bias-GELU rows of triton-llm-kernels (batch x tokens x width): published in fp16.
+_PUBLISHED = _sizes((2048,), {f"ffn={n}": n for n in (4096, 8192, 11008, 14336, 18944)})
+_BIAS_SHAPES = ((2, 256, 4096), (2, 512, 4096), (2, 1024, 4096), (2, 1024, 16384))
+_PUBLISHED_BIAS = _shapes({f"{b}x{t}x{n}": (b * t, n) for b, t, n in _BIAS_SHAPES})
 
 
 def _inputs(op: Any, case: Case, problem: Any, device: str, seed: int) -> Inputs:
@@ -184,68 +181,54 @@ _STREAMS = {
 
 
 def _workload(
-    op: Any, function: Callable[..., Tensor] | None, suites: dict[str, Suite], *more: Contender, **changes: Any
+    op: Any,
+    function: Callable[..., Tensor] | None,
+    *peers: Contender,
+    changes: Mapping[str, Any] | None = None,
+    **cases: Cases,
 ) -> Workload:
-    peers, streams = (compiled(PLAIN[op.name]), eager(PLAIN[op.name]), *more), _STREAMS[op.name]
-    inputs = partial(_inputs, op)
-    return workload(op, suites, peers, function, inputs=inputs, streams=lambda case: streams, **changes)
+    peers = (compiled(PLAIN[op.name]), eager(PLAIN[op.name]), *peers)
+    suites = {name: made(op) for name, made in cases.items()}
+    more = {"inputs": partial(_inputs, op), "streams": lambda case: _STREAMS[op.name]} | dict(changes or {})
+    return workload(op, suites, peers, function, **more)
 
 
-def _llm(op: str, widths: dict[str, int], more: str = "") -> dict[str, Suite]:
-    return {"llm": _sizes(op, TOKENS if "backward" in op else ROWS, widths, more)}
-
-
-_TANH = " approximate=tanh"
-
+_LIGER = each("liger", _liger)
 WORKLOADS = (
     _workload(
         SILU_MUL,
         silu_mul,
-        {
-            **_llm("silu_mul", INTERMEDIATE),
-            "published": _published("silu_mul"),
-            "headtohead": _published("silu_mul"),
-            "packed": _sizes("silu_mul", ROWS[1:], INTERMEDIATE, before=" layout=rows"),
-        },
-        each("liger", _liger),
+        _LIGER,
         eager(lambda case: _wide_swiglu, "eager (fp32 chain)"),
-        cute=_cute,
+        llm=_sizes(ROWS, INTERMEDIATE),
+        published=_PUBLISHED,
+        headtohead=_PUBLISHED,
+        packed=_sizes(ROWS[1:], INTERMEDIATE, layout="rows"),
+        changes={"cute": _cute},
     ),
     _workload(
         GELU_MUL,
         gelu_mul,
-        {
-            **_llm("gelu_mul", GEGLU, _TANH),
-            "exact": _sizes("gelu_mul", ROWS, GEGLU),
-            "packed": _sizes("gelu_mul", ROWS[1:], GEGLU, _TANH, " layout=rows"),
-        },
-        each("liger", _liger),
+        _LIGER,
+        llm=_sizes(ROWS, GEGLU, approximate="tanh"),
+        exact=_sizes(ROWS, GEGLU),
+        packed=_sizes(ROWS[1:], GEGLU, layout="rows", approximate="tanh"),
     ),
     _workload(
         BIAS_GELU,
         bias_gelu,
-        {
-            **_llm("bias_gelu", BIASED),
-            "published": _published_bias("bias_gelu"),
-            "tanh": _sizes("bias_gelu", ROWS, BIASED, _TANH),
-        },
         eager(_erf_chain, "eager (erf chain)"),
+        llm=_sizes(ROWS, BIASED),
+        published=_PUBLISHED_BIAS,
+        tanh=_sizes(ROWS, BIASED, approximate="tanh"),
     ),
-    _workload(
-        SILU_MUL_BACKWARD,
-        None,
-        {**_llm("silu_mul_backward", INTERMEDIATE), "published": _published("silu_mul_backward")},
-    ),
-    _workload(
-        GELU_MUL_BACKWARD,
-        None,
-        {**_llm("gelu_mul_backward", GEGLU, _TANH), "exact": _sizes("gelu_mul_backward", TOKENS, GEGLU)},
-    ),
+    _workload(SILU_MUL_BACKWARD, None, llm=_sizes(TOKENS, INTERMEDIATE), published=_PUBLISHED),
+    _workload(GELU_MUL_BACKWARD, None, llm=_sizes(TOKENS, GEGLU, approximate="tanh"), exact=_sizes(TOKENS, GEGLU)),
     _workload(
         BIAS_GELU_BACKWARD,
         None,
-        {**_llm("bias_gelu_backward", BIASED), "published": _published_bias("bias_gelu_backward")},
-        ours=_with_bias,
-        truth=_summed,
+        changes={"ours": _with_bias, "truth": _summed},
+        llm=_sizes(TOKENS, BIASED),
+        published=_PUBLISHED_BIAS,
     ),
 )

@@ -30,7 +30,7 @@ MODELS = {"llama-3-8b": (32, 8), "qwen2.5-7b": (28, 4), "minfer": (48, 8)}  # he
 def _case(
     dtype: str, batch: int, seq: int, heads: int, heads_kv: int, head_dim: int, causal: bool, label: str = ""
 ) -> Case:
-    problem = AttentionProblem(batch, seq, seq, heads, heads_kv, head_dim=head_dim, dtype=str(dtype), causal=causal)
+    problem = AttentionProblem(batch, seq, seq, heads, heads_kv, head_dim=head_dim, dtype=dtype, causal=causal)
     shape = f"b{batch} h{heads}{'' if heads == heads_kv else f'/{heads_kv}'} s{seq} d{head_dim}"
     return Case("attention", str(problem), f"{label}{shape} {'causal' if causal else 'full'}")
 

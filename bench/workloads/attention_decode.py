@@ -27,7 +27,7 @@ MODELS = {"llama-3-8b": (32, 8), "qwen2.5-7b": (28, 4)}  # heads of q, and of k 
 
 def _case(dtype: str, model: str, batch: int, seq: int, page_size: int = 0, cache: str = "same") -> Case:
     heads, heads_kv = MODELS[model]
-    problem = DecodeProblem(batch, seq, heads, heads_kv, dtype=str(dtype), page_size=page_size, cache=cache)
+    problem = DecodeProblem(batch, seq, heads, heads_kv, dtype=dtype, page_size=page_size, cache=cache)
     paged = f" pages of {page_size}" if page_size else ""
     op = "decode_attention" if cache == "same" else "decode_attention_fp8"
     return Case(op, str(problem), f"{model} b{batch} h{heads}/{heads_kv} s{seq}{paged}")
@@ -54,7 +54,7 @@ def _fp8(dtype: str, accumulate: str) -> list[Case]:
 
 def _published(dtype: str, accumulate: str) -> list[Case]:
     return [
-        Case("decode_attention", str(DecodeProblem(batch, seq, 8, 8, dtype=str(dtype))), f"b{batch} h8 s{seq} d128")
+        Case("decode_attention", str(DecodeProblem(batch, seq, 8, 8, dtype=dtype)), f"b{batch} h8 s{seq} d128")
         for batch, seq in ((1, 512), (1, 1024), (1, 2048), (2, 1024))
     ]
 

@@ -22,7 +22,7 @@ TABLES = {"mistral-7b": (32000, 4096), "llama-3-8b": (128256, 4096), "qwen2.5-7b
 
 def _cases(op: str, tokens: Sequence[int], dtype: str, accumulate: str) -> list[Case]:
     return [
-        Case(op, str(EmbeddingProblem(n, vocabulary, cols, str(dtype))), f"{model}, {n} tokens")
+        Case(op, str(EmbeddingProblem(n, vocabulary, cols, dtype)), f"{model}, {n} tokens")
         for model, (vocabulary, cols) in TABLES.items()
         for n in tokens
     ]

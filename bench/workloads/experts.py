@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.baselines import DTYPES, Absent, Contender, Inputs, Launch, Workload, compiled, eager
-from bench.suites import Case, unless
+from bench.suites import Case
 from bench.workloads.declared import workload
 from cutekernels.op import Work
 from cutekernels.ops.moe.ffn import moe_ffn
@@ -38,7 +38,7 @@ TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
 
 def _product_cases(dtype: str, accumulate: str) -> list[Case]:
     return [
-        Case("grouped_gemm", str(GroupedProblem(t * top_k, *nk, experts, str(dtype))), f"{model} {way}, {t} tokens")
+        Case("grouped_gemm", str(GroupedProblem(t * top_k, *nk, experts, dtype)), f"{model} {way}, {t} tokens")
         for model, (experts, top_k, hidden, inner) in MODELS.items()
         for way, nk in (("gate_up", (2 * inner, hidden)), ("down", (hidden, inner)))
         for t in TOKENS[::2]
@@ -88,7 +88,7 @@ def _layer_cases(models: Sequence[str], dtype: str, accumulate: str) -> list[Cas
     return [
         Case(
             "moe_ffn",
-            f"rows={t * top_k} n={2 * inner} k={hidden} experts={experts}{unless('dtype', dtype, 'bf16')}",
+            str(GroupedProblem(t * top_k, 2 * inner, hidden, experts, dtype)),
             f"{model}, {t} tokens",
         )
         for model, (experts, top_k, hidden, inner) in MODELS.items()

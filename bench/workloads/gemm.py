@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from bench.baselines import Absent, Contender, Inputs, Launch, example, launched
-from bench.suites import EVERY_FEW, TOKENS, Case, unless
+from bench.suites import EVERY_FEW, TOKENS, Case
 from bench.workloads import posed
 from bench.workloads.declared import workload
 from cutekernels.ops.gemm.api import gemm
 from cutekernels.ops.gemm.op import GEMM
+from cutekernels.ops.gemm.problem import GemmProblem
 
 # ---- cases ----------------------------------------------------------------------------------------------
 
@@ -90,35 +91,21 @@ def _layouts(dtype: str, accumulate: str) -> list[Case]:
 
 def _batched(dtype: str, accumulate: str) -> list[Case]:
     return [
-        Case("gemm", _text(s, s, s, dtype, accumulate, batch=batch), f"{batch} x {s}")
+        Case("gemm", _text(s, s, s, dtype, accumulate, batch=batch, batched=True), f"{batch} x {s}")
         for batch in BATCHES
         for s in BATCHED_SQUARES
     ]
 
 
 def _alphabeta(dtype: str, accumulate: str) -> list[Case]:
-    return [
-        Case("gemm", _text(s, s, s, dtype, accumulate, c=beta != 0), f"{s} ({alpha:g}, {beta:g})", alpha, beta)
-        for s in SQUARES
-        for alpha, beta in SCALES
-    ]
+    def text(s: int, beta: float) -> str:
+        return _text(s, s, s, dtype, accumulate, c="n" if beta else "none")
+
+    return [Case("gemm", text(s, b), f"{s} ({a:g}, {b:g})", a, b) for s in SQUARES for a, b in SCALES]
 
 
-def _text(
-    m: int,
-    n: int,
-    k: int,
-    dtype: str,
-    accumulate: str,
-    *,
-    a_major: str = "k",
-    b_major: str = "n",
-    c: bool = False,
-    batch: int = 1,
-) -> str:
-    words = f"m={m} n={n} k={k}" + unless("batch", batch, 1) + unless("dtype", dtype, "bf16")
-    words += unless("a_major", a_major, "k") + unless("b_major", b_major, "n") + (" c=n" if c else "")
-    return words + unless("accumulate", accumulate, "fp32") + (" batched=1" if batch > 1 else "")
+def _text(m: int, n: int, k: int, dtype: str, accumulate: str, **words: Any) -> str:
+    return str(GemmProblem(m, n, k, dtype=dtype, accumulate=accumulate, **words))
 
 
 # ---- contenders -----------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ _SPARE = 64  # tokens that a sequence has room for beyond its new ones
 
 def _case(dtype: str, model: str, batch: int, seq: int, page_size: int = 0) -> Case:
     heads, heads_kv = HEADS[model]
-    problem = KvAppendProblem(batch, seq, heads_kv, 128, heads, 128, dtype=str(dtype), page_size=page_size)
+    problem = KvAppendProblem(batch, seq, heads_kv, 128, heads, 128, dtype=dtype, page_size=page_size)
     paged = f" pages of {page_size}" if page_size else ""
     return Case("kv_append", str(problem), f"{model} {batch}x{seq}{paged}")
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.baselines import DTYPES, Inputs, Launch, Workload, compiled, eager
-from bench.suites import HIDDEN, INTERMEDIATE, TOKENS, Case, unless
+from bench.suites import HIDDEN, INTERMEDIATE, TOKENS, Case
 from cutekernels.nn.mlp import swiglu
 from cutekernels.op import Work
 from cutekernels.ops.activations.op import GluProblem
@@ -22,8 +22,8 @@ _WIDTH = "hidden "  # in a label, before the number that the problem lacks
 
 def _case(label: str, rows: int, hidden: int, intermediate: int, dtype: str) -> Case:
     """The problem is that of the activation between the products, on halves of one tensor."""
-    words = unless("dtype", dtype, "bf16")
-    return Case("swiglu", f"rows={rows} cols={intermediate}{words} layout=rows", f"{label}, {_WIDTH}{hidden}")
+    problem = GluProblem(rows, intermediate, dtype, layout="rows")
+    return Case("swiglu", str(problem), f"{label}, {_WIDTH}{hidden}")
 
 
 def _published(dtype: str, accumulate: str) -> list[Case]:

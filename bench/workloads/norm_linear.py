@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.baselines import Contender, Workload, compiled, eager
-from bench.suites import EVERY_FEW, HIDDEN, INTERMEDIATE, Case, unless
+from bench.suites import EVERY_FEW, HIDDEN, INTERMEDIATE, Case
 from bench.workloads.declared import launches, workload
 from cutekernels.ops.norm_linear.api import linear_silu_mul, rms_norm_linear
 from cutekernels.ops.norm_linear.op import LINEAR_SILU_MUL, RMS_NORM_LINEAR
-from cutekernels.ops.norm_linear.problem import CHAIN
+from cutekernels.ops.norm_linear.problem import CHAIN, LinearSiluMulProblem, RmsNormLinearProblem
 
 EPS = 1e-6
 K = HIDDEN["qwen2.5-7b"]
@@ -27,19 +27,18 @@ DECODE_TOKENS = (1, 2, 3, 4, 6, 8, 9, 12, 16, 17, 24, 32, 33, 48, 64, 65, 96, 12
 
 
 def _projections(tokens: Sequence[int], dtype: str, accumulate: str) -> list[Case]:
-    words = unless("dtype", dtype, "bf16")
     return [
-        Case("rms_norm_linear", f"m={m} n={n} k={K}{words}", f"{name} {n}x{K} m={m}")
+        Case("rms_norm_linear", str(RmsNormLinearProblem(m, n, K, dtype)), f"{name} {n}x{K} m={m}")
         for name, n in PROJECTIONS.items()
         for m in tokens
     ]
 
 
 def _gates(tokens: Sequence[int], dtype: str, accumulate: str) -> list[Case]:
-    words = unless("dtype", dtype, "bf16")
+    norm = {"norm": True, "norm_weight": "same"}
     return [
-        Case("linear_silu_mul", f"m={m} n={PROJECTIONS['gate']} k={K}{words}{norm}", f"{label} m={m}")
-        for norm, label in (("", "gate and up"), (" norm=1 norm_weight=same", "norm, gate and up"))
+        Case("linear_silu_mul", str(LinearSiluMulProblem(m, PROJECTIONS["gate"], K, dtype, **words)), f"{label} m={m}")
+        for words, label in (({}, "gate and up"), (norm, "norm, gate and up"))
         for m in tokens
     ]
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.baselines import DTYPES, Absent, Launch, Workload, compiled, each, eager
-from bench.suites import Case, Suite, unless
+from bench.suites import Case, Suite
 from bench.workloads.declared import workload
 from cutekernels.ops.norms.api import add_rms_norm, layer_norm, rms_norm
 from cutekernels.ops.norms.gradients import COLUMN_SUM, LAYER_NORM_BACKWARD, RMS_NORM_BACKWARD, ColumnSumProblem
@@ -32,11 +32,8 @@ _STREAMS = {
 # ---- cases ----------------------------------------------------------------------------------------------
 
 
-def _cases(op: str, shapes: Sequence[tuple[int, int]], dtype: str, label: str = "") -> list[Case]:
-    return [
-        Case(op, f"rows={rows} cols={cols}" + unless("dtype", dtype, "bf16"), f"{label}{rows}x{cols}")
-        for rows, cols in shapes
-    ]
+def _cases(op: Any, shapes: Sequence[tuple[int, int]], dtype: str, label: str = "") -> list[Case]:
+    return [Case(op.name, str(op.Problem(*s, dtype=dtype)), f"{label}{s[0]}x{s[1]}") for s in shapes]
 
 
 _FORWARD = ((1, 4096), (16, 3584), (2048, 896), (2048, 3584), (2048, 4096), (32768, 4096), (32768, 8192))
@@ -48,10 +45,10 @@ def _reference(dtype: str, accumulate: str) -> list[Case]:
     hidden = (896, 1536, 2048, 3072, 3584, 4096)
     tokens = tuple(8 * seq for seq in (1024, 4096, 8192, 16384))
     return [
-        *_cases("rms_norm", [(2048, n) for n in hidden], dtype),
-        *_cases("rms_norm", [(rows, 6144) for rows in tokens], dtype, "vector "),
-        *_cases("rms_norm", [(48 * rows, 128) for rows in tokens], dtype, "heads "),
-        *_cases("rms_norm", [(32 * 128, 4096)], dtype, "training "),
+        *_cases(RMS_NORM, [(2048, n) for n in hidden], dtype),
+        *_cases(RMS_NORM, [(rows, 6144) for rows in tokens], dtype, "vector "),
+        *_cases(RMS_NORM, [(48 * rows, 128) for rows in tokens], dtype, "heads "),
+        *_cases(RMS_NORM, [(32 * 128, 4096)], dtype, "training "),
     ]
 
 
@@ -192,7 +189,7 @@ _PEERS = (
 
 def _workload(op: Any, function: Callable[..., Any] | None = None, **suites: Suite) -> Workload:
     shapes = _BACKWARD if function is None else _FORWARD
-    llm = {"llm": lambda dtype, accumulate: _cases(op.name, shapes, dtype)}
+    llm = {"llm": lambda dtype, accumulate: _cases(op, shapes, dtype)}
     numbers = {"eps": EPS, "weight_offset": 0.0}
     return workload(op, llm | suites, _PEERS, function, numbers, streams=lambda case: _STREAMS[op.name])
 
@@ -203,7 +200,7 @@ def _workload(op: Any, function: Callable[..., Any] | None = None, **suites: Sui
 def _parts_cases(dtype: str, accumulate: str) -> list[Case]:
     """As many partial sums as programs of one to four per SM leave on an H200."""
     return [
-        Case("column_sum", str(ColumnSumProblem(parts, cols, str(dtype))), f"{parts}x{cols}")
+        Case("column_sum", str(ColumnSumProblem(parts, cols, dtype)), f"{parts}x{cols}")
         for cols in (4096, 8192)
         for parts in (132, 264, 528)
     ]

@@ -23,7 +23,7 @@ _MILLIONS = (1, 10, 50)
 
 
 def _sizes(dtype: str, accumulate: str) -> list[Case]:
-    return [Case("adamw_step", str(AdamWProblem(m * 1_000_000, str(dtype))), f"{m}M") for m in _MILLIONS]
+    return [Case("adamw_step", str(AdamWProblem(m * 1_000_000, dtype)), f"{m}M") for m in _MILLIONS]
 
 
 def _tensors(dtype: str, accumulate: str) -> list[Case]:

@@ -42,7 +42,7 @@ def _cases(dtype: str, accumulate: str) -> list[Case]:
     for model, form, words in LAYERS:
         experts, top_k, hidden, inner = MODELS[model]
         for t in TOKENS:
-            p = QuantizedGroupedProblem(t * top_k, inner, hidden, experts, str(dtype), activation="silu_mul", **words)
+            p = QuantizedGroupedProblem(t * top_k, inner, hidden, experts, dtype, activation="silu_mul", **words)
             found.append(Case("quantized_moe_ffn", str(p), f"{model}, {form}, {t} tokens"))
     return found
 

@@ -64,7 +64,7 @@ def _linear(
     op: str, models: dict[str, dict[str, tuple[int, int]]], tokens: Sequence[int], dtype: str, accumulate: str
 ) -> list[Case]:
     return [
-        Case(op, str(QuantizedProblem(m=m, n=n, k=k, dtype=str(dtype), **words)), f"{name}, {label} m={m}")
+        Case(op, str(QuantizedProblem(m=m, n=n, k=k, dtype=dtype, **words)), f"{name}, {label} m={m}")
         for name, words in FORMATS.items()
         for label, n, k in _weights(models)
         for m in tokens
@@ -76,7 +76,7 @@ def _decoded(columns: int, dtype: str, accumulate: str) -> list[Case]:
     return [
         Case(
             "dequantize",
-            str(DequantizeProblem(n=n, columns=columns or k, k=k, dtype=str(dtype), **words)),
+            str(DequantizeProblem(n=n, columns=columns or k, k=k, dtype=dtype, **words)),
             f"{name}, {label}",
         )
         for name, words in FORMATS.items()

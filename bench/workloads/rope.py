@@ -28,7 +28,7 @@ def _llm(dtype: str, accumulate: str) -> list[Case]:
     return [
         _case(
             f"{model} {batch}x{seq}",
-            RopeProblem(batch, seq, q, 128, 128, kv, str(dtype), positions="batch" if seq == 1 else "start"),
+            RopeProblem(batch, seq, q, 128, 128, kv, dtype, positions="batch" if seq == 1 else "start"),
         )
         for model, (q, kv) in HEADS.items()
         for batch, seq in ((1, 1), (16, 1), (64, 1), (1, 256), (1, 2048), (4, 4096))
@@ -38,7 +38,7 @@ def _llm(dtype: str, accumulate: str) -> list[Case]:
 def _backward(dtype: str, accumulate: str) -> list[Case]:
     """Gradients turn the other way round."""
     return [
-        _case(f"{model} {batch}x{seq}", RopeProblem(batch, seq, q, 128, 128, kv, str(dtype), inverse=True))
+        _case(f"{model} {batch}x{seq}", RopeProblem(batch, seq, q, 128, 128, kv, dtype, inverse=True))
         for model, (q, kv) in HEADS.items()
         for batch, seq in ((1, 2048), (4, 4096))
     ]
@@ -47,12 +47,12 @@ def _backward(dtype: str, accumulate: str) -> list[Case]:
 def _reference(dtype: str, accumulate: str) -> list[Case]:
     """One tensor of 32 heads; q and k; half of the channels, in halves and interleaved. They were published in fp16."""
     tokens = (512, 1024, 2048, 4096, 8192)
-    one = [_case(f"q, {HEADS_FIRST}, {s}", RopeProblem(1, s, 32, 128, 128, 0, str(dtype))) for s in tokens]
-    both = [_case(f"q and k, {s}", RopeProblem(1, s, 32, 128, 128, 32, str(dtype))) for s in tokens]
+    one = [_case(f"q, {HEADS_FIRST}, {s}", RopeProblem(1, s, 32, 128, 128, 0, dtype)) for s in tokens]
+    both = [_case(f"q and k, {s}", RopeProblem(1, s, 32, 128, 128, 32, dtype)) for s in tokens]
     partial_ = [
         _case(
             f"64 of 128 {'interleaved' if interleaved else 'halves'}, {s}",
-            RopeProblem(8, s, 48, 128, 64, 0, str(dtype), interleaved=interleaved),
+            RopeProblem(8, s, 48, 128, 64, 0, dtype, interleaved=interleaved),
         )
         for s in (1024, 4096, 8192, 16384)
         for interleaved in (True, False)

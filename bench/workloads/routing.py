@@ -36,7 +36,7 @@ def _routers(op: str, dtype: str, accumulate: str) -> list[Case]:
     def problem(tokens: int, experts: int, top_k: int) -> object:
         if op == "moe_permute":
             return MoePermuteProblem(tokens * top_k, experts)
-        return MoeRouteProblem(tokens, experts, top_k, str(dtype))
+        return MoeRouteProblem(tokens, experts, top_k, dtype)
 
     return [
         Case(op, str(problem(tokens, *router)), f"{name}, {tokens} tokens")
@@ -47,7 +47,7 @@ def _routers(op: str, dtype: str, accumulate: str) -> list[Case]:
 
 def _moves(op: str, dtype: str, accumulate: str) -> list[Case]:
     return [
-        Case(op, str(MoeMoveProblem(tokens, cols, top_k, str(dtype), op != "moe_gather")), f"{model}, {tokens} tokens")
+        Case(op, str(MoeMoveProblem(tokens, cols, top_k, dtype, op != "moe_gather")), f"{model}, {tokens} tokens")
         for model, (_, top_k, cols) in MOVED.items()
         for tokens in TOKENS[:-1]
     ]

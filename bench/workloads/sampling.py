@@ -31,7 +31,7 @@ def _cases(dtype: str, accumulate: str) -> list[Case]:
     def case(model: str, cols: int, rows: int, name: str) -> Case:
         given = FILTERS[name]
         asked = SampleFilterProblem(
-            rows, cols, str(dtype), by_k="top_k" in given, by_p="top_p" in given, by_min_p="min_p" in given
+            rows, cols, dtype, by_k="top_k" in given, by_p="top_p" in given, by_min_p="min_p" in given
         )
         return Case("sample_filter", str(asked), f"{model} {rows} | {name}")
 

@@ -80,8 +80,8 @@ def test_the_suite_has_the_references_shapes(op: str, monkeypatch: pytest.Monkey
     monkeypatch.setattr(headtohead, "fastest", lambda configs, *_: configs[0])
     plan = run.Plan(headtohead.SUITE, H200, {}, device="cpu", alone=True)
     ours = run.contenders(case, plan)
-    assert [w.contender.name for w in ours if isinstance(w, run.Ours)] == ["cutekernels (triton)", "cutekernels (cute)"]
-    assert [w.config for w in ours] == [str(bodies[0][1]), "block=256 warps=1" if op == "silu_mul" else ""]  # type: ignore[union-attr]
+    assert [w.name for w in ours] == ["cutekernels (triton)", "cutekernels (cute)"]
+    assert [w.config for w in ours] == [str(bodies[0][1]), "block=256 warps=1" if op == "silu_mul" else ""]
 
 
 @pytest.mark.parametrize(("layout", "vec", "shape"), [("dense", 8, (1, 24 * 66)), ("rows", 2, (24, 66))])

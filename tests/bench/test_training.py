@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from typer.testing import CliRunner
 
-from bench import training
+from bench import training, wall
 from bench.rows import Row
+from cutekernels.errors import UnknownGpu
 
 runner = CliRunner()
 
@@ -22,9 +23,9 @@ def test_a_dry_run_lists_cases_and_contenders() -> None:
 @pytest.mark.parametrize(("arguments", "code"), [(["--match", "nothing"], 2), ([], 1)])
 def test_what_cannot_run_is_said(arguments: list[str], code: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def none(name: str) -> None:
-        raise training.UnknownGpu(name)
+        raise UnknownGpu(name)
 
-    monkeypatch.setattr(training.gpus, "lookup", none)
+    monkeypatch.setattr(wall.gpus, "lookup", none)
     result = runner.invoke(training.app, arguments)
     assert result.exit_code == code
     assert "--dry-run" in result.output
@@ -32,5 +33,5 @@ def test_what_cannot_run_is_said(arguments: list[str], code: int, monkeypatch: p
 
 def test_the_table_has_failed_rows_too() -> None:
     common = ("training", "step", "a", "a", 1.0, 0.0)
-    shown = training.table([Row(*common, "plain", "ok", median_us=2e3), Row(*common, "liger", "absent", "not here")])
+    shown = wall.table([Row(*common, "plain", "ok", median_us=2e3), Row(*common, "liger", "absent", "not here")])
     assert shown.row_count == 2
