@@ -5,7 +5,7 @@
 #   make bench   gemm's main suites and silu_mul, with peers     (needs a GPU)
 #   make plots   every picture of recorded rows                  (no GPU needed)
 #   make docs    the site, into site/                            (no GPU needed)
-#   make test-versions   the lowest and the newest declared versions, half an hour
+#   make test-versions   the lowest and the newest versions, and vLLM's; engines resolved beside us; an hour
 #   make lock    requirements.lock, the hashes of what constraints.txt names
 
 PYTHON ?= python3
@@ -81,7 +81,7 @@ test: $(STAMP)
 tests: $(STAMP)
 	OMP_NUM_THREADS=1 pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-# torch's 2.11 with CUDA's libraries, and the newest: 10 GB in .venv-versions. WORKERS as in `make test`.
+# torch's 2.11 with CUDA's libraries, the newest and vLLM's: 15 GB in .venv-versions. WORKERS as in `make test`.
 test-versions: $(STAMP)
 	WORKERS=$(WORKERS) python -m tests.versions
 

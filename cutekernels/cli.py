@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -353,6 +354,7 @@ def diagnose() -> list[Finding]:
         Finding("python", "ok", facts["python"]),
         *(_package(name, facts[name]) for name in ("torch", "triton", "dsl")),
         _dsl_import(),
+        *_private_names(),
         *_driver_and_gpu(installation.this_machine()),
         _cache_dir(settings.load().cache_dir),
         _database(settings.load().database_url),
@@ -389,6 +391,16 @@ def _dsl_import() -> Finding:
         said[-1] if said else f"exit code {done.returncode}",
         "pip install --force-reinstall nvidia-cutlass-dsl; for CUDA 13: cutekernels[cu13]",
     )
+
+
+def _private_names() -> list[Finding]:
+    """Private names of others that calls would use and that these versions lack."""
+    findings = []
+    for module in ("cutekernels.torch_names", "cutekernels.backends.triton", "cutekernels.backends.cute"):
+        with suppress(ImportError, PackageNotFoundError):  # what does not import has its own finding
+            for name, follows in importlib.import_module(module).absent().items():
+                findings.append(Finding("private name", "absent", f"{name}: {follows}", "calls are right, and slower"))
+    return findings
 
 
 def _driver_and_gpu(machine: installation.Machine) -> list[Finding]:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import multi_head_attention_forward, scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
+from cutekernels import torch_names
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.attention.api import attention
 from cutekernels.ops.attention.calls import check
@@ -178,4 +179,4 @@ def _autocast(t: Tensor) -> bool:
 
 def _in_transform() -> bool:
     """Whether a transform of torch.func (vmap, grad) is active, whose wrappers are tensors without memory."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    return torch_names.transforms() is not None

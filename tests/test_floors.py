@@ -55,6 +55,7 @@ FLOORS = {
     "cutekernels/rules.py": 4,
     "cutekernels/quant/": 3,
     "cutekernels/measure.py": 2,
+    "cutekernels/torch_names.py": 2,
     "cutekernels/conditions.py": 1,
     "cutekernels/verify.py": 2,
     "cutekernels/isolate.py": 2,

@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import stat
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -52,6 +53,20 @@ def own_directory(path: Path) -> Path:
 def is_own(status: os.stat_result) -> bool:
     """Whether this user alone can write to the file: nobody else can have planted code in it."""
     return status.st_uid == os.getuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+@contextmanager
+def environment(name: str, value: str) -> Iterator[None]:
+    """This process's environment variable ``name`` is ``value`` meanwhile."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 class Artifact(ABC):

@@ -8,17 +8,16 @@ can abort its process).
 
 from __future__ import annotations
 
-import os
 import re
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, ClassVar
 
-from cutekernels.backends import Artifact, Facts
+from cutekernels.backends import Artifact, Facts, environment
 from cutekernels.backends.cubin import resource_usage
 from cutekernels.errors import CompileError
 from cutekernels.gpu import NO_TARGET, GpuSpec
@@ -85,7 +84,8 @@ class CuteArtifact(Artifact):
 
     def kernel(self) -> Callable[..., Any]:
         # The FFI function itself: the DSL's wrapper for keyword arguments costs 0.5 us a call.
-        return self._function.__tvm_ffi_object__()  # type: ignore[no-any-return]
+        inner = getattr(self._function, "__tvm_ffi_object__", None)
+        return self._function if inner is None else inner()  # type: ignore[no-any-return]
 
 
 def compile(body: Any, *args: Any, gpu: GpuSpec, names_stream: bool = False) -> CuteArtifact:
@@ -100,7 +100,9 @@ def compile(body: Any, *args: Any, gpu: GpuSpec, names_stream: bool = False) -> 
     from cutlass.cute.runtime import make_fake_stream
 
     stream = make_fake_stream(use_tvm_ffi_env_stream=not names_stream)
-    with _compiling, tempfile.TemporaryDirectory(prefix="cutekernels-") as dump, _architecture(gpu.target):
+    # The variable reaches what the compile option does not, where there is no GPU to query.
+    own = environment(_ARCH_VARIABLE, gpu.target)
+    with _compiling, own, tempfile.TemporaryDirectory(prefix="cutekernels-") as dump:
         options = f"--enable-tvm-ffi --gpu-arch={gpu.target} --keep-cubin --dump-dir={dump}"
         try:
             with warnings.catch_warnings():
@@ -114,30 +116,9 @@ def compile(body: Any, *args: Any, gpu: GpuSpec, names_stream: bool = False) -> 
     return CuteArtifact(function, _facts(function))
 
 
-@contextmanager
-def _architecture(target: str) -> Iterator[None]:
-    """Set the DSL's target where there is no GPU to query: the compile option does not reach every query."""
-    before = os.environ.get(_ARCH_VARIABLE)
-    os.environ[_ARCH_VARIABLE] = target
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[_ARCH_VARIABLE]
-        else:
-            os.environ[_ARCH_VARIABLE] = before
-
-
 def _facts(function: Any) -> Facts:
     kernels = list(resource_usage(function.artifacts.CUBIN).values())
-    host = str(function.ir_module)
-    dynamic = []
-    for launch in _LAUNCH_SMEM.finditer(host):
-        constant = host.rfind(f"{launch['value']} = llvm.mlir.constant(", 0, launch.start())
-        number = re.match(r"\((\d+) : i64\)", host[host.index("(", constant) :]) if constant >= 0 else None
-        if number is None:
-            raise CompileError("the launch's shared memory is not a constant in the host program; has the DSL changed?")
-        dynamic.append(int(number[1]))
+    dynamic = _dynamic_smem(str(function.ir_module)) if _reads_launches() else [0] * len(kernels)
     if not kernels or len(dynamic) != len(kernels):
         raise CompileError(
             f"expected one launch per kernel, found {len(dynamic)} for {len(kernels)}; has the DSL changed?"
@@ -147,6 +128,30 @@ def _facts(function: Any) -> Facts:
         stack_bytes=max(k.stack_bytes for k in kernels),
         smem_bytes=max(k.smem_bytes for k in kernels) + max(dynamic),
     )
+
+
+def _reads_launches() -> bool:
+    return version("nvidia-cutlass-dsl").startswith("4.8.")
+
+
+def absent() -> dict[str, str]:
+    """What of this DSL's is private and not known, with what follows."""
+    if _reads_launches():
+        return {}
+    name = f"the host program of CuTe DSL {version('nvidia-cutlass-dsl')}"
+    return {name: "a config with too much shared memory is found when it is launched"}
+
+
+def _dynamic_smem(host: str) -> list[int]:
+    """Bytes of dynamic shared memory of each launch in a host program."""
+    found = []
+    for launch in _LAUNCH_SMEM.finditer(host):
+        constant = host.rfind(f"{launch['value']} = llvm.mlir.constant(", 0, launch.start())
+        number = re.match(r"\((\d+) : i64\)", host[host.index("(", constant) :]) if constant >= 0 else None
+        if number is None:
+            raise CompileError("the launch's shared memory is not a constant in the host program; has the DSL changed?")
+        found.append(int(number[1]))
+    return found
 
 
 def _first_lines(error: Exception, limit: int = 400) -> str:

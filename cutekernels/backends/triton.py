@@ -8,7 +8,7 @@ the metadata or of the binary, depends on what was compiled before it in the pro
 A saved file's recipe is checked nevertheless: shape and types, and it can name nothing but a ``@triton.jit`` function
 of ``cutekernels.kernels.triton``.
 
-Works with Triton 3.6 to 3.9, which agree on everything used here.
+Works with Triton 3.6 to 3.9. What of Triton's is private is at the end of the file, each with the public way around it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar
 
-from cutekernels.backends import Artifact, Facts
+from cutekernels.backends import Artifact, Facts, environment
 from cutekernels.backends.cubin import resource_usage
 from cutekernels.errors import CompileError
 from cutekernels.gpu import ARCHITECTURES, GpuSpec
@@ -247,10 +247,13 @@ class Binary:
     def compiled(self) -> Any:
         """A new ``CompiledKernel`` of Triton's, which belongs to one device once it is loaded; compiles nothing.
 
-        It reads files, as Triton's cache keeps them. CompileError for a recipe or a binary that Triton cannot take.
+        It reads files, as Triton's cache keeps them, or is compiled again where Triton does so no more. CompileError
+        for a recipe or a binary that Triton cannot take.
         """
         from triton.compiler import CompiledKernel
 
+        if not _from_files():
+            return _compile(self.recipe)
         source = self.recipe.source()
         with tempfile.TemporaryDirectory(prefix="cutekernels-") as folder:
             group = {f"{source.name[:150]}{end}": Path(folder, f"kernel{end}") for end in (".json", ".cubin")}
@@ -262,6 +265,15 @@ class Binary:
             except Exception as error:  # whatever Triton makes of metadata that is not its own
                 raise CompileError(f"Triton does not take the saved {self.recipe.function}: {error!r}") from error
 
+    @property
+    def spread(self) -> Callable[..., tuple[Any, ...]]:
+        """From the values of a launch, in a row, to the arguments of :meth:`compiled`."""
+        if _from_files():
+            return lambda *values: values
+        values, names = Values.of(self.recipe.jit_function()), list(self.recipe.signature)
+        none = dict.fromkeys(values.paths)
+        return lambda *row: (*values.grouped(none | dict(zip(names, row, strict=True))).values(),)
+
 
 # ---- compiling ------------------------------------------------------------------------------------------
 
@@ -272,10 +284,14 @@ def _kept_in(folder: str) -> Iterator[None]:
 
     Other threads, in which torch.compile may be at work, keep their cache.
     """
-    from triton import knobs
-    from triton.runtime.cache import CacheManager, FileCacheManager
+    managers = _managers()
+    if managers is None:  # Triton's cache then: never read, since its keys leave out what a kernel depends on
+        with _compiling, environment("TRITON_ALWAYS_COMPILE", "1"):
+            yield
+        return
+    knobs, base, file_manager = managers
 
-    class Folder(CacheManager):  # type: ignore[misc]
+    class Folder(base):  # type: ignore[misc,valid-type]
         def get_file(self, filename: str) -> str | None:
             return None
 
@@ -292,8 +308,8 @@ def _kept_in(folder: str) -> Iterator[None]:
 
     own = threading.get_ident()
     with _compiling:
-        theirs = knobs.cache.manager_class or FileCacheManager
-        values = vars(knobs.cache)
+        theirs = knobs.manager_class or file_manager
+        values = vars(knobs)
         before = values.get("manager_class")
 
         def chosen(key: str, **role: bool) -> Any:  # of dumps and overrides, which users ask for by name, in any thread
@@ -420,10 +436,12 @@ class TritonKernel:
     def __init__(self, binary: Binary) -> None:
         import torch
 
+        from cutekernels import torch_names
+
         self._binary = binary
         self._unclaimed = [binary.compiled()]  # at once: what Triton cannot take is no kernel
-        self._current_device: Callable[[], int] = torch._C._cuda_getDevice if torch.cuda.is_available() else _no_cuda
-        self._current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda _device: 0)
+        self._current_device = torch_names.current_device if torch.cuda.is_available() else _no_cuda
+        self._current_stream = torch_names.current_stream
         types = list(binary.recipe.signature.values())
         trailing = len(types) - max((i + 1 for i, t in enumerate(types) if t != "constexpr"), default=0)
         self._constants = (None,) * trailing
@@ -469,34 +487,84 @@ class TritonKernel:
         with self._loading:
             if device not in self._loaded:
                 own = self._unclaimed.pop() if self._unclaimed else self._binary.compiled()
-                run = own.run  # loads the binary, and on Triton 3.6 builds the launcher of this signature
                 self._owners.append(own)  # keeps the binary loaded
-                self._loaded[device] = _entry(run, own.function, own.packed_metadata)
+                self._loaded[device] = _entry(own, self._binary.spread)  # loads it, and Triton 3.6 builds its launcher
             return self._loaded[device]
 
 
-def _entry(run: Any, function: int, metadata: Any) -> _Loaded:
-    """The cheapest way to call ``run``, Triton's launcher of one kernel.
+def _entry(own: Any, spread: Callable[..., tuple[Any, ...]]) -> _Loaded:
+    """The cheapest way to launch ``own``, a CompiledKernel that is loaded.
 
-    It is a Python object that allocates scratch memory, which our kernels do not use, and passes everything on to a C
-    function. Where that function's form is known, it is called directly.
+    Triton's public way, ``own[grid](...)``, makes a function and passes everything on to a Python object that allocates
+    scratch memory, which our kernels do not use; that one calls a C function. Where its form is known, it is called
+    directly.
     """
-    import triton
+    run, form = own.run, _form()
+    scratch = ("global_scratch_size", "profile_scratch_size", "gsan_enabled")
+    if form is None or type(run).__name__ != "CudaLauncher" or any(getattr(run, name, 0) for name in scratch):
 
+        def launch(x: int, y: int, z: int, stream: int, *args: Any) -> None:
+            own[x, y, z](*spread(*args), stream=stream)
+
+        return launch, (), False
     hooks = (None, None, None)  # launch metadata, on entering, on leaving
-    form = _FORMS.get(".".join(triton.__version__.split(".")[:2]))
-    if form is None or type(run).__name__ != "CudaLauncher" or run.global_scratch_size or run.profile_scratch_size:
-        return run, (function, metadata, *hooks), False
-    flags = (function, run.launch_cooperative_grid, run.launch_pdl)
-    scratch = (None, None)
+    flags = (own.function, run.launch_cooperative_grid, run.launch_pdl)
     if form == "flat":
-        return run.launch, (*flags, *scratch, metadata, *hooks), False
-    return run.launch, (*flags, metadata, *hooks, *scratch, run.arg_annotations, run.kernel_signature), True
+        return run.launch, (*flags, None, None, own.packed_metadata, *hooks), False
+    tail = (own.packed_metadata, *hooks, None, None, run.arg_annotations, run.kernel_signature)
+    return run.launch, (*flags, *tail), True
 
+
+# ---- private names --------------------------------------------------------------------------------------
 
 # Form of the C function by Triton version: "flat" is one function per signature that takes each argument by itself,
-# "packed" one function that takes a tuple and the types. Other versions go through Triton's own launcher.
-_FORMS = {"3.6": "flat", "3.7": "packed"}
+# "packed" one function that takes a tuple and the types. Other versions are launched the public way. That of 3.8 and
+# 3.9 is predicted: read from their source, launched on no card.
+_FORMS = {"3.6": "flat", "3.7": "packed", "3.8": "packed", "3.9": "packed"}
+_OF_LAUNCHER = {"launch", "launch_cooperative_grid", "launch_pdl"}
+_OF_PACKED = {"arg_annotations", "kernel_signature"}
+
+
+def _form() -> str | None:
+    """That of this Triton's launcher; None where its version, or a name of it, is not known."""
+    import triton
+    from triton.backends.nvidia import driver
+
+    form = _FORMS.get(".".join(triton.__version__.split(".")[:2]))
+    code = getattr(getattr(driver, "CudaLauncher", object).__init__, "__code__", None)
+    names = code.co_names if code is not None else ()  # one in C tells none
+    return form if {*_OF_LAUNCHER, *(_OF_PACKED if form == "packed" else ())} <= set(names) else None
+
+
+def _from_files() -> bool:
+    """Whether this Triton makes its CompiledKernel of files."""
+    from triton import compiler
+
+    return [*inspect.signature(compiler.CompiledKernel).parameters] == ["src", "metadata_group", "hash"]
+
+
+def _managers() -> tuple[Any, type, type] | None:
+    """``knobs.cache`` and Triton's classes of a cache; None where they have moved."""
+    try:
+        from triton.knobs import cache as knobs
+        from triton.runtime.cache import CacheManager, FileCacheManager
+    except ImportError:
+        return None
+    return (knobs, CacheManager, FileCacheManager) if hasattr(knobs, "manager_class") else None
+
+
+def absent() -> dict[str, str]:
+    """Private names that this Triton lacks, with what follows."""
+    import triton
+
+    found = {}
+    if _form() is None:
+        found[f"the launcher of Triton {triton.__version__}"] = "each launch goes Triton's public, slower way"
+    if not _from_files():
+        found["triton.compiler.CompiledKernel of files"] = "kernels are compiled again in each process"
+    if _managers() is None:
+        found["triton.knobs.cache.manager_class"] = "kernels that are compiled are in Triton's own cache too"
+    return found
 
 
 def _no_cuda() -> int:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import cutekernels as ck
 from cutekernels import nn
-from cutekernels.ops.shared import call_cache, registration
+from cutekernels.ops.shared import call_cache
 from tests.host_cost import direct_anywhere
 
 FP32, BF16, FP16, FP64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
@@ -127,7 +127,6 @@ def test_norms_go_to_fp32_on_cuda() -> None:
     """The rule alone, on fakes: torch's own rms_norm and layer_norm are in CUDA autocast's list of fp32."""
     from torch._subclasses import FakeTensorMode
 
-    assert registration.autocasting is torch._C._is_any_autocast_enabled
     with FakeTensorMode(allow_non_fake_inputs=True):
         x = torch.empty(4, 8, dtype=BF16, device="cuda")
         torch.set_autocast_enabled("cuda", True)  # torch.autocast refuses where there is no GPU

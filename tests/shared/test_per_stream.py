@@ -27,7 +27,7 @@ def at(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: here.capturing)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(synchronize=wait))
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: here.stream, raising=False)
+    monkeypatch.setattr("cutekernels.torch_names.current_stream", lambda _: here.stream)
     # What there is of a real GPU's stays as it is.
     monkeypatch.setattr(per_stream, "_tickets", Reserve(1024))
     monkeypatch.setattr(torch, "zeros", lambda *shape, device, **options: zeros(*shape, **options))

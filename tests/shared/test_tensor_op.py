@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -283,7 +283,8 @@ RECIPE = Recipe("cutekernels.kernels.triton.activations", "x", SIGNATURE, {"BLOC
 def kernel_of(*compiled: Any) -> TritonKernel:
     """A kernel whose binaries are these, one for each device in the order of their first launches."""
     left = iter(compiled)
-    return TritonKernel(SimpleNamespace(recipe=RECIPE, compiled=lambda: next(left)))  # type: ignore[arg-type]
+    binary = SimpleNamespace(recipe=RECIPE, compiled=lambda: next(left), spread=lambda *args: args)
+    return TritonKernel(binary)  # type: ignore[arg-type]
 
 
 class CudaLauncher:
@@ -298,10 +299,18 @@ class CudaLauncher:
     def __init__(self, seen: list[tuple[Any, ...]], scratch: int = 0) -> None:
         self.global_scratch_size = scratch
         self.launch = lambda *args: seen.append(("inner", *args))
-        self.seen = seen
 
-    def __call__(self, *args: Any) -> None:
-        self.seen.append(("outer", *args))
+
+class Compiled:
+    """What the launcher uses of Triton's CompiledKernel."""
+
+    packed_metadata = "metadata"
+
+    def __init__(self, function: int, seen: list[tuple[Any, ...]], run: object = None) -> None:
+        self.function, self.seen, self.run = function, seen, run
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., None]:
+        return lambda *args, stream: self.seen.append(("public", *grid, stream, self.function, *args))
 
 
 @pytest.fixture
@@ -310,8 +319,8 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     current = [2]
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
-    monkeypatch.setattr("torch._C._cuda_getDevice", lambda: current[0], raising=False)
-    monkeypatch.setattr("torch._C._cuda_getCurrentRawStream", lambda device: 7000 + device, raising=False)
+    monkeypatch.setattr("cutekernels.torch_names.current_device", lambda: current[0])
+    monkeypatch.setattr("cutekernels.torch_names.current_stream", lambda device: 7000 + device)
     return current
 
 
@@ -320,12 +329,15 @@ PACKED = (
     *("inner", 5, 1, 1, 7002, 11, False, False, "metadata", None, None, None, None, None),
     *("annotations", b"signature", (64, 9, None, 0.5, None)),
 )
-OUTER = ("outer", 5, 1, 1, 7002, 11, "metadata", None, None, None, 64, 9, None, 0.5, None)
+PUBLIC = ("public", 5, 1, 1, 7002, 11, 64, 9, None, 0.5, None)
 
 
 @pytest.mark.parametrize(
     ("version", "scratch", "expected"),
-    [("3.6.0", 0, FLAT), ("3.7.1", 0, PACKED), ("3.9.0", 0, OUTER), ("3.6.0", 128, OUTER), ("3.7.1", 128, OUTER)],
+    [
+        *(("3.6.0", 0, FLAT), ("3.7.1", 0, PACKED), ("3.8.0", 0, PACKED), ("3.9.0", 0, PACKED), ("3.10.0", 0, PUBLIC)),
+        *(("3.6.0", 128, PUBLIC), ("3.7.1", 128, PUBLIC)),
+    ],
 )
 def test_triton_s_own_function_is_called_where_its_form_is_known(
     cuda: list[int], monkeypatch: pytest.MonkeyPatch, version: str, scratch: int, expected: tuple[Any, ...]
@@ -333,8 +345,7 @@ def test_triton_s_own_function_is_called_where_its_form_is_known(
     """Called or fired, arguments are the same, constexprs at the end included; scratch memory takes the long way."""
     seen: list[tuple[Any, ...]] = []
     monkeypatch.setattr("triton.__version__", version)
-    compiled = SimpleNamespace(run=CudaLauncher(seen, scratch), function=11, packed_metadata="metadata")
-    kernel = kernel_of(compiled)
+    kernel = kernel_of(Compiled(11, seen, CudaLauncher(seen, scratch)))
     kernel((5, 1, 1), 64, 9, None, 0.5)
     kernel((5, 1, 1), 64, 9, None, 0.5, None)
     kernel.settled((5, 1, 1), (9, None), 2)([64], (0.5,))
@@ -345,9 +356,7 @@ def test_a_settled_kernel_stays_on_its_device_and_keeps_its_binary(
     cuda: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[tuple[Any, ...]] = []
-    binaries = [
-        SimpleNamespace(run=lambda *args: seen.append(args), function=f, packed_metadata=(1, 1, 0)) for f in (11, 22)
-    ]
+    binaries = [Compiled(f, seen) for f in (11, 22)]
     kernel = kernel_of(*binaries)
     fire = kernel.settled((1, 1, 1), (9, None), 2)
     cuda[0] = 5
@@ -355,7 +364,7 @@ def test_a_settled_kernel_stays_on_its_device_and_keeps_its_binary(
     assert fire.owner is other.owner is kernel  # type: ignore[attr-defined]
     fire([64], (0.5,))
     other([64], (0.5,))
-    assert [(args[3], args[4]) for args in seen] == [(7002, 11), (7005, 22)]
+    assert [args[4:6] for args in seen] == [(7002, 11), (7005, 22)]
 
 
 LOGITS, IDS = torch.randn(4, 16), torch.randint(0, 1, (4, 2), dtype=torch.int32)

@@ -280,21 +280,23 @@ class Compiled:
 
     def __init__(self, device: list[int]) -> None:
         self.device = device
-        self.packed_metadata = (4, 1, 0)
         self.calls: list[tuple[Any, ...]] = []
 
     @property
     def run(self) -> Any:
         self.function = 100 + self.device[0]  # loaded on whichever device is current
-        return lambda *args: self.calls.append(args)
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., None]:
+        return lambda *args, stream: self.calls.append((*grid, stream, self.function, *args))
 
 
 def kernel_of(recipe: Recipe, compiled: Callable[[], Any]) -> TritonKernel:
-    return TritonKernel(SimpleNamespace(recipe=recipe, compiled=compiled))  # type: ignore[arg-type]
+    binary = SimpleNamespace(recipe=recipe, compiled=compiled, spread=lambda *args: args)
+    return TritonKernel(binary)  # type: ignore[arg-type]
 
 
 def test_launch_protocol(artifact: TritonArtifact, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Grid, current stream of the current device, that device's own binary, no hooks, all arguments in order."""
+    """Grid, current stream of the current device, that device's own binary, all arguments in order."""
     current = [0]
     made: list[Compiled] = []
 
@@ -304,8 +306,8 @@ def test_launch_protocol(artifact: TritonArtifact, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.is_initialized", lambda: False)
-    monkeypatch.setattr("torch._C._cuda_getDevice", lambda: current[0], raising=False)
-    monkeypatch.setattr("torch._C._cuda_getCurrentRawStream", lambda device: 7000 + device, raising=False)
+    monkeypatch.setattr("cutekernels.torch_names.current_device", lambda: current[0])
+    monkeypatch.setattr("cutekernels.torch_names.current_stream", lambda device: 7000 + device)
 
     kernel = kernel_of(artifact.binary.recipe, compiled)
     args = tuple(range(11))
@@ -316,17 +318,17 @@ def test_launch_protocol(artifact: TritonArtifact, monkeypatch: pytest.MonkeyPat
     kernel((5, 1, 1), *args)
     assert [one.calls for one in made] == [
         [
-            (5, 2, 1, 7000, 100, (4, 1, 0), None, None, None, *args, *tail),
-            (6, 1, 1, 7000, 100, (4, 1, 0), None, None, None, *args, *tail),
+            (5, 2, 1, 7000, 100, *args, *tail),
+            (6, 1, 1, 7000, 100, *args, *tail),
         ],
-        [(5, 1, 1, 7001, 101, (4, 1, 0), None, None, None, *args, *tail)],
+        [(5, 1, 1, 7001, 101, *args, *tail)],
     ]
 
 
 def test_a_binary_is_loaded_early_where_cuda_is_up(artifact: TritonArtifact, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
-    monkeypatch.setattr("torch._C._cuda_getDevice", lambda: 0, raising=False)
+    monkeypatch.setattr("cutekernels.torch_names.current_device", lambda: 0)
     compiled = Compiled([0])
     kernel_of(artifact.binary.recipe, lambda: compiled)
     assert compiled.function == 100
@@ -340,15 +342,12 @@ def test_constexprs_in_the_middle_keep_their_place(artifact: TritonArtifact) -> 
     calls = SimpleNamespace(args=())
 
     class Recorder(Compiled):
-        @property
-        def run(self) -> Any:
-            self.function = 1
-            return lambda *args: setattr(calls, "args", args[9:])
+        def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., None]:
+            return lambda *args, stream: setattr(calls, "args", args)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("torch.cuda.is_available", lambda: True)
         patch.setattr("torch.cuda.is_initialized", lambda: False)
-        patch.setattr("torch._C._cuda_getDevice", lambda: 0, raising=False)
-        patch.setattr("torch._C._cuda_getCurrentRawStream", lambda device: 0, raising=False)
+        patch.setattr("cutekernels.torch_names.current_device", lambda: 0)
         kernel_of(made.binary.recipe, lambda: Recorder([0]))((1, 1, 1), 10, 20, 30, 1, 4096)
     assert calls.args == (10, 20, 30, 1, 4096, *([None] * (len(made.binary.recipe.signature) - 5)))

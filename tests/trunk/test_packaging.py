@@ -86,6 +86,29 @@ def test_a_dependency_without_a_lower_bound_is_refused() -> None:
             versions.lowest([careless])
 
 
+def test_an_engine_s_pins_are_those_of_this_machine() -> None:
+    rows = ['torch==2.14.0; platform_system == "Linux"', "nvidia-cutlass-dsl[cu13]==4.8.0", "numpy"]
+    others = ['zentorch==2.14; extra == "zen"', 'colorama>=0.4; platform_system == "Windows"']
+    assert versions.pins([*rows, *others]) == ["numpy", "nvidia-cutlass-dsl==4.8.0", "torch==2.14.0"]
+
+
+def test_what_pip_cannot_offer_fails_with_its_reason(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(versions, "HOME", tmp_path)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    assert not versions.passes("vllm", []) and not versions.resolves("sglang")
+    said = capsys.readouterr().out
+    assert "not to be had: ERROR: Could not find a version that satisfies the requirement vllm" in said
+    assert "beside sglang: ERROR: Could not find a version" in said
+
+
+def test_no_bound_sets_an_engine_s_torch_back() -> None:
+    """torch pins its Triton, engines pin torch: an upper bound of ours would replace theirs."""
+    bounds = {name_of(row): row for row in PROJECT["dependencies"]}
+    assert not any(mark in bounds[name] for name in ("torch", "triton") for mark in "<,!")
+
+
 def test_tests_of_versions_are_there() -> None:
     assert [path for path in versions.TESTS if not (ROOT / path.split("::")[0]).exists()] == []
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutekernels import dispatch
+from cutekernels import dispatch, torch_names
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.attention.arguments import check_dtype, check_ends, check_scale, check_sinks
 from cutekernels.ops.attention.problem import WIDEST, AttentionProblem, Sides, sinks_of
@@ -21,8 +21,8 @@ from cutekernels.ops.shared.registration import Implementation, direct
 from cutekernels.ops.shared.strides import pairs
 
 _is_compiling = torch.compiler.is_compiling
-_autocast = torch._C._is_any_autocast_enabled
-_function_modes = torch._C._len_torch_function_stack
+_autocast = torch_names.autocasting
+_function_modes = torch_names.function_modes
 _NAMES = DTYPES.names
 _WIDEST_HEAD = 256
 _MOST_ROW_STRIDE = 2**23  # elements; a tile's offsets have 32 bits

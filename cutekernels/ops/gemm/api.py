@@ -13,9 +13,8 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from cutekernels import dispatch
+from cutekernels import dispatch, torch_names
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.kernels.activations import ACTIVATIONS, Activation
 from cutekernels.ops.gemm.launch import AddressedLaunch
@@ -47,10 +46,10 @@ _CALLS = CallCache()  # a and b alone: a guard takes one number of tensors
 _FUSED_CALLS = CallCache()  # with C or a bias
 _LINEAR_CALLS, _BIASED_CALLS = CallCache(), CallCache()  # of linear without and with a bias
 _recent = _CALLS.recent.get
-_current_device = call_cache._current_device
-_increment_version = torch._C._increment_version
+_increment_version = torch_names.increment_version
 _is_grad_enabled = torch.is_grad_enabled
-_any_requires_grad = torch._C._any_requires_grad
+_any_requires_grad = torch_names.any_requires_grad
+_levels = torch_names.levels
 _is_compiling = torch.compiler.is_compiling
 
 
@@ -102,7 +101,7 @@ def gemm(
         elif c is None:
             raise ValueError  # explained below; keys and guards do not hold beta
         plain = c is None and bias is None
-        if plain and type(b) is Tensor and not _is_compiling() and forward_ad._current_level < 0:
+        if plain and type(b) is Tensor and not _is_compiling() and _levels._current_level < 0:
             # CallCache.replay, written out for a and b alone: 0.4 us less (docs/notes/host.md#gemm).
             at_b = b.data_ptr()
             found = _recent(at_b if out is None else ~at_b)
@@ -112,7 +111,7 @@ def gemm(
                     its_name is not name
                     or its_accumulate is not accumulate
                     or its_config is not config
-                    or (terms is not None and ((terms[0] and _is_grad_enabled()) or terms[1] != _current_device()))
+                    or (terms and ((terms[0] and _is_grad_enabled()) or terms[1] != call_cache._current_device()))
                 ):
                     pass
                 elif out is None:
@@ -365,7 +364,7 @@ def _rows(x: Tensor) -> Tensor:
 
 def _shape(y: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     """``y`` in the shape of the result. A view made within a Function could not be modified in place; this can."""
-    return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], weight.shape[0]))  # type: ignore[no-any-return]
+    return torch_names.unsafe_view(y, (*x.shape[:-1], weight.shape[0]))
 
 
 def _linear_launch(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:

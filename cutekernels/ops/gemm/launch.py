@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
+
+from cutekernels import torch_names
 
 if TYPE_CHECKING:
     from cutekernels.ops.shared.call_cache import Fire
 
-current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)
+current_stream = torch_names.current_stream
 
 
 class AddressedLaunch:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from cutekernels import torch_names
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.loss import arguments, logprob
 from cutekernels.ops.loss.products import (
@@ -27,7 +28,7 @@ from cutekernels.ops.shared.calls import call, register
 from cutekernels.ops.shared.checks import check_number, check_tensor, check_whole
 from cutekernels.ops.shared.registration import Path, define, transformed
 
-_unwrap = torch._C._functorch.unwrap_if_dead
+_unwrap = torch_names.unwrap
 REDUCTIONS = ("mean", "sum", "none")
 _TENSORS = "Tensor x, Tensor weight, Tensor targets, Tensor? bias, Tensor? class_weight, Tensor? items"
 _OPTIONS = (

@@ -11,23 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from operator import xor
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from cutekernels import dispatch
+from cutekernels import dispatch, torch_names
 from cutekernels.ops.shared.dtypes import WIDEST_BYTES
 from cutekernels.ops.shared.strides import Pair, collide
 
-TensorGuards: Any
-try:
-    TensorGuards = import_module("torch._C._dynamo.guards").TensorGuards
-except (ImportError, AttributeError):  # another home in some other torch: every call is recalled by its key
-    TensorGuards = None
+TensorGuards = torch_names.TensorGuards  # None: every call is recalled by its key
 
 Tensors = tuple[Tensor, ...]
 Inputs = tuple[Tensor | None, ...]
@@ -41,8 +35,9 @@ MOST_CHANGES = 16  # guards made for one address; behind them its calls are reca
 _UNALIGNED = WIDEST_BYTES - 1
 
 # Looked up once: each dotted name costs a call 30 ns.
-_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)
-_increment_version = torch._C._increment_version
+_current_device = torch_names.current_device
+_increment_version = torch_names.increment_version
+_levels = torch_names.levels
 _is_grad_enabled = torch.is_grad_enabled
 _traced_by_dynamo = torch.compiler.is_dynamo_compiling  # other tracers make tensors that guards refuse
 
@@ -145,7 +140,7 @@ class CallCache:
         ``differentiated``: a Function around the launch, where gradients are wanted. It gets the found call behind the
         inputs, and returns one result or more.
         """
-        if _traced_by_dynamo() or forward_ad._current_level >= 0:
+        if _traced_by_dynamo() or _levels._current_level >= 0:
             return None
         operands = inputs if results is None else results + inputs
         try:

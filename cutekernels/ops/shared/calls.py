@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutekernels import dispatch
+from cutekernels import dispatch, torch_names
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import C, P, Scalar
 from cutekernels.ops.shared.call_cache import Call, Given, empty_copy, stand_ins
@@ -31,7 +31,7 @@ from cutekernels.ops.shared.tensor_op import TensorOp
 # Looked up once: each dotted name costs a call 30 ns.
 traced_by_dynamo = torch.compiler.is_dynamo_compiling
 is_grad_enabled = torch.is_grad_enabled
-any_requires_grad = torch._C._any_requires_grad
+any_requires_grad = torch_names.any_requires_grad
 
 
 def call(

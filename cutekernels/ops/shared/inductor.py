@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from importlib import import_module
 from typing import Any
+
+from cutekernels import torch_names
 
 LAUNCHES: dict[str, Callable[..., Any]] = {}
 """By name of the op: what generated code calls. Cached code keeps this line of import and the names."""
@@ -50,20 +51,13 @@ def lowered(
 
 def _tell(op: Any, into: Any, inputs: int) -> None:
     """Registers the lowering of ``op``: an extern kernel called by its name in :data:`LAUNCHES`."""
-    try:
-        ir: Any = import_module("torch._inductor.ir")
-        lowering: Any = import_module("torch._inductor.lowering")
-        from torch._inductor.virtualized import V
-        from torch.utils import _pytree as pytree
-
-        shape, fallback, empty = ir.convert_shape_to_inductor, ir.FallbackKernel, lowering.empty_strided
-        register = lowering.register_lowering
-    except (ImportError, AttributeError):
+    names = torch_names.inductor()
+    if names is None or op in names.lowering.lowerings:
         return
-    if op in lowering.lowerings:
-        return
+    ir, lowering, V = names.ir, names.lowering, names.virtualized.V
+    shape, empty = ir.convert_shape_to_inductor, lowering.empty_strided
 
-    class Launch(fallback):  # type: ignore[misc,valid-type]
+    class Launch(ir.FallbackKernel):  # type: ignore[misc,valid-type]
         def codegen(self, wrapper: Any) -> None:
             if not V.graph.cpp_wrapper:
                 wrapper.add_import_once(f"from {__name__} import LAUNCHES as cutekernels_launches")
@@ -80,7 +74,8 @@ def _tell(op: Any, into: Any, inputs: int) -> None:
         arguments = op._schema.arguments
         args += tuple([options.get(a.name, a.default_value) for a in arguments[len(args) :]])
         if into is None:
-            return pytree.tree_map(wrapped, Launch.create(op, *args))
+            made = Launch.create(op, *args)
+            return type(made)(map(wrapped, made)) if isinstance(made, tuple | list) else wrapped(made)
         made = V.graph.current_node.meta["val"]
         results = [
             empty(shape(t.size()), shape(t.stride()), dtype=t.dtype, device=t.device)
@@ -89,4 +84,4 @@ def _tell(op: Any, into: Any, inputs: int) -> None:
         Launch.create(into, *args[:inputs], *results, *args[inputs:])
         return tuple(results) if isinstance(made, tuple | list) else results[0]
 
-    register(op, type_promotion_kind=None)(lower)
+    lowering.register_lowering(op, type_promotion_kind=None)(lower)

@@ -15,6 +15,8 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
+from cutekernels import torch_names
+
 T = TypeVar("T")
 
 
@@ -43,7 +45,7 @@ class PerStream(Generic[T]):
         if torch.cuda.is_current_stream_capturing():
             return self._captured()
         device = torch.cuda.current_device()
-        key = device, torch._C._cuda_getCurrentRawStream(device)
+        key = device, torch_names.current_stream(device)
         found = self._by_stream.get(key)
         if found is None:
             found = self._by_stream[key] = _apart(self._fresh, device)

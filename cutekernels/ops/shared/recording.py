@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from cutekernels import dispatch
+from cutekernels import dispatch, torch_names
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.lengths import Posed
 from cutekernels.op import Op, Problem
 
+_REMEDY = "warm up pairs of an op's name and a problem's text instead"
 _APART = 1 << 48  # bytes between two fakes' memories, where no real tensor lies
 
 
@@ -30,9 +31,10 @@ class Recorder:
     """
 
     def __init__(self) -> None:
-        from torch._subclasses.fake_tensor import FakeTensorMode
-
-        self._fakes = FakeTensorMode(allow_non_fake_inputs=True)  # remembers the fakes of a model's parameters
+        if (fakes := torch_names.fake_tensors) is None:
+            raise UnsupportedProblem(f"torch {torch.__version__} has its fake tensors elsewhere: {_REMEDY}")
+        self._fakes = fakes.FakeTensorMode(allow_non_fake_inputs=True)  # remembers the fakes of a model's parameters
+        self._unread = fakes.DataDependentOutputException, fakes.DynamicOutputShapeException
 
     @contextmanager
     def calls(self) -> Iterator[list[Posed]]:
@@ -42,15 +44,12 @@ class Recorder:
             noted.append((op, p))
             return dispatch.Plan(_NO_CONFIG, _no_launch, "recorded", "")
 
-        from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
-
         try:
             with dispatch.recorded_by(note), torch.no_grad(), self._fakes:
                 yield noted
-        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        except self._unread as error:
             raise UnsupportedProblem(
-                f"a call that reads values of tensors cannot be recorded ({error}): warm up pairs of an op's name and "
-                "a problem's text instead"
+                f"a call that reads values of tensors cannot be recorded ({error}): {_REMEDY}"
             ) from error
 
 

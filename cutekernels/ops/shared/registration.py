@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function, forward_ad
 
+from cutekernels import torch_names
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.shared import inductor
 from cutekernels.ops.shared.recording import recordable
@@ -30,19 +31,15 @@ LIBRARY = torch.library.Library("cutekernels", "FRAGMENT")  # torch.ops.cutekern
 # Looked up once: each dotted name costs a call 30 ns.
 _is_compiling = torch.compiler.is_compiling
 _traced_by_dynamo = torch.compiler.is_dynamo_compiling  # cheap, and a constant to Dynamo
-_transforms = torch._C._functorch.peek_interpreter_stack
+_transforms = torch_names.transforms
 _is_grad_enabled = torch.is_grad_enabled
-_any_requires_grad = torch._C._any_requires_grad
-autocasting = torch._C._is_any_autocast_enabled
+_any_requires_grad = torch_names.any_requires_grad
+autocasting = torch_names.autocasting
+_is_zero = torch_names.is_zero
+_levels = torch_names.levels
+_included, _QUIET = torch_names.included, torch_names.QUIET
 _Parameter = torch.nn.Parameter
 PLAIN = (Tensor, _Parameter)  # of other types, fakes among them, no address is to be read
-
-# The dispatch keys that a thread includes where nobody intercepts: modes, vmap, tracers and jit each add one.
-_Key, _Keys = torch._C.DispatchKey, torch._C.DispatchKeySet
-_included = torch._C._dispatch_tls_local_include_set
-_INFERENCE = _Keys(_Key.BackendSelect)
-_QUIET = {_INFERENCE.raw_repr(), (_INFERENCE | _Keys(_Key.ADInplaceOrView)).raw_repr()}
-_AUTOCAST_CPU = _Keys(_Key.AutocastCPU)
 
 Autocast = str | Callable[..., Any]  # "lower", "fp32", or a function of the op's arguments that returns others
 Implementation = Callable[..., Any]  # (results or None, inputs, *the other arguments, less defaults at the end)
@@ -59,13 +56,13 @@ def plain(tensors: Sequence[Tensor | None]) -> bool | None:
     for t in tensors:
         if t is not None:
             kind = type(t)
-            if (kind is not Tensor and kind is not _Parameter) or t.is_neg() or t._is_zerotensor():
+            if (kind is not Tensor and kind is not _Parameter) or t.is_neg() or _is_zero(t):
                 return None  # values that memory does not hold, or somebody else's
             if not t.is_cuda and (t.layout is not torch.strided or t.is_nested or t.is_quantized):
                 return None  # references would take it; launches find that it has no address
             if gpu is None:
                 gpu = t.is_cuda or (False if t.is_cpu else None)
-    if forward_ad._current_level >= 0 or _included().raw_repr() not in _QUIET:
+    if _levels._current_level >= 0 or _included().raw_repr() not in _QUIET:
         return None
     return gpu
 
@@ -187,8 +184,7 @@ def _eager(name: str, kernel: Callable[..., Any], keep: Remember, backward: Grad
         keep(ctx, args, made)
         return made
 
-    # Function.apply adds 1 us for torch.func.
-    return super(Function, _function(name, backward, forward=forward)).apply  # type: ignore[no-any-return]
+    return torch_names.eager_apply(_function(name, backward, forward=forward))
 
 
 def _function(name: str, backward: Gradient, **methods: Callable[..., Any]) -> Any:
@@ -210,8 +206,7 @@ def _cast(t: Any, device: str, dtype: torch.dtype, kept: bool) -> Any:
 
 def refuse_functional(name: str, args: Sequence[object]) -> None:
     """Refuses, within a graph, tensors that torch.func differentiates: AOTAutograd would lose their gradients."""
-    grad = torch._C._functorch.TransformType.Grad
-    if any(one.key() == grad for one in torch._C._functorch.get_interpreter_stack() or ()):
+    if torch_names.differentiated_by_transform():
         raise UnsupportedProblem(
             f"{name} has no gradient by torch.func (grad, vjp, jacrev) within a graph: call the transformed function "
             "without torch.compile, or use autograd (torch.autograd.grad, Tensor.backward)"
@@ -220,7 +215,7 @@ def refuse_functional(name: str, args: Sequence[object]) -> None:
 
 def refuse_duals(name: str, args: Sequence[object]) -> None:
     """Refuses tensors with a tangent, which the op would drop."""
-    if forward_ad._current_level < 0:
+    if _levels._current_level < 0:
         return
     for t in args:
         if isinstance(t, Tensor) and forward_ad.unpack_dual(t).tangent is not None:
@@ -304,7 +299,7 @@ def without_autocast(cpu: Callable[..., Any]) -> Callable[..., Any]:
     def reference(*args: Any) -> Any:
         if not autocasting():
             return cpu(*args)
-        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_CPU):
+        with torch.autocast("cpu", enabled=False):
             return cpu(*args)
 
     return reference

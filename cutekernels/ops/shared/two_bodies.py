@@ -127,11 +127,10 @@ class _AsTriton:
     __slots__ = ("_device", "_kernel", "_stream")
 
     def __init__(self, kernel: Callable[..., Any]) -> None:
-        import torch
+        from cutekernels import torch_names
 
         self._kernel = kernel
-        self._device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: 0)
-        self._stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)
+        self._device, self._stream = torch_names.current_device, torch_names.current_stream
 
     def __call__(self, grid: tuple[int, int, int], *args: Any) -> None:
         self._kernel(*grid, *args, self._stream(self._device()))
