@@ -22,11 +22,7 @@ RESULTS = Path(__file__).parent / "results"
 OVERVIEW = "overview.png"
 OF_WARPS = " †"  # behind the name of a suite that was timed with the warp-MMA kernels alone
 _WARPGROUPS_SINCE = "2026-11-23"
-_BY_WARPS = {
-    "gemm": ("alphabeta", "square"),
-    "attention": ("prefill", "published"),
-    "attention_backward": ("prefill",),
-}
+_BY_WARPS = {"gemm": ("alphabeta", "square"), "attention": ("prefill", "published"), "attention_backward": ("prefill",)}
 WIDTH = 9.0  # inches; at 150 dots each, below 1600 pixels
 STREAM = "load and store only"  # how the best of the streaming contenders is called
 FLOOR = "least time"
