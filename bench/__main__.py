@@ -12,24 +12,24 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Callable
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from bench import published, workloads
 from bench.rows import Row, steepest
 from bench.suites import Case
+from bench.wall import RESULTS, Commit, DryRun, Out, Rounds, detected, number, tabulated
 from bench.workloads import cases as cases_of
 from cutekernels import cli, environment, terminal
-from cutekernels.errors import CuteKernelsError, UnknownGpu
+from cutekernels.errors import CuteKernelsError
 
-HERE = Path(__file__).parent
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 
@@ -56,7 +56,7 @@ def bench(
     accumulate: Annotated[
         Accumulate, typer.Option(help="Type of accumulation; fp16 needs --dtype fp16.")
     ] = Accumulate.fp32,
-    out: Annotated[Path | None, typer.Option(help="Folder of the results; default bench/results/<gpu>.")] = None,
+    out: Out = None,
     max_smem_kib: Annotated[int | None, typer.Option(min=1, help="Time our best within this much smem too.")] = None,
     example: Annotated[Path | None, typer.Option(help="NVIDIA's tensorop_gemm.py, from a CUTLASS checkout.")] = None,
     match: Annotated[str, typer.Option(help="Only cases with this in their label or problem.")] = "",
@@ -65,17 +65,16 @@ def bench(
     rest_ms: Annotated[
         float, typer.Option(min=0, help="Idle before each sample: 50 for bursts at full clock; 0 for sustained load.")
     ] = 0.0,
-    rounds: Annotated[int, typer.Option(min=5, help="Samples per contender.")] = 30,
+    rounds: Rounds = 30,
     plots: Annotated[bool, typer.Option("--plots/--no-plots", help="Draw a PNG beside the rows.")] = True,
-    commit: Annotated[str | None, typer.Option(help="The commit under test, where .git was left behind.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="List the cases and contenders; time nothing.")] = False,
+    commit: Commit = None,
+    dry_run: DryRun = False,
     reproduced: Annotated[
         bool,
         typer.Option("--published", help="Compare recorded rows with numbers others published for OP; time nothing."),
     ] = False,
     profiled: Annotated[
-        bool,
-        typer.Option("--profile", help="Run the first case of ours under Nsight Compute; print what limits it."),
+        bool, typer.Option("--profile", help="Run the first case of ours under Nsight Compute; print what limits it.")
     ] = False,
 ) -> None:
     """Time an op's suite beside its peers, all contenders of a case interleaved, and record every row."""
@@ -100,7 +99,7 @@ def bench(
         suite = suite or next(iter(workloads.get(op).suites))
         cases = cases_of(op, suite, dtype=dtype, accumulate=accumulate, match=match)
         for case in cases:
-            _check(case)
+            workloads.posed(case)
     except ValueError as error:
         terminal.fail(str(error), code=2)
     if not cases:
@@ -109,40 +108,18 @@ def bench(
         _list(cases, alone)
         return
     if profiled:
-        _profiled(cases[0], out or HERE.parent / "build" / "profiles")
+        _profiled(cases[0], out or RESULTS.parents[1] / "build" / "profiles")
         return
-    try:
-        gpu = _gpu()
-    except UnknownGpu:
-        terminal.fail("no CUDA device is visible, and times are only taken on one; --dry-run lists what would be timed")
+    gpu = detected()
     from bench import run as runner
 
-    name = run_name(
-        op,
-        suite,
-        dtype=dtype,
-        accumulate=accumulate,
-        max_smem_kib=max_smem_kib,
-        match=match,
-        alone=alone,
-        warm=warm,
-        rest_ms=rest_ms,
-    )
-    path = (out or HERE / "results" / gpu.name) / f"{name}.jsonl"
-    plan = runner.Plan(
-        suite,
-        gpu,
-        environment.stamp(gpu.name, commit),
-        warm,
-        rest_ms,
-        max_smem_kib,
-        rounds,
-        example=example,
-        alone=alone,
-    )
-    talk = Console(stderr=True, highlight=False)
+    kinds = {"dtype": dtype, "accumulate": accumulate, "match": match, "alone": alone, "warm": warm}
+    name = run_name(op, suite, **kinds, max_smem_kib=max_smem_kib, rest_ms=rest_ms)
+    path = (out or RESULTS / gpu.name) / f"{name}.jsonl"
+    stamp = environment.stamp(gpu.name, commit)
+    plan = runner.Plan(suite, gpu, stamp, warm, rest_ms, max_smem_kib, rounds, example=example, alone=alone)
     try:
-        rows = runner.run(cases, plan, path, runner.Timer(), lambda some: _progress(talk, some))
+        rows = runner.run(cases, plan, path, runner.Timer(), _progress)
     except (CuteKernelsError, ValueError) as error:
         terminal.fail(str(error))
     terminal.show(table(rows))
@@ -156,7 +133,7 @@ def bench(
         from bench.plots import draw
 
         draw(rows, path.with_suffix(".png"))
-    talk.print(f"{len(rows)} rows in {path}")
+    terminal.say(f"{len(rows)} rows in {path}")
     if any(r.status in ("failed", "wrong_result") and r.contender.startswith("cutekernels") for r in rows):
         terminal.fail("one of ours failed or was wrong; its row says why")
 
@@ -165,10 +142,8 @@ def _reproduced(op: str, suite: str | None, out: Path | None, *, warm: bool, plo
     """Print tables of published numbers, and of the same cases recorded here, one for each GPU."""
     theirs = published.load(op, suite)
     if not theirs:
-        terminal.fail(
-            f"nothing is published of {' '.join(filter(None, (op, suite)))}; see bench/published.json", code=2
-        )
-    talk = Console(stderr=True, highlight=False)
+        which = f"{op} {suite or ''}".rstrip()
+        terminal.fail(f"nothing is published of {which}; see bench/published.json", code=2)
     folders = _folders(out)
     reproduced = {folder: published.reproduce(theirs, folder, warm=warm) for folder in folders}
     measured = [folder for folder, lines in reproduced.items() if any(line.ours is not None for line in lines)]
@@ -177,10 +152,9 @@ def _reproduced(op: str, suite: str | None, out: Path | None, *, warm: bool, plo
         gpu = next((r.stamp.get("gpu", folder.name) for x in lines if (r := x.ours) is not None), folder.name)
         terminal.show(published.reproduced_table(lines, f"{gpu}, {'warm' if warm else 'cold'} L2"))
         for command in published.missing(lines):
-            line = f"not measured in {folder}; measure with: {command}{' --warm' if warm else ''}"
-            talk.print(line, soft_wrap=True)
+            terminal.say(f"not measured in {folder}; measure with: {command}{' --warm' if warm else ''}")
         for reason in dict.fromkeys(line.unmeasured for line in lines if line.unmeasured):
-            talk.print(f"no case here reproduces {op}: {reason}", soft_wrap=True)
+            terminal.say(f"no case here reproduces {op}: {reason}")
         if plots and any(line.ours is not None for line in lines):
             from bench.plots import draw_reproduced
 
@@ -190,7 +164,7 @@ def _reproduced(op: str, suite: str | None, out: Path | None, *, warm: bool, plo
 
 def _folders(out: Path | None) -> list[Path]:
     """The folders of recorded rows, one for each GPU."""
-    return [out] if out is not None else sorted(p for p in (HERE / "results").iterdir() if p.is_dir())
+    return [out] if out is not None else sorted(p for p in RESULTS.iterdir() if p.is_dir())
 
 
 def _profiled(case: Case, folder: Path) -> None:
@@ -201,31 +175,13 @@ def _profiled(case: Case, folder: Path) -> None:
     except profile.Unprofiled as error:
         terminal.fail(str(error))
     terminal.show(profile.table(case, kernels))
-    Console(stderr=True, highlight=False).print(f"the whole report is in {report}; open it with ncu-ui", soft_wrap=True)
-
-
-def _check(case: Case) -> None:
-    workloads.posed(case)
-
-
-def _gpu() -> Any:
-    from cutekernels.gpu import lookup
-
-    return lookup("auto")
+    terminal.say(f"the whole report is in {report}; open it with ncu-ui")
 
 
 def run_name(
-    op: str,
-    suite: str,
-    *,
-    dtype: str,
-    accumulate: str,
-    max_smem_kib: int | None,
-    match: str,
-    alone: bool = False,
-    warm: bool,
-    rest_ms: float = 0.0,
-) -> str:
+    op: str, suite: str, *, dtype: str, accumulate: str, max_smem_kib: int | None, match: str, alone: bool = False,
+    warm: bool, rest_ms: float = 0.0,
+) -> str:  # fmt: skip
     """The file name of a run: one per suite and conditions, so that a later run replaces exactly its predecessor."""
     words = [op, suite]
     words += [dtype] if dtype != "bf16" else []
@@ -243,38 +199,27 @@ def run_name(
 
 def table(rows: list[Row]) -> Table:
     """A table of all rows, losing and failing ones too, with the GPU in the title."""
-    stamp = rows[0].stamp
-    shown = Table(
-        title=f"{rows[0].op} {rows[0].suite} on {stamp.get('gpu', '?')}, {_conditions(rows[0])}, µs of GPU time"
-    )
-    for name in ("case", "contender"):
-        shown.add_column(name)
-    for name in ("median", "TFLOP/s", "GB/s", "% roof", "% stream", "% mma", "speed-up [95 %]", "CPU µs", "err/torch"):
-        shown.add_column(name, justify="right")
-    shown.add_column("config or reason", overflow="fold")
-    for r in rows:
-        speedup = "" if r.speedup is None else f"{r.speedup:.3f} [{r.speedup_low:.3f}, {r.speedup_high:.3f}]"
-        said = f"{r.config} ({r.origin})" if r.config else ""
-        shown.add_row(
-            r.label,
-            r.contender,
-            _number(r.median_us, 2) if r.status == "ok" else Text(r.status, style="yellow"),
-            _number(r.tflops, 1),
-            _number(r.gbps, 0),
-            _percent(r.roofline_fraction),
-            _number(None if r.stream_fraction is None else 100 * r.stream_fraction, 1),
-            _percent(r.mma_fraction),
-            speedup,
-            _number(r.cpu_us, 2),
-            _number(r.error_vs_torch, 2),
-            Text(r.reason or said),
-        )
-    return shown
+    first = rows[0]
+    load = f"{first.rest_ms:g} ms of rest before each sample" if first.rest_ms else "sustained load"
+    title = f"{first.op} {first.suite} on {first.stamp.get('gpu', '?')}, {first.l2} L2, {load}, µs of GPU time"
 
+    def speedup(r: Row) -> str:
+        return "" if r.speedup is None else f"{r.speedup:.3f} [{r.speedup_low:.3f}, {r.speedup_high:.3f}]"
 
-def _conditions(row: Row) -> str:
-    load = f"{row.rest_ms:g} ms of rest before each sample" if row.rest_ms else "sustained load"
-    return f"{row.l2} L2, {load}"
+    numbers: dict[str, Callable[[Row], str]] = {
+        "median": lambda r: number(r.median_us, 2) if r.status == "ok" else f"[yellow]{r.status}[/]",
+        "TFLOP/s": lambda r: number(r.tflops, 1),
+        "GB/s": lambda r: number(r.gbps, 0),
+        "% roof": lambda r: number(r.roofline_fraction, 0, 100),
+        "% stream": lambda r: number(r.stream_fraction, 1, 100),
+        "% mma": lambda r: number(r.mma_fraction, 0, 100),
+        "speed-up [95 %]": speedup,
+        "CPU µs": lambda r: number(r.cpu_us, 2),
+        "err/torch": lambda r: number(r.error_vs_torch, 2),
+    }
+    words: dict[str, Callable[[Row], str]] = {"case": lambda r: r.label, "contender": lambda r: r.contender}
+    said = {"config or reason": lambda r: Text(r.reason or (f"{r.config} ({r.origin})" if r.config else ""))}
+    return tabulated(title, rows, words, numbers, said)
 
 
 def _list(cases: list[Case], alone: bool) -> None:
@@ -288,19 +233,9 @@ def _list(cases: list[Case], alone: bool) -> None:
     terminal.say(f"{cases[0].op}, {len(cases)} cases: {', '.join([*peers, 'cutekernels'])}")
 
 
-def _progress(talk: Console, rows: list[Row]) -> None:
-    said = ", ".join(
-        f"{r.contender} {r.median_us:.1f} µs" if r.median_us else f"{r.contender} {r.status}" for r in rows
-    )
-    talk.print(Text(f"{rows[0].label}: {said}"))
-
-
-def _number(value: float | None, digits: int) -> str:
-    return "" if value is None else f"{value:.{digits}f}"
-
-
-def _percent(value: float | None) -> str:
-    return "" if value is None else f"{100 * value:.0f}"
+def _progress(rows: list[Row]) -> None:
+    times = (f"{r.median_us:.1f} µs" if r.median_us else r.status for r in rows)
+    terminal.say(f"{rows[0].label}: {', '.join(f'{r.contender} {t}' for r, t in zip(rows, times, strict=True))}")
 
 
 def main() -> None:

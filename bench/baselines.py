@@ -83,13 +83,13 @@ class Workload:
 
     op: str
     suites: Mapping[str, Suite]
-    """Suites by name; the first is the default."""
+    """Suites by name, the first is the default. A case's problem is the op's canonical text; labels are unique."""
     inputs: Callable[[Case, Any, str, int], Inputs]
     """``(case, its problem, device, seed)``: operands that pose the case, standard normal where they are numbers."""
     truth: Callable[[Case, Inputs], tuple[Tensor, ...]]
-    """The results, in the order of a launch's: in fp64, or whole numbers as they are."""
+    """The results, in the order of a launch's: in fp64, or whole numbers as they are. Asked before anything runs."""
     ours: Callable[[Case, Sequence[Inputs], Any], Sequence[Launch]]
-    """Binds the public function; the third argument is its ``config``, None for the dispatcher's choice."""
+    """A launch of the public function for each input set; the last argument is its ``config``, None for any."""
     peers: tuple[Contender, ...]
     """The first one is the baseline that speed-ups and errors refer to."""
     streams: Callable[[Case], tuple[int, int]] | None = None

@@ -157,10 +157,7 @@ def cases() -> list[Case]:
         ours = lambda q, k, v: ck.attention(q, k, v, causal=True)  # noqa: E731
         return Case(f"attention {length}", heads(length, 32, 8, 8), _sdpa, ours, others)
 
-    into = {
-        "torch": lambda out, a, b: torch.mm(a, b, out=out),
-        "cutekernels": lambda out, a, b: ck.gemm(a, b, out=out),
-    }
+    into = {"torch": lambda out, a, b: torch.mm(a, b, out=out), "cutekernels": lambda out, a, b: ck.gemm(a, b, out=out)}
     normed = {"cutekernels": lambda out, x, w: ck.rms_norm(x, w, out=out)}
     liger, gates = {"liger": _liger_norm}, {"liger": _liger_gate}
     table, gate_up = _weights(32000, 1024), _weights(1792, 3584)

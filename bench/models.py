@@ -37,63 +37,24 @@ from cutekernels.quant.formats.own import SCHEMES
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
-# The config class, and what the published checkpoints' config.json say; positions suffice for every case.
-_COMMON = {"max_position_embeddings": 32768, "tie_word_embeddings": False}
-CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen2.5-7b": (
-        "Qwen2",
-        {
-            "vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
-            "num_attention_heads": 28, "num_key_value_heads": 4, "rms_norm_eps": 1e-6,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-        },
-    ),
-    "llama-3-8b": (
-        "Llama",
-        {
-            "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-            "num_attention_heads": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
-        },
-    ),
-    "qwen3-8b": (
-        "Qwen3",
-        {
-            "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
-            "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-6,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-        },
-    ),
+_COMMON = {"max_position_embeddings": 32768, "tie_word_embeddings": False}  # positions suffice for every case
+_SIZES = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+)  # fmt: skip
+_ROPE: dict[str, Any] = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+_LLAMA_ROPE: dict[str, Any] = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
+_EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True}
+# The config class, sizes, and what else the published checkpoints' config.json say.
+CONFIGS: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
+    "qwen2.5-7b": ("Qwen2", (152064, 3584, 18944, 28, 28, 4), {"rms_norm_eps": 1e-6} | _ROPE),
+    "llama-3-8b": ("Llama", (128256, 4096, 14336, 32, 32, 8), {"rms_norm_eps": 1e-5} | _LLAMA_ROPE),
+    "qwen3-8b": ("Qwen3", (151936, 4096, 12288, 36, 32, 8), {"head_dim": 128, "rms_norm_eps": 1e-6} | _ROPE),
     "qwen3-30b-a3b": (
-        "Qwen3Moe",
-        {
-            "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48,
-            "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "rms_norm_eps": 1e-6,
-            "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-        },
+        "Qwen3Moe", (151936, 2048, 6144, 48, 32, 4), {"head_dim": 128, "rms_norm_eps": 1e-6} | _EXPERTS | _ROPE,
     ),
-    "qwen2.5-0.5b": (
-        "Qwen2",
-        {
-            "vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
-            "num_attention_heads": 14, "num_key_value_heads": 2, "tie_word_embeddings": True,
-        },
-    ),
-    "qwen2.5-1.5b": (
-        "Qwen2",
-        {
-            "vocab_size": 151936, "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
-            "num_attention_heads": 12, "num_key_value_heads": 2, "tie_word_embeddings": True,
-        },
-    ),
-    "tiny": (
-        "Qwen3",
-        {
-            "vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
-        },
-    ),
+    "qwen2.5-0.5b": ("Qwen2", (151936, 896, 4864, 24, 14, 2), {"tie_word_embeddings": True}),
+    "qwen2.5-1.5b": ("Qwen2", (151936, 1536, 8960, 28, 12, 2), {"tie_word_embeddings": True}),
+    "tiny": ("Qwen3", (256, 64, 96, 2, 4, 2), {"head_dim": 16}),
 }  # fmt: skip
 WARM = 4  # steps or prompts before the first sample
 
@@ -133,8 +94,9 @@ def config_of(name: str) -> Any:
     """The configuration of the model ``name``, of transformers' class."""
     import transformers
 
-    kind, own = CONFIGS[name]
-    return getattr(transformers, f"{kind}Config")(**(_COMMON | own))
+    kind, sizes, more = CONFIGS[name]
+    named = _COMMON | dict(zip(_SIZES, sizes, strict=True)) | more
+    return getattr(transformers, f"{kind}Config")(**named)
 
 
 def build(

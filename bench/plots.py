@@ -8,7 +8,6 @@ one overview for each GPU, which alone is kept in the repository. A contender ha
 from __future__ import annotations
 
 import io
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import geometric_mean
@@ -22,11 +21,7 @@ RESULTS = Path(__file__).parent / "results"
 OVERVIEW = "overview.png"
 OF_WARPS = " †"  # behind the name of a suite that was timed with the warp-MMA kernels alone
 _WARPGROUPS_SINCE = "2026-11-23"
-_BY_WARPS = {
-    "gemm": ("alphabeta", "square"),
-    "attention": ("prefill", "published"),
-    "attention_backward": ("prefill",),
-}
+_BY_WARPS = {"gemm": ("alphabeta", "square"), "attention": ("prefill", "published"), "attention_backward": ("prefill",)}
 WIDTH = 9.0  # inches; at 150 dots each, below 1600 pixels
 STREAM = "load and store only"  # how the best of the streaming contenders is called
 FLOOR = "least time"
@@ -70,7 +65,7 @@ def color(contender: str) -> str:
 
 def draw(rows: Sequence[Row], path: Path) -> None:
     """``rows`` of one file into ``path``. A contender without a time has no bar and no line."""
-    timed = [_named(r) for r in _best_streams(rows) if r.median_us is not None]
+    timed = _best_streams(rows)
     first = rows[0]
     load = f"{first.rest_ms:g} ms rests" if first.rest_ms else "sustained load"
     date = first.stamp.get("date", "")[:10]
@@ -82,18 +77,15 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         _draw_speedups(timed, title, path)
 
 
-def _named(row: Row) -> tuple[str, Row]:
-    return (STREAM if row.contender.startswith(stream.NAME) else row.contender), row
-
-
-def _best_streams(rows: Sequence[Row]) -> list[Row]:
-    """``rows`` with the fastest of each case's streaming contenders standing for all."""
+def _best_streams(rows: Sequence[Row]) -> list[tuple[str, Row]]:
+    """``rows`` that have a time, by name: the fastest of each case's streaming contenders stands for all."""
     best: dict[tuple[str, str], Row] = {}
     for r in rows:
-        key = (f"{r.problem} {r.label}", stream.NAME if r.contender.startswith(stream.NAME) else r.contender)
-        if key not in best or (r.median_us or math.inf) < (best[key].median_us or math.inf):
+        name = STREAM if r.contender.startswith(stream.NAME) else r.contender
+        key = (f"{r.problem} {r.label}", name)
+        if r.median_us and (key not in best or r.median_us < (best[key].median_us or 0.0)):
             best[key] = r
-    return list(best.values())
+    return [(name, row) for (_, name), row in best.items()]
 
 
 def _over_tokens(timed: Sequence[tuple[str, Row]]) -> dict[str, dict[str, list[tuple[int, float]]]]:

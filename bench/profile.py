@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,6 +23,7 @@ from rich.table import Table
 
 from bench.run import ours
 from bench.suites import Case
+from bench.wall import number, tabulated
 from bench.workloads import get, posed
 
 TIMEOUT_S = 600
@@ -97,14 +99,13 @@ def _kernel(values: Mapping[str, str]) -> Kernel:
 
 def table(case: Case, kernels: Sequence[Kernel]) -> Table:
     """A row for each launch."""
-    shown = Table(title=f"{case.op}, {case.label}: cold caches, under ncu")
-    shown.add_column("kernel", overflow="fold")
-    for figure in FIGURES:
-        shown.add_column(figure, justify="right")
-    for kernel in kernels:
-        cells = [f"{kernel.figures[f]:.1f}" if f in kernel.figures else "not in the report" for f in FIGURES]
-        shown.add_row(kernel.name, *cells)
-    return shown
+
+    def cell(figure: str, kernel: Kernel) -> str:
+        return number(kernel.figures.get(figure), 1) or "not in the report"
+
+    title = f"{case.op}, {case.label}: cold caches, under ncu"
+    figures = {figure: partial(cell, figure) for figure in FIGURES}
+    return tabulated(title, kernels, {"kernel": lambda kernel: kernel.name}, figures, {})
 
 
 # ---- the child process ----------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ over the same baseline, on its own GPU, is. Rows that no case here can reproduce
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -17,6 +17,7 @@ from rich.table import Table
 
 from bench import rows, workloads
 from bench.rows import OURS, Row, is_ours
+from bench.wall import number, tabulated
 
 FILE = Path(__file__).parent / "published.json"
 UNITS = {"us": -1, "tokens/s": 1}  # -1: less is faster; 1: more is faster
@@ -185,43 +186,46 @@ def account(folders: Iterable[Path], *, warm: bool = False) -> list[str]:
 
 def published_table(published: Sequence[Published]) -> Table:
     """A table of the published numbers alone."""
-    shown = Table(title=f"{published[0].op}, published by others, on their GPUs", caption=FILE.name)
-    for name in ("system", "their GPU", "case", "dtype", "their baseline", "unit", "baseline", "system", "note"):
-        shown.add_column(name)
-    for p in published:
-        numbers = ["not published" if v is None else f"{v:g}" for v in (p.baseline_value, p.system_value)]
-        shown.add_row(p.name, p.gpu, p.case, p.dtype, p.baseline, p.unit.replace("us", "µs"), *numbers, p.note)
-    return shown
+
+    def value(number: float | None) -> str:
+        return "not published" if number is None else f"{number:g}"
+
+    columns: dict[str, Callable[[Published], str]] = {
+        "system": lambda p: p.name,
+        "their GPU": lambda p: p.gpu,
+        "case": lambda p: p.case,
+        "dtype": lambda p: p.dtype,
+        "their baseline": lambda p: p.baseline,
+        "unit": lambda p: p.unit.replace("us", "µs"),
+        "baseline": lambda p: value(p.baseline_value),
+        "system's": lambda p: value(p.system_value),
+        "note": lambda p: p.note,
+    }
+    title = f"{published[0].op}, published by others, on their GPUs"
+    return tabulated(title, published, columns, {}, {}, caption=FILE.name)
 
 
 def reproduced_table(lines: Sequence[Reproduced], gpu: str) -> Table:
     """Speed-ups over their baseline: theirs on their GPU, the strongest peer's and ours here with times."""
-    shown = Table(title=f"{lines[0].published.op}: how many times faster than their baseline, there and on {gpu}")
-    for name in ("case", "dtype", "system", "their GPU", "there"):
-        shown.add_column(name)
-    for name in ("their baseline, µs here", "strongest peer, µs here", "ours, µs here", "strongest peer", "ours"):
-        shown.add_column(name, justify="right")
-    for line in lines:
-        p = line.published
-        strongest = "" if line.strongest is None else f" ({line.strongest.contender})"
-        shown.add_row(
-            p.case,
-            p.dtype,
-            p.name,
-            p.gpu,
-            "not published" if p.speedup is None else f"{p.speedup:.2f}",
-            _us(line.baseline) + ("" if line.baseline is None else f" ({p.peer})"),
-            _us(line.strongest) + strongest,
-            "no case here" if line.unmeasured else _us(line.ours),
-            _times(line.speedup(line.strongest)),
-            _times(line.speedup(line.ours)),
-        )
-    return shown
 
+    def us(row: Row | None, name: str = "") -> str:
+        if row is None or row.median_us is None:
+            return "not measured"
+        return f"{row.median_us:.2f}" + (f" ({name})" if name else "")
 
-def _us(row: Row | None) -> str:
-    return "not measured" if row is None or row.median_us is None else f"{row.median_us:.2f}"
-
-
-def _times(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}"
+    words: dict[str, Callable[[Reproduced], str]] = {
+        "case": lambda x: x.published.case,
+        "dtype": lambda x: x.published.dtype,
+        "system": lambda x: x.published.name,
+        "their GPU": lambda x: x.published.gpu,
+        "there": lambda x: number(x.published.speedup, 2) or "not published",
+    }
+    numbers: dict[str, Callable[[Reproduced], str]] = {
+        "their baseline, µs here": lambda x: us(x.baseline, x.published.peer),
+        "strongest peer, µs here": lambda x: us(x.strongest, x.strongest.contender if x.strongest else ""),
+        "ours, µs here": lambda x: "no case here" if x.unmeasured else us(x.ours),
+        "strongest peer": lambda x: number(x.speedup(x.strongest), 2),
+        "ours": lambda x: number(x.speedup(x.ours), 2),
+    }
+    title = f"{lines[0].published.op}: how many times faster than their baseline, there and on {gpu}"
+    return tabulated(title, lines, words, numbers, {})

@@ -149,25 +149,23 @@ def _loss(case: Case, function: Callable[[Tensor, Tensor, Tensor], Tensor]) -> S
     return step
 
 
-def _liger_loss(case: Case) -> Step:
-    name = "liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90"
-    apply = importlib.import_module(name).LigerFusedLinearCrossEntropySM90Function.apply
-    return _loss(case, apply)
-
-
-def _quack_loss(case: Case) -> Step:
-    function = importlib.import_module("quack.linear_cross_entropy").chunked_linear_cross_entropy
-    return _loss(case, function)
-
-
 def _whole(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy((x @ weight.t()).float(), targets)
 
 
+def _liger_loss() -> Callable[..., Any]:
+    name = "liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90"
+    return importlib.import_module(name).LigerFusedLinearCrossEntropySM90Function.apply  # type: ignore[no-any-return]
+
+
+def _quack_loss() -> Callable[..., Any]:
+    return importlib.import_module("quack.linear_cross_entropy").chunked_linear_cross_entropy  # type: ignore[no-any-return]
+
+
 LOSSES: dict[str, Callable[[Case], Step]] = {
     "plain, compiled": lambda case: _loss(case, torch.compile(_whole, dynamic=False)),
-    "liger": _liger_loss,
-    "quack": _quack_loss,
+    "liger": lambda case: _loss(case, _liger_loss()),
+    "quack": lambda case: _loss(case, _quack_loss()),
     "cutekernels": lambda case: _loss(case, ck.linear_cross_entropy),
     "cutekernels, linear_logprob": lambda case: _loss(case, lambda x, w, t: -ck.linear_logprob(x, w, t).mean()),
 }

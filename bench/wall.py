@@ -1,20 +1,23 @@
-"""What ``host``, ``models`` and ``training`` share: their options, rows as they come, and a table of wall times."""
+"""What the commands share: options, rows as they come, tables; and rows of wall times."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
-import torch
 import typer
 from rich.table import Table
+from rich.text import Text
 
 from bench.rows import Row, write
 from cutekernels import gpu as gpus
 from cutekernels import terminal
 from cutekernels.errors import UnknownGpu
 from cutekernels.measure import Samples
+
+if TYPE_CHECKING:
+    import torch
 
 RESULTS = Path(__file__).parent / "results"
 C = TypeVar("C")
@@ -68,24 +71,46 @@ def untimed(place: Sequence[str], contender: str, error: BaseException, **more: 
 
 
 def wait(device: torch.device) -> None:
+    import torch
+
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-def table(rows: list[Row]) -> Table:
-    """All rows, failed ones too, without columns that are empty."""
-    columns: dict[str, Callable[[Row], str]] = {
-        "median ms": lambda r: f"{r.median_us / 1e3:.3f}" if r.median_us else r.status,
-        "p20 to p80": lambda r: f"{r.p20_us / 1e3:.3f} to {r.p80_us / 1e3:.3f}" if r.p20_us and r.p80_us else "",
-        "GiB": lambda r: "" if r.memory_gib is None else f"{r.memory_gib:.1f}",
-        "speedup": lambda r: "" if r.speedup is None else f"{r.speedup:.2f}",
-        "error": lambda r: "" if r.error is None else f"{r.error:.2f}",
-        "reason": lambda r: r.reason,
-    }
-    cells = {name: [text(row) for row in rows] for name, text in columns.items()}
-    shown = Table("suite", "case", "contender", title=f"{rows[0].op} on {rows[0].stamp.get('gpu', '?')}, wall time")
-    for name in (name for name, texts in cells.items() if any(texts)):
-        shown.add_column(name, justify="left" if name == "reason" else "right", overflow="fold")
-    for row, *texts in zip(rows, *[texts for texts in cells.values() if any(texts)], strict=True):
-        shown.add_row(row.suite, row.label, row.contender, *texts)
+def tabulated(
+    title: str, rows: Iterable[C], left: Mapping[str, Callable[[C], str]], right: Mapping[str, Callable[[C], str]],
+    last: Mapping[str, Callable[[C], Text | str]], caption: str = "",
+) -> Table:  # fmt: skip
+    """A table of ``rows``, without columns that are empty: words to the left, numbers, and words that may be long."""
+    rows = [*rows]
+    shown = Table(title=title, caption=caption or None)
+    cells: list[list[Text | str]] = []
+    for named, justify in ((left, "left"), (right, "right"), (last, "left")):
+        for name, text in named.items():
+            found = [text(row) for row in rows]
+            if any(found):
+                shown.add_column(name, justify=justify, overflow="ellipsis" if named is not last else "fold")
+                cells.append(found)
+    for row in zip(*cells, strict=True):
+        shown.add_row(*row)
     return shown
+
+
+def number(value: float | None, digits: int, factor: float = 1.0) -> str:
+    return "" if value is None else f"{factor * value:.{digits}f}"
+
+
+def table(rows: list[Row]) -> Table:
+    """All rows of wall times, failed ones too."""
+    right: dict[str, Callable[[Row], str]] = {
+        "median ms": lambda r: number(r.median_us, 3, 1e-3) or r.status,
+        "p20 to p80": lambda r: f"{r.p20_us / 1e3:.3f} to {r.p80_us / 1e3:.3f}" if r.p20_us and r.p80_us else "",
+        "GiB": lambda r: number(r.memory_gib, 1),
+        "speedup": lambda r: number(r.speedup, 2),
+        "error": lambda r: number(r.error, 2),
+    }
+    title = f"{rows[0].op} on {rows[0].stamp.get('gpu', '?')}, wall time"
+    return tabulated(title, rows, PLACE | {"contender": lambda r: r.contender}, right, {"reason": lambda r: r.reason})
+
+
+PLACE: dict[str, Callable[[Row], str]] = {"suite": lambda r: r.suite, "case": lambda r: r.label}

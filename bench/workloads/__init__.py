@@ -1,21 +1,9 @@
 """The families of ops, one module each: suites, operands, truth, how ours is called, and peers.
 
-To benchmark another op, write its :class:`~bench.baselines.Workload` in the module of its family (or a new module):
-
-* ``suites``: functions of ``(dtype, accumulate)`` that list :class:`~bench.suites.Case`; ``problem`` is the op's
-  canonical text, and ``label`` is unique in its suite;
-* ``inputs``: tensors that pose the problem. ``operands`` is what contenders are called with, ``results`` what ours
-  writes to (they are poisoned before each contender is judged), ``updated`` the operands that a call changes in place
-  (they get their first values back);
-* ``truth``: a tuple with each result in fp64, of whole numbers in their own type. Where operands are updated it is
-  asked before anything runs;
-* ``ours``: one launch per input set. A launch returns a tensor or a tuple, in the order of ``truth``;
-* ``peers``: the baseline first. ``baselines.compiled`` and ``baselines.eager`` wrap a plain function of the operands;
-* ``streams``, where memory is the limit: arrays that a call reads and writes, for the streaming contenders.
-
-``declared.workload`` takes inputs, truth and ours from the op's declaration. Then name it in ``_MODULES``. An op
-without one is timed over its declaration's suite. A backward pass is an op of its own, with a Workload of its own.
-Modules are imported when one of their ops is asked for.
+To benchmark another op, write its :class:`~bench.baselines.Workload` in the module of its family (or a new module) and
+name it in ``_MODULES``; ``declared.workload`` takes inputs, truth and ours from the op's declaration. An op without one
+is timed over its declaration's suite. A backward pass is an op of its own, with a Workload of its own. Modules are
+imported when one of their ops is asked for.
 """
 
 from __future__ import annotations

@@ -43,11 +43,7 @@ def _prefill(dtype: str, accumulate: str) -> list[Case]:
         for causal in (False, True)
         for seq in (4096, 16384)
     ]
-    return [
-        *square,
-        _case(dtype, 4, 2048, 32, 32, 64, True),
-        _case(dtype, 1, 16384, 32, 8, 128, True),
-    ]
+    return [*square, _case(dtype, 4, 2048, 32, 32, 64, True), _case(dtype, 1, 16384, 32, 8, 128, True)]
 
 
 def _llm(dtype: str, accumulate: str) -> list[Case]:

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from bench.baselines import DTYPES, Contender, Inputs, Launch, Workload
+from bench.baselines import DTYPES, Contender, Inputs, Launch
 from bench.suites import Case
 from bench.workloads.attention import NAIVE, sdpa
+from bench.workloads.declared import workload
 from cutekernels.ops.attention import token_scales
-from cutekernels.ops.attention.decode import DecodeProblem
+from cutekernels.ops.attention.decode import DECODE_ATTENTION, DecodeProblem
 from cutekernels.ops.attention.decode_api import decode_attention
-from cutekernels.ops.attention.reference import decode as reference
 
 MODELS = {"llama-3-8b": (32, 8), "qwen2.5-7b": (28, 4)}  # heads of q, and of k and v
 
@@ -71,70 +71,53 @@ def _inputs(case: Case, problem: DecodeProblem, device: str, seed: int) -> Input
     size = problem.page_size or problem.seq_kv
     each = -(-problem.seq_kv // size)
     k, v = (normal((problem.batch * each, size, problem.heads_kv, problem.head_dim)) for _ in range(2))
-    operands: tuple[Tensor, ...] = (q, k, v, lengths)
+    scales: tuple[Tensor, ...] = ()
     if problem.cache == "fp8_tokens":
         (k, k_scale), (v, v_scale) = (token_scales.quantized(t) for t in (k, v))
-        operands = (q, k, v, lengths, *map(token_scales.by_head, (k_scale, v_scale)))
+        scales = token_scales.by_head(k_scale), token_scales.by_head(v_scale)
+    table = None
     if problem.page_size:
         order = torch.randperm(problem.batch * each, generator=draw, device=device)
-        operands = (*operands, order.view(problem.batch, each).to(torch.int32))
-    return Inputs(operands, (torch.empty_like(q),))
-
-
-def _table(i: Inputs) -> Tensor | None:
-    return i.operands[-1] if i.operands[-1].dim() == 2 else None
-
-
-def _scales(i: Inputs) -> dict[str, Tensor]:
-    """Scales of a cache in FP8, as ``decode_attention`` takes them."""
-    found = i.operands[4:6] if i.operands[1].element_size() == 1 else ()
-    return dict(zip(("k_scale", "v_scale"), found, strict=False))
-
-
-def _truth(case: Case, i: Inputs) -> tuple[Tensor, ...]:
-    q, k, v = (t if t.element_size() == 1 else t.double() for t in i.operands[:3])
-    scale = DecodeProblem.parse(case.problem).head_dim ** -0.5
-    return reference(q.double(), k, v, i.operands[3], _table(i), None, scale, 0.0, **_scales(i), left=None)[:1]
+        table = order.view(problem.batch, each).to(torch.int32)
+    args = (q, k, v, lengths, table, None, *scales, problem.head_dim**-0.5, 0.0)
+    operands = (q, k, v, lengths, *scales, *([] if table is None else [table]))
+    return Inputs(operands, (torch.empty_like(q),), args=args)
 
 
 # ---- contenders -----------------------------------------------------------------------------------------
 
 
 def _ours(case: Case, sets: Sequence[Inputs], config: Any) -> Sequence[Launch]:
-    return [
-        partial(decode_attention, *i.operands[:4], page_table=_table(i), **_scales(i), out=i.out, config=config)
-        for i in sets
-    ]
+    def bound(i: Inputs) -> Launch:
+        q, k, v, lengths, table, _, *scales = i.args[:-2]
+        named = dict(zip(("k_scale", "v_scale"), scales, strict=False))
+        return partial(decode_attention, q, k, v, lengths, page_table=table, **named, out=i.out, config=config)
+
+    return [bound(i) for i in sets]
 
 
 def _in_16_bits(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
     """The same numbers in a cache of q's type."""
 
     def bound(i: Inputs) -> Launch:
-        q, k, v, lengths, *scales = i.operands
-        factors = [token_scales.by_slot(own, k.shape[1], torch.float32) for own in scales[:2]]
+        q, k, v, lengths, table, _, *scales = i.args[:-2]
+        factors = [token_scales.by_slot(own, k.shape[1], torch.float32) for own in scales]
         wide = [(t.float() * own).to(q.dtype) for t, own in zip((k, v), factors, strict=True)]
-        return partial(decode_attention, q, *wide, lengths, page_table=_table(i), out=i.out)
+        return partial(decode_attention, q, *wide, lengths, page_table=table, out=i.out)
 
     return [bound(i) for i in sets]
 
 
+_SDPA = (sdpa(SDPBackend.CUDNN_ATTENTION), sdpa(SDPBackend.FLASH_ATTENTION), NAIVE)
+_OURS: dict[str, Any] = {"inputs": _inputs, "ours": _ours}
 WORKLOADS = (
-    Workload(
-        op="decode_attention",
-        suites={"decode": _decode, "published": _published},
-        inputs=_inputs,
-        truth=_truth,
-        ours=_ours,
-        peers=(sdpa(SDPBackend.CUDNN_ATTENTION), sdpa(SDPBackend.FLASH_ATTENTION), NAIVE),
-    ),
-    Workload(
+    workload(DECODE_ATTENTION, {"decode": _decode, "published": _published}, _SDPA, **_OURS),
+    workload(
+        DECODE_ATTENTION,
+        {"fp8": _fp8},
+        (Contender("16-bit cache", _in_16_bits),),
         op="decode_attention_fp8",
         poses="decode_attention",
-        suites={"fp8": _fp8},
-        inputs=_inputs,
-        truth=_truth,
-        ours=_ours,
-        peers=(Contender("16-bit cache", _in_16_bits),),
+        **_OURS,
     ),
 )

@@ -26,6 +26,7 @@ def workload(
     peers: Sequence[Contender],
     function: Callable[..., Any] | None = None,
     numbers: Mapping[str, float] | None = None,
+    /,
     **changes: Any,
 ) -> Workload:
     """How ``op`` is benchmarked, less ``changes``: by its public ``function``, or as autograd calls it; with those of

@@ -86,11 +86,7 @@ def _grouped(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
 def _layer_cases(models: Sequence[str], dtype: str, accumulate: str) -> list[Case]:
     """The problem is that of gate and up."""
     return [
-        Case(
-            "moe_ffn",
-            str(GroupedProblem(t * top_k, 2 * inner, hidden, experts, dtype)),
-            f"{model}, {t} tokens",
-        )
+        Case("moe_ffn", str(GroupedProblem(t * top_k, 2 * inner, hidden, experts, dtype)), f"{model}, {t} tokens")
         for model, (experts, top_k, hidden, inner) in MODELS.items()
         if model in models
         for t in TOKENS

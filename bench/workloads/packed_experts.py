@@ -5,7 +5,7 @@ Gates are SwiGLU's in all models: gpt-oss's own, clamped, has no fused counterpa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -47,29 +47,35 @@ def _cases(dtype: str, accumulate: str) -> list[Case]:
     return found
 
 
-def _down(p: Any) -> Any:
-    return p.replace(n=p.k, k=p.n, activation="none")
+def _parts(p: Any) -> tuple[Any, Any]:
+    """The problems of gate and up, and of down."""
+    return p, p.replace(n=p.k, k=p.n, activation="none")
 
 
-@lru_cache(maxsize=1)
-def _stacks(p: Any, device: str) -> tuple[QuantizedStack, QuantizedStack]:
-    """Gate and up, and down. All input sets of a case share them: few tokens read few experts'."""
-    made = []
-    for each in (p, _down(p)):
+def _drawn(p: Any, device: str) -> Iterator[tuple[Any, Any, Tensor, Tensor]]:
+    """Of each part: the problem, that of all experts as one weight, its packed and scales."""
+    for each in _parts(p):
         whole = each.one.replace(n=each.experts * each.weight_rows)
-        packed, scales, zeros = random_weight(whole, device, 0)
-        weight = QuantizedWeight(
-            each.code, each.group, rows_of_scale(scales, whole.n), (whole.n, whole.k), packed, scales, zeros,
-            dtype=DTYPES[each.dtype],
-        )  # fmt: skip
-        made.append(QuantizedStack(weight, each.experts))
-    return made[0], made[1]
+        yield each, whole, *random_weight(whole, device, 0)[:2]
 
 
 @lru_cache(maxsize=1)
-def _dense(p: Any, device: str) -> tuple[Tensor, Tensor]:
-    up, down = _stacks(p, device)
-    return up.dequantize(), down.dequantize()
+def _stacks(p: Any, device: str) -> list[QuantizedStack]:
+    """All input sets of a case share them: few tokens read few experts'."""
+    return [
+        QuantizedStack(
+            QuantizedWeight(
+                one.code, one.group, rows_of_scale(scales, one.n), (one.n, one.k), packed, scales, dtype=DTYPES[p.dtype]
+            ),
+            p.experts,
+        )
+        for _, one, packed, scales in _drawn(p, device)
+    ]
+
+
+@lru_cache(maxsize=1)
+def _dense(p: Any, device: str) -> list[Tensor]:
+    return [stack.dequantize() for stack in _stacks(p, device)]
 
 
 def _inputs(case: Case, p: Any, device: str, seed: int) -> Inputs:
@@ -79,7 +85,7 @@ def _inputs(case: Case, p: Any, device: str, seed: int) -> Inputs:
 
 def _work(case: Case) -> Work:
     p = QuantizedGroupedProblem.parse(case.problem)
-    return layer_work(case, p, p.n, p.one.weight_bytes + _down(p).one.weight_bytes)
+    return layer_work(case, p, p.n, sum(each.one.weight_bytes for each in _parts(p)))
 
 
 def _truth(case: Case, i: Inputs) -> tuple[Tensor, ...]:
@@ -106,26 +112,21 @@ def _launches(case: Case, sets: Sequence[Inputs], weights_of: Any) -> Sequence[L
 
 
 @lru_cache(maxsize=1)
-def _layers(p: Any, device: str) -> tuple[Any, Any]:
+def _layers(p: Any, device: str) -> list[Any]:
     """Humming's layers of gate and up, and of down, with the codes and scales of :func:`_stacks`."""
     from humming.layer import HummingLayer
 
     made = []
-    for each in (p, _down(p)):
-        whole = each.one.replace(n=each.experts * each.weight_rows)
-        rows = rows_of(whole, *random_weight(whole, device, 0)[:2])
-        layer = HummingLayer(
-            shape_n=each.weight_rows,
-            shape_k=each.k,
-            weight_config={"dtype": "uint4", "group_size": each.group},
-            num_experts=each.experts,
-            torch_dtype=DTYPES[each.dtype],
-        ).to(device)
+    for each, *whole in _drawn(p, device):
+        rows = rows_of(*whole)
+        config = {"dtype": "uint4", "group_size": each.group}
+        sizes = {"shape_n": each.weight_rows, "shape_k": each.k, "num_experts": each.experts}
+        layer = HummingLayer(**sizes, weight_config=config, torch_dtype=DTYPES[each.dtype]).to(device)
         weight = nibbles(rows.codes).view(torch.int32).view(each.experts, each.weight_rows, -1)
         layer.load_from_tensors({"weight": weight, "weight_scale": rows.scales.view(*weight.shape[:2], -1)})
         layer.transform()
         made.append(layer)
-    return made[0], made[1]
+    return made
 
 
 def _humming(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:

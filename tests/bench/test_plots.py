@@ -36,12 +36,12 @@ def test_each_contender_has_one_colour_and_ours_no_other() -> None:
 
 def test_no_two_contenders_of_a_picture_share_a_colour() -> None:
     for path in plots.RESULTS.rglob("*.jsonl"):
-        names = {name for name, _ in map(plots._named, rows.read(path))}
+        names = {name for name, _ in plots._best_streams(rows.read(path))}
         assert len({plots.color(name) for name in names}) == len(names), f"{path.stem}: {sorted(names)}"
 
 
 def test_steps_of_tokens_are_lines_above_the_least_time() -> None:
-    timed = [plots._named(r) for r in steps()]
+    timed = plots._best_streams(steps())
     (lines,) = plots._over_tokens(timed).values()
     assert sorted(lines) == ["cublas", "cutekernels", plots.FLOOR]
     assert lines[plots.FLOOR][0] == (1, 2.5)
