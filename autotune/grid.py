@@ -276,8 +276,7 @@ def _measured(
             problem = op.Problem.parse(text)
         except UnsupportedProblem:
             continue  # stored before a field changed
-        revision = op.revision if winner.revision is None else winner.revision
-        stored = winner.config, revision, winner.problem, winner.median_us
+        stored = winner.config, winner.revision, winner.problem, winner.median_us
         if gpu is not None and isinstance(adopted(op, problem, gpu, *stored), str):
             continue  # stored before a rule changed
         found.setdefault(problem.static(), []).append((problem, max(0.0, (winner.ratio or 1.0) - 1)))

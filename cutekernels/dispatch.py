@@ -38,7 +38,7 @@ from cutekernels.errors import InvalidConfig, UnsupportedProblem
 from cutekernels.interval import Interval
 
 if TYPE_CHECKING:
-    from cutekernels.db.storage.snapshot import Snapshot, Winner
+    from cutekernels.db.storage.snapshot import Snapshot, TunedConfig
     from cutekernels.gpu import GpuSpec
     from cutekernels.lengths import Chosen
     from cutekernels.op import Config, Op, Problem
@@ -77,7 +77,7 @@ class Choice:
     config: Config
     origin: str
     note: str
-    winner: Winner | None = None
+    winner: TunedConfig | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,10 +383,10 @@ def _sources(op: Op[Any, Any], p: Any, gpu: GpuSpec, known: _Known) -> Iterator[
     yield "default", Choice(op.default(p, gpu), "default", "the op's analytical choice")
 
 
-_tables: dict[tuple[str, str], tuple[Snapshot, Mapping[str, Winner]]] = {}
+_tables: dict[tuple[str, str], tuple[Snapshot, Mapping[str, TunedConfig]]] = {}
 
 
-def _table(op: Op[Any, Any], gpu: GpuSpec, snapshot: Snapshot) -> Mapping[str, Winner]:
+def _table(op: Op[Any, Any], gpu: GpuSpec, snapshot: Snapshot) -> Mapping[str, TunedConfig]:
     """The winners that may serve ``op``, by problem; the same object for the same snapshot."""
     if not op.earlier:
         return snapshot.table.get((op.name, op.revision), {})
@@ -412,7 +412,7 @@ def _of_sibling(op: Op[Any, Any], p: Any, gpu: GpuSpec, sibling: GpuSpec, snapsh
 
 
 def _nearest(
-    op: Op[Any, Any], p: Any, gpu: GpuSpec, table: Mapping[str, Winner], wanted: str, origin: str
+    op: Op[Any, Any], p: Any, gpu: GpuSpec, table: Mapping[str, TunedConfig], wanted: str, origin: str
 ) -> Choice | str:
     """The closest acceptable neighbour among the rows of origin ``wanted``, of which a few are tried."""
     own = p.bucket()
@@ -437,8 +437,8 @@ def _nearest(
 
 
 def _neighbours(
-    op: Op[Any, Any], own: Problem, gpu: GpuSpec, table: Mapping[str, Winner], wanted: str
-) -> Iterator[tuple[float, Winner, Problem]]:
+    op: Op[Any, Any], own: Problem, gpu: GpuSpec, table: Mapping[str, TunedConfig], wanted: str
+) -> Iterator[tuple[float, TunedConfig, Problem]]:
     """Rows with the static fields of ``own`` within an octave and a half, the nearest first."""
     described = _description(op, str(own))
     if described is None:
@@ -459,11 +459,11 @@ def _neighbours(
 
 
 _Words = frozenset[tuple[str, str]]
-_Placed = dict[tuple[str, _Words], list[tuple[tuple[float, ...], "Winner"]]]
-_places: dict[tuple[str, str], tuple[Mapping[str, Winner], _Placed]] = {}
+_Placed = dict[tuple[str, _Words], list[tuple[tuple[float, ...], "TunedConfig"]]]
+_places: dict[tuple[str, str], tuple[Mapping[str, TunedConfig], _Placed]] = {}
 
 
-def _placed(op: Op[Any, Any], gpu: GpuSpec, table: Mapping[str, Winner]) -> _Placed:
+def _placed(op: Op[Any, Any], gpu: GpuSpec, table: Mapping[str, TunedConfig]) -> _Placed:
     """Rows of ``table`` by origin and static words, each with its place: made once for a table, from texts alone."""
     known = _places.get((gpu.name, op.name))
     if known is not None and known[0] is table:
@@ -539,10 +539,9 @@ def too_fast(us: float | None, floor_us: float | None) -> str:
     return f"its time of {us:.4g} us is below the roofline of {floor_us:.4g} us, which no kernel passes: measure again"
 
 
-def _adopt(op: Op[Any, Any], p: Any, gpu: GpuSpec, row: Winner, origin: str, note: str) -> Choice | str:
-    revision = op.revision if row.revision is None else row.revision
+def _adopt(op: Op[Any, Any], p: Any, gpu: GpuSpec, row: TunedConfig, origin: str, note: str) -> Choice | str:
     us = row.median_us if row.origin == "measured" else None
-    found = adopted(op, p, gpu, row.config, revision, row.problem, us)
+    found = adopted(op, p, gpu, row.config, row.revision, row.problem, us)
     return f"{note}, but {found}" if isinstance(found, str) else Choice(found, origin, note, row)
 
 

@@ -131,6 +131,6 @@ def _rows(gpus: Iterable[str], database: str | None) -> list[tuple[Any, ...]]:
             revisions = op.revisions if op else ()
             tables = [known.of(name, revisions)]  # of a problem's rows under several revisions, the one that serves
             tables += [table for (of, r), table in known.table.items() if of == name and r not in revisions]
-            rows += [("winner", gpu, name, w.revision, *w[:5], w.reason) for table in tables for w in table.values()]
+            rows += [("winner", gpu, *w[:-1]) for table in tables for w in table.values()]
         rows += [("rate", gpu, name, revision, value) for (name, revision), value in known.rates.items()]
     return rows

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from datetime import datetime
+from datetime import UTC, datetime
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
@@ -21,8 +21,9 @@ from cutekernels.dispatch import LEAST_GAIN
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Scalar
 
-SHIPPED = "shipped"
+LOCAL, SHIPPED = "local", "shipped"
 TRIAL_COLUMNS = (*("vendor_us" if f.name == "baseline_us" else f.name for f in fields(Trial)), *PROVENANCE)
+_LATE = (*PROVENANCE, "sources")  # texts that older trials lack
 _MOST_ASKED = 1000  # problems in one statement
 
 
@@ -187,63 +188,52 @@ class Database:
         conditions = query.conditions(" ".join(words), op)
         local = [] if self.store is None else self.store.winners(gpu=gpu, op=op)
         shipped = [] if not self._shipped else _shipped(gpu, op)
-        both = [*((t, True) for t in local), *((t, False) for t in shipped)]
-        first: dict[Any, tuple[Trial, bool]] = {}
-        for t, is_local in both:
+        both = [*((t, LOCAL) for t in local), *((t, SHIPPED) for t in shipped)]
+        first: dict[Any, tuple[Trial, str]] = {}
+        for row in both:
+            t = row[0]
             if t.revision in query.revisions(t.op):
                 key = t.gpu.name, t.op, t.problem
-                first[key] = max(first.get(key, (t, is_local)), (t, is_local), key=_precedence)
+                first[key] = max(first.get(key, row), row, key=_precedence)
         found = Winners()
-        for t, is_local in sorted(both, key=lambda row: (row[0].key, not row[1])):
+        for t, source in sorted(both, key=lambda row: (row[0].key, row[1])):
             if origin in (None, t.origin) and self._matches(t, conditions):
-                found.append(self._winner(t, is_local, first.get((t.gpu.name, t.op, t.problem))))
+                found.append(self._winner(t, source, first.get((t.gpu.name, t.op, t.problem))))
         return found
 
     def _matches(self, t: Trial, conditions: Sequence[query.Condition]) -> bool:
         return not conditions or query.matches(t.op, query.problem(t.op, t.problem), conditions)
 
-    def _winner(self, t: Trial, local: bool, first: tuple[Trial, bool] | None) -> Winner:
+    def _winner(self, t: Trial, source: str, first: tuple[Trial, str] | None) -> Winner:
         """``first``: of the rows of its problem the one that serves, where it may."""
-        reason = self._why_idle(t, local, first)
-        text = query.spelled(t.op, t.revision, t.problem, t.config)
-        environment = {f.name: getattr(t.environment, f.name) for f in fields(t.environment)}
-        return Winner(
-            gpu=t.gpu.name,
-            op=t.op,
-            revision=t.revision,
-            source="local" if local else SHIPPED,
-            serves=not reason,
-            reason=reason,
-            problem=query.problem(t.op, t.problem),
-            config=self._config(t.op, text),
-            origin=t.origin,
-            median_us=t.median_us,
-            p20_us=t.p20_us,
-            p80_us=t.p80_us,
-            **query.rates(t.gpu.name, t.op, t.problem, t.median_us),
-            ratio=t.ratio,
-            ratio_low=t.ratio_low,
-            ratio_high=t.ratio_high,
-            vendor_us=t.baseline_us,
-            error=t.error,
-            sources=t.sources,
-            certificate=_certificate(t),
-            version=environment.pop("version"),
-            commit=environment.pop("commit"),
-            host=environment.pop("host"),
-            environment=environment,
-            created_at=t.created_at,
-            id=t.id,
-            problem_text=t.problem,
-            config_text=text,
-        )
+        reason = self._why_idle(t, source, first)
+        known = self._named(t) | query.rates(t.gpu.name, t.op, t.problem, t.median_us)
+        known |= {"source": source, "serves": not reason, "reason": reason}
+        return Winner(**{name: known[name] for name in Winner.__slots__})
 
-    def _why_idle(self, t: Trial, local: bool, first: tuple[Trial, bool] | None) -> str:
+    def _named(self, t: Trial) -> dict[str, Any]:
+        """A trial's values under the names that a winner's have."""
+        values = {f.name: getattr(t, f.name) for f in fields(t)}
+        environment = {f.name: getattr(t.environment, f.name) for f in fields(t.environment)}
+        values |= {name: environment.pop(name) for name in PROVENANCE}
+        text = query.spelled(t.op, t.revision, t.problem, t.config)
+        return values | {
+            "gpu": t.gpu.name,
+            "environment": environment,
+            "problem": query.problem(t.op, t.problem),
+            "problem_text": t.problem,
+            "config": self._config(t.op, text),
+            "config_text": text,
+            "vendor_us": t.baseline_us,
+            "certificate": _certificate(t),
+        }
+
+    def _why_idle(self, t: Trial, source: str, first: tuple[Trial, str] | None) -> str:
         """Why calls do not use a winner; ``""`` where they do."""
         if t.revision not in query.revisions(t.op) or first is None:
             return query.unusable(t)
-        if first[1] != local:
-            return "a shipped measurement precedes it" if local else "a local winner precedes it"
+        if first[1] != source:
+            return "a shipped measurement precedes it" if source == LOCAL else "a local winner precedes it"
         if first[0].revision != t.revision:
             return f"one of revision {first[0].revision} precedes it"
         if not snapshot.may_serve(t.origin, t.message):
@@ -253,7 +243,7 @@ class Database:
 
     def refused(self, local: Sequence[Trial]) -> list[Refused]:
         """Winners of current revisions that calls refuse: among ``local``, the store's, and the shipped ones."""
-        sources = (("local", local), (SHIPPED, _shipped(None, None) if self._shipped else []))
+        sources = ((LOCAL, local), (SHIPPED, _shipped(None, None) if self._shipped else []))
         current = ((source, t) for source, found in sources for t in found if t.revision in query.revisions(t.op))
         judged = (Refused(s, t, query.unusable(t)) for s, t in current)
         return [found for found in judged if found.reason]
@@ -299,15 +289,10 @@ class Database:
 
     def columns(self, t: Trial) -> dict[str, Any]:
         """A trial's plain values under the names that a winner's have."""
-        row = t.as_row()
-        row |= {name: row["environment"].pop(name, None) for name in PROVENANCE}
-        text = query.spelled(t.op, t.revision, t.problem, t.config)
-        row |= {"gpu": t.gpu.name, "problem_text": t.problem, "config_text": text, "vendor_us": t.baseline_us}
-        row |= {"problem": query.problem(t.op, t.problem), "config": self._config(t.op, text)}
-        row |= {"certificate": _certificate(t) or None}
-        return {
-            name: row[name] for name in (*TRIAL_COLUMNS, "problem_text", "config_text") if row.get(name) is not None
-        }
+        row = self._named(t)
+        row |= {"created_at": t.created_at.astimezone(UTC).isoformat(), "certificate": row["certificate"] or None}
+        absent = {name for name, value in row.items() if value is None or (name in _LATE and value == "")}
+        return {name: row[name] for name in (*TRIAL_COLUMNS, "problem_text", "config_text") if name not in absent}
 
     def _problems(self, gpu: str | None, op: str | None, conditions: Sequence[Any]) -> list[tuple[str, str]] | None:
         """The ops and stored problems that meet the conditions; None where all trials may as well be read."""
@@ -360,10 +345,9 @@ def _latest(winners: Iterable[Winner]) -> dict[tuple[Any, ...], Winner]:
     return found
 
 
-def _precedence(row: tuple[Trial, bool]) -> tuple[bool, bool, int]:
-    """As :attr:`cutekernels.db.storage.snapshot.Winner.precedence`, of a row and whether it is local."""
-    t, local = row
-    return t.origin == "measured", local, t.revision
+def _precedence(row: tuple[Trial, str]) -> tuple[bool, bool, int]:
+    t, source = row
+    return snapshot.precedence(t.origin, source, t.revision)
 
 
 def _certificate(t: Trial) -> dict[str, Any]:

@@ -14,13 +14,16 @@ from typing import Any, ClassVar
 from sqlalchemy import (
     BigInteger,
     CheckConstraint,
+    Column,
     DateTime,
     Dialect,
     Double,
     ForeignKey,
     Index,
+    Integer,
     MetaData,
     String,
+    Table,
     Text,
     TypeDecorator,
     UniqueConstraint,
@@ -30,6 +33,8 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from cutekernels.db.storage.certificate import Certificate
 from cutekernels.db.storage.trial import LINE_LIMIT, ORIGINS, STATUSES
 from cutekernels.errors import StoreError
+
+KEY = ("gpu", "op", "revision", "problem")  # the tuning key
 
 
 class UtcDateTime(TypeDecorator[datetime]):
@@ -174,16 +179,13 @@ class Trial(Base):
     host: Mapped[str] = mapped_column(server_default="")
 
 
-class Winner(Base):
-    """The trial whose config a dispatcher uses for a tuning key. ``gpu`` is the GPU's name."""
-
-    __tablename__ = "winner"
-
-    gpu: Mapped[str] = mapped_column(primary_key=True)
-    op: Mapped[str] = mapped_column(primary_key=True)
-    revision: Mapped[int] = mapped_column(primary_key=True)
-    problem: Mapped[str] = mapped_column(primary_key=True)
-    trial_id: Mapped[str] = mapped_column(String(36), ForeignKey("trial.id"), index=True)
+# The trial whose config a dispatcher uses for a tuning key. ``gpu`` is the GPU's name.
+winner = Table(
+    "winner",
+    Base.metadata,
+    *(Column(name, Integer if name == "revision" else Text, primary_key=True) for name in KEY),
+    Column("trial_id", String(36), ForeignKey("trial.id"), index=True, nullable=False),
+)
 
 
 class Request(Base):

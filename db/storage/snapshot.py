@@ -14,12 +14,10 @@ import math
 import os
 import sqlite3
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from importlib.resources import files
-from itertools import groupby
-from operator import itemgetter
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -37,7 +35,7 @@ _ATTEMPTS = 3
 _VERSION = "SELECT version_num FROM alembic_version"
 _WINNERS = """
     SELECT winner.op, winner.revision, winner.problem, trial.config, trial.origin, trial.median_us, trial.ratio,
-           CASE trial.origin WHEN 'predicted' THEN trial.message ELSE '' END
+           CASE trial.origin WHEN 'predicted' THEN trial.message ELSE '' END, 'database'
     FROM winner JOIN trial ON trial.id = winner.trial_id
     WHERE winner.gpu = :gpu AND trial.status = 'ok'
 """
@@ -49,67 +47,40 @@ _SOUND: tuple[set[type], ...] = ({str}, {int}, {str}, {str}, {str}, {float, type
 _said: set[str] = set()
 
 
-class Winner(NamedTuple):
-    """A tuned config, in the words of its ``revision`` (None: the op's own). ``reason`` says why a predicted one is
-    better; ``source``: shipped, database or lock.
+class TunedConfig(NamedTuple):
+    """A winner as calls use it, in the words of its ``revision``: a row of ``_WINNERS``, and of a lock with a source.
+
+    ``reason`` says why a predicted one is better; ``source``: shipped, database or lock.
     """
 
+    op: str
+    revision: int
     problem: str
     config: str
     origin: str
     median_us: float | None
     ratio: float | None
+    reason: str
     source: str
-    reason: str = ""
-    revision: int | None = None
-
-    @property
-    def precedence(self) -> tuple[bool, bool, int]:
-        """The greatest among a problem's winners serves: a measured one, then the user's, then the later revision's."""
-        return self.origin == "measured", self.source != "shipped", self.revision or 0
 
 
-class Table(Mapping[str, Winner]):
-    """Winners by problem. Those of a database stay rows until somebody asks: a call asks for one of thousands."""
-
-    __slots__ = ("_rows",)
-
-    def __init__(self, rows: dict[str, _Row]) -> None:
-        self._rows = rows  # a Winner, or a row of _WINNERS
-
-    def __getitem__(self, problem: str) -> Winner:
-        row = self._rows[problem]
-        if isinstance(row, Winner):
-            return row
-        _, revision, problem, config, origin, median_us, ratio, reason = row
-        return Winner(problem, config, origin, median_us, ratio, "database", reason, revision)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._rows)
-
-    def __len__(self) -> int:
-        return len(self._rows)
+def precedence(origin: str, source: str, revision: int) -> tuple[bool, bool, int]:
+    """The greatest among a problem's winners serves: a measured one, then the user's, then the later revision's."""
+    return origin == "measured", source != "shipped", revision
 
 
-class Tables(Mapping[str, Winner]):
-    """Winners by problem, those of several revisions of an op together."""
+def _by_problem(rows: Iterable[TunedConfig]) -> Mapping[str, TunedConfig]:
+    """Of each problem the row that precedes its others."""
+    found: dict[str, TunedConfig] = {}
+    for row in rows:
+        above = found.setdefault(row.problem, row)
+        if above is not row and _rank(row) > _rank(above):
+            found[row.problem] = row
+    return MappingProxyType(found)
 
-    __slots__ = ("_tables",)
 
-    def __init__(self, tables: Sequence[Mapping[str, Winner]]) -> None:
-        self._tables = tables
-
-    def __getitem__(self, problem: str) -> Winner:
-        found = [row for row in (table.get(problem) for table in self._tables) if row is not None]
-        if not found:
-            raise KeyError(problem)
-        return max(found, key=lambda row: row.precedence)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(dict.fromkeys(problem for table in self._tables for problem in table))
-
-    def __len__(self) -> int:
-        return len({problem for table in self._tables for problem in table})
+def _rank(row: TunedConfig) -> tuple[bool, bool, int]:
+    return precedence(row.origin, row.source, row.revision)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,14 +90,14 @@ class Snapshot:
     ``digest``: of the lock that they are from; else empty.
     """
 
-    table: Mapping[tuple[str, int], Mapping[str, Winner]]
+    table: Mapping[tuple[str, int], Mapping[str, TunedConfig]]
     rates: Mapping[tuple[str, int], float] = field(default_factory=dict)
     digest: str = ""
 
-    def of(self, op: str, revisions: Sequence[int]) -> Mapping[str, Winner]:
+    def of(self, op: str, revisions: Sequence[int]) -> Mapping[str, TunedConfig]:
         """The winners of ``op`` by problem, under any of the revisions whose rows serve."""
         found = [table for revision in revisions if (table := self.table.get((op, revision))) is not None]
-        return {} if not found else found[0] if len(found) == 1 else Tables(found)
+        return found[0] if len(found) == 1 else _by_problem(row for table in found for row in table.values())
 
 
 _lock = threading.RLock()
@@ -165,17 +136,20 @@ def load(gpu: str, url: str | None = None, *, strict: bool = False) -> Snapshot:
     if place is not None:
         return _locked(gpu, lock.read(lock.path_of(place)))
     rows, rates = _database(gpu, url, strict=strict)
-    tables: dict[tuple[str, int], dict[str, _Row]] = {}
-    for key, group in groupby(rows, itemgetter(0, 1)):
-        tables.setdefault(key, {}).update({row[2]: row for row in group})
-    for t in shipped(gpu):
-        table = tables.setdefault((t.op, t.revision), {})
-        above = table.get(t.problem)
-        if above is None or not serves_over(above[4], t.origin):
-            reason = t.message if t.origin == "predicted" else ""
-            made = Winner(t.problem, t.config, t.origin, t.median_us, t.ratio, "shipped", reason, t.revision)
-            table[t.problem] = made
-    return Snapshot(MappingProxyType({key: Table(table) for key, table in tables.items()}), MappingProxyType(rates))
+    return _snapshot([*rows, *map(_of_shipped, shipped(gpu))], rates)
+
+
+def _snapshot(rows: Iterable[TunedConfig], rates: dict[tuple[str, int], float], digest: str = "") -> Snapshot:
+    tables: dict[tuple[str, int], list[TunedConfig]] = {}
+    for row in rows:
+        tables.setdefault((row.op, row.revision), []).append(row)
+    by_problem = {key: _by_problem(table) for key, table in tables.items()}
+    return Snapshot(MappingProxyType(by_problem), MappingProxyType(rates), digest)
+
+
+def _of_shipped(t: Trial) -> TunedConfig:
+    reason = t.message if t.origin == "predicted" else ""
+    return TunedConfig(t.op, t.revision, t.problem, t.config, t.origin, t.median_us, t.ratio, reason, "shipped")
 
 
 def _named_lock(url: str | None) -> str | None:
@@ -187,25 +161,15 @@ def _named_lock(url: str | None) -> str | None:
 
 
 def _locked(gpu: str, frozen: lock.Lock) -> Snapshot:
-    tables: dict[tuple[str, int], dict[str, _Row]] = {}
-    for op, revision, problem, config, origin, median_us, ratio, reason in frozen.of("winner", gpu):
-        found = Winner(problem, config, origin, median_us, ratio, "lock", reason, revision)
-        tables.setdefault((op, revision), {})[problem] = found
+    rows = (TunedConfig(*row, "lock") for row in frozen.of("winner", gpu))
     rates = {(name, revision): value for name, revision, value in frozen.of("rate", gpu)}
-    return Snapshot(
-        MappingProxyType({key: Table(t) for key, t in tables.items()}), MappingProxyType(rates), frozen.digest
-    )
+    return _snapshot(rows, rates, frozen.digest)
 
 
 def shipped_gpus() -> list[str]:
     """The GPUs for which winners travel with the package."""
     found = (file.name for file in (files("cutekernels.db") / "shipped").iterdir())
     return sorted(name.removesuffix(_SHIPPED) for name in found if name.endswith(_SHIPPED))
-
-
-def serves_over(winner: str, below: str | None) -> bool:
-    """Whether a database's winner of origin ``winner`` serves calls in place of a shipped one of origin ``below``."""
-    return below != "measured" or winner == "measured"
 
 
 def may_serve(origin: str, reason: str) -> bool:
@@ -255,7 +219,7 @@ def shipped(gpu: str) -> list[Trial]:
     return found
 
 
-_Read = tuple[list[_Row], dict[tuple[str, int], float]]
+_Read = tuple[list[TunedConfig], dict[tuple[str, int], float]]
 
 
 def _database(gpu: str, url: str | None, *, strict: bool = False) -> _Read:
@@ -278,7 +242,7 @@ def _database(gpu: str, url: str | None, *, strict: bool = False) -> _Read:
         bad = [row for row in rows if not _sound([row])]
         rows = [row for row in rows if _sound([row])]
         say(f"tuned-config database {shown}: {len(bad)} broken rows skipped, the first: {bad[0]!r:.200}")
-    return rows, {
+    return [TunedConfig._make(row) for row in rows], {
         (name, revision): value
         for name, revision, value in rates
         if (type(name), type(revision), type(value)) == (str, int, float) and 0 < value < math.inf

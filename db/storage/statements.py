@@ -36,6 +36,7 @@ from sqlalchemy.orm import Session
 
 from cutekernels import settings
 from cutekernels.db.storage import models
+from cutekernels.db.storage.models import KEY
 from cutekernels.db.storage.trial import (
     COUNTS,
     INT64_MAX,
@@ -60,11 +61,11 @@ T = TypeVar("T")
 _GPU_FIELDS = tuple(f.name for f in fields(Gpu))
 _VERSION_FIELDS = tuple(f.name for f in fields(Environment) if f.name not in PROVENANCE)
 _TRIAL_FIELDS = tuple(f.name for f in fields(Trial) if f.name not in ("gpu", "environment"))
-KEY = ("gpu", "op", "revision", "problem")
 
-_trial, _gpu, _environment, _winner, _request = (
-    models.Base.metadata.tables[name] for name in ("trial", "gpu", "environment", "winner", "request")
+_trial, _gpu, _environment, _request = (
+    models.Base.metadata.tables[name] for name in ("trial", "gpu", "environment", "request")
 )
+_winner = models.winner
 
 Key = tuple[str, str, int, str]
 

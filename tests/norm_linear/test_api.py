@@ -13,7 +13,7 @@ from torch import Tensor
 import cutekernels as ck
 from cutekernels import dispatch, gpu
 from cutekernels.db.storage import snapshot as snapshots
-from cutekernels.db.storage.snapshot import Snapshot, Winner
+from cutekernels.db.storage.snapshot import Snapshot, TunedConfig
 from cutekernels.errors import InvalidConfig, UnsupportedProblem
 from cutekernels.ops.activations.op import SILU_MUL
 from cutekernels.ops.gemm.api import pose
@@ -435,8 +435,9 @@ def test_a_stored_winner_with_a_removed_knob_is_passed_over(value: str, monkeypa
     """``squares`` was a knob until 2026-11; ``explain`` tells why the row is not used."""
     p, h200 = RmsNormLinearProblem(m=64, n=3584, k=3584), gpu.lookup("h200")
     default = RMS_NORM_LINEAR.default(p, h200)
-    row = Winner(str(p), f"{default} squares={value}", "measured", median_us=8.0, ratio=1.1, source="database")
-    table = {(RMS_NORM_LINEAR.name, RMS_NORM_LINEAR.revision): {row.problem: row}}
+    key = RMS_NORM_LINEAR.name, RMS_NORM_LINEAR.revision
+    row = TunedConfig(*key, str(p), f"{default} squares={value}", "measured", 8.0, 1.1, "", "database")
+    table = {key: {row.problem: row}}
     monkeypatch.setattr(snapshots, "_held", {"h200": Snapshot(MappingProxyType(table))})
     told = dispatch.explain(RMS_NORM_LINEAR, p, h200)
     assert (told.choice.origin, told.choice.config) == ("default", default)

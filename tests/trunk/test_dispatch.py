@@ -20,7 +20,7 @@ from cutekernels import compile as compiler
 from cutekernels import dispatch, introspection
 from cutekernels import gpu as gpus
 from cutekernels.db.storage import snapshot as snapshots
-from cutekernels.db.storage.snapshot import Snapshot, Winner
+from cutekernels.db.storage.snapshot import Snapshot, TunedConfig
 from cutekernels.db.storage.store import Store
 from cutekernels.errors import InvalidConfig, StoreError, UnknownGpu, UnsupportedProblem
 from cutekernels.ops import registry
@@ -39,18 +39,19 @@ def _a_dispatcher_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(snapshots, "_said", set())
 
 
-def winner(problem: str, config: Any, origin: str = "measured", **changes: Any) -> Winner:
+def winner(problem: str, config: Any, origin: str = "measured", **changes: Any) -> TunedConfig:
     reason = "2.00 times as fast by the model" if origin == "predicted" else ""
-    values: dict[str, Any] = {"median_us": 10.0, "ratio": 1.25, "source": "database", "reason": reason}
-    return Winner(problem, str(config), origin, **(values | changes))
+    values: dict[str, Any] = {"op": TOY.name, "revision": TOY.revision, "median_us": 10.0, "ratio": 1.25}
+    values |= {"source": "database", "reason": reason} | changes
+    return TunedConfig(problem=problem, config=str(config), origin=origin, **values)
 
 
-def snapshot(*rows: Winner, op: ToyOp = TOY, revision: int | None = None) -> Snapshot:
+def snapshot(*rows: TunedConfig, op: ToyOp = TOY, revision: int | None = None) -> Snapshot:
     table = {row.problem: row for row in rows}
     return Snapshot(MappingProxyType({(op.name, op.revision if revision is None else revision): table}))
 
 
-def origin(*rows: Winner, problem: ToyProblem = PROBLEM, op: ToyOp = TOY) -> tuple[str, Any]:
+def origin(*rows: TunedConfig, problem: ToyProblem = PROBLEM, op: ToyOp = TOY) -> tuple[str, Any]:
     choice = dispatch.resolve(op, problem, H200, snapshot(*rows, op=op))
     return choice.origin, choice.config
 
@@ -89,7 +90,7 @@ class TestOrder:
     def test_a_siblings_winner_serves_where_it_gained_enough(
         self, ratio: float | None, serves: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        own: list[Winner] = []
+        own: list[TunedConfig] = []
         held: dict[str, Any] = {
             "h200-99kib": snapshot,
             "h200": lambda: snapshot(*own),
@@ -291,7 +292,7 @@ class TestForced:
 
 
 class TestExplain:
-    def explain(self, *rows: Winner, **options: Any) -> dispatch.Explanation:
+    def explain(self, *rows: TunedConfig, **options: Any) -> dispatch.Explanation:
         snapshots._held["h200"] = snapshot(*rows)
         return dispatch.explain(TOY, ToyProblem(13, 64), H200, **options)
 

@@ -15,7 +15,7 @@ from cutekernels import dispatch, gpu, introspection
 from cutekernels.autotune.history import TaskHistory
 from cutekernels.autotune.job import Task
 from cutekernels.autotune.predict import Prediction
-from cutekernels.db.storage.snapshot import Snapshot, Winner
+from cutekernels.db.storage.snapshot import Snapshot, TunedConfig
 from cutekernels.db.storage.store import Environment, Store
 from cutekernels.ops.attention.op import ATTENTION, AttentionProblem
 from cutekernels.ops.gemm.op import GEMM
@@ -86,8 +86,12 @@ class TestConfig:
         (found,) = [c for c in GEMM.valid(self.PROBLEM, self.H200) if c.vendors]
         return found
 
+    def row(self, problem: str, config: str = "", ratio: float = 1.2) -> TunedConfig:
+        words = problem, config or str(self.config), "measured"
+        return TunedConfig("gemm", GEMM.revision, *words, 100.0, ratio, "", "database")
+
     def resolved(self, problem: str, *rows: str) -> dispatch.Choice:
-        table = {row: Winner(row, str(self.config), "measured", 100.0, 1.2, "database") for row in rows}
+        table = {row: self.row(row) for row in rows}
         snapshot = Snapshot(MappingProxyType({("gemm", GEMM.revision): table}))
         return dispatch.resolve(GEMM, GemmProblem.parse(problem), self.H200, snapshot)
 
@@ -114,9 +118,9 @@ class TestConfig:
         three = self.resolved(asked, *others)
         assert three.origin == "nearest" and three.config.vendors
         ours = str(GEMM.default(GemmProblem.parse(asked), self.H200))
-        rows = {row: Winner(row, str(self.config), "measured", 100.0, 1.2, "database") for row in others}
+        rows = {row: self.row(row) for row in others}
         closest = "m=512 n=4096 k=4224 b_major=k"
-        rows[closest] = Winner(closest, ours, "measured", 100.0, 1.0, "database")
+        rows[closest] = self.row(closest, ours, 1.0)
         table = Snapshot(MappingProxyType({("gemm", GEMM.revision): rows}))
         served = dispatch.resolve(GEMM, GemmProblem.parse(asked), self.H200, table)
         assert (served.origin, str(served.config)) == ("nearest", ours), "one of ours is closer"

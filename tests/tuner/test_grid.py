@@ -20,7 +20,7 @@ from cutekernels.autotune.fleet import OneSlot
 from cutekernels.autotune.grid import FAMILIES, Family, plan, points
 from cutekernels.autotune.run import tune
 from cutekernels.db.storage import snapshot
-from cutekernels.db.storage.snapshot import Snapshot, Winner
+from cutekernels.db.storage.snapshot import Snapshot, TunedConfig
 from cutekernels.db.storage.store import Store
 from cutekernels.errors import JobError
 from cutekernels.ops import registry
@@ -48,8 +48,8 @@ def _on_h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     points.cache_clear()
 
 
-def measured(op: Any, *problems: str, ratio: float = 1.0) -> Snapshot:
-    rows = {p: Winner(p, "", "measured", 10.0, ratio, "database") for p in problems}
+def measured(op: Any, *problems: str, config: str = "", ratio: float = 1.0) -> Snapshot:
+    rows = {p: TunedConfig(op.name, op.revision, p, config, "measured", 10.0, ratio, "", "database") for p in problems}
     return Snapshot({(op.name, op.revision): rows})
 
 
@@ -89,8 +89,7 @@ def test_between_measured_points_a_neighbour_serves() -> None:
     """Of random products in the grid's range all but a few have a winner of it within the dispatcher's reach."""
     linear = [str(t.problem) for family in FAMILIES[:4] for t in points(family)]
     config = str(GEMM.default(GEMM.Problem.parse("m=64 n=4096 k=4096 b_major=k"), H200))
-    rows = {p: Winner(p, config, "measured", 10.0, 1.0, "database") for p in linear}
-    known = Snapshot({(GEMM.name, GEMM.revision): rows})
+    known = measured(GEMM, *linear, config=config)
     draw = random.Random(7)
 
     def width() -> int:
@@ -134,8 +133,12 @@ def test_a_measured_neighbourhood_waits() -> None:
 
 def test_a_winner_that_calls_refuse_is_measured_again() -> None:
     """A rule that came later, without a new revision: calls run the default at that point."""
-    one, four = (Winner("", f"tile=128 warps={w} fast=1", "measured", 10.0, 1.2, "database") for w in (1, 4))
-    rows = {"m=64 n=64": one, "m=64 n=128": four}
+    rows = {
+        problem: TunedConfig(
+            TOY.name, TOY.revision, "", f"tile=128 warps={warps} fast=1", "measured", 10.0, 1.2, "", "database"
+        )
+        for problem, warps in (("m=64 n=64", 1), ("m=64 n=128", 4))
+    }
     found = plan(Snapshot({(TOY.name, TOY.revision): rows}), H200, families=[TOYS])
     assert found.known == 1 and "m=64 n=64" in texts(found) and "m=64 n=128" not in texts(found)
 
