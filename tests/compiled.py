@@ -133,25 +133,32 @@ def cubin(artifact: Any) -> bytes:
     return artifact._function.artifacts.CUBIN  # type: ignore[no-any-return]
 
 
-class _Traced(BaseException):
-    """Carries a program out of the DSL, past those who report what its compiler says."""
+class _Stopped(BaseException):
+    """Carries a program out of a compiler, past those who report what it says."""
+
+
+def handed(owner: Any, stage: str, build: Callable[P, object], *args: P.args, **named: P.kwargs) -> tuple[Any, ...]:
+    """What ``build(...)`` hands first to ``owner``'s method ``stage``, which it does not enter."""
+
+    def stop(self: Any, module: Any, *rest: Any, **named: Any) -> None:
+        raise _Stopped(str(module), *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, stage, stop)
+        with pytest.raises(_Stopped) as stopped:
+            build(*args, **named)
+    return stopped.value.args
 
 
 def program(build: Callable[P, object], *args: P.args, **named: P.kwargs) -> tuple[str, str]:
-    """The kernel and the launcher that ``build(...)`` traces, as they go to the compiler, which they do not enter.
+    """The kernel and the launcher that ``build(...)`` traces, as they go to the DSL's compiler.
 
     A third of a compile; alike they are alike as machine code. Names are left out: they hold the config.
     """
     from cutlass.base_dsl.compiler import Compiler
 
-    def stop(self: Any, module: Any, *rest: Any, **named: Any) -> None:
-        raise _Traced(str(module))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Compiler, "compile", stop)
-        with pytest.raises(_Traced) as traced:
-            build(*args, **named)
-    kernel, _, launcher = re.sub(r"@[\w:@.]+", "", str(traced.value)).partition("func.func")
+    text = handed(Compiler, "compile", build, *args, **named)[0]
+    kernel, _, launcher = re.sub(r"@[\w:@.]+", "", text).partition("func.func")
     assert "cuda.kernel" in kernel and "cuda.launch" in launcher, "the DSL's programs look different"
     return kernel, launcher
 

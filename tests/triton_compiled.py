@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from cutekernels import gpu
-from tests.compiled import H200, TARGETS, in_turns, once
+from tests.compiled import H200, TARGETS, handed, in_turns, once
 
 __all__ = ["H200", "TARGETS", "in_turns"]
 
@@ -16,6 +16,18 @@ __all__ = ["H200", "TARGETS", "in_turns"]
 def built(op: Any, problem: Any, config: Any, spec: gpu.GpuSpec = H200) -> Any:
     """What ``op.build`` compiles for ``spec``."""
     return op.build(problem, config, spec)
+
+
+@once
+def program(op: Any, problem: Any, config: Any) -> str:
+    """The kernel for an H200 as Triton's passes leave it, before LLVM and ptxas: half of a compile.
+
+    Beside it stands the bound on registers, which is ptxas's.
+    """
+    from triton.backends.nvidia.compiler import CUDABackend
+
+    text, _, options, *_ = handed(CUDABackend, "make_llir", op.build, problem, config, H200)
+    return f"{text} {options.maxnreg}"
 
 
 def accesses(ptx: str, kind: str = "ld|st") -> set[str]:
@@ -35,21 +47,21 @@ def check_resources(op: Any, problem: Any, config: Any, spec: gpu.GpuSpec = H200
 def check_knobs(
     op: Any, problem: Any, base: Any, *, most: int | None = 1, launch: Callable[[Any], Any] | None = None
 ) -> dict[str, list[str]]:
-    """Asserts that every change of one knob of ``base`` changes the PTX or the launch, the grid unless told.
+    """Asserts that every change of one knob of ``base`` changes the program or the launch, the grid unless told.
 
-    At most ``most`` valid values of each knob are tried, but of ``body``: another one is not Triton's. Returns the PTX
-    made with each knob's values, of knobs that have another valid value, and under "" that of ``base`` itself.
+    At most ``most`` valid values of each knob are tried, but of ``body``: another one is not Triton's. Returns the
+    programs of each knob's values, of knobs that have another valid value, and under "" that of ``base`` itself.
     """
     launch = launch or (lambda config: op.grid(problem, config))
     op.check(problem, base, H200)
-    found = {"": [built(op, problem, base).ptx]}
+    found = {"": [program(op, problem, base)]}
     seen = {(found[""][0], launch(base))}
     for knob, values in type(base).space().items():
         if knob == "body":
             continue
         others = [base.replace(**{knob: v}) for v in values if v != getattr(base, knob)]
         for config in [c for c in others if op.why_not(problem, c, H200) is None][:most]:
-            made = (built(op, problem, config).ptx, launch(config))
+            made = (program(op, problem, config), launch(config))
             assert made not in seen, f"{knob} changes nothing in {config}"
             seen.add(made)
             found.setdefault(knob, []).append(made[0])

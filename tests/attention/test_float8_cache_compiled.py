@@ -15,14 +15,12 @@ from tests.compiled import pairs
 DECODE = (
     "batch=32 seq_kv=4096 heads_q=32 heads_kv=8 cache=fp8",
     "batch=32 seq_kv=4096 heads_q=32 heads_kv=8 cache=fp8_tokens",
-    "batch=1 seq_kv=32768 heads_q=32 heads_kv=8 cache=fp8",
     "batch=1 seq_kv=32768 heads_q=32 heads_kv=8 page_size=16 cache=fp8_tokens",
     "batch=2 seq_kv=900 heads_q=8 heads_kv=2 head_dim=256 softcap=1 window_left=9 window=1 sinks=fp32 cache=fp8_tokens",
     "batch=2 seq_kv=2000 heads_q=32 heads_kv=1 seq_q=4 head_dim=80 dtype=fp16 page_size=16 lse=1 cache=fp8",
 )
 PREFILL = (
     "batch=1 seq_q=512 seq_kv=8192 heads_q=32 heads_kv=8 page_size=16 cache=fp8_tokens",
-    "batch=1 seq_q=2048 seq_kv=8192 heads_q=32 heads_kv=8 cache=fp8",
     "batch=2 seq_q=30 seq_kv=784 heads_q=8 heads_kv=2 head_dim=80 dtype=fp16 window_left=9 window=left"
     " cache=fp8_tokens",
     "batch=1 seq_q=512 seq_kv=8192 heads_q=32 heads_kv=8 page_size=16 cache=fp8",

@@ -49,9 +49,8 @@ def test_a_persistent_grid_is_for_many_tiles_and_shared_memory_for_few_stages() 
 
 OPTIONS = {
     "window": "window=both window_left=100 window_right=5 head_dim=40",
-    "packed": "varlen=1 causal=1 lse=1",
+    "packed": "varlen=1 causal=1 lse=1 softcap=1 dtype=fp16",
     "mask": "mask=1 head_dim=64",
-    "softcap": "softcap=1 dtype=fp16",
     "wide": "head_dim=256 causal=1",
 }
 

@@ -61,10 +61,9 @@ def test_warp_groups_are_the_default_for_long_sequences_up_to_256() -> None:
 
 
 OPTIONS = {
-    "packed": "varlen=1 causal=1",
+    "packed": "varlen=1 causal=1 softcap=1 dtype=fp16 head_dim=40",
     "window": "window=both window_left=100 window_right=5 head_dim=64",
     "mask": "mask=1",
-    "softcap": "softcap=1 dtype=fp16 head_dim=40",
     "wide": "head_dim=256 causal=1",
 }
 

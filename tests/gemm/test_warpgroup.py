@@ -201,10 +201,6 @@ COMPILED = {
         "m=512 n=512 k=512 batch=3 batched=1 out_major=m c=m dtype=fp16",
         "tile_m=128 tile_n=128 stages=4 raster=1",
     ),
-    "fp16 sums": (
-        "m=4096 n=4096 k=4096 b_major=k dtype=fp16 accumulate=fp16",
-        "tile_m=256 tile_n=256 stages=3 raster=8 cluster_m=2 pdl=1",
-    ),
     "fp16 sums in turns": (
         "m=4096 n=4096 k=4096 b_major=k bias=fp32 activation=gelu dtype=fp16 accumulate=fp16",
         "tile_m=128 tile_n=208 stages=4 raster=8 pingpong=1",

@@ -214,7 +214,6 @@ COMPILED = {
         "rows=2048 n=1536 k=2048 experts=8 weight=n",
         "tile_m=256 tile_n=128 stages=4 raster=8 cluster_m=2",
     ),
-    "pingpong": ("rows=2048 n=1536 k=768 experts=128", "tile_m=128 tile_n=192 stages=4 raster=8 pingpong=1"),
     "most sums": ("rows=2048 n=1536 k=2048 experts=8", "tile_m=256 tile_n=192 stages=3 raster=8 cluster_n=2"),
     "swapped": (
         "rows=2048 n=1536 k=2048 experts=8 weight=n bias=fp32 activation=gelu dtype=fp16",

@@ -196,14 +196,15 @@ def few_weights(p: Any) -> Any:
     return p.replace(n=256 + p.n % 256, k=256 + p.k % 256)
 
 
-@pytest.mark.parametrize(("op", "text"), [(op, text) for op in OPS for text in op.suite])
-def test_declaration(op: NormLinear[Any], text: str) -> None:
+@pytest.mark.parametrize(
+    ("op", "text", "spec"), [(op, text, TARGETS[i % len(TARGETS)]) for op in OPS for i, text in enumerate(op.suite)]
+)
+def test_declaration(op: NormLinear[Any], text: str, spec: gpu.GpuSpec) -> None:
     p = op.Problem.parse(text)
     assert op.Problem.parse(str(p)) == p
     assert p.bucket().bucket() == p.bucket()
-    for spec in TARGETS:
-        assert op.why_not(p, op.default(p, spec), spec) is None
-        assert op.estimate_us(p, CHAIN, spec) > 0
+    assert op.why_not(p, op.default(p, spec), spec) is None
+    assert op.estimate_us(p, CHAIN, spec) > 0
     p = few_weights(p)
     args = op.sample(p, "cpu", 0)
     outputs = op.outputs(p, *args)

@@ -173,9 +173,10 @@ COMPILED = {
 }
 
 
-@pytest.mark.parametrize(("name", "dtype"), [*[(name, "bf16") for name in COMPILED], ("in turns", "fp16")])
-def test_compiles_as_it_says(name: str, dtype: str) -> None:
-    problem, config = PREFILL.replace(dtype=dtype), warpgroup(COMPILED[name])
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiles_as_it_says(name: str) -> None:
+    problem = PREFILL.replace(dtype="fp16" if name == "in turns" else "bf16")
+    config = warpgroup(COMPILED[name])
     assert LINEAR_SILU_MUL.why_not(problem, config, H200) is None
     built: Any = LINEAR_SILU_MUL.build(problem, config, H200)
     assert built.facts.stack_bytes == 0

@@ -94,27 +94,25 @@ def test_out_of_any_alignment_poses_a_problem() -> None:
 # ---- the kernel, compiled -------------------------------------------------------------------------------
 
 
-def configs(p: DequantizeProblem, spec: gpu.GpuSpec) -> list[DequantizeConfig]:
-    return list(DEQUANTIZE.valid(p, spec))
-
-
 @pytest.mark.parametrize(("problem", "spec"), pairs(SUITE), ids=lambda x: getattr(x, "target", str(x)))
 def test_it_compiles_without_a_stack(problem: DequantizeProblem, spec: gpu.GpuSpec) -> None:
-    config = random.Random(f"{problem} {spec.target}").choice(configs(problem, spec))
-    for chosen in {config, DEQUANTIZE.default(problem, spec)}:
-        facts = DEQUANTIZE.build(problem, chosen, spec).facts
-        assert facts.stack_bytes == 0, (chosen, facts)
-        assert facts.smem_bytes == DequantizeSmem(chosen.tiles).total_bytes
-        assert facts.registers <= 64, "fewer CTAs are resident"
+    """The default and a random config, in turns."""
+    chosen = DEQUANTIZE.default(problem, spec)
+    if SUITE.index(problem) // len(TARGETS) % 2:
+        chosen = random.Random(f"{problem} {spec.target}").choice(list(DEQUANTIZE.valid(problem, spec)))
+    facts = DEQUANTIZE.build(problem, chosen, spec).facts
+    assert facts.stack_bytes == 0, (chosen, facts)
+    assert facts.smem_bytes == DequantizeSmem(chosen.tiles).total_bytes
+    assert facts.registers <= 64, "fewer CTAs are resident"
 
 
-@pytest.mark.parametrize(("code", "tiles"), [("int4", 1), ("int8", 1), ("e4m3", 2), ("nf4", 1), ("int4", 4)])
+@pytest.mark.parametrize(("code", "tiles"), [("int4", 1), ("int8", 1), ("e4m3", 2), ("int4", 4)])
 def test_memory_is_read_and_written_16_bytes_at_a_time(code: str, tiles: int) -> None:
     problem = DequantizeProblem.parse(f"n=4096 columns=4096 k=4096 group=64 code={code}")
     made = DEQUANTIZE.build(problem, DequantizeConfig(tiles, True), H200)
     found = opcodes(made)
     assert found["STG.E.128"] == 4 * tiles
-    assert found["LDG.E.128"] == tiles * (1 if code in ("int4", "nf4") else 2)
+    assert found["LDG.E.128"] == tiles * (1 if code == "int4" else 2)
     assert not found["BAR.SYNC"]
     # 16 CTAs of an SM, 2,048 threads, have 32 registers each.
     assert tiles > 1 or made.facts.registers <= 32

@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 
 from cutekernels import gpu
 from cutekernels.ops.rope.op import ROPE, RopeConfig, RopeProblem
-from tests.triton_compiled import H200, TARGETS, accesses, built, check_knobs, check_resources
+from tests.triton_compiled import H200, TARGETS, accesses, built, check_knobs, check_resources, program
 
 PREFILL = RopeProblem(1, 2048, 32, 128, 128, 8)
 
@@ -39,7 +39,7 @@ def test_every_knob_changes_the_code_or_the_grid() -> None:
     wide = RopeProblem(1, 2048, 32, 256, 256, 8)
     assert wide.static() == PREFILL.static()
     config = ROPE.check(wide, base.replace(block=128), H200)
-    assert built(ROPE, wide, config).ptx not in {code for codes in changed.values() for code in codes}
+    assert program(ROPE, wide, config) not in {code for codes in changed.values() for code in codes}
 
 
 @pytest.mark.parametrize(
@@ -66,4 +66,4 @@ def test_accesses_are_as_wide_as_alignment_allows(words: str, widths: set[str]) 
 def test_compiled_code_does_not_depend_on_extents() -> None:
     config = RopeConfig(1, 4, 64, 1)
     other = RopeProblem(3, 77, 5, 250, 122, 4, align=2)
-    assert built(ROPE, PREFILL.replace(align=2), config).ptx == built(ROPE, other, config).ptx
+    assert program(ROPE, PREFILL.replace(align=2), config) == program(ROPE, other, config)
