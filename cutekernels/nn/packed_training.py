@@ -91,7 +91,8 @@ class _Mlp(Function):
         gate_up = _product(rows, packed, None, weights, ()) if graph else linear(rows, packed)
         ctx.gate, ctx.packed, ctx.graph = gate, packed, graph
         ctx.save_for_backward(x, gate_up, gate_weight, up_weight, down)
-        return linear(gate_mul(gate, gate_up), down).view(*x.shape[:-1], len(down))
+        hidden = gate_mul(gate, gate_up).view(*x.shape[:-1], len(gate_weight))
+        return linear(hidden, down)  # no view, which callers could not change in place
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> Any:

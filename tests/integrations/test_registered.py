@@ -140,11 +140,6 @@ def test_experts_that_no_kernel_has_are_refused(
         run_experts(experts, torch.ones(3, 64), ids, weights)
 
 
-def test_patch_names_these_ways() -> None:
-    with pytest.raises(UnsupportedProblem, match=r"register_attention\(\) and .*register_experts\(\)"):
-        ck.patch(made("GPTNeoX"))
-
-
 @pytest.mark.parametrize("register", [ck.register_attention, ck.register_experts])
 def test_without_transformers(register: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)

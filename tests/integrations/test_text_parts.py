@@ -1,4 +1,4 @@
-"""The text part of a model that sees images, patched by itself: the same logits and tokens of the whole."""
+"""The text part of a model that sees images, patched by its family's row: the same logits and tokens of the whole."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ def qwen25_vl() -> tuple[Any, dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("make", [gemma3, qwen25_vl])
-def test_a_text_part_is_patched_by_itself(make: Any) -> None:
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_text_part_is_patched_by_its_row(make: Any, whole: bool) -> None:
     torch.manual_seed(5)
     model, image = make()
     for path, parameter in model.named_parameters():
@@ -80,10 +81,11 @@ def test_a_text_part_is_patched_by_itself(make: Any) -> None:
     with torch.no_grad():
         expected, tokens = results(), generated()
         assert not torch.allclose(expected[0], expected[1], atol=1e-2), "the image counts"
-        with ck.patch(model.model.language_model) as report:
-            assert report.patched["mlp"] == 2
+        with ck.patch(model if whole else model.model.language_model) as report:
+            assert report.fused["mlp"] >= 2 and report.patched["causal"] == whole
             old = "three tables" in str(report)  # Qwen2.5-VL's in 5.4
-            assert report.patched["attention"] == 2 * (not old) and bool(report.left) == old
+            assert report.patched["attention"] == 2 * (not old)
+            assert any(".language_model" in path for path, _ in report.left) == old, str(report)
             for ours, theirs in zip(results(), expected, strict=True):
                 close(ours, theirs)
             assert all(torch.equal(a, b) for a, b in zip(generated(), tokens, strict=True))

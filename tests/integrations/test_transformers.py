@@ -473,23 +473,18 @@ def test_an_unknown_activation_and_dropout_are_left() -> None:
     assert any("no kernel has the gate of ReLU" in reason for _, reason in report.left)
 
 
-KINDS = ["module", "none", "text", "number", "tensor"]
+KINDS = ["none", "text", "number", "tensor"]
 
 
-@pytest.mark.parametrize("model", [torch.nn.Linear(4, 4), None, "llama", 1, torch.ones(2)], ids=KINDS)
-def test_other_models_are_refused(model: Any) -> None:
-    with pytest.raises(UnsupportedProblem, match=r"model_type is one of llama.*cutekernels\.nn"):
-        ck.patch(model)
-
-
-def test_a_layer_alone_is_refused_before_it_is_changed() -> None:
+def test_other_models_are_refused_where_that_is_asked_for() -> None:
     layer = tiny.model("llama").model.layers[0].self_attn
-    with pytest.raises(UnsupportedProblem, match="this is a LlamaAttention"):
-        ck.patch(layer)
+    for model in (torch.nn.Linear(4, 4), layer):
+        with pytest.raises(UnsupportedProblem, match=f"model_type is one of llama.*this is a {type(model).__name__}"):
+            ck.patch(model, unlisted=False)
     assert not any(isinstance(m, modules.Patched) for m in layer.modules())
 
 
-@pytest.mark.parametrize("model", [None, "x", 1, torch.ones(2)], ids=KINDS[1:])
+@pytest.mark.parametrize("model", [None, "x", 1, torch.ones(2)], ids=KINDS)
 def test_only_modules_are_unpatched(model: Any) -> None:
     with pytest.raises(UnsupportedProblem, match="unpatch takes a torch.nn.Module; got .*: pass the model"):
         ck.unpatch(model)

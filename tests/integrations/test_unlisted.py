@@ -1,4 +1,4 @@
-"""``ck.patch(model, unlisted=True)``: what structure tells is right, and what differs is left alone."""
+"""``ck.patch(model)``: what structure tells is right, and what differs is left alone."""
 
 from __future__ import annotations
 
@@ -14,46 +14,58 @@ from torch import Tensor, nn
 
 import cutekernels as ck
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.integrations.transformers import families, modules
+from cutekernels.integrations.transformers import attention, families, modules
+from tests import every_model
 from tests.integrations import tiny
 from tests.integrations.test_registered import made
-from tests.integrations.test_transformers import LEFT, RIGHT, close, snapshot
+from tests.integrations.test_transformers import close, snapshot
 from tests.integrations.tiny import tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 OWN: dict[str, Any] = {"num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256}
 # Neighbours that turn and norms rounded once; layer norms and a part of each head; norms of queries and keys.
-WHOLE = {"Helium": {"norm": 5, "mlp": 2}, "StableLm": {"norm": 5, "mlp": 2}, "HunYuanDenseV1": {"norm": 9, "mlp": 2}}
+ALL = {"norm", "mlp", "rotary", "linear", "attention", "causal"}
+# What structure finds, and reasons among those to leave the rest.
+FOUND: dict[str, tuple[set[str], list[str]]] = {
+    # Neighbours that turn and norms rounded once; layer norms and a part of each head; norms of queries and keys.
+    "helium": (ALL, []),
+    "stablelm": (ALL, []),
+    "hunyuan_v1_dense": (ALL, []),
+    # A norm's weight behind one, another gate; dropout in code; two rotary embeddings.
+    "nemotron": (ALL - {"norm", "mlp"}, ["differ from any kernel's", "the gate of ReLUSquared"]),
+    "seed_oss": (ALL - {"mlp"}, ["in training or out of it"]),
+    "olmo3": (ALL - {"rotary"}, ["no rotary embedding whose cosines"]),
+    # Experts behind a sigmoid router; latent keys and values; attention that is not dispatched.
+    "glm4_moe": (ALL | {"experts"}, []),
+    "deepseek_v3": (ALL - {"attention"}, ["k and v must have one shape"]),
+    "bloom": ({"norm", "linear", "causal"}, ["does not dispatch it by name"]),
+}
 
 
-@pytest.mark.parametrize("name", WHOLE)
-def test_models_that_no_row_names(name: str) -> None:
-    model, ids = made(name, **OWN), tokens()
-    before, masks = snapshot(model), (None, LEFT, RIGHT)
-    options = {"max_new_tokens": 24, "do_sample": False, "attention_mask": LEFT}
+@pytest.mark.parametrize("kind", FOUND)
+def test_models_that_no_row_names(kind: str) -> None:
+    """Logits, padded ones, loss, gradients and tokens are the model's own."""
+    verdict, report = every_model.tried(kind)
+    assert verdict == "right"
+    roles, left = FOUND[kind]
+    assert report.patched.keys() == roles, str(report)
+    assert all(any(rule in reason for _, reason in report.left) for rule in left), str(report)
 
-    def gradients() -> dict[str, Tensor]:
-        model.train().zero_grad()
-        model(ids, labels=ids).loss.backward()
-        model.eval()
-        return {path: p.grad.clone() for path, p in model.named_parameters() if p.grad is not None}
 
+def test_a_model_found_by_structure_comes_back_as_it_was() -> None:
+    model, ids = made("Helium", **OWN).train(), tokens()
+    model.model.layers[1].eval()
+    before, modes, drawn = snapshot(model), [m.training for m in model.modules()], torch.get_rng_state()
     with torch.no_grad():
-        expected = [model(ids, attention_mask=mask).logits for mask in masks]
-    chosen, slopes, drawn = model.generate(ids, **options), gradients(), torch.get_rng_state()
-    with ck.patch(model, unlisted=True) as report:
-        assert torch.equal(torch.get_rng_state(), drawn)
-        assert report.patched == WHOLE[name] | {"rotary": 2, "linear": 15} and report.fused == {"mlp": 2}
-        assert {path for path, _ in report.left} == {"model.embed_tokens", "attention"}
-        with torch.no_grad():
-            for mask, logits in zip(masks, expected, strict=True):
-                close(model(ids, attention_mask=mask).logits, logits, mask)
-            close(pickle.loads(pickle.dumps(model))(ids).logits, expected[0])
-        assert torch.equal(model.generate(ids, **options), chosen)
-        for path, gradient in gradients().items():
-            close(gradient, slopes[path])
+        expected = model(ids).logits
+        with ck.patch(model) as report:
+            assert torch.equal(torch.get_rng_state(), drawn) and [m.training for m in model.modules()] == modes
+            assert {path for path, _ in report.left} == {"model.embed_tokens"}
+            assert model.config._attn_implementation == "cutekernels" and report.fused == {"mlp": 2}
+            close(pickle.loads(pickle.dumps(model))(ids).logits, expected)
     after = snapshot(model)
     assert after["classes"] == before["classes"] and after["attributes"] == before["attributes"]
+    assert after["attention"] == before["attention"]
 
 
 def test_rounding_is_the_modules_own() -> None:
@@ -62,40 +74,28 @@ def test_rounding_is_the_modules_own() -> None:
         model = made(name, **OWN).to(torch.bfloat16)
         norm, x = model.model.norm, torch.randn(64, 64).to(torch.bfloat16)
         expected = norm(x)
-        with ck.patch(model, unlisted=True):
+        with ck.patch(model):
             assert isinstance(norm, modules.Norm) and torch.equal(norm(x), expected)
 
 
 def test_a_wrong_kernel_replaces_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = {name: getattr(modules, name) for name in ("rms_norm", "gate_mul", "projected")}
-    for name, call in right.items():
-        monkeypatch.setattr(modules, name, lambda *a, call=call, **k: call(*a, **k) * 1.001)
-    turn = families.rope
-    monkeypatch.setattr(families, "rope", lambda q, k, *rest, **options: turn(-q, k, *rest, **options))
+    def spoil(place: Any, name: str) -> None:
+        call = getattr(place, name)
+        monkeypatch.setattr(place, name, lambda *a, **k: call(*a, **k) * 1.001)
+
     model, ids = made("Helium", **OWN), tokens()
     expected = model(ids).logits
-    report = ck.patch(model, unlisted=True)
-    assert not report.patched and len(report.left) == 5 + 2 + 2 + 15 + 2
+    spoil(modules, "linear_cross_entropy")
+    with ck.patch(model) as report:
+        assert "the loss" in dict(report.left) and report.patched["attention"] == 2
+    for name in ("rms_norm", "gate_mul", "projected"):
+        spoil(modules, name)
+    spoil(attention, "attention")
+    turn = families.rope
+    monkeypatch.setattr(families, "rope", lambda q, k, *rest, **options: turn(-q, k, *rest, **options))
+    report = ck.patch(model)
+    assert not report.patched and len(report.left) == 5 + 2 + 2 + 15 + 3
     assert torch.equal(model(ids).logits, expected)
-
-
-@pytest.mark.parametrize(
-    ("name", "patched", "left"),
-    [
-        ("Nemotron", {"linear": 13, "rotary": 2}, ["differ from any kernel's", "the gate of ReLUSquared"]),
-        ("SeedOss", {"linear": 15, "rotary": 2, "norm": 5}, ["in training or out of it"]),
-        ("Olmo3", {"linear": 15, "norm": 9, "mlp": 2}, ["no rotary embedding whose cosines"]),
-    ],
-)
-def test_models_of_which_a_part_differs(name: str, patched: dict[str, int], left: list[str]) -> None:
-    """A norm's weight behind one, another gate, dropout in code, two rotary embeddings."""
-    model, ids = made(name, **OWN), tokens()
-    with torch.no_grad():
-        expected = model(ids).logits
-        with ck.patch(model, unlisted=True) as report:
-            close(model(ids).logits, expected)
-    assert report.patched == patched
-    assert all(any(rule in reason for _, reason in report.left) for rule in left)
 
 
 # ---- single modules -------------------------------------------------------------------------------------
@@ -212,7 +212,7 @@ def test_a_module_is_replaced_only_where_it_computes_the_same(make: Callable[[],
     model = nn.Sequential(make()).eval()
     x = torch.randn(3, 7, 32)
     expected = model(x)
-    with ck.patch(model, unlisted=True) as report:
+    with ck.patch(model) as report:
         assert bool(role) == isinstance(model[0], modules.Patched)
         assert not role or report.patched[role] == 1
         assert any(path == "0" for path, _ in report.left) != bool(role)
@@ -234,7 +234,7 @@ def test_modules_of_one_class_with_other_options_are_compared_anew() -> None:
     model = nn.Sequential(Listed(["silu"]), Listed(["relu"]), Listed(["gelu"])).eval().half()
     x = torch.randn(2, 3, 32).half()
     expected = model(x)
-    with ck.patch(model, unlisted=True):
+    with ck.patch(model):
         assert [isinstance(one, modules.Patched) for one in model] == [True, False, True]
         assert [one.family.gate for one in model if isinstance(one, modules.Patched)] == ["silu", "gelu"]
         torch.testing.assert_close(model(x), expected, atol=2**-9, rtol=2**-8)
@@ -282,7 +282,7 @@ def test_what_cannot_be_compared_is_left(change: Callable[[Any], Any], rule: str
     model = nn.Module()
     model.a, model.n = Swiglu(), Rms()
     change(model.eval())
-    report = ck.patch(model, unlisted=True)
+    report = ck.patch(model)
     assert any(path == "a" and rule in reason for path, reason in report.left), report
     assert not isinstance(model.a, modules.Patched)
     assert (rule == "meta device") != isinstance(model.n, modules.Norm)
@@ -291,20 +291,35 @@ def test_what_cannot_be_compared_is_left(change: Callable[[Any], Any], rule: str
 def test_other_calls_are_refused() -> None:
     for wrong in (None, 1, "llama"):
         with pytest.raises(UnsupportedProblem, match=r"patch takes a torch\.nn\.Module"):
-            ck.patch(wrong, unlisted=True)  # type: ignore[arg-type]
+            ck.patch(wrong)  # type: ignore[arg-type]
     with pytest.raises(UnsupportedProblem, match="unlisted as a bool"):
         ck.patch(nn.Linear(2, 2), unlisted=1)  # type: ignore[arg-type]
     model = nn.Sequential(Rms())
-    with pytest.raises(UnsupportedProblem, match=r"in training mode: call model\.eval\(\) first"):
-        ck.patch(model.train(), unlisted=True)
-    ck.patch(model.eval(), unlisted=True)
+    with pytest.raises(UnsupportedProblem, match=r"this is a Sequential: leave unlisted=False away"):
+        ck.patch(model, unlisted=False)
+    ck.patch(model, unlisted=True)
     with pytest.raises(UnsupportedProblem, match="patched already"):
-        ck.patch(model, unlisted=True)
+        ck.patch(model)
     copied = copy.deepcopy(model)
     ck.unpatch(model)
     assert type(model[0]) is Rms and isinstance(copied[0], modules.Norm)
 
 
-def test_a_listed_model_is_patched_by_its_row() -> None:
-    report = ck.patch(tiny.model("llama").train(), unlisted=True)
+@pytest.mark.parametrize("unlisted", [True, False])
+def test_a_listed_model_is_patched_by_its_row(unlisted: bool) -> None:
+    report = ck.patch(tiny.model("llama").train(), unlisted=unlisted)
     assert report.patched["attention"] == 2 and not report.left
+
+
+def test_parts_of_a_family_are_patched_by_their_row() -> None:
+    """In a wrapper, whose other modules are found by structure."""
+    model = nn.ModuleDict({"one": tiny.model("llama"), "other": Rms(), "two": tiny.model("qwen3")}).eval()
+    ids = tokens()
+    expected = [model[name](ids).logits for name in ("one", "two")]
+    with ck.patch(model) as report:
+        assert report.patched == {
+            "causal": 2, "layer": 4, "attention": 4, "linear": 30, "mlp": 4, "norm": 15,
+        } and report.fused == {"attention": 4, "mlp": 4} and not report.left  # fmt: skip
+        for name, logits in zip(("one", "two"), expected, strict=True):
+            close(model[name](ids).logits, logits)
+    assert not any(isinstance(m, modules.Patched) for m in model.modules())

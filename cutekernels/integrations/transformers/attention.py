@@ -17,6 +17,11 @@ from cutekernels.ops.attention.decode_api import decode_attention
 from cutekernels.ops.shared.dtypes import DTYPES
 
 NAME = "cutekernels"
+# What modules may hand on: arguments of ``attend``, and some that it need not know.
+KNOWN = {
+    "dropout", "scaling", "sliding_window", "softcap", "is_causal", "s_aux", "position_bias", "position_ids",
+    "use_cache", "output_attentions", "output_hidden_states", "output_router_logits", "logits_to_keep",
+}  # fmt: skip
 
 
 @cache
@@ -72,7 +77,7 @@ def attend(
         UnsupportedProblem: dropout, a position bias, a mask that is not bool, or what ``attention`` does not take.
     """
     if dropout:
-        raise UnsupportedProblem(f"attention has no dropout; it is {dropout}: set config.attention_dropout to 0")
+        raise UnsupportedProblem(f"attention has no dropout; it is {dropout}: set the config's attention_dropout to 0")
     if kwargs.get("position_bias") is not None:
         raise UnsupportedProblem('attention takes no position bias: use attn_implementation="eager"')
     lengths = None
@@ -95,8 +100,10 @@ def attend(
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     if causal and 1 < q.shape[1] < k.shape[1]:  # as torch aligns: the first query sees the first key, of a static cache
         k, v = k[:, : q.shape[1]], v[:, : q.shape[1]]
-    if causal and sliding_window is not None and k.shape[1] > sliding_window:
-        options["window"] = (sliding_window - 1, None)
+    windowed = sliding_window is not None and k.shape[1] > sliding_window
+    # In other models, as in SDPA, masks alone have windows.
+    if causal and windowed and getattr(getattr(module, "config", None), "model_type", None) in FAMILIES:
+        options["window"] = (sliding_window - 1, None)  # type: ignore[operator]
     if causal and q.is_cuda and q.shape[1] <= MOST_QUERIES < k.shape[1] and not _tracked(q, k, v):
         lengths = torch.full((q.shape[0],), k.shape[1], dtype=torch.int32, device=q.device)
         return decode_attention(q, k, v, lengths, **options), None

@@ -18,7 +18,7 @@ from torch import Tensor
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.integrations.transformers.attention import register_attention
 from cutekernels.integrations.transformers.families import Family, activation_of, gate_of
-from cutekernels.integrations.transformers.outputs import without_logits
+from cutekernels.integrations.transformers.outputs import output_of, without_logits
 from cutekernels.integrations.transformers.projections import held, is_linear, kind_of, multiplied, sharded, whole
 from cutekernels.nn import packed_training
 from cutekernels.nn.mlp import Gate, gate_mul, gated, projected, unhooked
@@ -57,11 +57,9 @@ def swapped(mixin: Any, original: type, family: Family) -> Any:
         theirs: Any = original
         own["forward"] = _signed(mixin.forward, theirs.forward)
         own["taken"] = tuple(inspect.signature(theirs.forward).parameters)[1:]
-        names: Any = sys.modules[original.__module__]
-        own["of_experts"] = hasattr(names, "MoeCausalLMOutputWithPast")
-        own["output"] = without_logits(
-            names.MoeCausalLMOutputWithPast if own["of_experts"] else names.CausalLMOutputWithPast
-        )
+        kind = output_of(theirs)
+        own["of_experts"] = "router_logits" in kind.__dataclass_fields__
+        own["output"] = without_logits(kind)
     return type(original.__name__, (mixin, original), own)
 
 
@@ -525,40 +523,38 @@ class CausalLM(Patched):
         if self.of_experts:
             routed = getattr(me.config, "output_router_logits", False) if routed is None else routed
             kwargs["output_router_logits"] = routed
-        outputs = me.model(**kwargs)
+        outputs = body_of(me)(**kwargs)
         shifted = kwargs.get("shift_labels")
         if shifted is None:  # the target of each token is the next one's label
             shifted = torch.nn.functional.pad(labels, (0, 1), value=kwargs.get("ignore_index", -100))[..., 1:]
-        head, x = me.lm_head, outputs.last_hidden_state
+        head, x = me.get_output_embeddings(), outputs.last_hidden_state
         items, scaling = kwargs.get("num_items_in_batch"), self.family.logits_scaling_of(me.config)
         loss = linear_cross_entropy(
             x, head.weight, shifted.to(x.device), head.bias, softcap=self.family.logit_softcap_of(me.config),
             ignore_index=kwargs.get("ignore_index", -100), num_items_in_batch=items,
             temperature=1.0 if scaling is None else scaling,
         )  # fmt: skip
-        own: dict[str, Any] = {}
-        if self.of_experts:
-            own = {"router_logits": outputs.router_logits}
-            if routed and hasattr(names, "load_balancing_loss_func"):
-                own["aux_loss"] = names.load_balancing_loss_func(
-                    outputs.router_logits, me.num_experts, me.num_experts_per_tok, kwargs.get("attention_mask")
-                )
-                loss = loss + me.router_aux_loss_coef * own["aux_loss"].to(loss.device)
-        made = self.output(
-            loss=loss, logits=None, past_key_values=outputs.past_key_values, hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions, **own,
-        )  # fmt: skip
+        own = {name: getattr(outputs, name, None) for name in self.output.__dataclass_fields__}
+        if routed and hasattr(names, "load_balancing_loss_func"):
+            own["aux_loss"] = names.load_balancing_loss_func(
+                outputs.router_logits, me.num_experts, me.num_experts_per_tok, kwargs.get("attention_mask")
+            )
+            loss = loss + me.router_aux_loss_coef * own["aux_loss"].to(loss.device)
+        made = self.output(**own | {"loss": loss, "logits": None})
         return made if (me.config.return_dict if as_dict is None else as_dict) else made.to_tuple()
 
     def _why_logits(self, given: dict[str, Any]) -> str:
         """Why the loss needs logits, or ""."""
         me: Any = self
-        head = me.lm_head
+        head = me.get_output_embeddings()
         keep = given.get("logits_to_keep", 0)
         if not isinstance(keep, int) or keep:
             return "some logits are asked for"
         if getattr(me.loss_function, "__name__", "") != "ForCausalLMLoss":
             return "the model has a loss of its own"
+        routed = given.get("output_router_logits")
+        if not self.family.prefix and (getattr(me.config, "output_router_logits", False) if routed is None else routed):
+            return "routers have a share in it"
         if not is_linear(head):
             return "its head is no plain Linear, or has hooks"
         if type(head.weight) is not torch.nn.Parameter or head.weight.dim() != 2:
@@ -566,11 +562,17 @@ class CausalLM(Patched):
         scaling = self.family.logits_scaling_of(me.config)
         if scaling is not None and not scaling > 0:
             return "its logits are divided by no positive number"
-        body = next(me.model.parameters())
+        body = next(body_of(me).parameters())
         lowered = torch.is_autocast_enabled(body.device.type)
         if not lowered and (body.dtype != head.weight.dtype or not multiplied(head.weight, head.weight)):
             return "no kernel multiplies its head's type"
         return ""
+
+
+def body_of(model: Any) -> Any:
+    """The part of a model in front of its head; the model itself where transformers knows none."""
+    found = model.base_model
+    return getattr(model, "model", model) if found is model else found  # Llama 4's prefix names no part of it
 
 
 def added(x: Tensor, residual: Tensor, norm: Any) -> tuple[Tensor, Tensor]:

@@ -1,10 +1,24 @@
-"""Outputs of a model that trains without logits, in which None keeps the logits' place."""
+"""Outputs of a model, and those of one that trains without logits, in which None keeps the logits' place."""
 
 from __future__ import annotations
 
+import inspect
+import sys
 from dataclasses import fields
 from functools import cache
-from typing import Any
+from typing import Any, get_args
+
+_COMMON = "MoeCausalLMOutputWithPast", "CausalLMOutputWithPast", "CausalLMOutputWithCrossAttentions"
+
+
+@cache
+def output_of(model: Any) -> Any:
+    """The class of what a class of models with a head returns, or None where none is known by its names."""
+    said = inspect.signature(model.forward).return_annotation
+    named = [kind for kind in (said, *get_args(said)) if hasattr(kind, "to_tuple")]
+    known = [getattr(sys.modules[model.__module__], name, None) for name in _COMMON]
+    found = next((kind for kind in (*named, *known) if kind is not None), None)
+    return found if {"loss", "logits"} <= getattr(found, "__dataclass_fields__", {}).keys() else None
 
 
 class WithoutLogits:

@@ -18,8 +18,9 @@ from cutekernels.integrations.transformers import (
     rules,
     structure,
     tensor_parallel,
+    whole,
 )
-from cutekernels.integrations.transformers.families import Family, family_of, is_listed, shared_parameters
+from cutekernels.integrations.transformers.families import FAMILIES, Family, family_of, is_listed, shared_parameters
 from cutekernels.ops.shared.checks import check_flag, said
 
 _BEFORE = "_cutekernels_attention"  # the attribute of a patched model: the attention it had
@@ -59,7 +60,7 @@ class Report:
         return "\n".join(lines)
 
 
-def patch(model: torch.nn.Module, *, unlisted: bool = False) -> Report:
+def patch(model: torch.nn.Module, *, unlisted: bool = True) -> Report:
     """Put a transformers model's norms, projections, MLPs, rotary embeddings and attention onto our kernels.
 
     ::
@@ -81,33 +82,58 @@ def patch(model: torch.nn.Module, *, unlisted: bool = False) -> Report:
     call.
 
     Args:
-        model: of Llama, Mistral, Mixtral, Qwen2, Qwen2-MoE, Qwen3, Qwen3-MoE, Phi-3, Phi-4, Granite, OLMo2,
-            SmolLM3, Starcoder2, GLM4, Cohere2, gpt-oss, DeepSeek-V2, Gemma 2, or the text part of Gemma 3 or
-            Qwen2.5-VL, in fp16 or bf16 on a GPU, on the CPU of any type. Patch it before ``torch.compile``.
-        unlisted: take any other model too: its norms, projections, MLPs and rotary embeddings are found by structure,
-            and each is compared with its own forward on random input before it is replaced. Attention, and whatever
-            differs, stays the model's own. In evaluation mode, which training may follow.
+        model: in fp16 or bf16 on a GPU, on the CPU of any type. Patch it before ``torch.compile``. Where it or a part
+            of it is of a family of ``docs/transformers.md``, that is patched as the family's layers are known to be.
+            Elsewhere norms, projections, MLPs, experts and rotary embeddings are found by structure, attention where
+            transformers dispatches it by name, and the loss; each is compared with the model's own on random input,
+            in training mode too, before it is replaced. What differs stays the model's own.
+        unlisted: whether models of no such family are taken.
 
     Returns:
         A :class:`Report` of what was patched, and what was not and why.
 
     Raises:
-        UnsupportedProblem: another architecture, or a model that is patched already; with ``unlisted`` what is no
-            module, or in training mode.
+        UnsupportedProblem: no module, a model that is patched already, or with ``unlisted=False`` one of no family.
         ImportError: transformers is not installed.
     """
     check_flag("patch", "unlisted", unlisted)
-    if unlisted and not is_listed(model):
-        return _patch_unlisted(model)
-    family = family_of(
-        model,
-        "patch",
-        "run its attention here by cutekernels.register_attention() and "
-        'model.set_attn_implementation("cutekernels"), its experts by register_experts() and '
-        'set_experts_implementation("cutekernels"), let cutekernels.patch(model, unlisted=True) find what it can, or '
-        "replace its layers by cutekernels.nn modules",
-    )
-    _refuse_patched(model)
+    if not isinstance(model, torch.nn.Module):
+        raise UnsupportedProblem(f"patch takes a torch.nn.Module; got {said(model)}: pass the model")
+    known = is_listed(model)
+    if not unlisted and not known:
+        family_of(model, "patch", "leave unlisted=False away, and what structure tells is compared and patched")
+    if is_patched(model):
+        raise UnsupportedProblem("the model is patched already: call cutekernels.unpatch(model) first")
+    report = Report(model)
+    training = [module for module in model.modules() if module.training]
+    try:
+        rest: Any = model
+        parts = {"": rest} if known else _listed_parts(model)
+        for path, part in parts.items():
+            _patch_family(part, FAMILIES[part.config.model_type], report, path)
+        if not known:
+            rest.eval()
+            _patch_structure(rest, report, {id(m) for part in parts.values() for m in part.modules()})
+    except BaseException:
+        unpatch(model)
+        raise
+    finally:
+        for module in training:
+            module.training = True
+    return report
+
+
+def _listed_parts(model: torch.nn.Module) -> dict[str, Any]:
+    """Models of a family inside another one, by path; none inside another."""
+    found = dict[str, Any]()
+    for path, module in model.named_modules():
+        if is_listed(module) and not any(path.startswith(f"{outer}.") for outer in found):
+            found[path] = module
+    return found
+
+
+def _patch_family(model: Any, family: Family, report: Report, path: str) -> None:
+    """:func:`patch` of a model, or of a part at ``path``, by its family's row."""
     attention.register_attention()
     roles = {cls: role for role, cls in family.classes().items()}
     mixins: dict[str, Any] = {
@@ -127,81 +153,82 @@ def patch(model: torch.nn.Module, *, unlisted: bool = False) -> Report:
     }
     if family.norms[2] is None:  # no residual is added in front of a norm: the layer's own forward is as good
         roles.pop(family.classes()["layer"])
-    report = Report(model)
     routers: list[Any] = [m for m in model.modules() if hasattr(m, "experts") and hasattr(m, "gate")]
     chosen = {id(m.experts): getattr(m.gate, "top_k", 1) for m in routers}
-    try:
-        packed = quantized.take(model, family)
-        for name, module in model.named_modules():
-            left = packed.get(id(module))
-            if left:
-                report.left.append((name, left))
-            elif left is not None:
-                report.patched["quantized"] += 1
-            if left is not None:
-                continue
-            role = "linear" if type(module) is torch.nn.Linear else roles.get(type(module))
-            reason = (
-                checkpoints.why_left(module)
-                if role in ("linear", None) and checkpoints.is_quantized(module)
-                else _other(module)
-                if role is None
-                else rules.why_not(role, module, family, chosen.get(id(module), 1))
-            )
-            if reason:
-                report.left.append((name, reason))
-            if role is None or reason:
-                continue
-            mixin: Any = mixins[role]
-            if role == "linear" and tensor_parallel.is_sharded(module.weight):
-                mixin = tensor_parallel.ShardedLinear
-            original: Any = type(module)
-            module.__class__ = modules.swapped(mixin, original, family)
-            tensor_parallel.rebind(module)
-            report.patched[role] += 1
-        _pack(model, report)
-        _route(model, family, report)
-        for module in _bodies(model) if family.causal else ():
-            attention.watch(module)
-    except BaseException:
-        unpatch(model)
-        raise
-    return report
-
-
-def _patch_unlisted(model: Any) -> Report:
-    """:func:`patch` of what structure tells."""
-    if not isinstance(model, torch.nn.Module):
-        raise UnsupportedProblem(f"patch takes a torch.nn.Module; got {said(model)}: pass the model")
-    _refuse_patched(model)
-    if any(module.training for module in model.modules()):
-        raise UnsupportedProblem(
-            "patch(unlisted=True) compares modules in evaluation mode, and this model is in training mode: call "
-            "model.eval() first, and model.train() behind it"
+    packed = quantized.take(model, family)
+    for name, module in model.named_modules(prefix=path):
+        left = packed.get(id(module))
+        if left:
+            report.left.append((name, left))
+        elif left is not None:
+            report.patched["quantized"] += 1
+        if left is not None:
+            continue
+        role = "linear" if type(module) is torch.nn.Linear else roles.get(type(module))
+        reason = (
+            checkpoints.why_left(module)
+            if role in ("linear", None) and checkpoints.is_quantized(module)
+            else _other(module)
+            if role is None
+            else rules.why_not(role, module, family, chosen.get(id(module), 1))
         )
-    found = structure.find(model)
-    report = Report(model, left=found.left)
-    try:
-        for role, module, (mixin, family) in found.replaced:
-            original: Any = type(module)
-            module.__class__ = modules.swapped(mixin, original, family)
-            report.patched[role] += 1
-        _pack(model, report)
-    except BaseException:
-        unpatch(model)
-        raise
-    return report
+        if reason:
+            report.left.append((name, reason))
+        if role is None or reason:
+            continue
+        mixin: Any = mixins[role]
+        if role == "linear" and tensor_parallel.is_sharded(module.weight):
+            mixin = tensor_parallel.ShardedLinear
+        _swap(module, role, (mixin, family), report)
+        tensor_parallel.rebind(module)
+    _pack(list(model.named_modules(prefix=path)), report)
+    _route(model, family, report)
+    for module in _bodies(model) if family.causal else ():
+        attention.watch(module)
 
 
-def _refuse_patched(model: Any) -> None:
-    if is_patched(model):
-        raise UnsupportedProblem("the model is patched already: call cutekernels.unpatch(model) first")
+def _patch_structure(model: torch.nn.Module, report: Report, apart: set[int]) -> None:
+    """:func:`patch` of what structure tells, in evaluation mode. ``apart``: ``id`` of modules patched by their row."""
+    found = structure.find(model, apart)
+    report.left += found.left
+    for role, module, guess in found.replaced:
+        _swap(module, role, guess, report)
+    _pack([(path, module) for path, module in model.named_modules() if id(module) not in apart], report)
+    owners = (m for m in model.modules() if hasattr(type(m), "set_attn_implementation"))
+    owner: Any = next((m for m in owners if id(m) not in apart), None)
+    if owner is None:
+        report.left += [] if apart else [("attention", whole.NO_MODEL)]
+        return
+    body = whole.decoder_of(owner)
+    if id(body) not in apart:
+        attention.register_attention()
+        compared = whole.attention_of(owner, body)
+        if isinstance(compared, str):
+            report.left.append(("attention", compared))
+        else:
+            report.patched["attention"] += compared
+            body.__dict__[_BEFORE] = body.config._attn_implementation
+            body.set_attn_implementation(attention.NAME)
+    if body is not owner:
+        report.left.append(("attention of what is not text", "only that of tokens can be compared"))
+    family = whole.loss_of(owner)
+    if isinstance(family, str):
+        report.left.append(("the loss", family))
+    else:
+        _swap(owner, "causal", (modules.CausalLM, family), report)
 
 
-def _pack(model: torch.nn.Module, report: Report) -> None:
+def _swap(module: Any, role: str, guess: tuple[Any, Family], report: Report) -> None:
+    """Put a class of ours in front of a module's own."""
+    original: Any = type(module)
+    module.__class__ = modules.swapped(guess[0], original, guess[1])
+    report.patched[role] += 1
+
+
+def _pack(named: list[tuple[str, Any]], report: Report) -> None:
     """Move weights of one input side by side, where they can be."""
-    shared = shared_parameters(model)
-    for name, module in model.named_modules():
+    shared = shared_parameters(report.model)
+    for name, module in named:
         if isinstance(module, modules.Fused):
             if any(isinstance(getattr(module, part), quantized.Quantized) for part in module.parts):
                 continue  # each a product of its own

@@ -1,4 +1,4 @@
-"""Modules of a model that no row of ``families.py`` names, known by what they are made of: ``patch(unlisted=True)``.
+"""Modules of a model that no row of ``families.py`` names, known by what they are made of.
 
 A norm is a vector and an epsilon, an MLP two or three projections and an activation, a rotary embedding the function of
 an attention layer that turns queries and keys. What is found so is a guess. It stays only where our kernels give the
@@ -9,6 +9,7 @@ then, on the module itself, in its own type.
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -20,19 +21,20 @@ import torch
 from torch import Tensor
 
 from cutekernels.integrations.transformers import checkpoints, modules, projections
+from cutekernels.integrations.transformers.experts import why_not_experts
 from cutekernels.integrations.transformers.families import ACTIVATIONS, Family, activation_of, gate_of
 from cutekernels.nn.mlp import Gate, unhooked
 
 Guess = tuple[type, Family]  # a class of modules.py, and the conventions that it reads
-ATTENTION_LEFT = (
-    "it stays the model's own; where transformers dispatches it by name, cutekernels.register_attention() and "
-    'model.set_attn_implementation("cutekernels") run it here'
+_QUANTIZED = (
+    "its weights are quantized, which patch reads in models of its families alone: put cutekernels.nn.QuantizedLinear "
+    "there"
 )
-_QUANTIZED = "its weights are quantized, which unlisted=True does not patch: put cutekernels.nn.QuantizedLinear there"
 _GATES: tuple[Gate, ...] = ("silu", "gelu", "gelu_tanh")
 _FP32 = 64 * 2.0**-23
 _TOKENS = 6
-_UNKNOWN = Family("", "", windowed=None)
+_EXPERTS = 8
+UNKNOWN = Family("", "", windowed=None)
 
 
 @dataclass
@@ -43,17 +45,26 @@ class Found:
     left: list[tuple[str, str]] = field(default_factory=list)
 
 
-def find(model: torch.nn.Module) -> Found:
-    """The modules whose results our kernels give, each compared. Draws nothing from the caller's generator."""
-    with torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(devices=[]):
-        return _find(model)
+def drawing_nothing(call: Any) -> Any:
+    """``call`` with gradients, which draws nothing from the caller's generator."""
+
+    @functools.wraps(call)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        with torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(devices=[]):
+            return call(*args, **kwargs)
+
+    return wrapped
 
 
-def _find(model: torch.nn.Module) -> Found:
+@drawing_nothing
+def find(model: torch.nn.Module, apart: set[int]) -> Found:
+    """The modules whose results our kernels give, each compared. ``apart``: ``id`` of those not asked for."""
     found, known = Found(), dict[object, Guess | str]()
     tables = _tables(model)
     places = Counter(id(child) for parent in model.modules() for child in parent._modules.values() if child is not None)
     for path, module in model.named_modules():
+        if id(module) in apart:
+            continue
         role, guesses = _guesses(module, tables)
         if not role:
             if checkpoints.is_quantized(module) and hasattr(module, "in_features"):
@@ -76,7 +87,6 @@ def _find(model: torch.nn.Module) -> Found:
             found.left.append((path, reason))
         else:
             found.replaced.append((role, module, chosen))
-    found.left.append(("attention", ATTENTION_LEFT))
     return found
 
 
@@ -121,13 +131,17 @@ def _kind(module: Any) -> object:
 def _guesses(module: Any, tables: _Tables | None) -> tuple[str, Any]:
     """A module's role and what may compute it, or why nothing does; ``("", ())`` for one of no known structure."""
     if type(module) is torch.nn.Linear:
-        return "linear", [(modules.Linear, _UNKNOWN)]
+        return "linear", [(modules.Linear, UNKNOWN)]
     if modules.TURN in _names(module) and modules.TURN in inspect.unwrap(type(module).forward).__globals__:
         if not modules.within_reach(type(module).forward):
             return "rotary", "its forward is wrapped by code that keeps it out of reach"
         if tables is None:
             return "rotary", "the model has no rotary embedding whose cosines have a known form"
         return "rotary", [(modules.Turned, Family("", "", table=tables.form, interleaved=x)) for x in (False, True)]  # type: ignore[arg-type]
+    stacked = [module._parameters.get(name) for name in ("gate_up_proj", "down_proj")]
+    if all(p is not None and p.dim() == 3 for p in stacked):
+        left = why_not_experts(module)
+        return "experts", left or [(modules.Experts, UNKNOWN)]
     if not _takes_one(module):
         return "", ()
     children = dict(module.named_children())
@@ -205,7 +219,7 @@ def _tables(model: torch.nn.Module) -> _Tables | None:
         if turns is None or turns.is_meta or not unhooked(module):
             continue
         ids = torch.arange(3, 3 + _TOKENS, device=turns.device)[None]
-        made = _attempt(module, torch.zeros((), device=turns.device), ids)
+        made = attempt(module, torch.zeros((), device=turns.device), ids)
         if (
             not isinstance(made, tuple)
             or len(made) != 2
@@ -227,7 +241,7 @@ def _tables(model: torch.nn.Module) -> _Tables | None:
 # ---- comparisons ----------------------------------------------------------------------------------------
 
 
-def _attempt(call: Callable[..., Any], *given: Any) -> Any:
+def attempt(call: Callable[..., Any], *given: Any) -> Any:
     """What a foreign forward gives, or its failure."""
     try:
         return call(*given)
@@ -242,8 +256,8 @@ def _chosen(role: str, module: Any, guesses: list[Guess], tables: _Tables | None
     if role == "rotary":
         distances = [_turned_distance(module, guess[1], tables) for guess in guesses]
         best = min(range(len(guesses)), key=lambda i: distances[i])
-        return guesses[best] if distances[best] <= 1 else _said(distances[best] * _FP32)
-    twin = _attempt(lambda: copy.deepcopy(module).to("cpu", torch.float32))
+        return guesses[best] if distances[best] <= 1 else said(distances[best] * _FP32)
+    twin = attempt(lambda: copy.deepcopy(_fewer(module) if role == "experts" else module).to("cpu", torch.float32))
     if isinstance(twin, Exception):
         return f"no copy of it can be compared ({type(twin).__name__})"
     generator = torch.Generator().manual_seed(0)
@@ -257,9 +271,18 @@ def _chosen(role: str, module: Any, guesses: list[Guess], tables: _Tables | None
     for i, guess in enumerate(guesses):
         wide = max(_distance(role, twin.train(mode), guess, gradients=True) for mode in (False, True))
         closest = min(closest, wide)
-        if wide <= _FP32 and (near := _distance(role, half, guess)) <= _allowed(torch.bfloat16):
+        if wide <= _FP32 and (near := _distance(role, half, guess)) <= allowed(torch.bfloat16):
             found.append((near, i))  # conventions of rounding differ there
-    return guesses[min(found)[1]] if found else _said(closest)
+    return guesses[min(found)[1]] if found else said(closest)
+
+
+def _fewer(experts: Any) -> Any:
+    """The first of many experts."""
+    few = copy.copy(experts)
+    few._parameters = {n: torch.nn.Parameter(p.detach()[:_EXPERTS]) for n, p in experts._parameters.items()}
+    if hasattr(few, "num_experts"):
+        few.num_experts = len(few.down_proj)
+    return few
 
 
 def _differs(role: str, module: Any, guess: Guess) -> str:
@@ -269,14 +292,14 @@ def _differs(role: str, module: Any, guess: Guess) -> str:
     dtype = next(p.dtype for p in module.parameters())
     with torch.no_grad():
         distance = _distance(role, module, guess)
-    return "" if distance <= _allowed(dtype) else _said(distance)
+    return "" if distance <= allowed(dtype) else said(distance)
 
 
-def _allowed(dtype: torch.dtype) -> float:
+def allowed(dtype: torch.dtype) -> float:
     return max(_FP32, 16 * torch.finfo(dtype).eps)
 
 
-def _said(distance: float) -> str:
+def said(distance: float) -> str:
     if distance == float("inf"):
         return "no kernel gives results of its kind"
     return f"its results differ from any kernel's, in training or out of it, by {distance:.1e} of the largest at best"
@@ -289,28 +312,29 @@ def _distance(role: str, module: Any, guess: Guess, gradients: bool = False) -> 
     ours.__class__ = modules.swapped(guess[0], original, guess[1])
     wanted = [p for p in module.parameters() if gradients]
     compared: list[float] = []
-    for x in _inputs(role, module, guess[1]):
-        results = [_attempt(_results, m, x, wanted) for m in (module, ours)]
+    for given in _inputs(role, module, guess[1]):
+        results = [attempt(_results, m, given, wanted) for m in (module, ours)]
         theirs, mine = results
         if isinstance(theirs, Exception):
             continue  # rows of this shape are not for it
         if isinstance(mine, Exception) or len(mine) != len(theirs):
             return float("inf")
-        compared += map(_relative, mine, theirs)
+        compared += map(relative, mine, theirs)
     return max(compared, default=float("inf"))
 
 
-def _results(module: Any, x: Tensor, wanted: list[Any]) -> list[Any]:
-    """A module's result, and where gradients of ``wanted`` count, those and the input's along a fixed direction."""
-    given = x.clone().requires_grad_(bool(wanted))
-    out = module(given)
+def _results(module: Any, given: list[Tensor], wanted: list[Any]) -> list[Any]:
+    """A module's result, and where gradients of ``wanted`` count, those and the inputs' along a fixed direction."""
+    given = [x.clone().requires_grad_(bool(wanted) and x.is_floating_point()) for x in given]
+    out = module(*given)
     if not wanted or not isinstance(out, Tensor) or not out.requires_grad:
         return [out]
     along = torch.randn(out.shape, generator=torch.Generator().manual_seed(2))
-    return [out, *torch.autograd.grad(out, [given, *wanted], along, allow_unused=True)]
+    tracked = [x for x in given if x.requires_grad]
+    return [out, *torch.autograd.grad(out, [*tracked, *wanted], along, allow_unused=True)]
 
 
-def _relative(ours: Any, theirs: Any) -> float:
+def relative(ours: Any, theirs: Any) -> float:
     if ours is None and theirs is None:
         return 0.0  # gradients of what is not used
     if not isinstance(ours, Tensor) or not isinstance(theirs, Tensor):
@@ -322,18 +346,23 @@ def _relative(ours: Any, theirs: Any) -> float:
     return worst / size if size > 0 else (0.0 if worst == 0 else float("inf"))
 
 
-def _inputs(role: str, module: Any, family: Family) -> list[Tensor]:
+def _inputs(role: str, module: Any, family: Family) -> list[list[Tensor]]:
     """Rows of several sizes: small ones let a norm's epsilon count, shifted ones its mean, large ones a clamp."""
-    first = next(module.parameters())
+    first = module.gate_up_proj if role == "experts" else next(module.parameters())
     width = getattr(module, family.mlp[0]).in_features if role == "mlp" else first.shape[-1]
     generator = torch.Generator().manual_seed(1)
+    if role == "experts":  # two of them a token, as routers choose
+        scores = torch.rand(_TOKENS, len(first), generator=generator).topk(min(2, len(first)))
+        x = torch.randn(_TOKENS, width, generator=generator)
+        to = {"device": first.device, "dtype": first.dtype}
+        return [[(x * size).to(**to), scores.indices.to(first.device), scores.values.to(**to)] for size in (1.0, 1e3)]
     shapes = [(2, _TOKENS, width), (_TOKENS, width), *([(2, 3, 4, width)] if role == "norm" else [])]
     drawn = [torch.randn(shape, generator=generator) for shape in shapes]
     if role == "norm":
         drawn += [drawn[0] * 1e-3, drawn[0] * 100.0, drawn[0] + 2.0]
     elif role == "mlp" and first.dtype != torch.float16:
         drawn += [drawn[0] * 1e3]  # where a gate is clamped
-    return [x.to(first.device, first.dtype) for x in drawn]
+    return [[x.to(first.device, first.dtype)] for x in drawn]
 
 
 def _turned_distance(module: Any, family: Family, tables: _Tables | None) -> float:
@@ -347,10 +376,10 @@ def _turned_distance(module: Any, family: Family, tables: _Tables | None) -> flo
         for dtype in (torch.float32, torch.bfloat16):
             q, k = (torch.randn((2, heads, _TOKENS, width), generator=generator).to(dtype) for heads in (4, 2))
             cos, sin = (t.cpu().to(dtype) for t in (tables.cos, tables.sin))
-            theirs, mine = (_attempt(f, q, k, cos, sin) for f in (own, ours))
+            theirs, mine = (attempt(f, q, k, cos, sin) for f in (own, ours))
             if isinstance(theirs, Exception):
                 continue
             if not isinstance(theirs, tuple) or not isinstance(mine, tuple) or len(theirs) != 2:
                 return float("inf")
-            compared += [_relative(a, b) / _allowed(dtype) for a, b in zip(mine, theirs, strict=True)]
+            compared += [relative(a, b) / allowed(dtype) for a, b in zip(mine, theirs, strict=True)]
     return max(compared, default=float("inf"))
