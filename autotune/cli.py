@@ -108,7 +108,7 @@ def command(
             devices = _devices(gpus, device, ray)
             if of_grid:
                 # How many GPUs a cluster has is known later: all points, of which the run leaves the late ones.
-                winners, seconds = _known(gpu, db, force=force), None if list_ or ray else budget_s
+                winners, seconds = _winners(gpu, db, force=force), None if list_ or ray else budget_s
                 next_ones = grid.plan(
                     winners, lookup(gpu), op=op, shard=shard, trials=trials, budget_s=seconds, gpus=len(devices or (0,))
                 )
@@ -219,7 +219,7 @@ def _job(
     return found if shard is None else shards.part(found, shard)
 
 
-def _known(gpu: str, db: str | None, *, force: bool) -> Snapshot:
+def _winners(gpu: str, db: str | None, *, force: bool) -> Snapshot:
     """The winners that calls on a GPU use; none with ``force``, which measures everything again."""
     from cutekernels import gpu as known
     from cutekernels.db.storage import snapshot

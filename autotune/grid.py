@@ -54,7 +54,7 @@ def _steps(low: int, high: int, count: int) -> list[float]:
     return [low * (high / low) ** (i / (count - 1)) for i in range(count)]
 
 
-def _drawn(center: float, at: float, low: int, high: int, count: int) -> int:
+def _draw(center: float, at: float, low: int, high: int, count: int) -> int:
     """A multiple of 64 in the middle of ``center``'s cell, at the place ``at`` from 0 to 1."""
     width = (high / low) ** (1 / (count - 1))
     drawn = 64 * round(center * width ** (_JITTER * (at - 0.5)) / 64)
@@ -78,7 +78,7 @@ def _products(kinds: Sequence[str], tokens: Sequence[int], low: int, count: int)
     high = 32768
     weights = _steps(low, high, count)
     for number, (kind, m, n, k) in enumerate(product(kinds, tokens, weights, weights), 1):
-        n, k = (_drawn(x, number * g % 1, low, high, count) for x, g in zip((n, k), _PLASTIC, strict=True))
+        n, k = (_draw(x, number * g % 1, low, high, count) for x, g in zip((n, k), _PLASTIC, strict=True))
         yield kind, m, n, k
 
 
@@ -91,7 +91,7 @@ def _gemm(layouts: Sequence[str], tokens: range, usual: bool | None = None) -> I
                 yield f"m={m} n={n} k={k} {layout}".strip()
 
 
-def _packed() -> Iterator[str]:
+def _packed_products() -> Iterator[str]:
     for kind, m, n, k in _products(FORMATS, DECODED, 1024, 6):
         yield f"m={m} n={n} k={k} {kind}".strip()
 
@@ -120,7 +120,7 @@ def _norms() -> Iterator[str]:
         yield f"rows={rows} cols={cols}"
 
 
-def _grouped() -> Iterator[str]:
+def _grouped_products() -> Iterator[str]:
     """Products up, with their gate, and down of experts with the intermediate size ``n`` and the hidden size ``k``."""
     rows = (8, 32, 128, 512, 2048, 8192, 32768)
     for experts, n, k, r in product((8, 32, 128), (768, 2048, 6144), (2048, 4096, 7168), rows):
@@ -138,8 +138,8 @@ FAMILIES = (
     Family("decode_attention", _decode, 0.1, 0.009),
     Family("rms_norm", _norms, 0.05, 0.026),
     Family("add_rms_norm", _norms, 0.05, 0.012),
-    Family("grouped_gemm", _grouped, 0.05, 0.022),
-    Family("quantized_linear", _packed, 0.1, 0.06),
+    Family("grouped_gemm", _grouped_products, 0.05, 0.022),
+    Family("quantized_linear", _packed_products, 0.1, 0.06),
 )
 
 
@@ -211,7 +211,7 @@ def plan(
         if shard is not None:
             tasks = shards.part(Job(NAME, tasks), shard).tasks
         if tasks:
-            order, expected, has = _ordered(family, tasks, _measured(family, known, gpu))
+            order, expected, has = _order(family, tasks, _measured(family, known, gpu))
             weight = family.share / whole / len(tasks)
             found += [(removed * weight, cost, task) for removed, cost, task in order]
             regret += expected * weight
@@ -227,7 +227,7 @@ def plan(
     return Plan(job, tuple(removed for removed, _, _ in found), count, regret)
 
 
-def _ordered(
+def _order(
     family: Family, tasks: Sequence[Task], rows: _Measured
 ) -> tuple[list[tuple[float, float, Task]], float, int]:
     """Gain and cost of each task, in the greedy order, but for those known; the regret before; how many these."""

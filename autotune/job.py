@@ -100,10 +100,10 @@ def load(job: str | Path, *, find: FindOp | None = None) -> Job:
     try:
         text = path.read_text(encoding="utf-8") if path.is_file() else None
     except UnicodeDecodeError as error:
-        raise JobError(f"{_shown(str(path))}: a job file is UTF-8 text; {_shown(error)}") from error
+        raise JobError(f"{_quote(str(path))}: a job file is UTF-8 text; {_quote(error)}") from error
     except OSError as error:
         if error.errno != errno.ENAMETOOLONG:  # no file can be called so
-            raise JobError(f"{_shown(str(path))}: {error.strerror}; name a job file that can be read") from error
+            raise JobError(f"{_quote(str(path))}: {error.strerror}; name a job file that can be read") from error
         text = None
     if text is not None:
         return parse(text, str(path), find=find)
@@ -111,7 +111,7 @@ def load(job: str | Path, *, find: FindOp | None = None) -> Job:
         return parse(bundled_text(str(job)), f"{job}.toml (bundled)", find=find)
     names = bundled()
     raise JobError(
-        f"{_shown(str(job))} is neither a file nor a bundled job. {near(str(job), names)}Bundled: {', '.join(names)}"
+        f"{_quote(str(job))} is neither a file nor a bundled job. {near(str(job), names)}Bundled: {', '.join(names)}"
     )
 
 
@@ -121,23 +121,23 @@ def parse(text: str, source: str, *, find: FindOp | None = None) -> Job:
         data = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # Python's limits on digits and nesting, beside TOML's own rules
         raise JobError(f"{source}: not TOML: {error}") from error
-    _bounded(data, source)
-    _known(data, _JOB_KEYS, source)
+    _refuse_endless(data, source)
+    _refuse_unknown(data, _JOB_KEYS, source)
     name = data.get("name")
     if not isinstance(name, str) or not name.strip() or len(name) > _LONGEST:
         raise JobError(
-            f'{source}: name must be a text of 1 to {_LONGEST} characters, e.g. name = "my-model"; it is {_shown(name)}'
+            f'{source}: name must be a text of 1 to {_LONGEST} characters, e.g. name = "my-model"; it is {_quote(name)}'
         )
     trials = checked_trials(data.get("trials", DEFAULT_TRIALS), f"{source}: trials")
     budget_s = data.get("budget_s")
     timed = isinstance(budget_s, int | float) and not isinstance(budget_s, bool)
     if budget_s is not None and not (timed and 0 < budget_s < MOST_SECONDS):
         raise JobError(
-            f"{source}: budget_s must be a number of seconds above 0, at most a year; it is {_shown(budget_s)}"
+            f"{source}: budget_s must be a number of seconds above 0, at most a year; it is {_quote(budget_s)}"
         )
     entries = data.get("tasks")
     if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
-        raise JobError(f"{source}: tasks must be at least one [[tasks]] table; it is {_shown(entries)}")
+        raise JobError(f"{source}: tasks must be at least one [[tasks]] table; it is {_quote(entries)}")
     tasks: dict[tuple[str, Problem], Task] = {}
     written = 0
     for number, entry in enumerate(entries, 1):
@@ -160,7 +160,7 @@ def _registered(name: str) -> Op[Any, Any]:
     return registry.get(name)
 
 
-def _bounded(data: Mapping[str, Any], source: str) -> None:
+def _refuse_endless(data: Mapping[str, Any], source: str) -> None:
     """Refuse what TOML's own rules let through and no message could quote: huge integers, endless nesting."""
     level: list[object] = [data]
     for _ in range(_DEEPEST):
@@ -173,10 +173,10 @@ def _bounded(data: Mapping[str, Any], source: str) -> None:
     raise JobError(f"{source}: tables and lists nest {_DEEPEST} levels at most: a job needs five")
 
 
-def _known(table: Mapping[str, Any], keys: tuple[str, ...], where: str) -> None:
+def _refuse_unknown(table: Mapping[str, Any], keys: tuple[str, ...], where: str) -> None:
     for key in table:
         if key not in keys:
-            raise JobError(f"{where}: unknown key {_shown(key)} = {_shown(table[key])}; known: {', '.join(keys)}")
+            raise JobError(f"{where}: unknown key {_quote(key)} = {_quote(table[key])}; known: {', '.join(keys)}")
 
 
 def _cut(error: Exception) -> str:
@@ -185,7 +185,7 @@ def _cut(error: Exception) -> str:
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
-def _shown(value: object) -> str:
+def _quote(value: object) -> str:
     """``value`` for a message: shortened, and named where it is too long or too deep for ``repr``."""
     try:
         text = repr(value)
@@ -202,18 +202,18 @@ def is_empty(problem: Problem) -> bool:
 def checked_trials(value: object, where: str) -> int:
     """``value``, if it is a number of attempts; the JobError otherwise names ``where``."""
     if type(value) is not int or not 1 <= value <= MOST_TRIALS:
-        raise JobError(f"{where} must be a whole number from 1 up to {MOST_TRIALS}; it is {_shown(value)}")
+        raise JobError(f"{where} must be a whole number from 1 up to {MOST_TRIALS}; it is {_quote(value)}")
     return value
 
 
 def _tasks(entry: Mapping[str, Any], where: str, trials: int, find: FindOp) -> Iterable[Task]:
-    _known(entry, _TASK_KEYS, where)
+    _refuse_unknown(entry, _TASK_KEYS, where)
     if not isinstance(entry.get("op"), str):
-        raise JobError(f'{where}.op must name an op, e.g. op = "gemm"; it is {_shown(entry.get("op"))}')
+        raise JobError(f'{where}.op must name an op, e.g. op = "gemm"; it is {_quote(entry.get("op"))}')
     try:
         op = find(entry["op"])
     except UnsupportedProblem as error:
-        raise JobError(f"{where}.op = {_shown(entry['op'])}: {_cut(error)}") from error
+        raise JobError(f"{where}.op = {_quote(entry['op'])}: {_cut(error)}") from error
     trials = checked_trials(entry.get("trials", trials), f"{where}.trials")
     texts = list(_problem_texts(entry, where, op.Problem.extent_names()))
     if not texts:
@@ -222,9 +222,9 @@ def _tasks(entry: Mapping[str, Any], where: str, trials: int, find: FindOp) -> I
         try:
             problem = op.Problem.parse(text)
         except UnsupportedProblem as error:
-            raise JobError(f"{where}.{key}: {_shown(text)} is no problem of {op.name}: {_cut(error)}") from error
+            raise JobError(f"{where}.{key}: {_quote(text)} is no problem of {op.name}: {_cut(error)}") from error
         if is_empty(problem):
-            raise JobError(f"{where}.{key}: {_shown(text)} has an empty extent, so there is nothing to tune: remove it")
+            raise JobError(f"{where}.{key}: {_quote(text)} has an empty extent, so there is nothing to tune: remove it")
         yield Task(op, problem.bucket(), trials)
 
 
@@ -232,14 +232,14 @@ def _problem_texts(entry: Mapping[str, Any], where: str, extents: Sequence[str])
     problems = entry.get("problems", [])
     if not isinstance(problems, list) or not all(isinstance(text, str) for text in problems):
         raise JobError(
-            f'{where}.problems must be a list of texts such as "m=16 n=4096 k=4096"; it is {_shown(problems)}'
+            f'{where}.problems must be a list of texts such as "m=16 n=4096 k=4096"; it is {_quote(problems)}'
         )
     yield from ((f"problems[{number}]", text) for number, text in enumerate(problems, 1))
     grid = entry.get("grid")
     if grid is None:
         return
     if not isinstance(grid, dict) or not grid:
-        raise JobError(f"{where}.grid must be a table of field = [values]; it is {_shown(grid)}")
+        raise JobError(f"{where}.grid must be a table of field = [values]; it is {_quote(grid)}")
     axes = [_axis(key, value, f"{where}.grid", extents) for key, value in grid.items()]
     size = 1
     for axis in axes:
@@ -254,19 +254,19 @@ def _axis(key: str, value: object, where: str, extents: Sequence[str]) -> list[s
     fields = key.split()
     values = value if isinstance(value, list) else [value]
     if not fields or not values:
-        raise JobError(f"{where}.{_shown(key)} must be a value or a non-empty list of values; it is {_shown(value)}")
+        raise JobError(f"{where}.{_quote(key)} must be a value or a non-empty list of values; it is {_quote(value)}")
     texts = []
     for entry in values:
         row = entry if len(fields) > 1 else [entry]
         if not isinstance(row, list) or len(row) != len(fields) or not all(isinstance(v, int | str) for v in row):
             wanted = f"a list of {len(fields)} values, one per field" if len(fields) > 1 else "a whole number or a text"
-            raise JobError(f"{where}.{_shown(key)}: each value must be {wanted}; one is {_shown(entry)}")
+            raise JobError(f"{where}.{_quote(key)}: each value must be {wanted}; one is {_quote(entry)}")
         for field, v in zip(fields, row, strict=True):
             if isinstance(v, bool) and field in extents:
-                raise JobError(f"{where}.{_shown(key)}: {field} is an extent, a whole number; one is {_shown(v)}")
+                raise JobError(f"{where}.{_quote(key)}: {field} is an extent, a whole number; one is {_quote(v)}")
         try:
             words = [f"{f}={int(v) if isinstance(v, bool) else v}" for f, v in zip(fields, row, strict=True)]
         except ValueError as error:
-            raise JobError(f"{where}.{_shown(key)}: {_cut(error)}") from error
+            raise JobError(f"{where}.{_quote(key)}: {_cut(error)}") from error
         texts.append(" ".join(words))
     return texts

@@ -34,7 +34,7 @@ def planned(
     ``force``: what a run with this flag would do, which repeats what is stored.
     """
     measured = gpus.present(spec)
-    return [_left(task, spec, store, limit, measured=measured, force=force) for task in job.tasks]
+    return [_rest(task, spec, store, limit, measured=measured, force=force) for task in job.tasks]
 
 
 def stored(url: str) -> Store | None:
@@ -45,7 +45,7 @@ def stored(url: str) -> Store | None:
     return None if path is not None and not os.path.lexists(path) else Store(url, readonly=True)
 
 
-def _left(
+def _rest(
     task: Task, spec: GpuSpec, store: Store | None, limit: int | None, *, measured: bool, force: bool
 ) -> dict[str, Any]:
     from cutekernels.autotune.history import ATTEMPTS, TaskHistory

@@ -134,7 +134,7 @@ def _dram(lab: Lab) -> float:
     return 4 * _DRAM_WORDS * max(2 / copy, 1 / read) / (lab.gpu.dram_gbps * 1e3)
 
 
-def _walked(lab: Lab) -> float:
+def _walk_twice(lab: Lab) -> float:
     """Twice as many elements to a thread, over two walks of a row."""
     one, two = (lab.op_us("rms_norm", "rows=16 cols=3584", _CHUNKS.format(warps=w)) for w in (1, 2))
     return (one - two) / (2 * 3584 / 32 / 2)
@@ -157,5 +157,5 @@ PROBES = (
     Probe("clock_mhz", "the SM clock during these products, from the driver", _clock),
     Probe("smem_bytes_per_us", "128 bytes a clock, at that clock", lambda lab: 128 * _clock(lab)),
     Probe("dram_share", "the better of a copy and of reading, 512 MiB", _dram),
-    Probe("walked_us", "rms_norm of 16 x 3584 in chunks, by one warp less by two", _walked),
+    Probe("walked_us", "rms_norm of 16 x 3584 in chunks, by one warp less by two", _walk_twice),
 )

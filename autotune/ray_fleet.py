@@ -95,16 +95,16 @@ class _Actor:
         return s.gpu, s.environment, s.width, len(s.lanes)
 
     def compile(self, request: Compile) -> tuple[bool, Any]:
-        return _answered(lambda: self._service.compile(request).result())
+        return _answer(lambda: self._service.compile(request).result())
 
     def ask(self, lane: int, method: str, *request: Any) -> tuple[bool, Any]:
-        return _answered(lambda: getattr(self._service.lanes[lane], method)(*request))
+        return _answer(lambda: getattr(self._service.lanes[lane], method)(*request))
 
     def close(self) -> None:
         self._service.close()
 
 
-def _answered(request: Callable[[], Any]) -> tuple[bool, Any]:
+def _answer(request: Callable[[], Any]) -> tuple[bool, Any]:
     try:
         return True, request()
     except ChildFailure as error:

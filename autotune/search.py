@@ -100,7 +100,7 @@ class Search:
         self._known = self._remembered(earlier)
         resumed = len(self._known)
         message = ""
-        self._study = self._begun(earlier)
+        self._study = self._begin(earlier)
         winner = self.history.winner()
         crowned = winner is not None and winner.origin == "measured" and self.history.holds(winner) and not self.force
         enough = self._spent() >= self.task.trials or self._enough()
@@ -154,7 +154,7 @@ class Search:
         config, why = next(iter(self._spoiled.items()))
         return f"{len(self._spoiled)} configs without a verdict, tried again by the next run; [{config}]: {why}"
 
-    def _begun(self, earlier: Sequence[Trial]) -> Study:
+    def _begin(self, earlier: Sequence[Trial]) -> Study:
         """The task's study. A space no larger than the attempts is tried whole: all of it is seeds."""
         found = space(self.task.op, self.task.problem, self.gpu)
         seeds = found.openers([self._default, *self.history.seeds()])
@@ -250,7 +250,7 @@ class Search:
         self._known[config] = trial
         self._note(config, trial)
 
-    def _failed(
+    def _fail(
         self, config: Config, error: ChildFailure, *, compiling: bool, facts: Facts | None = None
     ) -> Trial | None:
         status = status_of(error, compiling=compiling)
@@ -266,7 +266,7 @@ class Search:
         try:
             facts = future.result()
         except ChildFailure as error:
-            return self._failed(config, error, compiling=True)
+            return self._fail(config, error, compiling=True)
         reason = None if is_default else prune_reason(facts, self.task.op, self.gpu)
         if reason is not None:
             return self.history.row(config, "pruned", facts=facts, message=reason)
@@ -282,7 +282,7 @@ class Search:
         try:
             outcomes = self.runtime.measure(request)
         except ChildFailure as error:
-            return self._failed(config, error, compiling=False, facts=facts)
+            return self._fail(config, error, compiling=False, facts=facts)
         return self._judge(config, outcomes, facts)
 
     def _judge(self, config: Config, outcomes: dict[str, Outcome], facts: Facts | None, **more: Any) -> Trial:
