@@ -68,7 +68,7 @@ class Prediction:
         if self.limit is None and default not in ranked:
             ranked[-1] = default
         if not self.force:
-            self._rows = self._remembered()
+            self._rows = self._earlier_rows()
         todo = [c for c in ranked if c not in self._rows]
         resumed = len(ranked) - len(todo)
         self._gains = {c: estimates[default] / us if us else 1.0 for c, us in estimates.items()}
@@ -79,7 +79,7 @@ class Prediction:
         message = ""
         best = self._rows[fine[0]] if fine else None
         # An interrupted run may have stored rows without making the best one of today's kernels the winner.
-        if best is not None and (todo or winner is None or self._behind(winner, best)):
+        if best is not None and (todo or winner is None or self._is_beaten(winner, best)):
             if self.history.crown(best):
                 winner = best
             else:
@@ -102,10 +102,10 @@ class Prediction:
             message=message,
         )
 
-    def _behind(self, winner: Trial, best: Trial) -> bool:
+    def _is_beaten(self, winner: Trial, best: Trial) -> bool:
         return winner.origin == "predicted" and not (self.history.holds(winner) and winner.config == best.config)
 
-    def _remembered(self) -> dict[Config, Trial]:
+    def _earlier_rows(self) -> dict[Config, Trial]:
         rows = ((self.history.config_of(trial), trial) for trial in self.history.earlier())
         return {config: trial for config, trial in rows if config is not None}
 

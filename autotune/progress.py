@@ -114,7 +114,7 @@ class Lines:
 
     def trial(self, trial: Trial, done: int, wanted: int) -> None:
         if trial.status in _BAD:
-            self._write(_told(trial))
+            self._write(_message(trial))
 
     def end(self, report: TaskReport) -> None:
         self._ended += 1
@@ -186,7 +186,7 @@ class Bars:
             self._progress.update(self._rows[name][-1], completed=done, total=wanted, note=note)
         if trial.status in _BAD:
             self._progress.console.print(
-                terminal.clean(_told(trial)), style="yellow", markup=False, highlight=False, soft_wrap=True
+                terminal.clean(_message(trial)), style="yellow", markup=False, highlight=False, soft_wrap=True
             )
 
     def end(self, report: TaskReport) -> None:
@@ -224,5 +224,5 @@ def _winner(report: TaskReport) -> str:
     return ", ".join(part for part in (origin, time_us, ratio) if part)
 
 
-def _told(trial: Trial) -> str:
+def _message(trial: Trial) -> str:
     return f"{trial.status}: {trial.op} [{trial.problem}] with [{trial.config}]: {trial.message.partition(chr(10))[0]}"

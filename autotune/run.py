@@ -214,7 +214,7 @@ class _Run:
             history = TaskHistory(store, task.op, task.problem, kind, slot.environment, "measured")
             if self.least_s is not None and deadline is not None and deadline <= self.clock():
                 report = self._steady(
-                    store, lambda: self._left(history)
+                    store, lambda: self._postpone(history)
                 )  # a search would enumerate its space first, for seconds
                 self._drop(store, name_of(kind, task.op, task.problem))
                 self.watch.end(report)
@@ -240,7 +240,7 @@ class _Run:
             return now + board.share(kind, self.end - now)
         return now if self.end - now < self.least_s else self.end
 
-    def _left(self, history: TaskHistory) -> TaskReport:
+    def _postpone(self, history: TaskHistory) -> TaskReport:
         """The report of a task that is left to the next run."""
         op, problem, kind = history.op, history.problem, history.gpu
         default, message = str(op.default(problem, kind)), "no time was left to begin"

@@ -92,10 +92,10 @@ class Studies:
         path = Path(f"{database}{SUFFIX}")
         with engine.file_errors(str(path)):
             self._file = file = path.open("ab")
-            alone = _held(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            alone = _lock_file(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if alone and os.fstat(file.fileno()).st_size > MOST_BYTES:
                 file.truncate(0)
-            _held(file, fcntl.LOCK_SH)  # as long as this run lives
+            _lock_file(file, fcntl.LOCK_SH)  # as long as this run lives
         try:
             return JournalStorage(_Journal(path, database))
         except Exception as error:  # noqa: BLE001  whatever Optuna raises for a file that it cannot read
@@ -139,7 +139,7 @@ class _Journal(BaseJournalBackend):
             file.write(lines)
 
 
-def _held(file: BinaryIO, kind: int) -> bool:
+def _lock_file(file: BinaryIO, kind: int) -> bool:
     try:
         fcntl.flock(file, kind)
     except BlockingIOError:

@@ -87,7 +87,7 @@ class Study:
                 self._study.enqueue_trial(self._space.params[config])
         for _ in range(MOST_REPEATS if self.untried else 0):
             trial = self._study.ask()
-            config = self._drawn(trial)
+            config = self._config_of(trial)
             if config is None:
                 self._tell(trial, Attempt(None, "invalid"))
             elif config in self._asked:
@@ -116,7 +116,7 @@ class Study:
         self._asked.clear()
         abandon(self._study)
 
-    def _drawn(self, trial: Trial) -> Any | None:
+    def _config_of(self, trial: Trial) -> Any | None:
         """The config of a trial's parameters; None where no valid one has them."""
         node = self._space.tree
         while isinstance(node, dict):

@@ -218,12 +218,12 @@ def _obtain(
                 return found
         except _Damaged as error:
             damage = error
-        with _locked(key):
+        with _hold_key(key):
             if not again and ready(key):
                 continue  # another process has built it, or renamed its second file, meanwhile
             if damage is not None:
                 _log.warning("the cached kernel %s %s; building it again", key, damage)
-            artifact = _built(op, p, c, gpu, key)
+            artifact = _build(op, p, c, gpu, key)
             break
     try:
         return fresh(artifact)
@@ -231,7 +231,7 @@ def _obtain(
         raise _unwritable(error) from error
 
 
-def _built(op: Op[Any, Any], p: Any, c: Any, gpu: GpuSpec, key: str) -> Artifact:
+def _build(op: Op[Any, Any], p: Any, c: Any, gpu: GpuSpec, key: str) -> Artifact:
     """A fresh artifact, kept as the entry of this key, whose lock is held."""
     made_from = {"op": op.name, "static": dict(p.static()), "config": str(c), "target": gpu.target}
     try:
@@ -271,7 +271,7 @@ def _is_kill(message: str) -> bool:
 
 
 @contextmanager
-def _locked(key: str) -> Iterator[None]:
+def _hold_key(key: str) -> Iterator[None]:
     """Holds the key against other processes, with an empty folder ``<key>.new``."""
     root = directory()
     lock, fresh = root / f"{key}.lock", root / f"{key}.new"
@@ -335,7 +335,7 @@ def tidy() -> None:
 def scratch() -> Iterator[Path]:
     """An empty folder in the cache for a run's temporary files; :func:`tidy` removes it where the run was killed."""
     name = f"run-{os.getpid()}-{os.urandom(4).hex()}"
-    with _locked(name):
+    with _hold_key(name):
         yield directory() / f"{name}.new"
 
 

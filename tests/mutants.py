@@ -51,7 +51,7 @@ MODULES = {
             ("MAX_OCTAVES = 1.5", "MAX_OCTAVES = 1.0"),
             ("MOST_TRIED = 4", "MOST_TRIED = 1"),
             ("MOST_BEHIND = 1.05", "MOST_BEHIND = 2.0"),
-            ("    if forced is not None:\n        return _forced", "    if forced:\n        return _forced"),
+            ("    if forced is not None:\n        return _callers", "    if forced:\n        return _callers"),
             ("key = (op.name, p, device, None if forced", "key = (op.name, p, None, None if forced"),
             ("device, None if forced is None else str(forced))", "device, None)"),
             ('if choice.origin not in ("forced", "tuned"):', 'if choice.origin not in ("forced",):'),

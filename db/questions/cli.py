@@ -89,7 +89,7 @@ def query(
         name, note = opened.gpu(gpu), ""
         if name is not None and not local and not any(w.serves and w.origin == "measured" for w in found):
             note = snapshot.unmeasured(name, ((w.origin, w.source) for w in opened.winners(gpu=name) if w.serves))
-    rows = _sorted([w.as_row() for w in found], sort, _names(Winner))[:limit]
+    rows = _sort([w.as_row() for w in found], sort, _names(Winner))[:limit]
     _write(rows, format, columns, "no winner matches", _names(Winner), wide, listing.winners)
     if note:
         terminal.say(note)
@@ -108,11 +108,9 @@ def history(
     db: Db = None,
 ) -> None:
     """List every trial, oldest first, failed ones with the reason."""
-    with _opened(db, needed=True) as opened:
+    with _open(db, needed=True) as opened:
         rows = [opened.columns(t) for t in opened.trials(gpu=gpu, op=op, problem=problem, latest=limit)]
-    _write(
-        _sorted(rows, sort, _TRIAL_COLUMNS), format, columns, "no trial matches", _TRIAL_COLUMNS, wide, listing.trials
-    )
+    _write(_sort(rows, sort, _TRIAL_COLUMNS), format, columns, "no trial matches", _TRIAL_COLUMNS, wide, listing.trials)
 
 
 @app.command()
@@ -126,7 +124,7 @@ def show(
     db: Db = None,
 ) -> None:
     """Show all fields of one trial, or of the winner that serves one problem."""
-    with _opened(db) as opened:
+    with _open(db) as opened:
         found = _pick(opened, what, gpu, op)
     if not found:
         terminal.fail(f"nothing matches {what!r}; `cutekernels db query` lists the winners")
@@ -180,7 +178,7 @@ def requests(
     """List problems that were dispatched but never measured, most hits first: candidates to tune next."""
     if yes and not clear:
         terminal.fail("--yes confirms --clear: give both", code=2)
-    with _opened(db, needed=True) as opened:
+    with _open(db, needed=True) as opened:
         assert opened.store is not None
         gpu, op = opened.gpu(gpu), opened.op(op)
         asked = query_.conditions(problem or "", op)
@@ -222,7 +220,7 @@ def report(
     """Write one HTML file of pictures: searches, time by status, roofline, prediction, winners (extra `report`)."""
     from cutekernels.db.questions import html_report
 
-    with _opened(db, needed=True) as opened:
+    with _open(db, needed=True) as opened:
         page = html_report.page(opened, gpu=gpu, op=op, problem=problem)
         with file_errors(file):
             replace_file(Path(file), page)
@@ -238,7 +236,7 @@ def export(
     db: Db = None,
 ) -> None:
     """Write the local winners as JSON lines, each complete in itself unless --slim."""
-    with _opened(db, needed=True) as opened:
+    with _open(db, needed=True) as opened:
         assert opened.store is not None
         target = sys.stdout if file == "-" else file
         count = opened.store.export(target, gpu=opened.gpu(gpu), op=opened.op(op), slim=slim)
@@ -272,7 +270,7 @@ def pull(
     db: Db = None,
 ) -> None:
     """Copy a fleet's winners into the local database, at once: for serving processes, which read a local file."""
-    with _opened(url) as other:
+    with _open(url) as other:
         gpu, op = other.gpu(gpu), other.op(op)
     with _store(db, writing=True) as store:
         _report(store.pull(url, gpu=gpu, op=op, judge=query_.false_time))
@@ -292,7 +290,7 @@ def prune(
     """Delete trials that no call needs. A pruned failure may be tried again by `tune`."""
     if days is None and not stale:
         terminal.fail("say what to prune: --days N, --stale or both", code=2)
-    with _opened(db, needed=True) as opened:
+    with _open(db, needed=True) as opened:
         gpu, op = opened.gpu(gpu), opened.op(op)
         assert opened.store is not None
         ops = {row.op for row in opened.store.stats()} if stale else ()
@@ -318,7 +316,7 @@ def doctor(
         with _store(db, writing=True):
             pass
     rows: list[dict[str, Any]] = []
-    with _opened(db, needed=True) as opened:
+    with _open(db, needed=True) as opened:
         assert opened.store is not None
         broken = opened.store.broken_rows()
         winners = opened.store.winners()
@@ -340,15 +338,15 @@ def doctor(
     for source in ("local", SHIPPED):
         among = [found for found in refused if found.source == source]
         if among:
-            first = _told(among[0].trial, among[0].reason)
-            rows.append({"what": f"{source} winners", "state": "unused", "found": _refused(len(among), first)})
+            first = _describe(among[0].trial, among[0].reason)
+            rows.append({"what": f"{source} winners", "state": "unused", "found": _refusals(len(among), first)})
     unused = len(idle) + len(unknown) + sum(found.source == "local" for found in refused)
     rows.append({"what": "winners", "state": "ok", "found": f"{len(winners) - unused} valid"})
     _write(rows, format, None, "", ("what", "state", "found"))
     raise typer.Exit(1 if broken else 0)
 
 
-def _refused(count: int, first: str) -> str:
+def _refusals(count: int, first: str) -> str:
     return f"{count} that calls refuse: tune again. The first: {first}"
 
 
@@ -372,7 +370,7 @@ def _store(db: str | None, *, writing: bool = False) -> Iterator[Store]:
 
 
 @contextmanager
-def _opened(db: str | None, *, needed: bool = False) -> Iterator[Database]:
+def _open(db: str | None, *, needed: bool = False) -> Iterator[Database]:
     with _errors(), database.open(settings.load().database_url if db is None and needed else db) as opened:
         yield opened
 
@@ -399,10 +397,10 @@ def _report(report: ImportReport) -> None:
     unused = [(t, why) for t in report.winners if (why := query_.unusable(t))]
     if unused:
         t, why = unused[0]
-        terminal.say(f"calls here refuse {len(unused)} of the winners. The first: {_told(t, why)}")
+        terminal.say(f"calls here refuse {len(unused)} of the winners. The first: {_describe(t, why)}")
 
 
-def _told(t: Trial, why: str) -> str:
+def _describe(t: Trial, why: str) -> str:
     return f"{t.gpu.name} {t.op} r{t.revision} [{t.problem}]: {why}"[:_MOST_TOLD]
 
 
@@ -437,7 +435,7 @@ def _names(record: type[Any]) -> tuple[str, ...]:
     return tuple(f.name for f in fields(record))
 
 
-def _known(name: str, rows: Sequence[Mapping[str, Any]], declared: Sequence[str]) -> None:
+def _require_column(name: str, rows: Sequence[Mapping[str, Any]], declared: Sequence[str]) -> None:
     records = {inner for row in rows for inner, value in row.items() if isinstance(value, Mapping)}
     known = sorted({*declared, *chain.from_iterable(terminal.flat(row) for row in rows)} - records)
     if name not in known:
@@ -446,11 +444,11 @@ def _known(name: str, rows: Sequence[Mapping[str, Any]], declared: Sequence[str]
         terminal.fail(f"there is no column {name[:60]!r}.{hint} The columns: {', '.join(known)}", code=2)
 
 
-def _sorted(rows: list[dict[str, Any]], sort: str | None, declared: Sequence[str]) -> list[dict[str, Any]]:
+def _sort(rows: list[dict[str, Any]], sort: str | None, declared: Sequence[str]) -> list[dict[str, Any]]:
     if sort is None:
         return rows
     name = sort.removeprefix("-")
-    _known(name, rows, declared)
+    _require_column(name, rows, declared)
     valued = [(terminal.flat(row).get(name), row) for row in rows]
     some = [pair for pair in valued if pair[0] is not None]
     numbers = all(isinstance(value, int | float) for value, _ in some)
@@ -475,7 +473,7 @@ def _write(
         terminal.say(nothing)
     names = [name.strip() for name in columns.split(",")] if columns else []
     for name in names:
-        _known(name, rows, declared)
+        _require_column(name, rows, declared)
     if format is not Format.table:
         chosen = [{name: terminal.flat(row).get(name) for name in names} for row in rows] if names else rows
         # Without rows a CSV still has its header.

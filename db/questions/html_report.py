@@ -134,7 +134,7 @@ def _searches(trials: Sequence[Trial]) -> tuple[list[Trace], dict[str, Any]]:
         if best > 0:
             curves[op].append((f"{gpu} {op} [{problem}]", [100 * r / best for r in reached]))
     traces = []
-    for op, colour in _coloured(curves):
+    for op, colour in _colours(curves):
         for name, values in curves[op]:
             traces.append(
                 _line(range(1, len(values) + 1), values, op, colour, width=1, opacity=0.35, text=name, legend=False)
@@ -191,7 +191,7 @@ def _roofline(winners: Sequence[Winner]) -> tuple[list[Trace], dict[str, Any]]:
             "hoverinfo": "text",
             "marker": {"color": colour, "size": 8, "opacity": 0.7},
         }
-        for op, colour in _coloured(shown_by)
+        for op, colour in _colours(shown_by)
     ]
     return traces, {
         "xaxis": {"title": {"text": "flops for each byte"}, "type": "log"},
@@ -210,7 +210,7 @@ def _predictions(trials: Sequence[Trial]) -> tuple[list[Trace], dict[str, Any]]:
             both[measured.op].append((latest["predicted"][key], measured))
     traces: list[Trace] = []
     times: list[float] = []
-    for op, colour in _coloured(both):
+    for op, colour in _colours(both):
         x = [p.median_us or 0.0 for p, _ in both[op]]
         y = [m.median_us or 0.0 for _, m in both[op]]
         times += x + y
@@ -305,7 +305,7 @@ def _line(
     }
 
 
-def _coloured(names: Mapping[str, object]) -> list[tuple[str, str]]:
+def _colours(names: Mapping[str, object]) -> list[tuple[str, str]]:
     """A colour of its own for each op: the first few well told apart, further ones around the colour circle."""
     more = max(1, len(names) - len(_COLOURS))
     others = [f"hsl({360 * i // more} 70% {(45, 62)[i % 2]}%)" for i in range(more)]

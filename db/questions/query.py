@@ -68,7 +68,7 @@ class Condition:
         try:
             wanted = _parse(declared, self.name, self.text) if declared else _loose(self.name, value, self.text)
             if self.relation in ("=", "!="):
-                stored = {wanted} if declared is None else {wanted, *_stored(op, self.name, wanted)}
+                stored = {wanted} if declared is None else {wanted, *_stored_values(op, self.name, wanted)}
                 return (value in stored) == (self.relation == "=")
             return _COMPARE[self.relation](value, wanted)
         except (UnsupportedProblem, TypeError):  # another op's value
@@ -123,7 +123,7 @@ def matches(op: str, problem: Mapping[str, Scalar], asked: Iterable[Condition]) 
 
 
 @cache
-def _stored(op: str, name: str, value: Scalar) -> frozenset[Scalar]:
+def _stored_values(op: str, name: str, value: Scalar) -> frozenset[Scalar]:
     """The values under which rows for ``value`` are stored: as the op's ``bucket`` has it, tried on its suite.
 
     Those of a head dim differ where the cache does.
@@ -165,7 +165,7 @@ def _loose(name: str, value: Scalar, text: str) -> Scalar:
 
 def problem(op: str, text: str) -> dict[str, Scalar]:
     """The fields of a problem's text, typed, defaults written out; a field this version lacks stays as text."""
-    return _typed(text, _problem(op))
+    return _typed_values(text, _problem(op))
 
 
 def spelled(op: str, revision: int, problem: str, config: str) -> str:
@@ -177,7 +177,7 @@ def spelled(op: str, revision: int, problem: str, config: str) -> str:
 def config(op: str, text: str) -> dict[str, Scalar]:
     """The knobs of a config's text in today's words, typed, defaults written out."""
     declared = registry.find(op)
-    return _typed(text, _fields(declared.Config) if declared else {})  # type: ignore[arg-type]
+    return _typed_values(text, _fields(declared.Config) if declared else {})  # type: ignore[arg-type]
 
 
 def is_default(op: str, name: str, value: Scalar) -> bool:
@@ -270,7 +270,7 @@ def _fields(kind: Any) -> _Declared:
     return {f.name: f for f in fields(kind)}
 
 
-def _typed(text: str, declared: _Declared) -> dict[str, Scalar]:
+def _typed_values(text: str, declared: _Declared) -> dict[str, Scalar]:
     found: dict[str, Scalar] = {}
     for word in text.split():
         name, _, raw = word.partition("=")

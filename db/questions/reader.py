@@ -154,7 +154,7 @@ class Database:
         """``name``, where an op or a stored row is called so."""
         if name is None or query.revisions(name):
             return name
-        return query.op_name(name, {row.op for row in (*self._stats(), *_shipped(None, None))})
+        return query.op_name(name, {row.op for row in (*self._stats(), *_shipped_trials(None, None))})
 
     def _stats(self) -> Sequence[Any]:
         return () if self.store is None else self.store.stats()
@@ -187,7 +187,7 @@ class Database:
         words = [problem or "", *(_word(name, value) for name, value in values.items())]
         conditions = query.conditions(" ".join(words), op)
         local = [] if self.store is None else self.store.winners(gpu=gpu, op=op)
-        shipped = [] if not self._shipped else _shipped(gpu, op)
+        shipped = [] if not self._shipped else _shipped_trials(gpu, op)
         both = [*((t, LOCAL) for t in local), *((t, SHIPPED) for t in shipped)]
         first: dict[Any, tuple[Trial, str]] = {}
         for row in both:
@@ -243,7 +243,7 @@ class Database:
 
     def refused(self, local: Sequence[Trial]) -> list[Refused]:
         """Winners of current revisions that calls refuse: among ``local``, the store's, and the shipped ones."""
-        sources = ((LOCAL, local), (SHIPPED, _shipped(None, None) if self._shipped else []))
+        sources = ((LOCAL, local), (SHIPPED, _shipped_trials(None, None) if self._shipped else []))
         current = ((source, t) for source, found in sources for t in found if t.revision in query.revisions(t.op))
         judged = (Refused(s, t, query.unusable(t)) for s, t in current)
         return [found for found in judged if found.reason]
@@ -282,7 +282,7 @@ class Database:
                 chosen = problems is not None or not conditions  # by SQL alone
                 found = self.store.trials(gpu=gpu, op=op, problems=problems, latest=latest if chosen else None)
         if part is not None and not found:
-            found = [t for t in _shipped(gpu, op) if t.id.startswith(part) or t.id.endswith(part)]
+            found = [t for t in _shipped_trials(gpu, op) if t.id.startswith(part) or t.id.endswith(part)]
         mine = (t for t in found if gpu in (None, t.gpu.name) and op in (None, t.op))
         matching = [t for t in mine if self._matches(t, conditions)]
         return matching[-latest:] if latest else matching
@@ -364,7 +364,7 @@ def _absent() -> bool:
     return path is not None and not os.path.lexists(path)
 
 
-def _shipped(gpu: str | None, op: str | None) -> list[Trial]:
+def _shipped_trials(gpu: str | None, op: str | None) -> list[Trial]:
     names = snapshot.shipped_gpus() if gpu is None else [gpu]
     return [t for name in names for t in snapshot.shipped(name) if op in (None, t.op)]
 

@@ -329,7 +329,7 @@ def _migrate(connection: Connection) -> None:
     if found is None:
         if strangers := _strangers(connection):
             known = ", ".join(sorted(strangers)[:5])
-            raise StoreError(f"{_named(connection)} holds tables that are not ours: {known}. Name another")
+            raise StoreError(f"{_name_of(connection)} holds tables that are not ours: {known}. Name another")
     elif found > HEAD:
         raise _newer(found)
     from alembic import command  # imported here: only the first opening and upgrades need it
@@ -372,7 +372,7 @@ def alembic_config(connection: Connection) -> Any:
     return config
 
 
-def _named(connection: Connection) -> str:
+def _name_of(connection: Connection) -> str:
     """The database's file, or its name on a server."""
     if connection.dialect.name == "sqlite":
         return str(connection.exec_driver_sql("PRAGMA database_list").all()[0][2])
@@ -384,7 +384,7 @@ def _require_known(connection: Connection, accepts: Collection[str]) -> None:
     found = _version(connection)
     if found is None:
         raise StoreError(
-            f"{_named(connection)} is not a tuned-config database: it has no schema revision. Name another"
+            f"{_name_of(connection)} is not a tuned-config database: it has no schema revision. Name another"
         )
     if found > HEAD:
         raise _newer(found)

@@ -35,14 +35,14 @@ def parsed(lines: Iterable[str]) -> Iterator[tuple[int, Trial | StoreError]]:
         try:
             row = parse_json(line)
             if isinstance(row, dict) and row.keys() == {_COMMON, _COLUMNS}:
-                common, columns = _shared(row[_COMMON], row[_COLUMNS])
+                common, columns = _header(row[_COMMON], row[_COLUMNS])
                 continue
-            yield number, Trial.from_row(common | _named(columns, row) if isinstance(row, list) else row)
+            yield number, Trial.from_row(common | _by_name(columns, row) if isinstance(row, list) else row)
         except StoreError as error:
             yield number, error
 
 
-def _shared(common: Any, columns: Any) -> tuple[dict[str, Any], list[str]]:
+def _header(common: Any, columns: Any) -> tuple[dict[str, Any], list[str]]:
     if not isinstance(common, dict) or not isinstance(columns, list) or not all(isinstance(n, str) for n in columns):
         raise StoreError("the first of slim lines is an object of common fields and the columns' names")
     if unknown := {*common, *columns} - {f.name for f in fields(Trial)}:
@@ -52,7 +52,7 @@ def _shared(common: Any, columns: Any) -> tuple[dict[str, Any], list[str]]:
     return common, columns
 
 
-def _named(columns: Sequence[str], values: Sequence[Any]) -> dict[str, Any]:
+def _by_name(columns: Sequence[str], values: Sequence[Any]) -> dict[str, Any]:
     if len(values) > len(columns):
         raise StoreError(f"a slim line has a value for each of {len(columns)} columns; this one has {len(values)}")
     return {name: value for name, value in zip(columns, values, strict=False) if value is not None}
@@ -61,7 +61,7 @@ def _named(columns: Sequence[str], values: Sequence[Any]) -> dict[str, Any]:
 def slim(trials: Sequence[Trial]) -> list[str]:
     """The trials as slim lines, numbers rounded, without the lines' ends: those made alike behind one line."""
     sections: dict[str, list[dict[str, Any]]] = {}
-    for row in (_rounded(t.as_row()) for t in trials):
+    for row in (_round(t.as_row()) for t in trials):
         sections.setdefault(json.dumps([row.get(name) for name in _MADE]), []).append(row)
     return [line for rows in sections.values() for line in _section(rows)]
 
@@ -90,10 +90,10 @@ def _usual(values: Sequence[Any]) -> Any:
     return json.loads(text) if 2 * times > len(values) else _NONE
 
 
-def _rounded(value: Any) -> Any:
+def _round(value: Any) -> Any:
     if isinstance(value, dict):
-        return {name: _rounded(one) for name, one in value.items()}
+        return {name: _round(one) for name, one in value.items()}
     if isinstance(value, list):
-        return [_rounded(one) for one in value]
+        return [_round(one) for one in value]
     rounded = float(f"{value:.{_DIGITS}g}") if isinstance(value, float) else value
     return value if rounded in (math.inf, -math.inf) else rounded

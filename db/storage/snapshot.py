@@ -134,7 +134,7 @@ def load(gpu: str, url: str | None = None, *, strict: bool = False) -> Snapshot:
     """
     place = _named_lock(url)
     if place is not None:
-        return _locked(gpu, lock.read(lock.path_of(place)))
+        return _of_lock(gpu, lock.read(lock.path_of(place)))
     rows, rates = _database(gpu, url, strict=strict)
     return _snapshot([*rows, *map(_of_shipped, shipped(gpu))], rates)
 
@@ -160,7 +160,7 @@ def _named_lock(url: str | None) -> str | None:
     return place if lock.is_one(place) else None
 
 
-def _locked(gpu: str, frozen: lock.Lock) -> Snapshot:
+def _of_lock(gpu: str, frozen: lock.Lock) -> Snapshot:
     rows = (TunedConfig(*row, "lock") for row in frozen.of("winner", gpu))
     rates = {(name, revision): value for name, revision, value in frozen.of("rate", gpu)}
     return _snapshot(rows, rates, frozen.digest)
@@ -227,7 +227,7 @@ def _database(gpu: str, url: str | None, *, strict: bool = False) -> _Read:
     try:
         place = settings.load().database_url if url is None else settings.database_url(url)
         path = sqlite.path_of(place)
-        shown = _shown(place) if path is None else place
+        shown = _without_password(place) if path is None else place
         named = settings.load().database_named and not strict
         if url is None and path is not None and not path.exists() and not named:
             return [], {}  # nothing has been tuned yet: no reason to warn
@@ -249,7 +249,7 @@ def _database(gpu: str, url: str | None, *, strict: bool = False) -> _Read:
     }
 
 
-def _shown(url: str) -> str:
+def _without_password(url: str) -> str:
     """The URL of another database without its password, for a log."""
     try:
         from cutekernels.db.storage.engine import shown
@@ -289,8 +289,8 @@ def _read_sqlite(path: Path, gpu: str) -> tuple[list[_Row], list[_Row]]:
             with closing(made) as connection:
                 connection.execute("BEGIN")  # one view of the file for all statements
                 version = _require_known(connection.execute(_VERSION).fetchone())
-                rows = _fetched(connection, _WINNERS, gpu)
-                rates = _fetched(connection, _RATES, gpu) if version >= RATES_SINCE else []
+                rows = _fetch(connection, _WINNERS, gpu)
+                rates = _fetch(connection, _RATES, gpu) if version >= RATES_SINCE else []
         except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
             if sqlite.is_half_written(error):
                 raise StoreError("a killed writer left it half-written; `cutekernels db stats` repairs it") from error
@@ -307,7 +307,7 @@ def _read_sqlite(path: Path, gpu: str) -> tuple[list[_Row], list[_Row]]:
     raise StoreError("a writer kept changing it")
 
 
-def _fetched(connection: sqlite3.Connection, query: str, gpu: str) -> list[_Row]:
+def _fetch(connection: sqlite3.Connection, query: str, gpu: str) -> list[_Row]:
     """All rows. Texts are decoded in C, unless one is not UTF-8: then each by the connection's own function."""
     lenient = connection.text_factory
     connection.text_factory = str

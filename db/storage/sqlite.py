@@ -209,10 +209,10 @@ def needs_immutable(path: Path) -> bool:
 def connect_readonly(path: Path, timeout_s: float, *, immutable: bool, limit_s: float | None = None) -> Connection:
     """A connection that cannot write, does not create the file, and is interrupted after :data:`READ_LIMIT_S`."""
     uri = f"{path.as_uri()}?mode=ro" + ("&immutable=1" if immutable else "")
-    return _limited(_connect(uri, uri=True, timeout=timeout_s), READ_LIMIT_S if limit_s is None else limit_s)
+    return _limit(_connect(uri, uri=True, timeout=timeout_s), READ_LIMIT_S if limit_s is None else limit_s)
 
 
-def _limited(connection: Connection, limit_s: float) -> Connection:
+def _limit(connection: Connection, limit_s: float) -> Connection:
     end = time.monotonic() + limit_s
     connection.set_progress_handler(lambda: time.monotonic() > end, _STEPS_PER_LOOK)
     return connection
@@ -225,7 +225,7 @@ def may_lock(path: Path) -> bool:
 
 def connect_querying(path: Path, timeout_s: float) -> Connection:
     """A connection with SQLite's locks that refuses to write; files beside one in WAL mode go when it is closed."""
-    connection = _limited(_connect(f"{path.as_uri()}?mode=rw", uri=True, timeout=timeout_s), READ_LIMIT_S)
+    connection = _limit(_connect(f"{path.as_uri()}?mode=rw", uri=True, timeout=timeout_s), READ_LIMIT_S)
     try:
         connection.execute("PRAGMA query_only = ON")
         connection.execute("PRAGMA schema_version").fetchone()  # makes the files beside it

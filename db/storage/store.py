@@ -103,7 +103,7 @@ Judge = Callable[[Trial], str]
 """Why a row cannot be true, by what the ops know of its problem; "" of one that can."""
 
 
-def _unjudged(t: Trial) -> str:
+def _accept(t: Trial) -> str:
     return ""
 
 
@@ -384,7 +384,7 @@ class Store:
             target.flush()  # where a reader that left is noticed
         return len(found)
 
-    def import_(self, source: str | os.PathLike[str] | TextIO, *, judge: Judge = _unjudged) -> ImportReport:
+    def import_(self, source: str | os.PathLike[str] | TextIO, *, judge: Judge = _accept) -> ImportReport:
         """Import winners that :meth:`export` wrote: all lines or, where one breaks a rule, of ``judge``'s too, none.
 
         Raises:
@@ -392,13 +392,13 @@ class Store:
         """
         if isinstance(source, str | os.PathLike):
             name = os.fspath(source)
-            with file_errors(name), _opened(name) as stream:
+            with file_errors(name), _open_text(name) as stream:
                 incoming = _read_lines(stream, name, judge)
         else:
             incoming = _read_lines(source, getattr(source, "name", "stream"), judge)
         return self._import(incoming, [t for t in incoming if t.status == "ok"])
 
-    def merge(self, other_url: str | os.PathLike[str], *, judge: Judge = _unjudged) -> ImportReport:
+    def merge(self, other_url: str | os.PathLike[str], *, judge: Judge = _accept) -> ImportReport:
         """Import every trial, winner, request and calibrated rate of another database, which is only read.
 
         Merging again changes nothing: of a request in both the greater number of hits stays, of a rate the later one.
@@ -420,7 +420,7 @@ class Store:
         *,
         gpu: str | None = None,
         op: str | None = None,
-        judge: Judge = _unjudged,
+        judge: Judge = _accept,
     ) -> ImportReport:
         """Take another database's winners in one transaction: a reader sees all of them or none.
 
@@ -507,7 +507,7 @@ class Store:
 # ---- files --------------------------------------------------------------------------------------------------
 
 
-def _opened(name: str) -> TextIO:
+def _open_text(name: str) -> TextIO:
     """The text of a file, compressed or not. A byte that is not UTF-8 becomes a character that no rule lets through."""
     if name.endswith(".gz"):
         return gzip.open(name, "rt", encoding="utf-8", errors="surrogateescape")

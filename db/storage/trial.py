@@ -268,9 +268,11 @@ class Trial:
     @classmethod
     def from_row(cls, row: object) -> Self:
         """The trial that a parsed JSON object describes. Raises StoreError with the first rule it breaks."""
-        values = _known(row, "a trial", {f.name for f in fields(cls)}, REQUIRED)
-        values["gpu"] = Gpu(**_known(values["gpu"], "gpu", set(_GPU_RULES), set(_GPU_RULES)))
-        values["environment"] = Environment(**_known(values["environment"], "environment", set(_ENVIRONMENT_RULES)))
+        values = _require_fields(row, "a trial", {f.name for f in fields(cls)}, REQUIRED)
+        values["gpu"] = Gpu(**_require_fields(values["gpu"], "gpu", set(_GPU_RULES), set(_GPU_RULES)))
+        values["environment"] = Environment(
+            **_require_fields(values["environment"], "environment", set(_ENVIRONMENT_RULES))
+        )
         if values.get("certificate") is not None:
             values["certificate"] = Certificate.from_row(values["certificate"])
         try:
@@ -355,7 +357,9 @@ def parse_json(line: str) -> object:
         raise StoreError(f"not a JSON object: {error}") from None
 
 
-def _known(row: object, what: str, known: set[str], needed: set[str] | frozenset[str] = frozenset()) -> dict[str, Any]:
+def _require_fields(
+    row: object, what: str, known: set[str], needed: set[str] | frozenset[str] = frozenset()
+) -> dict[str, Any]:
     if not isinstance(row, dict):
         raise StoreError(f"{what} must be a JSON object; it is {short_repr(row)}")
     unknown = row.keys() - known

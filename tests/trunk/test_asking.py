@@ -132,5 +132,5 @@ def test_queries_and_histories_have_the_same_columns(tmp_path: Path) -> None:
 
 
 def test_each_op_has_a_colour_of_its_own() -> None:
-    colours = dict(html_report._coloured({op.name: None for op in registry.OPS}))
+    colours = dict(html_report._colours({op.name: None for op in registry.OPS}))
     assert len(set(colours.values())) == len(colours) == len(registry.OPS) > 30

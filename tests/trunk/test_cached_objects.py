@@ -145,7 +145,7 @@ def test_an_entry_that_another_process_is_replacing_is_waited_for(
 def test_an_object_of_another_process_that_does_not_load_is_no_error(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    real = compiler._locked
+    real = compiler._hold_key
 
     @contextmanager
     def beaten(key: str) -> Iterator[None]:
@@ -153,11 +153,11 @@ def test_an_object_of_another_process_that_does_not_load_is_no_error(
         with real(key):
             with monkeypatch.context() as patch:
                 patch.setattr(TextArtifact, "save", lambda self, path: path.write_text("another loader's format"))
-                compiler._built(OP, PROBLEM, CONFIG, H200, key)
+                compiler._build(OP, PROBLEM, CONFIG, H200, key)
             yield
 
     with monkeypatch.context() as patch:
-        patch.setattr(compiler, "_locked", beaten)
+        patch.setattr(compiler, "_hold_key", beaten)
         assert get().startswith("fresh")
     (message,) = caplog.messages
     assert "does not load" in message
@@ -168,7 +168,7 @@ def test_an_object_of_another_process_that_does_not_load_is_no_error(
 @pytest.mark.parametrize("first", [True, False], ids=["built here", "built by another process meanwhile"])
 def test_nothing_is_loaded_under_the_lock(first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Loading may wait for a collective that runs, and that for a rank which waits for the lock."""
-    key, free, real = compiler.cache_key(OP, PROBLEM, CONFIG, H200), [], compiler._locked
+    key, free, real = compiler.cache_key(OP, PROBLEM, CONFIG, H200), [], compiler._hold_key
 
     def watched(method: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
@@ -184,13 +184,13 @@ def test_nothing_is_loaded_under_the_lock(first: bool, monkeypatch: pytest.Monke
     def beaten(key: str) -> Iterator[None]:
         with real(key):
             if not compiler.ready(key):
-                compiler._built(OP, PROBLEM, CONFIG, H200, key)
+                compiler._build(OP, PROBLEM, CONFIG, H200, key)
             yield
 
     monkeypatch.setattr(TextArtifact, "kernel", watched(TextArtifact.kernel))
     monkeypatch.setattr(TextArtifact, "load", watched(TextArtifact.load))
     if not first:
-        monkeypatch.setattr(compiler, "_locked", beaten)
+        monkeypatch.setattr(compiler, "_hold_key", beaten)
     assert get().startswith("fresh" if first else "loaded")
     assert free == [True]
     assert builds() == 1

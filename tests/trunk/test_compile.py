@@ -413,7 +413,7 @@ def test_a_full_disk_is_told_apart_by_the_real_compilers(order: str) -> None:
 
 def build_and_hang(config: str) -> None:
     compiler._BACKENDS["text"] = f"{__name__}:TextArtifact"
-    with compiler.scratch() as folder, compiler._locked("c" * 32):
+    with compiler.scratch() as folder, compiler._hold_key("c" * 32):
         (folder / "tmp.ptx").write_text("half")
         (compiler.directory() / ("c" * 32 + ".new") / "half.text").write_text("half")
         (compiler.directory() / "ready").touch()

@@ -27,7 +27,7 @@ def fake_compile(request: tuple[str, str, str, Any]) -> Facts:
     """A compiler that works in the cache as the real one does: lock, temporary file, rename."""
     _op, problem, config, _gpu = request
     key = f"{abs(hash((problem, config))):032x}"[:32]
-    with compiler._locked(key):
+    with compiler._hold_key(key):
         with tempfile.NamedTemporaryFile(delete=False) as scrap:
             scrap.write(bytes(1000))
         time.sleep(0.01)
