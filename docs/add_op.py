@@ -7,7 +7,6 @@ names where they must stand:
 - ``cutekernels/ops/<family>/`` and ``cutekernels/kernels/triton/<family>.py``: the files themselves;
 - ``cutekernels/ops/registry.py``: the family and its ops;
 - ``cutekernels/__init__.pyi``: the public functions of ``api.py``;
-- ``pyproject.toml``: the package;
 - ``README.md``: the functions, in the table of ops.
 
 Dispatcher, tuner, database, ``explain``, ``python -m bench``, floors, the reference page and the tests that run over
@@ -79,11 +78,6 @@ def join(folder: Path, root: Path = ROOT) -> str:
         (line for line in stub.read_text().splitlines() if line.startswith("from ") and line > lines), "\n__version__"
     )
     insert(stub, following, lines)
-    packages = re.findall(r'^    "(cutekernels\.\S+)",$', (root / "pyproject.toml").read_text(), re.MULTILINE)
-    package = f"cutekernels.ops.{family}"
-    last = max(i for i, name in enumerate(packages) if name.startswith("cutekernels.ops."))
-    behind = next((n for n in packages if n.startswith("cutekernels.ops.") and n > package), packages[last + 1])
-    insert(root / "pyproject.toml", f'    "{behind}",\n', f'    "{package}",\n')
     shown = ", ".join(f"`{name}`" for name in functions)
     text = (root / "README.md").read_text()
     (root / "README.md").write_text(text.replace(LAST_ROW, f"| {shown}, {LAST_ROW[2:]}", 1))
@@ -94,7 +88,7 @@ def main() -> None:
     if len(sys.argv) != 2:
         raise SystemExit(__doc__)
     family = join(Path(sys.argv[1]))
-    print(f"{family} is joined; python -m docs.generate writes the pages, pip install -e . the package list")
+    print(f"{family} is joined; python -m docs.generate writes the pages")
 
 
 if __name__ == "__main__":

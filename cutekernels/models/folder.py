@@ -59,10 +59,6 @@ class Folder:
         """A tensor over the pages of its file; copy what is to stay."""
         return self._files[name].read(name)
 
-    def forget(self, name: str) -> None:
-        """Give the pages of a tensor back to the system."""
-        self._files[name].forget(name)
-
     def _open(self) -> tuple[dict[str, TensorFile], set[str]]:
         """The file of each tensor (the only one, or as the index has it), and the tensors that the index does not name.
 

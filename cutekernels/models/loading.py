@@ -34,7 +34,7 @@ def load(
     dtype: torch.dtype | None = None,
     progress: bool = True,
 ) -> LoadedModel:
-    """A checkpoint in Hugging Face's layout, for :class:`Decoder`. Needs neither transformers nor safetensors.
+    """A checkpoint in Hugging Face's layout, for :class:`Decoder`. Needs no transformers.
 
     ::
 

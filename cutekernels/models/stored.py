@@ -44,7 +44,6 @@ class Reading:
         return found
 
     def _count_bytes(self, name: str) -> None:
-        self.folder.forget(name)
         self.advance(self.folder.entries[name].bytes)
 
 

@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -141,14 +140,11 @@ def test_it_is_public_benched_and_documented(report: dict[str, Any]) -> None:
 
 
 def test_its_names_stand_where_they_must(tmp_path: Path) -> None:
-    for name in ("README.md", "pyproject.toml", "cutekernels/__init__.pyi", "cutekernels/ops/registry.py"):
+    for name in ("README.md", "cutekernels/__init__.pyi", "cutekernels/ops/registry.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     (tmp_path / "cutekernels/kernels/triton").mkdir(parents=True)
     add_op.join(ROOT / "examples/new_op", tmp_path)
     assert "| `softcap`, `" in (tmp_path / "README.md").read_text()
-    packages = tomllib.loads((tmp_path / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
-    families = [name for name in packages if name.startswith("cutekernels.ops.")]
-    assert "cutekernels.ops.softcap" in families and families == sorted(families)
     with pytest.raises(SystemExit, match="is there already"):
         add_op.join(ROOT / "examples/new_op", tmp_path)

@@ -157,7 +157,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Path]:
     names = [n for n in listed if n.startswith(tuple(PLACES)) and (ROOT / n).exists()]
     if not names:
         pytest.skip("no git checkout")
-    for name in (*names, "pyproject.toml", "README.md"):
+    for name in (*names, "pyproject.toml", "setup.py", "README.md"):
         (folder / "source" / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / "source" / name).write_bytes((ROOT / name).read_bytes())
     for kind in ("sdist", "wheel"):
@@ -184,7 +184,7 @@ def test_the_dockerfile_copies_all_that_the_wheel_is_built_from() -> None:
     text = (ROOT / "Dockerfile").read_text()
     copied = {name for line in re.findall(r"^COPY (.*) \S+$", text, re.MULTILINE) for name in line.split()}
     assert all((ROOT / name).exists() for name in copied)
-    assert {"pyproject.toml", *(place.rstrip("/") for place in PLACES), PROJECT["readme"]} <= copied
+    assert {"pyproject.toml", "setup.py", *(place.rstrip("/") for place in PLACES), PROJECT["readme"]} <= copied
     extras = re.search(r'"\.\[(.*)\]"', text)
     assert extras and set(extras[1].split(",")) <= set(PROJECT["optional-dependencies"])
 
