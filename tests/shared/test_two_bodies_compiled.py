@@ -84,10 +84,10 @@ def test_compiles_for_every_architecture_without_spills(op: Any, spec: gpu.GpuSp
     texts = rng.sample((*op.suite, *RAGGED[op.name]), len(op.suite))
     problem, found = next((p, c) for text in texts if (c := in_cute(op, p := op.Problem.parse(text), spec)))
     tallest = max(found, key=lambda c: (getattr(c, "block_rows", 0) * getattr(c, "block_cols", 0) or c.heads) / c.warps)
-    for config in {tallest, rng.choice(found)}:
-        facts = op.build(problem, config, spec).facts
-        assert facts.stack_bytes == 0, (str(problem), str(config), facts)
-        assert facts.registers * 32 * config.warps <= spec.REGISTERS_PER_SM
+    config = tallest if TARGETS.index(spec) % 2 else rng.choice(found)
+    facts = op.build(problem, config, spec).facts
+    assert facts.stack_bytes == 0, (str(problem), str(config), facts)
+    assert facts.registers * 32 * config.warps <= spec.REGISTERS_PER_SM
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from cutekernels.ops import registry
 from cutekernels.ops.shared.triton_op import TritonOp
 
 ROOT = Path(__file__).parents[2]
-PROCESSES = 3
+PROCESSES = 2
 KERNELS = 24
 HERE = f"{__name__}:"
 TRITON_OPS = [op for op in registry.OPS if isinstance(op, TritonOp)]
@@ -127,10 +127,10 @@ def test_any_order_and_any_number_of_processes_make_the_same_cache(
     assert sum(bool(report.compiled) for report in reports) > 1
     with Child(HERE + "obtain", env=WITHOUT_GPU) as fresh:
         assert fresh.ask(Order(wanted, str(shared), may_compile=False), 300) == Report([], [])
-        again = fresh.ask(Order(wanted[::-1], str(alone)), 300)
-    assert (len(again.compiled), again.warnings) == (KERNELS, [])
-    assert content(alone) == content(shared)
-    assert len(content(shared)) == 2 * KERNELS
+        again = fresh.ask(Order(wanted[::-2], str(alone)), 300)
+    assert (len(again.compiled), again.warnings) == (KERNELS // 2, [])
+    assert content(alone).items() <= content(shared).items()
+    assert len(content(shared)) == 2 * KERNELS == 2 * len(content(alone))
 
 
 # ---- on a GPU -------------------------------------------------------------------------------------------

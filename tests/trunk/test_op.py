@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cutekernels.errors import InvalidConfig, UnsupportedProblem
@@ -52,6 +52,7 @@ class TestText:
             assert op.Problem.parse(str(problem.bucket())) == problem.bucket()
 
     @pytest.mark.parametrize("op", registry.OPS, ids=lambda op: op.name)
+    @settings(max_examples=25)
     @given(data=st.data())
     def test_configs_of_every_op_survive(self, op: Any, data: st.DataObject) -> None:
         values = {name: data.draw(st.sampled_from(options)) for name, options in op.Config.space().items()}

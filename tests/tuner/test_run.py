@@ -203,10 +203,10 @@ def test_real_compilers_predict_for_an_absent_gpu_and_resume(tmp_path: Path) -> 
         'name = "two"\n[[tasks]]\nop = "gemm"\nproblems = ["m=512 n=512 k=512"]\n'
         '[[tasks]]\nop = "silu_mul"\nproblems = ["rows=512 cols=512"]\n'
     )
-    first = tune(job, "rtx5090", db=str(tmp_path / "t.db"), jobs=1, limit=2)
-    assert [(t.state, dict(t.attempts)) for t in first.tasks] == [("predicted", {"ok": 2})] * 2
+    first = tune(job, "rtx5090", db=str(tmp_path / "t.db"), jobs=1, limit=1)
+    assert [(t.state, dict(t.attempts)) for t in first.tasks] == [("predicted", {"ok": 1})] * 2
     for task in first.tasks:
         w = task.winner
         assert w is not None and w.origin == "predicted" and w.gpu.target == "sm_120a"
         assert w.registers is not None and 0 < w.registers <= 255
-    assert tune(job, "rtx5090", db=str(tmp_path / "t.db"), jobs=1, limit=2).measured == 0
+    assert tune(job, "rtx5090", db=str(tmp_path / "t.db"), jobs=1, limit=1).measured == 0
