@@ -25,7 +25,7 @@ export PATH := $(BIN):$(PATH)
 # The tests start hundreds of processes, which would compile our modules anew where an image sets this.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test tests test-quick test-versions lock lint format types plots docs bench install clean
+.PHONY: demo test tests test-quick test-versions every-model lock lint format types plots docs bench install clean
 
 install: $(STAMP)
 
@@ -84,6 +84,11 @@ tests: $(STAMP)
 # torch's 2.11 with CUDA's libraries, the newest and vLLM's: 15 GB in .venv-versions. WORKERS as in `make test`.
 test-versions: $(STAMP)
 	WORKERS=$(WORKERS) python -m tests.versions
+
+# Each causal model class of transformers, patched: minutes. It writes the table in docs/transformers.md.
+every-model: $(STAMP)
+	mkdir -p build && python -m tests.every_model > build/every_model.tsv
+	python -m tests.every_model --write build/every_model.tsv
 
 test-quick: $(STAMP)
 	OMP_NUM_THREADS=1 pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow and not sweep"

@@ -43,7 +43,7 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 _LATENT = {
     "kv_lora_rank": 24, "q_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
-    "head_dim": 8, "num_key_value_heads": 4, "n_group": 1, "topk_group": 1,
+    "head_dim": 8, "num_key_value_heads": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
 }  # fmt: skip
 _INDEXED = _LATENT | {"index_n_heads": 4, "index_head_dim": 16, "index_topk": 8}
 _LINEAR = {"layer_types": ["linear_attention", "full_attention"]}
@@ -78,7 +78,6 @@ OWN: dict[str, dict[str, Any]] = {  # where the sizes above do not fit together
     },
     "dots1": {"n_group": 1, "topk_group": 1, "n_shared_experts": 1},
     "gemma3n_text": _GEMMA | {"laurel_rank": 8, "activation_sparsity_pattern": [0.0] * 4},
-    "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0}},
     "gemma4_text": _GEMMA | {"global_head_dim": 16},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 8},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 8, "use_mamba_kernels": False},

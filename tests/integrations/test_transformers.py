@@ -428,13 +428,13 @@ def test_layers_with_dropout_are_left(family: str, option: str, left: list[str])
 
 def test_the_report_names_what_is_left() -> None:
     model = tiny.model("mixtral")
-    model.model.layers[0].mlp.experts.act_fn = torch.nn.GELU()
+    model.model.layers[0].mlp.experts.has_post_expert_norm = True
     model.model.layers[1].self_attn.q_proj.register_forward_hook(lambda *_: None)
     with ck.patch(model) as report:
         text = str(report)
     assert report.patched == {"layer": 2, "attention": 2, "linear": 9, "norm": 5, "experts": 1, "causal": 1}
     assert report.fused == {"attention": 1}
-    assert "its experts have the gate of GELU, and kernels that of SiLU: model.layers.0.mlp.experts" in text
+    assert "its experts have a norm of their own: model.layers.0.mlp.experts" in text
     assert "its projections have hooks: model.layers.1.self_attn.q_proj/k_proj/v_proj" in text
 
 

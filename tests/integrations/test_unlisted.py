@@ -23,22 +23,30 @@ from tests.integrations.tiny import tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 OWN: dict[str, Any] = {"num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256}
-# Neighbours that turn and norms rounded once; layer norms and a part of each head; norms of queries and keys.
 ALL = {"norm", "mlp", "rotary", "linear", "attention", "causal"}
-# What structure finds, and reasons among those to leave the rest.
+ROW = {"norm", "linear", "attention", "layer", "causal"}
+# What is found, and reasons among those to leave the rest.
 FOUND: dict[str, tuple[set[str], list[str]]] = {
     # Neighbours that turn and norms rounded once; layer norms and a part of each head; norms of queries and keys.
     "helium": (ALL, []),
     "stablelm": (ALL, []),
     "hunyuan_v1_dense": (ALL, []),
-    # A norm's weight behind one, another gate; dropout in code; two rotary embeddings.
+    # A norm's weight behind one, another gate; dropout in code; a rotary embedding for each type of layers.
     "nemotron": (ALL - {"norm", "mlp"}, ["differ from any kernel's", "the gate of ReLUSquared"]),
     "seed_oss": (ALL - {"mlp"}, ["in training or out of it"]),
-    "olmo3": (ALL - {"rotary"}, ["no rotary embedding whose cosines"]),
-    # Experts behind a sigmoid router; latent keys and values; attention that is not dispatched.
-    "glm4_moe": (ALL | {"experts"}, []),
-    "deepseek_v3": (ALL - {"attention"}, ["k and v must have one shape"]),
+    "olmo3": (ALL, []),
+    # Experts behind a sigmoid router, whose result an MLP is changed in place by; latent keys and values; attention
+    # that is not dispatched.
+    "dots1": (ALL | {"experts"}, []),
+    "llama4_text": (ALL - {"rotary"}, []),
+    "deepseek_v3": (ALL - {"attention"} | {"experts"}, ["k and v must have one shape"]),
     "bloom": ({"norm", "linear", "causal"}, ["does not dispatch it by name"]),
+    # By a row: an output gate and the delta rule, with and without experts; a sigmoid router; biases and clamped gates.
+    "qwen3_5_text": (ROW | {"mlp", "gated_norm"}, ["gated delta rule"]),
+    "qwen3_5_moe_text": (ROW | {"mlp", "gated_norm", "experts"}, ["gated delta rule"]),
+    "qwen3_next": (ROW | {"mlp", "gated_norm", "experts"}, ["gated delta rule"]),
+    "glm4_moe": (ROW | {"mlp", "experts"}, []),
+    "gpt_oss": (ROW | {"experts"}, []),
 }
 
 

@@ -12,9 +12,13 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.integrations.transformers.attention import NAME, require_transformers
 from cutekernels.integrations.transformers.checkpoints import REMEDY as QUANTIZED
 from cutekernels.integrations.transformers.checkpoints import is_quantized
-from cutekernels.integrations.transformers.families import gate_of
+from cutekernels.integrations.transformers.families import activation_of, gate_of
+from cutekernels.integrations.transformers.modules import Patched
+from cutekernels.integrations.transformers.projections import held, multiplied
 from cutekernels.integrations.transformers.tensor_parallel import is_planned, is_sharded
+from cutekernels.ops.moe.api import moe_combine, moe_gather, moe_permute
 from cutekernels.ops.moe.ffn import moe_ffn
+from cutekernels.ops.moe.grouped_api import grouped_gemm
 
 
 @cache
@@ -52,7 +56,31 @@ def run_experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_w
             f'{type(module).__name__} cannot run as "{NAME}": {reason}. Call '
             'model.set_experts_implementation("grouped_mm"), or "eager"'
         )
-    return moe_ffn(hidden_states, module.gate_up_proj, module.down_proj, top_k_index, top_k_weights)
+    return computed(module, hidden_states, top_k_index, top_k_weights)
+
+
+def computed(module: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """What a module of experts does: ``moe_ffn`` where they are Mixtral's, else products around the module's gate."""
+    gate_up, down = held(module, "gate_up_proj"), held(module, "down_proj")
+    turned, has_bias = getattr(module, "is_transposed", False), hasattr(module, "gate_up_proj_bias")
+    if not (turned or has_bias or _own_gate(module)) and gate_of(activation_of(module)) == "silu":
+        return moe_ffn(x, gate_up, down, ids, weights)
+    _, offsets, inverse = moe_permute(ids, len(gate_up))
+    biases = [held(module, f"{name}_bias") if has_bias else None for name in ("gate_up_proj", "down_proj")]
+    both = grouped_gemm(moe_gather(x, inverse), gate_up.mT if turned else gate_up, offsets, biases[0])
+    if hasattr(module, "_apply_gate"):
+        hidden = module._apply_gate(both)
+    else:  # of old versions
+        gate, up = both.chunk(2, dim=-1)
+        hidden = activation_of(module)(gate) * up
+    out = grouped_gemm(hidden, down.mT if turned else down, offsets, biases[1])
+    return moe_combine(out, inverse, weights.to(torch.promote_types(weights.dtype, torch.float32)))
+
+
+def _own_gate(module: Any) -> bool:
+    """Whether a module of experts has a gate of its own in the place of transformers'."""
+    home = "transformers.integrations.moe"
+    return getattr(getattr(type(module), "_apply_gate", None), "__module__", home) != home
 
 
 def why_not_experts(module: Any) -> str:
@@ -60,20 +88,29 @@ def why_not_experts(module: Any) -> str:
     weights: list[Any] = [getattr(module, name, None) for name in ("gate_up_proj", "down_proj")]
     kinds = torch.nn.Parameter, Tensor  # in a planned module's forward its share stands in the place of a parameter
     plain = all(type(w) in kinds or (is_sharded(w) and is_planned(module)) for w in weights)
-    if not plain or any(w.dim() != 3 or w.dtype.itemsize < 2 for w in weights) or getattr(module, "has_bias", False):
+    if not plain or any(w.dim() != 3 or w.dtype.itemsize < 2 for w in weights):
         stored = [p for p in module.parameters() if p.dtype.itemsize < 2]
         if stored or is_quantized(module):
             return f"its experts are quantized: {QUANTIZED} for a models.Decoder, which multiplies them packed"
-        return "its experts' weights are no plain parameters, or have biases"
-    if getattr(module, "is_transposed", False):
-        return "its experts' weights are transposed"
-    if not getattr(module, "is_concatenated", True):
+        return "its experts' weights are no plain parameters"
+    if not getattr(module, "is_concatenated", True) and not _own_gate(module):
         return "its experts' gate and up are interleaved, and kernels take one behind the other"
     if getattr(module, "has_post_expert_norm", False):
         return "its experts have a norm of their own"
-    gating = getattr(getattr(type(module), "_apply_gate", None), "__module__", "transformers.integrations.moe")
-    if gating != "transformers.integrations.moe":
-        return "its experts have a gate of their own, and kernels that of SiLU"
-    if gate_of(module.act_fn) != "silu":
-        return f"its experts have the gate of {type(module.act_fn).__name__}, and kernels that of SiLU"
     return ""
+
+
+class Experts(Patched):
+    """A module of experts as ``patch`` leaves it."""
+
+    gate_up_proj: Tensor
+    down_proj: Tensor
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """The chosen experts' results, weighted and added up, of indices and weights by whatever name; the router and
+        the gate stay the original's.
+        """
+        if not multiplied(hidden_states, held(self, "gate_up_proj")):
+            return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc, no-any-return]
+        ids, weights = sorted((*args, *kwargs.values()), key=Tensor.is_floating_point)
+        return computed(self, hidden_states, ids, weights)

@@ -48,6 +48,7 @@ class Family:
         interleaved: channels that turn together are neighbours.
         table: rows of cosines: their halves repeat, they have each angle once, or twice in a row.
         turns_in_windows: layers without a window have no rotary embedding.
+        output_gate: attention's result is multiplied by sigmoids, of logits behind each head's query in q_proj.
         sinks: attention has a logit for each head that takes its share and adds nothing.
         windowed: attention has a ``sliding_window``: the config's in all layers of the model, or its own layer's.
         passes_window: transformers' attention hands that on; where not, its mask holds it.
@@ -78,6 +79,7 @@ class Family:
     interleaved: bool = False
     table: Literal["halves", "once", "twice"] = "halves"
     turns_in_windows: bool = False
+    output_gate: bool = False
     sinks: bool = False
     windowed: Literal["model", "layer"] | None = "layer"
     passes_window: bool = True
@@ -99,6 +101,7 @@ class Family:
             "attention": "Attention",
             "layer": "DecoderLayer",
             "causal": "ForCausalLM",
+            "gated_norm": "RMSNormGated",
         }
         if self.experts:
             suffixes["experts"] = "Experts"
@@ -178,6 +181,10 @@ class Family:
 
 
 _GEMMA: dict[str, Any] = {"weight_offset": 1.0, "rounding": "once", "norms": _AROUND, "logit_softcap": True}
+_DELTA: dict[str, Any] = {
+    "weight_offset": 1.0, "rounding": "once", "output_gate": True, "windowed": None,
+    "undecoded": "three of four layers mix tokens by the gated delta rule, which no kernel computes",
+}  # fmt: skip
 FAMILIES: dict[str, Family] = {
     "llama": Family("llama", "Llama", windowed=None),
     "mistral": Family("mistral", "Mistral", windowed="model"),
@@ -185,6 +192,17 @@ FAMILIES: dict[str, Family] = {
     "qwen2": Family("qwen2", "Qwen2"),
     "qwen3": Family("qwen3", "Qwen3"),
     "qwen3_moe": Family("qwen3_moe", "Qwen3Moe", experts=True, windowed="model"),
+    "qwen3_5_text": Family("qwen3_5", "Qwen3_5", **_DELTA),
+    "qwen3_5_moe_text": Family("qwen3_5_moe", "Qwen3_5Moe", experts=True, **_DELTA),
+    "qwen3_next": Family("qwen3_next", "Qwen3Next", experts=True, **_DELTA),
+    "qwen3_vl_text": Family(
+        "qwen3_vl", "Qwen3VLText", windowed=None,
+        undecoded="features of images are added between its layers, which a Decoder does not do",
+    ),
+    "glm4_moe": Family(
+        "glm4_moe", "Glm4Moe", experts=True, windowed=None,
+        undecoded="its router adds a bias to sigmoids, and a Decoder's takes a softmax",
+    ),
     "qwen2_moe": Family("qwen2_moe", "Qwen2Moe", experts=True, passes_window=False),
     "phi3": Family("phi3", "Phi3", joined_qkv=True, joined_mlp=True, windowed="model"),
     "granite": Family("granite", "Granite", multipliers=True, windowed=None),
@@ -266,7 +284,7 @@ def activation_of(mlp: Any) -> Any:
     """The activation module of an MLP, whatever its family calls it."""
     modules = mlp._modules
     own = next((modules[name] for name in ACTIVATIONS if name in modules), None)
-    return next(getattr(mlp, name) for name in ACTIVATIONS if hasattr(mlp, name)) if own is None else own
+    return next((getattr(mlp, name) for name in ACTIVATIONS if hasattr(mlp, name)), None) if own is None else own
 
 
 def gate_of(act: Any) -> Gate | None:

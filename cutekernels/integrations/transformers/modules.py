@@ -25,7 +25,6 @@ from cutekernels.nn.mlp import Gate, gate_mul, gated, projected, unhooked
 from cutekernels.nn.packing import side_by_side
 from cutekernels.ops.gemm.api import linear
 from cutekernels.ops.loss.cross_entropy import linear_cross_entropy
-from cutekernels.ops.moe.ffn import moe_ffn
 from cutekernels.ops.norms.api import add_rms_norm, layer_norm, rms_norm
 
 # ---- classes that change places -------------------------------------------------------------------------
@@ -227,6 +226,17 @@ class Norm(Patched):
         return rms_norm(x, weight, **self.family.norm_options(self))
 
 
+class GatedNorm(Norm):
+    def forward(self, hidden_states: Tensor, gate: Tensor) -> Tensor:  # type: ignore[override]
+        """The norm, multiplied by ``silu(gate)`` in fp32."""
+        me: Any = self
+        weight = held(me, "weight")
+        if hidden_states.dtype != weight.dtype:
+            return super(Norm, self).forward(hidden_states, gate)  # type: ignore[misc, no-any-return]
+        normed = rms_norm(hidden_states, weight, eps=me.variance_epsilon, rounding="huggingface")
+        return (normed * torch.nn.functional.silu(gate.float())).to(normed.dtype)
+
+
 class LayerNorm(Patched):
     weight: Tensor
 
@@ -317,18 +327,6 @@ class PackedMlp(Fused, Mlp):
         return last(hidden)  # type: ignore[no-any-return]
 
 
-class Experts(Patched):
-    gate_up_proj: Tensor
-    down_proj: Tensor
-
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """The chosen experts' results, weighted and added up; the router stays the original's."""
-        gate_up, down = held(self, "gate_up_proj"), held(self, "down_proj")
-        if not multiplied(hidden_states, gate_up) or gate_of(activation_of(self)) != "silu":
-            return super().forward(hidden_states, top_k_index, top_k_weights)  # type: ignore[misc, no-any-return]
-        return moe_ffn(hidden_states, gate_up, down, top_k_index, top_k_weights)
-
-
 class Attention(Patched):
     """Attention whose q, k and v are one projection."""
 
@@ -352,6 +350,9 @@ class Attention(Patched):
         names: Any = sys.modules[self.original.__module__]
         shape = hidden_states.shape[:-1]
         q, k, v = self.query_key_value(hidden_states)
+        gate = None
+        if self.family.output_gate:
+            q, gate = q.view(*shape, -1, 2 * me.head_dim).chunk(2, dim=-1)
         if self.family.whole_norms:
             q, k = me.q_norm(q), me.k_norm(k)
         q, k, v = (t.view(*shape, -1, me.head_dim) for t in (q, k, v))
@@ -373,7 +374,8 @@ class Attention(Patched):
             self, q, k, v, attention_mask, dropout=me.attention_dropout if me.training else 0.0, scaling=me.scaling,
             sliding_window=family.window_of(me), softcap=family.softcap_of(me), position_ids=position_ids, **kwargs,
         )  # fmt: skip
-        return me.o_proj(out.reshape(*shape, -1)), weights
+        out = out.reshape(*shape, -1)
+        return me.o_proj(out if gate is None else out * torch.sigmoid(gate.reshape(*shape, -1))), weights
 
     def query_key_value(self, x: Tensor) -> Any:
         """The projections of ``x`` ``(B, S, H)``."""

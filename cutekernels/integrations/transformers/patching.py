@@ -12,6 +12,7 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.integrations.transformers import (
     attention,
     checkpoints,
+    experts,
     modules,
     projections,
     quantized,
@@ -139,6 +140,7 @@ def _patch_family(model: Any, family: Family, report: Report, path: str) -> None
     mixins: dict[str, Any] = {
         "linear": modules.Linear,
         "norm": modules.LayerNorm if family.layer_norm else modules.Norm,
+        "gated_norm": modules.GatedNorm,
         "mlp": modules.PlainMlp if not family.gated else modules.Mlp if family.joined_mlp else modules.PackedMlp,
         "attention": modules.Attention if family.joined_qkv else modules.PackedAttention,
         "layer": (
@@ -148,7 +150,7 @@ def _patch_family(model: Any, family: Family, report: Report, path: str) -> None
             if family.multipliers
             else modules.Layer
         ),
-        "experts": modules.Experts,
+        "experts": experts.Experts,
         "causal": modules.CausalLM,
     }
     if family.norms[2] is None:  # no residual is added in front of a norm: the layer's own forward is as good

@@ -36,6 +36,8 @@ def why_not(role: str, module: Any, family: Family, top_k: int) -> str:
         return "its forward has been replaced (by device_map's hooks, say)"
     if role == "experts":
         return why_not_experts(module) or _not_multiplied(module.gate_up_proj) or _of_experts(module, top_k)
+    if role == "layer" and "linear_attn" in module._modules:
+        return "its tokens are mixed by the gated delta rule, which stays transformers' own"
     if _drops(module):
         return "it has dropout, which no kernel has"
     if role == "mlp":
@@ -217,7 +219,8 @@ def _of_core(
 
 def _of_experts(module: Any, top_k: int) -> str:
     gate_up, down = module.gate_up_proj, module.down_proj
-    return _of_shapes(tuple(gate_up.shape), tuple(down.shape), top_k, _dtype(gate_up))
+    shapes = [tuple((w.mT if getattr(module, "is_transposed", False) else w).shape) for w in (gate_up, down)]
+    return _of_shapes(*shapes, top_k, _dtype(gate_up))
 
 
 @cache

@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutekernels.integrations.transformers import checkpoints, modules, projections
-from cutekernels.integrations.transformers.experts import why_not_experts
+from cutekernels.integrations.transformers import checkpoints, experts, modules, projections
 from cutekernels.integrations.transformers.families import ACTIVATIONS, Family, activation_of, gate_of
 from cutekernels.nn.mlp import Gate, unhooked
 
@@ -33,6 +32,7 @@ _QUANTIZED = (
 _GATES: tuple[Gate, ...] = ("silu", "gelu", "gelu_tanh")
 _FP32 = 64 * 2.0**-23
 _TOKENS = 6
+_TURNS = "inv_freq"  # the buffer of a rotary embedding, behind the type of layers that it is for
 _EXPERTS = 8
 UNKNOWN = Family("", "", windowed=None)
 
@@ -140,8 +140,8 @@ def _guesses(module: Any, tables: _Tables | None) -> tuple[str, Any]:
         return "rotary", [(modules.Turned, Family("", "", table=tables.form, interleaved=x)) for x in (False, True)]  # type: ignore[arg-type]
     stacked = [module._parameters.get(name) for name in ("gate_up_proj", "down_proj")]
     if all(p is not None and p.dim() == 3 for p in stacked):
-        left = why_not_experts(module)
-        return "experts", left or [(modules.Experts, UNKNOWN)]
+        left = experts.why_not_experts(module)
+        return "experts", left or [(experts.Experts, UNKNOWN)]
     if not _takes_one(module):
         return "", ()
     children = dict(module.named_children())
@@ -214,12 +214,16 @@ class _Tables:
 def _tables(model: torch.nn.Module) -> _Tables | None:
     """Those of a model's rotary embedding, or None where there is none, or several that are not alike."""
     found: list[_Tables] = []
-    for module in model.modules():
-        turns = module._buffers.get("inv_freq")
+    kinds = [
+        (m, name) for m in model.modules() for name in m._buffers if name.endswith(_TURNS) and "original" not in name
+    ]
+    for module, name in kinds:
+        turns, kind = module._buffers[name], name.removesuffix(_TURNS).removesuffix("_")
         if turns is None or turns.is_meta or not unhooked(module):
             continue
         ids = torch.arange(3, 3 + _TOKENS, device=turns.device)[None]
-        made = attempt(module, torch.zeros((), device=turns.device), ids)
+        given = (torch.zeros((), device=turns.device), ids, *([kind] if kind else []))  # of a type of layers
+        made = attempt(module, *given)
         if (
             not isinstance(made, tuple)
             or len(made) != 2
@@ -276,10 +280,10 @@ def _chosen(role: str, module: Any, guesses: list[Guess], tables: _Tables | None
     return guesses[min(found)[1]] if found else said(closest)
 
 
-def _fewer(experts: Any) -> Any:
-    """The first of many experts."""
-    few = copy.copy(experts)
-    few._parameters = {n: torch.nn.Parameter(p.detach()[:_EXPERTS]) for n, p in experts._parameters.items()}
+def _fewer(module: Any) -> Any:
+    """A module of experts with the first of them."""
+    few = copy.copy(module)
+    few._parameters = {n: torch.nn.Parameter(p.detach()[:_EXPERTS]) for n, p in module._parameters.items()}
     if hasattr(few, "num_experts"):
         few.num_experts = len(few.down_proj)
     return few
@@ -353,6 +357,7 @@ def _inputs(role: str, module: Any, family: Family) -> list[list[Tensor]]:
     generator = torch.Generator().manual_seed(1)
     if role == "experts":  # two of them a token, as routers choose
         scores = torch.rand(_TOKENS, len(first), generator=generator).topk(min(2, len(first)))
+        width = first.shape[1] if getattr(module, "is_transposed", False) else width
         x = torch.randn(_TOKENS, width, generator=generator)
         to = {"device": first.device, "dtype": first.dtype}
         return [[(x * size).to(**to), scores.indices.to(first.device), scores.values.to(**to)] for size in (1.0, 1e3)]
