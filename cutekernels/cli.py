@@ -359,8 +359,9 @@ def diagnose() -> list[Finding]:
         Finding("python", "ok", facts["python"]),
         *(_package(name, facts[name]) for name in ("torch", "triton", "dsl")),
         _dsl_import(),
+        *_dsl_wheels(machine := installation.this_machine(), facts["dsl"]),
         *_private_names(),
-        *_driver_and_gpu(installation.this_machine()),
+        *_driver_and_gpu(machine),
         _cache_dir(settings.load().cache_dir),
         _database(settings.load().database_url),
         _tool("ptxas", environment.ptxas()),
@@ -397,6 +398,15 @@ def _dsl_import() -> Finding:
         said[-1] if said else f"exit code {done.returncode}",
         "pip install --force-reinstall nvidia-cutlass-dsl; for CUDA 13: cutekernels[cu13]",
     )
+
+
+def _dsl_wheels(machine: installation.Machine, version: str) -> list[Finding]:
+    """Which of the DSL's wheels came last, where two have files in common."""
+    findings = []
+    for overlap in installation.overlaps():
+        misfit = overlap.misfit(machine, version)
+        findings.append(Finding(**asdict(misfit)) if misfit else Finding("dsl wheels", "ok", str(overlap)))
+    return findings
 
 
 def _private_names() -> list[Finding]:
