@@ -21,6 +21,7 @@ import stat
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -169,7 +170,11 @@ def _command(verb: str) -> Any:
     module, _, attribute = _MOUNTED[verb][0].partition(":")
     if module.startswith("bench"):
         _reach_bench()
-    return typer.main.get_command(getattr(importlib.import_module(module), attribute))
+    found = typer.main.get_command(getattr(importlib.import_module(module), attribute))
+    if verb == "db":  # one verb of it measures, which its own room, far below the tuner's, cannot
+        inner = importlib.import_module("cutekernels.autotune.check")
+        vars(found)["commands"]["check"] = typer.main.get_command(inner.app)
+    return found
 
 
 def _reach_bench() -> None:
@@ -354,13 +359,15 @@ def diagnose() -> list[Finding]:
         Finding("python", "ok", facts["python"]),
         *(_package(name, facts[name]) for name in ("torch", "triton", "dsl")),
         _dsl_import(),
+        *_dsl_wheels(machine := installation.this_machine(), facts["dsl"]),
         *_private_names(),
-        *_driver_and_gpu(installation.this_machine()),
+        *_driver_and_gpu(machine),
         _cache_dir(settings.load().cache_dir),
         _database(settings.load().database_url),
         _tool("ptxas", environment.ptxas()),
         _cuobjdump(),
         *_rates(),
+        *_drift(),
     ]
 
 
@@ -391,6 +398,15 @@ def _dsl_import() -> Finding:
         said[-1] if said else f"exit code {done.returncode}",
         "pip install --force-reinstall nvidia-cutlass-dsl; for CUDA 13: cutekernels[cu13]",
     )
+
+
+def _dsl_wheels(machine: installation.Machine, version: str) -> list[Finding]:
+    """Which of the DSL's wheels came last, where two have files in common."""
+    findings = []
+    for overlap in installation.overlaps():
+        misfit = overlap.misfit(machine, version)
+        findings.append(Finding(**asdict(misfit)) if misfit else Finding("dsl wheels", "ok", str(overlap)))
+    return findings
 
 
 def _private_names() -> list[Finding]:
@@ -523,6 +539,24 @@ def _rates() -> list[Finding]:
         state = "ok" if refused is None else "absent"
         findings.append(Finding(name, state, f"scaled {getattr(scaled, name):.5g} {unit_of(name)}, {told}", remedy))
     return findings
+
+
+def _drift() -> list[Finding]:
+    """How many winners of this GPU were measured under another Triton or DSL."""
+    from cutekernels import db
+    from cutekernels.gpu import lookup
+
+    try:
+        with db.open() as opened:
+            found = [w for w in opened.winners(gpu=lookup("auto").name, origin="measured") if w.serves]
+    except (UnknownGpu, ImportError, StoreError):  # each has its own finding
+        return []
+    moved = Counter(environment.drift(w.environment) for w in found)
+    return [
+        Finding("winners", "untested", f"{count} of {len(found)} {note}", "`cutekernels db check` times them again")
+        for note, count in moved.items()
+        if note
+    ]
 
 
 def _write_findings(findings: Iterable[Finding]) -> None:

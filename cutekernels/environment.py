@@ -12,6 +12,7 @@ import importlib.util
 import platform
 import re
 import subprocess
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache
@@ -25,6 +26,16 @@ _DEADLINE_S = 10.0
 def collect() -> dict[str, str]:
     """Versions by name: ``driver cuda dsl ptxas triton torch python commit``; ``""`` for an absent one."""
     return dict(_collect())
+
+
+def drift(then: Mapping[str, str], compilers: Sequence[str] = ("triton", "dsl")) -> str:
+    """``measured under Triton 3.6.0, here 3.8.0``: compilers of other versions than ``then``'s; else ``""``."""
+    here = collect()
+    moved = [name for name in compilers if then.get(name) and here[name] and then[name] != here[name]]
+    if not moved:
+        return ""
+    words = [f"{'Triton' if name == 'triton' else 'CuTe DSL'} {then[name]}" for name in moved]
+    return f"measured under {' and '.join(words)}, here {' and '.join(here[name] for name in moved)}"
 
 
 def stamp(gpu: str, commit: str | None = None) -> dict[str, str]:

@@ -9,8 +9,13 @@ cu130 and cu132; PyPI's are cu130. The DSL loads its newest libraries that the d
 
 from __future__ import annotations
 
+import hashlib
+import sys
+from base64 import urlsafe_b64encode
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import metadata
+from itertools import combinations
 from pathlib import Path
 from typing import NamedTuple
 
@@ -214,6 +219,60 @@ RULES: tuple[Rule, ...] = (
         "{m.new_driver}",
     ),
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """Two installed wheels of the DSL with files in common: ``last`` came last, ``mine`` of ``common`` are its own."""
+
+    last: str
+    other: str
+    mine: int
+    common: int
+
+    def misfit(self, machine: Machine, version: str) -> Problem | None:
+        """What to reinstall where the wheel for this driver is not whole."""
+        wants_cu13 = machine.driver_cuda is None or machine.driver_cuda.major >= 13
+        fits = self.last
+        if wants_cu13 != fits.endswith("-cu13") and "cu13" in f"{self.last}{self.other}":
+            fits = self.other
+        if fits == self.last and self.mine == self.common:
+            return None
+        remedy = f"pip install --force-reinstall --no-deps {fits}=={version}"
+        return Problem("dsl wheels", "broken", f"{self}; this machine needs those of {fits}", remedy)
+
+    def __str__(self) -> str:
+        return f"{self.last} came last, with {self.mine} of the {self.common} files that {self.other} has too"
+
+
+def overlaps(path: Sequence[str] | None = None) -> list[Overlap]:
+    """The DSL's wheels that overwrite each other's files, in ``path`` (default: where Python looks)."""
+    wheels = {}
+    for found in metadata.distributions(path=list(sys.path if path is None else path)):
+        if (name := found.metadata["Name"] or "").startswith("nvidia-cutlass-dsl-libs-"):
+            wheels.setdefault(name, {str(f): f for f in found.files or () if f.hash is not None})
+    both = []
+    for one, two in combinations(sorted(wheels), 2):
+        names = wheels[one].keys() & wheels[two].keys()
+        differ = [name for name in names if wheels[one][name].hash.value != wheels[two][name].hash.value]
+        if differ:
+            own = {wheel: sum(_lies(wheels[wheel][name]) for name in differ) for wheel in (one, two)}
+            last, other = sorted(own, key=own.__getitem__, reverse=True)
+            both.append(Overlap(last, other, own[last], len(differ)))
+    return both
+
+
+def _lies(file: metadata.PackagePath) -> bool:
+    """Whether the file on the disk is the one of this wheel."""
+    path = Path(str(file.locate()))
+    try:
+        if path.stat().st_size != file.size:
+            return False
+        with path.open("rb") as content:
+            found = hashlib.file_digest(content, file.hash.mode).digest()
+    except OSError:  # gone: the other wheel was uninstalled
+        return False
+    return urlsafe_b64encode(found).decode().rstrip("=") == file.hash.value
 
 
 def problems(machine: Machine, rules: Sequence[Rule] = RULES) -> list[Problem]:

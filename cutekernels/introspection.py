@@ -5,11 +5,13 @@ from __future__ import annotations
 import atexit
 import os
 from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import replace
 from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, overload
 
-from cutekernels import ahead, compilers, dispatch, gpu, rates, settings
+from cutekernels import ahead, compilers, dispatch, environment, gpu, rates, settings
 from cutekernels.ahead import Recorded, Warmed
 from cutekernels.db.storage import snapshot
 from cutekernels.errors import StoreError, UnsupportedProblem
@@ -50,10 +52,26 @@ def explain(
     declared = registry.get(op)
     spec, posed = gpu.lookup(gpu_name), declared.Problem.parse(problem)
     if database is None:
-        return dispatch.explain(declared, posed, spec, config)
+        return _with_drift(dispatch.explain(declared, posed, spec, config), None)
     known = cache(lambda of: snapshot.load(of.name, database, strict=True))
     with rates.read_from(database):
-        return dispatch.explain(declared, posed, spec, config, known)
+        return _with_drift(dispatch.explain(declared, posed, spec, config, known), database)
+
+
+def _with_drift(found: dispatch.Explanation, database: str | None) -> dispatch.Explanation:
+    """``found``, with a note where its winner was measured under another version of its kernel's compiler."""
+    winner = found.choice.winner
+    if winner is None or winner.origin != "measured":
+        return found
+    op, measured_on = registry.get(found.op), gpu.SIBLINGS.get(found.gpu) if found.choice.origin == "sibling" else None
+    rows = []
+    with suppress(StoreError), import_module("cutekernels.db").open(database) as opened:  # a lock has no versions
+        rows = opened.winners(gpu=measured_on or found.gpu, op=found.op, origin="measured")
+    for row in rows:
+        if row.serves and row.problem_text == winner.problem:
+            note = environment.drift(row.environment, [op.compiler(found.choice.config)])
+            return replace(found, rows=(*found.rows, ("note", note))) if note else found
+    return found
 
 
 @overload

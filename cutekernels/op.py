@@ -337,6 +337,10 @@ class Op(ABC, Generic[P, C]):
         """Revisions whose stored rows serve, the newest first."""
         return self.revision, *sorted(self.earlier, reverse=True)
 
+    def compiler(self, c: C) -> str:
+        """What compiles ``c``'s kernel, as :func:`cutekernels.environment.collect` names it."""
+        return "dsl"
+
     def spelled(self, revision: int, problem: str, config: str) -> str:
         """The text of a config stored under ``revision``, in this revision's words. Stored rows are never rewritten."""
         translate = self.earlier.get(revision)

@@ -208,6 +208,18 @@ def _make_fast() -> None:
     core.tensor.__init__, core.block_type.__init__ = known_shape, known_block
     core._unwrap_if_constexpr = unwrapped
     core.tuple.__eq__ = same
+    for name, place in {"create_masked_load": 2, "create_masked_store": 3, "create_atomic_rmw": 4}.items():
+        setattr(interpreter.InterpreterBuilder, name, _masked(getattr(interpreter.InterpreterBuilder, name), place))
+
+
+def _masked(method: Callable[..., Any], place: int) -> Callable[..., Any]:
+    """``method``, whose mask may be of integers: a block's and a scalar's conjunction is, which Triton 3.9 refuses."""
+
+    def masked(*args: Any) -> Any:
+        args[place].data = args[place].data.astype(bool, copy=False)
+        return method(*args)
+
+    return masked
 
 
 def fill(memory: Tensor, generator: torch.Generator, mean: float = 0.0) -> Tensor:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+from base64 import urlsafe_b64encode
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
-from cutekernels import environment, installation
+from cutekernels import cli, environment, installation
 from cutekernels.installation import RULES, Cuda, Machine, problems
 
 H200, RTX5090 = (9, 0), (12, 0)
@@ -220,3 +222,54 @@ def test_a_gpu_is_seen_on_the_bus(tmp_path: Path, vendor: str, kind: str, is_gpu
     (device / "class").write_text(kind + "\n")
     assert installation._has_device(tmp_path) is is_gpu
     assert not installation._has_device(tmp_path / "absent")
+
+
+BASE, CU13 = "nvidia-cutlass-dsl-libs-base", "nvidia-cutlass-dsl-libs-cu13"
+
+
+def installed(folder: Path, *order: str) -> list[str]:
+    """The DSL's wheels unpacked one over the other, each with a file of its own and two in common."""
+    for wheel in order:
+        info = folder / f"{wheel.replace('-', '_')}-4.8.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {wheel}\nVersion: 4.8.0\n")
+        rows = []
+        for name, content in {"ir.so": wheel, "license": "same", f"{wheel}.py": wheel, "lib.a": wheel[::-1]}.items():
+            (folder / name).write_text(content)
+            digest = urlsafe_b64encode(sha256(content.encode()).digest()).decode().rstrip("=")
+            rows.append(f"{name},sha256={digest},{len(content)}")
+        (info / "RECORD").write_text("\n".join(rows))
+    return [str(folder)]
+
+
+@pytest.mark.parametrize(
+    ("order", "cuda", "wanted"),
+    [
+        ((BASE, CU13), "13.0", None),
+        ((BASE, CU13), "", None),
+        ((CU13, BASE), "13.0", CU13),
+        ((BASE, CU13), "12.9", BASE),
+        ((CU13, BASE), "12.9", None),
+    ],
+)
+def test_the_wheel_of_the_dsl_that_came_last_is_named(
+    tmp_path: Path, order: tuple[str, ...], cuda: str, wanted: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (overlap,) = installation.overlaps(installed(tmp_path, *order))
+    assert str(overlap) == f"{order[1]} came last, with 2 of the 2 files that {order[0]} has too"
+    monkeypatch.setattr(installation, "overlaps", lambda: [overlap])
+    (finding,) = cli._dsl_wheels(Machine(driver_cuda=Cuda.read(cuda)), "4.8.0")
+    assert finding.state == ("ok" if wanted is None else "broken")
+    assert finding.remedy == ("" if wanted is None else f"pip install --force-reinstall --no-deps {wanted}==4.8.0")
+
+
+def test_wheels_of_the_dsl_in_pieces_are_found(tmp_path: Path) -> None:
+    path = installed(tmp_path, BASE, CU13)
+    (tmp_path / "ir.so").unlink()
+    (overlap,) = installation.overlaps(path)
+    assert (overlap.last, overlap.mine, overlap.common) == (CU13, 1, 2)
+    misfit = overlap.misfit(Machine(), "4.8.1")
+    assert misfit is not None and misfit.remedy.endswith(f"{CU13}==4.8.1")
+    for info in tmp_path.glob("*cu13*.dist-info"):
+        (info / "RECORD").write_text("")
+    assert installation.overlaps(path) == []

@@ -367,6 +367,9 @@ class TritonOp(Ruled, TensorOp[P, C]):
         signature |= dict(self.scalar_types) | dict(self.extras)
         return signature, constants, divisible
 
+    def compiler(self, c: C) -> str:
+        return "triton"
+
     def build(self, p: P, c: C, gpu: GpuSpec) -> Artifact:
         from cutekernels.backends.triton import Values, compile_kernel
 

@@ -73,6 +73,9 @@ class TwoBodies(TritonOp[P, C]):
         own = estimate(p, c, gpu)
         return STREAMING.cute * max(own, estimate(p, self.default(p, gpu), gpu)) if _in_cute(c) else own
 
+    def compiler(self, c: C) -> str:
+        return "dsl" if _in_cute(c) else super().compiler(c)
+
     def build(self, p: P, c: C, gpu: GpuSpec) -> Artifact:
         if not _in_cute(c):
             return super().build(p, c, gpu)
