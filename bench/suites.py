@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +19,14 @@ class Case:
 
 
 Suite = Callable[[str, str], list[Case]]  # (dtype of the operands, what a matrix product sums in) -> cases
+
+
+def suite(op: str, problem: Callable[..., object], shapes: Mapping[str, Mapping[str, Any]]) -> Suite:
+    """Cases by label, of each type of operands: ``problem`` makes their problems of the words that ``shapes`` have."""
+    return lambda dtype, accumulate: [
+        Case(op, str(problem(**words, dtype=dtype)), label) for label, words in shapes.items()
+    ]
+
 
 HIDDEN = {"llama-3-8b": 4096, "qwen2.5-7b": 3584}
 INTERMEDIATE = {"llama-3-8b": 14336, "qwen2.5-7b": 18944}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -15,72 +15,75 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from bench.baselines import Absent, Contender, Inputs, Launch, each, example, launched
-from bench.suites import Case
+from bench.suites import Case, suite
 from bench.workloads import posed
 from bench.workloads.declared import workload
 from cutekernels.ops.attention.api import attention
 from cutekernels.ops.attention.op import ATTENTION
 from cutekernels.ops.attention.problem import AttentionProblem
 
+Words = dict[str, Any]
 MODELS = {"llama-3-8b": (32, 8), "qwen2.5-7b": (28, 4), "minfer": (48, 8)}  # heads of q, and of k and v
 
 # ---- cases ----------------------------------------------------------------------------------------------
 
 
-def _case(
-    dtype: str, batch: int, seq: int, heads: int, heads_kv: int, head_dim: int, causal: bool, label: str = ""
-) -> Case:
-    problem = AttentionProblem(batch, seq, seq, heads, heads_kv, head_dim=head_dim, dtype=dtype, causal=causal)
-    shape = f"b{batch} h{heads}{'' if heads == heads_kv else f'/{heads_kv}'} s{seq} d{head_dim}"
-    return Case("attention", str(problem), f"{label}{shape} {'causal' if causal else 'full'}")
+Shape = tuple[int, int, int, int, int, bool]  # batch, tokens, heads of q, and of k and v, head dim, causal
 
 
-def _prefill(dtype: str, accumulate: str) -> list[Case]:
-    """16k tokens in all, as the papers have it, and one long prompt."""
-    square = [
-        _case(dtype, 16384 // seq, seq, 2048 // d, 2048 // d, d, causal)
-        for d in (128, 64)
-        for causal in (False, True)
-        for seq in (4096, 16384)
+def label(batch: int, seq: int, heads: int, heads_kv: int, head_dim: int, causal: bool) -> str:
+    groups = "" if heads == heads_kv else f"/{heads_kv}"
+    return f"b{batch} h{heads}{groups} s{seq} d{head_dim} {'causal' if causal else 'full'}"
+
+
+def problem(shape: Shape, dtype: str) -> AttentionProblem:
+    batch, seq, heads, heads_kv, head_dim, causal = shape
+    return AttentionProblem(batch, seq, seq, heads, heads_kv, head_dim=head_dim, dtype=dtype, causal=causal)
+
+
+def square(d: int, batch: int, seq: int, causal: bool) -> Shape:
+    """2048 channels in all."""
+    return batch, seq, 2048 // d, 2048 // d, d, causal
+
+
+def labelled(shapes: Iterable[Shape], before: str = "") -> dict[str, Words]:
+    return {f"{before}{label(*shape)}": {"shape": shape} for shape in shapes}
+
+
+# 16k tokens in all, as the papers have it, and one long prompt.
+PREFILL = labelled(
+    [
+        *[square(d, 16384 // s, s, causal) for d in (128, 64) for causal in (False, True) for s in (4096, 16384)],
+        (4, 2048, 32, 32, 64, True),
+        (1, 16384, 32, 8, 128, True),
     ]
-    return [*square, _case(dtype, 4, 2048, 32, 32, 64, True), _case(dtype, 1, 16384, 32, 8, 128, True)]
-
-
-def _llm(dtype: str, accumulate: str) -> list[Case]:
-    return [
-        _case(dtype, batch, seq, *heads, 128, True, f"{model} ")
-        for model, heads in MODELS.items()
-        for batch, seq in ((1, 512), (1, 2048), (4, 4096))
+)
+LLM = {
+    name: words
+    for model, heads in MODELS.items()
+    for name, words in labelled(
+        [(batch, seq, *heads, 128, True) for batch, seq in ((1, 512), (1, 2048), (4, 4096))], f"{model} "
+    ).items()
+}
+_SMALL = ((1, 1, 512), (1, 1, 1024), (1, 1, 2048), (2, 4, 512))  # batch, heads, tokens
+PUBLISHED = labelled(
+    [
+        *[(batch, seq, heads, heads, 64, causal) for batch, heads, seq in _SMALL for causal in (False, True)],
+        *[(4, seq, *MODELS["minfer"], 128, True) for seq in (4096, 8192, 16384)],
     ]
-
-
-def _published(dtype: str, accumulate: str) -> list[Case]:
-    small = [
-        _case(dtype, batch, seq, heads, heads, 64, causal)
-        for batch, heads, seq in ((1, 1, 512), (1, 1, 1024), (1, 1, 2048), (2, 4, 512))
-        for causal in (False, True)
+)
+# Head dims 64, 128 and 256, one to eight prompts, 512 to 32k tokens.
+_SQUARES = ((128, 4, 4096), (128, 1, 16384), (64, 4, 4096), (256, 4, 4096), (128, 8, 1024))
+HOPPER = labelled(
+    [
+        *[square(*size, causal) for size in _SQUARES for causal in (False, True)],
+        *[(batch, seq, 32, 8, 128, True) for batch, seq in ((1, 1024), (8, 1024), (1, 4096), (1, 32768))],
+        (4, 2048, 32, 32, 64, True),
+        (8, 512, 32, 32, 64, False),
+        (1, 512, 28, 4, 128, True),
+        (2, 4096, 16, 16, 256, True),
     ]
-    return [*small, *[_case(dtype, 4, seq, *MODELS["minfer"], 128, True) for seq in (4096, 8192, 16384)]]
-
-
-def _hopper(dtype: str, accumulate: str) -> list[Case]:
-    """Head dims 64, 128 and 256, one to eight prompts, 512 to 32k tokens."""
-    square = [
-        _case(dtype, batch, seq, 2048 // d, 2048 // d, d, causal)
-        for d, batch, seq in ((128, 4, 4096), (128, 1, 16384), (64, 4, 4096), (256, 4, 4096), (128, 8, 1024))
-        for causal in (False, True)
-    ]
-    groups = [
-        _case(dtype, batch, seq, 32, 8, 128, True) for batch, seq in ((1, 1024), (8, 1024), (1, 4096), (1, 32768))
-    ]
-    return [
-        *square,
-        *groups,
-        _case(dtype, 4, 2048, 32, 32, 64, True),
-        _case(dtype, 8, 512, 32, 32, 64, False),
-        _case(dtype, 1, 512, 28, 4, 128, True),
-        _case(dtype, 2, 4096, 16, 16, 256, True),
-    ]
+)
 
 
 # ---- contenders -----------------------------------------------------------------------------------------
@@ -210,7 +213,10 @@ def _nvidia(file: Path, case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
 WORKLOADS = (
     workload(
         ATTENTION,
-        {"prefill": _prefill, "llm": _llm, "hopper": _hopper, "published": _published},
+        {
+            name: suite("attention", problem, shapes)
+            for name, shapes in {"prefill": PREFILL, "llm": LLM, "hopper": HOPPER, "published": PUBLISHED}.items()
+        },
         (
             sdpa(SDPBackend.FLASH_ATTENTION),
             sdpa(SDPBackend.CUDNN_ATTENTION),

@@ -15,14 +15,13 @@ import torch
 from torch import Tensor
 
 from bench.baselines import Inputs, Launch, Workload, each
-from bench.suites import Case
+from bench.suites import Case, suite
 from bench.workloads import attention as forward
 from bench.workloads import posed
 from cutekernels.op import Work
 from cutekernels.ops.attention.api import attention
 from cutekernels.ops.attention.backward_config import AttentionBackwardProblem, passes
 from cutekernels.ops.attention.op import ATTENTION
-from cutekernels.ops.attention.problem import AttentionProblem
 from cutekernels.ops.attention.reference import gradients as reference
 
 aten = torch.ops.aten
@@ -30,32 +29,24 @@ aten = torch.ops.aten
 # ---- cases ----------------------------------------------------------------------------------------------
 
 
-def _backward(suite: Callable[[str, str], list[Case]], dtype: str, accumulate: str) -> list[Case]:
-    """The cases of the forward pass; their problem is that of the kernel that gives dK."""
-    cases = []
-    for case in suite(dtype, accumulate):
-        p = AttentionProblem.parse(case.problem)
-        of = passes(p.head_dim)[0]
-        problem = AttentionBackwardProblem(**{f.name: getattr(p, f.name) for f in dataclasses.fields(p)}, of=of)
-        cases.append(Case("attention_backward", str(problem), case.label))
-    return cases
+def _problem(shape: forward.Shape, dtype: str) -> AttentionBackwardProblem:
+    """That of the kernel that gives dK."""
+    p = forward.problem(shape, dtype)
+    of = passes(p.head_dim)[0]
+    return AttentionBackwardProblem(**{f.name: getattr(p, f.name) for f in dataclasses.fields(p)}, of=of)
 
 
-def _hopper(dtype: str, accumulate: str) -> list[Case]:
-    """Head dims 64, 128 and 256, one to eight prompts, 512 to 16k tokens."""
-    square = [
-        forward._case(dtype, batch, seq, 2048 // d, 2048 // d, d, causal)
-        for d, batch, seq in ((128, 4, 4096), (128, 8, 1024), (64, 4, 4096), (256, 2, 4096))
-        for causal in (False, True)
+# Head dims 64, 128 and 256, one to eight prompts, 512 to 16k tokens.
+_SQUARES = ((128, 4, 4096), (128, 8, 1024), (64, 4, 4096), (256, 2, 4096))
+HOPPER = forward.labelled(
+    [
+        *[forward.square(*size, causal) for size in _SQUARES for causal in (False, True)],
+        *[(batch, seq, 32, 8, 128, True) for batch, seq in ((1, 2048), (8, 1024), (1, 8192))],
+        (1, 16384, 16, 16, 128, True),
+        (4, 2048, 32, 32, 64, True),
+        (8, 512, 32, 32, 64, False),
     ]
-    groups = [forward._case(dtype, batch, seq, 32, 8, 128, True) for batch, seq in ((1, 2048), (8, 1024), (1, 8192))]
-    return [
-        *square,
-        *groups,
-        forward._case(dtype, 1, 16384, 16, 16, 128, True),
-        forward._case(dtype, 4, 2048, 32, 32, 64, True),
-        forward._case(dtype, 8, 512, 32, 32, 64, False),
-    ]
+)
 
 
 # ---- operands -------------------------------------------------------------------------------------------
@@ -130,9 +121,8 @@ WORKLOADS = (
     Workload(
         op="attention_backward",
         suites={
-            "prefill": partial(_backward, forward._prefill),
-            "llm": partial(_backward, forward._llm),
-            "hopper": partial(_backward, _hopper),
+            name: suite("attention_backward", _problem, shapes)
+            for name, shapes in {"prefill": forward.PREFILL, "llm": forward.LLM, "hopper": HOPPER}.items()
         },
         inputs=_inputs,
         truth=_truth,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bench.baselines import Absent, Contender, Inputs, Launch, example, launched
-from bench.suites import EVERY_FEW, TOKENS, Case
+from bench.suites import EVERY_FEW, TOKENS, Case, Suite
 from bench.workloads import posed
 from bench.workloads.declared import workload
 from cutekernels.ops.gemm.api import gemm
@@ -44,68 +44,48 @@ SQUARES = (512, 1024, 2048, 4096, 8192)
 SCALES = ((1.0, 0.0), (1.0, 1.0), (2.0, 3.0), (0.5, 2.0))  # (alpha, beta), as minfer's table has them
 
 
-def _square(dtype: str, accumulate: str) -> list[Case]:
-    return [Case("gemm", _text(s, s, s, dtype, accumulate), str(s)) for s in SQUARES]
+Words = dict[str, Any]  # of a problem
 
 
-def _llm(dtype: str, accumulate: str) -> list[Case]:
-    return [
-        Case("gemm", _text(m, n, k, dtype, accumulate, b_major="k"), f"{model} {name} m={m}")
-        for model, projections in PROJECTIONS.items()
-        for name, (n, k) in projections.items()
-        for m in TOKENS
-    ]
+def _words(m: int, n: int, k: int, **more: Any) -> Words:
+    return {"m": m, "n": n, "k": k, **more}
 
 
-def _linear(weights: Sequence[tuple[int, int]], tokens: Sequence[int], dtype: str, accumulate: str) -> list[Case]:
-    return [
-        Case("gemm", _text(m, n, k, dtype, accumulate, b_major="k"), f"{n}x{k} m={m}")
-        for n, k in weights
-        for m in tokens
-    ]
+def _linear(weights: Iterable[tuple[int, int]], tokens: Sequence[int]) -> dict[str, Words]:
+    return {f"{n}x{k} m={m}": _words(m, n, k, b_major="k") for n, k in weights for m in tokens}
 
 
-def _held_out(dtype: str, accumulate: str) -> list[Case]:
-    weights = [weight for projections in HELD_OUT.values() for weight in projections.values()]
-    return _linear(weights, HELD_OUT_TOKENS, dtype, accumulate)
+_LLM = {
+    f"{model} {name} m={m}": _words(m, n, k, b_major="k")
+    for model, projections in PROJECTIONS.items()
+    for name, (n, k) in projections.items()
+    for m in TOKENS
+}
+_TRAINING = {  # the products of a linear layer's backward: dx = dy @ weight, dweight = dy.T @ x
+    f"{model} {name} {gradient} {tokens}": _words(m, n, k, a_major=a_major)
+    for model, projections in PROJECTIONS.items()
+    for name, (wide, deep) in projections.items()
+    for tokens in TRAINED_TOKENS
+    for gradient, m, n, k, a_major in (("dx", tokens, deep, wide, "k"), ("dw", wide, deep, tokens, "m"))
+}
+_LAYOUTS = {f"{s} a_major={a} b_major={b}": _words(s, s, s, a_major=a, b_major=b) for s in SQUARES for a, b in LAYOUTS}
+_BATCHED = {f"{n} x {s}": _words(s, s, s, batch=n, batched=True) for n in BATCHES for s in BATCHED_SQUARES}
 
 
-def _training(dtype: str, accumulate: str) -> list[Case]:
-    """The products of a linear layer's backward: dx = dy @ weight, dweight = dy.T @ x."""
-    return [
-        Case("gemm", _text(m, n, k, dtype, accumulate, a_major=a_major), f"{model} {name} {gradient} {tokens}")
-        for model, projections in PROJECTIONS.items()
-        for name, (wide, deep) in projections.items()
-        for tokens in TRAINED_TOKENS
-        for gradient, m, n, k, a_major in (("dx", tokens, deep, wide, "k"), ("dw", wide, deep, tokens, "m"))
-    ]
-
-
-def _layouts(dtype: str, accumulate: str) -> list[Case]:
-    return [
-        Case("gemm", _text(s, s, s, dtype, accumulate, a_major=a, b_major=b), f"{s} a_major={a} b_major={b}")
-        for s in SQUARES
-        for a, b in LAYOUTS
-    ]
-
-
-def _batched(dtype: str, accumulate: str) -> list[Case]:
-    return [
-        Case("gemm", _text(s, s, s, dtype, accumulate, batch=batch, batched=True), f"{batch} x {s}")
-        for batch in BATCHES
-        for s in BATCHED_SQUARES
+def _suite(shapes: Mapping[str, Words]) -> Suite:
+    return lambda dtype, accumulate: [
+        Case("gemm", str(GemmProblem(**words, dtype=dtype, accumulate=accumulate)), label)
+        for label, words in shapes.items()
     ]
 
 
 def _alphabeta(dtype: str, accumulate: str) -> list[Case]:
-    def text(s: int, beta: float) -> str:
-        return _text(s, s, s, dtype, accumulate, c="n" if beta else "none")
+    def text(s: int, c: str) -> str:
+        return str(GemmProblem(s, s, s, c=c, dtype=dtype, accumulate=accumulate))
 
-    return [Case("gemm", text(s, b), f"{s} ({a:g}, {b:g})", a, b) for s in SQUARES for a, b in SCALES]
-
-
-def _text(m: int, n: int, k: int, dtype: str, accumulate: str, **words: Any) -> str:
-    return str(GemmProblem(m, n, k, dtype=dtype, accumulate=accumulate, **words))
+    return [
+        Case("gemm", text(s, "n" if b else "none"), f"{s} ({a:g}, {b:g})", a, b) for s in SQUARES for a, b in SCALES
+    ]
 
 
 # ---- contenders -----------------------------------------------------------------------------------------
@@ -168,14 +148,14 @@ WORKLOADS = (
     workload(
         GEMM,
         {
-            "square": _square,
-            "llm": _llm,
-            "decode": partial(_linear, DECODE, DECODE_TOKENS),
-            "tokens": partial(_linear, DECODE[:2], EVERY_FEW),
-            "heldout": _held_out,
-            "layouts": _layouts,
-            "training": _training,
-            "batched": _batched,
+            "square": _suite({str(s): _words(s, s, s) for s in SQUARES}),
+            "llm": _suite(_LLM),
+            "decode": _suite(_linear(DECODE, DECODE_TOKENS)),
+            "tokens": _suite(_linear(DECODE[:2], EVERY_FEW)),
+            "heldout": _suite(_linear([w for of in HELD_OUT.values() for w in of.values()], HELD_OUT_TOKENS)),
+            "layouts": _suite(_LAYOUTS),
+            "training": _suite(_TRAINING),
+            "batched": _suite(_BATCHED),
             "alphabeta": _alphabeta,
         },
         (Contender("cublas", _cublas), Contender("quack (untuned)", _quack)),

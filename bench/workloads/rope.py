@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bench.baselines import DTYPES, Absent, Contender, Inputs, Launch, Workload, compiled, each, eager
-from bench.suites import Case
+from bench.suites import Case, suite
 from bench.workloads.declared import exact
 from cutekernels.ops.rope.api import rope
 from cutekernels.ops.rope.op import ROPE, RopeProblem
@@ -20,44 +20,27 @@ HEADS_FIRST = "heads first"  # in a label: operands lie as (B, H, S, D)
 _CONTEXT = 8192  # positions that decoding starts from
 
 
-def _case(label: str, problem: RopeProblem) -> Case:
-    return Case("rope", str(problem), label)
-
-
-def _llm(dtype: str, accumulate: str) -> list[Case]:
-    return [
-        _case(
-            f"{model} {batch}x{seq}",
-            RopeProblem(batch, seq, q, 128, 128, kv, dtype, positions="batch" if seq == 1 else "start"),
-        )
-        for model, (q, kv) in HEADS.items()
-        for batch, seq in ((1, 1), (16, 1), (64, 1), (1, 256), (1, 2048), (4, 4096))
-    ]
-
-
-def _backward(dtype: str, accumulate: str) -> list[Case]:
-    """Gradients turn the other way round."""
-    return [
-        _case(f"{model} {batch}x{seq}", RopeProblem(batch, seq, q, 128, 128, kv, dtype, inverse=True))
-        for model, (q, kv) in HEADS.items()
-        for batch, seq in ((1, 2048), (4, 4096))
-    ]
-
-
-def _reference(dtype: str, accumulate: str) -> list[Case]:
-    """One tensor of 32 heads; q and k; half of the channels, in halves and interleaved. They were published in fp16."""
-    tokens = (512, 1024, 2048, 4096, 8192)
-    one = [_case(f"q, {HEADS_FIRST}, {s}", RopeProblem(1, s, 32, 128, 128, 0, dtype)) for s in tokens]
-    both = [_case(f"q and k, {s}", RopeProblem(1, s, 32, 128, 128, 32, dtype)) for s in tokens]
-    partial_ = [
-        _case(
-            f"64 of 128 {'interleaved' if interleaved else 'halves'}, {s}",
-            RopeProblem(8, s, 48, 128, 64, 0, dtype, interleaved=interleaved),
-        )
+_Q = {"head_dim": 128, "rotary": 128}
+_LLM = {
+    f"{model} {batch}x{seq}": _Q
+    | {"batch": batch, "seq": seq, "heads_q": q, "heads_kv": kv, "positions": "batch" if seq == 1 else "start"}
+    for model, (q, kv) in HEADS.items()
+    for batch, seq in ((1, 1), (16, 1), (64, 1), (1, 256), (1, 2048), (4, 4096))
+}
+# Gradients turn the other way round.
+_BACKWARD = {name: words | {"inverse": True} for name, words in _LLM.items() if name.endswith(("1x2048", "4x4096"))}
+_TOKENS = (512, 1024, 2048, 4096, 8192)
+# One tensor of 32 heads; q and k; half of the channels, in halves and interleaved. They were published in fp16.
+_REFERENCE = {
+    **{f"q, {HEADS_FIRST}, {s}": _Q | {"batch": 1, "seq": s, "heads_q": 32} for s in _TOKENS},
+    **{f"q and k, {s}": _Q | {"batch": 1, "seq": s, "heads_q": 32, "heads_kv": 32} for s in _TOKENS},
+    **{
+        f"64 of 128 {'interleaved' if interleaved else 'halves'}, {s}": _Q
+        | {"batch": 8, "seq": s, "heads_q": 48, "rotary": 64, "interleaved": interleaved}
         for s in (1024, 4096, 8192, 16384)
         for interleaved in (True, False)
-    ]
-    return [*one, *both, *partial_]
+    },
+}
 
 
 def _inputs(case: Case, problem: RopeProblem, device: str, seed: int) -> Inputs:
@@ -175,7 +158,8 @@ def _at(q: Tensor, cos: Tensor, sin: Tensor, starts: Tensor) -> tuple[Tensor, Te
     return cos[rows], sin[rows]
 
 
-_SUITES = {"llm": _llm, "reference": _reference, "backward": _backward, "headtohead": _reference}
+_SHAPES = {"llm": _LLM, "reference": _REFERENCE, "backward": _BACKWARD, "headtohead": _REFERENCE}
+_SUITES = {name: suite("rope", RopeProblem, shapes) for name, shapes in _SHAPES.items()}
 _PEERS = (
     compiled(_rotated),
     eager(_rotated),
