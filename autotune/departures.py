@@ -38,7 +38,7 @@ def departures(job: Job, spec: GpuSpec, store: Store) -> list[Departure]:
         for winner in store.winners(gpu=spec.name, op=op.name, problem=str(problem)):
             if winner.revision not in op.revisions:
                 continue
-            text = op.spelled(winner.revision, winner.problem, winner.config)
+            text = op.spell(winner.revision, winner.problem, winner.config)
             default, chosen = op.default(problem, spec), op.Config.parse(text)
             times = [op.estimate_us(problem, c, spec) for c in (default, chosen)]
             why = tuple(_reasons(op, problem, spec, default, chosen))

@@ -20,7 +20,7 @@ from itertools import product
 from cutekernels.autotune import shards
 from cutekernels.autotune.job import Job, Task, checked_trials
 from cutekernels.db.storage.snapshot import Snapshot
-from cutekernels.dispatch import MAX_OCTAVES, adopted, octaves
+from cutekernels.dispatch import MAX_OCTAVES, adopt, octaves
 from cutekernels.errors import JobError, UnsupportedProblem
 from cutekernels.gpu import GpuSpec
 from cutekernels.ops import registry
@@ -277,7 +277,7 @@ def _measured(
         except UnsupportedProblem:
             continue  # stored before a field changed
         stored = winner.config, winner.revision, winner.problem, winner.median_us
-        if gpu is not None and isinstance(adopted(op, problem, gpu, *stored), str):
+        if gpu is not None and isinstance(adopt(op, problem, gpu, *stored), str):
             continue  # stored before a rule changed
         found.setdefault(problem.static(), []).append((problem, max(0.0, (winner.ratio or 1.0) - 1)))
     return found

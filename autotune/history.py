@@ -105,7 +105,7 @@ class TaskHistory:
     def config_of(self, trial: Trial) -> Config | None:
         """The trial's config, or None where the op's current declaration cannot parse it."""
         try:
-            config: Config = self.op.Config.parse(self.op.spelled(trial.revision, trial.problem, trial.config))
+            config: Config = self.op.Config.parse(self.op.spell(trial.revision, trial.problem, trial.config))
         except InvalidConfig:
             return None
         return config

@@ -71,7 +71,7 @@ def _rest(
         "state": state,
         "stored": done,
         "to_do": wanted if force else wanted - done,
-        "winner": None if winner is None else task.op.spelled(winner.revision, winner.problem, winner.config),
+        "winner": None if winner is None else task.op.spell(winner.revision, winner.problem, winner.config),
     }
 
 

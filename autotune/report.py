@@ -49,10 +49,10 @@ class TaskReport:
     @property
     def config(self) -> str | None:
         """The winner's config in the words of the op's revision."""
-        from cutekernels.db.questions.query import spelled
+        from cutekernels.db.questions.query import spell
 
         w = self.winner
-        return None if w is None else spelled(self.op, w.revision, w.problem, w.config)
+        return None if w is None else spell(self.op, w.revision, w.problem, w.config)
 
     def as_row(self) -> dict[str, Any]:
         """Plain values, for JSON and CSV."""

@@ -69,7 +69,7 @@ def _sound(row: object) -> dict[str, Any]:
         if name in row and type(row[name]) is not kind:
             raise ValueError(f"{name} is {'a text' if kind is str else 'a whole number'}; it is {row[name]!r:.40}")
     if "config" in row and (op := registry.find(row.get("op", ""))):
-        row["config"] = op.spelled(row.get("revision", 1), row.get("problem", ""), row["config"])
+        row["config"] = op.spell(row.get("revision", 1), row.get("problem", ""), row["config"])
     for name in ("us", "p20", "p80", "model_us") if "config" in row else ():
         value = row.get(name)
         if value is not None and not (type(value) in (int, float) and 0 < value < math.inf):

@@ -527,7 +527,7 @@ def _rates() -> list[Finding]:
         gpu = lookup("auto")
     except (UnknownGpu, ImportError):
         return []
-    scaled, found = rates.scaled(gpu), rates.calibrated(gpu)
+    scaled, found = rates.scaled(gpu), rates.rates_for(gpu)
     if not found:
         source = "fitted on this GPU" if scaled.measured else "scaled from an H200's"
         return [Finding("rates", "ok", f"{source}, none calibrated", "`cutekernels calibrate` measures this GPU's own")]

@@ -28,7 +28,7 @@ class Columns:
         self.__dict__.update(self.knobs)
 
     @classmethod
-    def spanned(cls, kind: Any, values: Mapping[Any, Sequence[Any]]) -> Columns:
+    def span(cls, kind: Any, values: Mapping[Any, Sequence[Any]]) -> Columns:
         """Every config of these values, in the order of a loop over each; a key that names several knobs has a tuple of
         their values in each of its own.
         """
@@ -264,7 +264,7 @@ class _Kept:
         return value
 
 
-def rounded(us: Any) -> Any:
+def round_off(us: Any) -> Any:
     """Times as they are compared. Powers differ by a last bit between processors, and ranks must choose alike."""
     if not hasattr(us, "shape"):
         mantissa, exponent = math.frexp(us)

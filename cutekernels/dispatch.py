@@ -511,14 +511,14 @@ def octaves(a: Problem, b: Problem) -> float:
     return sum(abs(_octave(x) - _octave(y)) for x, y in zip(a.extents(), b.extents(), strict=True))
 
 
-def adopted(
+def adopt(
     op: Op[Any, Any], p: Any, gpu: GpuSpec, text: str, revision: int, problem: str, us: float | None
 ) -> Config | str:
     """A config stored under ``revision`` for ``problem``, if it parses and solves ``p`` itself; else the reason for
     which calls refuse it. ``us``: the time that was measured for it; None of a prediction.
     """
     try:
-        config = op.Config.parse(op.spelled(revision, problem, text))
+        config = op.Config.parse(op.spell(revision, problem, text))
     except InvalidConfig as error:
         return f"its config is not one of this version's: {error}"
     return op.why_not(p, config, gpu) or too_fast(us, floor_us(op, problem, gpu)) or config
@@ -541,7 +541,7 @@ def too_fast(us: float | None, floor_us: float | None) -> str:
 
 def _adopt(op: Op[Any, Any], p: Any, gpu: GpuSpec, row: TunedConfig, origin: str, note: str) -> Choice | str:
     us = row.median_us if row.origin == "measured" else None
-    found = adopted(op, p, gpu, row.config, row.revision, row.problem, us)
+    found = adopt(op, p, gpu, row.config, row.revision, row.problem, us)
     return f"{note}, but {found}" if isinstance(found, str) else Choice(found, origin, note, row)
 
 

@@ -122,7 +122,7 @@ class _Record:
         return replace(self, **changes)  # type: ignore[type-var]
 
 
-def respelled(text: str, words: Mapping[str, str]) -> str:
+def respell(text: str, words: Mapping[str, str]) -> str:
     """``text`` with other names of fields, and other values where ``words`` has a whole word: ``"body=old"``."""
     found = []
     for word in text.split():
@@ -341,7 +341,7 @@ class Op(ABC, Generic[P, C]):
         """What compiles ``c``'s kernel, as :func:`cutekernels.environment.collect` names it."""
         return "dsl"
 
-    def spelled(self, revision: int, problem: str, config: str) -> str:
+    def spell(self, revision: int, problem: str, config: str) -> str:
         """The text of a config stored under ``revision``, in this revision's words. Stored rows are never rewritten."""
         translate = self.earlier.get(revision)
         if translate is None:
@@ -363,7 +363,7 @@ class Op(ABC, Generic[P, C]):
         except InvalidConfig as error:
             for revision in self.earlier:
                 try:
-                    now = self.check(p, self.Config.parse(self.spelled(revision, str(p), text)), gpu)
+                    now = self.check(p, self.Config.parse(self.spell(revision, str(p), text)), gpu)
                 except InvalidConfig:
                     continue
                 raise InvalidConfig(f"{error}. Revision {revision} spelled it so; now write [{now}]") from None

@@ -106,7 +106,7 @@ F = TypeVar("F", bound=Callable[..., object])
 _caches: list[Callable[[], None]] = []
 
 
-def remembered(function: F) -> F:
+def remember(function: F) -> F:
     """A cache of a function that reads rates, emptied when they may have changed."""
     made = cache(function)
     _caches.append(made.cache_clear)
@@ -119,11 +119,11 @@ def forget() -> None:
         clear()
 
 
-@remembered
+@remember
 def of(gpu: GpuSpec) -> Rates:
     """The rates of ``gpu``: calibrated ones where the database has them, else those of :func:`scaled`."""
     known = {}
-    for name, (value, refused) in calibrated(gpu).items():
+    for name, (value, refused) in rates_for(gpu).items():
         if refused is None:
             known[name] = value
         else:
@@ -147,7 +147,7 @@ def read_from(url: str) -> Iterator[None]:
         forget()
 
 
-def calibrated(gpu: GpuSpec) -> dict[str, tuple[float, str | None]]:
+def rates_for(gpu: GpuSpec) -> dict[str, tuple[float, str | None]]:
     """Rates that the database of calls has for ``gpu``, or for the one it confines; each with why it is refused."""
     own, found = scaled(gpu), {}
     known = snapshot.held(_base(gpu)) if _elsewhere is None else snapshot.load(_base(gpu), _elsewhere)

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 
 from cutekernels import rates
-from cutekernels.columns import Columns, rounded
+from cutekernels.columns import Columns, round_off
 
 if TYPE_CHECKING:
     from cutekernels.gpu import GpuSpec
@@ -137,7 +137,7 @@ class Schedule(Ruled, ABC, Generic[P, C, X]):
     # -- the engine
 
     @abstractmethod
-    def spanned(self, among: Among = EVERY) -> Columns:
+    def span(self, among: Among = EVERY) -> Columns:
         """Every config in a fixed order, some knobs confined to ``among``."""
 
     def fitting(self, gpu: GpuSpec, x: X, among: Among = EVERY) -> Columns:
@@ -164,7 +164,7 @@ class Schedule(Ruled, ABC, Generic[P, C, X]):
 
     def estimate_us(self, p: P, c: Any, gpu: GpuSpec, x: X) -> Any:
         """The model's time of a config, or of columns, as times are compared."""
-        return rounded(self.times_us(p, c, gpu, x))
+        return round_off(self.times_us(p, c, gpu, x))
 
     # -- choice
 
@@ -221,7 +221,7 @@ def foreign(c: Any, values: Mapping[str, tuple[Any, ...]]) -> Iterator[str]:
             yield f"body={c.body} takes {name} from {', '.join(map(str, allowed))}; it is {value}"
 
 
-@rates.remembered
+@rates.remember
 def _fitting(schedule: Schedule[Any, Any, Any], gpu: GpuSpec, x: Any, among: tuple[Any, ...]) -> Columns:
-    c = schedule.spanned(dict(among))
+    c = schedule.span(dict(among))
     return c.taken(schedule.unbroken("config", c, c, gpu, x))

@@ -140,7 +140,7 @@ def choose() -> list[Case]:
         for name, trials in shipped.items():
             for t in trials:
                 if t.op == op.name and t.revision in op.revisions:
-                    text = op.spelled(t.revision, t.problem, t.config)
+                    text = op.spell(t.revision, t.problem, t.config)
                     p, c, spec = op.Problem.parse(t.problem), op.Config.parse(text), gpu.lookup(name)
                     if op.why_not(p, c, spec) is None:
                         pool[spec, p, c] = None

@@ -461,7 +461,7 @@ class TritonKernel:
         else:
             launch(*grid, self._current_stream(device), *head, *args)
 
-    def settled(self, grid: tuple[int, int, int], numbers: Sequence[Any], others: int) -> Fire:
+    def settle(self, grid: tuple[int, int, int], numbers: Sequence[Any], others: int) -> Fire:
         """``kernel(grid, *addresses, *numbers, *scalars)`` as ``fire(addresses, scalars)``, for the current device.
 
         ``others`` is the number of addresses and scalars. The caller makes sure that the device is current when it

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.models.ropes import read_ropes
 from cutekernels.nn.mlp import Gate
-from cutekernels.ops.shared.checks import check_flag, check_number, check_whole, said
+from cutekernels.ops.shared.checks import check_flag, check_number, check_whole, quote
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 _MOST, _MOST_LAYERS = 2**31 - 1, 2000
@@ -147,7 +147,7 @@ def _turning(raw: dict[str, Any], count: int) -> list[bool]:
     if not isinstance(listed, list) or len(listed) < count or not all(one in (0, 1) for one in listed):
         raise UnsupportedProblem(
             f"no_rope_layers of config.json is 1 (rotary embedding) or 0 for each of {count} layers; it is "
-            f"{said(listed)}: mend config.json"
+            f"{quote(listed)}: mend config.json"
         )
     return [bool(one) for one in listed[:count]]
 
@@ -177,7 +177,7 @@ def _qwen3_moe(raw: dict[str, Any]) -> Routed:
 
 def _silu(raw: dict[str, Any], routed: Routed) -> Routed:
     if raw["hidden_act"] not in ("silu", "swish"):
-        raise UnsupportedProblem(f"experts have the gate of SiLU; config.json has {said(raw['hidden_act'])}")
+        raise UnsupportedProblem(f"experts have the gate of SiLU; config.json has {quote(raw['hidden_act'])}")
     return routed
 
 
@@ -453,7 +453,7 @@ def read_config(given: dict[str, Any]) -> Config:
     if not isinstance(kind, str) or kind not in ARCHITECTURES:
         raise UnsupportedProblem(
             f"load takes checkpoints whose model_type is one of {', '.join(ARCHITECTURES)}; config.json has "
-            f"{said(kind)}: load it with transformers, and see whether Decoder.from_transformers takes the model"
+            f"{quote(kind)}: load it with transformers, and see whether Decoder.from_transformers takes the model"
         )
     architecture = ARCHITECTURES[kind]
     raw = _COMMON | architecture.defaults | given
@@ -487,7 +487,7 @@ def read_config(given: dict[str, Any]) -> Config:
             check_number("config.json", name, raw[name], 0.0)
     act = raw.get("hidden_activation") or raw["hidden_act"]
     if not isinstance(act, str) or act not in _GATES:
-        raise UnsupportedProblem(f"load has the gates {', '.join(_GATES)}; config.json has {said(act)}")
+        raise UnsupportedProblem(f"load has the gates {', '.join(_GATES)}; config.json has {quote(act)}")
     if architecture.scaled:
         check_number("config.json", "query_pre_attn_scalar", raw["query_pre_attn_scalar"], 1e-30)
     if raw.get("use_sliding_window") is False:
@@ -530,7 +530,7 @@ def check_ends(file: str, ids: Any) -> None:
     """Refuses an ``eos_token_id`` that is neither a token's number nor a list of such, at which no text would end."""
     if ids is not None and not all(type(token) is int for token in (ids if isinstance(ids, list) else [ids])):
         raise UnsupportedProblem(
-            f"eos_token_id of {file} is a token's number, or a list of them; it is {said(ids)}: mend {file}"
+            f"eos_token_id of {file} is a token's number, or a list of them; it is {quote(ids)}: mend {file}"
         )
 
 
@@ -548,7 +548,7 @@ def _types(raw: dict[str, Any], architecture: Architecture) -> tuple[str, ...] |
     types = architecture.types(raw, count) if types is None else types
     if not isinstance(types, list) or len(types) != count or not all(one in (SLIDING, FULL) for one in types):
         raise UnsupportedProblem(
-            f"layer_types of config.json is {SLIDING} or {FULL} for each of {count} layers; it is {said(types)}"
+            f"layer_types of config.json is {SLIDING} or {FULL} for each of {count} layers; it is {quote(types)}"
         )
     if window is None and SLIDING in types:
         raise UnsupportedProblem("config.json has layers with a window, and no sliding_window: mend config.json")

@@ -13,7 +13,7 @@ from torch import Tensor
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.models.sampling import Sampling
 from cutekernels.ops.attention.decode import check_cache_dim, check_page_size
-from cutekernels.ops.shared.checks import check_tensor, check_whole, said
+from cutekernels.ops.shared.checks import check_tensor, check_whole, quote
 
 # ---- of the decoder
 
@@ -35,14 +35,15 @@ def check_tokenizer(tokenizer: object) -> None:
     if tokenizer is not None and not (callable(tokenizer) and hasattr(tokenizer, "batch_decode")):
         raise UnsupportedProblem(
             "Decoder takes tokenizer as a callable with batch_decode, such as those of transformers; got "
-            f"{said(tokenizer)}: pass AutoTokenizer.from_pretrained(...), or None for prompts of token ids"
+            f"{quote(tokenizer)}: pass AutoTokenizer.from_pretrained(...), or None for prompts of token ids"
         )
 
 
 def check_kv_cache(kv_cache: object) -> None:
     """Refuses types of a cache other than the model's, None, and e4m3."""
     if kv_cache is not None and not (isinstance(kv_cache, str) and kv_cache == "fp8"):
-        raise UnsupportedProblem(f'kv_cache is "fp8", or None for the model\'s type; got {said(kv_cache)}: pass either')
+        got = quote(kv_cache)
+        raise UnsupportedProblem(f'kv_cache is "fp8", or None for the model\'s type; got {got}: pass either')
 
 
 def check_memory(
@@ -119,7 +120,7 @@ def _check_ordered(name: str, given: Any, what: str, remedy: str) -> None:
         if given.is_meta:
             raise UnsupportedProblem(f"Decoder takes {name} with values; got a tensor on the meta device: {remedy}")
     elif not isinstance(given, Iterable) or isinstance(given, str | bytes | Set | Mapping):
-        raise UnsupportedProblem(f"Decoder takes {name} as {what}; got {said(given)}: {remedy}")
+        raise UnsupportedProblem(f"Decoder takes {name} as {what}; got {quote(given)}: {remedy}")
 
 
 def chosen_sampling(sampling: Sampling | None) -> Sampling:
@@ -128,7 +129,7 @@ def chosen_sampling(sampling: Sampling | None) -> Sampling:
         return Sampling()
     if not isinstance(sampling, Sampling):
         raise UnsupportedProblem(
-            f"sampling is a Sampling or None; got {said(sampling)}: pass Sampling(temperature=0.8)"
+            f"sampling is a Sampling or None; got {quote(sampling)}: pass Sampling(temperature=0.8)"
         )
     return sampling
 
@@ -155,7 +156,7 @@ def stop_tokens(stop: object, vocabulary: int) -> frozenset[int]:
     whole = all(type(token) is not bool and isinstance(token, Integral) for token in found)  # numpy's too
     if not whole or not all(0 <= token < vocabulary for token in found):
         raise UnsupportedProblem(
-            f"stop is token ids in a list, a tuple or a set, integers from 0 to {vocabulary - 1}; got {said(stop)}: "
+            f"stop is token ids in a list, a tuple or a set, integers from 0 to {vocabulary - 1}; got {quote(stop)}: "
             "pass (tokenizer.eos_token_id,), or None for the model's own"
         )
     return frozenset(map(int, found))

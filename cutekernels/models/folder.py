@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.models.safetensors import Entry, TensorFile
-from cutekernels.ops.shared.checks import said
+from cutekernels.ops.shared.checks import quote
 
 _CONFIG, _GENERATION = "config.json", "generation_config.json"
 _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -34,19 +34,19 @@ class Folder:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         if not isinstance(path, str | os.PathLike):
-            raise UnsupportedProblem(f"load takes the path of a checkpoint's folder; got {said(path)}: pass one")
+            raise UnsupportedProblem(f"load takes the path of a checkpoint's folder; got {quote(path)}: pass one")
         self.path = Path(path)
         try:
             self._read_headers(path)
         except OSError as error:  # no permission, a name that is too long
             raise UnsupportedProblem(
-                f"{said(str(error.filename or path))} cannot be read, {error.strerror}: pass a folder that can"
+                f"{quote(str(error.filename or path))} cannot be read, {error.strerror}: pass a folder that can"
             ) from error
 
     def _read_headers(self, path: str | os.PathLike[str]) -> None:
         if not self.path.is_dir():
             raise UnsupportedProblem(
-                f"load takes the folder of a checkpoint, with {_CONFIG} and safetensors, and {said(str(path))} is "
+                f"load takes the folder of a checkpoint, with {_CONFIG} and safetensors, and {quote(str(path))} is "
                 "none: download the model first (hf download NAME --local-dir FOLDER) and pass the folder"
             )
         self.config = read_json(self.path / _CONFIG)
@@ -77,13 +77,13 @@ class Folder:
         names = sorted(set(places.values()))
         absent = [name for name in names if not (self.path / name).exists()]
         if absent:
-            shown = ", ".join(map(said, absent[:8])) + f" and {len(absent) - 8} more" * (len(absent) > 8)
+            shown = ", ".join(map(quote, absent[:8])) + f" and {len(absent) - 8} more" * (len(absent) > 8)
             raise UnsupportedProblem(f"{self.path} lacks {shown} of {len(names)} shards: download the checkpoint again")
         files = {name: TensorFile(self.path / name) for name in names}
         for tensor, name in places.items():
             if tensor not in files[name].entries:
                 raise UnsupportedProblem(
-                    f"{_INDEX} has {said(tensor)} in {name}, which does not hold it: download {self.path} again"
+                    f"{_INDEX} has {quote(tensor)} in {name}, which does not hold it: download {self.path} again"
                 )
         held = Counter(tensor for file in files.values() for tensor in file.entries)
         surplus = {tensor for tensor, count in held.items() if tensor not in places and count == 1}
@@ -99,7 +99,7 @@ class Folder:
             plain = isinstance(name, str) and name.endswith(".safetensors") and not set(name) & {"/", "\\", "\0"}
             if not plain:
                 raise UnsupportedProblem(
-                    f"{_INDEX} of {self.path} names the shard {said(name)}, and a shard is a .safetensors file of the "
+                    f"{_INDEX} of {self.path} names the shard {quote(name)}, and a shard is a .safetensors file of the "
                     "folder itself: do not use this checkpoint"
                 )
         return places
@@ -116,7 +116,7 @@ def read_json(path: Path) -> dict[str, Any]:
             raise ValueError(f"more than {_MOST_JSON} bytes")
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise UnsupportedProblem(f"{path} is no JSON, {said(str(error))}: download it again") from error
+        raise UnsupportedProblem(f"{path} is no JSON, {quote(str(error))}: download it again") from error
     if not isinstance(found, dict):
         raise UnsupportedProblem(f"{path} is no JSON object: download it again")
     return found

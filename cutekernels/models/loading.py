@@ -20,7 +20,7 @@ from cutekernels.models.folder import Folder
 from cutekernels.models.loaded import LoadedModel
 from cutekernels.models.stored import PLAIN, Blank, Reading, Stored
 from cutekernels.models.stored_experts import StoredExperts
-from cutekernels.ops.shared.checks import check_flag, check_place, said
+from cutekernels.ops.shared.checks import check_flag, check_place, quote
 from cutekernels.quant import Scheme, read_config
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.*)")
@@ -173,7 +173,7 @@ def _by_module(folder: Folder, model: LoadedModel) -> dict[str, dict[str, str]]:
             if name in folder.surplus:
                 continue
             raise UnsupportedProblem(
-                f"{folder.path} has a tensor {said(name)}, of no module of a {model.config.model_type} for causal "
+                f"{folder.path} has a tensor {quote(name)}, of no module of a {model.config.model_type} for causal "
                 "language modelling: load it with transformers"
             )
         stored[module][suffix] = name

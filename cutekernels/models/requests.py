@@ -11,7 +11,7 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.kv_cache import KVCache
 from cutekernels.models.arguments import stop_tokens
 from cutekernels.models.sampling import Sampling
-from cutekernels.ops.shared.checks import check_whole, said
+from cutekernels.ops.shared.checks import check_whole, quote
 
 
 @dataclass(eq=False)
@@ -50,7 +50,7 @@ class Requests:
         """Queue a request. Raises UnsupportedProblem for one that could never run."""
         if not prompt or not all(type(token) is int and 0 <= token < self.vocabulary for token in prompt):
             bad = next((t for t in prompt if type(t) is not int or not 0 <= t < self.vocabulary), None)
-            found = "it is empty" if not prompt else f"one is {said(bad)}"
+            found = "it is empty" if not prompt else f"one is {quote(bad)}"
             raise UnsupportedProblem(f"a prompt is token ids from 0 to {self.vocabulary - 1}; {found}: tokenize it")
         if type(most) is not int or most < 1:
             raise UnsupportedProblem(f"max_new_tokens is an integer from 1 up; it is {most!r}")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.ops.shared.checks import said
+from cutekernels.ops.shared.checks import quote
 
 _TRAINED = "original_max_position_embeddings"
 _TYPES = ("full_attention", "sliding_attention")
@@ -46,7 +46,7 @@ def _object(holder: dict[str, Any], name: str) -> dict[str, Any]:
     """A copy of an object in the config; empty where there is none."""
     found = holder.get(name)
     if found is not None and not isinstance(found, dict):
-        raise UnsupportedProblem(f"{name} of config.json is an object; it is {said(found)}: mend config.json")
+        raise UnsupportedProblem(f"{name} of config.json is an object; it is {quote(found)}: mend config.json")
     return dict(found or {})
 
 
@@ -76,13 +76,13 @@ def _complete(given: dict[str, Any], raw: dict[str, Any], theta: object) -> dict
         if not _positive(found, name):
             raise UnsupportedProblem(
                 f"rotary embeddings of type {kind} need {name}, a positive number; config.json has "
-                f"{said(found.get(name))}: mend config.json"
+                f"{quote(found.get(name))}: mend config.json"
             )
     if kind == "yarn" and found["rope_theta"] <= 1:
         raise UnsupportedProblem(f"rope_theta of yarn is above 1; config.json has {found['rope_theta']}: mend it")
     for name in ("attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow"):
         if kind == "yarn" and found.get(name) is not None and not _positive(found, name):
-            raise UnsupportedProblem(f"{name} of config.json is a positive number; it is {said(found[name])}: mend it")
+            raise UnsupportedProblem(f"{name} of config.json is a positive number; it is {quote(found[name])}: mend it")
     return found
 
 

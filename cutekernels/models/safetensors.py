@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.ops.shared.checks import said
+from cutekernels.ops.shared.checks import quote
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
@@ -67,13 +67,13 @@ class TensorFile:
 
     def _entry(self, name: str) -> Entry:
         if not name.isprintable():  # it would act on a terminal in a message
-            raise self._broken(f"it names a tensor {said(name)}")
+            raise self._broken(f"it names a tensor {quote(name)}")
         given = self._file.get_slice(name)
         kind, shape = given.get_dtype(), given.get_shape()
         if kind not in DTYPES:
-            raise self._broken(f"{said(name)} is of dtype {said(kind)}, which is none of {', '.join(DTYPES)}")
+            raise self._broken(f"{quote(name)} is of dtype {quote(kind)}, which is none of {', '.join(DTYPES)}")
         if math.prod(max(1, n) for n in shape) >= _MOST_ELEMENTS:
-            raise self._broken(f"{said(name)} has the shape {said(shape)}")
+            raise self._broken(f"{quote(name)} has the shape {quote(shape)}")
         return Entry(DTYPES[kind], tuple(shape))
 
     def _broken(self, what: str) -> UnsupportedProblem:

@@ -11,7 +11,7 @@ from torch import Tensor
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.models.folder import Folder
 from cutekernels.models.loaded import Apart, LoadedModel, Weighted
-from cutekernels.ops.shared.checks import said
+from cutekernels.ops.shared.checks import quote
 from cutekernels.quant import QuantizedWeight, Scheme, concatenate, read, why_not
 from cutekernels.quant.join import kind, padded
 from cutekernels.quant.layout import TILE
@@ -87,7 +87,7 @@ class Stored:
         return 1
 
     @property
-    def tiled(self) -> tuple[int, int]:
+    def tile(self) -> tuple[int, int]:
         """``(rows, columns)`` of an expert's projection with its width rounded up to tiles of 64.
 
         To 128 where a scale is that of a block, in all projections of a model alike: down's columns are gate's rows.
@@ -144,7 +144,7 @@ class Stored:
                 )
         if beside:
             raise UnsupportedProblem(
-                f"{said(found[beside[0]])} is none of {name}'s tensors, as config.json has it: check its "
+                f"{quote(found[beside[0]])} is none of {name}'s tensors, as config.json has it: check its "
                 "quantization_config, and that both are of one checkpoint"
             )
 
@@ -159,9 +159,9 @@ class Stored:
             return
         weights = [self._read(i, reading) if one else None for i, one in enumerate(packed)]
         if self.experts:
-            weights = [None if w is None else padded(w, *self.tiled) for w in weights]
+            weights = [None if w is None else padded(w, *self.tile) for w in weights]
         whole = concatenate([w for w in weights if w is not None]) if all(packed) else None
-        if self.experts and (whole is None or self.tiled[0] % TILE):
+        if self.experts and (whole is None or self.tile[0] % TILE):
             raise UnsupportedProblem(_unlike(self.names, weights))
         if whole is not None:
             module.put("weight", whole)

@@ -65,7 +65,7 @@ class StoredExperts(Stored):
         bias = torch.empty(self.experts, rows, dtype=reading.dtype, device=reading.device)
         reading.into(bias, found["bias"])
         bias = torch.cat([bias[:, i :: self.halves] for i in range(self.halves)], 1)
-        if self.tiled == (rows // self.halves, columns):
+        if self.tile == (rows // self.halves, columns):
             weight = experts_from_mxfp4(blocks, scales, interleaved=self.halves == 2, dtype=reading.dtype).weight
         else:
             weight, bias = self._pad(blocks, scales, bias, reading.dtype)
@@ -78,11 +78,11 @@ class StoredExperts(Stored):
     def _pad(self, blocks: Tensor, scales: Tensor, bias: Tensor, dtype: torch.dtype) -> tuple[QuantizedWeight, Tensor]:
         """The weight and the bias of a width that fills no tile, which zeros fill."""
         parts = [
-            padded(from_mxfp4(own[i :: self.halves], powers[i :: self.halves], dtype=dtype), *self.tiled)
+            padded(from_mxfp4(own[i :: self.halves], powers[i :: self.halves], dtype=dtype), *self.tile)
             for own, powers in zip(blocks, scales, strict=True)
             for i in range(self.halves)
         ]
         weight = concatenate(parts)
         assert weight is not None
         bias = bias.unflatten(1, (self.halves, -1))
-        return weight, torch.nn.functional.pad(bias, (0, self.tiled[0] - bias.shape[2]))
+        return weight, torch.nn.functional.pad(bias, (0, self.tile[0] - bias.shape[2]))

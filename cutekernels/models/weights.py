@@ -18,7 +18,7 @@ from cutekernels.integrations.transformers.families import Family, activation_of
 from cutekernels.models.accepted import REMEDY, check_model
 from cutekernels.models.architectures import Routed
 from cutekernels.models.loaded import Apart
-from cutekernels.nn.mlp import Gate, gate_mul, gated, projected
+from cutekernels.nn.mlp import Gate, gate_mul, gated, project
 from cutekernels.nn.moe import MoE
 from cutekernels.nn.packing import side_by_side
 from cutekernels.ops.embedding.api import embedding
@@ -54,7 +54,7 @@ class Projection:
     bias: Tensor | None
 
     def __call__(self, x: Tensor) -> Tensor:
-        return projected(x, self.weight, self.bias, name="Decoder")
+        return project(x, self.weight, self.bias, name="Decoder")
 
     def gated(self, x: Tensor, gate: Gate) -> Tensor:
         """``act(first half) * second half`` of the product."""
@@ -358,14 +358,14 @@ def _mlp(path: str, mlp: Any, dtype: torch.dtype) -> Mlp | PlainMlp | MoE | Shar
 def _experts(mlp: Any, routed: Routed, dtype: torch.dtype) -> Experts:
     """Of a loaded model: rows of all experts lie one behind the other."""
 
-    def stacked(module: Any) -> Tensor | QuantizedStack:
+    def stack(module: Any) -> Tensor | QuantizedStack:
         weight = _projection(module, dtype).weight
         if isinstance(weight, QuantizedWeight):
             return QuantizedStack(weight, routed.experts)
         dense: Tensor = weight.unflatten(0, (routed.experts, -1))
         return dense
 
-    gate_up, down = stacked(mlp.experts.gate_up_proj), stacked(mlp.experts.down_proj)
+    gate_up, down = stack(mlp.experts.gate_up_proj), stack(mlp.experts.down_proj)
     if gate_up.shape[1] != 2 * down.shape[2]:
         raise UnsupportedProblem(
             f"an expert of {down.shape[2]} columns in down_proj has {2 * down.shape[2]} rows in gate_proj and up_proj, "

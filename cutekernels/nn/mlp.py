@@ -13,7 +13,7 @@ from cutekernels.nn.packing import split
 from cutekernels.ops.activations.api import gelu_mul, silu_mul
 from cutekernels.ops.gemm.api import linear
 from cutekernels.ops.norm_linear.api import linear_silu_mul
-from cutekernels.ops.shared.checks import check_flag, check_tensor, check_whole, said
+from cutekernels.ops.shared.checks import check_flag, check_tensor, check_whole, quote
 from cutekernels.quant.weight import QuantizedWeight
 
 Gate = Literal["silu", "gelu", "gelu_tanh"]
@@ -87,7 +87,7 @@ class SwiGLU(torch.nn.Module):
                 f"SwiGLU was called with another {' or '.join(_HALVES)}, which the hooks or adapters of {_PACKED} do "
                 f"not see: pass {_PACKED}'s weight in their place"
             )
-        return projected(hidden, down.weight, down.bias) if plain(down) else down(hidden)
+        return project(hidden, down.weight, down.bias) if plain(down) else down(hidden)
 
     def named_children(self) -> Iterator[tuple[str, torch.nn.Module]]:
         """The halves too: torch's distributed checkpoints send each rank what they find under the names of children."""
@@ -126,7 +126,7 @@ class _Half(torch.nn.Module):
             half = _HALVES[self._which]
             raise UnsupportedProblem(
                 f"{half}.{name} of SwiGLU is rows of {_PACKED}.{name}, or None with it, and cannot be replaced alone; "
-                f"got {said(value)}: write into it under torch.no_grad(), {half}.{name}.copy_(new)"
+                f"got {quote(value)}: write into it under torch.no_grad(), {half}.{name}.copy_(new)"
             )
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
@@ -182,7 +182,7 @@ class _Places(dict[str, Any]):
             super().__setitem__(name, value)
 
 
-def unhooked(module: Any) -> bool:
+def has_no_hooks(module: Any) -> bool:
     """Whether a call of ``module`` is its class's forward and nothing else: no hooks, no forward of its own."""
     hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     return not hooks and "forward" not in module.__dict__
@@ -190,7 +190,7 @@ def unhooked(module: Any) -> bool:
 
 def plain(module: Any) -> bool:
     """Whether a projection's parameters are all there is to it: a ``torch.nn.Linear`` without hooks or adapters."""
-    return type(module) is torch.nn.Linear and unhooked(module)
+    return type(module) is torch.nn.Linear and has_no_hooks(module)
 
 
 def swiglu(
@@ -204,13 +204,11 @@ def swiglu(
 ) -> Tensor:
     """The module's forward pass over its parameters; a ``config`` is that of the gate alone (``silu_mul``)."""
     if config is None:
-        return projected(gated(x, gate_up, gate_up_bias, name="SwiGLU"), down, down_bias)
-    return projected(silu_mul(projected(x, gate_up, gate_up_bias), config=config), down, down_bias)
+        return project(gated(x, gate_up, gate_up_bias, name="SwiGLU"), down, down_bias)
+    return project(silu_mul(project(x, gate_up, gate_up_bias), config=config), down, down_bias)
 
 
-def projected(
-    x: Tensor, weight: Tensor | QuantizedWeight, bias: Tensor | None = None, *, name: str = "SwiGLU"
-) -> Tensor:
+def project(x: Tensor, weight: Tensor | QuantizedWeight, bias: Tensor | None = None, *, name: str = "SwiGLU") -> Tensor:
     """``x @ weight.T + bias`` for module ``name``."""
     check_tensor(name, "x", x)
     plain = isinstance(weight, Tensor)
@@ -232,7 +230,7 @@ def gated(
     """
     if gate == "silu" and bias is None:
         return linear_silu_mul(x, gate_up)
-    return gate_mul(gate, projected(x, gate_up, bias, name=name))
+    return gate_mul(gate, project(x, gate_up, bias, name=name))
 
 
 def gate_mul(gate: Gate, x: Tensor, up: Tensor | None = None) -> Tensor:

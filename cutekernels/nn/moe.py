@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.nn.mlp import SwiGLU, plain, projected
+from cutekernels.nn.mlp import SwiGLU, plain, project
 from cutekernels.nn.packed_experts import PackedExperts
 from cutekernels.ops.moe.api import moe_route
 from cutekernels.ops.moe.ffn import moe_ffn
@@ -207,7 +207,7 @@ class MoE(torch.nn.Module):
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """``(weights, ids)`` of each token's experts, ``(..., top_k)``."""
         if self.scoring == "softmax":
-            logits = projected(x, self.gate.weight, self.gate.bias, name="MoE") if plain(self.gate) else self.gate(x)
+            logits = project(x, self.gate.weight, self.gate.bias, name="MoE") if plain(self.gate) else self.gate(x)
             return moe_route(logits, self.top_k, renormalize=self.renormalize)
         wide = torch.promote_types(x.dtype, torch.float32)
         correction: Any

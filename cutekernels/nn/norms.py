@@ -17,7 +17,7 @@ from cutekernels.ops.shared.checks import (
     check_place,
     check_tensor,
     check_whole,
-    said,
+    quote,
 )
 
 
@@ -69,7 +69,7 @@ class RMSNorm(torch.nn.Module):
         check_flag("RMSNorm", "elementwise_affine", elementwise_affine)
         if rounding not in ("once", "huggingface"):
             raise UnsupportedProblem(
-                f"RMSNorm takes rounding as 'once' or 'huggingface'; got {said(rounding)}: pass one"
+                f"RMSNorm takes rounding as 'once' or 'huggingface'; got {quote(rounding)}: pass one"
             )
         check_place(dtype, device, optional=True)
         self.normalized_shape = (size,)
@@ -123,14 +123,14 @@ def _row(hidden_size: object, normalized_shape: object) -> int:
     """The length of a row, which has two names; a shape of one dimension is one."""
     if (hidden_size is None) == (normalized_shape is None):
         raise UnsupportedProblem(
-            f"RMSNorm takes either hidden_size or normalized_shape; got {said(hidden_size)} and "
-            f"{said(normalized_shape)}: pass one"
+            f"RMSNorm takes either hidden_size or normalized_shape; got {quote(hidden_size)} and "
+            f"{quote(normalized_shape)}: pass one"
         )
     name, size = ("hidden_size", hidden_size) if normalized_shape is None else ("normalized_shape", normalized_shape)
     if isinstance(size, tuple | list):
         if len(size) != 1:
             raise UnsupportedProblem(
-                f"RMSNorm takes {name} as the length of the last dimension; got {said(size)}: flatten what is "
+                f"RMSNorm takes {name} as the length of the last dimension; got {quote(size)}: flatten what is "
                 "normalized into one dimension"
             )
         (size,) = size

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.nn import quantized
-from cutekernels.ops.shared.checks import said
+from cutekernels.ops.shared.checks import quote
 from cutekernels.quant import QuantizedStack, QuantizedWeight
 
 _NAMES = ("gate_up_proj", "down_proj")
@@ -29,7 +29,7 @@ class PackedExperts(torch.nn.Module):
         for name, stack in zip(_NAMES, (gate_up, down), strict=True):
             if not isinstance(stack, QuantizedStack):
                 raise UnsupportedProblem(
-                    f"packed experts have {name} as a QuantizedStack; got {said(stack)}: use cutekernels.quant.stack"
+                    f"packed experts have {name} as a QuantizedStack; got {quote(stack)}: use cutekernels.quant.stack"
                 )
         (experts, rows, hidden), fits = gate_up.shape, gate_up.shape[1] % 2 == 0
         if not fits or down.shape != (experts, hidden, rows // 2):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.gemm.api import linear
-from cutekernels.ops.shared.checks import check_tensor, said
+from cutekernels.ops.shared.checks import check_tensor, quote
 from cutekernels.quant import Scheme, quantize, read, read_config, write_config
 from cutekernels.quant.formats import own
 from cutekernels.quant.formats.nibbles import check
@@ -52,7 +52,7 @@ class QuantizedLinear(torch.nn.Module):
         super().__init__()
         if not isinstance(weight, QuantizedWeight):
             raise UnsupportedProblem(
-                f"QuantizedLinear takes a QuantizedWeight; got {said(weight)}: quantize it, or use from_linear"
+                f"QuantizedLinear takes a QuantizedWeight; got {quote(weight)}: quantize it, or use from_linear"
             )
         if weight.offsets is not None:
             raise UnsupportedProblem(
@@ -84,7 +84,7 @@ class QuantizedLinear(torch.nn.Module):
             scheme, symmetric: as of :func:`cutekernels.quant.quantize`.
         """
         if not isinstance(linear, torch.nn.Linear):
-            raise UnsupportedProblem(f"from_linear takes a torch.nn.Linear; got {said(linear)}: pass one")
+            raise UnsupportedProblem(f"from_linear takes a torch.nn.Linear; got {quote(linear)}: pass one")
         return cls(quantize(linear.weight.detach(), scheme, symmetric=symmetric), linear.bias)
 
     @property

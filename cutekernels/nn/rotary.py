@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.rope.api import rope
-from cutekernels.ops.shared.checks import check_flag, check_number, check_tensor, check_whole, said
+from cutekernels.ops.shared.checks import check_flag, check_number, check_tensor, check_whole, quote
 
 _KINDS = ("default", "linear", "llama3")
 _KEYS = (
@@ -65,7 +65,7 @@ class RotaryEmbedding(nn.Module):
         check_flag("RotaryEmbedding", "interleaved", interleaved)
         if rope_scaling is not None and not isinstance(rope_scaling, Mapping):
             raise UnsupportedProblem(
-                f"RotaryEmbedding takes rope_scaling as a dictionary; got {said(rope_scaling)}: pass "
+                f"RotaryEmbedding takes rope_scaling as a dictionary; got {quote(rope_scaling)}: pass "
                 "config.rope_parameters"
             )
         self.rope_scaling = dict(rope_scaling or {})
@@ -106,7 +106,7 @@ class RotaryEmbedding(nn.Module):
         if q.dim() != 4 or (isinstance(positions, int) and positions < 0):
             raise UnsupportedProblem(
                 f"RotaryEmbedding takes q of (B, S, Hq, D) and positions from 0; got {tuple(q.shape)} and "
-                f"{said(positions)}: transpose q, or leave positions out"
+                f"{quote(positions)}: transpose q, or leave positions out"
             )
         for name, t in (("q", q), ("k", k)):
             if t is not None and t.shape[-1:] != (self.head_dim,):

@@ -19,7 +19,7 @@ from torch.optim.optimizer import ParamsT
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.optimizer.api import adamw_step, check_hyper
 from cutekernels.ops.optimizer.op import Hyper
-from cutekernels.ops.shared.checks import check_flag, check_number, said
+from cutekernels.ops.shared.checks import check_flag, check_number, quote
 from cutekernels.ops.shared.dtypes import GPU_DTYPES
 from cutekernels.optim.operands import (
     MOMENTS,
@@ -213,7 +213,7 @@ class FusedAdamW(torch.optim.Optimizer):
                     number = name == "step" and not isinstance(t, Tensor)
                     if name in found and not (isinstance(t, Real) if number else _has_shape(t, shape)):
                         raise UnsupportedProblem(
-                            f"{name} of parameter {key} is of shape {tuple(shape)}; the state has {said(t)}: load the "
+                            f"{name} of parameter {key} is of shape {tuple(shape)}; the state has {quote(t)}: load the "
                             "state of this model's optimizer"
                         )
 
@@ -381,7 +381,7 @@ def _normalize_group(group: dict[str, Any]) -> None:
     moments = GPU_DTYPES.names.get(kind) if isinstance(kind, torch.dtype) else kind
     if not isinstance(moments, str) or moments not in ("param", *GPU_DTYPES):
         raise UnsupportedProblem(
-            f'moments_dtype is torch.float32, torch.bfloat16, torch.float16 or "param"; got {said(kind)}'
+            f'moments_dtype is torch.float32, torch.bfloat16, torch.float16 or "param"; got {quote(kind)}'
         )
     if group.get("max_grad_norm") is not None:
         raise UnsupportedProblem(

@@ -168,10 +168,10 @@ def problem(op: str, text: str) -> dict[str, Scalar]:
     return _typed_values(text, _problem(op))
 
 
-def spelled(op: str, revision: int, problem: str, config: str) -> str:
+def spell(op: str, revision: int, problem: str, config: str) -> str:
     """A config's stored text in the words of the op's revision here."""
     declared = registry.find(op)
-    return config if declared is None else declared.spelled(revision, problem, config)
+    return config if declared is None else declared.spell(revision, problem, config)
 
 
 def config(op: str, text: str) -> dict[str, Scalar]:
@@ -229,10 +229,10 @@ def unusable(t: Trial) -> str:
     us = t.median_us if t.origin == "measured" else None
     try:
         p, gpu = declared.Problem.parse(t.problem), gpus.lookup(t.gpu.name)
-        found = dispatch.adopted(declared, p, gpu, t.config, t.revision, t.problem, us)
+        found = dispatch.adopt(declared, p, gpu, t.config, t.revision, t.problem, us)
     except UnknownGpu:  # described on its own machine, not in the table: only the knobs can be looked at
         try:
-            found = declared.Config.parse(declared.spelled(t.revision, t.problem, t.config))
+            found = declared.Config.parse(declared.spell(t.revision, t.problem, t.config))
         except InvalidConfig as error:
             found = str(error)
     return found if isinstance(found, str) else ""

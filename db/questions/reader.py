@@ -216,7 +216,7 @@ class Database:
         values = {f.name: getattr(t, f.name) for f in fields(t)}
         environment = {f.name: getattr(t.environment, f.name) for f in fields(t.environment)}
         values |= {name: environment.pop(name) for name in PROVENANCE}
-        text = query.spelled(t.op, t.revision, t.problem, t.config)
+        text = query.spell(t.op, t.revision, t.problem, t.config)
         return values | {
             "gpu": t.gpu.name,
             "environment": environment,
@@ -354,8 +354,8 @@ def _certificate(t: Trial) -> dict[str, Any]:
     if t.certificate is None:
         return {}
     found = t.certificate.as_row()
-    found["default"] = query.spelled(t.op, t.revision, t.problem, found["default"])
-    found["tied"] = [query.spelled(t.op, t.revision, t.problem, text) for text in found["tied"]]
+    found["default"] = query.spell(t.op, t.revision, t.problem, found["default"])
+    found["tied"] = [query.spell(t.op, t.revision, t.problem, text) for text in found["tied"]]
     return found
 
 

@@ -103,9 +103,9 @@ def served(**changes: Any) -> Any:
 @pytest.mark.parametrize(("op", "problem", "before", "after"), SPELLED)
 def test_an_earlier_text_in_todays_words(op: str, problem: str, before: str, after: str | None) -> None:
     found, after = registry.get(op), after or before
-    assert found.spelled(1, problem, before) == after
-    assert found.spelled(found.revision, problem, after) == after
-    assert "strange" in found.spelled(1, problem, "strange words=1 tile_m"), "for the parser to refuse"
+    assert found.spell(1, problem, before) == after
+    assert found.spell(found.revision, problem, after) == after
+    assert "strange" in found.spell(1, problem, "strange words=1 tile_m"), "for the parser to refuse"
 
 
 @pytest.fixture
@@ -279,7 +279,7 @@ def test_a_call_in_an_earlier_spelling_is_told_todays(problem: str, body: str) -
     p = GEMM.Problem.parse(problem)
     found = [c for c in GEMM.valid(p, H200) if c.body == body and (c.warps_n > 1 or c.swap_ab or c.prefetch_l2)]
     text = earlier(found[-1])
-    assert GEMM.spelled(1, problem, text) == str(found[-1])
+    assert GEMM.spell(1, problem, text) == str(found[-1])
     with pytest.raises(InvalidConfig) as refused:
         dispatch.resolve(GEMM, p, H200, forced=text)
     assert f"Revision 1 spelled it so; now write [{found[-1]}]" in str(refused.value)

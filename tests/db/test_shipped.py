@@ -32,7 +32,7 @@ def trials(name: str) -> list[Trial]:
 
 def config_of(trial: Trial) -> Config:
     op = registry.get(trial.op)
-    return op.Config.parse(op.spelled(trial.revision, trial.problem, trial.config))
+    return op.Config.parse(op.spell(trial.revision, trial.problem, trial.config))
 
 
 def test_something_is_shipped() -> None:

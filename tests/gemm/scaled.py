@@ -26,4 +26,4 @@ class Scaled:
         alpha: Float32,
         stream: cuda.CUstream,
     ):
-        self.body.extended(mD, mA, mB, EpilogueOperands(alpha=alpha, own=mFactors), stream)
+        self.body.extend(mD, mA, mB, EpilogueOperands(alpha=alpha, own=mFactors), stream)

@@ -226,7 +226,7 @@ def test_default_beyond_a_few_tokens() -> None:
 def test_many_ctas_compile_without_spills(text: str, knobs: str) -> None:
     problem = GemmProblem.parse(text)
     values = {name: int(value) for name, value in (word.split("=") for word in knobs.split())}
-    config = next(iter(SKINNY_WARPGROUP.spanned())).replace(tile_k=64, pdl=True, **values)
+    config = next(iter(SKINNY_WARPGROUP.span())).replace(tile_k=64, pdl=True, **values)
     assert not list(SKINNY_WARPGROUP.foreign_knobs(config))
     assert not list(SKINNY_WARPGROUP.failures_of("config", config, H100, PLAIN))
     facts = GEMM.build(problem, config, H100).facts

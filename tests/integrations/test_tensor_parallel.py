@@ -112,7 +112,7 @@ def test_results_are_those_of_one_process_for_half_its_memory_and_a_killed_rank_
         assert weights / 2 <= read(tmp_path, f"memory{rank}")["peak"] <= 0.55 * whole
 
 
-def planned(module: Any) -> None:
+def plan(module: Any) -> None:
     """A forward around the module's own, as transformers puts it there."""
     original_forward = module.forward
 
@@ -126,7 +126,7 @@ def planned(module: Any) -> None:
 def test_a_planned_forward_stays_around_the_patched_one() -> None:
     model, ids = tiny.model("llama"), tiny.tokens()
     projection = model.model.layers[0].mlp.down_proj
-    planned(projection)
+    plan(projection)
     own, expected = projection.forward, model(ids).logits
     with ck.patch(model) as report:
         assert report.patched["linear"] == 15 and projection.forward is own

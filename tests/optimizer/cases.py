@@ -80,16 +80,16 @@ def operands(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """Operands (param, grad, exp_avg, exp_avg_sq, master) after some steps with gradients of many sizes."""
 
-    def placed(t: Tensor, kind: torch.dtype) -> Tensor:
+    def place_as(t: Tensor, kind: torch.dtype) -> Tensor:
         memory = torch.empty(n + skew, dtype=kind, device=device)
         return memory[skew:].copy_(t)
 
     sizes = 10.0 ** (6 * torch.rand(n, device=device) - 4)
     g = torch.randn(n, device=device) * sizes
-    copy = placed(torch.randn(n, device=device), torch.float32) if master else None
-    param = placed(torch.randn(n, device=device) if copy is None else copy, DTYPES[dtype])
-    avg, sq = placed(torch.randn(n, device=device) * sizes, DTYPES[moments]), placed(sizes**2, DTYPES[moments])
-    return param, placed(g, DTYPES[dtype] if grad == "same" else torch.float32), avg, sq, copy
+    copy = place_as(torch.randn(n, device=device), torch.float32) if master else None
+    param = place_as(torch.randn(n, device=device) if copy is None else copy, DTYPES[dtype])
+    avg, sq = place_as(torch.randn(n, device=device) * sizes, DTYPES[moments]), place_as(sizes**2, DTYPES[moments])
+    return param, place_as(g, DTYPES[dtype] if grad == "same" else torch.float32), avg, sq, copy
 
 
 # ---- the child process ----------------------------------------------------------------------------------

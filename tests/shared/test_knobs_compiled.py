@@ -87,9 +87,9 @@ def test_each_value_that_grouped_products_narrow_is_valid_too(name: str) -> None
     """Of the warpgroup body alone, whose lists are their own; tiles by the names that they have without swap_ab."""
     op: Any = registry.get(name)
     schedule = op.warpgroup
-    missing = values(map(unswapped, schedule.spanned()))
+    missing = values(map(unswapped, schedule.span()))
     for text in GROUPED[name]:
-        problem, extras = grouped._posed(op, op.Problem.parse(text))
+        problem, extras = grouped._largest_product(op, op.Problem.parse(text))
         missing -= values(map(unswapped, schedule.valid(problem, H200, extras)))
     assert missing <= {("warpgroup", "swap_ab", True)}, "unswapped has none"
 

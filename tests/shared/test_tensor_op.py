@@ -42,7 +42,7 @@ class Kernel:
     def __call__(self, grid: tuple[int, int, int], *args: Any) -> None:
         self.called.append(args)
 
-    def settled(self, grid: tuple[int, int, int], numbers: Any, others: int) -> Any:
+    def settle(self, grid: tuple[int, int, int], numbers: Any, others: int) -> Any:
         def fire(addresses: list[int], scalars: tuple[Any, ...]) -> None:
             assert others == len(addresses) + len(scalars)
             self.fired.append((*addresses, *numbers, *scalars))
@@ -257,16 +257,16 @@ def test_a_launch_called_with_tensors_passes_what_follows_from_their_strides() -
         (x.data_ptr(), 0, 8, 0, 0.25),
         (y.data_ptr(), x.data_ptr(), 1, 8, 0.125),
     ]
-    launch.settled((x, None), 1)([1, 0], (0.5,))
+    launch.settle((x, None), 1)([1, 0], (0.5,))
     assert kernel.fired == [(1, 0, 8, 0, 0.5)]
     plain: list[Any] = []
-    Launch(lambda grid, *args: plain.append(args), (1, 1, 1), 2, lambda x, y: (7,)).settled((x, y), 0)([1, 2], ())
+    Launch(lambda grid, *args: plain.append(args), (1, 1, 1), 2, lambda x, y: (7,)).settle((x, y), 0)([1, 2], ())
     assert plain == [(1, 2, 7)]
 
 
 def test_a_warm_call_costs_the_host_less_than_4_5_keys(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     """All but the launch itself. 2.9 on 2026-11-22, on a box where a key takes 1.1 us."""
-    monkeypatch.setattr(kernel, "settled", lambda grid, numbers, others: lambda addresses, scalars: None)
+    monkeypatch.setattr(kernel, "settle", lambda grid, numbers, others: lambda addresses, scalars: None)
     gate, up, out = (torch.randn(16, 4096, dtype=BF16) for _ in range(3))
     results, inputs, call = (out,), (gate, up), calls.run
     call(SILU_MUL, results, inputs)
@@ -348,7 +348,7 @@ def test_triton_s_own_function_is_called_where_its_form_is_known(
     kernel = kernel_of(Compiled(11, seen, CudaLauncher(seen, scratch)))
     kernel((5, 1, 1), 64, 9, None, 0.5)
     kernel((5, 1, 1), 64, 9, None, 0.5, None)
-    kernel.settled((5, 1, 1), (9, None), 2)([64], (0.5,))
+    kernel.settle((5, 1, 1), (9, None), 2)([64], (0.5,))
     assert seen == [expected] * 3
 
 
@@ -358,9 +358,9 @@ def test_a_settled_kernel_stays_on_its_device_and_keeps_its_binary(
     seen: list[tuple[Any, ...]] = []
     binaries = [Compiled(f, seen) for f in (11, 22)]
     kernel = kernel_of(*binaries)
-    fire = kernel.settled((1, 1, 1), (9, None), 2)
+    fire = kernel.settle((1, 1, 1), (9, None), 2)
     cuda[0] = 5
-    other = kernel.settled((1, 1, 1), (9, None), 2)
+    other = kernel.settle((1, 1, 1), (9, None), 2)
     assert fire.owner is other.owner is kernel  # type: ignore[attr-defined]
     fire([64], (0.5,))
     other([64], (0.5,))

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from cutekernels import gpu
-from cutekernels.columns import Columns, among, ceil, gcd, kept, larger, over, pick, rounded, smaller, where
+from cutekernels.columns import Columns, among, ceil, gcd, kept, larger, over, pick, round_off, smaller, where
 from cutekernels.op import Config, knob
 from cutekernels.ops import registry
 from cutekernels.ops.attention.problem import AttentionOp
@@ -51,16 +51,16 @@ def costly(c: Any, calls: list[int] | None, factor: int) -> Any:
 
 
 def test_columns_are_the_configs_in_the_order_of_a_loop() -> None:
-    c = Columns.spanned(Knobs, Knobs.space())
+    c = Columns.span(Knobs, Knobs.space())
     assert list(c) == ALL and all(type(a.flag) is bool and type(a.tile) is int for a in c)
     assert list(c.taken((c.word == "b") & (c.flag == 1))) == [x for x in ALL if x.word == "b" and x.flag]
-    joint = Columns.spanned(Knobs, {("word", "tile"): (("a", 4), ("c", 1)), "flag": (True,)})
+    joint = Columns.span(Knobs, {("word", "tile"): (("a", 4), ("c", 1)), "flag": (True,)})
     assert list(joint) == [Knobs("a", 4, True), Knobs("c", 1, True)]
     assert joint.flag is True and len(joint) == 2, "one value that all have is no array"
 
 
 def test_expressions_serve_a_config_and_columns() -> None:
-    c = Columns.spanned(Knobs, Knobs.space())
+    c = Columns.span(Knobs, Knobs.space())
     expressions = {
         "property": lambda c: c.twice,
         "method": lambda c: c.beside(3),
@@ -79,11 +79,11 @@ def test_expressions_serve_a_config_and_columns() -> None:
 
 def test_times_are_rounded_alike_and_ties_are_ties() -> None:
     times = [1e-3, 0.3, 0.1 + 0.2, 45.549071, 1e9 / 7]
-    c = Columns.spanned(Knobs, {"tile": (1,) * len(times)})
+    c = Columns.span(Knobs, {"tile": (1,) * len(times)})
     column = where(c.tile == 1, 1.0, 0.0) * times
-    assert rounded(column).tolist() == [rounded(us) for us in times]
-    assert rounded(0.3) == rounded(0.1 + 0.2) and rounded(45.549071) != rounded(45.5490711)
-    assert all(abs(rounded(us) / us - 1) < 1e-9 for us in times)
+    assert round_off(column).tolist() == [round_off(us) for us in times]
+    assert round_off(0.3) == round_off(0.1 + 0.2) and round_off(45.549071) != round_off(45.5490711)
+    assert all(abs(round_off(us) / us - 1) < 1e-9 for us in times)
 
 
 def test_the_package_starts_without_numpy() -> None:
@@ -127,7 +127,7 @@ def test_columns_and_configs_are_judged_alike(name: str, spec: gpu.GpuSpec) -> N
         for schedule, p, x in posed(name, op.Problem.parse(text)):
             if schedule.refusal(p, spec, x) is not None:
                 continue
-            everything = schedule.spanned()
+            everything = schedule.span()
             some = everything.taken(draw.sample(range(len(everything)), 50))
             of_class = schedule.class_of(p, x)
             fit = schedule.unbroken("config", some, some, spec, of_class)

@@ -44,7 +44,7 @@ def path(tmp_path: Path) -> Path:
 class TestWhichAreTaken:
     def test_without_a_calibration_they_are_scaled(self) -> None:
         assert rates.of(L40S) is rates.scaled(L40S)
-        assert rates.calibrated(L40S) == {}
+        assert rates.rates_for(L40S) == {}
         assert not rates.of(L40S).measured
 
     @pytest.mark.parametrize("name", ["l40s", "a100", "rtx5090", "h100-pcie"])
@@ -97,7 +97,7 @@ class TestWhichAreTaken:
         with sqlite3.connect(path) as connection:
             connection.execute("UPDATE rate SET value = 'fast' WHERE name = 'barrier_us'")
         connection.close()
-        assert set(rates.calibrated(L40S)) == {"launch_us"}
+        assert set(rates.rates_for(L40S)) == {"launch_us"}
 
     def test_a_later_calibration_replaces_an_earlier_one(self, path: Path) -> None:
         calibrate(path, L40S, launch_us=2.5)

@@ -34,8 +34,8 @@ class Small(Schedule[int, Knobs, str]):
 
     name = "small"
 
-    def spanned(self, among: Among = EVERY) -> Columns:
-        return Columns.spanned(Knobs, values_of(Knobs, tile=(1, 2, 4), body=(self.name,)) | dict(among))
+    def span(self, among: Among = EVERY) -> Columns:
+        return Columns.span(Knobs, values_of(Knobs, tile=(1, 2, 4), body=(self.name,)) | dict(among))
 
     def foreign_knobs(self, c: Knobs) -> Iterator[str]:
         return foreign(c, values_of(Knobs, tile=(1, 2, 4), body=(self.name,)))

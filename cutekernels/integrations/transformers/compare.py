@@ -17,7 +17,7 @@ from cutekernels.integrations.transformers.families import family_of
 from cutekernels.integrations.transformers.patching import is_patched, patch, unpatch
 from cutekernels.integrations.transformers.quantized import decoded
 from cutekernels.integrations.transformers.tensor_parallel import is_planned
-from cutekernels.ops.shared.checks import check_flag, check_tensor, said
+from cutekernels.ops.shared.checks import check_flag, check_tensor, quote
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def _checked(model: Any, inputs: Any) -> dict[str, Any]:
     if not isinstance(tokens, Tensor) or (ids is not None and embeds is not None):
         raise UnsupportedProblem(
             "compare needs inputs: token ids in a tensor, or the keyword arguments of a forward pass with a tensor for "
-            f"either input_ids or inputs_embeds; got {said(inputs)}: pass tokenizer(text, return_tensors='pt')"
+            f"either input_ids or inputs_embeds; got {quote(inputs)}: pass tokenizer(text, return_tensors='pt')"
         )
     table = model.get_input_embeddings().weight
     for name, value in given.items():
@@ -175,7 +175,7 @@ def _check_mask(mask: Any, shape: torch.Size) -> None:
     if mask is not None and (not isinstance(mask, Tensor) or mask.shape != shape or not mask.any()):
         raise UnsupportedProblem(
             f"compare takes attention_mask as a tensor {tuple(shape)} with ones for tokens that count, one at least; "
-            f"got {said(mask)}: pass the tokenizer's, or none"
+            f"got {quote(mask)}: pass the tokenizer's, or none"
         )
 
 

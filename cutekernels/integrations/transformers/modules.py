@@ -21,7 +21,7 @@ from cutekernels.integrations.transformers.families import Family, activation_of
 from cutekernels.integrations.transformers.outputs import output_of, without_logits
 from cutekernels.integrations.transformers.projections import held, is_linear, kind_of, multiplied, sharded, whole
 from cutekernels.nn import packed_training
-from cutekernels.nn.mlp import Gate, gate_mul, gated, projected, unhooked
+from cutekernels.nn.mlp import Gate, gate_mul, gated, has_no_hooks, project
 from cutekernels.nn.packing import side_by_side
 from cutekernels.ops.gemm.api import linear
 from cutekernels.ops.loss.cross_entropy import linear_cross_entropy
@@ -147,7 +147,7 @@ class Fused(Patched):
             return None if traced or self.pack() else self.packed  # lets go of the memory that FSDP has copied
         modules: Any = self._modules  # type: ignore[attr-defined]
         for name, source in zip(self.parts, self.sources, strict=True):
-            if modules.get(name) is not source or not unhooked(source):
+            if modules.get(name) is not source or not has_no_hooks(source):
                 return None
         for source, kind, p, address in self.views:
             if grads and p is not None and p.requires_grad:
@@ -192,7 +192,7 @@ def _apart(linears: list[Any]) -> str:
         return "its projections are subclasses of Linear"
     if any(hasattr(getattr(x, "weight", None), "placements") for x in linears):
         return "its projections are sharded as DTensors, each a product of its own"
-    if not all(map(unhooked, linears)):
+    if not all(map(has_no_hooks, linears)):
         return "its projections have hooks"
     weights = [x._parameters.get("weight") for x in linears]
     if any(type(w) is not torch.nn.Parameter or w.is_meta or w.dim() != 2 for w in weights):
@@ -257,7 +257,7 @@ class Linear(Patched):
         weight = held(self, "weight")
         if not multiplied(x, weight):
             return super().forward(x)  # type: ignore[misc, no-any-return]
-        return projected(x, weight, held(self, "bias"), name="Linear")
+        return project(x, weight, held(self, "bias"), name="Linear")
 
 
 def own_gate(mlp: Any) -> Gate | None:
@@ -265,7 +265,7 @@ def own_gate(mlp: Any) -> Gate | None:
     if mlp.family.gate is not None:
         return mlp.family.gate  # type: ignore[no-any-return]
     activation = activation_of(mlp)
-    hooked = isinstance(activation, torch.nn.Module) and not unhooked(activation)
+    hooked = isinstance(activation, torch.nn.Module) and not has_no_hooks(activation)
     return None if hooked else gate_of(activation)
 
 
@@ -396,7 +396,7 @@ class PackedAttention(Fused, Attention):
             return [getattr(self, name)(x) for name in self.parts]
         if (trained := self.trained(x)) is None:
             sizes = [source.out_features for source in self.sources]
-            return projected(x, *fused, name="Attention").split(sizes, dim=-1)
+            return project(x, *fused, name="Attention").split(sizes, dim=-1)
         return packed_training.projections(x, *fused, *trained)
 
 
@@ -579,7 +579,7 @@ def body_of(model: Any) -> Any:
 
 def added(x: Tensor, residual: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
     """``(norm(x + residual), x + residual)``."""
-    if isinstance(norm, Norm) and unhooked(norm):
+    if isinstance(norm, Norm) and has_no_hooks(norm):
         weight = held(norm, "weight")
         if x.dtype == residual.dtype == weight.dtype:
             return add_rms_norm(x, residual, weight, **norm.family.norm_options(norm))

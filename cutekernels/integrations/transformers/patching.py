@@ -22,7 +22,7 @@ from cutekernels.integrations.transformers import (
     whole,
 )
 from cutekernels.integrations.transformers.families import FAMILIES, Family, family_of, is_listed, shared_parameters
-from cutekernels.ops.shared.checks import check_flag, said
+from cutekernels.ops.shared.checks import check_flag, quote
 
 _BEFORE = "_cutekernels_attention"  # the attribute of a patched model: the attention it had
 
@@ -99,7 +99,7 @@ def patch(model: torch.nn.Module, *, unlisted: bool = True) -> Report:
     """
     check_flag("patch", "unlisted", unlisted)
     if not isinstance(model, torch.nn.Module):
-        raise UnsupportedProblem(f"patch takes a torch.nn.Module; got {said(model)}: pass the model")
+        raise UnsupportedProblem(f"patch takes a torch.nn.Module; got {quote(model)}: pass the model")
     known = is_listed(model)
     if not unlisted and not known:
         family_of(model, "patch", "leave unlisted=False away, and what structure tells is compared and patched")
@@ -256,7 +256,9 @@ def unpatch(model: torch.nn.Module) -> None:
             patched one. Nothing is changed then.
     """
     if not isinstance(model, torch.nn.Module):
-        raise UnsupportedProblem(f"unpatch takes a torch.nn.Module; got {said(model)}: pass the model that was patched")
+        raise UnsupportedProblem(
+            f"unpatch takes a torch.nn.Module; got {quote(model)}: pass the model that was patched"
+        )
     found: list[Any] = list(model.modules())  # Any: a patched module is of both its classes
     classes = {cls: modules.unswapped(cls) for cls in set(map(type, found))}  # raises before anything is changed
     for module in _bodies(model):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutekernels.nn.mlp import unhooked
+from cutekernels.nn.mlp import has_no_hooks
 from cutekernels.ops.shared.dtypes import DTYPES
 
 
@@ -40,7 +40,7 @@ def multiplied(x: Tensor, weight: Tensor) -> bool:
 def is_linear(module: Any) -> bool:
     """Whether a patched module is a plain Linear: not quantized, without hooks."""
     own = getattr(type(module), "original", None) is torch.nn.Linear
-    return own and "quantized_layout" not in module.__dict__ and unhooked(module)
+    return own and "quantized_layout" not in module.__dict__ and has_no_hooks(module)
 
 
 def whole(linear: Any, x: Tensor) -> bool:

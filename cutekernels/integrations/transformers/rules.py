@@ -17,7 +17,7 @@ from cutekernels.integrations.transformers.experts import why_not_experts
 from cutekernels.integrations.transformers.families import Family, activation_of, gate_of
 from cutekernels.integrations.transformers.quantized import Quantized, why_not_computed
 from cutekernels.integrations.transformers.tensor_parallel import is_planned
-from cutekernels.nn.mlp import Gate, gate_mul, unhooked
+from cutekernels.nn.mlp import Gate, gate_mul, has_no_hooks
 from cutekernels.ops.attention.api import attention
 from cutekernels.ops.attention.decode_api import decode_attention
 from cutekernels.ops.attention.problem import WIDEST
@@ -68,7 +68,7 @@ def _mlp_left(module: Any, family: Family) -> str:
     gate = gate_of(act)
     if gate is None:
         return f"no kernel has the gate of {type(act).__name__}"
-    if not unhooked(act):
+    if not has_no_hooks(act):
         return "its activation has hooks"
     name = "c_fc" if not family.gated else "gate_up_proj" if family.joined_mlp else "gate_proj"
     weight: Any = _weight_of(getattr(module, name))

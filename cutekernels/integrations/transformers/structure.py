@@ -22,7 +22,7 @@ from torch import Tensor
 
 from cutekernels.integrations.transformers import checkpoints, experts, modules, projections
 from cutekernels.integrations.transformers.families import ACTIVATIONS, Family, activation_of, gate_of
-from cutekernels.nn.mlp import Gate, unhooked
+from cutekernels.nn.mlp import Gate, has_no_hooks
 
 Guess = tuple[type, Family]  # a class of modules.py, and the conventions that it reads
 _QUANTIZED = (
@@ -95,7 +95,7 @@ def _why_not(role: str, module: Any, places: int) -> str:
     own = list(module.named_parameters())
     if "forward" in module.__dict__:
         return "its forward has been replaced (by device_map's hooks, say)"
-    if any(not unhooked(part) for part in module.modules()):
+    if any(not has_no_hooks(part) for part in module.modules()):
         return "it has hooks, or a part of it has"
     if places > 1:
         return "it stands in several places of the model"
@@ -219,7 +219,7 @@ def _tables(model: torch.nn.Module) -> _Tables | None:
     ]
     for module, name in kinds:
         turns, kind = module._buffers[name], name.removesuffix(_TURNS).removesuffix("_")
-        if turns is None or turns.is_meta or not unhooked(module):
+        if turns is None or turns.is_meta or not has_no_hooks(module):
             continue
         ids = torch.arange(3, 3 + _TOKENS, device=turns.device)[None]
         given = (torch.zeros((), device=turns.device), ids, *([kind] if kind else []))  # of a type of layers
@@ -260,7 +260,7 @@ def _chosen(role: str, module: Any, guesses: list[Guess], tables: _Tables | None
     if role == "rotary":
         distances = [_turned_distance(module, guess[1], tables) for guess in guesses]
         best = min(range(len(guesses)), key=lambda i: distances[i])
-        return guesses[best] if distances[best] <= 1 else said(distances[best] * _FP32)
+        return guesses[best] if distances[best] <= 1 else quote(distances[best] * _FP32)
     twin = attempt(lambda: copy.deepcopy(_fewer(module) if role == "experts" else module).to("cpu", torch.float32))
     if isinstance(twin, Exception):
         return f"no copy of it can be compared ({type(twin).__name__})"
@@ -277,7 +277,7 @@ def _chosen(role: str, module: Any, guesses: list[Guess], tables: _Tables | None
         closest = min(closest, wide)
         if wide <= _FP32 and (near := _distance(role, half, guess)) <= allowed(torch.bfloat16):
             found.append((near, i))  # conventions of rounding differ there
-    return guesses[min(found)[1]] if found else said(closest)
+    return guesses[min(found)[1]] if found else quote(closest)
 
 
 def _fewer(module: Any) -> Any:
@@ -296,14 +296,14 @@ def _differs(role: str, module: Any, guess: Guess) -> str:
     dtype = next(p.dtype for p in module.parameters())
     with torch.no_grad():
         distance = _distance(role, module, guess)
-    return "" if distance <= allowed(dtype) else said(distance)
+    return "" if distance <= allowed(dtype) else quote(distance)
 
 
 def allowed(dtype: torch.dtype) -> float:
     return max(_FP32, 16 * torch.finfo(dtype).eps)
 
 
-def said(distance: float) -> str:
+def quote(distance: float) -> str:
     if distance == float("inf"):
         return "no kernel gives results of its kind"
     return f"its results differ from any kernel's, in training or out of it, by {distance:.1e} of the largest at best"

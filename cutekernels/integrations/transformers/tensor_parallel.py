@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cutekernels.integrations.transformers.modules import Linear
-from cutekernels.nn.mlp import projected
+from cutekernels.nn.mlp import project
 
 _MODULE = "transformers.distributed.tensor_parallel"
 
@@ -90,5 +90,5 @@ def _shards(x: Any, weight: Any, bias: Any) -> Tensor | None:
     local = x.to_local(grad_placements=[of_gradient]), weight.to_local(), None if bias is None else bias.to_local()
     shape = torch.Size((*x.shape[:-1], weight.shape[0]))
     stride = torch.empty(shape, device="meta").stride()
-    made = projected(*local, name="Linear")
+    made = project(*local, name="Linear")
     return DTensor.from_local(made, weight.device_mesh, [result], run_check=False, shape=shape, stride=stride)

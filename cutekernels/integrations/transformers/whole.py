@@ -19,7 +19,7 @@ from torch import Tensor
 from cutekernels.integrations.transformers import attention, modules
 from cutekernels.integrations.transformers.families import Family
 from cutekernels.integrations.transformers.outputs import output_of
-from cutekernels.integrations.transformers.structure import UNKNOWN, allowed, attempt, drawing_nothing, relative, said
+from cutekernels.integrations.transformers.structure import UNKNOWN, allowed, attempt, drawing_nothing, quote, relative
 
 _COMPARED = "cutekernels_compared"  # the name of attention under which both run
 NO_MODEL = "the model is none of transformers; cutekernels.route_sdpa() takes calls of scaled_dot_product_attention"
@@ -132,7 +132,7 @@ class _Both:
                 return str(ours if isinstance(ours, Exception) else expected)
             off = max(relative(a, b) for a, b in zip(ours, expected, strict=True))
             if not off <= 4 * allowed(qkv[0].dtype):
-                return said(off)
+                return quote(off)
         return ""
 
 
@@ -239,5 +239,5 @@ def _loss_differs(model: Any, ours: Any, weight: Tensor) -> str:
             return "other results come with it"
         off = max(relative(a, b) for a, b in zip(mine[1], theirs[1], strict=True))
         if not off <= allowed(weight.dtype):
-            return said(off)
+            return quote(off)
     return ""

@@ -24,7 +24,7 @@ from cutekernels.ops.activations.op import (
 )
 from cutekernels.ops.activations.tiles import TileConfig
 from cutekernels.ops.shared.call_cache import Call, CallCache
-from cutekernels.ops.shared.calls import call, is_grad_enabled, planned, refuse_others, register, run
+from cutekernels.ops.shared.calls import call, is_grad_enabled, plan_call, refuse_others, register, run
 from cutekernels.ops.shared.registration import PLAIN, Path, define, direct, refuse_gradient
 
 # ---- the functions --------------------------------------------------------------------------------------
@@ -204,7 +204,7 @@ def _replay(
     def first(tensors: tuple[Tensor, ...], chosen: tuple[str, ...]) -> Tensor:
         out = empty(*tensors)
         places = parts((out, *tensors))
-        call = planned(op, places[len(op.results) :], places[: len(op.results)], chosen)
+        call = plan_call(op, places[len(op.results) :], places[: len(op.results)], chosen)
         if call.launch is None:
             return out
         launched, fire, ends = call.launch, call.fire, []

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, TypeVar
 from cutekernels.op import Config, Problem, Work, exact, extent, knob, ladder, plain, power_of_two
 from cutekernels.ops.shared import streaming, tile_rules
 from cutekernels.ops.shared.dtypes import WIDEST_BYTES
-from cutekernels.ops.shared.triton_op import LaidOut, TritonOp, placed
+from cutekernels.ops.shared.triton_op import LaidOut, TritonOp, place_as
 from cutekernels.rules import of_both
 
 if TYPE_CHECKING:
@@ -147,12 +147,12 @@ class TiledOp(TritonOp[T, TileConfig]):
             walked=len(self.inputs) * c.block_rows * c.block_cols / (32 * c.warps),
         )
 
-    def lay(self, p: T, name: str, values: Tensor) -> Tensor:
+    def arrange(self, p: T, name: str, values: Tensor) -> Tensor:
         if p.layout == "rows":  # as one half of a joint gate-and-up projection lies
-            return placed(values, p, rows_apart=2)
+            return place_as(values, p, rows_apart=2)
         if p.layout == "strided" and name == self.inputs[0]:
             return values.t().contiguous().t()
-        return placed(values, p)
+        return place_as(values, p)
 
     def work(self, p: T) -> Work:
         return Work(float(self.flops_per_element * p.rows * p.cols), self.bytes(p), p.depth)

@@ -27,7 +27,7 @@ from cutekernels.ops.attention.calls import (
     implementations,
     is_canonical,
     pose,
-    replayed,
+    replay,
     sides_seen,
 )
 from cutekernels.ops.attention.config import AttentionConfig
@@ -143,7 +143,7 @@ def attention(
         if check is not False:
             check_flag("attention", "check", check)
             check_values(operands, factor)
-        made = replayed(_CALLS, out, operands, (causal, left, right, cap > 0.0, return_lse), (factor, cap), text)
+        made = replay(_CALLS, out, operands, (causal, left, right, cap > 0.0, return_lse), (factor, cap), text)
         if made is not None:
             return made if return_lse else made[0]  # type: ignore[return-value]
         leaves = (q, k, v) if sinks is None else (q, k, v, sinks)

@@ -17,7 +17,7 @@ from torch import Tensor
 from cutekernels.errors import InvalidConfig, UnsupportedProblem
 from cutekernels.op import Config
 from cutekernels.ops.attention.problem import UNLIMITED
-from cutekernels.ops.shared.checks import check_tensor, said
+from cutekernels.ops.shared.checks import check_tensor, quote
 from cutekernels.ops.shared.dtypes import DTYPES
 
 # What torch raises for arguments that fit no schema or backend, and Python for those that are no tensors.
@@ -46,7 +46,7 @@ def cap_of(softcap: float) -> float:
 def number(name: str, value: Any) -> float:
     if isinstance(value, Tensor):  # float() would drop its gradient and wait for its GPU
         raise UnsupportedProblem(
-            f"{name} must be a number, and has no gradient; it is {said(value)}: pass its item()"
+            f"{name} must be a number, and has no gradient; it is {quote(value)}: pass its item()"
             + (", or multiply q by it" if name == "scale" else "")
         )
     if not isinstance(value, (bool, str, bytes)):
@@ -54,7 +54,7 @@ def number(name: str, value: Any) -> float:
             return float(value)
         except (TypeError, ValueError, OverflowError, RuntimeError):
             pass
-    raise UnsupportedProblem(f"{name} must be a number; it is {said(value)}: pass a float, or None for the default")
+    raise UnsupportedProblem(f"{name} must be a number; it is {quote(value)}: pass a float, or None for the default")
 
 
 def sides_of(window: Any, *, later: bool = True) -> tuple[int, int]:

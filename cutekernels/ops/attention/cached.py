@@ -17,9 +17,9 @@ from cutekernels.ops.attention.decode import (
     cache_bytes,
     check_cache_dim,
     check_room,
+    draw_cache,
     elements,
     results,
-    sampled,
 )
 from cutekernels.ops.attention.op import PrefillOp
 from cutekernels.ops.attention.problem import (
@@ -152,7 +152,7 @@ class CacheAttention(PrefillOp[CacheProblem]):
         return results(p, args[0])
 
     def sample(self, p: CacheProblem, device: str, seed: int) -> tuple[Any, ...]:
-        return sampled(p, p.pairs / max(1, p.seq_q), device, seed)
+        return draw_cache(p, p.pairs / max(1, p.seq_q), device, seed)
 
     def reference(self, p: CacheProblem, *args: Any) -> tuple[Tensor, ...]:
         from cutekernels.ops.attention import reference

@@ -28,7 +28,7 @@ _WIDEST_HEAD = 256
 _MOST_ROW_STRIDE = 2**23  # elements; a tile's offsets have 32 bits
 
 
-def replayed(
+def replay(
     calls: CallCache, out: Tensor | None, operands: Inputs, options: tuple[object, ...],
     scalars: tuple[float, float], config: str | None,
 ) -> tuple[Tensor, ...] | None:  # fmt: skip

@@ -358,7 +358,7 @@ class DecodeAttention(AttentionOp[DecodeProblem, DecodeConfig]):
         return results(p, args[0])
 
     def sample(self, p: DecodeProblem, device: str, seed: int) -> tuple[Any, ...]:
-        return sampled(p, p.keys, device, seed)
+        return draw_cache(p, p.keys, device, seed)
 
     def reference(self, p: DecodeProblem, *args: Any) -> tuple[Tensor, ...]:
         from cutekernels.ops.attention import reference
@@ -429,7 +429,7 @@ def results(p: Any, q: Tensor) -> tuple[Tensor, ...]:
     return (out, q.new_empty((p.batch, p.heads_q, p.seq_q), dtype=torch.float32)) if p.lse else (out,)
 
 
-def sampled(p: Any, keys: float, device: str, seed: int) -> tuple[Any, ...]:
+def draw_cache(p: Any, keys: float, device: str, seed: int) -> tuple[Any, ...]:
     """Sequences that nearly fill the cache, each of its own length; NaN wherever no sequence has a token.
 
     ``keys``: how many a query sees, for sinks that have a share of the softmax.
@@ -440,11 +440,11 @@ def sampled(p: Any, keys: float, device: str, seed: int) -> tuple[Any, ...]:
     spare = torch.randint(0, min(16, p.seq_kv // 2) + 1, (p.batch,), generator=generator, device=device)
     lengths = (p.seq_kv - spare).to(torch.int32)
     sinks = sample_sinks(p.sinks, p.dtype, p.heads_q, keys, generator)
-    operands = posed(p, lengths, generator)
+    operands = draw_tables(p, lengths, generator)
     return (*operands[:5], sinks, *operands[5:], p.head_dim**-0.5, 2.0 if p.softcap else 0.0)
 
 
-def posed(p: Any, lengths: Tensor, generator: torch.Generator) -> tuple[Any, ...]:
+def draw_tables(p: Any, lengths: Tensor, generator: torch.Generator) -> tuple[Any, ...]:
     """Random ``(q, k, v, lengths, page table or None)``: NaN in the caches wherever no sequence has a token. Behind
     them the scales of caches in e4m3, whose numbers fill its range; V's of tokens differ by up to 2^16, K's by 2^4.
 

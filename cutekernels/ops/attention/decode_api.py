@@ -24,7 +24,7 @@ from cutekernels.ops.attention.arguments import (
     text_of,
 )
 from cutekernels.ops.attention.cached import CACHE_ATTENTION, CacheAttention, CacheProblem
-from cutekernels.ops.attention.calls import canonical, check_heads, dense, implementations, replayed
+from cutekernels.ops.attention.calls import canonical, check_heads, dense, implementations, replay
 from cutekernels.ops.attention.config import AttentionConfig
 from cutekernels.ops.attention.decode import (
     DECODE_ATTENTION,
@@ -162,7 +162,7 @@ def decode_attention(
         if check is not False:
             check_flag("decode_attention", "check", check)
             _check_values(operands, factor, left)
-        made = replayed(_CALLS, target, operands, (left, cap > 0.0, return_lse), (factor, cap), text)
+        made = replay(_CALLS, target, operands, (left, cap > 0.0, return_lse), (factor, cap), text)
         result: Tensor
         lse: Tensor
         if made is not None:

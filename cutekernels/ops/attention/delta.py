@@ -155,7 +155,7 @@ class AttentionDelta(TritonOp[DeltaProblem, DeltaConfig]):
         cols = power_of_two(p.head_dim)
         return {"HEAD_DIM": p.head_dim, "DLSE": p.dlse, "BLOCK_ROWS": c.block_rows, "BLOCK_COLS": cols}
 
-    def lay(self, p: DeltaProblem, name: str, values: Tensor) -> Tensor:
+    def arrange(self, p: DeltaProblem, name: str, values: Tensor) -> Tensor:
         return values
 
     def work(self, p: DeltaProblem) -> Work:

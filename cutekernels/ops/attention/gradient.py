@@ -23,7 +23,7 @@ from cutekernels.ops.attention.calls import canonical, check, pose, sides_seen, 
 from cutekernels.ops.attention.delta import ATTENTION_DELTA
 from cutekernels.ops.attention.problem import LOG2_E, AttentionProblem
 from cutekernels.ops.shared.call_cache import Call, CallCache, Inputs
-from cutekernels.ops.shared.calls import planned
+from cutekernels.ops.shared.calls import plan_call
 from cutekernels.ops.shared.registration import Path, define
 
 _CALLS = CallCache()
@@ -86,7 +86,7 @@ def _plan(
     if q.numel() == 0 or k.numel() == 0:
         return _of_nothing
     with torch.cuda.device(q.device):
-        statistics = planned(ATTENTION_DELTA, (out, dout, lse, dlse))
+        statistics = plan_call(ATTENTION_DELTA, (out, dout, lse, dlse))
         posed = _problems(pose(q, k, mask, cu_q, causal, left, right, softcap, False))
         passed = []
         for problem in posed:

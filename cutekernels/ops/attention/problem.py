@@ -14,7 +14,7 @@ from cutekernels import rates
 from cutekernels.columns import Columns, among, ceil, larger, pick, smaller, where
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.kernels.cute.parts.attention_smem import padded
-from cutekernels.op import C, Config, Op, P, Problem, extent, ladder, plain, power_of_two, respelled
+from cutekernels.op import C, Config, Op, P, Problem, extent, ladder, plain, power_of_two, respell
 from cutekernels.ops.attention.coefficients import EXPONENTS_PER_CLOCK, MULTISTAGE, ORDER
 from cutekernels.ops.shared.dtypes import DTYPES
 from cutekernels.ops.shared.occupancy import occupancy_rules
@@ -270,8 +270,8 @@ class AttentionSchedule(Schedule[P, C, P]):
         """The problem with the least extents among those that differ from ``p`` in them alone."""
         return p.replace(**{name: min(1, getattr(p, name)) for name in p.extent_names()})
 
-    def spanned(self, among: Among = EVERY) -> Columns:
-        return Columns.spanned(self.config, self.values() | dict(among))
+    def span(self, among: Among = EVERY) -> Columns:
+        return Columns.span(self.config, self.values() | dict(among))
 
     def values(self) -> dict[str, tuple[Any, ...]]:
         """The values of every knob."""
@@ -307,7 +307,7 @@ class AttentionOp(Op[P, C]):
         return float(self.schedule(c).estimate_us(p, c, gpu, p))
 
 
-@rates.remembered
+@rates.remember
 def _default(op: AttentionOp[Any, Any], p: Problem, gpu: GpuSpec) -> Any:
     found = [choice for s in op.schedules if (choice := s.best(p, gpu, p)) is not None]
     assert found, f"no config for {p} on {gpu.name}"
@@ -367,12 +367,12 @@ _RENAMED = {"body=warps": "body=multistage", "order=folded": "order=paired", "gr
 
 def since_revision_1(problem: str, config: str) -> str:
     """Revision 1 had other names for some values."""
-    return respelled(config, _RENAMED)
+    return respell(config, _RENAMED)
 
 
 @cache
 def _every(cls: type[BodiesConfig]) -> tuple[Any, ...]:
-    return tuple(chain.from_iterable(Columns.spanned(cls, cls.values(body)) for body in cls.bodies))
+    return tuple(chain.from_iterable(Columns.span(cls, cls.values(body)) for body in cls.bodies))
 
 
 Q = TypeVar("Q", bound=AttentionProblem)

@@ -341,7 +341,7 @@ def _first(
         problem = pose(a, b, c, bias, *options, target)
         launch = dispatch.plan(GEMM, problem, a.get_device(), config).launch
         if all(t is u for t, u in zip((target, a, b, c, bias), (result, *inputs), strict=True)):
-            fire = launch.settled(target, a, b, bias is not None) if isinstance(launch, AddressedLaunch) else None
+            fire = launch.settle(target, a, b, bias is not None) if isinstance(launch, AddressedLaunch) else None
             plain = calls is _CALLS
             by_tensors = (lambda out, a, b, *scalars: launch(out, a, b, None, None, *scalars)) if plain else launch
             apart = () if results is None else pairs(1, (result, *given), in_place=(3,))

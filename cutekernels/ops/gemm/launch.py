@@ -35,7 +35,7 @@ class AddressedLaunch:
         ]
         return (*out.shape, a.shape[1], *pitches)
 
-    def settled(self, out: Tensor, a: Tensor, b: Tensor, biased: bool) -> Fire:
+    def settle(self, out: Tensor, a: Tensor, b: Tensor, biased: bool) -> Fire:
         """The launch by addresses, for operands that lie as these do: of out, a and b, or of these, C and a bias."""
         kernel, device = self.kernel, out.get_device()
         m, n, k, pitch_out, pitch_a, pitch_b = self.numbers(out, a, b)

@@ -19,7 +19,7 @@ from cutekernels.ops.gemm.problem import (
     GemmProblem,
     foreign,
     since_revision_1,
-    spanned,
+    span,
 )
 from cutekernels.ops.gemm.schedule import GemmSchedule, extras_of
 from cutekernels.ops.gemm.skinny import SKINNY
@@ -73,7 +73,7 @@ class Gemm(Op[GemmProblem, GemmConfig]):
     def valid(self, p: GemmProblem, gpu: GpuSpec) -> Iterator[GemmConfig]:
         for schedule in SCHEDULES.values():
             yield from schedule.valid(p, gpu, extras_of(p))
-        yield from (c for c in spanned(VENDOR) if self.why_not(p, c, gpu) is None)
+        yield from (c for c in span(VENDOR) if self.why_not(p, c, gpu) is None)
 
     # -- choice
 
@@ -257,7 +257,7 @@ def reference(
     return activated(x, activation).to(a.dtype)
 
 
-@rates.remembered
+@rates.remember
 def _default(p: GemmProblem, gpu: GpuSpec) -> GemmConfig:
     """The first choice that has a config: skinny for the fewest tokens, skinny_warpgroup up to MOST_TOKENS; beyond, and
     for other layouts, the body that its model puts first, of warpgroup and the one it would replace.

@@ -35,7 +35,7 @@ class Prefetches:
         yield without, "prefetch_l2={} is for pdl=1: without, no time passes before a kernel's turn", c.prefetch_l2
 
     @of_config
-    def prefetched(self, c: GemmConfig, gpu: GpuSpec, x: object) -> Broken:
+    def prefetch(self, c: GemmConfig, gpu: GpuSpec, x: object) -> Broken:
         taken = prefetched_bytes(c)
         yield taken > MOST, "prefetch_l2={} asks for {} bytes at once: at most {}", c.prefetch_l2, taken, MOST
 

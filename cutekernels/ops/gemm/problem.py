@@ -16,7 +16,7 @@ from cutekernels import rules
 from cutekernels.columns import Columns, where
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.kernels.activations import ACTIVATIONS
-from cutekernels.op import Config, Problem, extent, knob, ladder, plain, respelled
+from cutekernels.op import Config, Problem, extent, knob, ladder, plain, respell
 
 ELEMENT_BYTES = 2
 WIDEST = 8  # elements in 16 bytes
@@ -259,13 +259,13 @@ def foreign(c: GemmConfig, **among: tuple[Any, ...]) -> Iterator[str]:
     return rules.foreign(c, {ACROSS.get(name, name): allowed for name, allowed in values.items()})
 
 
-def spanned(body: str, among: rules.Among = rules.EVERY) -> Columns:
+def span(body: str, among: rules.Among = rules.EVERY) -> Columns:
     """Every config of ``body``, some knobs confined to ``among``, which names those of ``out^T`` for ``swap_ab``;
     ``prefetch_l2`` is for ``pdl`` alone, and so is warpgroup's ``split_k``, without ``pingpong``.
     """
     together = [name for key in among if isinstance(key, tuple) for name in key]
     own = {name: values for name, values in _VALUES[body].items() if name not in together}
-    c = Columns.spanned(GemmConfig, own | dict(among))
+    c = Columns.span(GemmConfig, own | dict(among))
     c = c.taken((c.prefetch_l2 == 0) | (c.pdl == 1))
     if body == "warpgroup":
         c = c.taken((c.split_k == 1) | ((c.pdl == 1) & (c.pingpong == 0)))
@@ -292,9 +292,9 @@ def since_revision_1(problem: str, config: str) -> str:
     body = words.get("body", "multistage")
     transposed = body in _TRANSPOSED or words.get("swapped") == "1"
     transposed |= body == "multistage" and "out_major=m" in problem.split()
-    return respelled(config, RENAMED | ACROSS if transposed else RENAMED)
+    return respell(config, RENAMED | ACROSS if transposed else RENAMED)
 
 
 @cache
 def _every() -> tuple[GemmConfig, ...]:
-    return tuple(c for body in BODIES for c in spanned(body))
+    return tuple(c for body in BODIES for c in span(body))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from cutekernels.columns import Columns, among
 from cutekernels.kernels.cute.parts.smem import GemmSmem, SkinnySmem, SkinnyWarpgroupSmem, WarpgroupSmem
-from cutekernels.ops.gemm.problem import BODIES, WIDEST, GemmConfig, GemmProblem, foreign, spanned
+from cutekernels.ops.gemm.problem import BODIES, WIDEST, GemmConfig, GemmProblem, foreign, span
 from cutekernels.rules import EVERY, Among, Broken, Schedule, of_both, of_problem
 
 if TYPE_CHECKING:
@@ -61,8 +61,8 @@ class GemmSchedule(Schedule[GemmProblem, GemmConfig, Extras]):
     def foreign_knobs(self, c: GemmConfig) -> Iterator[str]:
         return foreign(c, **self.narrowed)
 
-    def spanned(self, among: Among = EVERY) -> Columns:
-        return spanned(self.name, self.narrowed | dict(among))
+    def span(self, among: Among = EVERY) -> Columns:
+        return span(self.name, self.narrowed | dict(among))
 
     def fitting_tiles(self, p: GemmProblem) -> Sequence[int]:
         """The values of ``tile_m`` that suit ``p``, all where any may."""

@@ -17,7 +17,7 @@ from cutekernels.ops.attention.decode import PAGE_SIZES, check_page_size
 from cutekernels.ops.rope.op import ROPE
 from cutekernels.ops.rope.rotary import DEPTH, MAX_PROGRAMS, Heads, RotaryConfig, RotaryOp, RotaryProblem, Table
 from cutekernels.ops.shared.operands import Array, Leads, Looks, Named, Sizes, Vector, sizes_of
-from cutekernels.ops.shared.triton_op import placed
+from cutekernels.ops.shared.triton_op import place_as
 from cutekernels.rules import of_both
 
 if TYPE_CHECKING:
@@ -165,8 +165,8 @@ class KvAppend(RotaryOp[KvAppendProblem, KvAppendConfig]):
 
     # -- from tensors to problems
 
-    def _posed(self, named: Mapping[str, Tensor | None], **options: Any) -> tuple[Sizes, dict[str, torch.Size]]:
-        sizes, leads = super()._posed(named, **options)
+    def _pose(self, named: Mapping[str, Tensor | None], **options: Any) -> tuple[Sizes, dict[str, torch.Size]]:
+        sizes, leads = super()._pose(named, **options)
         if _CACHES[0] not in named:
             return sizes, leads
         known = {name: sizes[name] for name in ("heads_kv", "head_dim")}
@@ -325,7 +325,7 @@ class KvAppend(RotaryOp[KvAppendProblem, KvAppendConfig]):
     def strides(self, p: KvAppendProblem, name: str, t: Tensor) -> Sequence[int]:
         return super().strides(p, name, t) if self.kind(p, name) else (0, 0, 0)
 
-    def measured(self, named: Mapping[str, Tensor | None]) -> tuple[int, ...]:
+    def measure_sizes(self, named: Mapping[str, Tensor | None]) -> tuple[int, ...]:
         cache, table, cos = named["k_cache"], named["page_table"], named["cos"]
         assert cache is not None
         pages, size = cache.shape[:2]
@@ -390,12 +390,12 @@ class KvAppend(RotaryOp[KvAppendProblem, KvAppendConfig]):
         pages = p.batch if table is None else int(table.max()) + 1 if table.numel() else 0
         slots = p.seq + _SPARE if table is None else p.page_size
         kind = k.dtype if p.cache == "same" else torch.float8_e4m3fn
-        caches = [placed(k.new_empty((pages, slots, p.heads_kv, p.head_dim), dtype=kind), p) for _ in _CACHES]
+        caches = [place_as(k.new_empty((pages, slots, p.heads_kv, p.head_dim), dtype=kind), p) for _ in _CACHES]
         if table is None:
             caches = [cache[:, : p.seq] for cache in caches]
         shape = (0,) if p.cache == "same" else token_scales.shape(caches[0])
         scales = [torch.empty(shape, dtype=torch.uint8, device=k.device) for _ in _SCALES]
-        return placed(torch.empty_like(q), p), *caches, torch.empty_like(state), *scales
+        return place_as(torch.empty_like(q), p), *caches, torch.empty_like(state), *scales
 
     def reference(self, p: KvAppendProblem, *args: Any) -> tuple[Tensor, ...]:
         results = self.outputs(p, *args)

@@ -16,7 +16,7 @@ _INDICES = (torch.int64, torch.int32)
 GREATEST = 3e38  # of a factor, which kernels take in fp32
 
 
-def flattened(
+def flatten(
     op: str, x: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, tuple[int, ...]]:
     """``x`` as rows, the targets as a vector, and the shape of targets."""

@@ -88,7 +88,7 @@ def linear_cross_entropy(
             the CPU, an option out of its range.
     """
     name = "linear_cross_entropy"
-    x, targets, lead = arguments.flattened(name, x, weight, targets, bias)
+    x, targets, lead = arguments.flatten(name, x, weight, targets, bias)
     scale, cap = arguments.shape(name, temperature, softcap)
     if reduction not in REDUCTIONS:
         raise UnsupportedProblem(f"{name} takes reduction as mean, sum or none; got {reduction!r}")

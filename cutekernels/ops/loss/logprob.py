@@ -101,7 +101,7 @@ def linear_logprob(
             the CPU, an option out of its range.
     """
     name = "linear_logprob"
-    x, targets, lead = arguments.flattened(name, x, weight, targets, bias)
+    x, targets, lead = arguments.flatten(name, x, weight, targets, bias)
     scale, cap = arguments.shape(name, temperature, softcap)
     check_whole(name, "ignore_index", ignore_index)
     check_flag(name, "entropy", entropy)
@@ -146,7 +146,7 @@ def linear_logprob_shard(
         UnsupportedProblem: as :func:`linear_logprob`; a negative ``first``.
     """
     name = "linear_logprob_shard"
-    x, targets, lead = arguments.flattened(name, x, weight, targets, bias)
+    x, targets, lead = arguments.flatten(name, x, weight, targets, bias)
     scale, cap = arguments.shape(name, temperature, softcap)
     check_whole(name, "ignore_index", ignore_index)
     check_whole(name, "first", first, 0)

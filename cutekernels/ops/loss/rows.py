@@ -313,7 +313,7 @@ class ScaleGradient(TritonOp[ScaleProblem, ScaleConfig]):
     def sizes_in(self, p: ScaleProblem) -> Sizes:
         return super().sizes_in(p) | {"one": 1}
 
-    def lay(self, p: ScaleProblem, name: str, values: Tensor) -> Tensor:
+    def arrange(self, p: ScaleProblem, name: str, values: Tensor) -> Tensor:
         skew = p.align % WIDEST_BYTES // values.element_size()
         return values.new_empty(values.numel() + skew)[skew:].copy_(values)
 

@@ -14,7 +14,7 @@ from operator import or_
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from cutekernels import rates
-from cutekernels.columns import Columns, rounded
+from cutekernels.columns import Columns, round_off
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.kernels.activations import ACTIVATIONS, activated
 from cutekernels.op import Problem, Work, extent, ladder, plain
@@ -119,7 +119,7 @@ class _GroupedOp(TensorOp[GroupedProblem, GemmConfig]):
             )
         if self.blocks(p, c) > _GRID:
             return f"{self.blocks(p, c)} tiles are more than a grid's {_GRID}: take larger tiles"
-        most, extras = _posed(self, p)
+        most, extras = _largest_product(self, p)
         return self.schedule(c).why_not(most, c, gpu, extras)
 
     def schedule(self, c: GemmConfig) -> GemmSchedule:
@@ -144,7 +144,7 @@ class _GroupedOp(TensorOp[GroupedProblem, GemmConfig]):
         among: Among = EVERY,
     ) -> tuple[Columns, Any] | None:
         """Configs of ``schedule``, and a mask of those that :meth:`why_not` accepts; None where it takes no ``p``."""
-        most, extras = _posed(self, p)
+        most, extras = _largest_product(self, p)
         if schedule.refusal(most, gpu, extras) is not None:
             return None
         c = schedule.fitting(gpu, extras, {"persistent": (False,), **among})
@@ -156,7 +156,7 @@ class _GroupedOp(TensorOp[GroupedProblem, GemmConfig]):
 
     def best(self, p: GroupedProblem, gpu: GpuSpec, schedule: GemmSchedule) -> GemmConfig | None:
         """The model's best of ``schedule``."""
-        most, extras = _posed(self, p)
+        most, extras = _largest_product(self, p)
         posed = self.one(p) if schedule is MULTISTAGE else most
         if (found := self.fit(p, gpu, schedule, schedule.usual(posed, gpu, extras))) is None:
             return None
@@ -167,13 +167,13 @@ class _GroupedOp(TensorOp[GroupedProblem, GemmConfig]):
     def estimate_us(self, p: GroupedProblem, c: Any, gpu: GpuSpec) -> Any:
         """The model's time of a config, or of columns of one body's."""
         if c.body != MULTISTAGE.name:
-            most, extras = _posed(self, p)
-            return rounded(self.warpgroup.spread_us(most, p.experts, c, gpu, extras))
+            most, extras = _largest_product(self, p)
+            return round_off(self.warpgroup.spread_us(most, p.experts, c, gpu, extras))
         gated_us = 0.0
         if p.gated:
             gate = GluProblem(rows=p.rows, cols=p.n, dtype=p.dtype, align=min(16, p.align * ELEMENT_BYTES))
             gated_us = SILU_MUL.estimate_us(gate, SILU_MUL.default(gate, gpu), gpu)
-        return rounded(self.multistage_us(p, c, gpu) + gated_us)
+        return round_off(self.multistage_us(p, c, gpu) + gated_us)
 
     def multistage_us(self, p: GroupedProblem, c: Any, gpu: GpuSpec) -> Any:
         """The multistage body's model: that of a batch of equal products, one for each expert that has rows."""
@@ -205,7 +205,7 @@ class _GroupedOp(TensorOp[GroupedProblem, GemmConfig]):
         n, k = sym(divisibility=p.align), sym(divisibility=p.align)
         weight_rows = sym(divisibility=p.align) if p.gated and c.body != MULTISTAGE.name else n
         ends = make_fake_tensor(cutlass.Int32, (sym(),), stride=(1,), assumed_align=4)
-        most, extras = _posed(self, p)
+        most, extras = _largest_product(self, p)
         body = self.schedule(c).body(most, c, gpu, extras)
         if c.body == MULTISTAGE.name:
             body = MultistageGrouped(body, self.along)
@@ -242,7 +242,7 @@ class _GroupedOp(TensorOp[GroupedProblem, GemmConfig]):
         return Work(2.0 * p.rows * p.weight_rows * p.k, float(moved * ELEMENT_BYTES + bias), depth)
 
 
-@rates.remembered
+@rates.remember
 def _default(op: _GroupedOp, p: GroupedProblem, gpu: GpuSpec) -> GemmConfig:
     # The bodies' models do not compare; warp groups led at all sizes: docs/notes/moe.md#two-bodies (H200, 2026-11-24)
     # Of few columns there may be no tile of warp groups that suits them.
@@ -252,7 +252,7 @@ def _default(op: _GroupedOp, p: GroupedProblem, gpu: GpuSpec) -> GemmConfig:
 
 
 @lru_cache(256)
-def _posed(op: _GroupedOp, p: GroupedProblem) -> tuple[GemmProblem, Extras]:
+def _largest_product(op: _GroupedOp, p: GroupedProblem) -> tuple[GemmProblem, Extras]:
     """The largest product of a group, and what is done beside it: what the bodies' rules look at."""
     return op.one(p, most=True), op.extras(p)
 

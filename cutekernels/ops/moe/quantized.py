@@ -312,7 +312,7 @@ def gated(y: Tensor, activation: str, alpha: float, limit: float) -> Tensor:
     return (up + 1) * gate * torch.sigmoid(alpha * gate)
 
 
-@rates.remembered
+@rates.remember
 def _default(p: QuantizedGroupedProblem, gpu: GpuSpec) -> QuantizedConfig:
     choices = [schedule.best(p.one, gpu, p.beside) for schedule in SCHEDULES.values()]
     found = [choice for choice in choices if choice is not None]

@@ -12,7 +12,7 @@ from cutekernels.columns import Columns
 from cutekernels.ops.gemm.op import SCHEDULES
 from cutekernels.ops.gemm.problem import MOST_TOKENS, WIDEST, GemmConfig, GemmProblem
 from cutekernels.ops.gemm.schedule import Extras, GemmSchedule
-from cutekernels.ops.norm_linear.problem import FUSED, NormLinearConfig, NormLinearProblem, spanned
+from cutekernels.ops.norm_linear.problem import FUSED, NormLinearConfig, NormLinearProblem, span
 from cutekernels.rules import EVERY, Among, Reads, Schedule, foreign, of_problem
 
 if TYPE_CHECKING:
@@ -67,8 +67,8 @@ class Fused(Schedule[NormLinearProblem, NormLinearConfig, Extras]):
 
     # -- choice
 
-    def spanned(self, among: Among = EVERY) -> Columns:
-        return spanned(self.name, among)
+    def span(self, among: Among = EVERY) -> Columns:
+        return span(self.name, among)
 
     def drawn(self, c: GemmConfig) -> NormLinearConfig:
         return NormLinearConfig.fused(c)

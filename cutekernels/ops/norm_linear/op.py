@@ -248,7 +248,7 @@ def _matrix(t: Tensor) -> Tensor:
     return t if t.dim() == 2 else t.view(-1, t.shape[-1])
 
 
-@rates.remembered
+@rates.remember
 def _default_us(op: Op[Any, Any], p: Problem, gpu: GpuSpec) -> float:
     return op.estimate_us(p, op.default(p, gpu), gpu)
 

@@ -11,7 +11,7 @@ from typing import Any
 from cutekernels.columns import Columns
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.kernels.activations import ACTIVATIONS
-from cutekernels.op import Config, Problem, extent, knob, ladder, plain, respelled
+from cutekernels.op import Config, Problem, extent, knob, ladder, plain, respell
 from cutekernels.ops.gemm import problem as gemm
 from cutekernels.ops.gemm.problem import (
     ACROSS,
@@ -182,7 +182,7 @@ class NormLinearConfig(Config):
 
 def since_revision_1(problem: str, config: str) -> str:
     """Revision 1 named the tile of ``out^T`` where the body was skinny, which no text says, or specialized."""
-    return respelled(config, RENAMED if "body=warpgroup" in config.split() else RENAMED | ACROSS)
+    return respell(config, RENAMED if "body=warpgroup" in config.split() else RENAMED | ACROSS)
 
 
 CHAIN = NormLinearConfig("chain")
@@ -198,14 +198,14 @@ FUSED: dict[str, dict[str, tuple[Any, ...]]] = {
 }
 
 
-def spanned(body: str, among: Among = EVERY) -> Columns:
+def span(body: str, among: Among = EVERY) -> Columns:
     """The products' configs of fused ``body``, some knobs confined to ``among``."""
-    return gemm.spanned(body, values_of(GemmConfig, **FUSED[body]) | dict(among))
+    return gemm.span(body, values_of(GemmConfig, **FUSED[body]) | dict(among))
 
 
 @cache
 def _every() -> tuple[NormLinearConfig, ...]:
-    return CHAIN, *(NormLinearConfig.fused(c) for body in FUSED for c in spanned(body))
+    return CHAIN, *(NormLinearConfig.fused(c) for body in FUSED for c in span(body))
 
 
 @cache

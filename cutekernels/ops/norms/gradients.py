@@ -97,7 +97,7 @@ class ColumnSum(TritonOp[ColumnSumProblem, ColumnSumConfig]):
     def grid(self, p: ColumnSumProblem, c: ColumnSumConfig) -> tuple[int, int, int]:
         return -(-p.cols // c.block_cols), len(self.results), 1
 
-    def lay(self, p: ColumnSumProblem, name: str, values: Tensor) -> Tensor:
+    def arrange(self, p: ColumnSumProblem, name: str, values: Tensor) -> Tensor:
         skew = p.align % WIDEST_BYTES // 4
         return values.new_empty(values.numel() + skew)[skew:].view(values.shape).copy_(values)
 

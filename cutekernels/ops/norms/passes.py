@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cutekernels.ops.shared.call_cache import Fire
-from cutekernels.ops.shared.calls import planned, run
+from cutekernels.ops.shared.calls import plan_call, run
 from cutekernels.ops.shared.tensor_op import Launch
 from cutekernels.ops.shared.triton_op import TritonOp
 
@@ -65,7 +65,7 @@ class BothPasses:
         for op, written, part in self._sums(args, parts):
             run(op, tuple([args[i].view(-1) for i in written]), (part,))
 
-    def settled(self, operands: Sequence[Tensor | None], scalars: int) -> Fire | None:
+    def settle(self, operands: Sequence[Tensor | None], scalars: int) -> Fire | None:
         """Both passes by addresses, for operands that lie as these do, on the current device."""
         if not isinstance(self._first, Launch):
             return None
@@ -73,14 +73,14 @@ class BothPasses:
         like = operands[n]  # results may be placeholders without memory
         assert like is not None
         if not summed:
-            alone = self._first.settled(self._places(operands, ()), scalars)
+            alone = self._first.settle(self._places(operands, ()), scalars)
             return lambda addresses, scalars: alone([addresses[0], *[0] * (n - 1), *addresses[n:]], scalars)
         parts, device = scratch(like, *shape), like.device
-        first = self._first.settled(self._places(operands, parts.unbind()), scalars)
+        first = self._first.settle(self._places(operands, parts.unbind()), scalars)
         sums = []
         for op, written, part in self._sums(operands, parts):
             results = tuple([_flat(operands[i], like) for i in written])
-            fire = planned(op, (part,), results).fire
+            fire = plan_call(op, (part,), results).fire
             if fire is None:
                 return None
             sums.append((fire, written, part.data_ptr() - parts.data_ptr()))

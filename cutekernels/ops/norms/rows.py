@@ -165,10 +165,10 @@ class NormOp(TritonOp[N, NormConfig]):
 
     # -- from tensors to problems
 
-    def _posed(self, named: Named, **options: Any) -> tuple[Sizes, dict[str, torch.Size]]:
+    def _pose(self, named: Named, **options: Any) -> tuple[Sizes, dict[str, torch.Size]]:
         rowed = {name: t for name, t in named.items() if isinstance(self.operands[name], Rows)}
         scalars = {name: t.view(1) for name, t in rowed.items() if t is not None and not t.dim()}
-        return super()._posed({**named, **scalars}, **options)
+        return super()._pose({**named, **scalars}, **options)
 
     def result(self, name: str, named: Named, sizes: Sizes, leads: Leads, **options: Any) -> Looks:
         x = named["x"]
@@ -445,9 +445,9 @@ class NormOp(TritonOp[N, NormConfig]):
         rows = (p.rows,) if p.layout == "rows" else (p.rows, p.heads)
         return {"*rows": rows, "*heads": (p.heads,) if p.per_head else ()}
 
-    def lay(self, p: N, name: str, values: Tensor) -> Tensor:
+    def arrange(self, p: N, name: str, values: Tensor) -> Tensor:
         if p.layout != "heads":
-            return super().lay(p, name, values)
+            return super().arrange(p, name, values)
         skew = p.align % WIDEST_BYTES // p.itemsize
         joint = values.new_empty(p.rows * (p.heads + 2) * p.cols + skew)[skew:].view(p.rows, p.heads + 2, p.cols)
         return joint[:, : p.heads].copy_(values)  # some of the heads of a joint projection

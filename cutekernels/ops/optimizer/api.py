@@ -21,7 +21,7 @@ from cutekernels.ops.shared.checks import (
     check_results,
     check_tensor,
     present,
-    said,
+    quote,
 )
 from cutekernels.ops.shared.registration import refuse_duals, transformed
 from cutekernels.ops.shared.strides import is_dense, walk
@@ -78,7 +78,7 @@ def adamw_step(
     check_flag("adamw_step", "maximize", maximize)
     if steps is None and (not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= _MOST_STEPS):
         raise UnsupportedProblem(
-            f"steps are whole numbers counted from 1, as far as floats go, or a tensor; step is {said(count)}"
+            f"steps are whole numbers counted from 1, as far as floats go, or a tensor; step is {quote(count)}"
         )
     hyper = Hyper.of(rate, betas, eps, weight_decay, count)
     inputs = (param, grad, exp_avg, exp_avg_sq, master, steps, rates)
@@ -121,7 +121,7 @@ def check_hyper(lr: float, betas: tuple[float, float], eps: float, weight_decay:
         if not 0.0 <= value < math.inf:
             raise UnsupportedProblem(f"{name} is 0 or more; it is {value}: pass a finite number")
     if not isinstance(betas, tuple | list) or len(betas) != 2:
-        raise UnsupportedProblem(f"AdamW takes betas as two numbers (beta1, beta2); got {said(betas)}")
+        raise UnsupportedProblem(f"AdamW takes betas as two numbers (beta1, beta2); got {quote(betas)}")
     for beta in betas:
         check_number("AdamW", "each of betas", beta, 0.0)
         if not beta < 1.0:

@@ -267,7 +267,7 @@ def _rows_aligned(x: Tensor) -> bool:
     return (x.shape[0] <= 1 or x.stride(0) % 8 == 0) and (meta or x.data_ptr() % 16 == 0)
 
 
-@rates.remembered
+@rates.remember
 def _default(p: QuantizedProblem, gpu: GpuSpec) -> QuantizedConfig:
     """Both bodies' models compare; of one estimate skinny's config is preferred."""
     found = [PACKED_SKINNY.best(p, gpu, None), PACKED_WARPGROUP.best(p, gpu, None) if p.m > _FEW else None]

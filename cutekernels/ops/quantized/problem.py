@@ -10,7 +10,7 @@ from cutekernels import rules
 from cutekernels.columns import Columns
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.kernels.activations import ACTIVATIONS
-from cutekernels.op import Config, Problem, extent, knob, ladder, plain, respelled
+from cutekernels.op import Config, Problem, extent, knob, ladder, plain, respell
 
 GATED = "silu_mul"  # the activation of a weight that has a gate's rows before up's: out has half as many columns
 BITS = {"int4": 4, "int8": 8, "e4m3": 8, "nf4": 4, "e2m1": 4}
@@ -114,7 +114,7 @@ class QuantizedConfig(Config):
     @classmethod
     def every(cls) -> Iterator[QuantizedConfig]:
         for body in BODIES:
-            yield from spanned(body)
+            yield from span(body)
 
 
 # What each schedule searches; a knob that is missing keeps its first value.
@@ -150,12 +150,12 @@ def foreign(c: QuantizedConfig) -> Iterator[str]:
     return rules.foreign(c, _VALUES[c.body])
 
 
-def spanned(body: str, among: rules.Among = rules.EVERY) -> Columns:
+def span(body: str, among: rules.Among = rules.EVERY) -> Columns:
     """Every config of ``body``, some knobs confined to ``among``; ``prefetch_l2`` is for ``pdl`` alone."""
-    c = Columns.spanned(QuantizedConfig, _VALUES[body] | dict(among))
+    c = Columns.span(QuantizedConfig, _VALUES[body] | dict(among))
     return c.taken((c.prefetch_l2 == 0) | (c.pdl == 1))
 
 
 def since_revision_1(problem: str, config: str) -> str:
     """Revision 1 had other names for a knob and for a value."""
-    return respelled(config, {"ahead": "prefetch_l2", "scaled=sums": "scaled=accumulators"})
+    return respell(config, {"ahead": "prefetch_l2", "scaled=sums": "scaled=accumulators"})

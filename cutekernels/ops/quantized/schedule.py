@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from cutekernels.columns import Columns
-from cutekernels.ops.quantized.problem import QuantizedConfig, QuantizedProblem, foreign, spanned
+from cutekernels.ops.quantized.problem import QuantizedConfig, QuantizedProblem, foreign, span
 from cutekernels.rules import EVERY, Among, Schedule
 
 if TYPE_CHECKING:
@@ -24,8 +24,8 @@ class QuantizedSchedule(Schedule[QuantizedProblem, QuantizedConfig, Any]):
     def foreign_knobs(self, c: QuantizedConfig) -> Iterator[str]:
         return foreign(c)
 
-    def spanned(self, among: Among = EVERY) -> Columns:
-        return spanned(self.name, among)
+    def span(self, among: Among = EVERY) -> Columns:
+        return span(self.name, among)
 
     @abstractmethod
     def groups(self, c: QuantizedConfig) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.rope.op import ROPE, RopeConfig
 from cutekernels.ops.shared.calls import call, refuse_others, register, register_inplace
-from cutekernels.ops.shared.checks import check_flag, said
+from cutekernels.ops.shared.checks import check_flag, quote
 
 
 class _Options(TypedDict, total=False):
@@ -82,10 +82,10 @@ def rope(
         check_flag("rope", "inplace", inplace)
     start, places = (0, positions) if positions is None or isinstance(positions, Tensor) else (positions, None)
     if not isinstance(start, int | torch.SymInt) or isinstance(start, bool):
-        raise UnsupportedProblem(f"positions are an int or a torch.Tensor; got {said(start)}: convert them")
+        raise UnsupportedProblem(f"positions are an int or a torch.Tensor; got {quote(start)}: convert them")
     if places is None and cos.dim() == 2 and q.dim() == 4 and (start < 0 or start + q.shape[1] > cos.shape[0]):
         raise UnsupportedProblem(
-            f"positions {said(start)} to {said(start + q.shape[1] - 1)} leave a table of {cos.shape[0]} rows: "
+            f"positions {quote(start)} to {quote(start + q.shape[1] - 1)} leave a table of {cos.shape[0]} rows: "
             "build a longer one (RotaryEmbedding: max_positions)"
         )
     if start and cos.dim() == 3:

@@ -150,7 +150,7 @@ class Rope(TwoBodies[RopeProblem, RopeConfig], RotaryOp[RopeProblem, RopeConfig]
     def kind(self, p: RopeProblem, name: str) -> str | None:
         return None if name == "positions" and p.positions == "start" else super().kind(p, name)
 
-    def measured(self, named: Mapping[str, Tensor | None]) -> tuple[int, ...]:
+    def measure_sizes(self, named: Mapping[str, Tensor | None]) -> tuple[int, ...]:
         cos = named["cos"]
         assert cos is not None
         return (cos.shape[-2],)

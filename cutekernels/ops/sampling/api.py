@@ -7,7 +7,7 @@ from torch import Tensor
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.sampling.op import SAMPLE_FILTER, SampleFilterConfig
 from cutekernels.ops.shared.calls import call, register
-from cutekernels.ops.shared.checks import said
+from cutekernels.ops.shared.checks import quote
 
 _INFINITE = 3.4e38
 _LEAST = 1e-30  # logits up to 3e8 over it are finite in fp32
@@ -68,7 +68,8 @@ def sample_filter(
             numbers.append(type(neutral)(given))
         else:
             kind = "whole number" if name == "top_k" else "number"
-            raise UnsupportedProblem(f"{name} is a {kind} from 0 to {high:g}, or a tensor of them; it is {said(given)}")
+            got = quote(given)
+            raise UnsupportedProblem(f"{name} is a {kind} from 0 to {high:g}, or a tensor of them; it is {got}")
     check_temperature(numbers[0])
     # Branches make bools of comparisons, which are traced where the numbers are.
     by_k = True if tensors[1] is not None or numbers[1] > 0 else False  # noqa: SIM210

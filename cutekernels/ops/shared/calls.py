@@ -124,13 +124,13 @@ def _first(op: TensorOp[Any, Any], call: Given) -> tuple[Tensor, ...]:
     check_arguments(op.name, op.others, (*options, *scalars))
     if any(t.is_neg() for t in present((*(results or ()), *inputs))):
         raise UnsupportedProblem(f"{op.name} reads memory as it lies, not negated: call resolve_neg() first")
-    first = planned(op, inputs, results, options, len(scalars), config)
+    first = plan_call(op, inputs, results, options, len(scalars), config)
     if results is not None:
         check_overlap(op, results, inputs)
     return op.calls.add(first, call)
 
 
-def planned(
+def plan_call(
     op: TensorOp[P, C],
     inputs: tuple[Tensor | None, ...],
     given: tuple[Tensor, ...] | None = None,
@@ -157,7 +157,7 @@ def planned(
         if any(copied):
             ways = [(empty_copy if i < n else _dense_copy) if copy else None for i, copy in enumerate(copied)]
             launch = stand_ins(launch, ways, [i for i in range(n) if copied[i]])
-        settle = getattr(launch, "settled", None)
+        settle = getattr(launch, "settle", None)
         fire = None if settle is None else settle(operands, scalars)
     return Call.of(launch, inputs, fresh, pairs, fire)
 

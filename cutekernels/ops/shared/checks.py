@@ -60,7 +60,7 @@ def check_number(
             kind += f" from {low:g} to {high:g}"
         elif low > -math.inf:
             kind += f" of at least {low:g}"
-        raise UnsupportedProblem(f"{op} takes {name} as a {kind}; got {said(value)}")
+        raise UnsupportedProblem(f"{op} takes {name} as a {kind}; got {quote(value)}")
 
 
 def check_whole(op: str, name: str, value: object, low: int = -(2**63), high: int = 2**63 - 1) -> None:
@@ -70,7 +70,7 @@ def check_whole(op: str, name: str, value: object, low: int = -(2**63), high: in
     if isinstance(value, bool) or not isinstance(value, int | torch.SymInt) or not low <= value <= high:
         beyond = isinstance(value, int) and value > high
         limits = f" of at least {low}" if high >= 2**62 and not beyond else f" from {low} to {high}"
-        raise UnsupportedProblem(f"{op} takes {name} as a whole number{limits}; got {said(value)}: pass an int")
+        raise UnsupportedProblem(f"{op} takes {name} as a whole number{limits}; got {quote(value)}: pass an int")
 
 
 def check_flag(op: str, name: str, value: object) -> None:
@@ -78,12 +78,12 @@ def check_flag(op: str, name: str, value: object) -> None:
     import torch
 
     if not isinstance(value, bool | torch.SymBool):
-        raise UnsupportedProblem(f"{op} takes {name} as a bool; got {said(value)}: pass True or False")
+        raise UnsupportedProblem(f"{op} takes {name} as a bool; got {quote(value)}: pass True or False")
 
 
 def check_word(op: str, name: str, value: object, *, optional: bool = False) -> None:
     if not isinstance(value, str) and not (optional and value is None):
-        raise UnsupportedProblem(f"{op} takes {name} as a string{' or None' * optional}; got {said(value)}")
+        raise UnsupportedProblem(f"{op} takes {name} as a string{' or None' * optional}; got {quote(value)}")
 
 
 def check_eps(op: str, eps: object) -> None:
@@ -103,7 +103,7 @@ def check_place(dtype: object, device: object, *, optional: bool = False) -> Non
         raise UnsupportedProblem(f"device must be one that torch has; it is {device!r}: {error}") from error
 
 
-def said(value: object) -> str:
+def quote(value: object) -> str:
     """``value`` in an error message: short, and never a tensor's elements."""
     import torch
 

@@ -65,7 +65,7 @@ def _tell(op: Any, into: Any, inputs: int) -> None:
                 self.python_kernel_name = f"cutekernels_launches[{name!r}]"
             super().codegen(wrapper)
 
-    def wrapped(node: Any) -> Any:
+    def wrap(node: Any) -> Any:
         if not isinstance(node, ir.IRNode):
             return node
         return node.wrap_for_lowering() if hasattr(node, "wrap_for_lowering") else ir.TensorBox.create(node)
@@ -75,7 +75,7 @@ def _tell(op: Any, into: Any, inputs: int) -> None:
         args += tuple([options.get(a.name, a.default_value) for a in arguments[len(args) :]])
         if into is None:
             made = Launch.create(op, *args)
-            return type(made)(map(wrapped, made)) if isinstance(made, tuple | list) else wrapped(made)
+            return type(made)(map(wrap, made)) if isinstance(made, tuple | list) else wrap(made)
         made = V.graph.current_node.meta["val"]
         results = [
             empty(shape(t.size()), shape(t.stride()), dtype=t.dtype, device=t.device)

@@ -114,10 +114,10 @@ class Launch:
         numbers = self._numbers
         return Launch(self._kernel, self._grid, self._operands, lambda *operands: [*numbers(*operands), *extras])
 
-    def settled(self, operands: Sequence[Tensor | None], scalars: int) -> Fire:
+    def settle(self, operands: Sequence[Tensor | None], scalars: int) -> Fire:
         """The launch by addresses, for operands that lie as these do, on the current device."""
         numbers = self._numbers(*operands)
-        settle = getattr(self._kernel, "settled", None)
+        settle = getattr(self._kernel, "settle", None)
         if settle is not None:
             return settle(self._grid, numbers, len(operands) + scalars)  # type: ignore[no-any-return]
         kernel, grid = self._kernel, self._grid

@@ -140,7 +140,7 @@ class TritonOp(Ruled, TensorOp[P, C]):
         """The values of ``sizes``: the problem's fields of those names. But for those :meth:`measured`."""
         return tuple([getattr(p, name) for name in self.sizes])
 
-    def measured(self, named: Mapping[str, Tensor | None]) -> tuple[int, ...]:
+    def measure_sizes(self, named: Mapping[str, Tensor | None]) -> tuple[int, ...]:
         """The values of the last ``sizes`` where those are extents of operands that the problem does not have."""
         return ()
 
@@ -166,9 +166,9 @@ class TritonOp(Ruled, TensorOp[P, C]):
         """Random values of input ``name``, contiguous; None for standard normal ones."""
         return None
 
-    def lay(self, p: P, name: str, values: Tensor) -> Tensor:
+    def arrange(self, p: P, name: str, values: Tensor) -> Tensor:
         """A sample's ``values`` of the laid input ``name`` in memory that poses ``p``."""
-        return placed(values, p)
+        return place_as(values, p)
 
     def strides(self, p: P, name: str, t: Tensor) -> Sequence[int]:
         """The strides of operand ``name`` that the kernel gets."""
@@ -195,7 +195,7 @@ class TritonOp(Ruled, TensorOp[P, C]):
     def _integers(self, options: Mapping[str, Any]) -> Sizes:
         return {name: value for name, value in options.items() if type(value) is int}
 
-    def _posed(self, named: Mapping[str, Tensor | None], **options: Any) -> tuple[Sizes, dict[str, torch.Size]]:
+    def _pose(self, named: Mapping[str, Tensor | None], **options: Any) -> tuple[Sizes, dict[str, torch.Size]]:
         """Extents and leading dimensions of the inputs, what follows from them included."""
         declared, known = {name: self.operands[name] for name in named}, self._integers(options)
         read = {name: t for name, t in named.items() if not self.operands[name].result}
@@ -253,7 +253,7 @@ class TritonOp(Ruled, TensorOp[P, C]):
             ):
                 values = ", ".join(map(str, declared["values"]))
                 raise UnsupportedProblem(f"{self.name}: {name} must be one of {values}; it is {options[name]!r}")
-        sizes, leads = self._posed(named, **options)
+        sizes, leads = self._pose(named, **options)
         self.refuse(named, sizes, **options)
         for name, out in zip(self.results, results, strict=bool(results)):
             shape, types = self.result(name, named, sizes, leads, **options)
@@ -269,14 +269,14 @@ class TritonOp(Ruled, TensorOp[P, C]):
     def fresh(self, *inputs: Tensor | None, **options: Any) -> tuple[Tensor, ...]:
         named = self._named(inputs)
         main = self._main(named)
-        sizes, leads = self._posed(named, **options)
+        sizes, leads = self._pose(named, **options)
         found = [self.result(name, named, sizes, leads, **options) for name in self.results]
         return tuple([main.new_empty(shape, dtype=types[0]) for shape, types in found])
 
     def problem(self, *operands: Tensor | None, **options: Any) -> P:
         named = dict(zip((*self.results, *self.inputs), operands, strict=True))
         main = self._main(named)
-        sizes, _ = self._posed(named, **options)
+        sizes, _ = self._pose(named, **options)
         declared = self.Problem.__dataclass_fields__
         found: dict[str, Any] = {name: sizes[name] for name in declared if name in sizes}
         if "dtype" in declared:
@@ -395,7 +395,7 @@ class TritonOp(Ruled, TensorOp[P, C]):
         strided = {name: len(operand.strides) for name, operand in self.operands.items()}
 
         def following(*operands: Tensor | None) -> list[int]:
-            found = [*numbers, *self.measured(dict(zip(strided, operands, strict=True)))]
+            found = [*numbers, *self.measure_sizes(dict(zip(strided, operands, strict=True)))]
             for (name, steps), t in zip(strided.items(), operands, strict=True):
                 found += [0] * steps if t is None or not steps else self.strides(p, name, t)[:steps]
             return found
@@ -436,7 +436,7 @@ class TritonOp(Ruled, TensorOp[P, C]):
             if values is None:
                 values = torch.randn(shape, generator=generator, device=device, dtype=torch.float32)
             values = values.to(TYPES[kind])
-            args.append(self.lay(p, name, values) if operand.laid else values)
+            args.append(self.arrange(p, name, values) if operand.laid else values)
         return (*args, *[self.scalar_samples[name] for name in self.scalars])
 
     def bytes(self, p: P) -> float:
@@ -452,7 +452,7 @@ class TritonOp(Ruled, TensorOp[P, C]):
         return Work(flops=0.0, bytes=self.bytes(p))
 
 
-def placed(values: Tensor, p: Any, rows_apart: int = 1) -> Tensor:
+def place_as(values: Tensor, p: Any, rows_apart: int = 1) -> Tensor:
     """``values`` in memory that lies as ``p`` promises and no better: its layout, and align but no multiple of it.
 
     ``rows_apart``: how many rows there is room for from one to the next.

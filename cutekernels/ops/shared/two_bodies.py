@@ -66,7 +66,7 @@ class TwoBodies(TritonOp[P, C]):
 
     def valid(self, p: P, gpu: GpuSpec) -> Iterator[C]:
         for values in (self.Config.space() | {"body": ("triton",)}, self.cute.values(self)):
-            yield from (c for c in Columns.spanned(self.Config, values) if self.why_not(p, c, gpu) is None)
+            yield from (c for c in Columns.span(self.Config, values) if self.why_not(p, c, gpu) is None)
 
     def estimate_us(self, p: P, c: C, gpu: GpuSpec) -> float:
         estimate: Callable[[P, C, GpuSpec], float] = super().estimate_us  # type: ignore[safe-super]
@@ -138,7 +138,7 @@ class _AsTriton:
     def __call__(self, grid: tuple[int, int, int], *args: Any) -> None:
         self._kernel(*grid, *args, self._stream(self._device()))
 
-    def settled(self, grid: tuple[int, int, int], numbers: Sequence[Any], others: int) -> Fire:
+    def settle(self, grid: tuple[int, int, int], numbers: Sequence[Any], others: int) -> Fire:
         """As ``TritonKernel.settled``."""
         kernel, stream, device = self._kernel, self._stream, self._device()
 

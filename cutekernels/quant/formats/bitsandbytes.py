@@ -22,7 +22,7 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.kernels.cute.parts.nf4 import NF4
 from cutekernels.quant.assembly import assemble, unassemble
 from cutekernels.quant.formats.nibbles import check, expect, take, to_bytes
-from cutekernels.quant.formats.plain import copied
+from cutekernels.quant.formats.plain import copy
 from cutekernels.quant.layout import dense
 from cutekernels.quant.weight import QuantizedWeight
 
@@ -83,7 +83,7 @@ def from_bitsandbytes(
         )
     scales = _absmax(tensors, said, -(-n * k // block)).to(flat.device)
     pairs = torch.stack((flat >> 4, flat & 15), dim=-1)
-    small = {name: copied(tensor) for name, tensor in tensors.items() if name != "absmax" or "nested_absmax" in tensors}
+    small = {name: copy(tensor) for name, tensor in tensors.items() if name != "absmax" or "nested_absmax" in tensors}
     return assemble(
         pairs.reshape(n, k),
         "nf4",

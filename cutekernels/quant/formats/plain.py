@@ -144,10 +144,10 @@ def exponents(scale: Tensor, *, by: str) -> Tensor:
 
 def kept(extra: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
     """Small tensors that stay on the CPU until ``tensors()``."""
-    return {} if extra is None else {name: copied(tensor) for name, tensor in extra.items()}
+    return {} if extra is None else {name: copy(tensor) for name, tensor in extra.items()}
 
 
-def copied(tensor: Tensor) -> Tensor:
+def copy(tensor: Tensor) -> Tensor:
     """A copy on the CPU, which holds no file open."""
     return tensor.detach().to("cpu", copy=True)
 

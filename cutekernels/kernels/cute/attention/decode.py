@@ -239,7 +239,7 @@ class DecodeAttentionBody:
                 mTickets,
                 group,
                 tiles,
-                self.products.tiled_mma(self.multiplied(mQ)),
+                self.products.tiled_mma(self.operand_type(mQ)),
             )
         ).launch(
             grid=[tiles * mK.shape[2] * self.splits * mQ.shape[0], 1, 1],
@@ -325,7 +325,7 @@ class DecodeAttentionBody:
             )
             self.store(lane, launch, acc, states, rows_of, columns)
 
-    def multiplied(self, mQ: cute.Tensor) -> type[cutlass.Numeric]:
+    def operand_type(self, mQ: cute.Tensor) -> type[cutlass.Numeric]:
         """The type of the products' operands: q's, or fp16 beside e4m3, which is exact in it."""
         return mQ.element_type if self.queries is None else Float16
 
@@ -346,7 +346,7 @@ class DecodeAttentionBody:
         """One CTA's blocks of keys; then its accumulators combined with other splits', or sent to the cluster."""
         mK, mV, tiled_mma = launch.mK, launch.mV, launch.tiled_mma
         tile, group, end = place.tile, place.group, keys.end
-        dtype = self.multiplied(launch.mQ)
+        dtype = self.operand_type(launch.mQ)
         tid, _, _ = cute.arch.thread_idx()
         lane = tid % 32
         warp = cute.arch.make_warp_uniform(tid // 32)

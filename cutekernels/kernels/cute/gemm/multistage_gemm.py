@@ -102,10 +102,10 @@ class MultistageGemm:
         beta: Float32,
         stream: cuda.CUstream,
     ):
-        self.extended(mD, mA, mB, EpilogueOperands(mC, mBias, alpha, beta), stream)
+        self.extend(mD, mA, mB, EpilogueOperands(mC, mBias, alpha, beta), stream)
 
     @cute.jit
-    def extended(
+    def extend(
         self, mD: cute.Tensor, mA: cute.Tensor, mB: cute.Tensor, operands: EpilogueOperands, stream: cuda.CUstream
     ):
         """With the operands of any epilogue."""

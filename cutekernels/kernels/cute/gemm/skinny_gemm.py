@@ -148,10 +148,10 @@ class SkinnyGemm:
         """Partials are ``(tiles * split_k * tile_m * tile_n,)``, tickets ``(tiles,)``, of tiles as GemmConfig names
         them.
         """
-        self.extended(mD, mX, mW, EpilogueOperands(mC, mBias, alpha, beta), rest[-1], Workspace(*rest[:-1]))
+        self.extend(mD, mX, mW, EpilogueOperands(mC, mBias, alpha, beta), rest[-1], Workspace(*rest[:-1]))
 
     @cute.jit
-    def extended(
+    def extend(
         self,
         mD: cute.Tensor,
         mX: cute.Tensor,
@@ -166,7 +166,7 @@ class SkinnyGemm:
         self.start(Output(columns_first(mD), operands), mX, columns_first(mW), NO_NORM, workspace, stream)
 
     @cute.jit
-    def normed(
+    def with_norm(
         self,
         mD: cute.Tensor,  # (M, N), or (M, I) where gated
         mX: cute.Tensor,  # (M, K)

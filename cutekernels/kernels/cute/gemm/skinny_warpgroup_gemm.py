@@ -208,7 +208,7 @@ class SkinnyWarpgroupGemm:
         stride = ((SWIZZLED, SWIZZLED_ROWS * SWIZZLED), (1, rows * SWIZZLED), rows * self.tile_k)
         return cute.make_layout(shape, stride=stride)
 
-    def boxed(self, op: cpasync.TmaCopyOp, mX: cute.Tensor, rows: int, taken: int) -> TmaTensor | None:
+    def tma_of(self, op: cpasync.TmaCopyOp, mX: cute.Tensor, rows: int, taken: int) -> TmaTensor | None:
         """The TMA copy of ``taken`` of an operand's ``rows`` into a stage; None for none."""
         if taken == 0:
             return None
@@ -228,10 +228,10 @@ class SkinnyWarpgroupGemm:
         beta: Float32,
         stream: cuda.CUstream,
     ):
-        self.extended(mD, mX, mW, EpilogueOperands(mC, mBias, alpha, beta), stream)
+        self.extend(mD, mX, mW, EpilogueOperands(mC, mBias, alpha, beta), stream)
 
     @cute.jit
-    def extended(
+    def extend(
         self, mD: cute.Tensor, mX: cute.Tensor, mW: cute.Tensor, operands: EpilogueOperands, stream: cuda.CUstream
     ):
         """With the operands of any epilogue."""
@@ -239,7 +239,7 @@ class SkinnyWarpgroupGemm:
         self.start(ResultOperands(mD, operands, None, None, None), mX, mW, None, stream)
 
     @cute.jit
-    def normed(
+    def with_norm(
         self,
         mD: cute.Tensor,  # (M, N)
         mX: cute.Tensor,  # (M, K)
@@ -268,9 +268,9 @@ class SkinnyWarpgroupGemm:
         mX, mW = self.pitched(mX), self.pitched(mW)
         # W comes in one box, X in two: a power of two of its rows, then the others.
         op = cpasync.CopyBulkTensorTileG2SOp()
-        weight = self.boxed(op, mW, self.tile_n, self.tile_n)
-        head = self.boxed(op, mX, self.rows, self.head)
-        tail = self.boxed(op, mX, self.rows, self.rows - self.head)
+        weight = self.tma_of(op, mW, self.tile_n, self.tile_n)
+        head = self.tma_of(op, mX, self.rows, self.head)
+        tail = self.tma_of(op, mX, self.rows, self.rows - self.head)
         source = warpgroup.OperandSource.SMEM if const_expr(self.norm is None) else warpgroup.OperandSource.RMEM
         tiled_mma = wgmma(dtype, self.tile_n, groups=self.groups, source=source)
         gamma = None

@@ -230,7 +230,7 @@ class WarpgroupGemm(WarpGroupBody):
         shape = ((SWIZZLED_ROWS, side.box // SWIZZLED_ROWS), self.tile_k, 2 * self.stages)
         return cute.make_layout(shape, stride=((SWIZZLED, SWIZZLED_ROWS * SWIZZLED), 1, side.box * SWIZZLED))
 
-    def boxed(self, mX: cute.Tensor, layout: cute.ComposedLayout, side: Side) -> TmaTensor:
+    def tma_of(self, mX: cute.Tensor, layout: cute.ComposedLayout, side: Side) -> TmaTensor:
         """The TMA load of a box of an operand into one stage of ``layout``."""
         op = cpasync.CopyBulkTensorTileG2SMulticastOp() if side.sharers > 1 else cpasync.CopyBulkTensorTileG2SOp()
         stages = self.halves(side) if side.gated else layout.outer
@@ -251,10 +251,10 @@ class WarpgroupGemm(WarpGroupBody):
         beta: Float32,
         stream: cuda.CUstream,
     ):
-        self.extended(mD, mA, mB, EpilogueOperands(mC, mBias, alpha, beta), stream)
+        self.extend(mD, mA, mB, EpilogueOperands(mC, mBias, alpha, beta), stream)
 
     @cute.jit
-    def extended(
+    def extend(
         self, mD: cute.Tensor, mA: cute.Tensor, mB: cute.Tensor, operands: EpilogueOperands, stream: cuda.CUstream
     ):
         """With the operands of any epilogue: its own are in ``operands.own`` (``parts/epilogue.py``)."""
@@ -262,22 +262,22 @@ class WarpgroupGemm(WarpGroupBody):
         dtype = mA.element_type
         rows_contiguous = const_expr(self.results.rows_contiguous)
         # Tile rows R and tile columns S: A and B, or, swapped, B and A.
-        mR = self.prepared(
+        mR = self.prepare(
             mA if const_expr(not self.swap_ab) else mB, self.swap_ab, not self.rows_k_major
         )  # (M, K[, L])
-        mS = self.prepared(
+        mS = self.prepare(
             mB if const_expr(not self.swap_ab) else mA, not self.swap_ab, not self.columns_k_major
         )  # (N, K[, L])
-        mD = self.prepared(mD, self.swap_ab, rows_contiguous)  # (M, N[, L])
+        mD = self.prepare(mD, self.swap_ab, rows_contiguous)  # (M, N[, L])
         layout_r, layout_s = self.layouts(dtype)
-        rows = self.boxed(mR, layout_r, self.of_rows)
-        columns = self.boxed(mS, layout_s, self.of_columns)
+        rows = self.tma_of(mR, layout_r, self.of_rows)
+        columns = self.tma_of(mS, layout_s, self.of_columns)
         box, shape = self.results.layout(), self.results.shape
         # Out leaves, and C comes in, by the same boxes of 64 x 64.
         tma_d, tD = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), mD, box, shape)
         tma_c, tC = None, None
         if const_expr(mC is not None):
-            mC = self.prepared(mC, self.swap_ab, rows_contiguous)
+            mC = self.prepare(mC, self.swap_ab, rows_contiguous)
             tma_c, tC = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), mC, box, shape)
         tiled_mma = self.mma(dtype)
         # As many CTAs as are resident at once, whole clusters, or fewer where there are fewer tiles.
@@ -309,7 +309,7 @@ class WarpgroupGemm(WarpGroupBody):
         return cutlass.min(tiles * self.cluster, Int32(self.resident))
 
     @cute.jit
-    def normed(
+    def with_norm(
         self,
         mD: cute.Tensor,  # (M, I)
         mX: cute.Tensor,  # (M, K)
@@ -325,7 +325,7 @@ class WarpgroupGemm(WarpGroupBody):
         self(mD, mX, mW, None, None, Float32(1.0), Float32(0.0), stream)
 
     @cute.jit
-    def prepared(self, t: cute.Tensor, flipped: cutlass.Constexpr[bool], first: cutlass.Constexpr[bool]):
+    def prepare(self, t: cute.Tensor, flipped: cutlass.Constexpr[bool], first: cutlass.Constexpr[bool]):
         """``([L,] X, Y)`` as ``(X, Y[, L])``, or ``(Y, X[, L])`` where ``flipped``; the ``first`` extent of those is
         contiguous, or the second. A stride over one row or layer may be anything, and gets a value valid for the TMA.
         """
@@ -508,19 +508,19 @@ class WarpgroupGemm(WarpGroupBody):
         """
         mask = Int16((1 << self.cluster) - 1) if const_expr(side.sharers > 1) else None
         if const_expr(not side.gated):
-            return [BoxLoad(operand.box.tma, *self.partitioned(operand, side, first, layer, rank), mask, None)]
+            return [BoxLoad(operand.box.tma, *self.partition(operand, side, first, layer, rank), mask, None)]
         loads = []
         # Gated: gates into the stage's first half, what they multiply into its second. CTAs that share load one each.
         gates = cute.size(operand.box.coordinates, mode=[0]) // 2
         halves = Operand(operand.box, cute.make_tensor(operand.sX.iterator, self.halves(side)))
         for i in cutlass.range_constexpr(2 // side.sharers):
             half = rank if const_expr(side.sharers > 1) else Int32(i)
-            boxes = self.partitioned(halves, side, first + half * gates, layer, rank)
+            boxes = self.partition(halves, side, first + half * gates, layer, rank)
             loads.append(BoxLoad(operand.box.tma, *boxes, mask, half))
         return loads
 
     @cute.jit
-    def partitioned(
+    def partition(
         self, operand: Operand, side: cutlass.Constexpr[Side], first: Int32, layer: Int32, rank: Int32
     ) -> tuple[cute.Tensor, cute.Tensor]:
         """Source ``(TMA, k)`` and target ``(TMA, STAGE)`` of a box from row ``first`` on: this CTA's part of it."""

@@ -70,7 +70,7 @@ class WarpgroupSplit(WarpgroupGemm):
         stream: cuda.CUstream,
     ):
         own = Parts(mPartials, mCounters)
-        self.extended(mD, mA, mB, EpilogueOperands(mC, mBias, alpha, beta, own=own), stream)
+        self.extend(mD, mA, mB, EpilogueOperands(mC, mBias, alpha, beta, own=own), stream)
 
     @cute.jit
     def full(self, tiles: Int32) -> Int32:

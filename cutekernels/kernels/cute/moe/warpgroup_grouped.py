@@ -113,16 +113,16 @@ class WarpgroupGrouped:
     ):
         body, dtype = self.product, mX.element_type
         swap_ab = const_expr(body.swap_ab)
-        mX = body.prepared(mX, False, False)
-        mW = body.prepared(
+        mX = body.prepare(mX, False, False)
+        mW = body.prepare(
             mW, False, not (body.rows_k_major if const_expr(swap_ab) else body.columns_k_major)
         )  # (N, K, G)
-        mTile = body.prepared(mD, body.swap_ab, body.results.rows_contiguous)
+        mTile = body.prepare(mD, body.swap_ab, body.results.rows_contiguous)
         # T is tokens and W weights; R and S are the tile's rows and columns, T and W or the reverse.
         layout_r, layout_s = body.layouts(dtype)
         layout_t, layout_w = (layout_s, layout_r) if const_expr(swap_ab) else (layout_r, layout_s)
-        tokens = body.boxed(mX, layout_t, self.tokens)
-        weights = body.boxed(mW, layout_w, self.weights)
+        tokens = body.tma_of(mX, layout_t, self.tokens)
+        weights = body.tma_of(mW, layout_w, self.weights)
         tma_d, tD = cpasync.make_tiled_tma_atom(
             cpasync.CopyBulkTensorTileS2GOp(), mTile, body.results.layout(), body.results.shape
         )

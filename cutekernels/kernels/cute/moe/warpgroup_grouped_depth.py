@@ -63,13 +63,13 @@ class WarpgroupGroupedDepth:
         stream: cuda.CUstream,
     ):
         body, dtype = self.product, mA.element_type
-        mR = body.prepared(mA if const_expr(not body.swap_ab) else mB, True, True)  # (M, T)
-        mS = body.prepared(mB if const_expr(not body.swap_ab) else mA, True, True)  # (N, T)
-        mD = body.prepared(mD, body.swap_ab, body.results.rows_contiguous)  # (M, N, G)
+        mR = body.prepare(mA if const_expr(not body.swap_ab) else mB, True, True)  # (M, T)
+        mS = body.prepare(mB if const_expr(not body.swap_ab) else mA, True, True)  # (N, T)
+        mD = body.prepare(mD, body.swap_ab, body.results.rows_contiguous)  # (M, N, G)
         layout_r, layout_s = body.layouts(dtype)
         # One descriptor serves all experts: a load moves its coordinates to the expert's first row.
-        rows = body.boxed(mR, layout_r, body.of_rows)
-        columns = body.boxed(mS, layout_s, body.of_columns)
+        rows = body.tma_of(mR, layout_r, body.of_rows)
+        columns = body.tma_of(mS, layout_s, body.of_columns)
         tma_d, tD = cpasync.make_tiled_tma_atom(
             cpasync.CopyBulkTensorTileS2GOp(), mD, body.results.layout(), body.results.shape
         )

@@ -94,7 +94,7 @@ class ClusterReduction:
                 cute.arch.store_async_dsmem(target, four, full + own.group, part)
 
     @cute.jit
-    def received(self, own: ConsumerThread, source: int, vector: int) -> cute.Tensor:
+    def receive(self, own: ConsumerThread, source: int, vector: int) -> cute.Tensor:
         """Four numbers from CTA ``source``, in registers."""
         four = cute.make_rmem_tensor(4, Float32)
         place = self.inbox(own, Int32(source), vector).align(16)
@@ -126,12 +126,12 @@ class ClusterReduction:
         most.fill(NO_REFERENCE)
         whole.fill(0.0)
         for source in cutlass.range_constexpr(self.ctas):
-            statistics = self.received(own, source, 0)
+            statistics = self.receive(own, source, 0)
             for r in cutlass.range_constexpr(2):
                 weight[r, source] = statistics[r]
                 most[r] = cute.arch.fmax(most[r], statistics[r])
         for source in cutlass.range_constexpr(self.ctas):
-            statistics = self.received(own, source, 0)
+            statistics = self.receive(own, source, 0)
             for r in cutlass.range_constexpr(2):
                 weight[r, source] = cute.math.exp2(weight[r, source] - most[r], fastmath=True)
                 whole[r] = whole[r] + weight[r, source] * statistics[2 + r]
@@ -151,7 +151,7 @@ class ClusterReduction:
             acc_all = cute.make_rmem_tensor(4, Float32)
             acc_all.fill(0.0)
             for source in cutlass.range_constexpr(self.ctas):
-                four = self.received(own, source, 1 + v)
+                four = self.receive(own, source, 1 + v)
                 for i in cutlass.range_constexpr(4):
                     acc_all[i] = acc_all[i] + weight[i // 2, source] * four[i]
             column = (rank * self.vectors + v) * 8

@@ -110,7 +110,7 @@ class DecodeReduction:
                     cute.arch.store_async_dsmem(self.place(storage, rank, lane // 4), four, full, some + warp)
 
     @cute.jit
-    def received(self, storage: cute.Pointer, source: Int32, at: Int32) -> cute.Tensor:
+    def receive(self, storage: cute.Pointer, source: Int32, at: Int32) -> cute.Tensor:
         """Four numbers from CTA ``source``, in registers."""
         four = cute.make_rmem_tensor(4, Float32)
         cute.autovec_copy(cute.make_tensor(self.place(storage, source, at), cute.make_layout(4)), four)
@@ -134,11 +134,11 @@ class DecodeReduction:
         cute.arch.mbarrier_wait(full, 0)
         # The greatest reference of each row, then the parts relative to it.
         for source in cutlass.range(sources, unroll=1):
-            statistics = self.received(storage, source, lane // 4)
+            statistics = self.receive(storage, source, lane // 4)
             for r in cutlass.range_constexpr(2):
                 states.reference[r] = cute.arch.fmax(states.reference[r], statistics[r])
         for source in cutlass.range(sources, unroll=1):
-            statistics = self.received(storage, source, lane // 4)
+            statistics = self.receive(storage, source, lane // 4)
             weight = cute.make_rmem_tensor(2, Float32)
             for r in cutlass.range_constexpr(2):
                 weight[r] = cute.math.exp2(statistics[r] - states.reference[r], fastmath=True)
@@ -146,7 +146,7 @@ class DecodeReduction:
             for k in cutlass.range_constexpr(self.share):
                 at = k * warps + warp
                 if at < self.owned:
-                    four = self.received(storage, source, STATISTICS_BYTES // 16 + at * 32 + lane)
+                    four = self.receive(storage, source, STATISTICS_BYTES // 16 + at * 32 + lane)
                     for r in cutlass.range_constexpr(2):
                         for c in cutlass.range_constexpr(2):
                             acc[c, r, k] = acc[c, r, k] + weight[r] * four[2 * r + c]

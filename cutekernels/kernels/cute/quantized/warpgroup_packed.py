@@ -192,7 +192,7 @@ class WarpgroupPacked(WarpGroupBody):
         share: Int32,  # k-tiles of each in those
         stream: cuda.CUstream,
     ):
-        tokens, out, layout = self.boxed(mX, mD)
+        tokens, out, layout = self.tma_of(mX, mD)
         alpha = Float32(self.weights.undone if const_expr(self.scaled == "weights") else 1.0)
         outputs = BoxOperands(out.tma, out.coordinates, None, None, mBias, alpha, Float32(0.0))
         weight, workspace = Weight(mW, mS, mZ), Workspace(mPartials, mTickets)
@@ -206,7 +206,7 @@ class WarpgroupPacked(WarpGroupBody):
         )
 
     @cute.jit
-    def boxed(self, mX: cute.Tensor, mD: cute.Tensor) -> tuple[TmaTensor, TmaTensor, cute.ComposedLayout]:
+    def tma_of(self, mX: cute.Tensor, mD: cute.Tensor) -> tuple[TmaTensor, TmaTensor, cute.ComposedLayout]:
         """TMA copies of tokens (M, K) and of out as (N, M), and the layout of the tokens' stages."""
         layout = self.layout(mX.element_type)
         pitch_x, pitch_d = cute.assume(mX.stride[0], divby=8), cute.assume(mD.stride[0], divby=8)

@@ -122,7 +122,7 @@ class WarpgroupPackedGrouped(WarpgroupPacked):
         limit: Float32,
         stream: cuda.CUstream,
     ):
-        tokens, out, layout = self.boxed(mX, mD)
+        tokens, out, layout = self.tma_of(mX, mD)
         # A gate's accumulators have had this factor before they meet.
         factor = Float32(self.weights.undone if const_expr(self.scaled == "weights" and not self.gated) else 1.0)
         outputs = BoxOperands(out.tma, out.coordinates, None, None, mBias, factor, Float32(0.0), mD, None)
