@@ -98,12 +98,7 @@ def _liger(model: Any) -> None:
     names.update(before)  # it puts its classes into transformers' module too
 
 
-def _adamw(parameters: Any) -> Any:
-    return torch.optim.AdamW(parameters, lr=1e-4, fused=True)
-
-
-def _fused(parameters: Any) -> Any:
-    return ck.optim.FusedAdamW(parameters, lr=1e-4, moments_dtype=torch.bfloat16)
+_adamw = partial(torch.optim.AdamW, lr=1e-4, fused=True)
 
 
 def _step(
@@ -119,6 +114,7 @@ def _step(
     return _stepping(model, torch.compile(model) if compiled else model, optimizer(model.parameters()), case)
 
 
+_fused: Any = lambda p: ck.optim.FusedAdamW(p, lr=1e-4, moments_dtype=torch.bfloat16)  # noqa: E731
 _ours = partial(_step, change=lambda model: ck.patch(model))
 MODELS: dict[str, Callable[[Case], Step]] = {
     "plain": _step,

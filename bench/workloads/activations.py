@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.baselines import Absent, Contender, Inputs, Launch, Workload, compiled, each, eager
-from bench.suites import INTERMEDIATE, TOKENS, Case, Suite
+from bench.suites import INTERMEDIATE, TOKENS, Case, Suite, suite
 from bench.workloads import posed
 from bench.workloads.declared import drawn, exact, launches, workload
 from cutekernels.ops.activations.api import bias_gelu, gelu_mul, silu_mul
@@ -37,13 +37,8 @@ Cases = Callable[[Any], Suite]  # of an op
 
 def _shapes(shapes: Mapping[str, tuple[int, int]], **words: str) -> Cases:
     """Rows and columns by label; ``words`` are the problem's."""
-
-    def of_op(op: Any) -> Suite:
-        return lambda dtype, accumulate: [
-            Case(op.name, str(op.Problem(*shape, dtype, **words)), label) for label, shape in shapes.items()
-        ]
-
-    return of_op
+    named = {label: {"rows": rows, "cols": cols, **words} for label, (rows, cols) in shapes.items()}
+    return lambda op: suite(op.name, op.Problem, named)
 
 
 def _sizes(rows: Sequence[int], widths: Mapping[str, int], **words: str) -> Cases:
