@@ -16,7 +16,7 @@ from collections.abc import Callable
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
@@ -102,7 +102,7 @@ def bench(
     gpu = detected()
     from bench import run as runner
 
-    kinds = {"dtype": dtype, "accumulate": accumulate, "match": match, "alone": alone, "warm": warm}
+    kinds: dict[str, Any] = {"dtype": dtype, "accumulate": accumulate, "match": match, "alone": alone, "warm": warm}
     name = run_name(op, suite, **kinds, max_smem_kib=max_smem_kib, rest_ms=rest_ms)
     path = (out or RESULTS / gpu.name) / f"{name}.jsonl"
     stamp = environment.stamp(gpu.name, commit)

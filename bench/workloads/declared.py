@@ -70,10 +70,10 @@ def launches(
     taken = {} if function is None else signature(function).parameters
 
     def bound(i: Inputs) -> Launch:
-        args = i.args or i.operands
+        args: tuple[Any, ...] = i.args or i.operands
         if function is None:
-            rest = tuple(chosen.values()), args[count:]
-            return partial(call, op, args[:count], *rest, config=config, out=i.results)
+            options = tuple(chosen.values())
+            return partial(call, op, args[:count], options, args[count:], config=config, out=i.results)
         given = dict(zip((*op.inputs, *op.scalars), args, strict=False)) | chosen
         given |= {"out": i.results[0], "config": config}
         first = [given[name] for name, p in taken.items() if p.kind is not Parameter.KEYWORD_ONLY]

@@ -49,10 +49,6 @@ def _inputs_backward(case: Case, problem: Any, device: str, seed: int) -> Inputs
     return Inputs((dout, ids), results, args=(dout, *grouped(ids, problem.vocabulary)))
 
 
-def _plain(case: Case) -> Callable[..., Any]:
-    return F.embedding
-
-
 def _plain_backward(case: Case) -> Callable[..., Any]:
     rows = EmbeddingProblem.parse(case.problem).vocabulary
 
@@ -83,7 +79,7 @@ WORKLOADS = (
     workload(
         EMBEDDING,
         _llm("embedding", 1, 16, 256, 2048, 8192),
-        (compiled(_plain), eager(_plain), each("liger", _liger)),
+        (compiled(lambda case: F.embedding), eager(lambda case: F.embedding), each("liger", _liger)),
         embedding,
         inputs=_inputs,
         streams=lambda case: (1, 1),

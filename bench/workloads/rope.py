@@ -20,7 +20,7 @@ HEADS_FIRST = "heads first"  # in a label: operands lie as (B, H, S, D)
 _CONTEXT = 8192  # positions that decoding starts from
 
 
-_Q = {"head_dim": 128, "rotary": 128}
+_Q: dict[str, Any] = {"head_dim": 128, "rotary": 128}
 _LLM = {
     f"{model} {batch}x{seq}": _Q
     | {"batch": batch, "seq": seq, "heads_q": q, "heads_kv": kv, "positions": "batch" if seq == 1 else "start"}
@@ -158,7 +158,7 @@ def _at(q: Tensor, cos: Tensor, sin: Tensor, starts: Tensor) -> tuple[Tensor, Te
     return cos[rows], sin[rows]
 
 
-_SHAPES = {"llm": _LLM, "reference": _REFERENCE, "backward": _BACKWARD, "headtohead": _REFERENCE}
+_SHAPES: Any = {"llm": _LLM, "reference": _REFERENCE, "backward": _BACKWARD, "headtohead": _REFERENCE}
 _SUITES = {name: suite("rope", RopeProblem, shapes) for name, shapes in _SHAPES.items()}
 _PEERS = (
     compiled(_rotated),
