@@ -16,25 +16,24 @@ from bench.baselines import DTYPES, Contender, Inputs, Launch
 from bench.suites import Case, Suite, suite
 from bench.workloads.attention import NAIVE, sdpa
 from bench.workloads.declared import workload
+from bench.workloads.rope import HEADS
 from cutekernels.ops.attention import token_scales
 from cutekernels.ops.attention.decode import DECODE_ATTENTION, DecodeProblem
 from cutekernels.ops.attention.decode_api import decode_attention
-
-MODELS = {"llama-3-8b": (32, 8), "qwen2.5-7b": (28, 4)}  # heads of q, and of k and v
 
 
 def _suite(cache: str, *shapes: tuple[str, int, int, int]) -> Suite:
     """Model, sequences, keys, and tokens in a page or 0."""
     words = {}
     for model, batch, seq, size in shapes:
-        heads, heads_kv = MODELS[model]
+        heads, heads_kv = HEADS[model]
         name = f"{model} b{batch} h{heads}/{heads_kv} s{seq}" + (f" pages of {size}" if size else "")
         words[name] = {"batch": batch, "seq_kv": seq, "heads_q": heads, "heads_kv": heads_kv, "page_size": size}
     op = "decode_attention" if cache == "same" else "decode_attention_fp8"
     return suite(op, partial(DecodeProblem, cache=cache), words)
 
 
-_LLAMA, _QWEN = MODELS
+_LLAMA, _QWEN = HEADS
 _DECODE = _suite(
     "same",
     *[(_LLAMA, 32, 4096, 0), (_LLAMA, 32, 4096, 16), (_QWEN, 64, 2048, 0), (_LLAMA, 1, 32768, 0)],

@@ -37,6 +37,13 @@ def workload(
     return dataclasses.replace(made, **changes)
 
 
+def of_rows(op: TritonOp[Any, Any], case: Case) -> tuple[int, int]:
+    """How many operands a call reads and writes whose rows are the problem's: what streaming contenders move."""
+    problem = op.Problem.parse(case.problem)
+    full = [o.result for n, o in op.operands.items() if o.axes[0] == "*rows" and op.kind(problem, n) is not None]
+    return full.count(False), full.count(True)
+
+
 def of_suite(op: TritonOp[Any, Any]) -> Workload:
     """An op that nobody wrote a workload for. Its peers are none of its rivals': write one to compare it with those."""
     suite = {"suite": lambda dtype, accumulate: [Case(op.name, text, text) for text in op.suite]}

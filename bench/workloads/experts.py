@@ -147,11 +147,6 @@ def _layer_work(case: Case) -> Work:
     return layer_work(case, p, p.n // 2, 3.0 * p.n * p.k)
 
 
-def _layer_ours(case: Case, sets: Sequence[Inputs], config: Any) -> Sequence[Launch]:
-    """``moe_ffn``, a chain of ops, each with its own config."""
-    return [partial(moe_ffn, *i.operands) for i in sets]
-
-
 def _layer_grouped(x: Tensor, up: Tensor, down: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     """torch's grouped product between a sort and a combine."""
     experts, (tokens, top_k) = up.shape[0], ids.shape
@@ -213,7 +208,7 @@ WORKLOADS = (
         suites={"layers": _layers(*TABLE), "llm": _layers(*MODELS)},
         inputs=_layer_inputs,
         truth=lambda case, i: layer_truth(*i.operands),
-        ours=_layer_ours,
+        ours=lambda case, sets, config: [partial(moe_ffn, *i.operands) for i in sets],  # each op by its own config
         peers=_peers(_layer_grouped, _layer_loop),
         work=_layer_work,
         configured=False,

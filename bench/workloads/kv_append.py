@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bench.baselines import DTYPES, Contender, Inputs, Launch, Workload, compiled, eager
 from bench.suites import Case, suite
-from bench.workloads.rope import HEADS
+from bench.workloads.rope import HEADS, WHOLE
 from cutekernels.ops.kv_append.op import KV_APPEND, LENGTHS, KvAppendProblem
 from cutekernels.ops.rope.api import rope
 from cutekernels.ops.shared import calls
@@ -19,10 +19,9 @@ from cutekernels.ops.shared import calls
 _SPARE = 64  # tokens that a sequence has room for beyond its new ones
 
 
-_D = {"head_dim": 128, "rotary": 128}
 _SIZES = ((1, 1, 0), (16, 1, 0), (64, 1, 0), (64, 1, 16), (1, 2048, 0), (1, 2048, 16), (4, 4096, 0))
 _LLM = {
-    f"{model} {batch}x{seq}" + (f" pages of {size}" if size else ""): _D
+    f"{model} {batch}x{seq}" + (f" pages of {size}" if size else ""): WHOLE
     | {"batch": batch, "seq": seq, "heads_q": heads, "heads_kv": heads_kv, "page_size": size}
     for model, (heads, heads_kv) in HEADS.items()
     for batch, seq, size in _SIZES

@@ -13,21 +13,12 @@ from torch import Tensor
 
 from bench.baselines import DTYPES, Absent, Launch, Workload, compiled, each, eager
 from bench.suites import Case, Suite, suite
-from bench.workloads.declared import workload
+from bench.workloads.declared import of_rows, workload
 from cutekernels.ops.norms.api import add_rms_norm, layer_norm, rms_norm
 from cutekernels.ops.norms.gradients import COLUMN_SUM, LAYER_NORM_BACKWARD, RMS_NORM_BACKWARD, ColumnSumProblem
 from cutekernels.ops.norms.op import ADD_RMS_NORM, LAYER_NORM, RMS_NORM
 
 EPS = 1e-6
-# Operands and results of full size.
-_STREAMS = {
-    "rms_norm": (1, 1),
-    "add_rms_norm": (2, 2),
-    "layer_norm": (1, 1),
-    "rms_norm_backward": (2, 1),
-    "layer_norm_backward": (2, 1),
-}
-
 
 # ---- cases ----------------------------------------------------------------------------------------------
 
@@ -183,7 +174,7 @@ def _workload(op: Any, function: Callable[..., Any] | None = None, **suites: Sui
     shapes = _BACKWARD if function is None else _FORWARD
     llm = {"llm": lambda dtype, accumulate: _cases(op, shapes, dtype)}
     numbers = {"eps": EPS, "weight_offset": 0.0}
-    return workload(op, llm | suites, _PEERS, function, numbers, streams=lambda case: _STREAMS[op.name])
+    return workload(op, llm | suites, _PEERS, function, numbers, streams=partial(of_rows, op))
 
 
 # ---- the second pass of weights' gradients --------------------------------------------------------------

@@ -27,13 +27,12 @@ def _parameters(case: Case) -> dict[str, Any]:
     return FILTERS[case.label.split(" | ")[1]]
 
 
-_ROWS = (1, 16, 64, 256)
 _ASKED = [(model, "top-k, top-p, min-p") for model in VOCABULARIES] + [("llama-3", "top-p"), ("llama-3", "top-k")]
 _LLM = {
     f"{model} {rows} | {name}": {"rows": rows, "cols": VOCABULARIES[model]}
     | {f"by_{short}": long in FILTERS[name] for short, long in (("k", "top_k"), ("p", "top_p"), ("min_p", "min_p"))}
     for model, name in _ASKED
-    for rows in _ROWS
+    for rows in (1, 16, 64, 256)
 }
 
 
