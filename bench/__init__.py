@@ -11,6 +11,7 @@ Where a line belongs::
     plots.py        pictures of recorded rows, and the overview
     published.py    numbers that others published on their GPUs (``published.json``), beside rows recorded here
     models.py       whole models: our decoder beside transformers
+    wall.py         options, rows as they come and tables that the commands share
     judge.py        sweeps: times of many configs of a problem, and how well the models rank them
     regret.py       how far what calls run is behind the best config of each sweep
     __main__.py     ``python -m bench gemm --suite square``

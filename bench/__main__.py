@@ -16,7 +16,7 @@ from collections.abc import Callable
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
@@ -33,19 +33,8 @@ from cutekernels.errors import CuteKernelsError
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 
-class Dtype(StrEnum):
-    """Type of the operands."""
-
-    bf16 = "bf16"
-    fp16 = "fp16"
-    fp32 = "fp32"
-
-
-class Accumulate(StrEnum):
-    """Type in which a matrix product accumulates."""
-
-    fp32 = "fp32"
-    fp16 = "fp16"
+Dtype = StrEnum("Dtype", ["bf16", "fp16", "fp32"])
+Accumulate = StrEnum("Accumulate", ["fp32", "fp16"])
 
 
 @app.command()
@@ -113,7 +102,7 @@ def bench(
     gpu = detected()
     from bench import run as runner
 
-    kinds = {"dtype": dtype, "accumulate": accumulate, "match": match, "alone": alone, "warm": warm}
+    kinds: dict[str, Any] = {"dtype": dtype, "accumulate": accumulate, "match": match, "alone": alone, "warm": warm}
     name = run_name(op, suite, **kinds, max_smem_kib=max_smem_kib, rest_ms=rest_ms)
     path = (out or RESULTS / gpu.name) / f"{name}.jsonl"
     stamp = environment.stamp(gpu.name, commit)
@@ -153,7 +142,7 @@ def _reproduced(op: str, suite: str | None, out: Path | None, *, warm: bool, plo
         terminal.show(published.reproduced_table(lines, f"{gpu}, {'warm' if warm else 'cold'} L2"))
         for command in published.missing(lines):
             terminal.say(f"not measured in {folder}; measure with: {command}{' --warm' if warm else ''}")
-        for reason in dict.fromkeys(line.unmeasured for line in lines if line.unmeasured):
+        for reason in dict.fromkeys(p.unmeasured for p in theirs if p.unmeasured):
             terminal.say(f"no case here reproduces {op}: {reason}")
         if plots and any(line.ours is not None for line in lines):
             from bench.plots import draw_reproduced
@@ -183,15 +172,10 @@ def run_name(
     warm: bool, rest_ms: float = 0.0,
 ) -> str:  # fmt: skip
     """The file name of a run: one per suite and conditions, so that a later run replaces exactly its predecessor."""
-    words = [op, suite]
-    words += [dtype] if dtype != "bf16" else []
-    words += ["acc" + accumulate] if accumulate != "fp32" else []
-    words += [f"smem{max_smem_kib}"] if max_smem_kib is not None else []
-    words += ["".join(c if c.isalnum() else "-" for c in match)] if match else []
-    words += ["alone"] if alone else []
-    words += ["warm"] if warm else []
-    words += ["rested"] if rest_ms else []
-    return "_".join(words)
+    words = [op, suite, dtype * (dtype != "bf16"), f"acc{accumulate}" * (accumulate != "fp32")]
+    words += [f"smem{max_smem_kib}" * (max_smem_kib is not None), "".join(c if c.isalnum() else "-" for c in match)]
+    words += ["alone" * alone, "warm" * warm, "rested" * bool(rest_ms)]
+    return "_".join(filter(None, words))
 
 
 # ---- tables and messages --------------------------------------------------------------------------------

@@ -120,6 +120,15 @@ def each(name: str, make: Callable[[Case], Callable[..., Launch]], *, judged: bo
     return Contender(name, bind, judged)
 
 
+def absent(name: str, reason: str) -> Contender:
+    """What cannot take part, and why."""
+
+    def bind(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
+        raise Absent(reason)
+
+    return Contender(name, bind)
+
+
 def eager(function: Callable[[Case], Callable[..., Any]], name: str = "eager") -> Contender:
     """Plain torch: ``function(case)`` is called with the operands."""
     return each(name, lambda case: partial(partial, function(case)))

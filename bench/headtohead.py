@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from bench.baselines import Absent, Contender, Inputs, Launch
-from bench.suites import Case
+from bench.baselines import Launch
 from cutekernels import compilers, measure
 from cutekernels.gpu import GpuSpec
 
@@ -51,12 +50,3 @@ def fastest(configs: Sequence[Any], bind: Callable[[Any], Sequence[Launch]], pre
     ready = {str(c): prepare(bind(c), _LEAST_US) for c in some}
     final = measure.time_interleaved(ready, rounds=FINAL, budget_us=_BUDGET_US)
     return min(some, key=lambda c: final[str(c)].median)
-
-
-def absent(name: str, reason: str) -> Contender:
-    """A body without a config: a row that says why."""
-
-    def bind(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
-        raise Absent(reason)
-
-    return Contender(name, bind)

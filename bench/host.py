@@ -64,10 +64,9 @@ class Case:
     def ways(self) -> tuple[str, ...]:
         return ("no_grad", "forward", "backward", *(["out"] if self.out else []), *(["graph"] if self.chained else []))
 
-    def contenders(self, way: str) -> dict[str, Callable[[], Function]]:
-        if way == "out":
-            return {name: lambda function=function: function for name, function in self.out.items()}
-        return {"torch": lambda: self.theirs, **self.others, "cutekernels": lambda: self.ours}
+    def contenders(self, way: str) -> dict[str, Function]:
+        """By name; those of ``others`` are to be called for a contender, except of the way ``out``."""
+        return self.out if way == "out" else {"torch": self.theirs, **self.others, "cutekernels": self.ours}
 
     def operands(self, step: int, device: torch.device, dtype: torch.dtype) -> tuple[Any, ...]:
         return tuple([make(step, device, dtype) for make in self.makers])
@@ -254,9 +253,9 @@ def run(
         for way in case.ways:
             place = (case.op, "host", way, case.op)
             samplers: dict[str, Callable[[], float]] = {}
-            for name, load in case.contenders(way).items():
+            for name, function in case.contenders(way).items():
                 try:
-                    function = load()
+                    function = function() if way != "out" and name in case.others else function
                 except ImportError as error:
                     yield wall.untimed(place, name, error, stamp=stamp)
                     continue

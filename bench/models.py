@@ -56,6 +56,7 @@ CONFIGS: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
     "qwen2.5-1.5b": ("Qwen2", (151936, 1536, 8960, 28, 12, 2), {"tie_word_embeddings": True}),
     "tiny": ("Qwen3", (256, 64, 96, 2, 4, 2), {"head_dim": 16}),
 }  # fmt: skip
+_FAILURES = (ImportError, RuntimeError, CuteKernelsError)  # out of memory, mostly: the others still run
 WARM = 4  # steps or prompts before the first sample
 
 
@@ -285,11 +286,7 @@ def run(
                 with within(model) as own:
                     us = _samples(make(own, case, effort), case, effort, model.device)
                 yield wall.timed(place, contender, us, stamp=stamp, memory_gib=_most_memory(model.device))
-            except (
-                ImportError,
-                RuntimeError,
-                CuteKernelsError,
-            ) as error:  # out of memory, mostly: the others still run
+            except _FAILURES as error:
                 yield wall.untimed(place, contender, error, stamp=stamp)
 
 

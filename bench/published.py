@@ -95,11 +95,6 @@ class Reproduced:
         """Whether ours and their baseline were timed here."""
         return self.baseline is not None and self.ours is not None
 
-    @property
-    def unmeasured(self) -> str:
-        """Why no case here reproduces it; empty where one does."""
-        return self.published.unmeasured
-
     def speedup(self, row: Row | None) -> float | None:
         """Speed-up of ``row`` over the baseline measured in the same run."""
         if row is None or self.baseline is None or not row.median_us or not self.baseline.median_us:
@@ -161,7 +156,8 @@ def picture(op: str, *, warm: bool = False) -> str:
 
 def missing(lines: Iterable[Reproduced]) -> list[str]:
     """Commands that measure the missing cases."""
-    return list(dict.fromkeys(line.published.command for line in lines if not line.measured and not line.unmeasured))
+    left = [line.published for line in lines if not line.measured]
+    return list(dict.fromkeys(p.command for p in left if not p.unmeasured))
 
 
 def account(folders: Iterable[Path], *, warm: bool = False) -> list[str]:
@@ -223,7 +219,7 @@ def reproduced_table(lines: Sequence[Reproduced], gpu: str) -> Table:
     numbers: dict[str, Callable[[Reproduced], str]] = {
         "their baseline, µs here": lambda x: us(x.baseline, x.published.peer),
         "strongest peer, µs here": lambda x: us(x.strongest, x.strongest.contender if x.strongest else ""),
-        "ours, µs here": lambda x: "no case here" if x.unmeasured else us(x.ours),
+        "ours, µs here": lambda x: "no case here" if x.published.unmeasured else us(x.ours),
         "strongest peer": lambda x: number(x.speedup(x.strongest), 2),
         "ours": lambda x: number(x.speedup(x.ours), 2),
     }

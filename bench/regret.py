@@ -68,8 +68,6 @@ def of_sweeps(gpu: GpuSpec, folder: Path = SWEEPS) -> list[Regret]:
     return [r for (op, text), us in load(folder / gpu.name).items() for r in judge(op, text, us, gpu, known)]
 
 
-# ---- the command line ---------------------------------------------------------------------------------------
-
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 

@@ -92,7 +92,8 @@ def write(path: Path, rows: Iterable[Row]) -> None:
     """
     kept: dict[object, Row] = {}
     for number, row in enumerate(rows):
-        kept.setdefault(_place(number, row), row)
+        absent = (row.op, row.suite, row.contender, row.reason) if row.status == "absent" else None
+        kept.setdefault(absent or number, row)
     rows = [*kept.values()]
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = _lines([{name: rounded(getattr(row, name)) for name in _NAMES} for row in rows])
@@ -107,11 +108,6 @@ def write(path: Path, rows: Iterable[Row]) -> None:
         except BaseException:
             os.unlink(file.name)
             raise
-
-
-def _place(number: int, row: Row) -> object:
-    """The key under which one row is kept: a peer's absence from a suite, or the row's own number."""
-    return (row.op, row.suite, row.contender, row.reason) if row.status == "absent" else number
 
 
 def rounded(value: Any) -> Any:

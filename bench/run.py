@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from bench import headtohead, stream, workloads
-from bench.baselines import Contender, Inputs, Launch, Shapes
+from bench.baselines import Contender, Inputs, Launch, Shapes, absent
 from bench.rows import Row, write
 from bench.suites import Case
 from bench.workloads import posed
@@ -117,9 +117,7 @@ def _bodies(case: Case, plan: Plan, timer: Timer) -> list[Contender]:
         return workloads.get(case.op).ours(case, sets, config)
 
     found = [
-        headtohead.absent(f"cutekernels ({body})", origin)
-        if config is None
-        else ours(f"cutekernels ({body})", config, origin)
+        absent(f"cutekernels ({body})", origin) if config is None else ours(f"cutekernels ({body})", config, origin)
         for body, config, origin in headtohead.chosen(op, problem, plan.gpu, bind, timer.prepare)
     ]
     cute = workloads.get(case.op).cute
@@ -133,7 +131,7 @@ def _in_cute(cute: Shapes, case: Case, sets: Sequence[Inputs], timer: Timer) -> 
         shapes = cute(case, sets)
         best = headtohead.fastest(list(shapes), shapes.__getitem__, timer.prepare)
     except (CompileError, ImportError) as error:
-        return headtohead.absent(name, str(error))
+        return absent(name, str(error))
     return Contender(name, lambda case, sets: cute(case, sets)[best], config=best, origin=f"fastest of {len(shapes)}")
 
 

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
+from operator import attrgetter
 from statistics import median
 from typing import Annotated, Any
 
@@ -98,12 +99,7 @@ def _liger(model: Any) -> None:
     names.update(before)  # it puts its classes into transformers' module too
 
 
-def _adamw(parameters: Any) -> Any:
-    return torch.optim.AdamW(parameters, lr=1e-4, fused=True)
-
-
-def _fused(parameters: Any) -> Any:
-    return ck.optim.FusedAdamW(parameters, lr=1e-4, moments_dtype=torch.bfloat16)
+_adamw = partial(torch.optim.AdamW, lr=1e-4, fused=True)
 
 
 def _step(
@@ -119,6 +115,7 @@ def _step(
     return _stepping(model, torch.compile(model) if compiled else model, optimizer(model.parameters()), case)
 
 
+_fused: Any = lambda p: ck.optim.FusedAdamW(p, lr=1e-4, moments_dtype=torch.bfloat16)  # noqa: E731
 _ours = partial(_step, change=lambda model: ck.patch(model))
 MODELS: dict[str, Callable[[Case], Step]] = {
     "plain": _step,
@@ -153,19 +150,18 @@ def _whole(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy((x @ weight.t()).float(), targets)
 
 
-def _liger_loss() -> Callable[..., Any]:
-    name = "liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90"
-    return importlib.import_module(name).LigerFusedLinearCrossEntropySM90Function.apply  # type: ignore[no-any-return]
+_LIGER = "liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90:LigerFusedLinearCrossEntropySM90Function.apply"
 
 
-def _quack_loss() -> Callable[..., Any]:
-    return importlib.import_module("quack.linear_cross_entropy").chunked_linear_cross_entropy  # type: ignore[no-any-return]
+def _imported(place: str) -> Any:
+    module, _, name = place.partition(":")
+    return attrgetter(name)(importlib.import_module(module))
 
 
 LOSSES: dict[str, Callable[[Case], Step]] = {
     "plain, compiled": lambda case: _loss(case, torch.compile(_whole, dynamic=False)),
-    "liger": lambda case: _loss(case, _liger_loss()),
-    "quack": lambda case: _loss(case, _quack_loss()),
+    "liger": lambda case: _loss(case, _imported(_LIGER)),
+    "quack": lambda case: _loss(case, _imported("quack.linear_cross_entropy:chunked_linear_cross_entropy")),
     "cutekernels": lambda case: _loss(case, ck.linear_cross_entropy),
     "cutekernels, linear_logprob": lambda case: _loss(case, lambda x, w, t: -ck.linear_logprob(x, w, t).mean()),
 }

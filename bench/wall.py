@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 from rich.table import Table
@@ -21,10 +21,11 @@ if TYPE_CHECKING:
 
 RESULTS = Path(__file__).parent / "results"
 C = TypeVar("C")
+Place = tuple[str, str, str, str]  # op, suite, problem and label of a row
 
 Match = Annotated[list[str] | None, typer.Option(help="Only cases with one of these in their name or sizes.")]
 Rounds = Annotated[int, typer.Option(min=5, help="Samples of each contender.")]
-Out = Annotated[Path | None, typer.Option(help="Folder; default that of this command in bench/results/<gpu>.")]
+Out = Annotated[Path | None, typer.Option(help="Folder of the results; default bench/results/<gpu> or one in it.")]
 Commit = Annotated[str | None, typer.Option(help="The commit under test, where .git was left behind.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="List the cases and contenders; time nothing.")]
 
@@ -56,14 +57,15 @@ def record(rows: Iterable[Row], path: Path, table: Callable[[list[Row]], Table])
     terminal.say(f"{len(kept)} rows in {path}")
 
 
-def timed(place: Sequence[str], contender: str, us: Sequence[float], **more: Any) -> Row:
-    """A row of wall times; ``place`` is op, suite, problem and label."""
+def timed(place: Place, contender: str, us: Sequence[float], **more: Any) -> Row:
+    """A row of wall times."""
     found = Samples(tuple(us))
-    quantiles = {"median_us": found.median, "p20_us": found.p20, "p80_us": found.p80}
-    return Row(*place, 1.0, 0.0, contender, "ok", l2="warm", rounds=len(us), **(quantiles | more))
+    about: dict[str, Any] = {"l2": "warm", "rounds": len(us), "median_us": found.median}
+    about |= {"p20_us": found.p20, "p80_us": found.p80} | more
+    return Row(*place, 1.0, 0.0, contender, "ok", **about)
 
 
-def untimed(place: Sequence[str], contender: str, error: BaseException, **more: Any) -> Row:
+def untimed(place: Place, contender: str, error: BaseException, **more: Any) -> Row:
     """A row of a contender that is not installed, or failed."""
     status = "absent" if isinstance(error, ImportError) else "failed"
     reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
@@ -85,11 +87,12 @@ def tabulated(
     rows = [*rows]
     shown = Table(title=title, caption=caption or None)
     cells: list[list[Text | str]] = []
-    for named, justify in ((left, "left"), (right, "right"), (last, "left")):
+    for named in (left, right, last):
         for name, text in named.items():
             found = [text(row) for row in rows]
             if any(found):
-                shown.add_column(name, justify=justify, overflow="ellipsis" if named is not last else "fold")
+                justify: Literal["right", "left"] = "right" if named is right else "left"
+                shown.add_column(name, justify=justify, overflow="fold" if named is last else "ellipsis")
                 cells.append(found)
     for row in zip(*cells, strict=True):
         shown.add_row(*row)

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.baselines import Absent, Contender, Inputs, Launch, Workload, compiled, each, eager
-from bench.suites import INTERMEDIATE, TOKENS, Case, Suite
+from bench.suites import INTERMEDIATE, TOKENS, Case, Suite, suite
 from bench.workloads import posed
-from bench.workloads.declared import drawn, exact, launches, workload
+from bench.workloads.declared import drawn, exact, launches, of_rows, workload
 from cutekernels.ops.activations.api import bias_gelu, gelu_mul, silu_mul
 from cutekernels.ops.activations.op import (
     BIAS_GELU,
@@ -37,13 +37,8 @@ Cases = Callable[[Any], Suite]  # of an op
 
 def _shapes(shapes: Mapping[str, tuple[int, int]], **words: str) -> Cases:
     """Rows and columns by label; ``words`` are the problem's."""
-
-    def of_op(op: Any) -> Suite:
-        return lambda dtype, accumulate: [
-            Case(op.name, str(op.Problem(*shape, dtype, **words)), label) for label, shape in shapes.items()
-        ]
-
-    return of_op
+    named = {label: {"rows": rows, "cols": cols, **words} for label, (rows, cols) in shapes.items()}
+    return lambda op: suite(op.name, op.Problem, named)
 
 
 def _sizes(rows: Sequence[int], widths: Mapping[str, int], **words: str) -> Cases:
@@ -169,17 +164,6 @@ def _cute(case: Case, sets: Sequence[Inputs]) -> Mapping[str, Sequence[Launch]]:
     }
 
 
-# Operands and results of full size.
-_STREAMS = {
-    "silu_mul": (2, 1),
-    "gelu_mul": (2, 1),
-    "bias_gelu": (1, 1),
-    "silu_mul_backward": (3, 2),
-    "gelu_mul_backward": (3, 2),
-    "bias_gelu_backward": (2, 1),
-}
-
-
 def _workload(
     op: Any,
     function: Callable[..., Tensor] | None,
@@ -189,7 +173,7 @@ def _workload(
 ) -> Workload:
     peers = (compiled(PLAIN[op.name]), eager(PLAIN[op.name]), *peers)
     suites = {name: made(op) for name, made in cases.items()}
-    more = {"inputs": partial(_inputs, op), "streams": lambda case: _STREAMS[op.name]} | dict(changes or {})
+    more = {"inputs": partial(_inputs, op), "streams": partial(of_rows, op)} | dict(changes or {})
     return workload(op, suites, peers, function, **more)
 
 

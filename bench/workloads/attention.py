@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -31,11 +31,6 @@ MODELS = {"llama-3-8b": (32, 8), "qwen2.5-7b": (28, 4), "minfer": (48, 8)}  # he
 Shape = tuple[int, int, int, int, int, bool]  # batch, tokens, heads of q, and of k and v, head dim, causal
 
 
-def label(batch: int, seq: int, heads: int, heads_kv: int, head_dim: int, causal: bool) -> str:
-    groups = "" if heads == heads_kv else f"/{heads_kv}"
-    return f"b{batch} h{heads}{groups} s{seq} d{head_dim} {'causal' if causal else 'full'}"
-
-
 def problem(shape: Shape, dtype: str) -> AttentionProblem:
     batch, seq, heads, heads_kv, head_dim, causal = shape
     return AttentionProblem(batch, seq, seq, heads, heads_kv, head_dim=head_dim, dtype=dtype, causal=causal)
@@ -46,43 +41,42 @@ def square(d: int, batch: int, seq: int, causal: bool) -> Shape:
     return batch, seq, 2048 // d, 2048 // d, d, causal
 
 
-def labelled(shapes: Iterable[Shape], before: str = "") -> dict[str, Words]:
-    return {f"{before}{label(*shape)}": {"shape": shape} for shape in shapes}
+def labelled(*shapes: Shape, before: str = "") -> dict[str, Words]:
+    found = {}
+    for batch, seq, heads, heads_kv, head_dim, causal in shapes:
+        groups = "" if heads == heads_kv else f"/{heads_kv}"
+        label = f"{before}b{batch} h{heads}{groups} s{seq} d{head_dim} {'causal' if causal else 'full'}"
+        found[label] = {"shape": (batch, seq, heads, heads_kv, head_dim, causal)}
+    return found
 
 
 # 16k tokens in all, as the papers have it, and one long prompt.
 PREFILL = labelled(
-    [
-        *[square(d, 16384 // s, s, causal) for d in (128, 64) for causal in (False, True) for s in (4096, 16384)],
-        (4, 2048, 32, 32, 64, True),
-        (1, 16384, 32, 8, 128, True),
-    ]
+    *[square(d, 16384 // s, s, causal) for d in (128, 64) for causal in (False, True) for s in (4096, 16384)],
+    (4, 2048, 32, 32, 64, True),
+    (1, 16384, 32, 8, 128, True),
 )
 LLM = {
     name: words
     for model, heads in MODELS.items()
     for name, words in labelled(
-        [(batch, seq, *heads, 128, True) for batch, seq in ((1, 512), (1, 2048), (4, 4096))], f"{model} "
+        *[(batch, seq, *heads, 128, True) for batch, seq in ((1, 512), (1, 2048), (4, 4096))], before=f"{model} "
     ).items()
 }
 _SMALL = ((1, 1, 512), (1, 1, 1024), (1, 1, 2048), (2, 4, 512))  # batch, heads, tokens
 PUBLISHED = labelled(
-    [
-        *[(batch, seq, heads, heads, 64, causal) for batch, heads, seq in _SMALL for causal in (False, True)],
-        *[(4, seq, *MODELS["minfer"], 128, True) for seq in (4096, 8192, 16384)],
-    ]
+    *[(batch, seq, heads, heads, 64, causal) for batch, heads, seq in _SMALL for causal in (False, True)],
+    *[(4, seq, *MODELS["minfer"], 128, True) for seq in (4096, 8192, 16384)],
 )
 # Head dims 64, 128 and 256, one to eight prompts, 512 to 32k tokens.
 _SQUARES = ((128, 4, 4096), (128, 1, 16384), (64, 4, 4096), (256, 4, 4096), (128, 8, 1024))
 HOPPER = labelled(
-    [
-        *[square(*size, causal) for size in _SQUARES for causal in (False, True)],
-        *[(batch, seq, 32, 8, 128, True) for batch, seq in ((1, 1024), (8, 1024), (1, 4096), (1, 32768))],
-        (4, 2048, 32, 32, 64, True),
-        (8, 512, 32, 32, 64, False),
-        (1, 512, 28, 4, 128, True),
-        (2, 4096, 16, 16, 256, True),
-    ]
+    *[square(*size, causal) for size in _SQUARES for causal in (False, True)],
+    *[(batch, seq, 32, 8, 128, True) for batch, seq in ((1, 1024), (8, 1024), (1, 4096), (1, 32768))],
+    (4, 2048, 32, 32, 64, True),
+    (8, 512, 32, 32, 64, False),
+    (1, 512, 28, 4, 128, True),
+    (2, 4096, 16, 16, 256, True),
 )
 
 

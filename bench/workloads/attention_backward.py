@@ -26,8 +26,6 @@ from cutekernels.ops.attention.reference import gradients as reference
 
 aten = torch.ops.aten
 
-# ---- cases ----------------------------------------------------------------------------------------------
-
 
 def _problem(shape: forward.Shape, dtype: str) -> AttentionBackwardProblem:
     """That of the kernel that gives dK."""
@@ -39,17 +37,12 @@ def _problem(shape: forward.Shape, dtype: str) -> AttentionBackwardProblem:
 # Head dims 64, 128 and 256, one to eight prompts, 512 to 16k tokens.
 _SQUARES = ((128, 4, 4096), (128, 8, 1024), (64, 4, 4096), (256, 2, 4096))
 HOPPER = forward.labelled(
-    [
-        *[forward.square(*size, causal) for size in _SQUARES for causal in (False, True)],
-        *[(batch, seq, 32, 8, 128, True) for batch, seq in ((1, 2048), (8, 1024), (1, 8192))],
-        (1, 16384, 16, 16, 128, True),
-        (4, 2048, 32, 32, 64, True),
-        (8, 512, 32, 32, 64, False),
-    ]
+    *[forward.square(*size, causal) for size in _SQUARES for causal in (False, True)],
+    *[(batch, seq, 32, 8, 128, True) for batch, seq in ((1, 2048), (8, 1024), (1, 8192))],
+    (1, 16384, 16, 16, 128, True),
+    (4, 2048, 32, 32, 64, True),
+    (8, 512, 32, 32, 64, False),
 )
-
-
-# ---- operands -------------------------------------------------------------------------------------------
 
 
 def _inputs(case: Case, problem: AttentionBackwardProblem, device: str, seed: int) -> Inputs:
@@ -70,9 +63,6 @@ def _work(case: Case) -> Work:
     flops = 10.0 * problem.batch * problem.heads_q * problem.pairs * problem.head_dim
     rows = problem.batch * (4 * problem.seq_q * problem.heads_q + 4 * problem.seq_kv * problem.heads_kv)
     return Work(flops, float(2 * rows * problem.head_dim), depth=own.depth)
-
-
-# ---- contenders -----------------------------------------------------------------------------------------
 
 
 def _ours(case: Case, sets: Sequence[Inputs], config: Any) -> Sequence[Launch]:

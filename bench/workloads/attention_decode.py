@@ -13,53 +13,42 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from bench.baselines import DTYPES, Contender, Inputs, Launch
-from bench.suites import Case
+from bench.suites import Case, Suite, suite
 from bench.workloads.attention import NAIVE, sdpa
 from bench.workloads.declared import workload
+from bench.workloads.rope import HEADS
 from cutekernels.ops.attention import token_scales
 from cutekernels.ops.attention.decode import DECODE_ATTENTION, DecodeProblem
 from cutekernels.ops.attention.decode_api import decode_attention
 
-MODELS = {"llama-3-8b": (32, 8), "qwen2.5-7b": (28, 4)}  # heads of q, and of k and v
 
-# ---- cases ----------------------------------------------------------------------------------------------
-
-
-def _case(dtype: str, model: str, batch: int, seq: int, page_size: int = 0, cache: str = "same") -> Case:
-    heads, heads_kv = MODELS[model]
-    problem = DecodeProblem(batch, seq, heads, heads_kv, dtype=dtype, page_size=page_size, cache=cache)
-    paged = f" pages of {page_size}" if page_size else ""
+def _suite(cache: str, *shapes: tuple[str, int, int, int]) -> Suite:
+    """Model, sequences, keys, and tokens in a page or 0."""
+    words = {}
+    for model, batch, seq, size in shapes:
+        heads, heads_kv = HEADS[model]
+        name = f"{model} b{batch} h{heads}/{heads_kv} s{seq}" + (f" pages of {size}" if size else "")
+        words[name] = {"batch": batch, "seq_kv": seq, "heads_q": heads, "heads_kv": heads_kv, "page_size": size}
     op = "decode_attention" if cache == "same" else "decode_attention_fp8"
-    return Case(op, str(problem), f"{model} b{batch} h{heads}/{heads_kv} s{seq}{paged}")
+    return suite(op, partial(DecodeProblem, cache=cache), words)
 
 
-def _decode(dtype: str, accumulate: str) -> list[Case]:
-    return [
-        _case(dtype, "llama-3-8b", 32, 4096),
-        _case(dtype, "llama-3-8b", 32, 4096, 16),
-        _case(dtype, "qwen2.5-7b", 64, 2048),
-        _case(dtype, "llama-3-8b", 1, 32768),
-        _case(dtype, "qwen2.5-7b", 1, 1024),
-        _case(dtype, "qwen2.5-7b", 1, 4096),
-        _case(dtype, "qwen2.5-7b", 1, 4096, 16),
-    ]
-
-
-def _fp8(dtype: str, accumulate: str) -> list[Case]:
-    sizes = ((32, 4096, 0), (32, 4096, 16), (16, 8192, 64), (1, 32768, 0), (1, 131072, 0), (1, 4096, 0))
-    cases = [_case(dtype, "llama-3-8b", *size, cache="fp8_tokens") for size in sizes]
-    others = ((64, 2048, 0), (16, 8192, 64))
-    return [*cases, *[_case(dtype, "qwen2.5-7b", *size, cache="fp8_tokens") for size in others]]
-
-
-def _published(dtype: str, accumulate: str) -> list[Case]:
-    return [
-        Case("decode_attention", str(DecodeProblem(batch, seq, 8, 8, dtype=dtype)), f"b{batch} h8 s{seq} d128")
+_LLAMA, _QWEN = HEADS
+_DECODE = _suite(
+    "same",
+    *[(_LLAMA, 32, 4096, 0), (_LLAMA, 32, 4096, 16), (_QWEN, 64, 2048, 0), (_LLAMA, 1, 32768, 0)],
+    *[(_QWEN, 1, 1024, 0), (_QWEN, 1, 4096, 0), (_QWEN, 1, 4096, 16)],
+)
+_FP8_SIZES = ((32, 4096, 0), (32, 4096, 16), (16, 8192, 64), (1, 32768, 0), (1, 131072, 0), (1, 4096, 0))
+_FP8 = _suite("fp8_tokens", *[(_LLAMA, *size) for size in _FP8_SIZES], (_QWEN, 64, 2048, 0), (_QWEN, 16, 8192, 64))
+_PUBLISHED = suite(
+    "decode_attention",
+    DecodeProblem,
+    {
+        f"b{batch} h8 s{seq} d128": {"batch": batch, "seq_kv": seq, "heads_q": 8, "heads_kv": 8}
         for batch, seq in ((1, 512), (1, 1024), (1, 2048), (2, 1024))
-    ]
-
-
-# ---- operands -------------------------------------------------------------------------------------------
+    },
+)
 
 
 def _inputs(case: Case, problem: DecodeProblem, device: str, seed: int) -> Inputs:
@@ -82,9 +71,6 @@ def _inputs(case: Case, problem: DecodeProblem, device: str, seed: int) -> Input
     args = (q, k, v, lengths, table, None, *scales, problem.head_dim**-0.5, 0.0)
     operands = (q, k, v, lengths, *scales, *([] if table is None else [table]))
     return Inputs(operands, (torch.empty_like(q),), args=args)
-
-
-# ---- contenders -----------------------------------------------------------------------------------------
 
 
 def _ours(case: Case, sets: Sequence[Inputs], config: Any) -> Sequence[Launch]:
@@ -111,10 +97,10 @@ def _in_16_bits(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
 _SDPA = (sdpa(SDPBackend.CUDNN_ATTENTION), sdpa(SDPBackend.FLASH_ATTENTION), NAIVE)
 _OURS: dict[str, Any] = {"inputs": _inputs, "ours": _ours}
 WORKLOADS = (
-    workload(DECODE_ATTENTION, {"decode": _decode, "published": _published}, _SDPA, **_OURS),
+    workload(DECODE_ATTENTION, {"decode": _DECODE, "published": _PUBLISHED}, _SDPA, **_OURS),
     workload(
         DECODE_ATTENTION,
-        {"fp8": _fp8},
+        {"fp8": _FP8},
         (Contender("16-bit cache", _in_16_bits),),
         op="decode_attention_fp8",
         poses="decode_attention",

@@ -37,6 +37,13 @@ def workload(
     return dataclasses.replace(made, **changes)
 
 
+def of_rows(op: TritonOp[Any, Any], case: Case) -> tuple[int, int]:
+    """How many operands a call reads and writes whose rows are the problem's: what streaming contenders move."""
+    problem = op.Problem.parse(case.problem)
+    full = [o.result for n, o in op.operands.items() if o.axes[0] == "*rows" and op.kind(problem, n) is not None]
+    return full.count(False), full.count(True)
+
+
 def of_suite(op: TritonOp[Any, Any]) -> Workload:
     """An op that nobody wrote a workload for. Its peers are none of its rivals': write one to compare it with those."""
     suite = {"suite": lambda dtype, accumulate: [Case(op.name, text, text) for text in op.suite]}
@@ -70,10 +77,10 @@ def launches(
     taken = {} if function is None else signature(function).parameters
 
     def bound(i: Inputs) -> Launch:
-        args = i.args or i.operands
+        args: tuple[Any, ...] = i.args or i.operands
         if function is None:
-            rest = tuple(chosen.values()), args[count:]
-            return partial(call, op, args[:count], *rest, config=config, out=i.results)
+            options = tuple(chosen.values())
+            return partial(call, op, args[:count], options, args[count:], config=config, out=i.results)
         given = dict(zip((*op.inputs, *op.scalars), args, strict=False)) | chosen
         given |= {"out": i.results[0], "config": config}
         first = [given[name] for name, p in taken.items() if p.kind is not Parameter.KEYWORD_ONLY]

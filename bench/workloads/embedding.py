@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.baselines import Inputs, Launch, compiled, each, eager
-from bench.suites import Case
+from bench.suites import Case, Suite, suite
 from bench.workloads.declared import workload
 from cutekernels.ops.embedding.api import embedding
 from cutekernels.ops.embedding.op import EMBEDDING, EMBEDDING_BACKWARD, EmbeddingProblem, grouped
@@ -20,12 +20,13 @@ from cutekernels.ops.shared.calls import call
 TABLES = {"mistral-7b": (32000, 4096), "llama-3-8b": (128256, 4096), "qwen2.5-7b": (152064, 3584)}  # (V, D)
 
 
-def _cases(op: str, tokens: Sequence[int], dtype: str, accumulate: str) -> list[Case]:
-    return [
-        Case(op, str(EmbeddingProblem(n, vocabulary, cols, dtype)), f"{model}, {n} tokens")
+def _llm(op: str, *tokens: int) -> dict[str, Suite]:
+    shapes = {
+        f"{model}, {n} tokens": {"rows": n, "vocabulary": vocabulary, "cols": cols}
         for model, (vocabulary, cols) in TABLES.items()
         for n in tokens
-    ]
+    }
+    return {"llm": suite(op, EmbeddingProblem, shapes)}
 
 
 @lru_cache(maxsize=1)
@@ -46,13 +47,6 @@ def _inputs_backward(case: Case, problem: Any, device: str, seed: int) -> Inputs
     ids = torch.randint(0, problem.vocabulary, (problem.rows,), generator=draw, device=device)
     results = EMBEDDING_BACKWARD.outputs(problem, *args)
     return Inputs((dout, ids), results, args=(dout, *grouped(ids, problem.vocabulary)))
-
-
-# ---- contenders -----------------------------------------------------------------------------------------
-
-
-def _plain(case: Case) -> Callable[..., Any]:
-    return F.embedding
 
 
 def _plain_backward(case: Case) -> Callable[..., Any]:
@@ -84,15 +78,15 @@ def _liger(case: Case) -> Callable[..., Launch]:
 WORKLOADS = (
     workload(
         EMBEDDING,
-        {"llm": partial(_cases, "embedding", (1, 16, 256, 2048, 8192))},
-        (compiled(_plain), eager(_plain), each("liger", _liger)),
+        _llm("embedding", 1, 16, 256, 2048, 8192),
+        (compiled(lambda case: F.embedding), eager(lambda case: F.embedding), each("liger", _liger)),
         embedding,
         inputs=_inputs,
         streams=lambda case: (1, 1),
     ),
     workload(
         EMBEDDING_BACKWARD,
-        {"llm": partial(_cases, "embedding_backward", (2048, 8192))},
+        _llm("embedding_backward", 2048, 8192),
         (compiled(_plain_backward), eager(_plain_backward)),
         inputs=_inputs_backward,
         ours=_ours_backward,

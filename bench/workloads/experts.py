@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.baselines import DTYPES, Absent, Contender, Inputs, Launch, Workload, compiled, eager
-from bench.suites import Case
+from bench.suites import Case, Suite, suite
 from bench.workloads.declared import workload
 from cutekernels.op import Work
 from cutekernels.ops.moe.ffn import moe_ffn
@@ -36,13 +36,12 @@ TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
 # ---- one product ----------------------------------------------------------------------------------------
 
 
-def _product_cases(dtype: str, accumulate: str) -> list[Case]:
-    return [
-        Case("grouped_gemm", str(GroupedProblem(t * top_k, *nk, experts, dtype)), f"{model} {way}, {t} tokens")
-        for model, (experts, top_k, hidden, inner) in MODELS.items()
-        for way, nk in (("gate_up", (2 * inner, hidden)), ("down", (hidden, inner)))
-        for t in TOKENS[::2]
-    ]
+_PRODUCTS = {
+    f"{model} {way}, {t} tokens": {"rows": t * top_k, "n": n, "k": k, "experts": experts}
+    for model, (experts, top_k, hidden, inner) in MODELS.items()
+    for way, n, k in (("gate_up", 2 * inner, hidden), ("down", hidden, inner))
+    for t in TOKENS[::2]
+}
 
 
 def _product_inputs(case: Case, problem: Any, device: str, seed: int) -> Inputs:
@@ -83,14 +82,15 @@ def _grouped(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
 # ---- the FFN --------------------------------------------------------------------------------------------
 
 
-def _layer_cases(models: Sequence[str], dtype: str, accumulate: str) -> list[Case]:
+def _layers(*models: str) -> Suite:
     """The problem is that of gate and up."""
-    return [
-        Case("moe_ffn", str(GroupedProblem(t * top_k, 2 * inner, hidden, experts, dtype)), f"{model}, {t} tokens")
+    shapes = {
+        f"{model}, {t} tokens": {"rows": t * top_k, "n": 2 * inner, "k": hidden, "experts": experts}
         for model, (experts, top_k, hidden, inner) in MODELS.items()
         if model in models
         for t in TOKENS
-    ]
+    }
+    return suite("moe_ffn", GroupedProblem, shapes)
 
 
 def top_k_of(case: Case) -> int:
@@ -147,11 +147,6 @@ def _layer_work(case: Case) -> Work:
     return layer_work(case, p, p.n // 2, 3.0 * p.n * p.k)
 
 
-def _layer_ours(case: Case, sets: Sequence[Inputs], config: Any) -> Sequence[Launch]:
-    """``moe_ffn``, a chain of ops, each with its own config."""
-    return [partial(moe_ffn, *i.operands) for i in sets]
-
-
 def _layer_grouped(x: Tensor, up: Tensor, down: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     """torch's grouped product between a sort and a combine."""
     experts, (tokens, top_k) = up.shape[0], ids.shape
@@ -198,7 +193,7 @@ def _peers(grouped: Callable[..., Any], loop: Callable[..., Any]) -> tuple[Conte
 WORKLOADS = (
     workload(
         GROUPED_GEMM,
-        {"llm": _product_cases},
+        {"llm": suite("grouped_gemm", GroupedProblem, _PRODUCTS)},
         (
             *_peers(_grouped, _loop),
             _where(eager(_triton, "triton"), "Triton's kernels need a GPU", lambda x: x.is_cuda),
@@ -210,10 +205,10 @@ WORKLOADS = (
     Workload(
         op="moe_ffn",
         poses="grouped_gemm",
-        suites={"layers": partial(_layer_cases, TABLE), "llm": partial(_layer_cases, tuple(MODELS))},
+        suites={"layers": _layers(*TABLE), "llm": _layers(*MODELS)},
         inputs=_layer_inputs,
         truth=lambda case, i: layer_truth(*i.operands),
-        ours=_layer_ours,
+        ours=lambda case, sets, config: [partial(moe_ffn, *i.operands) for i in sets],  # each op by its own config
         peers=_peers(_layer_grouped, _layer_loop),
         work=_layer_work,
         configured=False,

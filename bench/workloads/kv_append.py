@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from bench.baselines import DTYPES, Contender, Inputs, Launch, Workload, compiled, eager
-from bench.suites import Case
-from bench.workloads.rope import HEADS
+from bench.suites import Case, suite
+from bench.workloads.rope import HEADS, WHOLE
 from cutekernels.ops.kv_append.op import KV_APPEND, LENGTHS, KvAppendProblem
 from cutekernels.ops.rope.api import rope
 from cutekernels.ops.shared import calls
@@ -19,16 +19,13 @@ from cutekernels.ops.shared import calls
 _SPARE = 64  # tokens that a sequence has room for beyond its new ones
 
 
-def _case(dtype: str, model: str, batch: int, seq: int, page_size: int = 0) -> Case:
-    heads, heads_kv = HEADS[model]
-    problem = KvAppendProblem(batch, seq, heads_kv, 128, heads, 128, dtype=dtype, page_size=page_size)
-    paged = f" pages of {page_size}" if page_size else ""
-    return Case("kv_append", str(problem), f"{model} {batch}x{seq}{paged}")
-
-
-def _llm(dtype: str, accumulate: str) -> list[Case]:
-    sizes = ((1, 1, 0), (16, 1, 0), (64, 1, 0), (64, 1, 16), (1, 2048, 0), (1, 2048, 16), (4, 4096, 0))
-    return [_case(dtype, model, *size) for model in HEADS for size in sizes]
+_SIZES = ((1, 1, 0), (16, 1, 0), (64, 1, 0), (64, 1, 16), (1, 2048, 0), (1, 2048, 16), (4, 4096, 0))
+_LLM = {
+    f"{model} {batch}x{seq}" + (f" pages of {size}" if size else ""): WHOLE
+    | {"batch": batch, "seq": seq, "heads_q": heads, "heads_kv": heads_kv, "page_size": size}
+    for model, (heads, heads_kv) in HEADS.items()
+    for batch, seq, size in _SIZES
+}
 
 
 def _inputs(case: Case, problem: KvAppendProblem, device: str, seed: int) -> Inputs:
@@ -126,7 +123,7 @@ def _in_two(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
 WORKLOADS = (
     Workload(
         op="kv_append",
-        suites={"llm": _llm},
+        suites={"llm": suite("kv_append", KvAppendProblem, _LLM)},
         inputs=_inputs,
         truth=_truth,
         ours=_ours,

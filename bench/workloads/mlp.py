@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.baselines import DTYPES, Inputs, Launch, Workload, compiled, eager
-from bench.suites import HIDDEN, INTERMEDIATE, TOKENS, Case
+from bench.suites import HIDDEN, INTERMEDIATE, TOKENS, Case, Suite, suite
 from cutekernels.nn.mlp import swiglu
 from cutekernels.op import Work
 from cutekernels.ops.activations.op import GluProblem
@@ -20,22 +20,14 @@ PUBLISHED = ((8, 128, 2048), (16, 256, 4096), (32, 512, 4096))  # batch x tokens
 _WIDTH = "hidden "  # in a label, before the number that the problem lacks
 
 
-def _case(label: str, rows: int, hidden: int, intermediate: int, dtype: str) -> Case:
-    """The problem is that of the activation between the products, on halves of one tensor."""
-    problem = GluProblem(rows, intermediate, dtype, layout="rows")
-    return Case("swiglu", str(problem), f"{label}, {_WIDTH}{hidden}")
+def _suite(sizes: Mapping[str, tuple[int, int, int]]) -> Suite:
+    """Rows, hidden and intermediate. The problem is that of the activation between the products, of one tensor."""
+    shapes = {f"{label}, {_WIDTH}{k}": {"rows": m, "cols": n, "layout": "rows"} for label, (m, k, n) in sizes.items()}
+    return suite("swiglu", GluProblem, shapes)
 
 
-def _published(dtype: str, accumulate: str) -> list[Case]:
-    return [_case(f"{b}x{t}", b * t, hidden, 6912, dtype) for b, t, hidden in PUBLISHED]
-
-
-def _llm(dtype: str, accumulate: str) -> list[Case]:
-    return [
-        _case(f"{model}, {rows} tokens", rows, HIDDEN[model], INTERMEDIATE[model], dtype)
-        for model in HIDDEN
-        for rows in TOKENS
-    ]
+_PUBLISHED = {f"{b}x{t}": (b * t, hidden, 6912) for b, t, hidden in PUBLISHED}
+_LLM = {f"{name}, {rows} tokens": (rows, HIDDEN[name], INTERMEDIATE[name]) for name in HIDDEN for rows in TOKENS}
 
 
 def _hidden(case: Case) -> int:
@@ -66,10 +58,6 @@ def _mlp(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     return F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
 
 
-def _truth(case: Case, i: Inputs) -> tuple[Tensor, ...]:
-    return (_mlp(*[t.double() for t in i.operands]),)
-
-
 def _ours(case: Case, sets: Sequence[Inputs], config: Any) -> Sequence[Launch]:
     """``cutekernels.nn.SwiGLU``'s forward pass; ``config`` is the activation's."""
     return [partial(swiglu, *i.operands, config=config) for i in sets]
@@ -79,9 +67,9 @@ WORKLOADS = (
     Workload(
         op="swiglu",
         poses="silu_mul",
-        suites={"published": _published, "llm": _llm},
+        suites={"published": _suite(_PUBLISHED), "llm": _suite(_LLM)},
         inputs=_inputs,
-        truth=_truth,
+        truth=lambda case, i: (_mlp(*[t.double() for t in i.operands]),),
         ours=_ours,
         peers=(compiled(lambda case: _mlp), eager(lambda case: _mlp)),
         work=_work,

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from bench.baselines import Contender, Workload, compiled, eager
-from bench.suites import EVERY_FEW, HIDDEN, INTERMEDIATE, Case
+from bench.suites import EVERY_FEW, HIDDEN, INTERMEDIATE, Case, suite
 from bench.workloads.declared import launches, workload
 from cutekernels.ops.norm_linear.api import linear_silu_mul, rms_norm_linear
 from cutekernels.ops.norm_linear.op import LINEAR_SILU_MUL, RMS_NORM_LINEAR
-from cutekernels.ops.norm_linear.problem import CHAIN, LinearSiluMulProblem, RmsNormLinearProblem
+from cutekernels.ops.norm_linear.problem import CHAIN
 
 EPS = 1e-6
 K = HIDDEN["qwen2.5-7b"]
@@ -23,27 +22,18 @@ TOKENS = (1, 4, 16, 64, 256, 512, 1024, 2048, 4096, 8192)
 DECODE_TOKENS = (1, 2, 3, 4, 6, 8, 9, 12, 16, 17, 24, 32, 33, 48, 64, 65, 96, 128)
 
 
-# ---- cases ----------------------------------------------------------------------------------------------
+Words = dict[str, dict[str, Any]]
 
 
-def _projections(tokens: Sequence[int], dtype: str, accumulate: str) -> list[Case]:
-    return [
-        Case("rms_norm_linear", str(RmsNormLinearProblem(m, n, K, dtype)), f"{name} {n}x{K} m={m}")
-        for name, n in PROJECTIONS.items()
-        for m in tokens
-    ]
+def _projections(tokens: Sequence[int]) -> Words:
+    return {f"{name} {n}x{K} m={m}": {"m": m, "n": n, "k": K} for name, n in PROJECTIONS.items() for m in tokens}
 
 
-def _gates(tokens: Sequence[int], dtype: str, accumulate: str) -> list[Case]:
-    norm = {"norm": True, "norm_weight": "same"}
-    return [
-        Case("linear_silu_mul", str(LinearSiluMulProblem(m, PROJECTIONS["gate"], K, dtype, **words)), f"{label} m={m}")
-        for words, label in (({}, "gate and up"), (norm, "norm, gate and up"))
-        for m in tokens
-    ]
-
-
-# ---- contenders -----------------------------------------------------------------------------------------
+def _gates(tokens: Sequence[int]) -> Words:
+    size = {"n": PROJECTIONS["gate"], "k": K}
+    norm = size | {"norm": True, "norm_weight": "same"}
+    kinds = (("gate and up", size), ("norm, gate and up", norm))
+    return {f"{label} m={m}": words | {"m": m} for label, words in kinds for m in tokens}
 
 
 def _plain(case: Case) -> Callable[..., Any]:
@@ -62,12 +52,10 @@ def _plain(case: Case) -> Callable[..., Any]:
     return projection if case.op == "rms_norm_linear" else gated
 
 
-def _workload(
-    op: Any, function: Callable[..., Any], cases: Callable[[Sequence[int], str, str], list[Case]]
-) -> Workload:
+def _workload(op: Any, function: Callable[..., Any], cases: Callable[[Sequence[int]], Words]) -> Workload:
     chain = Contender("our ops one by one", lambda case, sets: launches(op, function, case, sets, CHAIN))
     tokens = {"qwen": TOKENS, "decode": DECODE_TOKENS, "tokens": EVERY_FEW}
-    suites = {name: partial(cases, some) for name, some in tokens.items()}
+    suites = {name: suite(op.name, op.Problem, cases(some)) for name, some in tokens.items()}
     return workload(op, suites, (compiled(_plain), eager(_plain), chain), function, {"eps": EPS})
 
 

@@ -12,22 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.baselines import DTYPES, Absent, Launch, Workload, compiled, each, eager
-from bench.suites import Case, Suite
-from bench.workloads.declared import workload
+from bench.suites import Case, Suite, suite
+from bench.workloads.declared import of_rows, workload
 from cutekernels.ops.norms.api import add_rms_norm, layer_norm, rms_norm
 from cutekernels.ops.norms.gradients import COLUMN_SUM, LAYER_NORM_BACKWARD, RMS_NORM_BACKWARD, ColumnSumProblem
 from cutekernels.ops.norms.op import ADD_RMS_NORM, LAYER_NORM, RMS_NORM
 
 EPS = 1e-6
-# Operands and results of full size.
-_STREAMS = {
-    "rms_norm": (1, 1),
-    "add_rms_norm": (2, 2),
-    "layer_norm": (1, 1),
-    "rms_norm_backward": (2, 1),
-    "layer_norm_backward": (2, 1),
-}
-
 
 # ---- cases ----------------------------------------------------------------------------------------------
 
@@ -69,33 +60,25 @@ def _layer(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return F.layer_norm(x, x.shape[-1:], weight, bias, EPS)
 
 
-def _rms_backward(dy: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def _backward(centred: bool, dy: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
     kind = torch.promote_types(x.dtype, torch.float32)
     d, v = dy.to(kind), x.to(kind)
+    v = v - v.mean(-1, keepdim=True) if centred else v
     rstd = torch.rsqrt(v.square().mean(-1, keepdim=True) + EPS)
     v = v * rstd
     g = d * weight.to(kind)
-    dx = rstd * (g - v * (g * v).mean(-1, keepdim=True))
-    return dx.to(x.dtype), (d * v).sum(0).to(weight.dtype)
-
-
-def _layer_backward(dy: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    kind = torch.promote_types(x.dtype, torch.float32)
-    d, v = dy.to(kind), x.to(kind)
-    v = v - v.mean(-1, keepdim=True)
-    rstd = torch.rsqrt(v.square().mean(-1, keepdim=True) + EPS)
-    v = v * rstd
-    g = d * weight.to(kind)
-    dx = rstd * (g - g.mean(-1, keepdim=True) - v * (g * v).mean(-1, keepdim=True))
-    return dx.to(x.dtype), (d * v).sum(0).to(weight.dtype), d.sum(0).to(weight.dtype)
+    slope = v * (g * v).mean(-1, keepdim=True)
+    dx = rstd * ((g - g.mean(-1, keepdim=True) if centred else g) - slope)
+    sums = ((d * v).sum(0), d.sum(0)) if centred else ((d * v).sum(0),)
+    return dx.to(x.dtype), *[t.to(weight.dtype) for t in sums]
 
 
 _PLAIN: dict[str, Callable[..., Any]] = {
     "rms_norm": _rms,
     "add_rms_norm": _add_rms,
     "layer_norm": _layer,
-    "rms_norm_backward": _rms_backward,
-    "layer_norm_backward": _layer_backward,
+    "rms_norm_backward": partial(_backward, False),
+    "layer_norm_backward": partial(_backward, True),
 }
 
 
@@ -191,19 +174,14 @@ def _workload(op: Any, function: Callable[..., Any] | None = None, **suites: Sui
     shapes = _BACKWARD if function is None else _FORWARD
     llm = {"llm": lambda dtype, accumulate: _cases(op, shapes, dtype)}
     numbers = {"eps": EPS, "weight_offset": 0.0}
-    return workload(op, llm | suites, _PEERS, function, numbers, streams=lambda case: _STREAMS[op.name])
+    return workload(op, llm | suites, _PEERS, function, numbers, streams=partial(of_rows, op))
 
 
 # ---- the second pass of weights' gradients --------------------------------------------------------------
 
 
-def _parts_cases(dtype: str, accumulate: str) -> list[Case]:
-    """As many partial sums as programs of one to four per SM leave on an H200."""
-    return [
-        Case("column_sum", str(ColumnSumProblem(parts, cols, dtype)), f"{parts}x{cols}")
-        for cols in (4096, 8192)
-        for parts in (132, 264, 528)
-    ]
+# As many partial sums as programs of one to four per SM leave on an H200.
+_PARTS = {f"{parts}x{cols}": {"parts": parts, "cols": cols} for cols in (4096, 8192) for parts in (132, 264, 528)}
 
 
 def _summed(case: Case) -> Callable[..., Any]:
@@ -217,5 +195,5 @@ WORKLOADS = (
     _workload(LAYER_NORM, layer_norm),
     _workload(RMS_NORM_BACKWARD),
     _workload(LAYER_NORM_BACKWARD),
-    workload(COLUMN_SUM, {"parts": _parts_cases}, (compiled(_summed), eager(_summed))),
+    workload(COLUMN_SUM, {"parts": suite("column_sum", ColumnSumProblem, _PARTS)}, (compiled(_summed), eager(_summed))),
 )

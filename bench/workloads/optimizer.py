@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bench.baselines import Absent, Contender, Inputs, Launch
-from bench.suites import Case
+from bench.suites import Case, suite
 from bench.workloads.declared import drawn, exact, workload
 from cutekernels.ops.optimizer.api import adamw_step
 from cutekernels.ops.optimizer.op import ADAMW_STEP, AdamWProblem
@@ -19,15 +19,10 @@ from cutekernels.optim import FusedAdamW
 MANY = 200  # tensors, in cases whose label says so
 STEP = 3  # of the declaration's sample, and so are these
 SETTINGS: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
-_MILLIONS = (1, 10, 50)
 
 
-def _sizes(dtype: str, accumulate: str) -> list[Case]:
-    return [Case("adamw_step", str(AdamWProblem(m * 1_000_000, dtype)), f"{m}M") for m in _MILLIONS]
-
-
-def _tensors(dtype: str, accumulate: str) -> list[Case]:
-    return [Case(c.op, c.problem, f"{c.label} in {MANY} tensors") for c in _sizes(dtype, accumulate)]
+_SIZES = {f"{m}M": {"elements": m * 1_000_000} for m in (1, 10, 50)}
+_TENSORS = {f"{label} in {MANY} tensors": words for label, words in _SIZES.items()}
 
 
 def _inputs(case: Case, problem: AdamWProblem, device: str, seed: int) -> Inputs:
@@ -87,7 +82,7 @@ _PEERS = (
 WORKLOADS = (
     workload(
         ADAMW_STEP,
-        {"sizes": _sizes, "tensors": _tensors},
+        {name: suite("adamw_step", AdamWProblem, some) for name, some in (("sizes", _SIZES), ("tensors", _TENSORS))},
         _PEERS,
         inputs=_inputs,
         truth=lambda case, i: exact(ADAMW_STEP, case, i)[:3],

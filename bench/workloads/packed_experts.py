@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bench.baselines import DTYPES, Absent, Contender, Inputs, Launch, Workload
-from bench.suites import Case
+from bench.suites import Case, suite
 from bench.workloads.experts import MODELS, layer_truth, layer_work, routed
 from bench.workloads.quantized_peers import nibbles, rows_of
 from cutekernels.op import Work
@@ -36,15 +36,12 @@ LAYERS = (  # as their checkpoints are quantized
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096)
 
 
-def _cases(dtype: str, accumulate: str) -> list[Case]:
-    """The problem is that of gate and up."""
-    found = []
-    for model, form, words in LAYERS:
-        experts, top_k, hidden, inner = MODELS[model]
-        for t in TOKENS:
-            p = QuantizedGroupedProblem(t * top_k, inner, hidden, experts, dtype, activation="silu_mul", **words)
-            found.append(Case("quantized_moe_ffn", str(p), f"{model}, {form}, {t} tokens"))
-    return found
+_CASES = {  # the problem is that of gate and up
+    f"{model}, {form}, {t} tokens": {"rows": t * top_k, "n": inner, "k": hidden, "experts": experts, **words}
+    for model, form, words in LAYERS
+    for experts, top_k, hidden, inner in [MODELS[model]]
+    for t in TOKENS
+}
 
 
 def _parts(p: Any) -> tuple[Any, Any]:
@@ -93,16 +90,8 @@ def _truth(case: Case, i: Inputs) -> tuple[Tensor, ...]:
     return layer_truth(i.operands[0], *[stack.dequantize(torch.float32) for stack in stacks], *i.operands[1:])
 
 
-def _ours(case: Case, sets: Sequence[Inputs], config: Any) -> Sequence[Launch]:
+def _launches(weights_of: Any, case: Case, sets: Sequence[Inputs], config: Any = None) -> Sequence[Launch]:
     """``moe_ffn``, a chain of ops, each with its own config."""
-    return _launches(case, sets, _stacks)
-
-
-def _bf16(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
-    return _launches(case, sets, _dense)
-
-
-def _launches(case: Case, sets: Sequence[Inputs], weights_of: Any) -> Sequence[Launch]:
     p = QuantizedGroupedProblem.parse(case.problem)
     up, down = weights_of(p, str(sets[0].operands[0].device))
     return [partial(moe_ffn, i.operands[0], up, down, *i.operands[1:]) for i in sets]
@@ -150,12 +139,12 @@ WORKLOADS = (
     Workload(
         op="quantized_moe_ffn",
         poses="quantized_grouped_gemm",
-        suites={"layers": _cases},
+        suites={"layers": suite("quantized_moe_ffn", partial(QuantizedGroupedProblem, activation="silu_mul"), _CASES)},
         inputs=_inputs,
         truth=_truth,
-        ours=_ours,
+        ours=partial(_launches, _stacks),
         configured=False,
-        peers=(Contender("our ops in bf16", _bf16), Contender("humming", _humming)),
+        peers=(Contender("our ops in bf16", partial(_launches, _dense)), Contender("humming", _humming)),
         work=_work,
     ),
 )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from bench.baselines import DTYPES, Contender, Inputs, Launch, Workload, each
-from bench.suites import Case, Suite
+from bench.suites import Case, Suite, suite
 from bench.workloads import posed, quantized_peers
 from bench.workloads.declared import drawn, workload
 from cutekernels.op import Work
@@ -60,28 +59,26 @@ def _weights(models: dict[str, dict[str, tuple[int, int]]]) -> list[tuple[str, i
     return [(f"{model} {name}", n, k) for model, parts in models.items() for name, (n, k) in parts.items()]
 
 
-def _linear(
-    op: str, models: dict[str, dict[str, tuple[int, int]]], tokens: Sequence[int], dtype: str, accumulate: str
-) -> list[Case]:
-    return [
-        Case(op, str(QuantizedProblem(m=m, n=n, k=k, dtype=dtype, **words)), f"{name}, {label} m={m}")
-        for name, words in FORMATS.items()
-        for label, n, k in _weights(models)
-        for m in tokens
-    ]
+def _suites(op: str, models: dict[str, dict[str, tuple[int, int]]], **tokens: Sequence[int]) -> dict[str, Suite]:
+    def shapes(some: Sequence[int]) -> dict[str, dict[str, Any]]:
+        return {
+            f"{name}, {label} m={m}": {"m": m, "n": n, "k": k, **words}
+            for name, words in FORMATS.items()
+            for label, n, k in _weights(models)
+            for m in some
+        }
+
+    return {name: suite(op, QuantizedProblem, shapes(some)) for name, some in tokens.items()}
 
 
-def _decoded(columns: int, dtype: str, accumulate: str) -> list[Case]:
+def _decoded(columns: int) -> Suite:
     """Whole weights, or so many columns: those that a gradient decodes at a time, about."""
-    return [
-        Case(
-            "dequantize",
-            str(DequantizeProblem(n=n, columns=columns or k, k=k, dtype=dtype, **words)),
-            f"{name}, {label}",
-        )
+    shapes = {
+        f"{name}, {label}": {"n": n, "columns": columns or k, "k": k, **words}
         for name, words in FORMATS.items()
         for label, n, k in _weights(WEIGHTS)
-    ]
+    }
+    return suite("dequantize", DequantizeProblem, shapes)
 
 
 # ---- operands -------------------------------------------------------------------------------------------
@@ -158,28 +155,24 @@ def _in_bf16(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
     return [partial(product, i.operands[0], _of(case, i).dequantize(), out=i.out) for i in sets]
 
 
-@dataclass(frozen=True, slots=True)
-class _Plain:
-    """Decodes rows of codes that lie as in a checkpoint, two in a byte where they have four bits."""
-
-    columns: int
-    dtype: torch.dtype
-    nibbles: bool
-
-    def __call__(self, codes: Tensor, scales: Tensor) -> Tensor:
-        if self.nibbles:
-            values = torch.stack((codes & 15, codes >> 4), -1).flatten(1).float() - 8.0
-        else:
-            values = codes.view(torch.float8_e4m3fn).float()
-        rows, group = codes.shape[0] // scales.shape[0], self.columns // scales.shape[1]
-        blocks = values.unflatten(1, (-1, group)).unflatten(0, (-1, rows))
-        scaled: Tensor = blocks * scales.float()[:, None, :, None]
-        return scaled.flatten(2).flatten(0, 1).to(self.dtype)
+def _decoded_rows(columns: int, dtype: torch.dtype, nibbles: bool, codes: Tensor, scales: Tensor) -> Tensor:
+    """Rows of codes that lie as in a checkpoint, two in a byte where they have four bits."""
+    if nibbles:
+        values = torch.stack((codes & 15, codes >> 4), -1).flatten(1).float() - 8.0
+    else:
+        values = codes.view(torch.float8_e4m3fn).float()
+    rows, group = codes.shape[0] // scales.shape[0], columns // scales.shape[1]
+    blocks = values.unflatten(1, (-1, group)).unflatten(0, (-1, rows))
+    scaled: Tensor = blocks * scales.float()[:, None, :, None]
+    return scaled.flatten(2).flatten(0, 1).to(dtype)
 
 
-def _plain(wrap: Callable[[_Plain], Callable[..., Tensor]], case: Case) -> Callable[..., Launch]:
+def _plain(compile: bool, case: Case) -> Callable[..., Launch]:
     p = posed(case)[1]
-    decode = wrap(_Plain(p.columns, DTYPES[p.dtype], p.code == "int4"))
+    decode: Callable[..., Tensor] = partial(_decoded_rows, p.columns, DTYPES[p.dtype], p.code == "int4")
+    if compile:
+        torch.compiler.reset()
+        decode = torch.compile(decode, dynamic=False)
 
     def bound(*weight: Tensor) -> Launch:
         rows = quantized_peers.rows_of(p, *weight)
@@ -189,15 +182,6 @@ def _plain(wrap: Callable[[_Plain], Callable[..., Tensor]], case: Case) -> Calla
         return partial(decode, quantized_peers.nibbles(codes) if p.code == "int4" else codes.contiguous(), scales)
 
     return bound
-
-
-def _compiled(plain: _Plain) -> Callable[..., Tensor]:
-    torch.compiler.reset()
-    return torch.compile(plain, dynamic=False)
-
-
-def _suites(op: str, models: dict[str, dict[str, tuple[int, int]]], **tokens: Sequence[int]) -> dict[str, Suite]:
-    return {name: partial(_linear, op, models, some) for name, some in tokens.items()}
 
 
 _IN_16_BITS = (Contender("cublas", _cublas), Contender("our ops in bf16", _in_bf16))
@@ -224,8 +208,8 @@ WORKLOADS = (
     ),
     workload(
         DEQUANTIZE,
-        {"weights": partial(_decoded, 0), "parts": partial(_decoded, 512)},
-        (each("torch.compile", partial(_plain, _compiled)), each("eager", partial(_plain, lambda plain: plain))),
+        {"weights": _decoded(0), "parts": _decoded(512)},
+        (each("torch.compile", partial(_plain, True)), each("eager", partial(_plain, False))),
         inputs=_decoded_inputs,
         truth=_decoded_truth,
         streams=lambda case: (1, 4 if posed(case)[1].code == "int4" else 2),

@@ -54,9 +54,6 @@ def _problem(case: Case, codes: Sequence[str], dtypes: Sequence[str] = ("bf16",)
     return p
 
 
-# ---- Humming --------------------------------------------------------------------------------------------
-
-
 def humming(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
     """Its layer with its own heuristics: int4 with bf16 (fp16) scales, e4m3 with a scale per channel or fp32 blocks."""
     p = _problem(case, ("int4", "e4m3"), ("bf16", "fp16"))
@@ -81,9 +78,6 @@ def humming(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
     return [bound(i) for i in sets]
 
 
-# ---- QuACK ----------------------------------------------------------------------------------------------
-
-
 def quack(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
     """Its W4A16 with bf16 scales, or W8A16 with an epilogue that scales channels; tiles by its own rules."""
     p = _problem(case, ("int4", "e4m3"))
@@ -105,9 +99,6 @@ def quack(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
         return channels(x, blob, rows.scales.view(1, p.n).float(), i.out)
 
     return [bound(i) for i in sets]
-
-
-# ---- tinygemm -------------------------------------------------------------------------------------------
 
 
 def tinygemm(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:

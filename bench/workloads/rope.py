@@ -15,14 +15,14 @@ from bench.workloads.declared import exact
 from cutekernels.ops.rope.api import rope
 from cutekernels.ops.rope.op import ROPE, RopeProblem
 
-HEADS = {"llama-3-8b": (32, 8), "qwen2.5-7b": (28, 4)}
+HEADS = {"llama-3-8b": (32, 8), "qwen2.5-7b": (28, 4)}  # of q, and of k and v
 HEADS_FIRST = "heads first"  # in a label: operands lie as (B, H, S, D)
 _CONTEXT = 8192  # positions that decoding starts from
 
 
-_Q = {"head_dim": 128, "rotary": 128}
+WHOLE: dict[str, Any] = {"head_dim": 128, "rotary": 128}
 _LLM = {
-    f"{model} {batch}x{seq}": _Q
+    f"{model} {batch}x{seq}": WHOLE
     | {"batch": batch, "seq": seq, "heads_q": q, "heads_kv": kv, "positions": "batch" if seq == 1 else "start"}
     for model, (q, kv) in HEADS.items()
     for batch, seq in ((1, 1), (16, 1), (64, 1), (1, 256), (1, 2048), (4, 4096))
@@ -32,10 +32,10 @@ _BACKWARD = {name: words | {"inverse": True} for name, words in _LLM.items() if 
 _TOKENS = (512, 1024, 2048, 4096, 8192)
 # One tensor of 32 heads; q and k; half of the channels, in halves and interleaved. They were published in fp16.
 _REFERENCE = {
-    **{f"q, {HEADS_FIRST}, {s}": _Q | {"batch": 1, "seq": s, "heads_q": 32} for s in _TOKENS},
-    **{f"q and k, {s}": _Q | {"batch": 1, "seq": s, "heads_q": 32, "heads_kv": 32} for s in _TOKENS},
+    **{f"q, {HEADS_FIRST}, {s}": WHOLE | {"batch": 1, "seq": s, "heads_q": 32} for s in _TOKENS},
+    **{f"q and k, {s}": WHOLE | {"batch": 1, "seq": s, "heads_q": 32, "heads_kv": 32} for s in _TOKENS},
     **{
-        f"64 of 128 {'interleaved' if interleaved else 'halves'}, {s}": _Q
+        f"64 of 128 {'interleaved' if interleaved else 'halves'}, {s}": WHOLE
         | {"batch": 8, "seq": s, "heads_q": 48, "rotary": 64, "interleaved": interleaved}
         for s in (1024, 4096, 8192, 16384)
         for interleaved in (True, False)
@@ -158,7 +158,7 @@ def _at(q: Tensor, cos: Tensor, sin: Tensor, starts: Tensor) -> tuple[Tensor, Te
     return cos[rows], sin[rows]
 
 
-_SHAPES = {"llm": _LLM, "reference": _REFERENCE, "backward": _BACKWARD, "headtohead": _REFERENCE}
+_SHAPES: Any = {"llm": _LLM, "reference": _REFERENCE, "backward": _BACKWARD, "headtohead": _REFERENCE}
 _SUITES = {name: suite("rope", RopeProblem, shapes) for name, shapes in _SHAPES.items()}
 _PEERS = (
     compiled(_rotated),

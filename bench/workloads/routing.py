@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bench.baselines import DTYPES, Contender, Inputs, compiled, eager
-from bench.suites import Case, Suite
+from bench.suites import Case, Suite, suite
 from bench.workloads import posed
 from bench.workloads.declared import workload
 from cutekernels.ops.moe.api import moe_combine, moe_gather, moe_permute, moe_route
@@ -32,25 +32,31 @@ MOVED = {"qwen3-30b-a3b": (128, 8, 2048), "mixtral-8x7b": (8, 2, 4096), "deepsee
 # ---- cases ----------------------------------------------------------------------------------------------
 
 
-def _routers(op: str, dtype: str, accumulate: str) -> list[Case]:
-    def problem(tokens: int, experts: int, top_k: int) -> object:
-        if op == "moe_permute":
-            return MoePermuteProblem(tokens * top_k, experts)
-        return MoeRouteProblem(tokens, experts, top_k, dtype)
-
-    return [
-        Case(op, str(problem(tokens, *router)), f"{name}, {tokens} tokens")
-        for name, router in ROUTERS.items()
+def _routers(op: str) -> Suite:
+    shapes = {
+        f"{name}, {tokens} tokens": {"tokens": tokens, "experts": experts, "top_k": top_k}
+        for name, (experts, top_k) in ROUTERS.items()
         for tokens in TOKENS
-    ]
+    }
+    return suite(op, MoeRouteProblem, shapes)
 
 
-def _moves(op: str, dtype: str, accumulate: str) -> list[Case]:
+def _pairs(dtype: str, accumulate: str) -> list[Case]:
+    """Numbers of experts have no type."""
     return [
-        Case(op, str(MoeMoveProblem(tokens, cols, top_k, dtype, op != "moe_gather")), f"{model}, {tokens} tokens")
-        for model, (_, top_k, cols) in MOVED.items()
-        for tokens in TOKENS[:-1]
+        Case("moe_permute", str(MoePermuteProblem(t * k, e)), f"{name}, {t} tokens")
+        for name, (e, k) in ROUTERS.items()
+        for t in TOKENS
     ]
+
+
+def _moves(op: str) -> Suite:
+    shapes = {
+        f"{model}, {t} tokens": {"tokens": t, "cols": cols, "top_k": top_k, "weighted": op != "moe_gather"}
+        for model, (_, top_k, cols) in MOVED.items()
+        for t in TOKENS[:-1]
+    }
+    return suite(op, MoeMoveProblem, shapes)
 
 
 def _of_training(cases: Suite) -> Suite:
@@ -146,11 +152,11 @@ def _top_k(case: Case) -> int:
 
 
 WORKLOADS = (
-    workload(MOE_ROUTE, {"routers": partial(_routers, "moe_route")}, _peers(_routed), moe_route, inputs=_logits),
-    workload(MOE_PERMUTE, {"routers": partial(_routers, "moe_permute")}, _peers(_permuted), _permute),
+    workload(MOE_ROUTE, {"routers": _routers("moe_route")}, _peers(_routed), moe_route, inputs=_logits),
+    workload(MOE_PERMUTE, {"routers": _pairs}, _peers(_permuted), _permute),
     workload(
         MOE_GATHER,
-        {"llm": partial(_moves, "moe_gather")},
+        {"llm": _moves("moe_gather")},
         _peers(lambda case: _gathered),
         moe_gather,
         inputs=partial(_moved, MOE_GATHER),
@@ -158,7 +164,7 @@ WORKLOADS = (
     ),
     workload(
         MOE_COMBINE,
-        {"llm": partial(_moves, "moe_combine")},
+        {"llm": _moves("moe_combine")},
         _peers(lambda case: _combined),
         moe_combine,
         inputs=partial(_moved, MOE_COMBINE),
@@ -166,13 +172,13 @@ WORKLOADS = (
     ),
     workload(
         MOE_ROUTE_BACKWARD,
-        {"routers": _of_training(partial(_routers, "moe_route_backward"))},
+        {"routers": _of_training(_routers("moe_route_backward"))},
         _peers(lambda case: _unrouted),
         inputs=_routed_logits,
     ),
     workload(
         MOE_COMBINE_BACKWARD,
-        {"llm": _of_training(partial(_moves, "moe_combine_backward"))},
+        {"llm": _of_training(_moves("moe_combine_backward"))},
         _peers(lambda case: _uncombined),
         inputs=partial(_moved, MOE_COMBINE_BACKWARD),
         streams=lambda case: (1, 1),

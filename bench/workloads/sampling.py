@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bench.baselines import DTYPES, Inputs, Launch, Workload, compiled, eager
-from bench.suites import Case
+from bench.suites import Case, suite
 from cutekernels.ops.sampling.api import sample_filter
 from cutekernels.ops.sampling.op import SAMPLE_FILTER, SampleFilterProblem
 
@@ -27,20 +27,13 @@ def _parameters(case: Case) -> dict[str, Any]:
     return FILTERS[case.label.split(" | ")[1]]
 
 
-def _cases(dtype: str, accumulate: str) -> list[Case]:
-    def case(model: str, cols: int, rows: int, name: str) -> Case:
-        given = FILTERS[name]
-        asked = SampleFilterProblem(
-            rows, cols, dtype, by_k="top_k" in given, by_p="top_p" in given, by_min_p="min_p" in given
-        )
-        return Case("sample_filter", str(asked), f"{model} {rows} | {name}")
-
-    models = [
-        case(model, cols, rows, "top-k, top-p, min-p")
-        for model, cols in VOCABULARIES.items()
-        for rows in (1, 16, 64, 256)
-    ]
-    return [*models, *[case("llama-3", 128256, rows, name) for name in ("top-p", "top-k") for rows in (1, 16, 64, 256)]]
+_ASKED = [(model, "top-k, top-p, min-p") for model in VOCABULARIES] + [("llama-3", "top-p"), ("llama-3", "top-k")]
+_LLM = {
+    f"{model} {rows} | {name}": {"rows": rows, "cols": VOCABULARIES[model]}
+    | {f"by_{short}": long in FILTERS[name] for short, long in (("k", "top_k"), ("p", "top_p"), ("min_p", "min_p"))}
+    for model, name in _ASKED
+    for rows in (1, 16, 64, 256)
+}
 
 
 def _inputs(case: Case, problem: Any, device: str, seed: int) -> Inputs:
@@ -84,7 +77,6 @@ def _ours(case: Case, sets: Sequence[Inputs], config: Any) -> Sequence[Launch]:
 
 
 # A sort in fp32 draws the line of top-p a token earlier or later now and then, and through the midst of ties.
-_PEERS = [dataclasses.replace(peer, judged=False) for peer in (compiled(filtered), eager(filtered))]
-WORKLOADS = (
-    Workload("sample_filter", {"llm": _cases}, _inputs, _truth, _ours, tuple(_PEERS), streams=lambda case: (1, 1)),
-)
+_PEERS = tuple([dataclasses.replace(peer, judged=False) for peer in (compiled(filtered), eager(filtered))])
+_SUITES = {"llm": suite("sample_filter", SampleFilterProblem, _LLM)}
+WORKLOADS = (Workload("sample_filter", _SUITES, _inputs, _truth, _ours, _PEERS, streams=lambda case: (1, 1)),)

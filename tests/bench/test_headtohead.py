@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bench import headtohead, run, workloads
-from bench.baselines import Absent
+from bench.baselines import Absent, absent
 from bench.suites import Case
 from cutekernels import compilers
 from cutekernels.errors import CompileError
@@ -61,7 +61,7 @@ def test_a_body_without_a_config_says_why(monkeypatch: pytest.MonkeyPatch) -> No
     assert config is None
     assert "layout is strided: take body=triton" in reason
     with pytest.raises(Absent, match="strided"):
-        headtohead.absent("cutekernels (cute)", reason).bind(Case("rms_norm", "", ""), [])
+        absent("cutekernels (cute)", reason).bind(Case("rms_norm", "", ""), [])
     config, reason = fastest(monkeypatch, "rms_norm", "rows=2048 cols=4096", "body=cute")["cute"]
     assert config is None
     assert "compiles: ptxas" in reason
