@@ -161,7 +161,7 @@ def _named_lock(url: str | None) -> str | None:
 
 
 def _of_lock(gpu: str, frozen: lock.Lock) -> Snapshot:
-    rows = (TunedConfig(*row, "lock") for row in frozen.of("winner", gpu))
+    rows = (TunedConfig._make((*row, "lock")) for row in frozen.of("winner", gpu))
     rates = {(name, revision): value for name, revision, value in frozen.of("rate", gpu)}
     return _snapshot(rows, rates, frozen.digest)
 
