@@ -1,20 +1,26 @@
 """Runs an op's Triton kernel on CPU tensors, in Triton's interpreter, through the op's own ``build`` and ``bind``.
 
-Triton decides at decoration time whether a kernel is interpreted, so interpreted cases run in a child process started
-with TRITON_INTERPRET=1. A family's ``cases.py`` is the child's script: it reads cases as JSON on stdin and prints one
+Triton decides at decoration time whether a kernel is interpreted, so interpreted cases run in a child process with
+TRITON_INTERPRET=1. A family's ``cases.py`` is the child's script: it reads cases as JSON on stdin and prints one
 reply each (:func:`serve`). :func:`kernel_tests` makes the tests of these replies.
 """
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import gc
 import json
 import os
+import runpy
 import subprocess
 import sys
+import tempfile
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -70,23 +76,55 @@ def kernel_tests(
     return interpreted, test_kernel_numerics, test_a_planted_bug_is_caught
 
 
-def replies(script: str, cases: Any, timeout_s: float = 600) -> Any:
+def replies(script: str, cases: Any) -> Any:
     """What ``script`` prints as JSON when run under the interpreter with ``cases`` as JSON on its stdin."""
-    done = subprocess.run(
-        [sys.executable, script],
-        input=json.dumps(cases),
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        env=os.environ
-        | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout)
+    nursery = _nursery()
+    assert nursery.stdin is not None and nursery.stdout is not None
+    with tempfile.TemporaryDirectory() as folder:
+        said = Path(folder, "stderr")
+        Path(folder, "stdin").write_text(json.dumps(cases))
+        nursery.stdin.write(json.dumps([script, folder, {**os.environ, **_ENVIRONMENT}]) + "\n")
+        nursery.stdin.flush()
+        code = nursery.stdout.readline()
+        assert code == "0\n", said.read_text()[-4000:] if said.exists() else "the process that forks has ended"
+        return json.loads(Path(folder, "stdout").read_text())
+
+
+_ENVIRONMENT = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+
+@cache
+def _nursery() -> subprocess.Popen[str]:
+    """The process of which one is forked for each script: torch and Triton are imported once, not by each."""
+    program, env = "from tests.interpreted import nurse; nurse()", os.environ | _ENVIRONMENT
+    made = subprocess.Popen([sys.executable, "-c", program], stdin=-1, stdout=-1, text=True, env=env)
+    atexit.register(made.communicate)  # which ends its stdin, and it
+    return made
 
 
 # ---- the child process ----------------------------------------------------------------------------------
+
+
+def nurse() -> None:
+    """The nursery's main function."""
+    import triton.runtime.interpreter  # noqa: F401
+
+    gc.freeze()
+    for line in sys.stdin:
+        script, folder, environment = json.loads(line)
+        if child := os.fork():
+            print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+            continue
+        os.environ.update(environment)
+        os.dup2(os.open(f"{folder}/stderr", os.O_WRONLY | os.O_CREAT), 2)
+        sys.stdin, sys.stdout = open(f"{folder}/stdin"), open(f"{folder}/stdout", "w")  # noqa: SIM115
+        try:
+            runpy.run_path(script, run_name="__main__")
+            sys.stdout.flush()
+        except BaseException:  # noqa: BLE001  the fork ends here, whatever it met
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
 
 
 def serve(reply_to: Callable[[Case], Reply], faults: Mapping[str, tuple[Any, Any]] | None = None) -> None:
