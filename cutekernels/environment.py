@@ -28,10 +28,16 @@ def collect() -> dict[str, str]:
     return dict(_collect())
 
 
-def drift(then: Mapping[str, str], compilers: Sequence[str] = ("triton", "dsl")) -> str:
+def compilers() -> dict[str, str]:
+    """Versions of what compiles kernels, ``triton dsl``, as :func:`collect` has them."""
+    dsl = package_version("nvidia-cutlass-dsl") or package_version("nvidia-cutlass-dsl-libs-base")
+    return {"triton": package_version("triton"), "dsl": dsl}
+
+
+def drift(then: Mapping[str, str], of: Sequence[str] = ("triton", "dsl")) -> str:
     """``measured under Triton 3.6.0, here 3.8.0``: compilers of other versions than ``then``'s; else ``""``."""
-    here = collect()
-    moved = [name for name in compilers if then.get(name) and here[name] and then[name] != here[name]]
+    here = compilers()
+    moved = [name for name in of if then.get(name) and here[name] and then[name] != here[name]]
     if not moved:
         return ""
     words = [f"{'Triton' if name == 'triton' else 'CuTe DSL'} {then[name]}" for name in moved]
@@ -56,7 +62,7 @@ def _collect() -> tuple[tuple[str, str], ...]:
     return (
         ("driver", driver_version()),
         ("cuda", cuda_version()),
-        ("dsl", package_version("nvidia-cutlass-dsl") or package_version("nvidia-cutlass-dsl-libs-base")),
+        ("dsl", compilers()["dsl"]),
         ("ptxas", ptxas_version()),
         ("triton", package_version("triton")),
         ("torch", package_version("torch")),

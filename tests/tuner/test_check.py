@@ -92,7 +92,7 @@ def test_without_a_gpu_nothing_is_checked(monkeypatch: pytest.MonkeyPatch) -> No
 def test_another_compiler_is_one_note(winners: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """In ``explain`` of the winner's own compiler, in ``doctor`` of all of the GPU's winners."""
     here = dict(winners[0].environment)
-    monkeypatch.setattr(environment, "_collect", lambda: tuple((here | {"triton": "3.8.0"}).items()))
+    monkeypatch.setattr(environment, "compilers", lambda: here | {"triton": "3.8.0"})
 
     def notes(op: str, problem: str) -> list[str]:
         return [value for name, value in introspection.explain(op, problem, gpu_name="h200").rows if name == "note"]
@@ -104,5 +104,5 @@ def test_another_compiler_is_one_note(winners: list[Any], monkeypatch: pytest.Mo
     monkeypatch.setattr(gpu, "lookup", lambda name, lookup=gpu.lookup: lookup("h200" if name == "auto" else name))
     (finding,) = cli._drift()
     assert finding.value.endswith(f" {told}") and "db check" in finding.remedy
-    monkeypatch.setattr(environment, "_collect", lambda: tuple(here.items()))
+    monkeypatch.setattr(environment, "compilers", lambda: here)
     assert cli._drift() == [] and notes("silu_mul", winners[0].problem_text) == []
