@@ -280,7 +280,7 @@ def unpatch(model: torch.nn.Module) -> None:
 
 
 def is_patched(model: torch.nn.Module) -> bool:
-    return any(isinstance(module, modules.Patched) for module in model.modules())
+    return any(isinstance(module, modules.Patched) or _BEFORE in module.__dict__ for module in model.modules())
 
 
 def _other(module: Any) -> str:

@@ -19,6 +19,7 @@ from torch import Tensor
 from cutekernels.integrations.transformers import attention, modules
 from cutekernels.integrations.transformers.families import Family
 from cutekernels.integrations.transformers.outputs import output_of
+from cutekernels.integrations.transformers.projections import sharded
 from cutekernels.integrations.transformers.structure import UNKNOWN, allowed, attempt, drawing_nothing, relative, said
 
 _COMPARED = "cutekernels_compared"  # the name of attention under which both run
@@ -37,6 +38,15 @@ def decoder_of(model: Any) -> Any:
     return found if apart else model
 
 
+def _unseen(model: Any) -> str:
+    """Why a model cannot be called to compare it, or "": where weights are sharded, every rank would have to."""
+    if any(p.is_meta for p in model.parameters()):
+        return "the model has weights on the meta device, where nothing can be compared"
+    if any(map(sharded, model.modules())) or any(hasattr(p, "placements") for p in model.parameters()):
+        return "the model's weights are sharded"
+    return "" if isinstance(attempt(_tokens, model), Tensor) else "the model has no table of tokens"
+
+
 # ---- attention ------------------------------------------------------------------------------------------
 
 
@@ -49,15 +59,15 @@ def attention_of(model: Any, body: Any) -> int | str:
         return "parts of the model have configs of their own"
     if getattr(body.config, "output_attentions", False):
         return "config asks for output_attentions"
-    if any(p.is_meta for p in model.parameters()):
-        return "its weights are on the meta device, where nothing can be compared"
+    if unseen := _unseen(model):
+        return unseen
     own = body.config._attn_implementation
     both = _Both(own if own in ("eager", "sdpa") else "sdpa" if body._supports_sdpa else "eager")
     ids = _tokens(model)
     try:
         expected = attempt(_results, model, ids)
         if isinstance(expected, Exception):
-            return f"a call with tokens alone fails ({type(expected).__name__})"
+            return f"a call with tokens alone fails ({type(expected).__name__}: {expected})"
         with both:
             body.set_attn_implementation(_COMPARED)
             failed = [attempt(_results, model, ids), attempt(_results, model.train(), ids)]
@@ -168,9 +178,10 @@ def _results(model: Any, ids: Tensor) -> list[Tensor] | None:
         mask[0, :3] = 0
         padded = model(input_ids=ids[:, :-1], attention_mask=mask[:, :-1], use_cache=True)
         name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
-        last = model(input_ids=ids[:, -1:], attention_mask=mask, use_cache=True, **{name: padded.past_key_values})
-    first, second, third = (x.last_hidden_state if (y := x.get("logits")) is None else y for x in (plain, padded, last))
-    return [first.flatten(0, 1), second[mask[:, :-1].bool()], third.flatten(0, 1)]
+        cache = padded.get("past_key_values")
+        last = () if cache is None else (model(input_ids=ids[:, -1:], attention_mask=mask, **{name: cache}),)
+    found = [x.last_hidden_state if (y := x.get("logits")) is None else y for x in (plain, padded, *last)]
+    return [found[0].flatten(0, 1), found[1][mask[:, :-1].bool()], *(x.flatten(0, 1) for x in found[2:])]
 
 
 def _typical(ours: Tensor, theirs: Tensor) -> float:
@@ -189,8 +200,8 @@ def loss_of(model: Any) -> Family | str:
         return "the model has no head that gives one"
     if output_of(type(model)) is None:
         return "the class of its results is not known"
-    if any(p.is_meta for p in model.parameters()):
-        return "its weights are on the meta device, where nothing can be compared"
+    if unseen := _unseen(model):
+        return unseen
     config, reason = model.config, ""
     for option in (*_HEADS, ""):
         if option and not getattr(config, option, None):
