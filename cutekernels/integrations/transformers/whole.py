@@ -51,8 +51,10 @@ def _unseen(model: Any) -> str:
 
 
 @drawing_nothing
-def attention_of(model: Any, body: Any) -> int | str:
-    """How many modules of ``body`` in ``model`` have attention that is ours, or why it stays their own."""
+def attention_of(model: Any, body: Any) -> tuple[int, dict[int, str]] | str:
+    """How many modules of ``body`` in ``model`` have attention that is ours, with the reasons of others by ``id``; or
+    why none has. Others are marked, for :func:`~.attention.attend` to leave them to SDPA.
+    """
     if not body._can_set_attn_implementation():
         return _NOT_BY_NAME
     if any(m.config is not body.config for m in body.modules() if hasattr(type(m), "set_attn_implementation")):
@@ -73,15 +75,22 @@ def attention_of(model: Any, body: Any) -> int | str:
             failed = [attempt(_results, model, ids), attempt(_results, model.train(), ids)]
             model.eval()
         wrong = [f"{type(one).__name__}: {one}" for one in failed if isinstance(one, Exception)]
-        if both.left or wrong or not both.called:
-            return both.left or (f"a call fails with it ({wrong[0]})" if wrong else _NOT_BY_NAME)
+        if wrong or not both.called:
+            return f"a call fails with it ({wrong[0]})" if wrong else _NOT_BY_NAME
+        if both.left.keys() == both.called or (both.left and both.theirs != "sdpa"):
+            return next(iter(both.left.values()))
+        for module in body.modules():
+            if id(module) in both.left:
+                module.__dict__[attention.LEFT] = True
         body.set_attn_implementation(attention.NAME)
         found = attempt(_results, model, ids)
         if isinstance(found, Exception):
             return f"a call fails with it ({type(found).__name__}: {found})"
         off = max(_typical(a, b) for a, b in zip(found, expected, strict=True))
         close = off <= torch.finfo(expected[0].dtype).eps ** 0.5
-        return len(both.called) if close else f"the model's results differ by {off:.1e} with it"
+        if not close:
+            return f"the model's results differ by {off:.1e} with it"
+        return len(both.called) - len(both.left), both.left
     finally:
         model.eval()
         body.set_attn_implementation(own)
@@ -91,7 +100,7 @@ class _Both:
     """Attention under a name of its own while it is entered: transformers' as ``theirs``, and ours beside it."""
 
     def __init__(self, theirs: str) -> None:
-        self.theirs, self.called, self.left = theirs, set[int](), ""
+        self.theirs, self.called, self.left = theirs, set[int](), dict[int, str]()
         self.masks = dict[int, tuple[Any, Any]]()  # by id of ours, kept so that none is given twice: ours and theirs
 
     def __enter__(self) -> None:
@@ -116,8 +125,9 @@ class _Both:
     def attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **more: Any) -> Any:
         self.called.add(id(module))
         own_mask = self.masks.get(id(attention_mask), (None, attention_mask))[1]
-        if not self.left:
-            self.left = self._why_not(module, (query, key, value), attention_mask, own_mask, more)
+        if id(module) not in self.left:
+            reason = self._why_not(module, (query, key, value), attention_mask, own_mask, more)
+            self.left |= {id(module): reason} if reason else {}
         return self._function(module)(module, query, key, value, own_mask, **more)
 
     def _function(self, module: Any) -> Any:
