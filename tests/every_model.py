@@ -78,7 +78,7 @@ OWN: dict[str, dict[str, Any]] = {  # where the sizes above do not fit together
     },
     "dots1": {"n_group": 1, "topk_group": 1, "n_shared_experts": 1},
     "gemma3n_text": _GEMMA | {"laurel_rank": 8, "activation_sparsity_pattern": [0.0] * 4},
-    "gemma4_text": _GEMMA | {"global_head_dim": 16},
+    "gemma4_text": _GEMMA | {"global_head_dim": 512},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 8},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 8, "use_mamba_kernels": False},
     "kimi_linear": _LATENT | _LINEAR | _SPARSE,

@@ -17,6 +17,7 @@ from cutekernels.ops.attention.decode_api import decode_attention
 from cutekernels.ops.shared.dtypes import DTYPES
 
 NAME = "cutekernels"
+LEFT = "_cutekernels_left"  # the attribute of a module whose attention SDPA computes, in a model where others' is ours
 # What modules may hand on: arguments of ``attend``, and some that it need not know.
 KNOWN = {
     "dropout", "scaling", "sliding_window", "softcap", "is_causal", "s_aux", "position_bias", "position_ids",
@@ -76,6 +77,12 @@ def attend(
     Raises:
         UnsupportedProblem: dropout, a position bias, a mask that is not bool, or what ``attention`` does not take.
     """
+    if LEFT in module.__dict__:
+        from transformers import AttentionInterface
+
+        kwargs |= {"sliding_window": sliding_window, "softcap": softcap, "is_causal": is_causal, "s_aux": s_aux}
+        own: Any = AttentionInterface._global_mapping["sdpa"]
+        return own(module, query, key, value, attention_mask, dropout, scaling, **kwargs)  # type: ignore[no-any-return]
     if dropout:
         raise UnsupportedProblem(f"attention has no dropout; it is {dropout}: set the config's attention_dropout to 0")
     if kwargs.get("position_bias") is not None:

@@ -208,7 +208,9 @@ def _patch_structure(model: torch.nn.Module, report: Report, apart: set[int]) ->
         if isinstance(compared, str):
             report.left.append(("attention", compared))
         else:
-            report.patched["attention"] += compared
+            report.patched["attention"] += compared[0]
+            names = {id(m): path for path, m in model.named_modules()}
+            report.left += [(f"{names[key]}'s core", reason) for key, reason in compared[1].items()]
             body.__dict__[_BEFORE] = body.config._attn_implementation
             body.set_attn_implementation(attention.NAME)
     if body is not owner:
@@ -276,13 +278,14 @@ def unpatch(model: torch.nn.Module) -> None:
                 if of.rpartition(".")[0] == __package__:
                     module.__dict__[name] = getattr(module.__class__, value.__name__).__get__(module)
         quantized.give_back(module)
+        module.__dict__.pop(attention.LEFT, None)
         before = module.__dict__.pop(_BEFORE, None)
         if before is not None:
             module.set_attn_implementation(before)
 
 
 def is_patched(model: torch.nn.Module) -> bool:
-    return any(isinstance(module, modules.Patched) for module in model.modules())
+    return any(isinstance(module, modules.Patched) or _BEFORE in module.__dict__ for module in model.modules())
 
 
 def _other(module: Any) -> str:

@@ -19,6 +19,7 @@ from torch import Tensor
 from cutekernels.integrations.transformers import attention, modules
 from cutekernels.integrations.transformers.families import Family
 from cutekernels.integrations.transformers.outputs import output_of
+from cutekernels.integrations.transformers.projections import sharded
 from cutekernels.integrations.transformers.structure import UNKNOWN, allowed, attempt, drawing_nothing, quote, relative
 
 _COMPARED = "cutekernels_compared"  # the name of attention under which both run
@@ -37,41 +38,59 @@ def decoder_of(model: Any) -> Any:
     return found if apart else model
 
 
+def _unseen(model: Any) -> str:
+    """Why a model cannot be called to compare it, or "": where weights are sharded, every rank would have to."""
+    if any(p.is_meta for p in model.parameters()):
+        return "the model has weights on the meta device, where nothing can be compared"
+    if any(map(sharded, model.modules())) or any(hasattr(p, "placements") for p in model.parameters()):
+        return "the model's weights are sharded"
+    return "" if isinstance(attempt(_tokens, model), Tensor) else "the model has no table of tokens"
+
+
 # ---- attention ------------------------------------------------------------------------------------------
 
 
 @drawing_nothing
-def attention_of(model: Any, body: Any) -> int | str:
-    """How many modules of ``body`` in ``model`` have attention that is ours, or why it stays their own."""
+def attention_of(model: Any, body: Any) -> tuple[int, dict[int, str]] | str:
+    """How many modules of ``body`` in ``model`` have attention that is ours, with the reasons of others by ``id``; or
+    why none has. Others are marked, for :func:`~.attention.attend` to leave them to SDPA.
+    """
     if not body._can_set_attn_implementation():
         return _NOT_BY_NAME
     if any(m.config is not body.config for m in body.modules() if hasattr(type(m), "set_attn_implementation")):
         return "parts of the model have configs of their own"
     if getattr(body.config, "output_attentions", False):
         return "config asks for output_attentions"
-    if any(p.is_meta for p in model.parameters()):
-        return "its weights are on the meta device, where nothing can be compared"
+    if unseen := _unseen(model):
+        return unseen
     own = body.config._attn_implementation
     both = _Both(own if own in ("eager", "sdpa") else "sdpa" if body._supports_sdpa else "eager")
     ids = _tokens(model)
     try:
         expected = attempt(_results, model, ids)
         if isinstance(expected, Exception):
-            return f"a call with tokens alone fails ({type(expected).__name__})"
+            return f"a call with tokens alone fails ({type(expected).__name__}: {expected})"
         with both:
             body.set_attn_implementation(_COMPARED)
             failed = [attempt(_results, model, ids), attempt(_results, model.train(), ids)]
             model.eval()
         wrong = [f"{type(one).__name__}: {one}" for one in failed if isinstance(one, Exception)]
-        if both.left or wrong or not both.called:
-            return both.left or (f"a call fails with it ({wrong[0]})" if wrong else _NOT_BY_NAME)
+        if wrong or not both.called:
+            return f"a call fails with it ({wrong[0]})" if wrong else _NOT_BY_NAME
+        if both.left.keys() == both.called or (both.left and both.theirs != "sdpa"):
+            return next(iter(both.left.values()))
+        for module in body.modules():
+            if id(module) in both.left:
+                module.__dict__[attention.LEFT] = True
         body.set_attn_implementation(attention.NAME)
         found = attempt(_results, model, ids)
         if isinstance(found, Exception):
             return f"a call fails with it ({type(found).__name__}: {found})"
         off = max(_typical(a, b) for a, b in zip(found, expected, strict=True))
         close = off <= torch.finfo(expected[0].dtype).eps ** 0.5
-        return len(both.called) if close else f"the model's results differ by {off:.1e} with it"
+        if not close:
+            return f"the model's results differ by {off:.1e} with it"
+        return len(both.called) - len(both.left), both.left
     finally:
         model.eval()
         body.set_attn_implementation(own)
@@ -81,7 +100,7 @@ class _Both:
     """Attention under a name of its own while it is entered: transformers' as ``theirs``, and ours beside it."""
 
     def __init__(self, theirs: str) -> None:
-        self.theirs, self.called, self.left = theirs, set[int](), ""
+        self.theirs, self.called, self.left = theirs, set[int](), dict[int, str]()
         self.masks = dict[int, tuple[Any, Any]]()  # by id of ours, kept so that none is given twice: ours and theirs
 
     def __enter__(self) -> None:
@@ -106,8 +125,9 @@ class _Both:
     def attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **more: Any) -> Any:
         self.called.add(id(module))
         own_mask = self.masks.get(id(attention_mask), (None, attention_mask))[1]
-        if not self.left:
-            self.left = self._why_not(module, (query, key, value), attention_mask, own_mask, more)
+        if id(module) not in self.left:
+            reason = self._why_not(module, (query, key, value), attention_mask, own_mask, more)
+            self.left |= {id(module): reason} if reason else {}
         return self._function(module)(module, query, key, value, own_mask, **more)
 
     def _function(self, module: Any) -> Any:
@@ -168,9 +188,10 @@ def _results(model: Any, ids: Tensor) -> list[Tensor] | None:
         mask[0, :3] = 0
         padded = model(input_ids=ids[:, :-1], attention_mask=mask[:, :-1], use_cache=True)
         name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
-        last = model(input_ids=ids[:, -1:], attention_mask=mask, use_cache=True, **{name: padded.past_key_values})
-    first, second, third = (x.last_hidden_state if (y := x.get("logits")) is None else y for x in (plain, padded, last))
-    return [first.flatten(0, 1), second[mask[:, :-1].bool()], third.flatten(0, 1)]
+        cache = padded.get("past_key_values")
+        last = () if cache is None else (model(input_ids=ids[:, -1:], attention_mask=mask, **{name: cache}),)
+    found = [x.last_hidden_state if (y := x.get("logits")) is None else y for x in (plain, padded, *last)]
+    return [found[0].flatten(0, 1), found[1][mask[:, :-1].bool()], *(x.flatten(0, 1) for x in found[2:])]
 
 
 def _typical(ours: Tensor, theirs: Tensor) -> float:
@@ -189,8 +210,8 @@ def loss_of(model: Any) -> Family | str:
         return "the model has no head that gives one"
     if output_of(type(model)) is None:
         return "the class of its results is not known"
-    if any(p.is_meta for p in model.parameters()):
-        return "its weights are on the meta device, where nothing can be compared"
+    if unseen := _unseen(model):
+        return unseen
     config, reason = model.config, ""
     for option in (*_HEADS, ""):
         if option and not getattr(config, option, None):
