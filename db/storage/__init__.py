@@ -16,4 +16,10 @@ Where a line belongs::
     store.py      reading and writing, for the tuner and the command line
     statements.py the statements of the store, in batches
     snapshot.py   winners that a dispatcher loads once: read-only, standard library only, never raises
+
+A row has four forms from the tuner to a call::
+
+    Trial -- store --> row of a table -- the snapshot's query --> TunedConfig --> dispatch
+      ^                                                             ^    ^
+      +-- lines: exports, shipped winners (full or slim JSON) ------+    +-- lock: its values but the source
 """
