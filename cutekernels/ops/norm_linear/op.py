@@ -139,7 +139,7 @@ class NormLinear(TensorOp[N, NormLinearConfig]):
             return make_fake_tensor(kind, (length,), stride=(1,), assumed_align=align)
 
         return backend.compile(
-            schedule.body(product, c.product, gpu, extras).normed,
+            schedule.body(product, c.product, gpu, extras).with_norm,
             matrix(m, n, out_align),
             matrix(m, k, WIDEST),
             matrix(rows, k, WIDEST),
