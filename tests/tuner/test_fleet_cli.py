@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -76,27 +75,6 @@ def stored(db: Path) -> tuple[list[str], list[str]]:
     """The problems that have a winner, and the ids of all trials."""
     with Store(db) as store:
         return sorted(w.problem for w in store.winners()), sorted(t.id for t in store.trials())
-
-
-def test_shards_are_tuned_apart_and_merged(tmp_path: Path) -> None:
-    from cutekernels.db.questions import cli as db_cli
-
-    words = [str(job_of(EIGHT[:4], tmp_path)), "--gpu", "auto", "--jobs", "1", "--format", "json"]
-    parts = [begin(tmp_path / str(i), *words, "--shard", f"{i}/2", "--db", str(tmp_path / f"{i}.db")) for i in (1, 2)]
-    said = [done(part) for part in parts]
-    assert sum(len(json.loads(out)["tasks"]) for out, _ in said) == 4
-    whole = tmp_path / "whole.db"
-    for i in (1, 2):
-        merged = CliRunner().invoke(db_cli.app, ["merge", str(tmp_path / f"{i}.db"), "--db", str(whole)])
-        assert merged.exit_code == 0, merged.output
-    winners, trials = stored(whole)
-    assert winners == sorted(EIGHT[:4])
-    assert trials == sorted(stored(tmp_path / "1.db")[1] + stored(tmp_path / "2.db")[1]), "nothing lost"
-    # a line for each task, without a terminal
-    lines = [
-        line for line in said[0][1].splitlines() if re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d \[\d/\d\] h200 toy", line)
-    ]
-    assert len(lines) == len(json.loads(said[0][0])["tasks"])
 
 
 def test_sigterm_stores_everything_and_the_same_command_resumes(tmp_path: Path, four: Path) -> None:

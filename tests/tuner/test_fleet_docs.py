@@ -84,13 +84,21 @@ def test_the_sbatch_script_survives_a_sigterm_and_the_parts_merge(tmp_path: Path
     for process in (again, second):
         told, _ = process.communicate(timeout=200)
         assert process.returncode == 0, told
+    lines = re.findall(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d \[\d/2\] h200 toy", told, re.MULTILINE)
+    assert len(lines) == 2, "one for each task, without a terminal"
     whole = tmp_path / "whole"
     whole.mkdir()
     done = subprocess.run(["bash", "-c", merge], env=node, cwd=whole, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     with Store(whole / "tuned.db", readonly=True) as store:
         assert sorted(w.problem for w in store.winners()) == sorted(PROBLEMS)
-        assert before <= {t.id for t in store.trials()}
+        trials = sorted(t.id for t in store.trials())
+    assert before <= set(trials)
+    parts = []
+    for i in (1, 2):
+        with Store(tmp_path / "shared" / f"{i}.db", readonly=True) as store:
+            parts += [t.id for t in store.trials()]
+    assert trials == sorted(parts), "nothing lost"
     assert len((whole / "winners.jsonl").read_text().splitlines()) == len(PROBLEMS)
 
 
@@ -131,25 +139,14 @@ def postgres() -> Iterator[str]:
         server.cleanup()
 
 
-def test_shards_write_to_one_postgresql_and_servers_pull_from_it(
+def test_a_run_writes_to_postgresql_and_servers_pull_from_it(
     tmp_path: Path, node: dict[str, str], postgres: str
 ) -> None:
+    """Two runs that share one: ``test_shared.py``."""
     words = ["cutekernels", "tune", "toys", "--gpu", "auto", "--jobs", "1", "--db", postgres]
     env = node | {"CUTEKERNELS_CACHE": str(tmp_path / "cache")}
-    shards = [
-        subprocess.Popen(
-            [*words, "--shard", f"{i}/2"],
-            env=env,
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for i in (1, 2)
-    ]
-    for shard in shards:
-        said, _ = shard.communicate(timeout=200)
-        assert shard.returncode == 0, said
+    done = subprocess.run(words, env=env, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
     with Store(postgres, readonly=True) as store:
         fleet = [t.id for t in store.winners()]
     pulled = CliRunner().invoke(cli.app, ["pull", postgres])
