@@ -12,50 +12,29 @@ from bench import run, workloads
 from bench.baselines import Absent, Contender, Inputs
 from bench.suites import Case
 
-SMALL: dict[str, dict[str, Any]] = {
-    "rms_norm": {"rows": 24, "cols": 64},
-    "add_rms_norm": {"rows": 24, "cols": 64},
-    "layer_norm": {"rows": 24, "cols": 64},
-    "rms_norm_backward": {"rows": 24, "cols": 64},
-    "layer_norm_backward": {"rows": 24, "cols": 64},
+_SIZES: dict[str, dict[str, Any]] = {
+    "rms_norm add_rms_norm layer_norm rms_norm_backward layer_norm_backward": {"rows": 24, "cols": 64},
+    "silu_mul gelu_mul bias_gelu swiglu": {"rows": 24, "cols": 64},
+    "silu_mul_backward gelu_mul_backward bias_gelu_backward": {"rows": 24, "cols": 64},
+    "moe_route moe_route_backward moe_gather moe_combine moe_combine_backward": {"tokens": 24},
+    "embedding embedding_backward": {"rows": 24, "vocabulary": 32, "cols": 64},
+    "rope kv_append": {"seq": 6, "batch": 2},
+    "grouped_gemm moe_ffn": {"rows": 24, "n": 64, "k": 32, "experts": 8},
+    "rms_norm_linear linear_silu_mul": {"m": 5, "n": 24, "k": 64},
+    "attention attention_backward": {"batch": 2, "seq_q": 9, "seq_kv": 9},
+    "decode_attention decode_attention_fp8": {"batch": 2, "seq_kv": 33},
     "column_sum": {"parts": 8, "cols": 64},
-    "embedding": {"rows": 24, "vocabulary": 32, "cols": 64},
-    "embedding_backward": {"rows": 24, "vocabulary": 32, "cols": 64},
-    "rope": {"seq": 6, "batch": 2},
-    "kv_append": {"seq": 6, "batch": 2},
-    "silu_mul": {"rows": 24, "cols": 64},
-    "bias_gelu": {"rows": 24, "cols": 64},
-    "swiglu": {"rows": 24, "cols": 64},
-    "rms_norm_linear": {"m": 5, "n": 24, "k": 64},
-    "linear_silu_mul": {"m": 5, "n": 24, "k": 64},
+    "moe_permute": {"pairs": 24},
     "adamw_step": {"elements": 2048},
     "gemm": {"m": 8, "n": 24, "k": 64},
-    "attention": {"batch": 2, "seq_q": 9, "seq_kv": 9},
-    "attention_backward": {"batch": 2, "seq_q": 9, "seq_kv": 9},
-    "decode_attention": {"batch": 2, "seq_kv": 33},
-    "decode_attention_fp8": {"batch": 2, "seq_kv": 33},
-    "moe_route": {"tokens": 24},
-    "moe_route_backward": {"tokens": 24},
-    "moe_gather": {"tokens": 24},
-    "moe_combine": {"tokens": 24},
-    "moe_combine_backward": {"tokens": 24},
-    "grouped_gemm": {"rows": 24, "n": 64, "k": 32, "experts": 8},
-    "moe_ffn": {"rows": 24, "n": 64, "k": 32, "experts": 8},
 }
+SMALL = {op: size for ops, size in _SIZES.items() for op in ops.split()}
 GPU_ONLY = {("column_sum", "cutekernels"), ("rms_norm_backward", "torch's kernel")}
 # Operands are the contenders', not the op's.
 UNLIKE = (
-    "rope",
-    "kv_append",
-    "embedding_backward",
-    "swiglu",
-    "moe_gather",
-    "moe_ffn",
-    "rms_norm_linear",
-    "adamw_step",
-    "gemm",
-)
-UNLIKE += ("attention", "attention_backward", "decode_attention", "decode_attention_fp8")
+    "rope", "kv_append", "embedding_backward", "swiglu", "moe_gather", "moe_ffn", "rms_norm_linear", "gemm",
+    "attention", "attention_backward", "decode_attention", "decode_attention_fp8", "adamw_step",
+)  # fmt: skip
 PLAIN = ("eager", "eager (complex)", "eager (fp32 chain)", "eager (erf chain)", "torch's kernel", "naive", "cublas")
 
 
