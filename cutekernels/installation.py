@@ -247,32 +247,31 @@ class Overlap:
 
 def overlaps(path: Sequence[str] | None = None) -> list[Overlap]:
     """The DSL's wheels that overwrite each other's files, in ``path`` (default: where Python looks)."""
-    wheels = {}
+    wheels: dict[str, dict[str, metadata.FileHash]] = {}
+    files: dict[str, Path] = {}
     for found in metadata.distributions(path=list(sys.path if path is None else path)):
         if (name := found.metadata["Name"] or "").startswith("nvidia-cutlass-dsl-libs-"):
-            wheels.setdefault(name, {str(f): f for f in found.files or () if f.hash is not None})
+            hashed = [(file, file.hash) for file in found.files or () if file.hash is not None]
+            wheels.setdefault(name, {str(file): digest for file, digest in hashed})
+            files |= {str(file): Path(str(file.locate())) for file, _ in hashed}
     both = []
     for one, two in combinations(sorted(wheels), 2):
-        names = wheels[one].keys() & wheels[two].keys()
-        differ = [name for name in names if wheels[one][name].hash.value != wheels[two][name].hash.value]
+        differ = [name for name, digest in wheels[one].items() if wheels[two].get(name, digest).value != digest.value]
         if differ:
-            own = {wheel: sum(_lies(wheels[wheel][name]) for name in differ) for wheel in (one, two)}
+            own = {wheel: sum(_lies(files[name], wheels[wheel][name]) for name in differ) for wheel in (one, two)}
             last, other = sorted(own, key=own.__getitem__, reverse=True)
             both.append(Overlap(last, other, own[last], len(differ)))
     return both
 
 
-def _lies(file: metadata.PackagePath) -> bool:
-    """Whether the file on the disk is the one of this wheel."""
-    path = Path(str(file.locate()))
+def _lies(file: Path, recorded: metadata.FileHash) -> bool:
+    """Whether the file on the disk is the one that a wheel recorded."""
     try:
-        if path.stat().st_size != file.size:
-            return False
-        with path.open("rb") as content:
-            found = hashlib.file_digest(content, file.hash.mode).digest()
+        with file.open("rb") as content:
+            found = hashlib.file_digest(content, recorded.mode).digest()
     except OSError:  # gone: the other wheel was uninstalled
         return False
-    return urlsafe_b64encode(found).decode().rstrip("=") == file.hash.value
+    return urlsafe_b64encode(found).decode().rstrip("=") == recorded.value
 
 
 def problems(machine: Machine, rules: Sequence[Rule] = RULES) -> list[Problem]:

@@ -124,7 +124,7 @@ _apply = _find("_C._FunctionBase.apply", None, "a call with a gradient goes thro
 
 def eager_apply(function: type[Function]) -> Callable[..., Any]:
     """``function.apply`` without its way into torch.func, which costs 1 us."""
-    return function.apply if _apply is None else super(Function, function).apply  # type: ignore[misc,no-any-return]
+    return function.apply if _apply is None else super(Function, function).apply  # type: ignore[misc]
 
 
 # ---- tensors --------------------------------------------------------------------------------------------

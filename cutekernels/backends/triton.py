@@ -260,10 +260,13 @@ class Binary:
             (described, code) = group.values()
             described.write_text(json.dumps(self.metadata))
             code.write_bytes(self.cubin)
+            made = CompiledKernel.__new__(CompiledKernel)
+            made.module = None  # what __del__ reads from Triton 3.8 on, where __init__ has failed too
             try:
-                return CompiledKernel(source, {name: str(path) for name, path in group.items()}, self.metadata["hash"])
+                made.__init__(source, {name: str(path) for name, path in group.items()}, self.metadata["hash"])
             except Exception as error:  # whatever Triton makes of metadata that is not its own
                 raise CompileError(f"Triton does not take the saved {self.recipe.function}: {error!r}") from error
+            return made
 
     @property
     def spread(self) -> Callable[..., tuple[Any, ...]]:

@@ -144,7 +144,8 @@ def test_a_saved_kernel_is_loaded_without_compiling(
 def test_what_triton_calls_a_kernel_does_not_depend_on_what_was_compiled_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Triton's hash of a function leaves out the globals of functions it calls that were not hashed before."""
+    """Triton's hash of a function leaves out the globals of functions it calls that were not hashed before, to 3.7."""
+    import triton
     from triton.runtime.jit import JITFunction
 
     from cutekernels.kernels.triton.moe import route
@@ -163,7 +164,8 @@ def test_what_triton_calls_a_kernel_does_not_depend_on_what_was_compiled_before(
         SAMPLE_FILTER.build(problem, config, gpu.lookup("h200")).save(tmp_path / "kernel")
         saved.append(((tmp_path / "kernel").read_bytes(), sampling.sample_filter.cache_key))
     assert saved[0][0] == saved[1][0]
-    assert saved[0][1] != saved[1][1], "Triton's own hash differs: this test would see it"
+    theirs = saved[0][1] != saved[1][1]
+    assert theirs is (tuple(map(int, triton.__version__.split(".")[:2])) < (3, 8)), "Triton's own hash differs: this test would see it"
 
 
 def test_a_kernel_takes_its_values_in_groups_and_is_launched_without_them() -> None:
@@ -349,5 +351,6 @@ def test_constexprs_in_the_middle_keep_their_place(artifact: TritonArtifact) -> 
         patch.setattr("torch.cuda.is_available", lambda: True)
         patch.setattr("torch.cuda.is_initialized", lambda: False)
         patch.setattr("cutekernels.torch_names.current_device", lambda: 0)
+        patch.setattr("cutekernels.torch_names.current_stream", lambda device: 0)
         kernel_of(made.binary.recipe, lambda: Recorder([0]))((1, 1, 1), 10, 20, 30, 1, 4096)
     assert calls.args == (10, 20, 30, 1, 4096, *([None] * (len(made.binary.recipe.signature) - 5)))

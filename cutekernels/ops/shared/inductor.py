@@ -55,9 +55,10 @@ def _tell(op: Any, into: Any, inputs: int) -> None:
     if names is None or op in names.lowering.lowerings:
         return
     ir, lowering, V = names.ir, names.lowering, names.virtualized.V
+    Fallback: Any = ir.FallbackKernel
     shape, empty = ir.convert_shape_to_inductor, lowering.empty_strided
 
-    class Launch(ir.FallbackKernel):  # type: ignore[misc,valid-type]
+    class Launch(Fallback):  # type: ignore[misc]
         def codegen(self, wrapper: Any) -> None:
             if not V.graph.cpp_wrapper:
                 wrapper.add_import_once(f"from {__name__} import LAUNCHES as cutekernels_launches")
