@@ -70,7 +70,7 @@ def several_modes() -> Any:
 def test_the_part_to_pass_is_named(make: Callable[[], Any], part: str, patched: str, decoded: str) -> None:
     model = make()
     with pytest.raises(UnsupportedProblem, match=f"patch takes models of transformers .*: {patched}$"):
-        ck.patch(model)
+        ck.patch(model, unlisted=False)
     for verb in (decoder, lambda m: ck.compare(m, tokens())):
         with pytest.raises(UnsupportedProblem, match=f"takes models of transformers .*: {decoded}$"):
             verb(model)

@@ -33,27 +33,35 @@ def gemma3() -> tuple[Any, dict[str, Tensor]]:
     }  # fmt: skip
 
 
-def qwen25_vl() -> tuple[Any, dict[str, Tensor]]:
+def qwen_vl(config: Any, head_dim: dict[str, int], vision: dict[str, Any]) -> tuple[Any, dict[str, Tensor]]:
     """Positions of an image's tokens are of time, height and width."""
-    text = {name: value for name, value in tiny.COMMON.items() if name != "head_dim"}
+    text = {name: value for name, value in tiny.COMMON.items() if name != "head_dim"} | head_dim
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
-    vision = {
-        "depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64, "patch_size": 4,
-        "window_size": 16, "fullatt_block_indexes": [0],
-    }  # fmt: skip
-    config = transformers.Qwen2_5_VLConfig(
-        text_config=text | {"rope_parameters": rope}, vision_config=vision, image_token_id=IMAGE,
-        vision_start_token_id=START, vision_end_token_id=END, video_token_id=127,
+    sizes = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
+    made = config(
+        text_config=text | {"rope_parameters": rope}, vision_config=sizes | vision | {"patch_size": 4},
+        image_token_id=IMAGE, vision_start_token_id=START, vision_end_token_id=END, video_token_id=127,
     )  # fmt: skip
     kinds = torch.zeros(1, 20, dtype=torch.long)
     kinds[:, 5:9] = 1
-    return transformers.Qwen2_5_VLForConditionalGeneration(config), {
+    name = config.__name__.replace("Config", "ForConditionalGeneration")
+    return getattr(transformers, name)(made), {
         "pixel_values": torch.randn(16, 3 * 2 * 4 * 4), "image_grid_thw": torch.tensor([[1, 4, 4]]),
         "mm_token_type_ids": kinds,
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("make", [gemma3, qwen25_vl])
+def qwen25_vl() -> tuple[Any, dict[str, Tensor]]:
+    return qwen_vl(transformers.Qwen2_5_VLConfig, {}, {"window_size": 16, "fullatt_block_indexes": [0]})
+
+
+def qwen3_vl() -> tuple[Any, dict[str, Tensor]]:
+    """An image's features are added between the first layers, too."""
+    own = {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+    return qwen_vl(transformers.Qwen3VLConfig, {"head_dim": 16}, own)
+
+
+@pytest.mark.parametrize("make", [gemma3, qwen25_vl, qwen3_vl])
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_text_part_is_patched_by_its_row(make: Any, whole: bool) -> None:
     torch.manual_seed(5)

@@ -536,7 +536,7 @@ class CausalLM(Patched):
             ignore_index=kwargs.get("ignore_index", -100), num_items_in_batch=items,
             temperature=1.0 if scaling is None else scaling,
         )  # fmt: skip
-        own = {name: getattr(outputs, name, None) for name in self.output.__dataclass_fields__}
+        own: dict[str, Any] = {name: getattr(outputs, name, None) for name in self.output.__dataclass_fields__}
         if routed and hasattr(names, "load_balancing_loss_func"):
             own["aux_loss"] = names.load_balancing_loss_func(
                 outputs.router_logits, me.num_experts, me.num_experts_per_tok, kwargs.get("attention_mask")

@@ -208,7 +208,8 @@ def loss_of(model: Any) -> Family | str:
     head = model.get_output_embeddings()
     if head is None or modules.body_of(model) is model or "labels" not in inspect.signature(model.forward).parameters:
         return "the model has no head that gives one"
-    if output_of(type(model)) is None:
+    cls: Any = type(model)
+    if output_of(cls) is None:
         return "the class of its results is not known"
     if unseen := _unseen(model):
         return unseen
@@ -216,9 +217,10 @@ def loss_of(model: Any) -> Family | str:
     for option in (*_HEADS, ""):
         if option and not getattr(config, option, None):
             continue
-        family = replace(UNKNOWN, **({_HEADS[option]: True} if option else {}))
+        said_so: dict[str, Any] = {_HEADS[option]: True} if option else {}
+        family = replace(UNKNOWN, **said_so)
         ours = copy.copy(model)
-        ours.__class__ = modules.swapped(modules.CausalLM, type(model), family)
+        ours.__class__ = modules.swapped(modules.CausalLM, cls, family)
         reason = ours._why_logits({}) or _loss_differs(model, ours, head.weight)
         if not reason:
             return family
