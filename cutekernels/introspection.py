@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, overload
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, overload
 from cutekernels import ahead, compilers, dispatch, environment, gpu, rates, settings
 from cutekernels.ahead import Recorded, Warmed
 from cutekernels.db.storage import snapshot
+from cutekernels.db.storage.snapshot import TunedConfig
 from cutekernels.errors import StoreError, UnsupportedProblem
 from cutekernels.interval import Interval
 from cutekernels.ops import registry
@@ -63,15 +64,23 @@ def _with_drift(found: dispatch.Explanation, database: str | None) -> dispatch.E
     winner = found.choice.winner
     if winner is None or winner.origin != "measured":
         return found
-    op, measured_on = registry.get(found.op), gpu.SIBLINGS.get(found.gpu) if found.choice.origin == "sibling" else None
-    rows = []
-    with suppress(StoreError), import_module("cutekernels.db").open(database) as opened:  # a lock has no versions
-        rows = opened.winners(gpu=measured_on or found.gpu, op=found.op, origin="measured")
-    for row in rows:
-        if row.serves and row.problem_text == winner.problem:
-            note = environment.drift(row.environment, [op.compiler(found.choice.config)])
-            return replace(found, rows=(*found.rows, ("note", note))) if note else found
-    return found
+    measured_on = gpu.SIBLINGS.get(found.gpu) if found.choice.origin == "sibling" else None
+    versions = _versions(winner, measured_on or found.gpu, database)
+    note = environment.drift(versions, [registry.get(found.op).compiler(found.choice.config)])
+    return replace(found, rows=(*found.rows, ("note", note))) if note else found
+
+
+def _versions(winner: TunedConfig, of: str, database: str | None) -> Mapping[str, str]:
+    """The environment that ``winner`` for the GPU called ``of`` was measured in; none for a lock's."""
+    if winner.source == "shipped":
+        key = winner[:4]
+        shipped = (t for t in snapshot.shipped(of) if (t.op, t.revision, t.problem, t.config) == key)
+        return next((asdict(t.environment) for t in shipped), {})
+    if winner.source == "database":  # SQLAlchemy is loaded here alone
+        with suppress(StoreError), import_module("cutekernels.db").open(database) as opened:
+            rows = opened.winners(gpu=of, op=winner.op, origin="measured")
+            return next((r.environment for r in rows if r.serves and r.problem_text == winner.problem), {})
+    return {}
 
 
 @overload
