@@ -91,7 +91,7 @@ OTHERS = {"modeling_rope_utils.py": "of transformers", "mine.py": "a user's own"
 def test_files_named_in_docstrings_and_pages_exist() -> None:
     """From its own folder on upwards for a file of code; anywhere for a bare name and for a page."""
     files = [f for folder in FOLDERS for f in (ROOT / folder).rglob("*.*") if f.suffix in (".py", ".md")]
-    files += ROOT.glob("*.md")
+    files += [*ROOT.glob("*.md"), ROOT / "setup.py"]
     names = {"/".join(f.parts[at:]) for f in files for at in range(len(ROOT.parts), len(f.parts))}
     lost = []
     for file in files:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from cutekernels import cli, dispatch, gpu
+from cutekernels import cli, dispatch, environment, gpu
 from cutekernels.db.questions import html_report
 from cutekernels.db.storage.store import Environment, Store
 from cutekernels.db.storage.uuid7 import uuid7
@@ -94,7 +94,8 @@ def test_a_gpu_without_measured_winners_gets_one_sentence(shipped: Path, tmp_pat
     some = f"no measured winner serves l40s: calls there use 1 prediction, of which 1 shipped, and otherwise {end}"
     assert told() == [some] * 2
     with Store(tmp_path / "t.db") as store:
-        measured = replace(one, id=uuid7(), origin="measured", median_us=2.0)
+        here = Environment(dsl=environment.compilers()["dsl"])
+        measured = replace(one, id=uuid7(), origin="measured", median_us=2.0, environment=here)
         store.record([measured])
         store.crown(measured.id)
     assert told("--db", str(tmp_path / "t.db")) == ["", ""]
