@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bench.baselines import Absent, Contender, Inputs, Launch, example, launched
-from bench.suites import EVERY_FEW, TOKENS, Case, Suite
+from bench.suites import EVERY_FEW, TOKENS, Case, Suite, suite
 from bench.workloads import posed
 from bench.workloads.declared import workload
 from cutekernels.ops.gemm.api import gemm
@@ -73,10 +73,7 @@ _BATCHED = {f"{n} x {s}": _words(s, s, s, batch=n, batched=True) for n in BATCHE
 
 
 def _suite(shapes: Mapping[str, Words]) -> Suite:
-    return lambda dtype, accumulate: [
-        Case("gemm", str(GemmProblem(**words, dtype=dtype, accumulate=accumulate)), label)
-        for label, words in shapes.items()
-    ]
+    return lambda dtype, summed: suite("gemm", partial(GemmProblem, accumulate=summed), shapes)(dtype, summed)
 
 
 def _alphabeta(dtype: str, accumulate: str) -> list[Case]:

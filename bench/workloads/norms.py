@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.baselines import DTYPES, Absent, Launch, Workload, compiled, each, eager
-from bench.suites import Case, Suite, suite
-from bench.workloads.declared import of_rows, workload
+from bench.baselines import DTYPES, Absent, Inputs, Launch, Workload, compiled, each, eager
+from bench.suites import Case, suite
+from bench.workloads.declared import exact, of_rows, workload
 from cutekernels.ops.norms.api import add_rms_norm, layer_norm, rms_norm
 from cutekernels.ops.norms.gradients import COLUMN_SUM, LAYER_NORM_BACKWARD, RMS_NORM_BACKWARD, ColumnSumProblem
 from cutekernels.ops.norms.op import ADD_RMS_NORM, LAYER_NORM, RMS_NORM
@@ -23,24 +23,20 @@ EPS = 1e-6
 # ---- cases ----------------------------------------------------------------------------------------------
 
 
-def _cases(op: Any, shapes: Sequence[tuple[int, int]], dtype: str, label: str = "") -> list[Case]:
-    return [Case(op.name, str(op.Problem(*s, dtype=dtype)), f"{label}{s[0]}x{s[1]}") for s in shapes]
+def _sizes(shapes: Iterable[tuple[int, int]], before: str = "") -> dict[str, dict[str, int]]:
+    return {f"{before}{rows}x{cols}": {"rows": rows, "cols": cols} for rows, cols in shapes}
 
 
-_FORWARD = ((1, 4096), (16, 3584), (2048, 896), (2048, 3584), (2048, 4096), (32768, 4096), (32768, 8192))
-_BACKWARD = ((16, 4096), (2048, 4096), (2048, 8192), (32768, 4096), (32768, 8192))
-
-
-def _reference(dtype: str, accumulate: str) -> list[Case]:
-    """Published in fp16: hidden sizes at 2048 rows, whole vectors and 48 heads of 128, and one training shape."""
-    hidden = (896, 1536, 2048, 3072, 3584, 4096)
-    tokens = tuple(8 * seq for seq in (1024, 4096, 8192, 16384))
-    return [
-        *_cases(RMS_NORM, [(2048, n) for n in hidden], dtype),
-        *_cases(RMS_NORM, [(rows, 6144) for rows in tokens], dtype, "vector "),
-        *_cases(RMS_NORM, [(48 * rows, 128) for rows in tokens], dtype, "heads "),
-        *_cases(RMS_NORM, [(32 * 128, 4096)], dtype, "training "),
-    ]
+_FORWARD = _sizes([(1, 4096), (16, 3584), (2048, 896), (2048, 3584), (2048, 4096), (32768, 4096), (32768, 8192)])
+_BACKWARD = _sizes([(16, 4096), (2048, 4096), (2048, 8192), (32768, 4096), (32768, 8192)])
+# Published in fp16: hidden sizes at 2048 rows, whole vectors and 48 heads of 128, and one training shape.
+_TOKENS = [8 * seq for seq in (1024, 4096, 8192, 16384)]
+_REFERENCE = {
+    **_sizes((2048, n) for n in (896, 1536, 2048, 3072, 3584, 4096)),
+    **_sizes([(rows, 6144) for rows in _TOKENS], "vector "),
+    **_sizes([(48 * rows, 128) for rows in _TOKENS], "heads "),
+    **_sizes([(32 * 128, 4096)], "training "),
+}
 
 
 # ---- the mathematics, in plain torch --------------------------------------------------------------------
@@ -170,11 +166,19 @@ _PEERS = (
 )
 
 
-def _workload(op: Any, function: Callable[..., Any] | None = None, **suites: Suite) -> Workload:
-    shapes = _BACKWARD if function is None else _FORWARD
-    llm = {"llm": lambda dtype, accumulate: _cases(op, shapes, dtype)}
-    numbers = {"eps": EPS, "weight_offset": 0.0}
-    return workload(op, llm | suites, _PEERS, function, numbers, streams=partial(of_rows, op))
+def _workload(op: Any, function: Callable[..., Any] | None = None, *more: str) -> Workload:
+    """``more``: suites of the rows that others published."""
+    shapes = {"llm": _BACKWARD if function is None else _FORWARD, **dict.fromkeys(more, _REFERENCE)}
+    suites = {name: suite(op.name, op.Problem, some) for name, some in shapes.items()}
+    numbers, truth, streams = {"eps": EPS, "weight_offset": 0.0}, partial(_truth, op), partial(of_rows, op)
+    return workload(op, suites, _PEERS, function, numbers, truth=truth, streams=streams)
+
+
+def _truth(op: Any, case: Case, i: Inputs) -> tuple[Tensor, ...]:
+    if op is ADD_RMS_NORM:  # the norm is of the rounded sum
+        x, residual, *rest = i.args
+        i = Inputs(i.operands, i.results, args=(x + residual, torch.zeros_like(x), *rest))
+    return exact(op, case, i)
 
 
 # ---- the second pass of weights' gradients --------------------------------------------------------------
@@ -190,7 +194,7 @@ def _summed(case: Case) -> Callable[..., Any]:
 
 
 WORKLOADS = (
-    _workload(RMS_NORM, rms_norm, reference=_reference, headtohead=_reference),
+    _workload(RMS_NORM, rms_norm, "reference", "headtohead"),
     _workload(ADD_RMS_NORM, add_rms_norm),
     _workload(LAYER_NORM, layer_norm),
     _workload(RMS_NORM_BACKWARD),

@@ -96,6 +96,14 @@ def test_each_baseline_in_others_words_takes_part_in_their_rows() -> None:
             assert len(peer.bind(shrunk, [i])) == 1
 
 
+def test_a_norm_of_a_sum_is_held_against_the_rounded_sum() -> None:
+    case, _, i = small(workloads.cases("add_rms_norm", "llm", dtype="fp16")[0])
+    y, u = workloads.get(case.op).truth(case, i)
+    x, residual, weight = i.operands
+    assert torch.equal(u, (x + residual).double())
+    torch.testing.assert_close(y, torch.nn.functional.rms_norm(u, (64,), weight.double(), 1e-6))
+
+
 @pytest.mark.parametrize("op", [op for op in SMALL if op not in UNLIKE])
 def test_operands_pose_the_case(op: str) -> None:
     """A row's config is looked up for the same problem as the call it times."""
