@@ -75,7 +75,7 @@ def bench(
             terminal.fail(f"nothing is published of a suite {suite}; see bench/published.json", code=2)
         try:
             for one in ops:
-                _reproduced(one, suite, out, warm=warm, plots=plots)
+                _reproduce(one, suite, out, warm=warm, plots=plots)
             if op == "all":
                 for line in published.account(_folders(out), warm=warm):
                     terminal.show(line)
@@ -97,7 +97,7 @@ def bench(
         _list(cases, alone)
         return
     if profiled:
-        _profiled(cases[0], out or RESULTS.parents[1] / "build" / "profiles")
+        _profile(cases[0], out or RESULTS.parents[1] / "build" / "profiles")
         return
     gpu = detected()
     from bench import run as runner
@@ -127,7 +127,7 @@ def bench(
         terminal.fail("one of ours failed or was wrong; its row says why")
 
 
-def _reproduced(op: str, suite: str | None, out: Path | None, *, warm: bool, plots: bool) -> None:
+def _reproduce(op: str, suite: str | None, out: Path | None, *, warm: bool, plots: bool) -> None:
     """Print tables of published numbers, and of the same cases recorded here, one for each GPU."""
     theirs = published.load(op, suite)
     if not theirs:
@@ -156,7 +156,7 @@ def _folders(out: Path | None) -> list[Path]:
     return [out] if out is not None else sorted(p for p in RESULTS.iterdir() if p.is_dir())
 
 
-def _profiled(case: Case, folder: Path) -> None:
+def _profile(case: Case, folder: Path) -> None:
     from bench import profile
 
     try:

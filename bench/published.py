@@ -64,7 +64,7 @@ class Published:
         """The case's problem in canonical text form."""
         if self.unmeasured or self.op in MODELS:
             return self.case
-        cases = _labelled(self.op, self.suite, self.dtype, self.accumulate)
+        cases = _label(self.op, self.suite, self.dtype, self.accumulate)
         if self.case not in cases:
             raise ValueError(f"{self.op} {self.suite} has no case {self.case!r}; it has {', '.join(cases)}")
         return cases[self.case]
@@ -103,7 +103,7 @@ class Reproduced:
 
 
 @cache
-def _labelled(op: str, suite: str, dtype: str, accumulate: str) -> dict[str, str]:
+def _label(op: str, suite: str, dtype: str, accumulate: str) -> dict[str, str]:
     return {c.label: c.problem for c in workloads.cases(op, suite, dtype=dtype, accumulate=accumulate)}
 
 

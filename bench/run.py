@@ -85,7 +85,7 @@ def contenders(case: Case, plan: Plan, timer: Timer | None = None) -> list[Conte
     if plan.suite == headtohead.SUITE:
         found = _bodies(case, plan, timer or Timer())
     else:
-        found = _configured(case, plan) if workload.configured else [ours("cutekernels")]
+        found = _by_config(case, plan) if workload.configured else [ours("cutekernels")]
     if plan.alone:
         return found
     example = [workload.example(plan.example)] if plan.example is not None and workload.example is not None else []
@@ -93,7 +93,7 @@ def contenders(case: Case, plan: Plan, timer: Timer | None = None) -> list[Conte
     return [*workload.peers, *example, *streams, *found]
 
 
-def _configured(case: Case, plan: Plan) -> list[Contender]:
+def _by_config(case: Case, plan: Plan) -> list[Contender]:
     op, problem = posed(case)
     choice = dispatch.resolve(op, problem, plan.gpu)
     default = op.default(problem, plan.gpu)

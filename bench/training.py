@@ -153,15 +153,15 @@ def _whole(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 _LIGER = "liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90:LigerFusedLinearCrossEntropySM90Function.apply"
 
 
-def _imported(place: str) -> Any:
+def _import(place: str) -> Any:
     module, _, name = place.partition(":")
     return attrgetter(name)(importlib.import_module(module))
 
 
 LOSSES: dict[str, Callable[[Case], Step]] = {
     "plain, compiled": lambda case: _loss(case, torch.compile(_whole, dynamic=False)),
-    "liger": lambda case: _loss(case, _imported(_LIGER)),
-    "quack": lambda case: _loss(case, _imported("quack.linear_cross_entropy:chunked_linear_cross_entropy")),
+    "liger": lambda case: _loss(case, _import(_LIGER)),
+    "quack": lambda case: _loss(case, _import("quack.linear_cross_entropy:chunked_linear_cross_entropy")),
     "cutekernels": lambda case: _loss(case, ck.linear_cross_entropy),
     "cutekernels, linear_logprob": lambda case: _loss(case, lambda x, w, t: -ck.linear_logprob(x, w, t).mean()),
 }
@@ -170,7 +170,7 @@ LOSSES: dict[str, Callable[[Case], Step]] = {
 # ---- timing ---------------------------------------------------------------------------------------------
 
 
-def _timed(step: Step) -> float:
+def _time(step: Step) -> float:
     torch.cuda.synchronize()
     begin = time.perf_counter()
     step()
@@ -212,7 +212,7 @@ def run(case: Case, rounds: int, stamp: dict[str, str], skip: str = "") -> Itera
                 failed[name] = error
         for _ in range(rounds):
             for name, step in steps.items():
-                times.setdefault(name, []).append(_timed(step))
+                times.setdefault(name, []).append(_time(step))
         steps.clear()
     torch.compiler.reset()
     base = times.get("plain" if case.suite == "step" else "plain, compiled")

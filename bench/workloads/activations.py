@@ -132,7 +132,7 @@ def _with_bias(case: Case, sets: Sequence[Inputs], config: Any) -> Sequence[Laun
     return [partial(launch, own, i) for own, i in zip(bound, sets, strict=True)]
 
 
-def _summed(case: Case, i: Inputs) -> tuple[Tensor, ...]:
+def _with_sum(case: Case, i: Inputs) -> tuple[Tensor, ...]:
     dx, partials = exact(BIAS_GELU_BACKWARD, case, i)
     return dx, partials.sum(dim=0)
 
@@ -145,12 +145,12 @@ def _liger(case: Case) -> Callable[..., Launch]:
 
     function = LigerSiLUMulFunction if case.op == "silu_mul" else LigerGELUMulFunction
 
-    def bound(gate: Tensor, up: Tensor) -> Launch:
+    def bind(gate: Tensor, up: Tensor) -> Launch:
         if not (gate.is_contiguous() and up.is_contiguous()):
             raise Absent("liger-kernel copies operands that are not contiguous")
         return partial(function.apply, gate, up)
 
-    return bound
+    return bind
 
 
 def _cute(case: Case, sets: Sequence[Inputs]) -> Mapping[str, Sequence[Launch]]:
@@ -211,7 +211,7 @@ WORKLOADS = (
     _workload(
         BIAS_GELU_BACKWARD,
         None,
-        changes={"ours": _with_bias, "truth": _summed},
+        changes={"ours": _with_bias, "truth": _with_sum},
         llm=_sizes(TOKENS, BIASED),
         published=_PUBLISHED_BIAS,
     ),

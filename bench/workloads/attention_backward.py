@@ -70,13 +70,13 @@ def _ours(case: Case, sets: Sequence[Inputs], config: Any) -> Sequence[Launch]:
     problem = posed(case)[1]
     options = (problem.causal, -1, -1, problem.head_dim**-0.5, 0.0, None if config is None else str(config))
 
-    def bound(dout: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Launch:
+    def bind(dout: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Launch:
         left = attention(q, k, v, causal=problem.causal, return_lse=True)
         op = torch.ops.cutekernels.attention_backward
-        bound = partial(op, dout, None, q, k, v, *left, None, None, None, None, *options)
-        return lambda: bound()[:3]  # without the sinks' gradient
+        call = partial(op, dout, None, q, k, v, *left, None, None, None, None, *options)
+        return lambda: call()[:3]  # without the sinks' gradient
 
-    return [bound(*i.operands) for i in sets]
+    return [bind(*i.operands) for i in sets]
 
 
 def _torchs(name: str, case: Case) -> Callable[..., Launch]:
@@ -85,14 +85,14 @@ def _torchs(name: str, case: Case) -> Callable[..., Launch]:
     forward = getattr(aten, f"_scaled_dot_product_{name}_attention")
     kernel = getattr(aten, f"_scaled_dot_product_{name}_attention_backward")
 
-    def bound(*operands: Tensor) -> Launch:
+    def bind(*operands: Tensor) -> Launch:
         dout, q, k, v = (t.transpose(1, 2) for t in operands)
         bias = (None, True) if name == "cudnn" else ()
         out, lse, *ends, seed, offset, _ = forward(q, k, v, *bias, 0.0, causal, False)
         rest = (seed, offset, None, *ends, 0.0, causal) if name == "cudnn" else (*ends, 0.0, causal, seed, offset)
         return lambda: tuple([t.transpose(1, 2) for t in kernel(dout, q, k, v, out, lse, *rest)])
 
-    return bound
+    return bind
 
 
 def _flash_4(case: Case) -> Callable[..., Launch]:
@@ -100,11 +100,11 @@ def _flash_4(case: Case) -> Callable[..., Launch]:
     kernel = forward.flash_attn_4("flash_attn.cute.interface")._flash_attn_bwd
     causal = posed(case)[1].causal
 
-    def bound(dout: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Launch:
+    def bind(dout: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Launch:
         left = attention(q, k, v, causal=causal, return_lse=True)
         return lambda: tuple(kernel(q, k, v, left[0], dout, left[1], causal=causal, deterministic=True)[:3])
 
-    return bound
+    return bind
 
 
 WORKLOADS = (

@@ -74,24 +74,24 @@ def _inputs(case: Case, problem: DecodeProblem, device: str, seed: int) -> Input
 
 
 def _ours(case: Case, sets: Sequence[Inputs], config: Any) -> Sequence[Launch]:
-    def bound(i: Inputs) -> Launch:
+    def bind(i: Inputs) -> Launch:
         q, k, v, lengths, table, _, *scales = i.args[:-2]
         named = dict(zip(("k_scale", "v_scale"), scales, strict=False))
         return partial(decode_attention, q, k, v, lengths, page_table=table, **named, out=i.out, config=config)
 
-    return [bound(i) for i in sets]
+    return [bind(i) for i in sets]
 
 
 def _in_16_bits(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
     """The same numbers in a cache of q's type."""
 
-    def bound(i: Inputs) -> Launch:
+    def bind(i: Inputs) -> Launch:
         q, k, v, lengths, table, _, *scales = i.args[:-2]
         factors = [token_scales.by_slot(own, k.shape[1], torch.float32) for own in scales]
         wide = [(t.float() * own).to(q.dtype) for t, own in zip((k, v), factors, strict=True)]
         return partial(decode_attention, q, *wide, lengths, page_table=table, out=i.out)
 
-    return [bound(i) for i in sets]
+    return [bind(i) for i in sets]
 
 
 _SDPA = (sdpa(SDPBackend.CUDNN_ATTENTION), sdpa(SDPBackend.FLASH_ATTENTION), NAIVE)

@@ -76,7 +76,7 @@ def launches(
     chosen = {name: getattr(problem, name) for name in op.options}
     taken = {} if function is None else signature(function).parameters
 
-    def bound(i: Inputs) -> Launch:
+    def bind(i: Inputs) -> Launch:
         args: tuple[Any, ...] = i.args or i.operands
         if function is None:
             options = tuple(chosen.values())
@@ -87,4 +87,4 @@ def launches(
         named = {name: given[name] for name in [*taken][len(first) :] if name in given}
         return partial(function, *first, **named)
 
-    return [bound(i) for i in sets]
+    return [bind(i) for i in sets]

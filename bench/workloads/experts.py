@@ -75,7 +75,7 @@ def _triton(case: Case) -> Callable[..., Any]:
     return grouped
 
 
-def _grouped(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
+def _group(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
     return torch._grouped_mm(x, w.mT, offs=offsets[1:])
 
 
@@ -195,7 +195,7 @@ WORKLOADS = (
         GROUPED_GEMM,
         {"llm": suite("grouped_gemm", GroupedProblem, _PRODUCTS)},
         (
-            *_peers(_grouped, _loop),
+            *_peers(_group, _loop),
             _where(eager(_triton, "triton"), "Triton's kernels need a GPU", lambda x: x.is_cuda),
         ),
         grouped_gemm,

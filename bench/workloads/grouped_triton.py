@@ -35,7 +35,7 @@ def suited(configs: list[triton.Config], named: dict[str, Any], **_: Any) -> lis
 
 @triton.autotune(CONFIGS, key=["rows", "n", "k", "experts"], prune_configs_by={"early_config_prune": suited})
 @triton.jit
-def _grouped(
+def _group(
     x,
     weight,
     offsets,
@@ -91,5 +91,5 @@ def grouped(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     def grid(meta: dict[str, int]) -> tuple[int]:
         return ((rows // meta["tile_m"] + min(experts, rows)) * triton.cdiv(n, meta["tile_n"]),)
 
-    _grouped[grid](x, weight, offsets, out, rows, n, k, experts, triton.next_power_of_2(experts))
+    _group[grid](x, weight, offsets, out, rows, n, k, experts, triton.next_power_of_2(experts))
     return out

@@ -56,7 +56,7 @@ def _rows(problem: KvAppendProblem, state: Tensor, table: Tensor | None) -> tupl
     return table.long().gather(1, at // problem.page_size), at % problem.page_size
 
 
-def _placed(case: Case) -> Callable[..., tuple[Tensor, ...]]:
+def _place(case: Case) -> Callable[..., tuple[Tensor, ...]]:
     """Plain torch: turned, scattered to where each sequence ends. Lengths stay, so that a call can be repeated."""
     problem = KvAppendProblem.parse(case.problem)
 
@@ -80,14 +80,14 @@ def _placed(case: Case) -> Callable[..., tuple[Tensor, ...]]:
 
 def _truth(case: Case, i: Inputs) -> tuple[Tensor, ...]:
     wide = [t.double() if t.is_floating_point() else t for t in i.operands]  # copies: truth places nothing in ours
-    return _placed(case)(*wide)
+    return _place(case)(*wide)
 
 
 def _ours(case: Case, sets: Sequence[Inputs], config: Any) -> Sequence[Launch]:
     """The launch that ``KVCache.append`` makes, with q and the new lengths beside the old: it can be repeated."""
     interleaved = KvAppendProblem.parse(case.problem).interleaved
 
-    def bound(i: Inputs) -> Launch:
+    def bind(i: Inputs) -> Launch:
         q, k, v, k_cache, v_cache, state, cos, sin, *table = i.operands
         scales = [k.new_empty(0, dtype=torch.uint8) for _ in "kv"]  # none, in 16 bits
         results = (i.results[0], k_cache, v_cache, torch.empty_like(state), *scales)
@@ -102,7 +102,7 @@ def _ours(case: Case, sets: Sequence[Inputs], config: Any) -> Sequence[Launch]:
 
         return launch
 
-    return [bound(i) for i in sets]
+    return [bind(i) for i in sets]
 
 
 def _in_two(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
@@ -127,7 +127,7 @@ WORKLOADS = (
         inputs=_inputs,
         truth=_truth,
         ours=_ours,
-        peers=(compiled(_placed), eager(_placed), Contender("rope + index_put", _in_two)),
+        peers=(compiled(_place), eager(_place), Contender("rope + index_put", _in_two)),
         streams=lambda case: (1, 1),
     ),
 )

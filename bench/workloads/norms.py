@@ -188,7 +188,7 @@ def _truth(op: Any, case: Case, i: Inputs) -> tuple[Tensor, ...]:
 _PARTS = {f"{parts}x{cols}": {"parts": parts, "cols": cols} for cols in (4096, 8192) for parts in (132, 264, 528)}
 
 
-def _summed(case: Case) -> Callable[..., Any]:
+def _sum(case: Case) -> Callable[..., Any]:
     dtype = DTYPES[ColumnSumProblem.parse(case.problem).dtype]
     return lambda parts: parts.sum(0).to(dtype)
 
@@ -199,5 +199,5 @@ WORKLOADS = (
     _workload(LAYER_NORM, layer_norm),
     _workload(RMS_NORM_BACKWARD),
     _workload(LAYER_NORM_BACKWARD),
-    workload(COLUMN_SUM, {"parts": suite("column_sum", ColumnSumProblem, _PARTS)}, (compiled(_summed), eager(_summed))),
+    workload(COLUMN_SUM, {"parts": suite("column_sum", ColumnSumProblem, _PARTS)}, (compiled(_sum), eager(_sum))),
 )

@@ -49,7 +49,7 @@ def _parts(p: Any) -> tuple[Any, Any]:
     return p, p.replace(n=p.k, k=p.n, activation="none")
 
 
-def _drawn(p: Any, device: str) -> Iterator[tuple[Any, Any, Tensor, Tensor]]:
+def _draw(p: Any, device: str) -> Iterator[tuple[Any, Any, Tensor, Tensor]]:
     """Of each part: the problem, that of all experts as one weight, its packed and scales."""
     for each in _parts(p):
         whole = each.one.replace(n=each.experts * each.weight_rows)
@@ -66,7 +66,7 @@ def _stacks(p: Any, device: str) -> list[QuantizedStack]:
             ),
             p.experts,
         )
-        for _, one, packed, scales in _drawn(p, device)
+        for _, one, packed, scales in _draw(p, device)
     ]
 
 
@@ -106,7 +106,7 @@ def _layers(p: Any, device: str) -> list[Any]:
     from humming.layer import HummingLayer
 
     made = []
-    for each, *whole in _drawn(p, device):
+    for each, *whole in _draw(p, device):
         rows = rows_of(*whole)
         config = {"dtype": "uint4", "group_size": each.group}
         sizes = {"shape_n": each.weight_rows, "shape_k": each.k, "num_experts": each.experts}

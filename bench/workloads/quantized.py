@@ -71,7 +71,7 @@ def _suites(op: str, models: dict[str, dict[str, tuple[int, int]]], **tokens: Se
     return {name: suite(op, QuantizedProblem, shapes(some)) for name, some in tokens.items()}
 
 
-def _decoded(columns: int) -> Suite:
+def _decode(columns: int) -> Suite:
     """Whole weights, or so many columns: those that a gradient decodes at a time, about."""
     shapes = {
         f"{name}, {label}": {"n": n, "columns": columns or k, "k": k, **words}
@@ -174,14 +174,14 @@ def _plain(compile: bool, case: Case) -> Callable[..., Launch]:
         torch.compiler.reset()
         decode = torch.compile(decode, dynamic=False)
 
-    def bound(*weight: Tensor) -> Launch:
+    def bind(*weight: Tensor) -> Launch:
         rows = quantized_peers.rows_of(p, *weight)
         codes, scales = rows.codes[:, : p.columns], rows.scales
         if p.group:
             scales = scales[:, : p.columns // p.group].contiguous()
         return partial(decode, quantized_peers.nibbles(codes) if p.code == "int4" else codes.contiguous(), scales)
 
-    return bound
+    return bind
 
 
 _IN_16_BITS = (Contender("cublas", _cublas), Contender("our ops in bf16", _in_bf16))
@@ -208,7 +208,7 @@ WORKLOADS = (
     ),
     workload(
         DEQUANTIZE,
-        {"weights": _decoded(0), "parts": _decoded(512)},
+        {"weights": _decode(0), "parts": _decode(512)},
         (each("torch.compile", partial(_plain, True)), each("eager", partial(_plain, False))),
         inputs=_decoded_inputs,
         truth=_decoded_truth,

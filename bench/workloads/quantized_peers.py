@@ -65,7 +65,7 @@ def humming(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
             raise Absent(f"blocks of 128 x 128 must fill the weight; it is {p.n} x {p.k}")
         config["group_size_n"] = p.scale_rows
 
-    def bound(i: Inputs) -> Launch:
+    def bind(i: Inputs) -> Launch:
         x, packed, scales = i.operands
         rows = rows_of(p, packed, scales)
         weight = nibbles(rows.codes) if p.code == "int4" else rows.codes
@@ -75,7 +75,7 @@ def humming(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
         layer.transform()
         return partial(layer, x, i.out)
 
-    return [bound(i) for i in sets]
+    return [bind(i) for i in sets]
 
 
 def quack(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
@@ -87,7 +87,7 @@ def quack(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
         raise Absent(f"it writes whole tiles of {_QUACK_ROWS} rows; N is {p.n}")
     from quack.gemm_w4 import gemm_w4a16, prepare_w4_weight
 
-    def bound(i: Inputs) -> Launch:
+    def bind(i: Inputs) -> Launch:
         x, packed, scales = i.operands
         rows = rows_of(p, packed, scales)
         if p.code == "int4":
@@ -98,7 +98,7 @@ def quack(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
         blob, _ = prepare_w4_weight(rows.codes.view(torch.float8_e4m3fn), None, "fp8")
         return channels(x, blob, rows.scales.view(1, p.n).float(), i.out)
 
-    return [bound(i) for i in sets]
+    return [bind(i) for i in sets]
 
 
 def tinygemm(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
@@ -107,7 +107,7 @@ def tinygemm(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
     if p.k % (16 * _INNER_K_TILES) or p.n % 8:
         raise Absent(f"it takes K in multiples of {16 * _INNER_K_TILES} and N of 8; they are {p.k} and {p.n}")
 
-    def bound(i: Inputs) -> Launch:
+    def bind(i: Inputs) -> Launch:
         x, packed, scales = i.operands
         rows = rows_of(p, packed, scales)
         weight = torch._convert_weight_to_int4pack(nibbles(rows.codes, first_high=True), _INNER_K_TILES)
@@ -115,7 +115,7 @@ def tinygemm(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
         table = torch.stack((steps, torch.zeros_like(steps)), -1).contiguous()
         return partial(torch._weight_int4pack_mm, x, weight, p.group, table)
 
-    return [bound(i) for i in sets]
+    return [bind(i) for i in sets]
 
 
 PEERS = (Contender("humming", humming), Contender("quack", quack), Contender("tinygemm", tinygemm))

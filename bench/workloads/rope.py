@@ -62,7 +62,7 @@ def _inputs(case: Case, problem: RopeProblem, device: str, seed: int) -> Inputs:
     return Inputs((q, k, *tables, starts), results, (q, k), args=(q, k, *tables, starts if starts.numel() else None, 0))
 
 
-def _rotated(case: Case) -> Callable[..., Any]:
+def _rotate(case: Case) -> Callable[..., Any]:
     problem = RopeProblem.parse(case.problem)
     interleaved = problem.interleaved
 
@@ -90,7 +90,7 @@ def _truth(case: Case, i: Inputs) -> tuple[Tensor, ...]:
 def _ours(case: Case, sets: Sequence[Inputs], config: Any, inplace: bool = False) -> Sequence[Launch]:
     problem = RopeProblem.parse(case.problem)
 
-    def bound(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, starts: Tensor) -> Launch:
+    def bind(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, starts: Tensor) -> Launch:
         if problem.inverse:  # what autograd runs
             text = None if config is None else str(config)
             return partial(torch.ops.cutekernels.rope, q, k, cos, sin, None, problem.interleaved, True, 0, text)
@@ -98,7 +98,7 @@ def _ours(case: Case, sets: Sequence[Inputs], config: Any, inplace: bool = False
         call = partial(rope, q, k if k.shape[2] else None, cos, sin, **options, inplace=inplace, config=config)
         return lambda: tuple([t for t in call() if t is not None])
 
-    return [bound(*i.operands) for i in sets]
+    return [bind(*i.operands) for i in sets]
 
 
 def _in_place(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
@@ -121,11 +121,11 @@ def _complex(case: Case) -> Callable[..., Launch]:
         product = (product if problem.interleaved else product.transpose(-1, -2)).flatten(-2)
         return torch.cat((product.to(x.dtype), x[..., turning:]), -1)
 
-    def bound(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, starts: Tensor) -> Launch:
+    def bind(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, starts: Tensor) -> Launch:
         turns = torch.complex(cos, sin).unsqueeze(-2)
         return lambda: tuple([turned(t, turns) for t in (q, k) if t.shape[2]])
 
-    return bound
+    return bind
 
 
 def _liger(case: Case) -> Callable[..., Launch]:
@@ -138,7 +138,7 @@ def _liger(case: Case) -> Callable[..., Launch]:
     if problem.interleaved or problem.rotary < problem.head_dim or not problem.heads_kv:
         raise Absent("liger turns all channels, as pairs of halves, of q and k together")
 
-    def bound(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, starts: Tensor) -> Launch:
+    def bind(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, starts: Tensor) -> Launch:
         tables = [torch.cat((t, t), -1) for t in _at(q, cos, sin, starts)]
 
         def launch() -> tuple[Tensor, ...]:
@@ -147,7 +147,7 @@ def _liger(case: Case) -> Callable[..., Launch]:
 
         return launch
 
-    return bound
+    return bind
 
 
 def _at(q: Tensor, cos: Tensor, sin: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
@@ -161,8 +161,8 @@ def _at(q: Tensor, cos: Tensor, sin: Tensor, starts: Tensor) -> tuple[Tensor, Te
 _SHAPES: Any = {"llm": _LLM, "reference": _REFERENCE, "backward": _BACKWARD, "headtohead": _REFERENCE}
 _SUITES = {name: suite("rope", RopeProblem, shapes) for name, shapes in _SHAPES.items()}
 _PEERS = (
-    compiled(_rotated),
-    eager(_rotated),
+    compiled(_rotate),
+    eager(_rotate),
     each("eager (complex)", _complex),
     each("liger (in place)", _liger),
     Contender("cutekernels (in place)", _in_place),

@@ -81,7 +81,7 @@ def _routed_logits(case: Case, problem: Any, device: str, seed: int) -> Inputs:
     return Inputs((dweights, *MOE_ROUTE.reference(problem, logits), logits), (torch.empty_like(logits),))
 
 
-def _moved(op: Any, case: Case, problem: Any, device: str, seed: int) -> Inputs:
+def _move(op: Any, case: Case, problem: Any, device: str, seed: int) -> Inputs:
     """Rows go where a router of the model sends them. Behind the operands of ``moe_gather`` is their grouped order."""
     draw = torch.Generator(device).manual_seed(seed)
     experts = next(e for e, k, cols in MOVED.values() if (k, cols) == (problem.top_k, problem.cols))
@@ -96,7 +96,7 @@ def _moved(op: Any, case: Case, problem: Any, device: str, seed: int) -> Inputs:
 # ---- plain torch ----------------------------------------------------------------------------------------
 
 
-def _routed(case: Case) -> Callable[..., Any]:
+def _route(case: Case) -> Callable[..., Any]:
     top_k = MoeRouteProblem.parse(case.problem).top_k
 
     def routed(logits: Tensor) -> tuple[Tensor, ...]:
@@ -106,7 +106,7 @@ def _routed(case: Case) -> Callable[..., Any]:
     return routed
 
 
-def _permuted(case: Case) -> Callable[..., Any]:
+def _permute_by_sort(case: Case) -> Callable[..., Any]:
     experts = MoePermuteProblem.parse(case.problem).experts
 
     def permuted(ids: Tensor) -> tuple[Tensor, ...]:
@@ -119,20 +119,20 @@ def _permuted(case: Case) -> Callable[..., Any]:
     return permuted
 
 
-def _gathered(x: Tensor, inverse: Tensor, order: Tensor) -> Tensor:
+def _gather(x: Tensor, inverse: Tensor, order: Tensor) -> Tensor:
     return x[order // inverse.shape[-1]]
 
 
-def _combined(rows: Tensor, inverse: Tensor, weights: Tensor) -> Tensor:
+def _combine(rows: Tensor, inverse: Tensor, weights: Tensor) -> Tensor:
     return (rows[inverse] * weights.unsqueeze(-1)).sum(1).to(rows.dtype)
 
 
-def _unrouted(dweights: Tensor, weights: Tensor, ids: Tensor, logits: Tensor) -> Tensor:
+def _route_back(dweights: Tensor, weights: Tensor, ids: Tensor, logits: Tensor) -> Tensor:
     pulls = weights * (dweights - (weights * dweights).sum(-1, keepdim=True))
     return torch.zeros_like(logits).scatter_(-1, ids.long(), pulls.to(logits.dtype))
 
 
-def _uncombined(dout: Tensor, rows: Tensor, inverse: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+def _combine_back(dout: Tensor, rows: Tensor, inverse: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     d = dout.float().unsqueeze(-2)
     terms = (weights.unsqueeze(-1) * d).to(rows.dtype).reshape(rows.shape)
     drows = torch.empty_like(rows).index_copy_(0, inverse.flatten().long(), terms)
@@ -152,35 +152,35 @@ def _top_k(case: Case) -> int:
 
 
 WORKLOADS = (
-    workload(MOE_ROUTE, {"routers": _routers("moe_route")}, _peers(_routed), moe_route, inputs=_logits),
-    workload(MOE_PERMUTE, {"routers": _pairs}, _peers(_permuted), _permute),
+    workload(MOE_ROUTE, {"routers": _routers("moe_route")}, _peers(_route), moe_route, inputs=_logits),
+    workload(MOE_PERMUTE, {"routers": _pairs}, _peers(_permute_by_sort), _permute),
     workload(
         MOE_GATHER,
         {"llm": _moves("moe_gather")},
-        _peers(lambda case: _gathered),
+        _peers(lambda case: _gather),
         moe_gather,
-        inputs=partial(_moved, MOE_GATHER),
+        inputs=partial(_move, MOE_GATHER),
         streams=lambda case: (1, _top_k(case)),
     ),
     workload(
         MOE_COMBINE,
         {"llm": _moves("moe_combine")},
-        _peers(lambda case: _combined),
+        _peers(lambda case: _combine),
         moe_combine,
-        inputs=partial(_moved, MOE_COMBINE),
+        inputs=partial(_move, MOE_COMBINE),
         streams=lambda case: (_top_k(case), 1),
     ),
     workload(
         MOE_ROUTE_BACKWARD,
         {"routers": _of_training(_routers("moe_route_backward"))},
-        _peers(lambda case: _unrouted),
+        _peers(lambda case: _route_back),
         inputs=_routed_logits,
     ),
     workload(
         MOE_COMBINE_BACKWARD,
         {"llm": _of_training(_moves("moe_combine_backward"))},
-        _peers(lambda case: _uncombined),
-        inputs=partial(_moved, MOE_COMBINE_BACKWARD),
+        _peers(lambda case: _combine_back),
+        inputs=partial(_move, MOE_COMBINE_BACKWARD),
         streams=lambda case: (1, 1),
     ),
 )
