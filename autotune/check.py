@@ -87,10 +87,10 @@ def checked(
             "config": winner.config_text,
             "then_us": winner.median_us,
         }
-        yield shown | _compared(winner, spec, runtime, bound)
+        yield shown | _compare(winner, spec, runtime, bound)
 
 
-def _compared(winner: Winner, spec: GpuSpec, runtime: Runtime, bound: float) -> dict[str, Any]:
+def _compare(winner: Winner, spec: GpuSpec, runtime: Runtime, bound: float) -> dict[str, Any]:
     from cutekernels.autotune import final
     from cutekernels.autotune.requests import Measure, Prepare
     from cutekernels.isolate import ChildFailure

@@ -211,7 +211,7 @@ def plan(
         if shard is not None:
             tasks = shards.part(Job(NAME, tasks), shard).tasks
         if tasks:
-            order, expected, has = _order(family, tasks, _measured(family, known, gpu))
+            order, expected, has = _order(family, tasks, _with_winners(family, known, gpu))
             weight = family.share / whole / len(tasks)
             found += [(removed * weight, cost, task) for removed, cost, task in order]
             regret += expected * weight
@@ -263,7 +263,7 @@ def _regret(distance: float, default: float) -> float:
     return default * min(1.0, distance / MAX_OCTAVES)
 
 
-def _measured(
+def _with_winners(
     family: Family, known: Snapshot, gpu: GpuSpec | None
 ) -> dict[tuple[object, ...], list[tuple[object, float]]]:
     """Problems with a measured winner by their static fields, each with the regret of its default."""

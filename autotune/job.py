@@ -141,7 +141,7 @@ def parse(text: str, source: str, *, find: FindOp | None = None) -> Job:
     tasks: dict[tuple[str, Problem], Task] = {}
     written = 0
     for number, entry in enumerate(entries, 1):
-        for task in _tasks(entry, f"{source}: tasks[{number}]", trials, find or _registered):
+        for task in _tasks(entry, f"{source}: tasks[{number}]", trials, find or _find_op):
             tasks.setdefault((task.op.name, task.problem), task)
             written += 1
             if written > MOST_WRITTEN:
@@ -154,7 +154,7 @@ def parse(text: str, source: str, *, find: FindOp | None = None) -> Job:
     return Job(name, tuple(tasks.values()), None if budget_s is None else float(budget_s), source)
 
 
-def _registered(name: str) -> Op[Any, Any]:
+def _find_op(name: str) -> Op[Any, Any]:
     from cutekernels.ops import registry
 
     return registry.get(name)

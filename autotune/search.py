@@ -97,13 +97,13 @@ class Search:
         begin = self.clock()
         self._default = op.check(problem, op.default(problem, self.gpu), self.gpu)
         earlier = [] if self.force else self.history.earlier()
-        self._known = self._remembered(earlier)
+        self._known = self._recall(earlier)
         resumed = len(self._known)
         message = ""
         self._study = self._begin(earlier)
         winner = self.history.winner()
         crowned = winner is not None and winner.origin == "measured" and self.history.holds(winner) and not self.force
-        enough = self._spent() >= self.task.trials or self._enough()
+        enough = self._tries() >= self.task.trials or self._enough()
         if crowned and enough and self._is_latest(winner):
             state = "done"
         elif self._late():
@@ -134,7 +134,7 @@ class Search:
 
     # -- before the first measurement
 
-    def _remembered(self, earlier: Iterable[Trial]) -> dict[Config, Trial]:
+    def _recall(self, earlier: Iterable[Trial]) -> dict[Config, Trial]:
         """Earlier attempts by config. The latest row counts: the final round may have rejected a candidate."""
         known: dict[Config, Trial] = {}
         for trial in earlier:
@@ -198,7 +198,7 @@ class Search:
                 future.cancel()
 
     def _fill(self, compiling: dict[Future[Facts], Config]) -> None:
-        while len(compiling) < min(self.runtime.width, AHEAD) and self._spent() + len(compiling) < self.task.trials:
+        while len(compiling) < min(self.runtime.width, AHEAD) and self._tries() + len(compiling) < self.task.trials:
             config = None if self._enough() else self._study.next()
             if config is None:
                 break
@@ -208,7 +208,7 @@ class Search:
             compiling[self._compile(config)] = config
 
     def _ready(self, compiling: dict[Future[Facts], Config]) -> Iterator[Future[Facts]]:
-        done = wait(compiling, timeout=self._left(self.deadline), return_when=FIRST_COMPLETED).done
+        done = wait(compiling, timeout=self._seconds_left(self.deadline), return_when=FIRST_COMPLETED).done
         return iter([future for future in compiling if future in done])  # in the order they were suggested
 
     def _compile(self, config: Config) -> Future[Facts]:
@@ -235,7 +235,7 @@ class Search:
 
     def _await(self, future: Future[Facts]) -> None:
         begin, until = self.clock(), self.deadline if self.end is None else self.end
-        if not wait([future], timeout=self._left(until)).done:
+        if not wait([future], timeout=self._seconds_left(until)).done:
             future.cancel()
             raise _NoTime("no time was left to compile the default")
         if self.deadline is not None and until is not None:
@@ -381,12 +381,12 @@ class Search:
         self.history.record([trial])
         self._study.observe(config, attempt_of(trial))
         self._attempts[trial.status] += 1
-        self.on_trial(trial, min(self._spent(), self._wanted), self._wanted)
+        self.on_trial(trial, min(self._tries(), self._wanted), self._wanted)
 
-    def _spent(self) -> int:
+    def _tries(self) -> int:
         return sum(trial.status in ATTEMPTS for trial in self._known.values()) + len(self._spoiled)
 
-    def _left(self, until: float | None) -> float | None:
+    def _seconds_left(self, until: float | None) -> float | None:
         return None if until is None else min(86400.0, max(0.0, until - self.clock()))
 
     def _late(self) -> bool:

@@ -445,7 +445,7 @@ def _neighbours(
         return
     plain, place = described
     near = []
-    for other, row in _placed(op, gpu, table).get((wanted, plain), ()):
+    for other, row in _place_rows(op, gpu, table).get((wanted, plain), ()):
         distance = sum(abs(x - y) for x, y in zip(place, other, strict=True))
         if distance <= MAX_OCTAVES:
             near.append((distance, row.problem, row))
@@ -463,7 +463,7 @@ _Placed = dict[tuple[str, _Words], list[tuple[tuple[float, ...], "TunedConfig"]]
 _places: dict[tuple[str, str], tuple[Mapping[str, TunedConfig], _Placed]] = {}
 
 
-def _placed(op: Op[Any, Any], gpu: GpuSpec, table: Mapping[str, TunedConfig]) -> _Placed:
+def _place_rows(op: Op[Any, Any], gpu: GpuSpec, table: Mapping[str, TunedConfig]) -> _Placed:
     """Rows of ``table`` by origin and static words, each with its place: made once for a table, from texts alone."""
     known = _places.get((gpu.name, op.name))
     if known is not None and known[0] is table:

@@ -79,7 +79,7 @@ class _Router(TorchFunctionMode):
         if func is not scaled_dot_product_attention:
             return func(*args, **kwargs)
         try:
-            call = _pose(*_bound(args, kwargs))
+            call = _pose(*_bind(args, kwargs))
         except UnsupportedProblem as reason:
             self._routing.passed_on[str(reason)] += 1
             return func(*args, **kwargs)
@@ -106,7 +106,7 @@ _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale
 _DEFAULTS = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None, "enable_gqa": False}
 
 
-def _bound(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+def _bind(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """All arguments in torch's order. Raises UnsupportedProblem for missing and unknown ones."""
     given = {**_DEFAULTS, **dict(zip(_NAMES, args, strict=False)), **kwargs}
     if set(given) != set(_NAMES) or len(args) > len(_NAMES):

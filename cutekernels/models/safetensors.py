@@ -56,7 +56,7 @@ class TensorFile:
             self._file = safe_open(path, framework="pt")
         except SafetensorError as error:
             words = repr(str(error).removeprefix("Error while deserializing header: ")[:_MOST_WORDS])[1:-1]
-            raise self._broken(f"{words}, of {size} bytes") from error
+            raise self._refusal(f"{words}, of {size} bytes") from error
         names: list[str] = self._file.keys()
         self.entries = {name: self._entry(name) for name in names}
 
@@ -67,14 +67,14 @@ class TensorFile:
 
     def _entry(self, name: str) -> Entry:
         if not name.isprintable():  # it would act on a terminal in a message
-            raise self._broken(f"it names a tensor {quote(name)}")
+            raise self._refusal(f"it names a tensor {quote(name)}")
         given = self._file.get_slice(name)
         kind, shape = given.get_dtype(), given.get_shape()
         if kind not in DTYPES:
-            raise self._broken(f"{quote(name)} is of dtype {quote(kind)}, which is none of {', '.join(DTYPES)}")
+            raise self._refusal(f"{quote(name)} is of dtype {quote(kind)}, which is none of {', '.join(DTYPES)}")
         if math.prod(max(1, n) for n in shape) >= _MOST_ELEMENTS:
-            raise self._broken(f"{quote(name)} has the shape {quote(shape)}")
+            raise self._refusal(f"{quote(name)} has the shape {quote(shape)}")
         return Entry(DTYPES[kind], tuple(shape))
 
-    def _broken(self, what: str) -> UnsupportedProblem:
+    def _refusal(self, what: str) -> UnsupportedProblem:
         return UnsupportedProblem(f"{self.path} is no whole safetensors file: {what}; download it again")

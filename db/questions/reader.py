@@ -207,11 +207,11 @@ class Database:
     def _winner(self, t: Trial, source: str, first: tuple[Trial, str] | None) -> Winner:
         """``first``: of the rows of its problem the one that serves, where it may."""
         reason = self._why_idle(t, source, first)
-        known = self._named(t) | query.rates(t.gpu.name, t.op, t.problem, t.median_us)
+        known = self._by_name(t) | query.rates(t.gpu.name, t.op, t.problem, t.median_us)
         known |= {"source": source, "serves": not reason, "reason": reason}
         return Winner(**{name: known[name] for name in Winner.__slots__})
 
-    def _named(self, t: Trial) -> dict[str, Any]:
+    def _by_name(self, t: Trial) -> dict[str, Any]:
         """A trial's values under the names that a winner's have."""
         values = {f.name: getattr(t, f.name) for f in fields(t)}
         environment = {f.name: getattr(t.environment, f.name) for f in fields(t.environment)}
@@ -289,7 +289,7 @@ class Database:
 
     def columns(self, t: Trial) -> dict[str, Any]:
         """A trial's plain values under the names that a winner's have."""
-        row = self._named(t)
+        row = self._by_name(t)
         row |= {"created_at": t.created_at.astimezone(UTC).isoformat(), "certificate": row["certificate"] or None}
         absent = {name for name, value in row.items() if value is None or (name in _LATE and value == "")}
         return {name: row[name] for name in (*TRIAL_COLUMNS, "problem_text", "config_text") if name not in absent}

@@ -170,8 +170,8 @@ def test_what_torch_refuses_torch_refuses(on_cpu: None) -> None:
 
 def test_arguments_that_a_later_torch_may_know_are_its_own() -> None:
     with pytest.raises(UnsupportedProblem, match="not known here"):
-        sdpa._bound((1, 2, 3), {"window": 4})
-    assert sdpa._bound((1, 2), {"value": 3, "is_causal": True}) == [1, 2, 3, None, 0.0, True, None, False]
+        sdpa._bind((1, 2, 3), {"window": 4})
+    assert sdpa._bind((1, 2), {"value": 3, "is_causal": True}) == [1, 2, 3, None, 0.0, True, None, False]
 
 
 def test_a_cpu_has_no_kernel_of_ours() -> None:

@@ -41,7 +41,7 @@ if __name__ == "__main__":
 
     kills.without_a_driver()
     fleet.visible = lambda: ["0", "1", "2", "3"]
-    job._registered = lambda name: TOY
+    job._find_op = lambda name: TOY
     runtime.COMPILE_TARGET = "tests.tuner.fleets:fake_compile"
     runtime.WORKER_TARGET = "tests.tuner.fleets:fake_worker"
     ray_fleet.SERVICE = "tests.tuner.rays:service"

@@ -169,7 +169,7 @@ class TestCommandLine:
     def _toys(self, monkeypatch: pytest.MonkeyPatch, toml: Path, tmp_path: Path) -> None:
         self.machine = ToyMachine()
         self.toml, self.db = toml, tmp_path / "t.db"
-        monkeypatch.setattr(job, "_registered", lambda name: TOY)
+        monkeypatch.setattr(job, "_find_op", lambda name: TOY)
         monkeypatch.setattr(gpus, "detect", lambda device=None: H200)
         monkeypatch.setattr(run, "_compilers", lambda *rest: nullcontext(self.machine))
         monkeypatch.setattr(run, "LocalFleet", lambda *rest: OneSlot(H200, self.machine))

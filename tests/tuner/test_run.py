@@ -103,7 +103,7 @@ class TestCommandLine:
         from cutekernels.autotune import job
 
         self.machine = ToyMachine()
-        monkeypatch.setattr(job, "_registered", lambda name: TOY)
+        monkeypatch.setattr(job, "_find_op", lambda name: TOY)
         monkeypatch.setattr(run, "LocalRuntime", lambda jobs: nullcontext(self.machine))
         monkeypatch.setattr(run, "LocalFleet", lambda *rest: OneSlot(H200, self.machine))
 

@@ -480,9 +480,9 @@ def _gemm_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         dz = through_activation(grad, z, activation)
     da = db = dc = dbias = None
     if ctx.needs_input_grad[0]:
-        da = _product(dz, b.mT, alpha) if a.dim() == dz.dim() else _summed(dz, b.mT, alpha)
+        da = _product(dz, b.mT, alpha) if a.dim() == dz.dim() else _sum_over_batch(dz, b.mT, alpha)
     if ctx.needs_input_grad[1]:
-        db = _product(a.mT, dz, alpha) if b.dim() == dz.dim() else _summed(a.mT, dz, alpha)
+        db = _product(a.mT, dz, alpha) if b.dim() == dz.dim() else _sum_over_batch(a.mT, dz, alpha)
     if ctx.has[0] and ctx.needs_input_grad[2]:
         dc = dz * beta
     if ctx.has[1] and ctx.needs_input_grad[3]:
@@ -533,7 +533,7 @@ def _column_sums(dz: Tensor, dtype: torch.dtype) -> Tensor:
     return dz.sum(tuple(range(dz.dim() - 1)), dtype=dtype)  # torch accumulates halves in fp32
 
 
-def _summed(x: Tensor, y: Tensor, alpha: float) -> Tensor:
+def _sum_over_batch(x: Tensor, y: Tensor, alpha: float) -> Tensor:
     """``alpha * sum_b x[b] @ y[b]``, as one product over the joint extent (batch, K); y or x may be unbatched."""
     batch = (x if x.dim() == 3 else y).shape[0]
     x = x if x.dim() == 3 else x.expand(batch, *x.shape)

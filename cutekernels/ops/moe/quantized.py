@@ -245,17 +245,17 @@ class QuantizedGroupedGemm(TensorOp[QuantizedGroupedProblem, QuantizedConfig]):
         if p.bias != "none":
             bias = torch.randn((p.experts, p.weight_rows), generator=draw, device=device)
             bias = bias if p.bias == "fp32" else bias.to(DTYPES[p.dtype])
-        x, offsets = self._drawn(p, draw, seed)
+        x, offsets = self._draw_rows(p, draw, seed)
         return x, packed, scales, zeros, offsets, bias, ALPHA, LIMIT
 
     def variant(self, p: QuantizedGroupedProblem, args: tuple[Any, ...], seed: int) -> tuple[Any, ...]:
         import torch
 
         _, packed, scales, zeros, offsets, *rest = args
-        x, offsets = self._drawn(p, torch.Generator(device=offsets.device).manual_seed(seed), seed)
+        x, offsets = self._draw_rows(p, torch.Generator(device=offsets.device).manual_seed(seed), seed)
         return x, packed, scales, zeros, offsets, *rest
 
-    def _drawn(self, p: QuantizedGroupedProblem, draw: torch.Generator, seed: int) -> tuple[Tensor, Tensor]:
+    def _draw_rows(self, p: QuantizedGroupedProblem, draw: torch.Generator, seed: int) -> tuple[Tensor, Tensor]:
         """Rows and how they spread."""
         import torch
 

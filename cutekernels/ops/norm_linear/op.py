@@ -367,7 +367,7 @@ class RmsNormLinear(NormLinear[RmsNormLinearProblem]):
 
     def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
         x, norm_weight, weight, bias, rstd, eps = args
-        z = _normed(x, norm_weight, rstd, eps) @ weight.double().t()
+        z = _exact_norm(x, norm_weight, rstd, eps) @ weight.double().t()
         if bias is not None:
             z = z + bias.double()
         return (activated(z, options["activation"]).to(x.dtype),)
@@ -453,7 +453,7 @@ class LinearSiluMul(NormLinear[LinearSiluMulProblem]):
         import torch
 
         x, w_gate_up, norm_weight, eps = args
-        h = _normed(x, norm_weight, None, eps) if options["norm"] else x.double()
+        h = _exact_norm(x, norm_weight, None, eps) if options["norm"] else x.double()
         gate, up = (h @ w_gate_up.double().t()).chunk(2, -1)
         return ((torch.nn.functional.silu(gate) * up).to(x.dtype),)
 
@@ -462,7 +462,7 @@ class LinearSiluMul(NormLinear[LinearSiluMulProblem]):
         return x, weight, norm_weight, 1e-5
 
 
-def _normed(x: Tensor, norm_weight: Tensor | None, rstd: Tensor | None, eps: float) -> Tensor:
+def _exact_norm(x: Tensor, norm_weight: Tensor | None, rstd: Tensor | None, eps: float) -> Tensor:
     """The RMS norm of ``x``, in fp64."""
     import torch
 

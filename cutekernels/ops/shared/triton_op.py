@@ -188,7 +188,7 @@ class TritonOp(Ruled, TensorOp[P, C]):
     def takes(self, name: str, t: Tensor) -> bool:
         return self.operands[name].taken(t)
 
-    def _named(self, inputs: Sequence[Any], results: Sequence[Any] = ()) -> dict[str, Tensor | None]:
+    def _by_name(self, inputs: Sequence[Any], results: Sequence[Any] = ()) -> dict[str, Tensor | None]:
         names = (*(self.results if results else ()), *self.inputs)
         return dict(zip(names, (*results, *inputs), strict=True))
 
@@ -228,7 +228,7 @@ class TritonOp(Ruled, TensorOp[P, C]):
         return next((t for o, t in given if o.dtype == "dtype"), given[0][1])
 
     def admit(self, inputs: Sequence[Tensor | None], results: Sequence[Tensor] = (), **options: Any) -> None:
-        named = self._named(inputs, results)
+        named = self._by_name(inputs, results)
         named = {name: named[name] for name in (*self.inputs, *named)}  # inputs are looked at first
         for name, t in named.items():
             check_tensor(self.name, name, t, optional=self.operands[name].optional)
@@ -267,7 +267,7 @@ class TritonOp(Ruled, TensorOp[P, C]):
                 )
 
     def fresh(self, *inputs: Tensor | None, **options: Any) -> tuple[Tensor, ...]:
-        named = self._named(inputs)
+        named = self._by_name(inputs)
         main = self._main(named)
         sizes, leads = self._pose(named, **options)
         found = [self.result(name, named, sizes, leads, **options) for name in self.results]

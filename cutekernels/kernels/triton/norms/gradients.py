@@ -58,7 +58,7 @@ def _sums(a, b):
 
 
 @triton.jit
-def _loaded(operand, row, head, r, c, inside):
+def _load_wide(operand, row, head, r, c, inside):
     return tl.load(_at(operand, row, head, r, c), mask=inside, other=0.0).to(tl.float32)
 
 
@@ -81,8 +81,8 @@ def _resident(given, n, of, how, weight, shares, row, head):
     c = tl.arange(0, how.BLOCK_COLS)
     inside = (r < n.rows - row)[:, None] & (c < n.cols)[None, :]
     # dy, x, and g, the gradient of the normalised values.
-    d = _loaded(given.dy, row, head, r, c, inside)
-    v = _loaded(given.x, row, head, r, c, inside)
+    d = _load_wide(given.dy, row, head, r, c, inside)
+    v = _load_wide(given.x, row, head, r, c, inside)
     g = d * weight
     # Centring x also centres the gradient: the means of both, in one exchange.
     if how.CENTRED:
@@ -98,7 +98,7 @@ def _resident(given, n, of, how, weight, shares, row, head):
     result = rstd[:, None] * (g_centred - v * (slope * rstd / n.cols)[:, None])
     # x's own gradient, where x was a result too.
     if how.DU:
-        result += _loaded(given.du, row, head, r, c, inside)
+        result += _load_wide(given.du, row, head, r, c, inside)
     _store(given.dx, result, row, head, r, c, inside)
     # This tile's shares.
     dw, db = shares
@@ -123,8 +123,8 @@ def _in_chunks(given, n, of, how, parts, begun, row, head):
         for start in range(0, n.cols, how.BLOCK_COLS):
             c = start + tl.arange(0, how.BLOCK_COLS)
             inside = live & (c < n.cols)[None, :]
-            first += _loaded(given.x, row, head, r, c, inside)
-            second += _loaded(given.dy, row, head, r, c, inside) * _scale(given, n, of, how, head, c)
+            first += _load_wide(given.x, row, head, r, c, inside)
+            second += _load_wide(given.dy, row, head, r, c, inside) * _scale(given, n, of, how, head, c)
         mean, drift = _sums(first, second)
         mean /= n.cols
         drift /= n.cols
@@ -134,8 +134,8 @@ def _in_chunks(given, n, of, how, parts, begun, row, head):
     for start in range(0, n.cols, how.BLOCK_COLS):
         c = start + tl.arange(0, how.BLOCK_COLS)
         inside = live & (c < n.cols)[None, :]
-        v = tl.where(inside, _loaded(given.x, row, head, r, c, inside) - mean[:, None], 0.0)
-        g = _loaded(given.dy, row, head, r, c, inside) * _scale(given, n, of, how, head, c)
+        v = tl.where(inside, _load_wide(given.x, row, head, r, c, inside) - mean[:, None], 0.0)
+        g = _load_wide(given.dy, row, head, r, c, inside) * _scale(given, n, of, how, head, c)
         first += v * v
         second += g * v
     squares, slope = _sums(first, second)
@@ -144,12 +144,12 @@ def _in_chunks(given, n, of, how, parts, begun, row, head):
     for start in range(0, n.cols, how.BLOCK_COLS):
         c = start + tl.arange(0, how.BLOCK_COLS)
         inside = live & (c < n.cols)[None, :]
-        d = _loaded(given.dy, row, head, r, c, inside)
-        v = (_loaded(given.x, row, head, r, c, inside) - mean[:, None]) * rstd[:, None]
+        d = _load_wide(given.dy, row, head, r, c, inside)
+        v = (_load_wide(given.x, row, head, r, c, inside) - mean[:, None]) * rstd[:, None]
         g = d * _scale(given, n, of, how, head, c)
         result = rstd[:, None] * (g - drift[:, None] - v * (slope * rstd / n.cols)[:, None])
         if how.DU:
-            result += _loaded(given.du, row, head, r, c, inside)
+            result += _load_wide(given.du, row, head, r, c, inside)
         _store(given.dx, result, row, head, r, c, inside)
         # The program's own row of parts: no other program reads or writes it, so that no order is needed.
         mine = (c < n.cols)[None, :]
