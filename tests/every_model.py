@@ -223,7 +223,7 @@ def main() -> None:
     parser.add_argument("--write", metavar="FILE", nargs="+", help="write the table from what earlier runs printed")
     given = parser.parse_args()
     if given.write:
-        lines = [one for file in given.write for one in Path(file).read_text().splitlines()]
+        lines = [one for file in given.write for one in Path(file).read_text().splitlines() if one.count("\t") == 4]
         before, _, rest = PAGE.read_text().partition(BEGIN)
         PAGE.write_text(before + BEGIN + "\n" + table(sorted(lines)) + "\n" + END + rest.partition(END)[2])
         return
