@@ -197,19 +197,24 @@ def line(kind: str) -> str:
     return "\t".join([kind, verdict, by, left.get("attention", ""), left.get("the loss", "")])
 
 
+def _short_reason(reason: str) -> str:
+    """Without sizes and remedies."""
+    return re.split(r" *[;:(]|, in training| by \d", reason)[0]
+
+
 def table(lines: list[str]) -> str:
     """The lines as a table: model types by what became of them."""
     groups: dict[str, list[str]] = {}
     for kind, verdict, by, attention, loss in (one.split("\t") for one in lines):
         if verdict != "right":
-            found = [verdict]
+            found = [verdict[:60] if "not tried" in verdict else verdict]
         elif by == "row":
             found = ["right, by its row of the table above"]
         elif not attention and not loss:
             found = ["right, by structure, with attention and the loss"]
         else:
             reasons = ("attention", attention), ("the loss", loss)
-            found = [f"right, by structure; {what} stays: {re.split('[;:(]', why)[0]}" for what, why in reasons if why]
+            found = [f"right, by structure; {what} stays: {_short_reason(why)}" for what, why in reasons if why]
         for one in found:
             groups.setdefault(one, []).append(kind)
     rows = [f"| {what} | {', '.join(f'`{kind}`' for kind in kinds)} |" for what, kinds in groups.items()]
@@ -223,7 +228,7 @@ def main() -> None:
     parser.add_argument("--write", metavar="FILE", nargs="+", help="write the table from what earlier runs printed")
     given = parser.parse_args()
     if given.write:
-        lines = [one for file in given.write for one in Path(file).read_text().splitlines()]
+        lines = [one for file in given.write for one in Path(file).read_text().splitlines() if one.count("\t") == 4]
         before, _, rest = PAGE.read_text().partition(BEGIN)
         PAGE.write_text(before + BEGIN + "\n" + table(sorted(lines)) + "\n" + END + rest.partition(END)[2])
         return

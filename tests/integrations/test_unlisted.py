@@ -183,6 +183,17 @@ class Turning(nn.Module):
         return self.apply_rotary_pos_emb(x)
 
 
+class Plain(nn.Module):
+    """Without a gate, and the activation in code alone."""
+
+    def __init__(self, act: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.up, self.down, self.acts = nn.Linear(32, 48), nn.Linear(48, 32), act
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.acts(self.up(x)))  # type: ignore[no-any-return]
+
+
 class Clamped(Swiglu):
     def forward(self, x: Tensor) -> Tensor:
         return self.w2(F.silu(self.w1(x).clamp(max=30.0)) * self.w3(x))  # type: ignore[no-any-return]
@@ -210,7 +221,9 @@ class Dropping(Swiglu):
     [
         (Rms, "norm"), (OnePlus, "norm"), (lambda: nn.RMSNorm(32, 1e-5), "norm"), (lambda: nn.LayerNorm(32), "norm"),
         (lambda: nn.LayerNorm(32, bias=False), "norm"), (Swiglu, "mlp"), (lambda: Swiglu(True), "mlp"),
-        (lambda: Swiglu(wide=32), "mlp"), (UpFirst, "mlp"), (Wide, ""), (Detached, ""), (OtherEpsilon, ""),
+        (lambda: Swiglu(wide=32), "mlp"), (UpFirst, "mlp"), (lambda: Plain(F.gelu), "mlp"),
+        (lambda: Plain(lambda x: x * torch.sigmoid(1.702 * x)), ""), (lambda: Plain(lambda x: x), ""),
+        (Wide, ""), (Detached, ""), (OtherEpsilon, ""),
         (AcrossTokens, ""), (QuickGelu, ""), (Clamped, ""), (Scaled, ""), (Dropping, ""),
         (Turning, ""),
     ],

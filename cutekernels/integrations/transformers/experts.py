@@ -62,7 +62,8 @@ def run_experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_w
 def computed(module: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     """What a module of experts does: ``moe_ffn`` where they are Mixtral's, else products around the module's gate."""
     gate_up, down = held(module, "gate_up_proj"), held(module, "down_proj")
-    turned, has_bias = getattr(module, "is_transposed", False), hasattr(module, "gate_up_proj_bias")
+    own = module.__dict__  # what is missing there torch would search in Python
+    turned, has_bias = own.get("is_transposed", False), "gate_up_proj_bias" in own["_parameters"] or own.get("has_bias")
     if not (turned or has_bias or _own_gate(module)) and gate_of(activation_of(module)) == "silu":
         return moe_ffn(x, gate_up, down, ids, weights)
     _, offsets, inverse = moe_permute(ids, len(gate_up))

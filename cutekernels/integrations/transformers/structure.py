@@ -314,6 +314,7 @@ def _distance(role: str, module: Any, guess: Guess, gradients: bool = False) -> 
     original: Any = type(module)
     ours = copy.copy(module)
     ours.__class__ = modules.swapped(guess[0], original, guess[1])
+    ours._modules = {name: _patched_linear(child) for name, child in module._modules.items()}
     wanted = [p for p in module.parameters() if gradients]
     compared: list[float] = []
     for given in _inputs(role, module, guess[1]):
@@ -325,6 +326,15 @@ def _distance(role: str, module: Any, guess: Guess, gradients: bool = False) -> 
             return float("inf")
         compared += map(relative, mine, theirs)
     return max(compared, default=float("inf"))
+
+
+def _patched_linear(module: Any) -> Any:
+    """A part of a module as it will be beside the guess, which may not compute with projections as they were."""
+    if type(module) is not torch.nn.Linear:
+        return module
+    made = copy.copy(module)
+    made.__class__ = modules.swapped(modules.Linear, torch.nn.Linear, UNKNOWN)
+    return made
 
 
 def _results(module: Any, given: list[Tensor], wanted: list[Any]) -> list[Any]:
