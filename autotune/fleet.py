@@ -120,7 +120,7 @@ class LocalFleet:
         self._jobs = jobs if jobs is not None else max(1, len(os.sched_getaffinity(0)) - 1)
         self._lanes = lanes
         self._environment = Environment.of(environment.collect())
-        self.compilers = runtimes.Compilers(self._jobs)
+        self.compilers = runtimes.CompilerPool(self._jobs)
         self._open: list[tuple[list[LocalRuntime], Spares]] = []
         self._closed = False
         self._lock = threading.Lock()

@@ -34,7 +34,7 @@ _PLASTIC = (0.7548776662, 0.5698402910)  # powers of its inverse: a Kronecker se
 
 
 @dataclass(frozen=True)
-class Family:
+class ProductFamily:
     """Points of one op.
 
     Attributes:
@@ -129,17 +129,17 @@ def _grouped_products() -> Iterator[str]:
 
 
 FAMILIES = (
-    Family("gemm", partial(_gemm, LAYOUTS[:1], range(FEW + 1)), 0.15, 0.003),
-    Family("gemm", partial(_gemm, LAYOUTS[:1], range(FEW + 1, MANY + 1), usual=True), 0.15, 0.039),
-    Family("gemm", partial(_gemm, LAYOUTS[:1], range(FEW + 1, MANY + 1), usual=False), 0.05, 0.038),
-    Family("gemm", partial(_gemm, LAYOUTS[:1], range(MANY + 1, TOKENS[-1] + 1)), 0.05, 0.005),
-    Family("gemm", partial(_gemm, LAYOUTS[1:], range(TRAINING, TOKENS[-1] + 1)), 0.1, 0.026),
-    Family("attention", _attention, 0.15, 0.025),
-    Family("decode_attention", _decode, 0.1, 0.009),
-    Family("rms_norm", _norms, 0.05, 0.026),
-    Family("add_rms_norm", _norms, 0.05, 0.012),
-    Family("grouped_gemm", _grouped_products, 0.05, 0.022),
-    Family("quantized_linear", _packed_products, 0.1, 0.06),
+    ProductFamily("gemm", partial(_gemm, LAYOUTS[:1], range(FEW + 1)), 0.15, 0.003),
+    ProductFamily("gemm", partial(_gemm, LAYOUTS[:1], range(FEW + 1, MANY + 1), usual=True), 0.15, 0.039),
+    ProductFamily("gemm", partial(_gemm, LAYOUTS[:1], range(FEW + 1, MANY + 1), usual=False), 0.05, 0.038),
+    ProductFamily("gemm", partial(_gemm, LAYOUTS[:1], range(MANY + 1, TOKENS[-1] + 1)), 0.05, 0.005),
+    ProductFamily("gemm", partial(_gemm, LAYOUTS[1:], range(TRAINING, TOKENS[-1] + 1)), 0.1, 0.026),
+    ProductFamily("attention", _attention, 0.15, 0.025),
+    ProductFamily("decode_attention", _decode, 0.1, 0.009),
+    ProductFamily("rms_norm", _norms, 0.05, 0.026),
+    ProductFamily("add_rms_norm", _norms, 0.05, 0.012),
+    ProductFamily("grouped_gemm", _grouped_products, 0.05, 0.022),
+    ProductFamily("quantized_linear", _packed_products, 0.1, 0.06),
 )
 
 
@@ -147,7 +147,7 @@ _Measured = Mapping[tuple[object, ...], Sequence[tuple[object, float]]]
 
 
 @dataclass(frozen=True)
-class Plan:
+class GridPlan:
     """The grid's tasks in order. ``removed``: of each, the expected regret that it takes away, weighted by its share.
 
     ``known`` of all points have a measured winner, and ``regret`` is expected of a call before the first task.
@@ -167,7 +167,7 @@ class Plan:
 
 
 @cache
-def points(family: Family) -> tuple[Task, ...]:
+def points(family: ProductFamily) -> tuple[Task, ...]:
     """A family's points, each its own bucket."""
     op = registry.get(family.op)
     problems = dict.fromkeys(op.Problem.parse(text).bucket() for text in family.texts())
@@ -183,8 +183,8 @@ def plan(
     trials: int | None = None,
     budget_s: float | None = None,
     gpus: int = 1,
-    families: Sequence[Family] = (),
-) -> Plan:
+    families: Sequence[ProductFamily] = (),
+) -> GridPlan:
     """The grid's next tasks.
 
     Args:
@@ -224,11 +224,11 @@ def plan(
             spent, most = spent + costs[most], most + 1
         found = found[:most]
     job = Job(NAME, tuple(task for _, _, task in found), ranked=True)
-    return Plan(job, tuple(removed for removed, _, _ in found), count, regret)
+    return GridPlan(job, tuple(removed for removed, _, _ in found), count, regret)
 
 
 def _order(
-    family: Family, tasks: Sequence[Task], rows: _Measured
+    family: ProductFamily, tasks: Sequence[Task], rows: _Measured
 ) -> tuple[list[tuple[float, float, Task]], float, int]:
     """Gain and cost of each task, in the greedy order, but for those known; the regret before; how many these."""
     near = [_near(task, rows) for task in tasks]
@@ -264,7 +264,7 @@ def _regret(distance: float, default: float) -> float:
 
 
 def _with_winners(
-    family: Family, known: Snapshot, gpu: GpuSpec | None
+    family: ProductFamily, known: Snapshot, gpu: GpuSpec | None
 ) -> dict[tuple[object, ...], list[tuple[object, float]]]:
     """Problems with a measured winner by their static fields, each with the regret of its default."""
     op = registry.get(family.op)
@@ -290,7 +290,7 @@ def _near(task: Task, rows: _Measured) -> list[tuple[float, float]]:
     return [(d, regret) for d, regret in distances if d <= 2 * MAX_OCTAVES]
 
 
-def _default_regret(family: Family, near: Sequence[tuple[float, float]]) -> float:
+def _default_regret(family: ProductFamily, near: Sequence[tuple[float, float]]) -> float:
     """The default's regret at a point: the prior, and what neighbours measured, nearer ones counting more."""
     weights = [math.exp(-d / MAX_OCTAVES) for d, _ in near]
     seen = sum(w * regret for w, (_, regret) in zip(weights, near, strict=True))

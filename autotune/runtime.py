@@ -56,7 +56,7 @@ class Runtime(Protocol):
         ...
 
 
-class Compilers(compilers.Compilers):
+class CompilerPool(compilers.Compilers):
     """Compiling processes, which the runtimes of one host may share: the tuner's."""
 
     def __init__(self, jobs: int) -> None:
@@ -141,13 +141,13 @@ class LocalRuntime:
         jobs: int,
         *,
         device: str | None = None,
-        compilers: Compilers | None = None,
+        compilers: CompilerPool | None = None,
         turns: Turns | None = None,
         spares: Spares | None = None,
     ) -> None:
         self._turns = Turns() if turns is None else turns
         self._own_compilers, self._own_spares = compilers is None, spares is None
-        self._compilers = Compilers(jobs) if compilers is None else compilers
+        self._compilers = CompilerPool(jobs) if compilers is None else compilers
         self.width = self._compilers.width
         env = self._compilers.env_of(device)
         self._worker = Child(WORKER_TARGET, env=env)

@@ -106,7 +106,7 @@ def bench(
     name = run_name(op, suite, **kinds, max_smem_kib=max_smem_kib, rest_ms=rest_ms)
     path = (out or RESULTS / gpu.name) / f"{name}.jsonl"
     stamp = environment.stamp(gpu.name, commit)
-    plan = runner.Plan(suite, gpu, stamp, warm, rest_ms, max_smem_kib, rounds, example=example, alone=alone)
+    plan = runner.RunPlan(suite, gpu, stamp, warm, rest_ms, max_smem_kib, rounds, example=example, alone=alone)
     try:
         rows = runner.run(cases, plan, path, runner.Timer(), _progress)
     except (CuteKernelsError, ValueError) as error:

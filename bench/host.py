@@ -44,7 +44,7 @@ Maker = Callable[[int, torch.device, torch.dtype], Tensor]
 
 
 @dataclass(frozen=True)
-class Case:
+class HostCase:
     """One op. Every maker gives one operand of ``(step, device, dtype)``: weights are shared by each other step."""
 
     op: str
@@ -141,7 +141,7 @@ def _gate(x: Tensor, w: Tensor) -> Tensor:
     return F.silu((y := F.linear(x, w))[..., :896]) * y[..., 896:]
 
 
-def cases() -> list[Case]:
+def cases() -> list[HostCase]:
     """Every case; weights are made when one runs."""
     x, square, norm, bias = _rows(3584), _weights(3584, 3584), _weights(3584), _weights(3584)
 
@@ -151,25 +151,25 @@ def cases() -> list[Case]:
     def angles(step: int, device: torch.device, dtype: torch.dtype) -> Tensor:
         return torch.rand(512, 64, device=device).mul_(2).sub_(1)  # cosines and sines: any numbers do
 
-    def attention(length: int) -> Case:
+    def attention(length: int) -> HostCase:
         others = {"flash-attn-4": _flash}
         ours = lambda q, k, v: ck.attention(q, k, v, causal=True)  # noqa: E731
-        return Case(f"attention {length}", heads(length, 32, 8, 8), _sdpa, ours, others)
+        return HostCase(f"attention {length}", heads(length, 32, 8, 8), _sdpa, ours, others)
 
     into = {"torch": lambda out, a, b: torch.mm(a, b, out=out), "cutekernels": lambda out, a, b: ck.gemm(a, b, out=out)}
     normed = {"cutekernels": lambda out, x, w: ck.rms_norm(x, w, out=out)}
     liger, gates = {"liger": _liger_norm}, {"liger": _liger_gate}
     table, gate_up = _weights(32000, 1024), _weights(1792, 3584)
     return [
-        Case("linear", (x, square), F.linear, ck.linear, chained=True),
-        Case("linear bias", (x, square, bias), F.linear, ck.linear),
-        Case("gemm", (x, square), torch.mm, ck.gemm, out=into, chained=True),
-        Case("rms_norm", (x, norm), lambda x, w: F.rms_norm(x, (3584,), w, 1e-6), ck.rms_norm, liger, normed, True),
-        Case("layer_norm", (x, norm, bias), lambda x, w, b: F.layer_norm(x, (3584,), w, b), ck.layer_norm),
-        Case("silu_mul", (x, x), lambda g, u: F.silu(g) * u, ck.silu_mul, gates, chained=True),
-        Case("linear_silu_mul", (x, gate_up), _gate, ck.linear_silu_mul),
-        Case("embedding", (_ids, table), F.embedding, ck.embedding),
-        Case("rope", (*heads(512, 32, 8), angles, angles), _rotate, ck.rope, tables=2),
+        HostCase("linear", (x, square), F.linear, ck.linear, chained=True),
+        HostCase("linear bias", (x, square, bias), F.linear, ck.linear),
+        HostCase("gemm", (x, square), torch.mm, ck.gemm, out=into, chained=True),
+        HostCase("rms_norm", (x, norm), lambda x, w: F.rms_norm(x, (3584,), w, 1e-6), ck.rms_norm, liger, normed, True),
+        HostCase("layer_norm", (x, norm, bias), lambda x, w, b: F.layer_norm(x, (3584,), w, b), ck.layer_norm),
+        HostCase("silu_mul", (x, x), lambda g, u: F.silu(g) * u, ck.silu_mul, gates, chained=True),
+        HostCase("linear_silu_mul", (x, gate_up), _gate, ck.linear_silu_mul),
+        HostCase("embedding", (_ids, table), F.embedding, ck.embedding),
+        HostCase("rope", (*heads(512, 32, 8), angles, angles), _rotate, ck.rope, tables=2),
         attention(128),
         attention(1024),
     ]
@@ -178,7 +178,9 @@ def cases() -> list[Case]:
 # ---- timing ---------------------------------------------------------------------------------------------
 
 
-def _samples(case: Case, way: str, function: Function, device: torch.device, dtype: torch.dtype) -> Callable[[], float]:
+def _samples(
+    case: HostCase, way: str, function: Function, device: torch.device, dtype: torch.dtype
+) -> Callable[[], float]:
     """A function that takes one sample, in µs a call."""
     graded = way in ("forward", "backward")
 
@@ -246,7 +248,7 @@ def entered(call: Callable[[], object]) -> int:
 
 
 def run(
-    some: Sequence[Case], rounds: int, device: torch.device, dtype: torch.dtype, stamp: dict[str, str]
+    some: Sequence[HostCase], rounds: int, device: torch.device, dtype: torch.dtype, stamp: dict[str, str]
 ) -> Iterator[Row]:
     """A row of each case, way and contender. ``config`` holds how many functions were entered, for ours."""
     for case in some:

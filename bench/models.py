@@ -61,7 +61,7 @@ WARM = 4  # steps or prompts before the first sample
 
 
 @dataclass(frozen=True)
-class Case:
+class ModelCase:
     """``decode``: ``tokens`` in the cache of each request, halfway through the samples. ``prefill``: in the prompt."""
 
     suite: str
@@ -72,10 +72,12 @@ class Case:
         return f"batch={self.batch} tokens={self.tokens}"
 
 
-PUBLISHED = tuple(Case("prefill", 1, tokens) for tokens in (128, 256, 512, 1024, 2048))  # as others timed them, in fp16
+PUBLISHED = tuple(
+    ModelCase("prefill", 1, tokens) for tokens in (128, 256, 512, 1024, 2048)
+)  # as others timed them, in fp16
 CASES = (
-    *(Case("decode", batch, tokens) for tokens in (1024, 8192) for batch in (1, 4, 16, 64)),
-    *(Case("prefill", 1, tokens) for tokens in (128, 512, 2048, 8192)),
+    *(ModelCase("decode", batch, tokens) for tokens in (1024, 8192) for batch in (1, 4, 16, 64)),
+    *(ModelCase("prefill", 1, tokens) for tokens in (128, 512, 2048, 8192)),
 )
 
 
@@ -140,7 +142,9 @@ def build_packed(name: str, device: torch.device, dtype: torch.dtype, scheme: st
 # ---- contenders: each gives a function that does one step, or one prompt, within what it does to the model --
 
 
-def ours(model: Any, case: Case, effort: Effort, *, kv_cache: Literal["fp8"] | None = None) -> Callable[[], object]:
+def ours(
+    model: Any, case: ModelCase, effort: Effort, *, kv_cache: Literal["fp8"] | None = None
+) -> Callable[[], object]:
     vocabulary = model.config.vocab_size
     if case.suite == "prefill":
         decoder = Decoder.from_transformers(model, max_batch=1, max_tokens=case.tokens + 1, kv_cache=kv_cache)
@@ -154,7 +158,7 @@ def ours(model: Any, case: Case, effort: Effort, *, kv_cache: Literal["fp8"] | N
     return decoder.step
 
 
-def theirs(model: Any, case: Case, effort: Effort, *, compiled: bool) -> Callable[[], object]:
+def theirs(model: Any, case: ModelCase, effort: Effort, *, compiled: bool) -> Callable[[], object]:
     import transformers
 
     forward = torch.compile(model.forward, mode="reduce-overhead") if compiled else model.forward
@@ -239,7 +243,7 @@ def _mlp(module: Any, x: torch.Tensor) -> torch.Tensor:
     return down
 
 
-Make = Callable[[Any, Case, Effort], Callable[[], object]]
+Make = Callable[[Any, ModelCase, Effort], Callable[[], object]]
 _eager, _compiled = partial(theirs, compiled=False), partial(theirs, compiled=True)
 Contender = tuple[Make, Callable[[Any], AbstractContextManager[Any]]]
 CONTENDERS: dict[str, Contender] = {
@@ -258,7 +262,7 @@ PUBLISHED_CONTENDERS: dict[str, Contender] = {
 }
 
 
-def _begin(case: Case, effort: Effort) -> int:
+def _begin(case: ModelCase, effort: Effort) -> int:
     return max(1, case.tokens - effort.total // 2)
 
 
@@ -272,7 +276,7 @@ def _prompt(vocabulary: int, tokens: int, number: int = 0) -> list[int]:
 def run(
     name: str,
     model: Any,
-    cases: list[Case],
+    cases: list[ModelCase],
     effort: Effort,
     stamp: dict[str, str],
     contenders: Mapping[str, Contender] | None = None,
@@ -290,7 +294,7 @@ def run(
                 yield wall.untimed(place, contender, error, stamp=stamp)
 
 
-def _samples(once: Callable[[], object], case: Case, effort: Effort, device: torch.device) -> list[float]:
+def _samples(once: Callable[[], object], case: ModelCase, effort: Effort, device: torch.device) -> list[float]:
     steps = effort.steps if case.suite == "decode" else 1
     for _ in range(WARM):
         once()

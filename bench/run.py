@@ -39,7 +39,7 @@ _CPU_BUDGET_US = 20_000.0  # device time behind one round of the host's timing
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RunPlan:
     """Settings of a run, besides its cases."""
 
     suite: str
@@ -62,7 +62,7 @@ class Timer:
     cpu_us: Callable[..., Samples] = measure.cpu_us_per_call
 
 
-def run(cases: Sequence[Case], plan: Plan, path: Path, timer: Timer, say: Callable[[list[Row]], None]) -> list[Row]:
+def run(cases: Sequence[Case], plan: RunPlan, path: Path, timer: Timer, say: Callable[[list[Row]], None]) -> list[Row]:
     """Time ``cases`` and write ``path`` after each, so that an interrupted run keeps its measurements."""
     rows: list[Row] = []
     for case in cases:
@@ -76,7 +76,7 @@ def run(cases: Sequence[Case], plan: Plan, path: Path, timer: Timer, say: Callab
 # ---- contenders -----------------------------------------------------------------------------------------
 
 
-def contenders(case: Case, plan: Plan, timer: Timer | None = None) -> list[Contender]:
+def contenders(case: Case, plan: RunPlan, timer: Timer | None = None) -> list[Contender]:
     """Contenders of a case: the peers, baseline first; streaming kernels; then ours as dispatched, the default config
     where that differs, and the best config within ``plan.max_smem_kib``. A winner that is the vendor's call is none of
     our kernels: the default takes its place. Of a suite ``headtohead`` ours are each body's fastest by ``timer``.
@@ -93,7 +93,7 @@ def contenders(case: Case, plan: Plan, timer: Timer | None = None) -> list[Conte
     return [*workload.peers, *example, *streams, *found]
 
 
-def _by_config(case: Case, plan: Plan) -> list[Contender]:
+def _by_config(case: Case, plan: RunPlan) -> list[Contender]:
     op, problem = posed(case)
     choice = dispatch.resolve(op, problem, plan.gpu)
     default = op.default(problem, plan.gpu)
@@ -109,7 +109,7 @@ def _by_config(case: Case, plan: Plan) -> list[Contender]:
     return found
 
 
-def _bodies(case: Case, plan: Plan, timer: Timer) -> list[Contender]:
+def _bodies(case: Case, plan: RunPlan, timer: Timer) -> list[Contender]:
     op, problem = posed(case)
     sets = _input_sets(case, problem, plan)
 
@@ -164,7 +164,7 @@ def within_smem(op: Op[Any, Any], problem: Any, gpu: GpuSpec, kib: int) -> tuple
 # ---- one case -------------------------------------------------------------------------------------------
 
 
-def run_case(case: Case, plan: Plan, who: Sequence[Contender], timer: Timer) -> list[Row]:
+def run_case(case: Case, plan: RunPlan, who: Sequence[Contender], timer: Timer) -> list[Row]:
     """A row for each of ``who``, in their order."""
     _, problem = posed(case)
     sets = _input_sets(case, problem, plan)
@@ -189,7 +189,7 @@ def run_case(case: Case, plan: Plan, who: Sequence[Contender], timer: Timer) -> 
         return [c.row(samples.get(c.name), baseline, torch_error, streamed) for c in candidates]
 
 
-def _input_sets(case: Case, problem: Any, plan: Plan) -> list[Inputs]:
+def _input_sets(case: Case, problem: Any, plan: RunPlan) -> list[Inputs]:
     draw = workloads.get(case.op).inputs
     first = draw(case, problem, plan.device, 0)
     count = 1 if plan.warm else measure.l2_rotation(first.bytes, plan.gpu.l2_bytes)
@@ -229,7 +229,7 @@ def judged(
 class _Candidate:
     """A contender of one case: bound, judged and timed, then turned into a row."""
 
-    def __init__(self, case: Case, plan: Plan, who: Contender, sets: Sequence[Inputs], timer: Timer) -> None:
+    def __init__(self, case: Case, plan: RunPlan, who: Contender, sets: Sequence[Inputs], timer: Timer) -> None:
         self.contender = who
         self.name = who.name
         self.round: measure.Round | None = None

@@ -41,7 +41,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 @dataclass(frozen=True)
-class Case:
+class TrainingCase:
     """``batch`` sequences of ``tokens``; ``layers`` of a model, 0 for all. Of the loss: ``tokens`` x K x V."""
 
     suite: str
@@ -60,15 +60,15 @@ class Case:
 
 
 CASES = (
-    Case("step", "qwen2.5-0.5b", 4, 512),
-    Case("step", "qwen2.5-0.5b", 1, 256),
-    Case("step", "qwen2.5-1.5b", 4, 2048),
-    Case("step", "qwen2.5-7b", 2, 2048, layers=4),
-    Case("step", "qwen3-30b-a3b", 2, 2048, layers=2),
-    Case("loss", "", 1, 4096, k=4096, classes=128256),
-    Case("loss", "", 1, 8192, k=3584, classes=152064),
-    Case("loss", "", 1, 2048, k=896, classes=151936),
-    Case("curve", "qwen2.5-0.5b", 2, 128, layers=2),
+    TrainingCase("step", "qwen2.5-0.5b", 4, 512),
+    TrainingCase("step", "qwen2.5-0.5b", 1, 256),
+    TrainingCase("step", "qwen2.5-1.5b", 4, 2048),
+    TrainingCase("step", "qwen2.5-7b", 2, 2048, layers=4),
+    TrainingCase("step", "qwen3-30b-a3b", 2, 2048, layers=2),
+    TrainingCase("loss", "", 1, 4096, k=4096, classes=128256),
+    TrainingCase("loss", "", 1, 8192, k=3584, classes=152064),
+    TrainingCase("loss", "", 1, 2048, k=896, classes=151936),
+    TrainingCase("curve", "qwen2.5-0.5b", 2, 128, layers=2),
 )
 
 Step = Callable[[], Tensor]  # returns the loss, which the GPU may still compute
@@ -77,7 +77,7 @@ Step = Callable[[], Tensor]  # returns the loss, which the GPU may still compute
 # ---- steps of a model -----------------------------------------------------------------------------------
 
 
-def _stepping(model: Any, called: Any, optimizer: Any, case: Case) -> Step:
+def _stepping(model: Any, called: Any, optimizer: Any, case: TrainingCase) -> Step:
     draw = torch.Generator("cuda").manual_seed(7)
     ids = torch.randint(0, model.config.vocab_size, (case.batch, case.tokens), generator=draw, device="cuda")
 
@@ -103,7 +103,7 @@ _adamw = partial(torch.optim.AdamW, lr=1e-4, fused=True)
 
 
 def _step(
-    case: Case,
+    case: TrainingCase,
     seed: int = 0,
     *,
     change: Callable[[Any], object] = lambda model: None,
@@ -117,7 +117,7 @@ def _step(
 
 _fused: Any = lambda p: ck.optim.FusedAdamW(p, lr=1e-4, moments_dtype=torch.bfloat16)  # noqa: E731
 _ours = partial(_step, change=lambda model: ck.patch(model))
-MODELS: dict[str, Callable[[Case], Step]] = {
+MODELS: dict[str, Callable[[TrainingCase], Step]] = {
     "plain": _step,
     "plain, compiled": partial(_step, compiled=True),
     "liger": partial(_step, change=_liger),
@@ -130,7 +130,7 @@ MODELS: dict[str, Callable[[Case], Step]] = {
 # ---- the loss alone -------------------------------------------------------------------------------------
 
 
-def _loss(case: Case, function: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Step:
+def _loss(case: TrainingCase, function: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Step:
     draw = torch.Generator("cuda").manual_seed(7)
     x = torch.randn(case.tokens, case.k, generator=draw, device="cuda").bfloat16().requires_grad_()
     weight = (torch.randn(case.classes, case.k, generator=draw, device="cuda") * case.k**-0.5).bfloat16()
@@ -158,7 +158,7 @@ def _import(place: str) -> Any:
     return attrgetter(name)(importlib.import_module(module))
 
 
-LOSSES: dict[str, Callable[[Case], Step]] = {
+LOSSES: dict[str, Callable[[TrainingCase], Step]] = {
     "plain, compiled": lambda case: _loss(case, torch.compile(_whole, dynamic=False)),
     "liger": lambda case: _loss(case, _import(_LIGER)),
     "quack": lambda case: _loss(case, _import("quack.linear_cross_entropy:chunked_linear_cross_entropy")),
@@ -178,7 +178,7 @@ def _time(step: Step) -> float:
     return (time.perf_counter() - begin) * 1e6
 
 
-def run(case: Case, rounds: int, stamp: dict[str, str], skip: str = "") -> Iterator[Row]:
+def run(case: TrainingCase, rounds: int, stamp: dict[str, str], skip: str = "") -> Iterator[Row]:
     """A row of each contender but those with ``skip`` in their name.
 
     Contenders live side by side and take their samples in turns, as far as memory allows; those that it has no room
@@ -225,7 +225,7 @@ def run(case: Case, rounds: int, stamp: dict[str, str], skip: str = "") -> Itera
         yield wall.timed(place, name, times[name], memory_gib=memory[name], speedup=speedup, stamp=stamp)
 
 
-def curves(case: Case, stamp: dict[str, str]) -> Iterator[Row]:
+def curves(case: TrainingCase, stamp: dict[str, str]) -> Iterator[Row]:
     """How far loss curves lie from the plain one: of other seeds' weights, and of ours with the same weights."""
 
     def curve(step: Step) -> tuple[Tensor, float]:

@@ -119,7 +119,7 @@ def _has_device(bus: Path) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class FitRule:
     """One thing that must fit another. ``value`` and ``remedy`` are templates over a :class:`Machine`, ``{m}``."""
 
     what: str
@@ -130,7 +130,7 @@ class Rule:
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class Misfit:
     """A rule that a machine breaks."""
 
     what: str
@@ -139,78 +139,78 @@ class Problem:
     remedy: str
 
 
-RULES: tuple[Rule, ...] = (
-    Rule(
+RULES: tuple[FitRule, ...] = (
+    FitRule(
         "driver",
         "broken",
         lambda m: m.nvml_error == _NVML_VERSIONS_DIFFER,
         "its library is of another version than its kernel module (NVML error {m.nvml_error})",
         "reboot (in Windows for WSL2: `wsl --shutdown`); in a container, start it again",
     ),
-    Rule(
+    FitRule(
         "driver",
         "absent",
         lambda m: not m.driver and m.nvml_error != _NVML_VERSIONS_DIFFER and m.has_device and not m.wsl,
         "none, though the PCI bus has an NVIDIA GPU",
         "{m.new_driver}; in a container: start it with --gpus all",
     ),
-    Rule(
+    FitRule(
         "driver",
         "absent",
         lambda m: not m.driver and m.nvml_error != _NVML_VERSIONS_DIFFER and m.wsl,
         "none that Windows hands to WSL2",
         "for an NVIDIA GPU: {m.new_driver}",
     ),
-    Rule(
+    FitRule(
         "driver",
         "broken",
         lambda m: m.driver_cuda is not None and not m.supported,
         f"{{m.driver}} runs CUDA {{m.driver_cuda}} at most; {OLDEST} is the oldest supported",
         "{m.new_driver}",
     ),
-    Rule(
+    FitRule(
         "torch and driver",
         "broken",
         lambda m: m.supported and bool(m.torch) and m.torch_cuda is None,
         "torch {m.torch} is a CPU build; the driver, {m.driver}, runs CUDA {m.driver_cuda}",
         "{m.fit_torch}",
     ),
-    Rule(
+    FitRule(
         "torch and driver",
         "broken",
         lambda m: m.supported and m.newer_than_driver(m.torch_cuda),
         "torch {m.torch} is built for CUDA {m.torch_cuda}; the driver, {m.driver}, runs CUDA {m.driver_cuda} at most",
         "{m.new_driver}, or: {m.fit_torch}",
     ),
-    Rule(
+    FitRule(
         "torch and gpu",
         "broken",
         lambda m: m.supported and m.blackwell and m.torch_cuda is not None and m.torch_cuda < (12, 8),
         "torch {m.torch} is built for CUDA {m.torch_cuda}; compute capability 10.0 and above needs 12.8 or newer",
         "{m.fit_torch}",
     ),
-    Rule(
+    FitRule(
         "triton and driver",
         "broken",
         lambda m: m.supported and m.blackwell and m.newer_than_driver(m.triton),
         "Triton assembles for this GPU with CUDA {m.triton}; the driver, {m.driver}, runs CUDA {m.driver_cuda} at most",
         "{m.new_driver}, or, for Triton 3.6: {m.fit_torch}",
     ),
-    Rule(
+    FitRule(
         "dsl and driver",
         "broken",
         lambda m: m.supported and bool(m.dsl) and all(m.newer_than_driver(Cuda(n, 0)) for n in m.dsl),
         "the DSL has libraries for CUDA {m.dsl[0]} alone; the driver, {m.driver}, runs CUDA {m.driver_cuda} at most",
         "pip install nvidia-cutlass-dsl, which brings those for CUDA 12, or {m.new_driver}",
     ),
-    Rule(
+    FitRule(
         "dsl and driver",
         "untested",
         lambda m: m.supported and m.driver_cuda is not None and m.driver_cuda.major >= 13 and m.dsl == (12,),
         "the DSL has libraries for CUDA 12 alone; the driver, {m.driver}, runs CUDA {m.driver_cuda}",
         'pip install "nvidia-cutlass-dsl[cu13]"',
     ),
-    Rule(
+    FitRule(
         "dsl and driver",
         "untested",
         lambda m: m.supported and m.driver_cuda is not None and m.driver_cuda < DSL_CU12 and 12 in m.dsl,
@@ -230,7 +230,7 @@ class Overlap:
     mine: int
     common: int
 
-    def misfit(self, machine: Machine, version: str) -> Problem | None:
+    def misfit(self, machine: Machine, version: str) -> Misfit | None:
         """What to reinstall where the wheel for this driver is not whole."""
         wants_cu13 = machine.driver_cuda is None or machine.driver_cuda.major >= 13
         fits = self.last
@@ -239,7 +239,7 @@ class Overlap:
         if fits == self.last and self.mine == self.common:
             return None
         remedy = f"pip install --force-reinstall --no-deps {fits}=={version}"
-        return Problem("dsl wheels", "broken", f"{self}; this machine needs those of {fits}", remedy)
+        return Misfit("dsl wheels", "broken", f"{self}; this machine needs those of {fits}", remedy)
 
     def __str__(self) -> str:
         return f"{self.last} came last, with {self.mine} of the {self.common} files that {self.other} has too"
@@ -274,10 +274,10 @@ def _lies(file: Path, recorded: metadata.FileHash) -> bool:
     return urlsafe_b64encode(found).decode().rstrip("=") == recorded.value
 
 
-def problems(machine: Machine, rules: Sequence[Rule] = RULES) -> list[Problem]:
+def problems(machine: Machine, rules: Sequence[FitRule] = RULES) -> list[Misfit]:
     """What does not fit on ``machine``, one entry for each rule that it breaks."""
     return [
-        Problem(rule.what, rule.state, rule.value.format(m=machine), rule.remedy.format(m=machine))
+        Misfit(rule.what, rule.state, rule.value.format(m=machine), rule.remedy.format(m=machine))
         for rule in rules
         if rule.fails(machine)
     ]

@@ -294,7 +294,7 @@ def _kept_in(folder: str) -> Iterator[None]:
         return
     knobs, base, file_manager = managers
 
-    class Folder(base):  # type: ignore[misc,valid-type]
+    class KernelFolder(base):  # type: ignore[misc,valid-type]
         def get_file(self, filename: str) -> str | None:
             return None
 
@@ -316,7 +316,7 @@ def _kept_in(folder: str) -> Iterator[None]:
         before = values.get("manager_class")
 
         def chosen(key: str, **role: bool) -> Any:  # of dumps and overrides, which users ask for by name, in any thread
-            return Folder(key) if threading.get_ident() == own and not role else theirs(key, **role)
+            return KernelFolder(key) if threading.get_ident() == own and not role else theirs(key, **role)
 
         values["manager_class"] = chosen  # like an assignment, which would also export TRITON_CACHE_MANAGER
         try:

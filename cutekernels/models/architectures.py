@@ -23,7 +23,7 @@ _GATES: dict[str, Gate] = {
 
 
 @dataclass(frozen=True)
-class Part:
+class LayerPart:
     """A module with weights.
 
     Attributes:
@@ -44,7 +44,7 @@ class Part:
     each: bool = False
     tensor: str = ""
 
-    def of(self, experts: int) -> Part:
+    def of(self, experts: int) -> LayerPart:
         """With the modules of so many experts, one behind the other."""
         if not self.each:
             return self
@@ -73,41 +73,41 @@ class Routed:
     limit: float = 7.0
 
 
-def _norm(path: str, size: str = "hidden", bias: bool = False) -> Part:
-    return Part(path, (path,), (size,), None, bias)
+def _norm(path: str, size: str = "hidden", bias: bool = False) -> LayerPart:
+    return LayerPart(path, (path,), (size,), None, bias)
 
 
-def _attention(qkv_bias: _Bias, out_bias: _Bias) -> tuple[Part, ...]:
+def _attention(qkv_bias: _Bias, out_bias: _Bias) -> tuple[LayerPart, ...]:
     """Projections of the common names."""
     qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     return (
-        Part("self_attn.qkv_proj", qkv, ("query", "key", "key"), bias=qkv_bias),
-        Part("self_attn.o_proj", ("self_attn.o_proj",), ("hidden",), "query", out_bias),
+        LayerPart("self_attn.qkv_proj", qkv, ("query", "key", "key"), bias=qkv_bias),
+        LayerPart("self_attn.o_proj", ("self_attn.o_proj",), ("hidden",), "query", out_bias),
     )
 
 
-def _layer(norms: tuple[Part, ...], qkv_bias: _Bias, out_bias: _Bias, mlp_bias: _Bias) -> tuple[Part, ...]:
+def _layer(norms: tuple[LayerPart, ...], qkv_bias: _Bias, out_bias: _Bias, mlp_bias: _Bias) -> tuple[LayerPart, ...]:
     """A layer of the common names."""
     return (
         *norms,
         *_attention(qkv_bias, out_bias),
-        Part("mlp.gate_up_proj", ("mlp.gate_proj", "mlp.up_proj"), ("intermediate",) * 2, bias=mlp_bias),
-        Part("mlp.down_proj", ("mlp.down_proj",), ("hidden",), "intermediate", mlp_bias),
+        LayerPart("mlp.gate_up_proj", ("mlp.gate_proj", "mlp.up_proj"), ("intermediate",) * 2, bias=mlp_bias),
+        LayerPart("mlp.down_proj", ("mlp.down_proj",), ("hidden",), "intermediate", mlp_bias),
     )
 
 
-def _mixture(front: str, names: tuple[str, str, str]) -> tuple[Part, ...]:
+def _mixture(front: str, names: tuple[str, str, str]) -> tuple[LayerPart, ...]:
     """A router and the gate, up and down projections of each expert, by their names in a checkpoint."""
     gate, up, down = (f"{front}.experts.{{}}.{name}" for name in names)
     return (
-        Part("mlp.gate", (f"{front}.gate",), ("experts",)),
-        Part("mlp.experts.gate_up_proj", (gate, up), ("expert",) * 2, each=True),
-        Part("mlp.experts.down_proj", (down,), ("hidden",), "expert", each=True),
+        LayerPart("mlp.gate", (f"{front}.gate",), ("experts",)),
+        LayerPart("mlp.experts.gate_up_proj", (gate, up), ("expert",) * 2, each=True),
+        LayerPart("mlp.experts.down_proj", (down,), ("hidden",), "expert", each=True),
     )
 
 
-_TABLE = Part("model.embed_tokens", ("model.embed_tokens",), ("vocabulary",))
-_HEAD = Part("lm_head", ("lm_head",), ("vocabulary",))
+_TABLE = LayerPart("model.embed_tokens", ("model.embed_tokens",), ("vocabulary",))
+_HEAD = LayerPart("lm_head", ("lm_head",), ("vocabulary",))
 _PRE_NORMS = _norm("input_layernorm"), _norm("post_attention_layernorm")
 _SANDWICH = *_PRE_NORMS, _norm("pre_feedforward_layernorm"), _norm("post_feedforward_layernorm")
 _BEHIND = _norm("post_attention_layernorm"), _norm("post_feedforward_layernorm")
@@ -204,7 +204,7 @@ class Architecture:
         scaled: embeddings are multiplied by the root of their width, scores by ``query_pre_attn_scalar``'s.
     """
 
-    layer: tuple[Part, ...]
+    layer: tuple[LayerPart, ...]
     defaults: dict[str, Any] = field(default_factory=dict)
     types: Callable[[dict[str, Any], int], list[str]] | None = None
     local_theta: float | None = None
@@ -212,7 +212,7 @@ class Architecture:
     partial: bool = False
     scaled: bool = False
     routed: Callable[[dict[str, Any]], Routed] | None = None
-    body: tuple[Part, ...] = (_TABLE, _norm("model.norm"), _HEAD)
+    body: tuple[LayerPart, ...] = (_TABLE, _norm("model.norm"), _HEAD)
 
 
 _COMMON: dict[str, Any] = {
@@ -268,10 +268,12 @@ ARCHITECTURES = {
     "gpt_oss": Architecture(
         (
             *_PRE_NORMS, *_attention("attention_bias", "attention_bias"),
-            Part("self_attn.sinks", ("self_attn",), ("heads",), None, tensor="sinks"),
-            Part("mlp.gate", ("mlp.router",), ("experts",), bias=True),
-            Part("mlp.experts.gate_up_proj", ("mlp.experts",), ("2expert",), "hidden", True, tensor="gate_up_proj_"),
-            Part("mlp.experts.down_proj", ("mlp.experts",), ("hidden",), "expert", True, tensor="down_proj_"),
+            LayerPart("self_attn.sinks", ("self_attn",), ("heads",), None, tensor="sinks"),
+            LayerPart("mlp.gate", ("mlp.router",), ("experts",), bias=True),
+            LayerPart(
+                "mlp.experts.gate_up_proj", ("mlp.experts",), ("2expert",), "hidden", True, tensor="gate_up_proj_"
+            ),
+            LayerPart("mlp.experts.down_proj", ("mlp.experts",), ("hidden",), "expert", True, tensor="down_proj_"),
         ),
         {
             "num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5, "rope_theta": 150000.0,
@@ -284,10 +286,10 @@ ARCHITECTURES = {
     "phi3": Architecture(
         (
             *_PRE_NORMS,
-            Part("self_attn.qkv_proj", ("self_attn.qkv_proj",), ("query+2key",)),
-            Part("self_attn.o_proj", ("self_attn.o_proj",), ("hidden",), "query"),
-            Part("mlp.gate_up_proj", ("mlp.gate_up_proj",), ("2intermediate",)),
-            Part("mlp.down_proj", ("mlp.down_proj",), ("hidden",), "intermediate"),
+            LayerPart("self_attn.qkv_proj", ("self_attn.qkv_proj",), ("query+2key",)),
+            LayerPart("self_attn.o_proj", ("self_attn.o_proj",), ("hidden",), "query"),
+            LayerPart("mlp.gate_up_proj", ("mlp.gate_up_proj",), ("2intermediate",)),
+            LayerPart("mlp.down_proj", ("mlp.down_proj",), ("hidden",), "intermediate"),
         ),
         {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
         partial=True,
@@ -315,8 +317,8 @@ ARCHITECTURES = {
         (
             *_LAYER_NORMS,
             *_attention("use_bias", "use_bias"),
-            Part("mlp.c_fc", ("mlp.c_fc",), ("intermediate",), bias="use_bias"),
-            Part("mlp.c_proj", ("mlp.c_proj",), ("hidden",), "intermediate", "use_bias"),
+            LayerPart("mlp.c_fc", ("mlp.c_fc",), ("intermediate",), bias="use_bias"),
+            LayerPart("mlp.c_proj", ("mlp.c_proj",), ("hidden",), "intermediate", "use_bias"),
         ),
         {
             "num_key_value_heads": 2, "hidden_act": "gelu_pytorch_tanh", "max_position_embeddings": 4096,
@@ -329,8 +331,8 @@ ARCHITECTURES = {
         (
             *_PRE_NORMS, _norm("post_self_attn_layernorm"), _norm("post_mlp_layernorm"),
             *_attention("attention_bias", False),
-            Part("mlp.gate_up_proj", ("mlp.gate_up_proj",), ("2intermediate",)),
-            Part("mlp.down_proj", ("mlp.down_proj",), ("hidden",), "intermediate"),
+            LayerPart("mlp.gate_up_proj", ("mlp.gate_up_proj",), ("2intermediate",)),
+            LayerPart("mlp.down_proj", ("mlp.down_proj",), ("hidden",), "intermediate"),
         ),
         {
             "num_key_value_heads": 2, "head_dim": 128, "attention_bias": True, "rms_norm_eps": 1.5625e-7,
@@ -367,7 +369,7 @@ ARCHITECTURES = {
 
 
 @dataclass(frozen=True)
-class Config:
+class DecoderConfig:
     """The part of ``config.json`` that decides what a decoder computes, under the names of transformers.
 
     Attributes:
@@ -413,7 +415,7 @@ class Config:
     raw: dict[str, Any]
 
     def sizes(self) -> dict[str, int]:
-        """Rows and columns by the names of :class:`Part`."""
+        """Rows and columns by the names of :class:`LayerPart`."""
         return {
             "hidden": self.hidden_size,
             "intermediate": self.intermediate_size,
@@ -431,19 +433,19 @@ class Config:
             return {}
         return {"experts": self.routed.experts, "expert": self.routed.width, "2expert": 2 * self.routed.width}
 
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[LayerPart, ...]:
         """Of each layer."""
         experts = 0 if self.routed is None else self.routed.experts
         return tuple(part.of(experts) for part in ARCHITECTURES[self.model_type].layer)
 
-    def has_bias(self, part: Part) -> bool:
+    def has_bias(self, part: LayerPart) -> bool:
         return bool(self.raw[part.bias]) if isinstance(part.bias, str) else part.bias
 
     def is_sliding(self, layer: int) -> bool:
         return self.layer_types is None or self.layer_types[layer] == SLIDING
 
 
-def read_config(given: dict[str, Any]) -> Config:
+def read_config(given: dict[str, Any]) -> DecoderConfig:
     """The config of a family in ``ARCHITECTURES``.
 
     Raises:
@@ -505,7 +507,7 @@ def read_config(given: dict[str, Any]) -> Config:
                 f"{rotary_dim} of {head_dim}: mend config.json"
             )
     scaling = raw["query_pre_attn_scalar"] ** -0.5 if architecture.scaled else head_dim**-0.5
-    return Config(
+    return DecoderConfig(
         model_type=kind, vocab_size=raw["vocab_size"], hidden_size=raw["hidden_size"],
         intermediate_size=raw["intermediate_size"], num_hidden_layers=raw["num_hidden_layers"],
         num_attention_heads=heads, num_key_value_heads=heads_kv, head_dim=head_dim,

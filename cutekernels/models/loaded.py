@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from cutekernels.integrations.transformers.families import FAMILIES
-from cutekernels.models.architectures import ARCHITECTURES, Config, Part
+from cutekernels.models.architectures import ARCHITECTURES, DecoderConfig, LayerPart
 from cutekernels.models.ropes import frequencies
 from cutekernels.nn import quantized
 from cutekernels.nn.mlp import Gate
@@ -94,7 +94,7 @@ class Apart(nn.Module):
 class Rotary(nn.Module):
     """Cosines and sines, called as transformers' modules are: ``(x, positions)``, or with a type of layer behind."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self._ropes, self._dim = config.rope_parameters, config.rotary_dim
         self._table = FAMILIES[config.model_type].table
@@ -117,7 +117,7 @@ class LoadedModel(nn.Module):
         generation_config: ``eos_token_id``, or None where there was no ``generation_config.json``.
     """
 
-    def __init__(self, config: Config, generation: dict[str, Any] | None, dtype: torch.dtype) -> None:
+    def __init__(self, config: DecoderConfig, generation: dict[str, Any] | None, dtype: torch.dtype) -> None:
         """Its weights are on the meta device, to be put in place one by one."""
         super().__init__()
         self.config = config
@@ -128,7 +128,7 @@ class LoadedModel(nn.Module):
         self.model, sizes = nn.Module(), config.sizes()
         self.model.layers = nn.ModuleList(self._layer(i) for i in range(config.num_hidden_layers))
         self.model.rotary_emb = Rotary(config)
-        self._parts: dict[str, Part] = {part.path: part for part in architecture.body}
+        self._parts: dict[str, LayerPart] = {part.path: part for part in architecture.body}
         for i in range(config.num_hidden_layers):
             self._parts |= {f"model.layers.{i}.{part.path}": part for part in config.parts()}
         for path, part in self._parts.items():
@@ -146,7 +146,7 @@ class LoadedModel(nn.Module):
             self.model.embed_tokens.register_buffer("embed_scale", scale, persistent=False)  # type: ignore[union-attr]
 
     @property
-    def parts(self) -> dict[str, Part]:
+    def parts(self) -> dict[str, LayerPart]:
         """Every module with weights, by its path."""
         return self._parts
 

@@ -14,7 +14,7 @@ import torch
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.models import architectures
 from cutekernels.models.accepted import IGNORED, check_model
-from cutekernels.models.architectures import Part
+from cutekernels.models.architectures import LayerPart
 from cutekernels.models.arguments import free_bytes
 from cutekernels.models.folder import Folder
 from cutekernels.models.loaded import LoadedModel
@@ -185,14 +185,14 @@ def _holds(parts: dict[str, list[str]], module: str, suffix: str) -> bool:
     return any(not own or suffix == own or (own.endswith("_") and suffix.startswith(own)) for own in parts[module])
 
 
-def _stored_names(path: str, part: Part) -> list[str]:
+def _stored_names(path: str, part: LayerPart) -> list[str]:
     """Names in the checkpoint of what is at ``path``."""
     front = path.removesuffix(part.path)
     return [f"{front}{name}" for name in part.stored]
 
 
 def _module(
-    model: LoadedModel, path: str, part: Part, stored: dict[str, dict[str, str]], scheme: Scheme | None
+    model: LoadedModel, path: str, part: LayerPart, stored: dict[str, dict[str, str]], scheme: Scheme | None
 ) -> Stored:
     """The stored tensors of the module at ``path``."""
     sizes, names = model.config.sizes(), _stored_names(path, part)

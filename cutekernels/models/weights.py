@@ -35,7 +35,7 @@ _SOFTMAX = (
 
 
 @dataclass(frozen=True)
-class Embedding:
+class EmbeddingWeights:
     """Rows of ``weight``, times ``scale`` where there is one."""
 
     weight: Tensor
@@ -77,7 +77,7 @@ class Projections:
 
 
 @dataclass(frozen=True)
-class Norm:
+class NormWeights:
     """An RMS norm. ``options``: of :func:`cutekernels.rms_norm`."""
 
     weight: Tensor
@@ -121,7 +121,7 @@ class NoNorm:
 
 
 @dataclass(frozen=True)
-class Mlp:
+class MlpWeights:
     """``down(act(gate(x)) * up(x))``."""
 
     gate_up: Projection | Projections
@@ -133,7 +133,7 @@ class Mlp:
 
 
 @dataclass(frozen=True)
-class PlainMlp:
+class PlainMlpWeights:
     """``down(act(up(x)))``."""
 
     up: Projection
@@ -165,7 +165,7 @@ class SharedMoE:
     """Experts, and one that every token has, times the sigmoid of ``gate``."""
 
     routed: MoE
-    shared: Mlp
+    shared: MlpWeights
     gate: Projection
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -185,8 +185,8 @@ class Attention:
     """
 
     qkv: Projection | Projections
-    q_norm: Norm | None
-    k_norm: Norm | None
+    q_norm: NormWeights | None
+    k_norm: NormWeights | None
     whole_norms: bool
     out: Projection
     cos: Tensor | None
@@ -196,17 +196,17 @@ class Attention:
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerWeights:
     """One decoder layer; ``attention_out_norm`` and ``mlp_out_norm`` are of results before the residual is added, and
     ``multiplier`` multiplies them. ``parallel``: the MLP has attention's input, and both results are added at once.
     """
 
-    attention_norm: Norm | LayerNorm | NoNorm
+    attention_norm: NormWeights | LayerNorm | NoNorm
     attention: Attention
-    attention_out_norm: Norm | None
-    mlp_norm: Norm | LayerNorm | NoNorm
-    mlp: Mlp | PlainMlp | MoE | SharedMoE | Experts
-    mlp_out_norm: Norm | None
+    attention_out_norm: NormWeights | None
+    mlp_norm: NormWeights | LayerNorm | NoNorm
+    mlp: MlpWeights | PlainMlpWeights | MoE | SharedMoE | Experts
+    mlp_out_norm: NormWeights | None
     parallel: bool
     multiplier: float | None
 
@@ -217,9 +217,9 @@ class Weights:
     they are divided by it.
     """
 
-    embedding: Embedding
-    layers: tuple[Layer, ...]
-    norm: Norm | LayerNorm
+    embedding: EmbeddingWeights
+    layers: tuple[LayerWeights, ...]
+    norm: NormWeights | LayerNorm
     head: Projection
     softcap: float | None
     scaling: float | None
@@ -254,7 +254,7 @@ def read(model: Any, positions: int) -> Weights:
             for number, layer in enumerate(model.model.layers)
         )
     return Weights(
-        embedding=Embedding(model.model.embed_tokens.weight.detach(), family.embedding_multiplier_of(model)),
+        embedding=EmbeddingWeights(model.model.embed_tokens.weight.detach(), family.embedding_multiplier_of(model)),
         layers=layers,
         norm=_any_norm(model.model.norm, family),
         head=_projection(model.lm_head, model.dtype),
@@ -286,9 +286,9 @@ def _layer(
     tables: dict[str | None, tuple[Tensor, Tensor]],
     dtype: torch.dtype,
     multiplier: float | None,
-) -> Layer:
+) -> LayerWeights:
     before, of_attention, between, of_mlp = (name and getattr(layer, name) for name in family.norms)
-    return Layer(
+    return LayerWeights(
         attention_norm=NoNorm() if before is None else _any_norm(before, family),
         attention=_attention(layer.self_attn, family, tables, dtype),
         attention_out_norm=None if of_attention is None else _norm(of_attention, family),
@@ -331,7 +331,7 @@ def _attention(
     )
 
 
-def _mlp(path: str, mlp: Any, dtype: torch.dtype) -> Mlp | PlainMlp | MoE | SharedMoE | Experts:
+def _mlp(path: str, mlp: Any, dtype: torch.dtype) -> MlpWeights | PlainMlpWeights | MoE | SharedMoE | Experts:
     if isinstance(getattr(mlp, "routed", None), Routed):
         return _experts(mlp, mlp.routed, dtype)
     if hasattr(mlp, "experts"):
@@ -351,7 +351,7 @@ def _mlp(path: str, mlp: Any, dtype: torch.dtype) -> Mlp | PlainMlp | MoE | Shar
             return routed
         return SharedMoE(routed, _gated_mlp(mlp.shared_expert, dtype), _projection(mlp.shared_expert_gate, dtype))
     if hasattr(mlp, "c_fc"):
-        return PlainMlp(_projection(mlp.c_fc, dtype), _gate(mlp), _projection(mlp.c_proj, dtype))
+        return PlainMlpWeights(_projection(mlp.c_fc, dtype), _gate(mlp), _projection(mlp.c_proj, dtype))
     return _gated_mlp(mlp, dtype)
 
 
@@ -377,9 +377,9 @@ def _experts(mlp: Any, routed: Routed, dtype: torch.dtype) -> Experts:
     return Experts(_projection(mlp.gate, dtype), routed.top_k, routed.renormalize, gate_up, down, options)
 
 
-def _gated_mlp(mlp: Any, dtype: torch.dtype) -> Mlp:
+def _gated_mlp(mlp: Any, dtype: torch.dtype) -> MlpWeights:
     gate_up = _join(mlp, dtype, "gate_up_proj", "gate_proj", "up_proj")
-    return Mlp(gate_up, _gate(mlp), _projection(mlp.down_proj, dtype))
+    return MlpWeights(gate_up, _gate(mlp), _projection(mlp.down_proj, dtype))
 
 
 def _gate(mlp: Any) -> Gate:
@@ -390,15 +390,15 @@ def _gate(mlp: Any) -> Gate:
     return gate
 
 
-def _any_norm(norm: Any, family: Family) -> Norm | LayerNorm:
+def _any_norm(norm: Any, family: Family) -> NormWeights | LayerNorm:
     if not family.layer_norm:
         return _norm(norm, family)
     bias = getattr(norm, "bias", None)
     return LayerNorm(norm.weight.detach(), None if bias is None else bias.detach(), family.norm_options(norm))
 
 
-def _norm(norm: Any, family: Family) -> Norm:
-    return Norm(norm.weight.detach(), family.norm_options(norm))
+def _norm(norm: Any, family: Family) -> NormWeights:
+    return NormWeights(norm.weight.detach(), family.norm_options(norm))
 
 
 def _projection(linear: Any, dtype: torch.dtype) -> Projection:

@@ -31,7 +31,7 @@ from cutekernels.optim.operands import (
     take_over,
     wide_dtype,
 )
-from cutekernels.optim.plan import Gradients, Plan, Settings
+from cutekernels.optim.plan import GroupSettings, StepGradients, StepPlan
 
 __all__ = ["FusedAdamW"]
 
@@ -144,9 +144,9 @@ class FusedAdamW(torch.optim.Optimizer):
     def _forget(self) -> None:
         """Drops what is known of parameters and their state."""
         self.grad_norm = None
-        self._plan: Plan | None = None
+        self._plan: StepPlan | None = None
         self._versions: dict[Tensor, int] = {}  # of the CPU's parameters with a master copy, after the last step
-        self._checked: list[tuple[list[Any], Settings]] = []  # a group's values, and what was made of them
+        self._checked: list[tuple[list[Any], GroupSettings]] = []  # a group's values, and what was made of them
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
@@ -242,7 +242,7 @@ class FusedAdamW(torch.optim.Optimizer):
         plan = self._plan
         grads = None if plan is None else plan.gradients(self, settings)
         if plan is None or grads is None:
-            plan = self._plan = Plan(self, settings, plan)
+            plan = self._plan = StepPlan(self, settings, plan)
             grads = plan.gradients(self, settings)
             assert grads is not None, "a new plan holds"
         alone = [_Alone(self, param, number) for param, number in plan.alone if param.grad is not None]
@@ -252,7 +252,7 @@ class FusedAdamW(torch.optim.Optimizer):
             self.grad_norm = torch.zeros((), device="cpu")
         return loss
 
-    def _settings(self) -> list[Settings]:
+    def _settings(self) -> list[GroupSettings]:
         """Of each group, checked: anew where a value is another object than at the last step, or may have changed."""
         del self._checked[len(self.param_groups) :]
         for number, group in enumerate(self.param_groups):
@@ -267,7 +267,7 @@ class FusedAdamW(torch.optim.Optimizer):
             self._checked[number : number + 1] = [(values, _settings_of(group))]
         return [settings for _, settings in self._checked]
 
-    def _update(self, plan: Plan, grads: Gradients, alone: list[_Alone], settings: list[Settings]) -> None:
+    def _update(self, plan: StepPlan, grads: StepGradients, alone: list[_Alone], settings: list[GroupSettings]) -> None:
         clips, max_norm = self.max_grad_norm is not None, float(self.max_grad_norm or 0.0)
         capturing = bool(plan.tables) and torch.cuda.is_current_stream_capturing()
         if capturing:
@@ -345,13 +345,13 @@ def _has_shape(t: object, shape: tuple[int, ...]) -> bool:
     return isinstance(t, Tensor) and (t.shape == shape or (not shape and t.numel() == 1))
 
 
-def _settings_of(group: dict[str, Any]) -> Settings:
+def _settings_of(group: dict[str, Any]) -> GroupSettings:
     lr = group["lr"]
     rate = lr.to(torch.float32) if isinstance(lr, Tensor) and lr.is_cuda else None
     hyper = Hyper.of(0.0 if rate is not None else float(lr), group["betas"], group["eps"], group["weight_decay"])
     place = lr.device if isinstance(lr, Tensor) else None
     kept = group.get("master_weights", False), group.get("moments_dtype", "fp32")
-    return Settings(rate, group["maximize"], *kept, hyper, place)
+    return GroupSettings(rate, group["maximize"], *kept, hyper, place)
 
 
 def _check_max_norm(max_grad_norm: float | None) -> None:

@@ -54,7 +54,7 @@ class Stepped(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class GroupSettings:
     """A group's values in a step: flags that plans depend on, and numbers that they do not."""
 
     rate: Tensor | None
@@ -135,7 +135,7 @@ class DeviceTable:
             found.append(total if mesh is None else mesh.sum_over(total))
         return found
 
-    def update(self, column: int, settings: Sequence[Settings], norm: Tensor | None, max_norm: float) -> None:
+    def update(self, column: int, settings: Sequence[GroupSettings], norm: Tensor | None, max_norm: float) -> None:
         address = 0 if norm is None else norm.data_ptr()
         for launch in self.launches:
             if launch.update is not None:
@@ -153,13 +153,13 @@ class DeviceTable:
                 )
 
 
-class Plan:
+class StepPlan:
     """Rows are the parameters that kernels update, those of a launch side by side.
 
     It refers to parameters, and to nothing else that belongs to the optimizer: state that is moved elsewhere is freed.
     """
 
-    def __init__(self, optimizer: Stepped, settings: Sequence[Settings], before: Plan | None) -> None:
+    def __init__(self, optimizer: Stepped, settings: Sequence[GroupSettings], before: StepPlan | None) -> None:
         clips = optimizer.max_grad_norm is not None
         self.flags = clips, [each.flags for each in settings]
         self.params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -189,7 +189,7 @@ class Plan:
         spans = zip(begins, [*begins[1:], len(self.rows)], aligned, strict=False)
         self.aligned = [slice(begin, end) for begin, end, each in spans if each]
 
-    def _note(self, optimizer: Stepped, rows: list[tuple[Tensor, Operands]], before: Plan | None) -> None:
+    def _note(self, optimizer: Stepped, rows: list[tuple[Tensor, Operands]], before: StepPlan | None) -> None:
         """Notes down what :meth:`gradients` compares."""
         self.rows = [param for param, _ in rows]
         self.sharded = any(hasattr(param, "placements") for param in self.rows)
@@ -223,7 +223,7 @@ class Plan:
 
     # -- at each step
 
-    def gradients(self, optimizer: Stepped, settings: Sequence[Settings]) -> Gradients | None:
+    def gradients(self, optimizer: Stepped, settings: Sequence[GroupSettings]) -> StepGradients | None:
         """The gradients by row, or None where the plan no longer holds."""
         # What the plan was made of: groups, parameters, state.
         if self.flags != (optimizer.max_grad_norm is not None, [each.flags for each in settings]):
@@ -266,9 +266,9 @@ class Plan:
             addresses = [next(filled) if each else 0 for each in there]
         if any(reduce(or_, addresses[part], 0) % 16 for part in self.aligned):
             return None
-        return Gradients(present, addresses, there, written, kept)
+        return StepGradients(present, addresses, there, written, kept)
 
-    def check_capture(self, settings: Sequence[Settings]) -> None:
+    def check_capture(self, settings: Sequence[GroupSettings]) -> None:
         """Refuses a step that a graph could not replay, before anything is done."""
         for table in self.tables:
             places = [settings[launch.group].lr_device for launch in table.launches]
@@ -279,7 +279,7 @@ class Plan:
             if not table.spares:
                 refuse_capture()
 
-    def prepare(self, optimizer: Stepped, grads: Gradients) -> None:
+    def prepare(self, optimizer: Stepped, grads: StepGradients) -> None:
         """Brings what others wrote to parameters into master copies, and into copies of those that are not dense."""
         versions = [grads.written[i]._version for i in self.mastered]
         if versions != self.versions:
@@ -291,7 +291,7 @@ class Plan:
             if grads.there[i]:
                 dense.copy_(grads.written[i])
 
-    def finish(self, grads: Gradients) -> None:
+    def finish(self, grads: StepGradients) -> None:
         """Writes copies back, tells autograd of the update, and notes the parameters' versions."""
         for i, dense in self.dense.items():
             if grads.there[i]:
@@ -305,7 +305,7 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Gradients:
+class StepGradients:
     """A step's gradients, and what else its launches work on."""
 
     present: list[Tensor]
@@ -376,7 +376,7 @@ def _together(kinds: _Kinds) -> list[tuple[torch.device, Mesh | None, int, Kind]
     return sorted(kinds, key=lambda kind: (devices.index(kind[0]), meshes.index(kind[1])))
 
 
-def _tables(kinds: _Kinds, settings: Sequence[Settings], clips: bool) -> list[DeviceTable]:
+def _tables(kinds: _Kinds, settings: Sequence[GroupSettings], clips: bool) -> list[DeviceTable]:
     tables: list[DeviceTable] = []
     order = _together(kinds)
     row = 0
@@ -405,7 +405,13 @@ def _tables(kinds: _Kinds, settings: Sequence[Settings], clips: bool) -> list[De
 
 
 def _launch(
-    tensors: list[Operands], kind: Kind, group: int, first: int, settings: Settings, clips: bool, spec: gpus.GpuSpec
+    tensors: list[Operands],
+    kind: Kind,
+    group: int,
+    first: int,
+    settings: GroupSettings,
+    clips: bool,
+    spec: gpus.GpuSpec,
 ) -> Launch:
     """Chooses and compiles the kernels, and cuts the tensors into their blocks."""
     sizes = [o.param.numel() for o in tensors]

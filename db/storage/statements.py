@@ -78,7 +78,7 @@ class Rank(NamedTuple):
     id: str
 
 
-class Recorded(NamedTuple):
+class RecordedTrial(NamedTuple):
     """A stored trial as far as the rules for winners need it."""
 
     id: str
@@ -355,7 +355,7 @@ def _orphans(session: Session, broken: set[Any]) -> list[str]:
 # ---- winners ------------------------------------------------------------------------------------------------
 
 
-def recorded(session: Session, ids: Sequence[str]) -> dict[str, Recorded]:
+def recorded(session: Session, ids: Sequence[str]) -> dict[str, RecordedTrial]:
     """Stored trials by id, as far as the rules for winners need them. A broken one is as good as absent."""
     t = _trial.c
     query = select(t.id, _gpu.c.name, t.op, t.revision, t.problem, t.status, t.origin, t.created_at)
@@ -365,11 +365,11 @@ def recorded(session: Session, ids: Sequence[str]) -> dict[str, Recorded]:
         for id_, gpu, op, revision, problem, status, origin, created_at in session.execute(query.where(t.id.in_(some))):
             if isinstance(created_at, datetime):
                 rank = Rank(origin == "measured", created_at.astimezone(UTC), id_)
-                found[id_] = Recorded(id_, (gpu, op, revision, problem), status, rank)
+                found[id_] = RecordedTrial(id_, (gpu, op, revision, problem), status, rank)
     return found
 
 
-def set_winners(session: Session, candidates: Iterable[Recorded], *, newest: bool) -> set[str]:
+def set_winners(session: Session, candidates: Iterable[RecordedTrial], *, newest: bool) -> set[str]:
     """Make each candidate, one of every key, the winner where the rules allow it. Returns the new winners' ids.
 
     Atomic against other writers: either the row is inserted here, or it is locked (SQLite: by BEGIN IMMEDIATE)

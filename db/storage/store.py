@@ -446,7 +446,7 @@ class Store:
         with self._writing() as session:
             added = statements.add(session, incoming)
             # An id that was here already keeps the contents it has here, whatever the incoming row says.
-            best: dict[statements.Key, statements.Recorded] = {}
+            best: dict[statements.Key, statements.RecordedTrial] = {}
             for candidate in statements.recorded(session, [t.id for t in winners]).values():
                 rival = best.get(candidate.key)
                 if candidate.status == "ok" and (rival is None or candidate.rank > rival.rank):

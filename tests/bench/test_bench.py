@@ -69,8 +69,8 @@ def timer(clock: Clock) -> run.Timer:
     return run.Timer(clock.prepare, clock.cpu_us)
 
 
-def plan(**changes: Any) -> run.Plan:
-    return run.Plan("square", H200, STAMP, rounds=5, device="cpu", warm=True, **changes)
+def plan(**changes: Any) -> run.RunPlan:
+    return run.RunPlan("square", H200, STAMP, rounds=5, device="cpu", warm=True, **changes)
 
 
 class TestSuites:
@@ -471,7 +471,7 @@ class TestCommand:
         monkeypatch.setattr(command, "cases_of", lambda *_, **__: [SMALL])
         monkeypatch.setattr(command, "detected", lambda: H200)
         monkeypatch.setattr(run, "Timer", constant(timer(Clock())))
-        monkeypatch.setattr(run, "Plan", partial(run.Plan, device="cpu"))
+        monkeypatch.setattr(run, "Plan", partial(run.RunPlan, device="cpu"))
         result = self.run("gemm", "--suite", "alphabeta", "--out", str(tmp_path), "--warm", "--commit", "abc123")
         assert result.exit_code == 0, result.output
         path = tmp_path / "gemm_alphabeta_warm.jsonl"
@@ -492,7 +492,7 @@ class TestCommand:
         monkeypatch.setattr(command, "cases_of", lambda *_, **__: cases)
         monkeypatch.setattr(command, "detected", lambda: H200)
         monkeypatch.setattr(run, "Timer", constant(timer(Clock())))
-        monkeypatch.setattr(run, "Plan", partial(run.Plan, device="cpu"))
+        monkeypatch.setattr(run, "Plan", partial(run.RunPlan, device="cpu"))
         result = self.run("gemm", "--suite", "tokens", "--alone", "--out", str(tmp_path), "--no-plots")
         assert result.exit_code == 0, result.output
         found = rows.read(tmp_path / "gemm_tokens_alone.jsonl")
@@ -507,7 +507,7 @@ class TestCommand:
         monkeypatch.setattr(command, "cases_of", lambda *_, **__: [SMALL])
         monkeypatch.setattr(command, "detected", lambda: H200)
         monkeypatch.setattr(run, "Timer", constant(timer(Clock())))
-        monkeypatch.setattr(run, "Plan", partial(run.Plan, device="cpu"))
+        monkeypatch.setattr(run, "Plan", partial(run.RunPlan, device="cpu"))
         monkeypatch.setattr(gemm_workload, "gemm", broken)
         result = self.run("gemm", "--suite", "square", "--out", str(tmp_path), "--no-plots")
         assert result.exit_code == 1
@@ -540,7 +540,7 @@ class TestCommand:
     ids=lambda case: case.op,
 )
 def test_a_case_on_the_gpu(case: Case) -> None:
-    here = run.Plan("square", lookup("auto"), STAMP, rounds=5)
+    here = run.RunPlan("square", lookup("auto"), STAMP, rounds=5)
     found = {r.contender: r for r in run.run_case(case, here, run.contenders(case, here), run.Timer())}
     ours = found["cutekernels"]
     assert ours.status == "ok", ours.reason

@@ -78,7 +78,7 @@ def test_the_suite_has_the_references_shapes(op: str, monkeypatch: pytest.Monkey
     bodies = [("triton", registered.default(run.posed(case)[1], H200), "fastest of 1"), ("cute", None, "no")]
     monkeypatch.setattr(headtohead, "chosen", lambda op, *_: bodies[: len(op.Config.space().get("body", [op]))])
     monkeypatch.setattr(headtohead, "fastest", lambda configs, *_: configs[0])
-    plan = run.Plan(headtohead.SUITE, H200, {}, device="cpu", alone=True)
+    plan = run.RunPlan(headtohead.SUITE, H200, {}, device="cpu", alone=True)
     ours = run.contenders(case, plan)
     assert [w.name for w in ours] == ["cutekernels (triton)", "cutekernels (cute)"]
     assert [w.config for w in ours] == [str(bodies[0][1]), "block=256 warps=1" if op == "silu_mul" else ""]

@@ -18,12 +18,12 @@ pytest.importorskip("transformers")
 
 from bench import models, wall
 from bench.baselines import Absent
-from bench.models import CASES, CONFIGS, CONTENDERS, Case, Effort
+from bench.models import CASES, CONFIGS, CONTENDERS, Effort, ModelCase
 from bench.rows import Row, read
 from cutekernels.models.weights import read as read_weights
 
 CPU = torch.device("cpu")
-TINY = [Case("decode", 3, 24), Case("prefill", 1, 20)]
+TINY = [ModelCase("decode", 3, 24), ModelCase("prefill", 1, 20)]
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def test_every_contender_has_a_row(model: Any, tmp_path: Path, monkeypatch: pyte
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_a_decode_case_has_its_tokens_in_the_middle(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both caches hold as many tokens before the samples as behind them, seen from the case's number."""
-    case, effort, caches = Case("decode", 2, 40), Effort(rounds=3, steps=4), []
+    case, effort, caches = ModelCase("decode", 2, 40), Effort(rounds=3, steps=4), []
     import transformers
 
     made = transformers.StaticCache

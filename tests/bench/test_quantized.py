@@ -81,7 +81,7 @@ def test_operands_pose_the_case(form: str) -> None:
 
 def test_a_gradient_has_one_row_of_ours_without_a_config() -> None:
     case, _, _ = small("quantized_linear_backward", "int4")
-    plan = run.Plan("qlora", H200, {}, rounds=5, device="cpu", warm=True)
+    plan = run.RunPlan("qlora", H200, {}, rounds=5, device="cpu", warm=True)
     (own,) = [w for w in run.contenders(case, plan) if w.name.startswith("cutekernels")]
     assert (own.name, own.config) == ("cutekernels", "")
     forward = workloads.work(dataclasses.replace(case, op="quantized_linear"))
@@ -196,7 +196,7 @@ def test_a_peer_takes_fp16_only_where_it_has_it(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_peer_that_is_not_installed_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
     case, _, _ = small("quantized_linear", "int4")
-    plan = run.Plan("decode", H200, {}, rounds=5, device="cpu", warm=True)
+    plan = run.RunPlan("decode", H200, {}, rounds=5, device="cpu", warm=True)
     for name, bind in (("humming", quantized_peers.humming), ("quack", quantized_peers.quack)):
         monkeypatch.setitem(sys.modules, name, None)
         (row,) = run.run_case(case, plan, [Contender(name, bind)], run.Timer())
@@ -205,7 +205,7 @@ def test_a_peer_that_is_not_installed_is_absent(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_wrong_peer_has_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     case, _, _ = small("quantized_linear", "int4")
-    plan = run.Plan("decode", H200, {}, rounds=5, device="cpu", warm=True)
+    plan = run.RunPlan("decode", H200, {}, rounds=5, device="cpu", warm=True)
 
     def prepare(launches: Any, least_us: float) -> Any:
         round_ = lambda: 10.0  # noqa: E731

@@ -109,7 +109,7 @@ def test_streams_are_as_many_arrays_as_the_op_has() -> None:
         assert streams is not None
         (case, *_) = workloads.cases(op, next(iter(workloads.get(op).suites)), dtype="fp32")
         assert streams(case) == proportion
-        names = [w.name for w in run.contenders(case, run.Plan("x", H200, {}, device="cpu"))]
+        names = [w.name for w in run.contenders(case, run.RunPlan("x", H200, {}, device="cpu"))]
         assert sum(n.startswith("streaming {}:{} (".format(*proportion)) for n in names) == len(stream.VARIANTS)
 
 
@@ -141,7 +141,7 @@ def test_rows_are_fractions_of_the_best_stream() -> None:
     clock = _Clock(12.0, 8.0, 10.0, 16.0)
     found = run.run_case(
         SILU,
-        run.Plan("llm", H200, {}, rounds=5, device="cpu", warm=True),
+        run.RunPlan("llm", H200, {}, rounds=5, device="cpu", warm=True),
         [*who, Contender("peer", _idle, judged=False)],
         run.Timer(clock.prepare, clock.cpu_us),
     )
@@ -150,14 +150,14 @@ def test_rows_are_fractions_of_the_best_stream() -> None:
 
 def test_without_a_stream_there_is_no_fraction() -> None:
     clock = _Clock(12.0)
-    plan = run.Plan("llm", H200, {}, rounds=5, device="cpu", warm=True)
+    plan = run.RunPlan("llm", H200, {}, rounds=5, device="cpu", warm=True)
     (row,) = run.run_case(SILU, plan, [Contender("peer", _idle, judged=False)], run.Timer(clock.prepare, clock.cpu_us))
     assert row.stream_fraction is None
 
 
 def test_rows_written_before_there_were_streams_are_read(tmp_path: Any) -> None:
     clock = _Clock(12.0)
-    plan = run.Plan("llm", H200, {}, rounds=5, device="cpu", warm=True)
+    plan = run.RunPlan("llm", H200, {}, rounds=5, device="cpu", warm=True)
     found = run.run_case(SILU, plan, [Contender("x", _idle, judged=False)], run.Timer(clock.prepare, clock.cpu_us))
     path = tmp_path / "rows.jsonl"
     rows.write(path, found)
@@ -172,7 +172,7 @@ def test_rows_written_before_there_were_streams_are_read(tmp_path: Any) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", [SILU, Case("rms_norm", "rows=32768 cols=8192", "large")], ids=lambda case: case.op)
 def test_streams_on_the_gpu(case: Case) -> None:
-    here = run.Plan("llm", lookup("auto"), {}, rounds=5)
+    here = run.RunPlan("llm", lookup("auto"), {}, rounds=5)
     streams = workloads.get(case.op).streams
     assert streams is not None
     who = stream.contenders(*streams(case), here.gpu)

@@ -15,7 +15,7 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.kv_cache import KVCache
 from cutekernels.models import Decoder, Sampling
 from cutekernels.models.sampling import Choices, uniform
-from cutekernels.models.weights import Attention, Layer, Weights
+from cutekernels.models.weights import Attention, LayerWeights, Weights
 from cutekernels.nn import MoE
 from tests.integrations import tiny
 
@@ -131,7 +131,7 @@ def test_logits_are_those_of_transformers(name: str, monkeypatch: pytest.MonkeyP
 Change = Callable[[Weights], Weights]
 
 
-def of_layers(change: Callable[[Layer], dict[str, Any]]) -> Change:
+def of_layers(change: Callable[[LayerWeights], dict[str, Any]]) -> Change:
     return lambda w: dataclasses.replace(w, layers=tuple(dataclasses.replace(x, **change(x)) for x in w.layers))
 
 

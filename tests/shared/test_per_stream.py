@@ -80,7 +80,7 @@ def test_a_reserve_is_taken_in_turn(at: SimpleNamespace) -> None:
 
 
 def test_the_workspaces_of_splits(at: SimpleNamespace) -> None:
-    workspace = per_stream.Workspace(5, 2)
+    workspace = per_stream.StreamWorkspace(5, 2)
     partials, tickets = workspace.get()
     assert (len(partials), tickets.dtype, tickets.tolist()) == (5, torch.int32, [0, 0])
     assert all(a is b for a, b in zip(workspace.get(), (partials, tickets), strict=True))

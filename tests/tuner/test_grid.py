@@ -17,7 +17,7 @@ from cutekernels import dispatch
 from cutekernels import gpu as gpus
 from cutekernels.autotune import cli, grid, run, search
 from cutekernels.autotune.fleet import OneSlot
-from cutekernels.autotune.grid import FAMILIES, Family, plan, points
+from cutekernels.autotune.grid import FAMILIES, ProductFamily, plan, points
 from cutekernels.autotune.run import tune
 from cutekernels.db.storage import snapshot
 from cutekernels.db.storage.snapshot import Snapshot, TunedConfig
@@ -36,7 +36,7 @@ def _toys() -> Iterator[str]:
         yield f"m={m} n={n}"
 
 
-TOYS = Family("toy", _toys, 1.0, 0.1)
+TOYS = ProductFamily("toy", _toys, 1.0, 0.1)
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +53,7 @@ def measured(op: Any, *problems: str, config: str = "", ratio: float = 1.0) -> S
     return Snapshot({(op.name, op.revision): rows})
 
 
-def texts(found: grid.Plan) -> list[str]:
+def texts(found: grid.GridPlan) -> list[str]:
     return [str(task.problem) for task in found.job.tasks]
 
 
@@ -61,7 +61,7 @@ def texts(found: grid.Plan) -> list[str]:
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f"{f.op}-{f.regret}")
-def test_every_point_is_a_bucket_of_its_own_with_a_default(family: Family) -> None:
+def test_every_point_is_a_bucket_of_its_own_with_a_default(family: ProductFamily) -> None:
     tasks = points(family)
     assert len({task.problem for task in tasks}) == len(tasks) > 40
     for task in random.Random(0).sample(tasks, 8):
@@ -153,9 +153,9 @@ def test_where_defaults_lose_comes_first() -> None:
 
 
 def test_families_are_merged_by_what_a_second_removes() -> None:
-    cheap = Family("toy", _toys, 0.5, 0.2)
+    cheap = ProductFamily("toy", _toys, 0.5, 0.2)
     norms = next(family for family in FAMILIES if family.op == "rms_norm")
-    other = Family("rms_norm", norms.texts, 0.5, 0.01)
+    other = ProductFamily("rms_norm", norms.texts, 0.5, 0.01)
     ops = [task.op.name for task in plan(NOTHING, families=[cheap, other]).job.tasks]
     assert ops[:4] == ["toy"] * 4 and Counter(ops) == {"toy": 16, "rms_norm": 48}
 

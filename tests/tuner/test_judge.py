@@ -22,7 +22,7 @@ from cutekernels import gpu as gpus
 from cutekernels import measure
 from cutekernels.autotune import runtime
 from cutekernels.autotune.requests import Load, Measure, Outcome, Prepare, Warm
-from cutekernels.autotune.runtime import Compilers, LocalRuntime, Runtime
+from cutekernels.autotune.runtime import CompilerPool, LocalRuntime, Runtime
 from cutekernels.autotune.search import prune_reason
 from cutekernels.backends import Facts
 from cutekernels.isolate import OUT_OF_MEMORY, ChildFailure, RemoteError
@@ -194,7 +194,7 @@ def test_no_right_config_is_rejected(monkeypatch: pytest.MonkeyPatch, capsys: py
     monkeypatch.setattr(runtime, "WORKER_TARGET", f"{__name__}:answer")
     monkeypatch.setattr(runtime, "SPARES", 0)
     with ExitStack() as open_, capsys.disabled():
-        compilers = open_.enter_context(Compilers(max(1, len(os.sched_getaffinity(0)) - 2)))
+        compilers = open_.enter_context(CompilerPool(max(1, len(os.sched_getaffinity(0)) - 2)))
         machines = [open_.enter_context(LocalRuntime(0, compilers=compilers)) for _ in range(WORKERS)]
         spaces = list(chosen(gpu))
         assert {op.name for op, _, _ in spaces} == {op.name for op in registry.OPS}

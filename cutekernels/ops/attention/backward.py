@@ -153,11 +153,11 @@ class AttentionBackward(AttentionOp[AttentionBackwardProblem, AttentionBackwardC
     ) -> Callable[..., Any]:
         import torch
 
-        from cutekernels.ops.shared.per_stream import Workspace
+        from cutekernels.ops.shared.per_stream import StreamWorkspace
 
         limits, results = p.limits, len(p.of)
         empty = p.seq_q == 0 or p.seq_kv == 0
-        counter = Workspace(0, 1) if c.grid == "dynamic" else None  # one ticket, no partial sums
+        counter = StreamWorkspace(0, 1) if c.grid == "dynamic" else None  # one ticket, no partial sums
 
         def launch(*args: Any) -> None:
             dout, q, k, v, stats, mask, cu_q, cu_kv, scale, softcap = args[results:]

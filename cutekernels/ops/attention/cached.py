@@ -127,12 +127,12 @@ class CacheAttention(PrefillOp[CacheProblem]):
         )
 
     def bind(self, p: CacheProblem, c: AttentionConfig, kernel: Callable[..., Any]) -> Callable[..., Any]:
-        from cutekernels.ops.shared.per_stream import Workspace
+        from cutekernels.ops.shared.per_stream import StreamWorkspace
 
         if p.seq_kv == 0:
             return launch_blind(p.lse, 6 + p.lse)
         limits = p.limits
-        counter = Workspace(0, 1) if c.dynamic_scheduler else None  # one ticket, no partial sums
+        counter = StreamWorkspace(0, 1) if c.dynamic_scheduler else None  # one ticket, no partial sums
 
         def launch(*args: Any) -> None:
             out, lse = args[0], args[1].view(-1) if p.lse else None

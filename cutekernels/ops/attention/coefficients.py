@@ -20,7 +20,7 @@ ORDER = {
 
 
 @dataclass(frozen=True)
-class Multistage:
+class PrefillCosts:
     """Tiles that walk tiles, forward and backward. Fitted to 59 forward runs (H200, 2026-11-22)."""
 
     cta: float = 2.75 / 0.8  # dram_latency_us: the beginning and end of a CTA
@@ -40,7 +40,7 @@ class Multistage:
 
 
 @dataclass(frozen=True)
-class Warpgroup:
+class WarpgroupPrefillCosts:
     """Fitted to 252 runs of 27 problems (H200, 2026-11-24)."""
 
     block: tuple[float, ...] = (6.4, 1.4)  # barrier_us: a block of keys, whatever its size, with 1 stage and 2
@@ -55,7 +55,7 @@ class Warpgroup:
 
 
 @dataclass(frozen=True)
-class WarpgroupBackward:
+class BackwardCosts:
     """Fitted on an H200 (2026-11-24)."""
 
     cta: float = 3.9 / 0.8  # dram_latency_us: a CTA
@@ -84,4 +84,4 @@ class Decode:
     hidden: float = 0.12  # share of the shorter of two times that goes on behind the longer
 
 
-MULTISTAGE, WARPGROUP, WARPGROUP_BACKWARD, DECODE = Multistage(), Warpgroup(), WarpgroupBackward(), Decode()
+MULTISTAGE, WARPGROUP, WARPGROUP_BACKWARD, DECODE = PrefillCosts(), WarpgroupPrefillCosts(), BackwardCosts(), Decode()

@@ -330,14 +330,14 @@ class DecodeAttention(AttentionOp[DecodeProblem, DecodeConfig]):
         )
 
     def bind(self, p: DecodeProblem, c: DecodeConfig, kernel: Callable[..., Any]) -> Callable[..., Any]:
-        from cutekernels.ops.shared.per_stream import Workspace
+        from cutekernels.ops.shared.per_stream import StreamWorkspace
 
         if p.seq_kv == 0:
             return launch_blind(p.lse, 6 + p.lse)
         left = min(p.window_left, UNLIMITED) if p.window else UNLIMITED
         shared = None
         if c.splits > 1 and p.tiles and not c.cluster:
-            shared = Workspace(p.tiles * c.splits * TILE_Q * (p.width + 2), p.tiles)
+            shared = StreamWorkspace(p.tiles * c.splits * TILE_Q * (p.width + 2), p.tiles)
 
         def launch(*args: Any) -> None:
             out, lse = args[0], args[1].view(-1) if p.lse else None

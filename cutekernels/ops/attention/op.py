@@ -175,12 +175,12 @@ class Attention(PrefillOp[AttentionProblem]):
     def bind(self, p: AttentionProblem, c: AttentionConfig, kernel: Callable[..., Any]) -> Callable[..., Any]:
         import torch
 
-        from cutekernels.ops.shared.per_stream import Workspace
+        from cutekernels.ops.shared.per_stream import StreamWorkspace
 
         if p.seq_kv == 0:
             return launch_blind(p.lse)
         limits, unscaled = p.limits, () if c.by_groups else NO_SCALES
-        counter = Workspace(0, 1) if c.dynamic_scheduler else None  # one ticket, no partial sums
+        counter = StreamWorkspace(0, 1) if c.dynamic_scheduler else None  # one ticket, no partial sums
 
         def launch(*args: Any) -> None:
             out, lse = args[0], args[1].view(-1) if p.lse else None

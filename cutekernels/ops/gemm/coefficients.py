@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Multistage:
+class MultistageCosts:
     """Fitted to 943 runs of 47 products (H200, 2026-11)."""
 
     latency: float = 1.1 / 0.8  # dram_latency_us: a k-tile that nothing hides
@@ -26,7 +26,7 @@ class Multistage:
 
 
 @dataclass(frozen=True)
-class Skinny:
+class SkinnyCosts:
     """Fitted on an H200 (2026-11-21)."""
 
     split: float = 2.8 / 0.63  # exchange_us: CTAs that share a tile leave their sums and draw a ticket
@@ -40,7 +40,7 @@ class Skinny:
 
 
 @dataclass(frozen=True)
-class SkinnyWarpgroup:
+class SkinnyWarpgroupCosts:
     """Fitted up to 128 tokens (H200 and H100, 2026-11-25), chosen for more (2026-11-26, 2026-11-27)."""
 
     launch: float = 2.3  # launch_us: a launch, with its first and last CTA
@@ -56,7 +56,7 @@ class SkinnyWarpgroup:
 
 
 @dataclass(frozen=True)
-class Warpgroup:
+class WarpgroupCosts:
     """Fitted to 2950 runs of 280 products (H200, 2026-11-24)."""
 
     fixed: float = 2.19 / 1.5  # launch_us: a launch, with its first and last CTA
@@ -84,7 +84,7 @@ class Prefetch:
 
 
 @dataclass(frozen=True)
-class Norm:
+class NormCosts:
     """In front of a product, as a kernel or within: docs/notes/norm_linear.md (H200, 2026-11-22)."""
 
     kernel: float = 0.8 / 1.5  # launch_us: a norm's own kernel
@@ -95,5 +95,10 @@ class Norm:
     hidden: float = 0.55  # share of the product's time that weighing may take and be hidden
 
 
-MULTISTAGE, SKINNY, SKINNY_WARPGROUP, WARPGROUP = Multistage(), Skinny(), SkinnyWarpgroup(), Warpgroup()
-PREFETCH, NORM = Prefetch(), Norm()
+MULTISTAGE, SKINNY, SKINNY_WARPGROUP, WARPGROUP = (
+    MultistageCosts(),
+    SkinnyCosts(),
+    SkinnyWarpgroupCosts(),
+    WarpgroupCosts(),
+)
+PREFETCH, NORM = Prefetch(), NormCosts()

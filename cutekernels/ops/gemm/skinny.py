@@ -189,12 +189,12 @@ class Skinny(TokensSchedule, Prefetches):
         return c.split_k > 1
 
     def workspace(self, p: GemmProblem, c: GemmConfig, extras: Extras = PLAIN) -> Callable[[], tuple[Any, ...]]:
-        from cutekernels.ops.shared.per_stream import Workspace
+        from cutekernels.ops.shared.per_stream import StreamWorkspace
 
         if c.split_k == 1:
             return tuple
         count = tiles(p, c)
-        return Workspace(count * c.split_k * (c.tile_n + extras.squares) * c.tile_m, count).get
+        return StreamWorkspace(count * c.split_k * (c.tile_n + extras.squares) * c.tile_m, count).get
 
 
 SKINNY = Skinny()

@@ -32,7 +32,7 @@ from cutekernels.rules import Among, Broken, of_both, of_config, of_problem
 
 if TYPE_CHECKING:
     from cutekernels.gpu import GpuSpec
-    from cutekernels.ops.shared.per_stream import Workspace
+    from cutekernels.ops.shared.per_stream import StreamWorkspace
 
 GROUP_ROWS, COLUMNS = 64, 8  # of an MMA; it has more columns by as many
 SWIZZLED = 64  # elements of a swizzled line: what an operand that is not K-major advances by
@@ -52,7 +52,7 @@ class Warpgroup(GemmSchedule, Prefetches):
     """One warp loads by TMA, groups of four warps multiply from shared memory; takes a gate behind the product."""
 
     name = "warpgroup"
-    table: ClassVar[coefficients.Warpgroup] = coefficients.WARPGROUP
+    table: ClassVar[coefficients.WarpgroupCosts] = coefficients.WARPGROUP
     places: ClassVar[int] = 0  # of a ring of tiles in shared memory
 
     # -- rules
@@ -312,11 +312,11 @@ WARPGROUP = Warpgroup()
 
 
 @cache
-def _workspace(ctas: int) -> Workspace:
+def _workspace(ctas: int) -> StreamWorkspace:
     """One for all launches of a stream, which follow one another, and tiles of any size."""
-    from cutekernels.ops.shared.per_stream import Workspace
+    from cutekernels.ops.shared.per_stream import StreamWorkspace
 
-    return Workspace(ctas * 2 * 128 * MOST_ACCUMULATORS, ctas * 3)
+    return StreamWorkspace(ctas * 2 * 128 * MOST_ACCUMULATORS, ctas * 3)
 
 
 # ---- arithmetic of the rules ----------------------------------------------------------------------------

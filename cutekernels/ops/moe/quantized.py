@@ -138,12 +138,12 @@ class QuantizedGroupedGemm(TensorOp[QuantizedGroupedProblem, QuantizedConfig]):
 
     def bind(self, p: QuantizedGroupedProblem, c: QuantizedConfig, kernel: Callable[..., Any]) -> Callable[..., Any]:
         from cutekernels.gpu import detect
-        from cutekernels.ops.shared.per_stream import Workspace
+        from cutekernels.ops.shared.per_stream import StreamWorkspace
 
         schedule = SCHEDULES[c.body]
         ctas, places = schedule.ctas(p.one, c, detect(), p.beside), schedule.places(p.one, c, p.beside)
         shared = c.tile_m * c.tile_n if c.stream_k else 0
-        workspace = Workspace(max(4, 2 * ctas * shared), max(4, places * c.stream_k)).get
+        workspace = StreamWorkspace(max(4, 2 * ctas * shared), max(4, places * c.stream_k)).get
 
         def launch(*args: Any) -> None:
             kernel(*args[:-2], *workspace(), ctas, *args[-2:])

@@ -50,7 +50,7 @@ class Rows(Operand):
         return cube(t.shape, t.stride()) is not None
 
 
-class Columns(Operand):
+class RowColumns(Operand):
     """``(cols,)``, or ``(heads, cols)`` with a row for each head, contiguous; made by :func:`columns`."""
 
     __slots__ = ()
@@ -66,7 +66,7 @@ def rows(*, result: bool = False, given: str | None = None) -> Operand:
 
 def columns(kind: str, *, result: bool = False, given: str | None = None) -> Operand:
     """A weight, a bias or the gradient of one; ``kind``: the field of the problem that says its type."""
-    return Columns(("*heads", "cols"), kind, (), result, given, True, False)
+    return RowColumns(("*heads", "cols"), kind, (), result, given, True, False)
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,7 @@ class NormOp(TritonOp[N, NormConfig]):
     @property
     def affine(self) -> list[str]:
         """The inputs that are :func:`columns`."""
-        return [name for name in self.inputs if isinstance(self.operands[name], Columns)]
+        return [name for name in self.inputs if isinstance(self.operands[name], RowColumns)]
 
     # -- configs
 
@@ -332,7 +332,7 @@ class NormOp(TritonOp[N, NormConfig]):
         per_thread = -(-c.block_rows * c.block_cols // (32 * c.warps))
         # fp32 values that a thread keeps for each element of its tile: gradients keep two operands and a result.
         values = 3 if self.strides_over_tiles else self._wide(p, self.inputs)
-        values += sum(self.kind(p, n) is not None for n, o in self.operands.items() if isinstance(o, Columns))
+        values += sum(self.kind(p, n) is not None for n, o in self.operands.items() if isinstance(o, RowColumns))
         addresses = 2 * self._wide(p, self.operands) if p.layout == "strided" else 0
         return per_thread * (values + addresses) + _REGISTERS
 
@@ -436,7 +436,7 @@ class NormOp(TritonOp[N, NormConfig]):
         return found | {"heads": 1} if p.layout == "rows" else found
 
     def divisible(self, p: N, c: NormConfig) -> dict[str, int]:
-        kinds = {name: self.kind(p, name) for name, o in self.operands.items() if isinstance(o, Columns)}
+        kinds = {name: self.kind(p, name) for name, o in self.operands.items() if isinstance(o, RowColumns)}
         return {f"{n}_ptr": min(WIDEST_BYTES, p.vec * BYTES[k]) for n, k in kinds.items() if k is not None}
 
     # -- what a problem looks like

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Skinny:
+class PackedSkinnyCosts:
     """Warp MMA."""
 
     beside: float = 2.9  # instructions: beside decoding, for eight weights of a lane
@@ -30,7 +30,7 @@ class Skinny:
 
 
 @dataclass(frozen=True)
-class Warpgroup:
+class PackedWarpgroupCosts:
     """Warpgroup MMA."""
 
     beside: float = 1.8  # instructions: beside decoding, for eight weights
@@ -51,11 +51,11 @@ class Warpgroup:
 
 
 @dataclass(frozen=True)
-class Dequantize:
+class DequantizeCosts:
     """A weight's way back; no sweep of it is recorded."""
 
     dram: float = 1.3  # factor of the time of the bytes at the datasheet's rate
     odd: float = 0.02  # share of that time: each tile of a program off two, and a launch that is not dependent
 
 
-SKINNY, WARPGROUP, DEQUANTIZE = Skinny(), Warpgroup(), Dequantize()
+SKINNY, WARPGROUP, DEQUANTIZE = PackedSkinnyCosts(), PackedWarpgroupCosts(), DequantizeCosts()

@@ -123,12 +123,12 @@ class QuantizedLinear(TensorOp[QuantizedProblem, QuantizedConfig]):
 
     def bind(self, p: QuantizedProblem, c: QuantizedConfig, kernel: Callable[..., Any]) -> Callable[..., Any]:
         from cutekernels.gpu import detect
-        from cutekernels.ops.shared.per_stream import Workspace
+        from cutekernels.ops.shared.per_stream import StreamWorkspace
 
         numbers = SCHEDULES[c.body].grid(p, c, detect())
         count, shared = SCHEDULES[c.body].tiles(p, c), c.tile_m * c.tile_n if c.stream_k else 0
         groups = SCHEDULES[c.body].groups(c)
-        workspace = Workspace(max(4, 2 * numbers[0] * shared), max(4, count * groups * c.stream_k)).get
+        workspace = StreamWorkspace(max(4, 2 * numbers[0] * shared), max(4, count * groups * c.stream_k)).get
 
         def launch(*operands: Any) -> None:
             kernel(*operands, *workspace(), *numbers)

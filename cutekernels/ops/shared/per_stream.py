@@ -85,7 +85,7 @@ class Reserve:
 _tickets = Reserve(1 << 20)  # for captured launches; each leaves its tickets zero
 
 
-class Workspace(PerStream[tuple[Tensor, Tensor]]):
+class StreamWorkspace(PerStream[tuple[Tensor, Tensor]]):
     """Partial sums and tickets for launches of one size.
 
     A captured launch has partial sums in the graph's own memory and tickets that no other launch has. Tickets are zero

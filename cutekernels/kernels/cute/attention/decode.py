@@ -118,7 +118,7 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Keys:
+class KeyRange:
     """A sequence's keys, and which CTAs walk them."""
 
     first: Int32  # the first key that some query sees
@@ -310,7 +310,7 @@ class DecodeAttentionBody:
                 launch = replace(launch, scale=launch.scale * k_scale)
         place = Place(batch, head, tile, launch.group)
         if split < active:
-            keys = Keys(first, begin, end, blocks, active, split)
+            keys = KeyRange(first, begin, end, blocks, active, split)
             self.walk(launch, place, keys, storage, full)
 
         # ---- a cluster's results: each CTA's own columns
@@ -339,7 +339,7 @@ class DecodeAttentionBody:
         self,
         launch: Launch,
         place: Place,
-        keys: Keys,
+        keys: KeyRange,
         storage: cute.Pointer,
         full: cute.Pointer | None,
     ):

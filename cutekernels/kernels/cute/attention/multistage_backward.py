@@ -53,7 +53,7 @@ from cutlass.memory import SmemAllocator
 from cutekernels.kernels.cute.parts.heads import HeadRows
 from cutekernels.kernels.cute.parts.mask import Band, BandMask
 from cutekernels.kernels.cute.parts.products import Products, Sources
-from cutekernels.kernels.cute.parts.score_gradients import BLIND, Numbers, QueryStatistics, ScoreFactors
+from cutekernels.kernels.cute.parts.score_gradients import BLIND, GradientNumbers, QueryStatistics, ScoreFactors
 from cutekernels.kernels.cute.parts.sequences import Ends, Head, HeadOrder, Sequences
 from cutekernels.kernels.cute.parts.smem import ALIGNMENT
 from cutekernels.kernels.cute.parts.softmax import OnlineSoftmax, by_rows
@@ -178,7 +178,7 @@ class MultistageAttentionBackward:
         band = self.order.band(layers, heads_per_kv, bytes_per_head)
         self.kernel(
             Launch(mFirst, mSecond, mDo, mQ, mK, mV, mStats, mMask, mCuQ, mCuKv),
-            Numbers(ScoreFactors(scale, cap_inner, cap_outer), factor, left, right, tiles, layers, band),
+            GradientNumbers(ScoreFactors(scale, cap_inner, cap_outer), factor, left, right, tiles, layers, band),
             self.products.tiled_mma(mQ.element_type),
         ).launch(
             grid=[tiles * layers, 1, 1],
@@ -189,7 +189,7 @@ class MultistageAttentionBackward:
         )
 
     @cute.kernel
-    def kernel(self, launch: Launch, numbers: Numbers, tiled_mma: cute.TiledMma):
+    def kernel(self, launch: Launch, numbers: GradientNumbers, tiled_mma: cute.TiledMma):
         tid, _, _ = cute.arch.thread_idx()
         number, _, _ = cute.arch.block_idx()
         dtype = launch.mQ.element_type

@@ -84,7 +84,13 @@ from cutekernels.kernels.cute.parts.mask import Band, BandMask, Blocks
 from cutekernels.kernels.cute.parts.mma import WarpMma
 from cutekernels.kernels.cute.parts.pipeline import Position, StagePipeline
 from cutekernels.kernels.cute.parts.schedule import TileQueue
-from cutekernels.kernels.cute.parts.score_gradients import BLIND, Numbers, QueryStatistics, ScoreFactors, ScoreGradients
+from cutekernels.kernels.cute.parts.score_gradients import (
+    BLIND,
+    GradientNumbers,
+    QueryStatistics,
+    ScoreFactors,
+    ScoreGradients,
+)
 from cutekernels.kernels.cute.parts.sequences import Ends, HeadOrder, Sequences
 from cutekernels.kernels.cute.parts.smem import ALIGNMENT
 from cutekernels.kernels.cute.parts.softmax import OnlineSoftmax
@@ -159,7 +165,7 @@ class Consumer:
     rDs: cute.Tensor | None
     rLse: cute.Tensor  # of this thread's two rows, where these are queries
     rDelta: cute.Tensor
-    numbers: Numbers
+    numbers: GradientNumbers
     barriers: Barriers
 
 
@@ -313,7 +319,7 @@ class WarpgroupAttentionBackward(WarpGroupBody):
         self.kernel(
             Launch(mFirst, mSecond, mQ, mK, mStats, mMask, mCuQ, mCuKv, mCounter),
             loads,
-            Numbers(ScoreFactors(scale, cap_inner, cap_outer), factor, left, right, tiles, layers, band),
+            GradientNumbers(ScoreFactors(scale, cap_inner, cap_outer), factor, left, right, tiles, layers, band),
             (
                 self.products.xy_mma(dtype),
                 self.products.py_mma(dtype),
@@ -333,7 +339,7 @@ class WarpgroupAttentionBackward(WarpGroupBody):
         self,
         launch: Launch,
         loads: tuple[TmaTensor, TmaTensor, TmaTensor, TmaTensor],  # X1, X2, Y1, Y2; coordinates (S, D, H[, B])
-        numbers: Numbers,
+        numbers: GradientNumbers,
         mmas: tuple[cute.TiledMma, cute.TiledMma, cute.TiledMma],
         layouts: tuple[cute.ComposedLayout, cute.ComposedLayout, cute.ComposedLayout],
     ):
@@ -438,7 +444,7 @@ class WarpgroupAttentionBackward(WarpGroupBody):
             cute.arch.mbarrier_init(barriers.empty + stage, self.groups)
 
     @cute.jit
-    def locate(self, index: Int32, launch: Launch, numbers: Numbers) -> Tile:
+    def locate(self, index: Int32, launch: Launch, numbers: GradientNumbers) -> Tile:
         """Where tile ``index`` of owned rows lies, and what it walks."""
         at = const_expr(self.sequences.rows_mode)
         mX, mY, ends = launch.mQ, launch.mK, Ends(launch.mCuQ, launch.mCuKv)
@@ -493,7 +499,7 @@ class WarpgroupAttentionBackward(WarpGroupBody):
     # ---- producer warps
 
     @cute.jit
-    def produce(self, launch: Launch, numbers: Numbers, owned: tuple, walked: tuple, barriers: Barriers):
+    def produce(self, launch: Launch, numbers: GradientNumbers, owned: tuple, walked: tuple, barriers: Barriers):
         """The loads of this CTA's tiles, by one warp: walked rows head by head, owned ones behind the first of them."""
         index, _, _ = cute.arch.block_idx()
         # Phase 1: fresh stages count as released, so the first round waits for nobody.
@@ -545,7 +551,7 @@ class WarpgroupAttentionBackward(WarpGroupBody):
 
     @cute.jit
     def produce_statistics(
-        self, lane: Int32, launch: Launch, numbers: Numbers, storage: cute.Pointer, barriers: Barriers
+        self, lane: Int32, launch: Launch, numbers: GradientNumbers, storage: cute.Pointer, barriers: Barriers
     ):
         """lse and delta of the walked queries, by one warp; those that do not exist leave no probability."""
         index, _, _ = cute.arch.block_idx()

@@ -59,7 +59,7 @@ from cutekernels.kernels.cute.parts.tile_share import LastArrival, Others, Ticke
 
 
 @dataclass(frozen=True)
-class Output:
+class SkinnyOutput:
     """Where results go, and what the epilogue makes them of."""
 
     mD: cute.Tensor  # (N, M, 1)
@@ -163,7 +163,7 @@ class SkinnyGemm:
         """With the operands of any epilogue."""
         if const_expr(operands.mC is not None):
             operands = replace(operands, mC=columns_first(operands.mC)[None, None, 0])
-        self.start(Output(columns_first(mD), operands), mX, columns_first(mW), NO_NORM, workspace, stream)
+        self.start(SkinnyOutput(columns_first(mD), operands), mX, columns_first(mW), NO_NORM, workspace, stream)
 
     @cute.jit
     def with_norm(
@@ -180,13 +180,13 @@ class SkinnyGemm:
         """A norm in front or a gate behind; partials are ``(tiles * split_k * (tile_m * tile_n + tile_n),)``."""
         alpha = Float32(const_expr(1.0 if self.norm is None else 1.0 / self.norm.scale))
         mW = self.interleaved(mW) if const_expr(self.gated) else rows_first(mW)
-        out = Output(columns_first(mD), EpilogueOperands(None, mBias, alpha, Float32(0.0)))
+        out = SkinnyOutput(columns_first(mD), EpilogueOperands(None, mBias, alpha, Float32(0.0)))
         self.start(out, mX, mW, NormOperands(mGamma, mRstd, eps), Workspace(*rest[:-1]), rest[-1])
 
     @cute.jit
     def start(
         self,
-        out: Output,
+        out: SkinnyOutput,
         mX: cute.Tensor,  # (M, K)
         mW: cute.Tensor,  # (N, K, 1)
         norm: NormOperands,
@@ -375,7 +375,7 @@ class SkinnyGemm:
         row_factors = given.mRstd
         if const_expr(self.squaring):
             row_factors = sQ[None, 0]
-        out = Output(mD, replace(operands, row_factors=row_factors))
+        out = SkinnyOutput(mD, replace(operands, row_factors=row_factors))
         if const_expr(self.split_k == 1):
             # -- this CTA has the whole K
             if const_expr(self.squaring):
@@ -438,7 +438,7 @@ class SkinnyGemm:
         thr_mma: cute.TiledMma,
         index_n: Int32,
         index_m: Int32,
-        out: Output,
+        out: SkinnyOutput,
     ):
         """The epilogue; stores the tile, element by element. Those outside are masked here."""
         mD = out.mD

@@ -24,7 +24,7 @@ class ScoreFactors:
 
 
 @dataclass(frozen=True)
-class Numbers:
+class GradientNumbers:
     """Numbers of a launch of gradients."""
 
     factors: ScoreFactors

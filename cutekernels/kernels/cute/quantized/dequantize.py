@@ -56,7 +56,7 @@ class Strip(NamedTuple):
     column: Int32  # the tile's first, of out
 
 
-class Coded(NamedTuple):
+class PackedCodes(NamedTuple):
     """A lane's part of one tile: codes, and the numbers of rows r and r + 8 in each of the tile's groups."""
 
     words: cute.Tensor  # (4 runs,)
@@ -163,7 +163,7 @@ class Dequantize:
             strip = Strip(base + t * (TILE * LINE) + warp * (STRIP * LINE), row, column)
             # Each tile has a buffer of its own, so no lane waits before it writes.
             if column < cute.size(mD, mode=[1]):
-                coded = Coded(words[None, t], factors[None, None, t], shifts[None, None, t])
+                coded = PackedCodes(words[None, t], factors[None, None, t], shifts[None, None, t])
                 self.decode(lane, strip.shared, coded, known, mD.element_type)
                 # All lanes' pairs are in shared memory before any lane reads the warp's rows.
                 cute.arch.sync_warp()
@@ -184,7 +184,12 @@ class Dequantize:
 
     @cute.jit
     def decode(
-        self, lane: Int32, shared: Int32, coded: Coded, known: Int32, dtype: cutlass.Constexpr[type[cutlass.Numeric]]
+        self,
+        lane: Int32,
+        shared: Int32,
+        coded: PackedCodes,
+        known: Int32,
+        dtype: cutlass.Constexpr[type[cutlass.Numeric]],
     ):
         """A strip's numbers to its rows in shared memory. ``known``: a constant, or the lane's value of the table."""
         # A lane's pairs of a k-block: rows r and r + 8 of chunk 2 kb, then of chunk 2 kb + 1; r is lane // 4.
