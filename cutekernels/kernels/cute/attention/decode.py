@@ -57,6 +57,7 @@ from cutlass.memory import SmemAllocator
 from cutekernels.kernels.cute.parts.attention_smem import DecodeSmem
 from cutekernels.kernels.cute.parts.cache import GRAIN, CacheHead, CacheRows, SeenKeys
 from cutekernels.kernels.cute.parts.decode_reduction import DecodeReduction
+from cutekernels.kernels.cute.parts.dependent import pdl_launch, pdl_wait
 from cutekernels.kernels.cute.parts.float8 import Float8Queries
 from cutekernels.kernels.cute.parts.fragments import span_bytes, swizzled
 from cutekernels.kernels.cute.parts.heads import WIDEST, shared_vector, vector
@@ -262,8 +263,8 @@ class DecodeAttentionBody:
         if const_expr(self.dependent):
             # PDL: the next kernel may set up behind this one; this one waits for the kernel before, ahead of any read:
             # lengths, caches and tickets may be that kernel's.
-            cute.arch.griddepcontrol_launch_dependents()
-            cute.arch.griddepcontrol_wait()
+            pdl_launch()
+            pdl_wait()
 
         # ---- this CTA's tile and share of its keys
 

@@ -73,6 +73,7 @@ from cutlass.utils import hopper_helpers
 
 from cutekernels.kernels.cute.parts.attention_smem import WarpgroupAttentionSmem
 from cutekernels.kernels.cute.parts.cluster_reduction import ClusterReduction
+from cutekernels.kernels.cute.parts.dependent import pdl_launch, pdl_wait
 from cutekernels.kernels.cute.parts.group_results import GroupResults, ResultTile
 from cutekernels.kernels.cute.parts.groups import (
     ConsumerThread,
@@ -378,8 +379,8 @@ class WarpgroupAttention(WarpGroupBody):
         if const_expr(self.dependent):
             # PDL: the next kernel may set up behind this one; this one waits until the kernel before has written its
             # results, before any role reads global memory.
-            cute.arch.griddepcontrol_launch_dependents()
-            cute.arch.griddepcontrol_wait()
+            pdl_launch()
+            pdl_wait()
 
         # ---- roles
 

@@ -49,6 +49,7 @@ from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from cutlass.memory import SmemAllocator
 
 from cutekernels.kernels.cute.gemm.multistage_gemm import columns_first, rows_first
+from cutekernels.kernels.cute.parts.dependent import pdl_launch, pdl_wait
 from cutekernels.kernels.cute.parts.epilogue import Epilogue, EpilogueOperands, FragmentCoordinates
 from cutekernels.kernels.cute.parts.load import OperandLoad, TileCopies
 from cutekernels.kernels.cute.parts.mma import WarpMma
@@ -267,8 +268,7 @@ class SkinnyGemm:
                 if tid < self.load_w.rows and row < n and column < k:
                     count = cutlass.min(k - column, cutlass.min(self.prefetch_tiles, end - first) * self.load_w.tile_k)
                     prefetch_bulk((mW.iterator + cute.crd2idx((row, column, 0), mW.layout)).toint(), count * 2)
-            # PDL: all threads wait until the previous kernel has ended and its writes are visible.
-            cute.arch.griddepcontrol_wait()
+            pdl_wait()
 
         copies_w = self.load_w.copies(tid, mW, sW, index_n, Int32(0))
         copies_x = self.load_x.copies(tid % self.load_x.threads, mX, sX, index_m, Int32(0))
@@ -339,8 +339,7 @@ class SkinnyGemm:
             cute.arch.cp_async_commit_group()
             if const_expr(self.dependent):  # noqa: SIM102  known when compiled
                 if k_tile == cutlass.max(first, end - stages + 1):
-                    # PDL: our last loads are under way, and the next kernel's then follow them.
-                    cute.arch.griddepcontrol_launch_dependents()
+                    pdl_launch()
             # Fragments of this group's k-blocks: every ``warps_k``-th, so that groups share a k-tile evenly.
             for block in cutlass.range_constexpr(blocks):
                 kb = block * self.warps_k + slice_k

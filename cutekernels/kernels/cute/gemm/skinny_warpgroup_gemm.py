@@ -57,6 +57,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.nvgpu.warp import LdMatrix8x8x16bOp
 from cutlass.memory import SmemAllocator
 
+from cutekernels.kernels.cute.parts.dependent import pdl_launch, pdl_wait
 from cutekernels.kernels.cute.parts.epilogue import Epilogue, EpilogueOperands
 from cutekernels.kernels.cute.parts.norm import RowNorm
 from cutekernels.kernels.cute.parts.pipeline import Position, StagePipeline
@@ -374,14 +375,13 @@ class SkinnyWarpgroupGemm:
             if warp == producer:
                 self.prefetch_l2(boxes, tile_n * self.split + split, k_tiles, first, end)
         if const_expr(self.dependent):
-            # PDL: all threads wait until the previous kernel has ended and its writes are visible.
-            cute.arch.griddepcontrol_wait()
+            pdl_wait()
 
         if warp == producer:
             # -- producer
             self.produce(boxes, shared, first, end)
             if const_expr(self.dependent):
-                cute.arch.griddepcontrol_launch_dependents()  # PDL: the next kernel's loads then follow ours
+                pdl_launch()
             if const_expr(self.smem.inbox_in_stages):
                 cute.arch.cluster_arrive_relaxed()  # this warp reads no stages
             if const_expr(self.split > 1):

@@ -55,6 +55,7 @@ from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers
 
 from cutekernels.kernels.cute.parts.boxes import BoxBuffers, BoxOperands, Corner, ResultBoxes
+from cutekernels.kernels.cute.parts.dependent import pdl_launch, pdl_wait
 from cutekernels.kernels.cute.parts.epilogue import EpilogueOperands
 from cutekernels.kernels.cute.parts.pipeline import Position, StagePipeline
 from cutekernels.kernels.cute.parts.schedule import Raster
@@ -393,8 +394,8 @@ class WarpgroupGemm(WarpGroupBody):
                     part = self.part(walk, index)
                     at = self.produce(shared, loads, at, part.count, part.begin)
                 if const_expr(self.dependent):
-                    # PDL: the next kernel's CTAs may be placed; their setup then runs behind our last products.
-                    cute.arch.griddepcontrol_launch_dependents()
+                    # The next kernel's set-up runs behind our last products.
+                    pdl_launch()
         else:
             # -- consumers
             cute.arch.setmaxregister_increase(self.registers[1])
@@ -434,8 +435,7 @@ class WarpgroupGemm(WarpGroupBody):
         else:
             cute.arch.sync_threads()
         if const_expr(self.dependent):
-            # PDL: all threads wait until the previous kernel has ended and its writes are visible.
-            cute.arch.griddepcontrol_wait()
+            pdl_wait()
 
     @cute.jit
     def init_barriers(self, shared: Shared):

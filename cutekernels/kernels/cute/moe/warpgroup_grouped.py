@@ -38,6 +38,7 @@ from cutlass.memory import SmemAllocator
 
 from cutekernels.kernels.cute.gemm.warpgroup_gemm import Operand, Shared, Side, WarpgroupGemm
 from cutekernels.kernels.cute.parts.boxes import BoxOperands, Corner
+from cutekernels.kernels.cute.parts.dependent import pdl_launch
 from cutekernels.kernels.cute.parts.pipeline import Position
 from cutekernels.kernels.cute.parts.schedule import RingTile, TileRing
 from cutekernels.kernels.cute.parts.smem import ALIGNMENT, WarpgroupSmem
@@ -177,8 +178,7 @@ class WarpgroupGrouped:
                 operands = GroupOperands(Operand(tokens, sT), Operand(weights, sW), given, tiles_o)
                 self.produce(operands, block, shared, ring, k_tiles)
                 if const_expr(body.dependent):
-                    # PDL: the next kernel's CTAs may be placed; their setup then runs behind our last products.
-                    cute.arch.griddepcontrol_launch_dependents()
+                    pdl_launch()
         else:
             cute.arch.setmaxregister_increase(body.registers[1])
             outputs = BoxOperands(

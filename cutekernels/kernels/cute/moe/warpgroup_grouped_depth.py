@@ -29,6 +29,7 @@ from cutlass.memory import SmemAllocator
 
 from cutekernels.kernels.cute.gemm.warpgroup_gemm import Consumer, Operand, Shared, Walk, WarpgroupGemm
 from cutekernels.kernels.cute.parts.boxes import FIRST_BARRIER, BoxOperands
+from cutekernels.kernels.cute.parts.dependent import pdl_launch
 from cutekernels.kernels.cute.parts.fragments import swizzled
 from cutekernels.kernels.cute.parts.heads import WIDEST, shared_vector
 from cutekernels.kernels.cute.parts.pipeline import Position
@@ -136,8 +137,7 @@ class WarpgroupGroupedDepth:
                     ]
                     at = body.produce(shared, loads, at, cute.ceil_div(rows, body.tile_k))
                 if const_expr(body.dependent):
-                    # PDL: the next kernel's CTAs may be placed; their setup then runs behind our last products.
-                    cute.arch.griddepcontrol_launch_dependents()
+                    pdl_launch()
         else:
             cute.arch.setmaxregister_increase(body.registers[1])
             outputs = BoxOperands(out.tma, out.coordinates, None, None, None, Float32(1.0), Float32(0.0))

@@ -34,6 +34,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.memory import SmemAllocator
 
+from cutekernels.kernels.cute.parts.dependent import pdl_launch, pdl_wait
 from cutekernels.kernels.cute.parts.nf4 import NF4
 from cutekernels.kernels.cute.parts.packed import PackedWeights, kind_of, power_of_two, product16
 from cutekernels.kernels.cute.parts.ptx import pure
@@ -125,8 +126,7 @@ class Dequantize:
         tiles_k, groups = cute.size(mW, mode=[1]), cute.size(mS, mode=[0])
         known = nf4_of(lane) if const_expr(self.code == "nf4") else self.weights.constant(first)
         if const_expr(self.dependent):
-            # PDL: all threads wait until the previous kernel has ended and its writes are visible.
-            cute.arch.griddepcontrol_wait()
+            pdl_wait()
 
         # -- loads, all of them before the first is waited for
         words = cute.make_rmem_tensor((4 * self.runs, self.tiles), Int32)
@@ -154,8 +154,7 @@ class Dequantize:
                     if const_expr(self.zeros):
                         shifts[h, g, t] = self.weights.shift(mZ[group, at].to(Int32))
         if const_expr(self.dependent):
-            # PDL: our loads are under way, and the next kernel's then follow them.
-            cute.arch.griddepcontrol_launch_dependents()
+            pdl_launch()
 
         # -- tile by tile
         for t in cutlass.range_constexpr(self.tiles):

@@ -56,6 +56,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warp
 from cutlass.memory import SmemAllocator
 
+from cutekernels.kernels.cute.parts.dependent import pdl_launch, pdl_wait
 from cutekernels.kernels.cute.parts.epilogue import Epilogue, EpilogueOperands, FragmentCoordinates
 from cutekernels.kernels.cute.parts.packed import PackedWeights
 from cutekernels.kernels.cute.parts.prefetch import prefetch_bulk
@@ -242,11 +243,9 @@ class SkinnyPacked:
         at = self.unit(of, first)
         if const_expr(self.dependent):
             if const_expr(self.prefetch_tiles > 0):  # noqa: SIM102  known when compiled
-                # PDL: before the wait only prefetches, right whatever is written meanwhile.
                 if tid < self.prefetch_tiles and at.k_tile + tid < of.k_tiles:
                     self.prefetch(given, of, Unit(at.n, at.m, at.k_tile + tid))
-            # PDL: all threads wait until the previous kernel has ended and its writes are visible.
-            cute.arch.griddepcontrol_wait()
+            pdl_wait()
         self.walk(tid, run, storage, given, of, at, first, end)
 
     @cute.jit
@@ -300,8 +299,7 @@ class SkinnyPacked:
             cute.arch.cp_async_commit_group()
             if const_expr(self.dependent):  # noqa: SIM102  known when compiled
                 if number == cutlass.max(first, end - (self.stages - 1)):
-                    # PDL: our last loads are under way, and the next kernel's then follow them.
-                    cute.arch.griddepcontrol_launch_dependents()
+                    pdl_launch()
             self.multiply(member, tiled_mma, base + read * self.smem.stage_bytes, constant, acc)
             if at.k_tile == of.k_tiles - 1 or number == end - 1:
                 # -- the end of a tile, or of this CTA's part of it

@@ -23,6 +23,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.memory import SmemAllocator
 
+from cutekernels.kernels.cute.parts.dependent import pdl_wait
 from cutekernels.kernels.cute.parts.schedule import Raster
 from cutekernels.kernels.cute.parts.tile_share import TileOwner
 from cutekernels.kernels.cute.parts.walk import GroupWalk
@@ -87,8 +88,7 @@ class SkinnyPackedGrouped(SkinnyPacked):
         run = TileOwner().run()
         storage = SmemAllocator().allocate(self.smem.total_bytes, byte_alignment=128)
         if const_expr(self.dependent):
-            # PDL: all threads wait until the previous kernel has ended and its writes are visible.
-            cute.arch.griddepcontrol_wait()
+            pdl_wait()
         # -- the tiles of all groups, and this CTA's run of units; each warp for itself
         rows = cute.size(given.mX, mode=[0])
         lead = cutlass.min(cutlass.max(given.mEnds[0], Int32(0)), rows)

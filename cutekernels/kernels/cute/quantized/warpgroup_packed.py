@@ -50,6 +50,7 @@ from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers
 
 from cutekernels.kernels.cute.parts.boxes import FIRST_BARRIER, BoxBuffers, BoxOperands, Corner, ResultBoxes
+from cutekernels.kernels.cute.parts.dependent import pdl_launch, pdl_wait
 from cutekernels.kernels.cute.parts.packed import PackedWeights
 from cutekernels.kernels.cute.parts.pipeline import Position, StagePipeline
 from cutekernels.kernels.cute.parts.prefetch import prefetch_bulk
@@ -262,10 +263,8 @@ class WarpgroupPacked(WarpGroupBody):
         count = self.segments(of, cta)
         if const_expr(self.dependent):
             if tid < self.stages * self.groups and count > 0:
-                # PDL: before the wait only prefetches, right whatever is written meanwhile.
                 self.prefetch(weight, of, self.segment(of, cta, Int32(0)), tid)
-            # PDL: all threads wait until the previous kernel has ended and its writes are visible.
-            cute.arch.griddepcontrol_wait()
+            pdl_wait()
         if group == producer:
             # -- producer: one warp loads segment after segment, without regard to where one ends
             cute.arch.setmaxregister_decrease(self.registers[0])
@@ -274,8 +273,7 @@ class WarpgroupPacked(WarpGroupBody):
                 for i in cutlass.range(count, unroll=1):
                     at = self.produce(tokens, weight, shared, of, self.segment(of, cta, i), at)
                 if const_expr(self.dependent):
-                    # PDL: the next kernel's CTAs may be placed; their setup then runs behind our last products.
-                    cute.arch.griddepcontrol_launch_dependents()
+                    pdl_launch()
         else:
             # -- consumers
             cute.arch.setmaxregister_increase(self.registers[1])

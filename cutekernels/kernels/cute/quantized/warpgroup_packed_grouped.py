@@ -30,6 +30,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.memory import SmemAllocator
 
 from cutekernels.kernels.cute.parts.boxes import FIRST_BARRIER, BoxOperands, Corner
+from cutekernels.kernels.cute.parts.dependent import pdl_launch, pdl_wait
 from cutekernels.kernels.cute.parts.epilogue import Epilogue, EpilogueOperands
 from cutekernels.kernels.cute.parts.pipeline import Position
 from cutekernels.kernels.cute.parts.schedule import RingTile, TileRing
@@ -165,15 +166,13 @@ class WarpgroupPackedGrouped(WarpgroupPacked):
         tiles_n = cute.ceil_div(n, self.columns)
         of = Extents(n, m, k, cute.ceil_div(k, self.tile_k), tiles_n, Int32(0), ctas, Int32(0), Int32(0))
         if const_expr(self.dependent):
-            # PDL: all threads wait until the previous kernel has ended and its writes are visible.
-            cute.arch.griddepcontrol_wait()
+            pdl_wait()
         if group == producer:
             cute.arch.setmaxregister_decrease(self.registers[0])
             if warp == 4 * producer:
                 self.find_and_load(tokens, weight, shared, of, mEnds, ring)
                 if const_expr(self.dependent):
-                    # PDL: the next kernel's CTAs may be placed; their setup then runs behind our last products.
-                    cute.arch.griddepcontrol_launch_dependents()
+                    pdl_launch()
         else:
             cute.arch.setmaxregister_increase(self.registers[1])
             self.consume(tid, group, weight, shared, of, ring, outputs, (clamp, tiled_mma))

@@ -25,6 +25,8 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.memory import SmemAllocator
 
+from cutekernels.kernels.cute.parts.dependent import pdl_launch, pdl_wait
+
 WARP = 32
 ACCESS_BITS = 128  # of the widest load
 
@@ -78,9 +80,8 @@ class RmsNorm:
         for v in cutlass.range_constexpr(cute.size(mask)):
             mask[0, 0, v] = cute.elem_less(tXcX[0, 0, v], m.mX.shape)
         if const_expr(self.dependent):
-            # PDL: the next kernel may be set up; then wait until the one before has ended and its writes are visible.
-            cute.arch.griddepcontrol_launch_dependents()
-            cute.arch.griddepcontrol_wait()
+            pdl_launch()
+            pdl_wait()
 
         # -- loads
         rX = cute.make_rmem_tensor_like(tXgX)

@@ -24,6 +24,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
+from cutekernels.kernels.cute.parts.dependent import pdl_launch, pdl_wait
+
 
 class Operands(NamedTuple):
     """Tensors of a launch."""
@@ -83,9 +85,8 @@ class Rope:
         part, tile, unit = cta % parts, cta // parts, tid % self.units
         batch, token = tile // seq_blocks, tile % seq_blocks * self.tokens + tid // self.units % self.tokens
         if const_expr(self.dependent):
-            # PDL: the next kernel may be set up; then wait until the one before has ended and its writes are visible.
-            cute.arch.griddepcontrol_launch_dependents()
-            cute.arch.griddepcontrol_wait()
+            pdl_launch()
+            pdl_wait()
 
         # -- this thread's channels: two runs, or a run of neighbouring pairs
         pair, turns = part * self.block + unit * self.pairs, part < half_blocks
