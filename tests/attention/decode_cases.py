@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from cutekernels.gpu import GpuSpec
-from cutekernels.ops.attention.decode import DECODE_ATTENTION, DecodeConfig, DecodeProblem, posed
+from cutekernels.ops.attention.decode import DECODE_ATTENTION, DecodeConfig, DecodeProblem, draw_tables
 from cutekernels.ops.attention.problem import sample_sinks
 
 ROOMS = (1, 7, 64, 65, 129, 1000)
@@ -54,7 +54,7 @@ def arguments(p: DecodeProblem, lengths: torch.Tensor, seed: int) -> tuple[Any, 
     """The arguments of ``sample``, for sequences of these lengths."""
     generator = torch.Generator(device=lengths.device).manual_seed(seed)
     sinks = sample_sinks(p.sinks, p.dtype, p.heads_q, p.keys, generator)
-    operands = posed(p, lengths, generator)
+    operands = draw_tables(p, lengths, generator)
     return (*operands[:5], sinks, *operands[5:], p.head_dim**-0.5, 2.0 if p.softcap else 0.0)
 
 

@@ -97,7 +97,7 @@ def test_a_wrong_kernel_replaces_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     spoil(modules, "linear_cross_entropy")
     with ck.patch(model) as report:
         assert "the loss" in dict(report.left) and report.patched["attention"] == 2
-    for name in ("rms_norm", "gate_mul", "projected"):
+    for name in ("rms_norm", "gate_mul", "project"):
         spoil(modules, name)
     spoil(attention, "attention")
     turn = families.rope

@@ -149,6 +149,7 @@ def test_a_server_that_stays_away_ends_a_run_with_a_code_of_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(engine, "AWAY_S", 0.2)
+    monkeypatch.setattr(ledger, "FLUSH_S", 1e9)  # stopping a server takes a slow machine longer
     store = Ledger(postgres())
     lease = leases.of(store.url)
     with postgres.stopped():
