@@ -70,7 +70,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
     monkeypatch.setattr(call_cache, "_current_device", lambda: -1)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(attend_calls, "direct", direct_anywhere())
-    monkeypatch.setattr(per_stream, "Workspace", Workspace)
+    monkeypatch.setattr(per_stream, "StreamWorkspace", Workspace)
     library = torch.library.Library("cutekernels", "IMPL")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that the CPU's are overridden

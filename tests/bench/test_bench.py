@@ -471,7 +471,7 @@ class TestCommand:
         monkeypatch.setattr(command, "cases_of", lambda *_, **__: [SMALL])
         monkeypatch.setattr(command, "detected", lambda: H200)
         monkeypatch.setattr(run, "Timer", constant(timer(Clock())))
-        monkeypatch.setattr(run, "Plan", partial(run.RunPlan, device="cpu"))
+        monkeypatch.setattr(run, "RunPlan", partial(run.RunPlan, device="cpu"))
         result = self.run("gemm", "--suite", "alphabeta", "--out", str(tmp_path), "--warm", "--commit", "abc123")
         assert result.exit_code == 0, result.output
         path = tmp_path / "gemm_alphabeta_warm.jsonl"
@@ -492,7 +492,7 @@ class TestCommand:
         monkeypatch.setattr(command, "cases_of", lambda *_, **__: cases)
         monkeypatch.setattr(command, "detected", lambda: H200)
         monkeypatch.setattr(run, "Timer", constant(timer(Clock())))
-        monkeypatch.setattr(run, "Plan", partial(run.RunPlan, device="cpu"))
+        monkeypatch.setattr(run, "RunPlan", partial(run.RunPlan, device="cpu"))
         result = self.run("gemm", "--suite", "tokens", "--alone", "--out", str(tmp_path), "--no-plots")
         assert result.exit_code == 0, result.output
         found = rows.read(tmp_path / "gemm_tokens_alone.jsonl")
@@ -507,7 +507,7 @@ class TestCommand:
         monkeypatch.setattr(command, "cases_of", lambda *_, **__: [SMALL])
         monkeypatch.setattr(command, "detected", lambda: H200)
         monkeypatch.setattr(run, "Timer", constant(timer(Clock())))
-        monkeypatch.setattr(run, "Plan", partial(run.RunPlan, device="cpu"))
+        monkeypatch.setattr(run, "RunPlan", partial(run.RunPlan, device="cpu"))
         monkeypatch.setattr(gemm_workload, "gemm", broken)
         result = self.run("gemm", "--suite", "square", "--out", str(tmp_path), "--no-plots")
         assert result.exit_code == 1
