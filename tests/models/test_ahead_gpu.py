@@ -42,7 +42,7 @@ def test_no_call_compiles(patched: bool, cold: None, monkeypatch: pytest.MonkeyP
         engine = Decoder.from_transformers(model, max_batch=2, max_tokens=80, page_size=16)
         done = ck.warmup(engine, tokens=(1, 64), progress=False)
     assert done.compiled == done.kernels > 10
-    monkeypatch.setattr(compiler, "_built", refuse)
+    monkeypatch.setattr(compiler, "_build", refuse)
     monkeypatch.setattr(dispatch, "resolve", refuse)
     if not patched:
         assert engine.generate(prompts, max_new_tokens=4, stop=()).tokens
