@@ -58,7 +58,7 @@ def command(
         found = opened.winners(gpu=spec.name, op=op, problem=problem, origin="measured")
     serving = [winner for winner in found if winner.serves]
     with LocalRuntime(jobs or compilers.affordable()) as runtime:
-        rows = list(checked(serving, spec, runtime, bound, budget_s))
+        rows = list(check_winners(serving, spec, runtime, bound, budget_s))
     bad = [row for row in rows if row["state"] != "holds"]
     terminal.write(rows if whole else bad, format)
     left = "" if len(rows) == len(serving) else f"; {len(serving) - len(rows)} more were not reached in {budget_s:g} s"
@@ -68,7 +68,7 @@ def command(
     terminal.say(told)
 
 
-def checked(
+def check_winners(
     winners: Iterable[Winner],
     spec: GpuSpec,
     runtime: Runtime,

@@ -25,7 +25,7 @@ from rich.text import Text
 from bench import published, workloads
 from bench.rows import Row, steepest
 from bench.suites import Case
-from bench.wall import RESULTS, Commit, DryRun, Out, Rounds, detected, number, tabulated
+from bench.wall import RESULTS, Commit, DryRun, Out, Rounds, detect_gpu, number, tabulated
 from bench.workloads import cases as cases_of
 from cutekernels import cli, environment, terminal
 from cutekernels.errors import CuteKernelsError
@@ -99,7 +99,7 @@ def bench(
     if profiled:
         _profile(cases[0], out or RESULTS.parents[1] / "build" / "profiles")
         return
-    gpu = detected()
+    gpu = detect_gpu()
     from bench import run as runner
 
     kinds: dict[str, Any] = {"dtype": dtype, "accumulate": accumulate, "match": match, "alone": alone, "warm": warm}

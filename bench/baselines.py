@@ -73,7 +73,7 @@ class Contender:
     judged: bool = True
     """Whether its results are compared with the truth; otherwise it is only timed."""
     config: str = ""
-    """Of ours: the config that its row records, and its origin."""
+    """The config that the row of one of ours records; ``origin`` is its origin."""
     origin: str = ""
 
 
@@ -121,7 +121,7 @@ def each(name: str, make: Callable[[Case], Callable[..., Launch]], *, judged: bo
 
 
 def absent(name: str, reason: str) -> Contender:
-    """What cannot take part, and why."""
+    """A contender that cannot take part, and the reason."""
 
     def bind(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
         raise Absent(reason)

@@ -65,7 +65,7 @@ class HostCase:
         return ("no_grad", "forward", "backward", *(["out"] if self.out else []), *(["graph"] if self.chained else []))
 
     def contenders(self, way: str) -> dict[str, Function]:
-        """By name; those of ``others`` are to be called for a contender, except of the way ``out``."""
+        """Functions by name; those of ``others`` are to be called for a contender, except of the way ``out``."""
         return self.out if way == "out" else {"torch": self.theirs, **self.others, "cutekernels": self.ours}
 
     def operands(self, step: int, device: torch.device, dtype: torch.dtype) -> tuple[Any, ...]:
@@ -294,7 +294,7 @@ def command(
         for case in some:
             terminal.show(f"{case.op}: {', '.join(case.contenders(''))}")
         return
-    gpu = wall.detected()
+    gpu = wall.detect_gpu()
     path = (out or wall.RESULTS / gpu.name / "host") / "host.jsonl"
     stamp = environment.stamp(gpu.name, commit)
     wall.record(run(some, rounds, torch.device("cuda"), torch.bfloat16, stamp), path, table)

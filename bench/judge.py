@@ -148,7 +148,7 @@ Gpu = Annotated[str, typer.Option(help="Whose sweeps.")]
 Folder = Annotated[Path, typer.Option(help="Where the sweeps are, a folder for each GPU.")]
 
 
-def judged(gpu: str, folder: Path, of_sweeps: Callable[[GpuSpec, Path], list[Any]]) -> list[Any]:
+def judge_sweeps(gpu: str, folder: Path, of_sweeps: Callable[[GpuSpec, Path], list[Any]]) -> list[Any]:
     """The findings of ``of_sweeps`` for ``gpu``; ends the process where there is no sweep."""
     return of_sweeps(gpus.lookup(gpu), folder) or terminal.fail(f"no sweep of {gpu} in {folder}", code=2)
 
@@ -161,7 +161,7 @@ def compare(
     format: As = Format.table,
 ) -> None:
     """Compare the models' estimates with recorded sweeps: rank correlation, and what their choice costs."""
-    found = judged(gpu, folder, of_sweeps)
+    found = judge_sweeps(gpu, folder, of_sweeps)
     summed = [_summary([q for q in found if q.op == op]) for op in sorted({q.op for q in found})]
     terminal.write([vars(q) for q in found] if every else summed, format)
 

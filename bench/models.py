@@ -363,7 +363,7 @@ def command(
         for case in cases:
             terminal.show(f"{model} {case.suite} {case}: {'; '.join(contenders)}")
         return
-    gpu = wall.detected()
+    gpu = wall.detect_gpu()
     kind = "_published" if published else f"_{packed}" if packed else ""
     path = (out or wall.RESULTS / gpu.name / "models") / f"{model}{kind}.jsonl"
     device, dtype = torch.device("cuda"), torch.float16 if published else torch.bfloat16

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
-from bench.judge import SWEEPS, Folder, Gpu, judged, load, valid
+from bench.judge import SWEEPS, Folder, Gpu, judge_sweeps, load, valid
 from cutekernels import dispatch, terminal
 from cutekernels.db.storage.snapshot import Snapshot
 from cutekernels.gpu import GpuSpec
@@ -79,7 +79,7 @@ def command(
     format: As = Format.table,
 ) -> None:
     """How far behind the best measured config calls are, with the winner of their own problem and without it."""
-    found = judged(gpu, folder, of_sweeps)
+    found = judge_sweeps(gpu, folder, of_sweeps)
     rows = [vars(r) for r in sorted(found, key=lambda r: -(r.regret or 0.0))] if every else _by_op(found)
     terminal.write(rows, format)
 

@@ -171,7 +171,7 @@ def run_case(case: Case, plan: RunPlan, who: Sequence[Contender], timer: Timer) 
     first = tuple([t.clone() for t in sets[0].updated])
     accumulate = getattr(problem, "accumulate", "fp32")
     truth = workloads.get(case.op).truth(case, sets[0])
-    judge = partial(judged, truth=truth, work=workloads.work(case), accumulate=accumulate)
+    judge = partial(errors_of, truth=truth, work=workloads.work(case), accumulate=accumulate)
     with _accumulation(accumulate):
         candidates = [_Candidate(case, plan, w, sets, timer) for w in who]
         for candidate in candidates:
@@ -208,7 +208,7 @@ def _accumulation(accumulate: str) -> Iterator[None]:
         flags.allow_fp16_accumulation = before
 
 
-def judged(
+def errors_of(
     written: tuple[Tensor, ...], truth: tuple[Tensor, ...], work: Work, accumulate: str
 ) -> tuple[float, float, bool]:
     """The worst error over its tolerance, the largest error, and whether the results are right."""

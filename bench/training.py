@@ -258,7 +258,7 @@ def command(
         for case in some:
             terminal.show(f"{case.suite} {case}: {'; '.join(LOSSES if case.suite == 'loss' else MODELS)}")
         return
-    gpu = wall.detected()
+    gpu = wall.detect_gpu()
     path = (out or wall.RESULTS / gpu.name / "training") / "training.jsonl"
     stamp = environment.stamp(gpu.name, commit)
     found = (curves(case, stamp) if case.suite == "curve" else run(case, rounds, stamp, skip) for case in some)

@@ -1,4 +1,4 @@
-"""What the commands share: options, rows as they come, tables; and rows of wall times."""
+"""Options, rows as they come and tables that the commands share; and rows of wall times."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def chosen(cases: Iterable[C], match: Sequence[str] | None, name: Callable[[C], 
     )
 
 
-def detected() -> gpus.GpuSpec:
+def detect_gpu() -> gpus.GpuSpec:
     """This machine's GPU; ends the process where there is none."""
     try:
         return gpus.lookup("auto")

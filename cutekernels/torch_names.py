@@ -1,7 +1,7 @@
 """torch's private names that calls use, each with the public way around it.
 
 They are quicker, never needed: a torch that lacks one gets slower calls, and :data:`ABSENT` says which. No other file
-names anything of torch's that begins with an underscore (tests/trunk/test_torch_names.py).
+names anything of torch's that begins with an underscore (tests/trunk/test_private_names.py).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ABSENT: dict[str, str] = {}
 
 
 def _find(path: str, otherwise: Any, follows: str) -> Any:
-    """What ``path`` names in torch; ``otherwise``, and a line in :data:`ABSENT`, where nothing has that name."""
+    """``path`` in torch; ``otherwise``, and a line in :data:`ABSENT`, where nothing has that name."""
     found: Any = torch
     for name in path.split("."):
         found = getattr(found, name, None)

@@ -15,7 +15,7 @@ from torch import Tensor
 from bench.baselines import Absent, Contender, Inputs, Launch, Workload, compiled, each, eager
 from bench.suites import INTERMEDIATE, TOKENS, Case, Suite, suite
 from bench.workloads import posed
-from bench.workloads.declared import drawn, exact, launches, of_rows, workload
+from bench.workloads.declared import draw_inputs, exact, launches, of_rows, workload
 from cutekernels.ops.activations.api import bias_gelu, gelu_mul, silu_mul
 from cutekernels.ops.activations.op import (
     BIAS_GELU,
@@ -54,7 +54,7 @@ _PUBLISHED_BIAS = _shapes({f"{b}x{t}x{n}": (b * t, n) for b, t, n in _BIAS_SHAPE
 
 def _inputs(op: Any, case: Case, problem: Any, device: str, seed: int) -> Inputs:
     """The declaration's in contiguous memory; gate and up as halves of one tensor where their rows are not dense."""
-    i = drawn(op, {}, case, problem, device, seed)
+    i = draw_inputs(op, {}, case, problem, device, seed)
     operands = [t.contiguous() for t in i.operands]
     if isinstance(problem, GluProblem) and problem.layout == "rows":
         operands = [*torch.cat(operands, -1).chunk(2, -1)]

@@ -41,7 +41,7 @@ def square(d: int, batch: int, seq: int, causal: bool) -> Shape:
     return batch, seq, 2048 // d, 2048 // d, d, causal
 
 
-def labelled(*shapes: Shape, before: str = "") -> dict[str, Words]:
+def by_label(*shapes: Shape, before: str = "") -> dict[str, Words]:
     found = {}
     for batch, seq, heads, heads_kv, head_dim, causal in shapes:
         groups = "" if heads == heads_kv else f"/{heads_kv}"
@@ -51,7 +51,7 @@ def labelled(*shapes: Shape, before: str = "") -> dict[str, Words]:
 
 
 # 16k tokens in all, as the papers have it, and one long prompt.
-PREFILL = labelled(
+PREFILL = by_label(
     *[square(d, 16384 // s, s, causal) for d in (128, 64) for causal in (False, True) for s in (4096, 16384)],
     (4, 2048, 32, 32, 64, True),
     (1, 16384, 32, 8, 128, True),
@@ -59,18 +59,18 @@ PREFILL = labelled(
 LLM = {
     name: words
     for model, heads in MODELS.items()
-    for name, words in labelled(
+    for name, words in by_label(
         *[(batch, seq, *heads, 128, True) for batch, seq in ((1, 512), (1, 2048), (4, 4096))], before=f"{model} "
     ).items()
 }
 _SMALL = ((1, 1, 512), (1, 1, 1024), (1, 1, 2048), (2, 4, 512))  # batch, heads, tokens
-PUBLISHED = labelled(
+PUBLISHED = by_label(
     *[(batch, seq, heads, heads, 64, causal) for batch, heads, seq in _SMALL for causal in (False, True)],
     *[(4, seq, *MODELS["minfer"], 128, True) for seq in (4096, 8192, 16384)],
 )
 # Head dims 64, 128 and 256, one to eight prompts, 512 to 32k tokens.
 _SQUARES = ((128, 4, 4096), (128, 1, 16384), (64, 4, 4096), (256, 4, 4096), (128, 8, 1024))
-HOPPER = labelled(
+HOPPER = by_label(
     *[square(*size, causal) for size in _SQUARES for causal in (False, True)],
     *[(batch, seq, 32, 8, 128, True) for batch, seq in ((1, 1024), (8, 1024), (1, 4096), (1, 32768))],
     (4, 2048, 32, 32, 64, True),
@@ -153,7 +153,7 @@ def _naive(case: Case) -> Callable[..., Launch]:
 
 
 def _mask(problem: Any, *, lower: bool) -> Callable[[torch.device], Tensor]:
-    """Of a device: which keys a query sees, or those it does not. Made by the first call, which is not timed."""
+    """Masks of a device: the keys a query sees, or those it does not. Made by the first call, which is not timed."""
 
     @cache
     def mask(device: torch.device) -> Tensor:

@@ -28,7 +28,7 @@ aten = torch.ops.aten
 
 
 def _problem(shape: forward.Shape, dtype: str) -> AttentionBackwardProblem:
-    """That of the kernel that gives dK."""
+    """The config of the kernel that gives dK."""
     p = forward.problem(shape, dtype)
     of = passes(p.head_dim)[0]
     return AttentionBackwardProblem(**{f.name: getattr(p, f.name) for f in dataclasses.fields(p)}, of=of)
@@ -36,7 +36,7 @@ def _problem(shape: forward.Shape, dtype: str) -> AttentionBackwardProblem:
 
 # Head dims 64, 128 and 256, one to eight prompts, 512 to 16k tokens.
 _SQUARES = ((128, 4, 4096), (128, 8, 1024), (64, 4, 4096), (256, 2, 4096))
-HOPPER = forward.labelled(
+HOPPER = forward.by_label(
     *[forward.square(*size, causal) for size in _SQUARES for causal in (False, True)],
     *[(batch, seq, 32, 8, 128, True) for batch, seq in ((1, 2048), (8, 1024), (1, 8192))],
     (1, 16384, 16, 16, 128, True),

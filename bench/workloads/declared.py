@@ -1,4 +1,4 @@
-"""What an op's declaration knows of its workload: operands, their mathematics in fp64, and the call.
+"""A workload from an op's declaration: operands, their mathematics in fp64, and the call.
 
 An op that has no workload of its own is timed over its declaration's suite, beside that mathematics.
 """
@@ -32,7 +32,7 @@ def workload(
     """How ``op`` is benchmarked, less ``changes``: by its public ``function``, or as autograd calls it; with those of
     its ``numbers`` that are not its sample's.
     """
-    inputs, ours = partial(drawn, op, numbers or {}), partial(launches, op, function)
+    inputs, ours = partial(draw_inputs, op, numbers or {}), partial(launches, op, function)
     made = Workload(op.name, suites, inputs, partial(exact, op), ours, tuple(peers))
     return dataclasses.replace(made, **changes)
 
@@ -51,7 +51,7 @@ def of_suite(op: TritonOp[Any, Any]) -> Workload:
     return workload(op, suite, (reference,), streams=lambda case: (len(op.inputs), len(op.results)))
 
 
-def drawn(op: Any, numbers: Mapping[str, float], case: Case, problem: Any, device: str, seed: int) -> Inputs:
+def draw_inputs(op: Any, numbers: Mapping[str, float], case: Case, problem: Any, device: str, seed: int) -> Inputs:
     """The declaration's sample: its tensors are the operands."""
     args = op.sample(problem, device, seed)
     if numbers:

@@ -185,7 +185,7 @@ def _peers(grouped: Callable[..., Any], loop: Callable[..., Any]) -> tuple[Conte
     why = "torch._grouped_mm takes bf16 on a GPU"
     return (
         *[_where(peer, why, lambda x: x.is_cuda and x.dtype == torch.bfloat16) for peer in torchs],
-        # What waits for the host cannot be captured, and so not timed.
+        # A contender that waits for the host cannot be captured, and so not timed.
         _where(eager(lambda case: loop), "its loop over experts waits for the host", lambda x: not x.is_cuda),
     )
 

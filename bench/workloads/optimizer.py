@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bench.baselines import Absent, Contender, Inputs, Launch
 from bench.suites import Case, suite
-from bench.workloads.declared import drawn, exact, workload
+from bench.workloads.declared import draw_inputs, exact, workload
 from cutekernels.ops.optimizer.api import adamw_step
 from cutekernels.ops.optimizer.op import ADAMW_STEP, AdamWProblem
 from cutekernels.optim import FusedAdamW
@@ -26,7 +26,7 @@ _TENSORS = {f"{label} in {MANY} tensors": words for label, words in _SIZES.items
 
 
 def _inputs(case: Case, problem: AdamWProblem, device: str, seed: int) -> Inputs:
-    i = drawn(ADAMW_STEP, {}, case, problem, device, seed)
+    i = draw_inputs(ADAMW_STEP, {}, case, problem, device, seed)
     param, _, *moments = i.operands
     # Nobody writes to given results here: they stand for the bytes that a step writes.
     return Inputs(i.operands, i.results[:3], (param, *moments), args=i.args)

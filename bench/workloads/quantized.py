@@ -17,7 +17,7 @@ from torch import Tensor
 from bench.baselines import DTYPES, Contender, Inputs, Launch, Workload, each
 from bench.suites import Case, Suite, suite
 from bench.workloads import posed, quantized_peers
-from bench.workloads.declared import drawn, workload
+from bench.workloads.declared import draw_inputs, workload
 from cutekernels.op import Work
 from cutekernels.ops.gemm.api import gemm, linear
 from cutekernels.ops.gemm.problem import ELEMENT_BYTES
@@ -86,13 +86,13 @@ def _decode(columns: int) -> Suite:
 
 def _inputs_backward(case: Case, problem: QuantizedProblem, device: str, seed: int) -> Inputs:
     """The gradient of the product in the place of the tokens."""
-    i = drawn(QUANTIZED_LINEAR, {}, case, problem, device, seed)
+    i = draw_inputs(QUANTIZED_LINEAR, {}, case, problem, device, seed)
     x, *weight = i.operands
     return Inputs((i.out.normal_(generator=torch.Generator(device).manual_seed(seed)), *weight), (x,))
 
 
 def _decoded_inputs(case: Case, problem: DequantizeProblem, device: str, seed: int) -> Inputs:
-    i = drawn(DEQUANTIZE, {"first": 0}, case, problem, device, seed)
+    i = draw_inputs(DEQUANTIZE, {"first": 0}, case, problem, device, seed)
     share = problem.columns / problem.k
     return dataclasses.replace(i, read_bytes=int(share * sum(t.nbytes for t in i.operands)))
 

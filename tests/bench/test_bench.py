@@ -469,7 +469,7 @@ class TestCommand:
     def test_a_whole_run(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         """Everything but the GPU: a small suite, on the CPU, with a fake clock."""
         monkeypatch.setattr(command, "cases_of", lambda *_, **__: [SMALL])
-        monkeypatch.setattr(command, "detected", lambda: H200)
+        monkeypatch.setattr(command, "detect_gpu", lambda: H200)
         monkeypatch.setattr(run, "Timer", constant(timer(Clock())))
         monkeypatch.setattr(run, "RunPlan", partial(run.RunPlan, device="cpu"))
         result = self.run("gemm", "--suite", "alphabeta", "--out", str(tmp_path), "--warm", "--commit", "abc123")
@@ -490,7 +490,7 @@ class TestCommand:
         ]
         assert len({c.problem for c in cases}) == 3
         monkeypatch.setattr(command, "cases_of", lambda *_, **__: cases)
-        monkeypatch.setattr(command, "detected", lambda: H200)
+        monkeypatch.setattr(command, "detect_gpu", lambda: H200)
         monkeypatch.setattr(run, "Timer", constant(timer(Clock())))
         monkeypatch.setattr(run, "RunPlan", partial(run.RunPlan, device="cpu"))
         result = self.run("gemm", "--suite", "tokens", "--alone", "--out", str(tmp_path), "--no-plots")
@@ -505,7 +505,7 @@ class TestCommand:
             raise RuntimeError("illegal address")
 
         monkeypatch.setattr(command, "cases_of", lambda *_, **__: [SMALL])
-        monkeypatch.setattr(command, "detected", lambda: H200)
+        monkeypatch.setattr(command, "detect_gpu", lambda: H200)
         monkeypatch.setattr(run, "Timer", constant(timer(Clock())))
         monkeypatch.setattr(run, "RunPlan", partial(run.RunPlan, device="cpu"))
         monkeypatch.setattr(gemm_workload, "gemm", broken)

@@ -56,11 +56,11 @@ def run_experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_w
             f'{type(module).__name__} cannot run as "{NAME}": {reason}. Call '
             'model.set_experts_implementation("grouped_mm"), or "eager"'
         )
-    return computed(module, hidden_states, top_k_index, top_k_weights)
+    return grouped_experts(module, hidden_states, top_k_index, top_k_weights)
 
 
-def computed(module: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """What a module of experts does: ``moe_ffn`` where they are Mixtral's, else products around the module's gate."""
+def grouped_experts(module: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """A module of experts: ``moe_ffn`` where they are Mixtral's, else products around the module's gate."""
     gate_up, down = held(module, "gate_up_proj"), held(module, "down_proj")
     own = module.__dict__  # what is missing there torch would search in Python
     turned, has_bias = own.get("is_transposed", False), "gate_up_proj_bias" in own["_parameters"] or own.get("has_bias")
@@ -114,4 +114,4 @@ class Experts(Patched):
         if not multiplied(hidden_states, held(self, "gate_up_proj")):
             return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc, no-any-return]
         ids, weights = sorted((*args, *kwargs.values()), key=Tensor.is_floating_point)
-        return computed(self, hidden_states, ids, weights)
+        return grouped_experts(self, hidden_states, ids, weights)

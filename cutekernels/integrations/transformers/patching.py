@@ -314,7 +314,7 @@ def _route(model: Any, family: Family, report: Report) -> None:
         if broken:
             report.left.append(("attention's core", rule))
             return
-    dtype = quantized.computed(model)
+    dtype = quantized.compute_dtype(model)
     for name, module in model.named_modules():
         rule = rules.why_no_core(module, module.family, dtype) if isinstance(module, modules.Attention) else ""
         if rule:

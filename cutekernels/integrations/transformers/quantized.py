@@ -121,7 +121,7 @@ def take(model: torch.nn.Module, family: Family) -> dict[int, str]:
     compressed-tensors decompresses a model as a whole, so that of its projections all are patched or none.
     """
     layouts = [(module, layout) for module in model.modules() if (layout := layout_of(module)) not in _OTHERS]
-    dtype, shared = computed(model), shared_parameters(model)
+    dtype, shared = compute_dtype(model), shared_parameters(model)
     reasons = {}
     for module, layout in layouts:
         found = _reading(module, dtype)
@@ -281,7 +281,7 @@ def give_back(module: Any) -> None:
         module._forward_pre_hooks[held[0].id] = hook
 
 
-def computed(model: Any) -> torch.dtype:
+def compute_dtype(model: Any) -> torch.dtype:
     """The type of a model's activations: that of its embeddings, which QLoRA's preparation makes fp32."""
     table: Any = next((m for m in model.modules() if isinstance(m, torch.nn.Embedding)), None)
     if table is not None:

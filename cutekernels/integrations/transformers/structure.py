@@ -260,7 +260,7 @@ def _chosen(role: str, module: Any, guesses: list[Guess], tables: _Tables | None
     if role == "rotary":
         distances = [_turned_distance(module, guess[1], tables) for guess in guesses]
         best = min(range(len(guesses)), key=lambda i: distances[i])
-        return guesses[best] if distances[best] <= 1 else quote(distances[best] * _FP32)
+        return guesses[best] if distances[best] <= 1 else difference(distances[best] * _FP32)
     twin = attempt(lambda: copy.deepcopy(_fewer(module) if role == "experts" else module).to("cpu", torch.float32))
     if isinstance(twin, Exception):
         return f"no copy of it can be compared ({type(twin).__name__})"
@@ -275,9 +275,9 @@ def _chosen(role: str, module: Any, guesses: list[Guess], tables: _Tables | None
     for i, guess in enumerate(guesses):
         wide = max(_distance(role, twin.train(mode), guess, gradients=True) for mode in (False, True))
         closest = min(closest, wide)
-        if wide <= _FP32 and (near := _distance(role, half, guess)) <= allowed(torch.bfloat16):
+        if wide <= _FP32 and (near := _distance(role, half, guess)) <= tolerance(torch.bfloat16):
             found.append((near, i))  # conventions of rounding differ there
-    return guesses[min(found)[1]] if found else quote(closest)
+    return guesses[min(found)[1]] if found else difference(closest)
 
 
 def _fewer(module: Any) -> Any:
@@ -296,14 +296,14 @@ def _differs(role: str, module: Any, guess: Guess) -> str:
     dtype = next(p.dtype for p in module.parameters())
     with torch.no_grad():
         distance = _distance(role, module, guess)
-    return "" if distance <= allowed(dtype) else quote(distance)
+    return "" if distance <= tolerance(dtype) else difference(distance)
 
 
-def allowed(dtype: torch.dtype) -> float:
+def tolerance(dtype: torch.dtype) -> float:
     return max(_FP32, 16 * torch.finfo(dtype).eps)
 
 
-def quote(distance: float) -> str:
+def difference(distance: float) -> str:
     if distance == float("inf"):
         return "no kernel gives results of its kind"
     return f"its results differ from any kernel's, in training or out of it, by {distance:.1e} of the largest at best"
@@ -381,7 +381,7 @@ def _inputs(role: str, module: Any, family: Family) -> list[list[Tensor]]:
 
 
 def _turned_distance(module: Any, family: Family, tables: _Tables | None) -> float:
-    """As :func:`_distance`, of the function that turns queries and keys, in units of what is allowed."""
+    """As :func:`_distance`, of the function that turns queries and keys, in units of the tolerance."""
     assert tables is not None
     own = inspect.unwrap(type(module).forward).__globals__[modules.TURN]
     ours, compared = modules.turning(own, family), list[float]()
@@ -396,5 +396,5 @@ def _turned_distance(module: Any, family: Family, tables: _Tables | None) -> flo
                 continue
             if not isinstance(theirs, tuple) or not isinstance(mine, tuple) or len(theirs) != 2:
                 return float("inf")
-            compared += [relative(a, b) / allowed(dtype) for a, b in zip(mine, theirs, strict=True)]
+            compared += [relative(a, b) / tolerance(dtype) for a, b in zip(mine, theirs, strict=True)]
     return max(compared, default=float("inf"))

@@ -1,4 +1,4 @@
-"""What ``patch`` does of a model that no row of ``families.py`` names beside its modules: attention and the loss.
+"""Attention and the loss of a model that no row of ``families.py`` names, for ``patch``.
 
 Attention that transformers dispatches by name, and the loss that a head gives with labels, are compared in calls of the
 model itself: attention on the queries, keys and masks of each layer, in training and out of it; the loss on random
@@ -20,7 +20,14 @@ from cutekernels.integrations.transformers import attention, modules
 from cutekernels.integrations.transformers.families import Family
 from cutekernels.integrations.transformers.outputs import output_of
 from cutekernels.integrations.transformers.projections import sharded
-from cutekernels.integrations.transformers.structure import UNKNOWN, allowed, attempt, drawing_nothing, quote, relative
+from cutekernels.integrations.transformers.structure import (
+    UNKNOWN,
+    attempt,
+    difference,
+    drawing_nothing,
+    relative,
+    tolerance,
+)
 
 _COMPARED = "cutekernels_compared"  # the name of attention under which both run
 NO_MODEL = "the model is none of transformers; cutekernels.route_sdpa() takes calls of scaled_dot_product_attention"
@@ -146,17 +153,17 @@ class _Both:
         for factor in (1.0,) if module.training else (1.0, max(scale, 1.0)):
             sizes = (factor, 1.0, 1.0)
             given = [(t.detach() * size).requires_grad_(module.training) for t, size in zip(qkv, sizes, strict=True)]
-            expected = attempt(_attended, self._function(module), module, given, own_mask, more, seen)
-            ours = attempt(_attended, attention.attend, module, given, mask, more, seen)
+            expected = attempt(_call, self._function(module), module, given, own_mask, more, seen)
+            ours = attempt(_call, attention.attend, module, given, mask, more, seen)
             if isinstance(expected, Exception) or isinstance(ours, Exception):
                 return str(ours if isinstance(ours, Exception) else expected)
             off = max(relative(a, b) for a, b in zip(ours, expected, strict=True))
-            if not off <= 4 * allowed(qkv[0].dtype):
-                return quote(off)
+            if not off <= 4 * tolerance(qkv[0].dtype):
+                return difference(off)
         return ""
 
 
-def _attended(call: Any, module: Any, qkv: Any, mask: Any, more: Any, seen: Tensor | None) -> list[Tensor]:
+def _call(call: Any, module: Any, qkv: Any, mask: Any, more: Any, seen: Tensor | None) -> list[Tensor]:
     """Attention's result where a row sees anything, and the gradients that it has."""
     with torch.set_grad_enabled(module.training):
         out = call(module, *qkv, mask, **more)[0]
@@ -261,6 +268,6 @@ def _loss_differs(model: Any, ours: Any, weight: Tensor) -> str:
         if theirs[0] != mine[0]:
             return "other results come with it"
         off = max(relative(a, b) for a, b in zip(mine[1], theirs[1], strict=True))
-        if not off <= allowed(weight.dtype):
-            return quote(off)
+        if not off <= tolerance(weight.dtype):
+            return difference(off)
     return ""
