@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from cutekernels import compile as compiler
-from cutekernels import dispatch, rates
+from cutekernels import dispatch, rates, settings
+from cutekernels import gpu as gpus
 from cutekernels.backends import own_directory
 from cutekernels.compilers import Compile, Compilers, Wanted, affordable, choose, kernels, side_by_side, together
 from cutekernels.db.storage import snapshot
@@ -34,6 +35,9 @@ from cutekernels.ops import registry
 if TYPE_CHECKING:
     import torch
 
+    from cutekernels.ops.shared.recording import Recorder
+
+_log = settings.logger("compile")
 _CHUNK = 256  # numbers of tokens that a process chooses for at a time
 
 
@@ -84,8 +88,24 @@ def prepare(
     return Warmed(problems, len(keys), compiled, time.monotonic() - begin)
 
 
-def compile_missing(posed: Sequence[Posed], gpu: GpuSpec, jobs: int | None = None) -> dict[Posed, CompileError]:
-    """Puts the kernels of all problems into the disk cache; what went wrong, by the problem that needs the kernel."""
+def compile_first(record: Callable[[], Sequence[Posed]], device: torch.device) -> None:
+    """Compiles side by side what a model's first call, as recorded, needs and nobody has compiled: one after the other
+    within the call they would take as long as all of them together. What fails here is left to the call.
+    """
+    try:
+        posed, spec = record(), gpus.detect(device.index)
+        compile_missing(posed, spec, here=True)
+    except Exception as error:  # noqa: BLE001  a model's own code on fakes may raise anything, and the call says it better
+        _log.info("the kernels of a first call are compiled as it meets them: %s", error)
+
+
+def compile_missing(
+    posed: Sequence[Posed], gpu: GpuSpec, jobs: int | None = None, here: bool = False
+) -> dict[Posed, CompileError]:
+    """Puts the kernels of all problems into the disk cache; what went wrong, by the problem that needs the kernel.
+
+    ``here``: of :func:`cutekernels.compilers.side_by_side`.
+    """
     wanted: dict[str, Compile] = {}
     users: dict[str, list[Posed]] = {}
     for op, p in dict.fromkeys(posed):
@@ -93,7 +113,9 @@ def compile_missing(posed: Sequence[Posed], gpu: GpuSpec, jobs: int | None = Non
             if key not in wanted and not compiler.ready(key):
                 wanted[key] = request
             users.setdefault(key, []).append((op, p))
-    failures = zip(wanted, side_by_side(list(wanted.values()), jobs), strict=True)
+    if here and len(wanted) > 1:
+        _log.info("%d kernels of a first call are compiled side by side; cutekernels.warmup does so ahead", len(wanted))
+    failures = zip(wanted, side_by_side(list(wanted.values()), jobs, here=here), strict=True)
     return {pair: error for key, error in failures if error is not None for pair in users[key]}
 
 
@@ -167,24 +189,40 @@ def lines_of(model: torch.nn.Module | Recorded, low: int, high: int) -> list[Lin
 
     if not isinstance(model, torch.nn.Module):
         return model.lines(low, high)
-    device, recorder = device_of(model), Recorder()
-
-    def record(tokens: int) -> list[Posed]:
-        with recorder.calls() as noted:
-            ids = torch.zeros(1, tokens, dtype=torch.int64, device=device)
-            with _alike_once(model):
-                kept = getattr(model(ids), "past_key_values", None)
-            if kept is not None:
-                with _alike_once(model):
-                    model(ids[:, :1], past_key_values=kept)
-        return noted
-
-    found = lines(record, low, high)
+    recorder = Recorder()
+    found = lines(lambda tokens: prompt_of(model, recorder, 1, tokens), low, high)
     if not found:
         raise UnsupportedProblem(
             f"a call of this {type(model).__name__} runs none of this library's ops: cutekernels.patch(model) first"
         )
     return found
+
+
+def prompt_of(model: torch.nn.Module, recorder: Recorder, batch: int, tokens: int) -> list[Posed]:
+    """The problems of a batch of prompts of a patched transformers model, and of a token behind each."""
+    import torch
+
+    with _unchanged(model), recorder.calls() as noted:
+        ids = torch.zeros(batch, tokens, dtype=torch.int64, device=device_of(model))
+        with _alike_once(model):
+            kept = getattr(model(ids), "past_key_values", None)
+        if kept is not None:
+            with _alike_once(model):
+                model(ids[:, :1], past_key_values=kept)
+    return noted
+
+
+@contextmanager
+def _unchanged(model: torch.nn.Module) -> Iterator[None]:
+    """Gives each module its own attributes and buffers back, in place of the fakes that a call may leave there."""
+    before = [(held, dict(held)) for module in model.modules() for held in (vars(module), module._buffers)]
+    try:
+        yield
+    finally:
+        for held, then in before:
+            for name in [name for name in held if name not in then]:
+                del held[name]
+            held.update({name: value for name, value in then.items() if held.get(name) is not value})
 
 
 @contextmanager

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, as_completed
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Self
 
 from cutekernels import compile as compiler
 from cutekernels import dispatch, errors, settings
-from cutekernels.backends import Facts
-from cutekernels.backends.cute import WITHOUT_GPU
+from cutekernels.backends import Facts, cute
 from cutekernels.errors import CacheUnusable, CompileError, CompilerKilled
 from cutekernels.gpu import GpuSpec
 from cutekernels.isolate import ChildDied, ChildTimeout, Pool, RemoteError, StartFailed
@@ -52,7 +51,7 @@ class Compilers:
         self.temporary = str(self._open.enter_context(compiler.scratch()))
         self.width = jobs
         # No visible GPU: otherwise each compiler would make a CUDA context of hundreds of megabytes.
-        self._pool = Pool(target, jobs, env=WITHOUT_GPU | {"TMPDIR": self.temporary})
+        self._pool = Pool(target, jobs, env=cute.WITHOUT_GPU | {"TMPDIR": self.temporary})
 
     def env_of(self, device: str | None) -> dict[str, str]:
         """The environment of a process that works beside them, on one GPU or on all that are visible."""
@@ -77,7 +76,13 @@ class Compilers:
 
 def answer(request: Compile | Choose) -> Any:
     """Inside a compiler process: either kind of request."""
-    return choose(request) if isinstance(request[0], Line) else compile_candidate(request)
+    if isinstance(request[0], Line):
+        return choose(request)
+    name, _, config, _ = request
+    op = registry.get(name)
+    if op.compiler(op.Config.parse(config)) == "dsl":
+        cute.import_without_torch()
+    return compile_candidate(request)
 
 
 def choose(request: Choose) -> tuple[Chosen, Wanted]:
@@ -129,6 +134,7 @@ def side_by_side(
     jobs: int | None = None,
     processes: Compilers | None = None,
     advance: Callable[[], object] = lambda: None,
+    here: bool = False,
 ) -> list[CompileError | None]:
     """Compiles all ``requests`` in ``jobs`` processes; for each, None or the reason it is not in the disk cache.
 
@@ -137,31 +143,44 @@ def side_by_side(
     compiled, with a warning and no error: the caller's own process will, when it needs the kernel.
 
     Args:
-        requests: one or more.
+        requests: one or more; the longest begin first.
         jobs: processes to start.
         processes: those of the caller, in their place.
         advance: is called whenever one is done.
+        here: whether this process, which is about to need them all, compiles the longest itself: it has begun before
+            another one has started.
 
     Raises:
         CacheUnusable: no kernel could be compiled.
     """
-    if not requests:
-        return []
-    if len(requests) == 1 and processes is None:
-        try:
-            compile_candidate(requests[0])
-        except CompileError as error:
-            return [error]
-        return [None]
-    with nullcontext(processes) if processes else Compilers(min(jobs or affordable(), len(requests)), TARGET) as pool:
-        futures = [pool.submit(request) for request in requests]
-        for _ in as_completed(futures):
+    order = sorted(range(len(requests)), key=lambda i: -registry.get(requests[i][0]).compile_s)
+    own = order[: int(here or (len(requests) == 1 and processes is None))]
+    rest = order[len(own) :]
+    failures: dict[int, CompileError | StartFailed | None] = {}
+    with ExitStack() as opened:
+        futures: dict[int, Future[Any]] = {}
+        if rest:
+            pool = processes or opened.enter_context(Compilers(min(jobs or affordable(), len(rest)), TARGET))
+            futures = {i: pool.submit(requests[i]) for i in rest}
+        for i in own:
+            failures[i] = _compile_here(requests[i])
             advance()
-        failures = [_failure(request, future) for request, future in zip(requests, futures, strict=True)]
-    unstarted = [each for each in failures if isinstance(each, StartFailed)]
+        for _ in as_completed(futures.values()):
+            advance()
+        failures |= {i: _failure(requests[i], future) for i, future in futures.items()}
+    unstarted = [each for each in failures.values() if isinstance(each, StartFailed)]
     if unstarted:
         _log.warning("%d kernels are compiled in the calling process: %s", len(unstarted), unstarted[0])
-    return [None if isinstance(each, StartFailed) else each for each in failures]
+    found = [failures[i] for i in range(len(requests))]
+    return [None if isinstance(each, StartFailed) else each for each in found]
+
+
+def _compile_here(request: Compile) -> CompileError | None:
+    try:
+        compile_candidate(request)
+    except CompileError as error:
+        return error
+    return None
 
 
 def _failure(request: Compile, future: Future[Any]) -> CompileError | StartFailed | None:

@@ -271,6 +271,8 @@ class Op(ABC, Generic[P, C]):
     """Kinds of ``sample``, by the remainder of its seed: the tuner times as many inputs of each, where they fit."""
     partial: ClassVar[bool] = False
     """Whether launches leave elements of the outputs unwritten: ``reference`` has NaN there, and judges ask for it."""
+    compile_s: ClassVar[float] = 1.0
+    """CPU seconds of a compile, roughly: of several side by side the longest begin first."""
 
     @abstractmethod
     def why_not(self, p: P, c: C, gpu: GpuSpec) -> str | None:

@@ -9,6 +9,7 @@ can abort its process).
 from __future__ import annotations
 
 import re
+import sys
 import tempfile
 import threading
 import warnings
@@ -30,6 +31,18 @@ _ARCH_VARIABLE = "CUTE_DSL_ARCH"  # the DSL's environment variable, read when it
 WITHOUT_GPU = {"CUDA_VISIBLE_DEVICES": "", _ARCH_VARIABLE: NO_TARGET, "TVM_FFI_DISABLE_TORCH_C_DLPACK": "1"}
 
 _compiling = threading.Lock()
+
+
+def import_without_torch() -> None:
+    """Imports TVM-FFI for a process that compiles and launches nothing: it would import torch, 2 s of CPU, first."""
+    if "torch" in sys.modules:
+        return
+    sys.modules["torch"] = None  # type: ignore[assignment]  # its import fails, which TVM-FFI allows
+    try:
+        import tvm_ffi  # noqa: F401
+    finally:
+        del sys.modules["torch"]
+
 
 # The host program stores the launch's dynamic shared memory into field 2 of the cudaLaunchConfig.
 _LAUNCH_SMEM = re.compile(

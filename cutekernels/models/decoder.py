@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from cutekernels.ahead import structure
+from cutekernels.ahead import compile_first, structure
 from cutekernels.kv_cache import KVCache
 from cutekernels.lengths import Line, Posed, alone, lines
 from cutekernels.models import arguments
@@ -113,6 +113,7 @@ class Decoder:
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         self._pool: Any = None  # memory of all graphs: one runs at a time, and leaves nothing in it
         self._launched: list[_Launched] = []
+        self._cold = device.type == "cuda"  # kernels of the first requests may have to be compiled
 
     @classmethod
     def from_transformers(
@@ -250,6 +251,9 @@ class Decoder:
                 raise
 
     def _step(self) -> None:
+        if self._cold and (waiting := self._requests.waiting):
+            self._compile_first(waiting)
+            self._cold = False
         for request in self._requests.admitted():
             self._begin(request)
         running = self._requests.running()
@@ -370,20 +374,49 @@ class Decoder:
     def lines(self, low: int, high: int) -> list[Line]:
         """Problems of prompts of ``low`` to ``high`` tokens, and of steps of every batch."""
         recorder = Recorder()
+        twin = self._twin(recorder)
+        steps = twin._posed_by_steps(recorder, self._max_batch, (True, False))
+        prompts = lines(lambda tokens: twin._posed_by_prompt(recorder, tokens), low, min(high, self._chunk))
+        return [*prompts, *alone(steps)]
+
+    def _twin(self, recorder: Recorder) -> Decoder:
+        """A decoder for fakes: the same weights, one layer of each kind and the last, caches of its own."""
+        w = self._w
+        kinds = {structure(layer): layer for layer in reversed(w.layers[:-1])}
         with recorder.calls():
-            twin = Decoder(self._source, **self._sizes)  # the same weights, caches of its own
+            twin = Decoder(self._source, **self._sizes)
+        twin._w = replace(w, layers=(*reversed(kinds.values()), w.layers[-1]))
+        twin._caches = twin._caches[-len(twin._w.layers) :]
+        return twin
 
-        def prompt(tokens: int) -> list[Posed]:
-            with recorder.calls() as noted:
-                ids = torch.zeros(tokens, dtype=torch.int64, device=self.device)
-                twin._choose(twin._prefill(ids, slice(0, 1))[:, -1], slice(0, 1), True)
-            return noted
+    def _posed_by_prompt(self, recorder: Recorder, tokens: int) -> list[Posed]:
+        """Problems of a prompt's chunk, and of the token behind it."""
+        with recorder.calls() as noted:
+            ids = torch.zeros(tokens, dtype=torch.int64, device=self.device)
+            self._choose(self._prefill(ids, slice(0, 1))[:, -1], slice(0, 1), True)
+        return noted
 
-        with recorder.calls() as steps:
-            for batch in [*(1 << i for i in range(self._max_batch.bit_length())), self._max_batch]:
-                for greedy in (True, False):
-                    twin._decode(batch, greedy)
-        return [*lines(prompt, low, min(high, self._chunk)), *alone(steps)]
+    def _posed_by_steps(self, recorder: Recorder, most: int, ways: Iterable[bool]) -> list[Posed]:
+        """Problems of steps of every batch of up to ``most``, greedy or not."""
+        with recorder.calls() as noted:
+            for batch in sorted({*(1 << i for i in range(most.bit_length())), most}):
+                for greedy in ways:
+                    self._decode(batch, greedy)
+        return noted
+
+    def _compile_first(self, waiting: Sequence[Request]) -> None:
+        """The kernels that the first requests need, side by side."""
+
+        def record() -> list[Posed]:
+            recorder = Recorder()
+            twin = self._twin(recorder)
+            lengths = {len(request.prompt) for request in waiting}
+            sizes = {size for n in lengths for size in (min(n, self._chunk), n % self._chunk or self._chunk)}
+            noted = [pair for size in sizes for pair in twin._posed_by_prompt(recorder, size)]
+            most = min(1 << (len(waiting) - 1).bit_length(), self._max_batch)
+            return noted + twin._posed_by_steps(recorder, most, {request.sampling.greedy for request in waiting})
+
+        compile_first(record, self.device)
 
     def identity(self) -> object:
         """All that decides the problems of its calls: sizes, and the kinds of layers, not how many there are."""

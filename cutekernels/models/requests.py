@@ -104,6 +104,12 @@ class Requests:
                 request.slot, self._slots[slot] = slot, request
             yield request
 
+    @property
+    def waiting(self) -> list[Request]:
+        """Requests that have not started, in the order they came."""
+        with self._lock:
+            return [*self._waiting]
+
     def running(self) -> list[Request]:
         """Requests that have tokens to come which no step has been started for."""
         return [r for r in self._slots if r is not None and r.launched < r.most]

@@ -17,8 +17,10 @@ import cutekernels as ck
 from cutekernels import ahead, cli, dispatch, gpu
 from cutekernels.compilers import choose
 from cutekernels.errors import UnsupportedProblem
+from cutekernels.integrations.transformers import first_call
 from cutekernels.models import Decoder
 from cutekernels.models.loading import outline
+from cutekernels.ops import registry
 from cutekernels.ops.shared.recording import Recorder
 from tests.integrations import tiny
 from tests.models.test_load_quantized import quantized
@@ -177,6 +179,84 @@ def test_the_command_line(inline: list[Any], tmp_path: Path) -> None:
     for tokens in ("40", "0:4", "5:4", "a:b"):
         refused = CliRunner().invoke(cli.app, [*words, "--tokens", tokens])
         assert isinstance(refused.exception, UnsupportedProblem), tokens
+
+
+@pytest.fixture
+def first(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """What is compiled side by side: ``(op, problem, config, gpu)`` of each kernel that a first call needs."""
+    wanted: list[Any] = []
+
+    def side_by_side(requests: Any, jobs: Any, *, here: bool) -> list[None]:
+        assert here
+        wanted.extend(requests)
+        return [None] * len(requests)
+
+    monkeypatch.setattr(ahead, "side_by_side", side_by_side)
+    monkeypatch.setattr(gpu, "detect", lambda device=None: H200)
+    monkeypatch.setattr(ahead.compiler, "ready", lambda key: False)
+    yield wanted
+    dispatch.reload()
+
+
+def kernels_of(noted: list[Any]) -> set[str]:
+    return {key for op, p in noted for key in ahead.kernels(op, p, dispatch.resolve(op, p, H200).config, H200)}
+
+
+def keys_of(wanted: list[Any]) -> set[str]:
+    found = set()
+    for name, problem, config, spec in wanted:
+        op = registry.get(name)
+        found.add(ahead.compiler.cache_key(op, op.Problem.parse(problem), op.Config.parse(config), spec))
+    return found
+
+
+def test_the_first_requests_compile_side_by_side(first: list[Any]) -> None:
+    engine = decoder(tiny.model("qwen3", torch.bfloat16))
+    engine._cold = True  # as on a GPU
+    prompts = [[5] * 7, [6] * 31, [7] * 24]  # two chunks of 24 and 7, and one of 24
+    tokens = engine.generate(prompts, max_new_tokens=2, stop=()).tokens
+    with Recorder().calls() as noted:
+        twin = Decoder(engine._source, **engine._sizes)
+        twin._decode(1, True)
+        twin._decode(2, True)
+    needed = kernels_of([*noted, *posed(engine, 7), *posed(engine, 24)])
+    assert keys_of(first) == needed and len(first) == len(needed)
+    first.clear()
+    assert engine.generate(prompts, max_new_tokens=2, stop=()).tokens == tokens and not first, "the first alone"
+    engine._cold = True
+    ahead_of = dispatch.recorded_by
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(dispatch, "recorded_by", lambda note: ahead_of(lambda op, p: 1 / 0))  # type: ignore[arg-type, return-value]
+        assert engine.generate(prompts, max_new_tokens=2, stop=()).tokens == tokens, "what fails is left to calls"
+
+
+def test_a_patched_models_first_prompt_compiles_side_by_side(first: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = torch.full((2, 9), 5)
+    monkeypatch.setattr(first_call, "_is_prompt", lambda ids: True)  # as on a GPU
+    for way, compiles in ((torch.no_grad, True), (torch.inference_mode, True), (torch.enable_grad, False)):
+        model = tiny.model("llama", torch.bfloat16)
+        expected = model(ids).logits
+        ck.patch(model)
+        first.clear()
+        with way():
+            logits = model(ids).logits
+            assert bool(first) is compiles, way
+            assert keys_of(first) == (kernels_of(ahead.prompt_of(model, Recorder(), 2, 9)) if compiles else set())
+            torch.testing.assert_close(logits, expected, rtol=0.02, atol=0.02)
+            first.clear()
+            model(ids)
+        assert not first and not model._forward_pre_hooks
+    for hooked in (True, False):
+        model = tiny.model("llama", torch.bfloat16)
+        ck.patch(model)
+        if hooked:
+            seen: list[Any] = []
+            model.lm_head.register_forward_hook(lambda *args, seen=seen: seen.append(args))
+            with torch.no_grad():
+                model(ids)
+            assert not first and len(seen) == 1, "a call on fakes would count"
+        ck.unpatch(model)
+        assert not model._forward_pre_hooks
 
 
 def test_what_cannot_be_warmed_up_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

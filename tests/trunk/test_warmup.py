@@ -309,3 +309,36 @@ def test_what_is_there_is_not_compiled_again(
         introspection.warmup(PROBLEMS, 0, jobs=2)
     assert compiled(tmp_path) == []
     assert [message for message in caplog.messages if "database" not in message] == []
+
+
+def test_the_longest_compile_begins_first_and_in_this_process(
+    orders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here: list[str] = []
+    monkeypatch.setattr(compilers, "compile_candidate", lambda request: here.append(request[1]))
+    short = [(op, problem, "", H200) for op, problem in PROBLEMS[:3]]
+    attention = ("attention", "batch=1 seq_q=64 seq_kv=64 heads_q=2 heads_kv=2", "", H200)
+    done: list[int] = []
+    found = compilers.side_by_side([*short, attention], jobs=1, advance=lambda: done.append(1), here=True)
+    assert found == [None] * 4 and len(done) == 4
+    assert here == [attention[1]]
+    assert [line[2] for line in compiled(tmp_path)] == [problem for _, problem, _, _ in short]
+    assert compilers.side_by_side([*short, attention], jobs=1) == [None] * 4
+    assert compiled(tmp_path)[3][2] == attention[1], "in another process too"
+
+
+def test_a_compiling_process_does_not_import_torch(tmp_path: Path) -> None:
+    """It would take as long as the compile."""
+    code = """
+        import sys
+        from cutekernels import compilers, dispatch, gpu
+        from cutekernels.ops import registry
+        op, spec = registry.get("gemm"), gpu.lookup("h200")
+        p = op.Problem.parse("m=16 n=64 k=64 b_major=k")
+        print(compilers.answer((op.name, str(p), str(dispatch.resolve(op, p, spec).config), spec)))
+        assert "torch" not in sys.modules and "tvm_ffi" in sys.modules
+        import torch
+    """
+    env = os.environ | compilers.cute.WITHOUT_GPU | {"CUTEKERNELS_CACHE": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], env=env, capture_output=True, text=True)
+    assert done.returncode == 0 and "registers" in done.stdout, done.stderr

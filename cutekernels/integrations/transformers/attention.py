@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
@@ -136,9 +137,15 @@ def watch(body: torch.nn.Module) -> None:
 
 
 def unwatch(body: torch.nn.Module) -> None:
-    for hooks, own in ((body._forward_pre_hooks, _begin), (body._forward_hooks, _end)):
+    for own in HOOKS:
+        unhook(body, own)
+
+
+def unhook(module: torch.nn.Module, own: Callable[..., Any]) -> None:
+    """Take a hook of a forward off a module, wherever it was registered."""
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
         for key in [key for key, hook in hooks.items() if hook is own]:
-            for table in (hooks, body._forward_pre_hooks_with_kwargs, body._forward_hooks_always_called):
+            for table in (hooks, module._forward_pre_hooks_with_kwargs, module._forward_hooks_always_called):
                 table.pop(key, None)
 
 
@@ -153,6 +160,10 @@ def _begin(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 def _end(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
     if torch.compiler.is_compiling():
         _traced.own_positions = False
+
+
+HOOKS = (_begin, _end)
+"""Those that :func:`watch` registers."""
 
 
 def make_mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> Tensor | None:

@@ -13,6 +13,7 @@ from cutekernels.integrations.transformers import (
     attention,
     checkpoints,
     experts,
+    first_call,
     modules,
     projections,
     quantized,
@@ -115,6 +116,8 @@ def patch(model: torch.nn.Module, *, unlisted: bool = True) -> Report:
         if not known:
             rest.eval()
             _patch_structure(rest, report, {id(m) for part in parts.values() for m in part.modules()})
+        if known:
+            first_call.watch(model)
     except BaseException:
         unpatch(model)
         raise
@@ -265,6 +268,8 @@ def unpatch(model: torch.nn.Module) -> None:
     classes = {cls: modules.unswapped(cls) for cls in set(map(type, found))}  # raises before anything is changed
     for module in _bodies(model):
         attention.unwatch(module)
+    for module in found:
+        first_call.unwatch(module)
     for module in reversed(found):  # a model behind those inside it, so that its attention counts
         if isinstance(module, modules.Patched):
             if isinstance(module, quantized.Quantized):

@@ -285,6 +285,7 @@ class AttentionOp(Op[P, C]):
     """An op whose default is its model's best, over all configs that no rule forbids."""
 
     most_stack_bytes = 0  # at the register limit any stack is spills
+    compile_s = 3.0
     schedules: ClassVar[tuple[AttentionSchedule[Any, Any], ...]]
 
     def schedule(self, c: C) -> AttentionSchedule[P, C]:
