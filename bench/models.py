@@ -24,7 +24,7 @@ import torch
 import typer
 
 import cutekernels
-from bench import wall
+from bench import new_lengths, wall
 from bench.baselines import Absent
 from bench.rows import Row
 from bench.wall import Commit, DryRun, Match, Out, Rounds
@@ -343,6 +343,9 @@ def command(
     ] = None,
     commit: Commit = None,
     contender: Annotated[list[str] | None, typer.Option(help="Only contenders of one of these names.")] = None,
+    suite: Annotated[
+        str | None, typer.Option(help=f"decode, prefill or {new_lengths.SUITE}; default: the first two.")
+    ] = None,
     dry_run: DryRun = False,
 ) -> None:
     """Time decode steps and prompts of a model, and record a row of each case and contender."""
@@ -352,21 +355,33 @@ def command(
         terminal.fail("--packed has random weights and no peers: leave --published and --weights out", code=2)
     if packed is not None and packed not in SCHEMES:
         terminal.fail(f"--packed is one of {', '.join(SCHEMES)}; it is {packed!r}", code=2)
-    contenders = PUBLISHED_CONTENDERS if published else CONTENDERS
+    if suite not in (None, "decode", "prefill", new_lengths.SUITE):
+        terminal.fail(f"--suite is decode, prefill or {new_lengths.SUITE}; it is {suite!r}", code=2)
+    if suite == new_lengths.SUITE and (published or packed or match):
+        terminal.fail(f"--suite {suite} is one case: leave --published, --packed and --match out", code=2)
+    contenders: Mapping[str, Any] = PUBLISHED_CONTENDERS if published else CONTENDERS
+    if suite == new_lengths.SUITE:
+        contenders = new_lengths.CONTENDERS
     if packed is not None:
         contenders = {f"cutekernels, {packed}": CONTENDERS["cutekernels"]}
     if unknown := set(contender or ()) - set(contenders):
         terminal.fail(f"--contender is one of {', '.join(contenders)}; it is {min(unknown)!r}", code=2)
     contenders = {name: made for name, made in contenders.items() if not contender or name in contender}
-    cases = wall.chosen(PUBLISHED if published else CASES, match, lambda case: f"{case.suite} {case}")
+    listed = [case for case in (PUBLISHED if published else CASES) if suite in (None, case.suite)]
+    cases = [] if suite == new_lengths.SUITE else wall.chosen(listed, match, lambda case: f"{case.suite} {case}")
     if dry_run:
-        for case in cases:
-            terminal.show(f"{model} {case.suite} {case}: {'; '.join(contenders)}")
+        for shown in [f"{case.suite} {case}" for case in cases] or [f"{suite} 1 to {new_lengths.MOST} tokens"]:
+            terminal.show(f"{model} {shown}: {'; '.join(contenders)}")
         return
     gpu = wall.detect_gpu()
-    kind = "_published" if published else f"_{packed}" if packed else ""
+    kind = "_published" if published else f"_{packed}" if packed else "_new_lengths" if not cases else ""
     path = (out or wall.RESULTS / gpu.name / "models") / f"{model}{kind}.jsonl"
     device, dtype = torch.device("cuda"), torch.float16 if published else torch.bfloat16
     built = build_packed(model, device, dtype, packed) if packed else build(model, device, dtype, weights)
-    found = run(model, built, cases, Effort(rounds), environment.stamp(gpu.name, commit), contenders)
+    stamp = environment.stamp(gpu.name, commit)
+    found = (
+        run(model, built, cases, Effort(rounds), stamp, contenders)
+        if cases
+        else new_lengths.run(model, built, stamp, contenders)
+    )
     wall.record(found, path, wall.table)

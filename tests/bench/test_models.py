@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ from typer.testing import CliRunner
 
 pytest.importorskip("transformers")
 
-from bench import models, wall
+from bench import models, new_lengths, wall
 from bench.baselines import Absent
 from bench.models import CASES, CONFIGS, CONTENDERS, Effort, ModelCase
 from bench.rows import Row, read
@@ -168,3 +169,29 @@ def test_the_models_have_their_sizes(name: str, billions: float) -> None:
     assert sum(p.numel() for p in meta.parameters()) / 1e9 == pytest.approx(billions, abs=0.001)
     assert name in CONFIGS
     assert len(read_weights(meta, 64).layers) == meta.config.num_hidden_layers, "the decoder takes it"
+
+
+def test_new_lengths_have_rows_of_both_calls(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(new_lengths, "LENGTHS", (3, 9, 20, 31))
+    monkeypatch.setattr(new_lengths, "COLD", 2)
+    monkeypatch.setattr(new_lengths, "FIRST", 12)
+    warmed: list[Any] = []
+    monkeypatch.setattr(new_lengths.cutekernels, "warmup", lambda model, tokens: warmed.append(tokens))
+    cache = os.environ.get("CUTEKERNELS_CACHE")
+    rows = [*new_lengths.run("tiny", model, {"gpu": "cpu"})]
+    assert os.environ.get("CUTEKERNELS_CACHE") == cache and warmed == [(1, new_lengths.MOST)] * 2
+    assert model.config._attn_implementation == "sdpa", "what was patched is as it was"
+    for name, contender in new_lengths.CONTENDERS.items():
+        own = {row.problem.partition("of=")[2]: row for row in rows if row.contender == name}
+        assert len(own) == 9 and all(row.status == "ok" for row in own.values())
+        us = {label: row.median_us or 0.0 for label, row in own.items()}
+        assert 0 < us["median"] <= us["p90"] <= us["worst"] <= us["sum"] < 4 * us["worst"] + 1
+        assert us["ready"] < us["ready and 12 tokens"]
+        assert own["sum"].problem.startswith(f"lengths={2 if contender.cold else 4} ")
+        assert own["sum"].reason == "0 compiled"
+    listed = CliRunner().invoke(models.app, ["--model", "tiny", "--suite", "new-lengths", "--dry-run"])
+    assert listed.output.startswith("tiny new-lengths 1 to 4096 tokens: cutekernels, cold; ")
+    alone = CliRunner().invoke(models.app, ["--model", "tiny", "--suite", "decode", "--dry-run"]).output.splitlines()
+    assert len(alone) == 8
+    for wrong in (["--suite", "lengths"], ["--suite", "new-lengths", "--match", "1"]):
+        assert CliRunner().invoke(models.app, ["--model", "tiny", "--dry-run", *wrong]).exit_code == 2

@@ -51,3 +51,23 @@ def test_no_call_compiles(patched: bool, cold: None, monkeypatch: pytest.MonkeyP
         for prompt in prompts:
             kept = model(torch.tensor([prompt], device="cuda")).past_key_values
             assert model(torch.tensor([[5]], device="cuda"), past_key_values=kept).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("patched", [True, False], ids=["patched", "decoder"])
+def test_the_first_call_compiles_one_kernel_itself(patched: bool, cold: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All others are compiled beside it, by other processes: what was recorded is what the call needs."""
+    model = tiny.model("qwen3", torch.bfloat16, **WIDE).to("cuda")
+    ids = torch.randint(2, 1031, (1, 33), device="cuda")
+    expected = model(ids).logits
+    own, build = [], compiler._build
+    monkeypatch.setattr(compiler, "_build", lambda *args: own.append(args[:2]) or build(*args))
+    if patched:
+        ck.patch(model)
+        with torch.no_grad():
+            kept = model(ids, logits_to_keep=1)
+            model(ids[:, :1], past_key_values=kept.past_key_values)
+        torch.testing.assert_close(kept.logits[:, -1], expected[:, -1], rtol=0.05, atol=0.05)
+    else:
+        engine = Decoder.from_transformers(model, max_batch=2, max_tokens=80, page_size=16)
+        assert len(engine.generate([ids[0], ids[0, :7]], max_new_tokens=3, stop=()).tokens) == 2
+    assert len(own) == 1, own

@@ -25,7 +25,7 @@ def _prepare(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     if torch.compiler.is_compiling():
         return
     unwatch(model)
-    ids = args[0] if args else kwargs.get("input_ids")
+    ids: Any = args[0] if args else kwargs.get("input_ids")
     if _is_prompt(ids) and not torch.is_grad_enabled() and not _is_watched(model):
         compile_first(lambda: prompt_of(model, Recorder(), *ids.shape), ids.device)
 
