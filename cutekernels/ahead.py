@@ -124,23 +124,25 @@ def _choose_and_compile(
 ) -> tuple[list[Chosen], list[str], int]:
     """The choices, the names of all kernels, and how many were compiled."""
     pieces: dict[Line, list[Chosen]] = {line: [] for line in found}
+    beside: list[Chosen] = []
     wanted: Wanted = {}
     with Compilers(jobs or affordable()) as processes, _bar(progress) as advance:
         asked = {processes.submit((part, gpu)): (line, part) for line in found for part in line.parts(_CHUNK)}
         for future in as_completed(asked):
             line, part = asked[future]
             try:
-                piece, needed = future.result()
+                (piece, *more), needed = future.result()
             except ChildFailure:  # it is only slower here
-                piece, needed = choose((part, gpu))
+                (piece, *more), needed = choose((part, gpu))
             pieces[line].append(piece)
+            beside += more
             wanted |= needed
         missing = [request for key, request in wanted.items() if not compiler.ready(key)]
         failures = side_by_side(missing, processes=processes, advance=lambda: advance(len(missing)))
     failed = [failure for failure in failures if failure is not None]
     if failed:
         raise together(failed)
-    return [_join(line, pieces[line]) for line in found], sorted(wanted), len(missing)
+    return [*(_join(line, pieces[line]) for line in found), *beside], sorted(wanted), len(missing)
 
 
 def _join(line: Line, pieces: list[Chosen]) -> Chosen:

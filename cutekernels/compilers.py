@@ -15,7 +15,7 @@ from cutekernels.backends import Facts, cute
 from cutekernels.errors import CacheUnusable, CompileError, CompilerKilled
 from cutekernels.gpu import GpuSpec
 from cutekernels.isolate import ChildDied, ChildTimeout, Pool, RemoteError, StartFailed
-from cutekernels.lengths import Chosen, Line
+from cutekernels.lengths import Chosen, Line, Posed, lines
 from cutekernels.op import Op
 from cutekernels.ops import registry
 
@@ -85,22 +85,26 @@ def answer(request: Compile | Choose) -> Any:
     return compile_candidate(request)
 
 
-def choose(request: Choose) -> tuple[Chosen, Wanted]:
-    """The configs of all problems on a line, and the kernels that they need."""
+def choose(request: Choose) -> tuple[list[Chosen], Wanted]:
+    """The configs of all problems on a line, and of those that they launch beside; the kernels that they need."""
     line, gpu = request
     op = registry.get(line.op)
-    begins: list[int] = []
-    configs: list[tuple[str, str]] = []
+    own = Chosen(line, [], [])
     wanted: Wanted = {}
+    beside: dict[int, list[Posed]] = {}
     for tokens in range(line.low, line.high + 1):
         p = line.at(tokens)
         choice = dispatch.resolve(op, p, gpu)
         found = str(choice.config), choice.origin
-        if not configs or configs[-1] != found:
-            begins.append(tokens)
-            configs.append(found)
+        if not own.configs or own.configs[-1] != found:
+            own.begins.append(tokens)
+            own.configs.append(found)
         wanted |= kernels(op, p, choice.config, gpu)
-    return Chosen(line, begins, configs), wanted
+        beside[tokens] = list(op.chained(p, choice.config, gpu))
+    chosen = [own]
+    for more in lines(beside.__getitem__, line.low, line.high):
+        chosen += choose((more, gpu))[0]
+    return chosen, wanted
 
 
 def kernels(op: Op[Any, Any], p: Any, config: Any, gpu: GpuSpec) -> Wanted:

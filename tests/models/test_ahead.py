@@ -18,6 +18,7 @@ from cutekernels import ahead, cli, dispatch, gpu
 from cutekernels.compilers import choose
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.integrations.transformers import first_call
+from cutekernels.lengths import Line
 from cutekernels.models import Decoder
 from cutekernels.models.loading import outline
 from cutekernels.ops import registry
@@ -246,6 +247,10 @@ def test_a_patched_models_first_prompt_compiles_side_by_side(first: list[Any], m
             first.clear()
             model(ids)
         assert not first and not model._forward_pre_hooks
+    model = tiny.model("llama", torch.bfloat16)
+    ck.patch(model)
+    ahead.lines_of(model, 1, 4)
+    assert not first and not model._forward_pre_hooks, "warmup leaves nothing to prepare"
     for hooked in (True, False):
         model = tiny.model("llama", torch.bfloat16)
         ck.patch(model)
@@ -280,3 +285,16 @@ def test_what_cannot_be_warmed_up_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     ):
         with pytest.raises(UnsupportedProblem, match=why):
             wrong()
+
+
+def test_what_a_choice_launches_beside_is_chosen_too() -> None:
+    op = registry.get("linear_silu_mul")
+    line = Line(op.name, op.Problem.parse("m=200 n=18944 k=3584"), (("m", 1),), 200, 240)
+    chosen, _ = choose((line, H200))
+    problems = [line.at(m) for m in (200, 217, 240)]
+    parts = [pair for p in problems for pair in op.chained(p, dispatch.resolve(op, p, H200).config, H200)]
+    assert {own.name for own, _ in parts} == {"gemm", "silu_mul"}
+    for own, p in parts:
+        configs = {each.of(p) for each in chosen if each.line.op == own.name} - {None}
+        choice = dispatch.resolve(own, p, H200)
+        assert configs == {(str(choice.config), choice.origin)}

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cutekernels import dispatch
 from cutekernels.ahead import compile_first, prompt_of
 from cutekernels.integrations.transformers import attention
 from cutekernels.ops.shared.recording import Recorder
@@ -21,10 +22,14 @@ def unwatch(model: torch.nn.Module) -> None:
 
 
 def _prepare(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Once, before the first call that nobody traces, where it takes no gradient and may be made on fakes too."""
+    """Once, before the first call that nobody traces, where it takes no gradient and may be made on fakes too.
+    Behind ``warmup``, which makes it on fakes, there is nothing left to prepare.
+    """
     if torch.compiler.is_compiling():
         return
     unwatch(model)
+    if dispatch.recording():
+        return
     ids: Any = args[0] if args else kwargs.get("input_ids")
     if _is_prompt(ids) and not torch.is_grad_enabled() and not _is_watched(model):
         compile_first(lambda: prompt_of(model, Recorder(), *ids.shape), ids.device)
