@@ -6,7 +6,7 @@ import atexit
 import os
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, overload
@@ -73,9 +73,7 @@ def _with_drift(found: dispatch.Explanation, database: str | None) -> dispatch.E
 def _versions(winner: TunedConfig, of: str, database: str | None) -> Mapping[str, str]:
     """The environment that ``winner`` for the GPU called ``of`` was measured in; none for a lock's."""
     if winner.source == "shipped":
-        key = winner[:4]
-        shipped = (t for t in snapshot.shipped(of) if (t.op, t.revision, t.problem, t.config) == key)
-        return next((asdict(t.environment) for t in shipped), {})
+        return snapshot.shipped_environment(winner, of)
     if winner.source == "database":  # SQLAlchemy is loaded here alone
         with suppress(StoreError), import_module("cutekernels.db").open(database) as opened:
             rows = opened.winners(gpu=of, op=winner.op, origin="measured")

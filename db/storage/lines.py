@@ -27,6 +27,15 @@ _NONE = object()
 
 def parsed(lines: Iterable[str]) -> Iterator[tuple[int, Trial | StoreError]]:
     """The number of each line with its trial, or with the rule that it breaks."""
+    for number, row in rows(lines):
+        try:
+            yield number, row if isinstance(row, StoreError) else Trial.from_row(row)
+        except StoreError as error:
+            yield number, error
+
+
+def rows(lines: Iterable[str]) -> Iterator[tuple[int, Any]]:
+    """The number of each line with what it holds, by the names of a trial's fields, or why it holds nothing."""
     common: dict[str, Any] = {}
     columns: list[str] = []
     for number, line in enumerate(lines, 1):
@@ -37,7 +46,7 @@ def parsed(lines: Iterable[str]) -> Iterator[tuple[int, Trial | StoreError]]:
             if isinstance(row, dict) and row.keys() == {_COMMON, _COLUMNS}:
                 common, columns = _header(row[_COMMON], row[_COLUMNS])
                 continue
-            yield number, Trial.from_row(common | _by_name(columns, row) if isinstance(row, list) else row)
+            yield number, common | _by_name(columns, row) if isinstance(row, list) else row
         except StoreError as error:
             yield number, error
 
