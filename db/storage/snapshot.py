@@ -162,7 +162,7 @@ def _shipped_winners(gpu: str) -> list[TunedConfig]:
 
 def _as_winner(*values: Any) -> TunedConfig:
     *row, message = values
-    return TunedConfig(*row, message if values[4] == "predicted" else "", "shipped")
+    return TunedConfig._make((*row, message if values[4] == "predicted" else "", "shipped"))
 
 
 def shipped_environment(winner: TunedConfig, gpu: str) -> Mapping[str, str]:
