@@ -9,7 +9,6 @@ in it, the cache, and what a contender keeps or needs besides.
 from __future__ import annotations
 
 import copy
-import gc
 import random
 import sys
 import time
@@ -285,7 +284,7 @@ def run(
     for case in cases:
         for contender, (make, within) in (contenders or CONTENDERS).items():
             place = (name, case.suite, str(case), str(case))
-            _forget()
+            wall.forget()
             try:
                 with within(model) as own:
                     us = _samples(make(own, case, effort), case, effort, model.device)
@@ -310,17 +309,8 @@ def _samples(once: Callable[[], object], case: ModelCase, effort: Effort, device
 
 
 def _most_memory(device: torch.device) -> float | None:
-    """GiB that were allocated at once since ``_forget``."""
+    """GiB that were allocated at once since ``wall.forget``."""
     return torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None
-
-
-def _forget() -> None:
-    """Drop graphs, compiled code and caches of the contender before."""
-    torch.compiler.reset()
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
 
 
 # ---- command line ---------------------------------------------------------------------------------------

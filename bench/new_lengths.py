@@ -83,17 +83,17 @@ def cold() -> Iterator[None]:
     before = os.environ.get("CUTEKERNELS_CACHE")
     with tempfile.TemporaryDirectory() as folder:
         os.environ["CUTEKERNELS_CACHE"] = str(Path(folder) / "cache")
-        _forget()
+        _forget_kernels()
         try:
             yield
         finally:
             os.environ.pop("CUTEKERNELS_CACHE")
             if before is not None:
                 os.environ["CUTEKERNELS_CACHE"] = before
-            _forget()
+            _forget_kernels()
 
 
-def _forget() -> None:
+def _forget_kernels() -> None:
     compiler._loaded.clear()
     dispatch.reload()
 
@@ -103,6 +103,7 @@ def run(
 ) -> Iterator[Row]:
     """Rows of each contender: getting ready and the first prompt; then of all lengths sum, median, p90 and worst."""
     for title, contender in contenders.items():
+        wall.forget()  # or the allocator would have blocks of the very lengths that the contender before has read
         with cold() if contender.cold else nullcontext():
             lengths = LENGTHS[:COLD] if contender.cold else LENGTHS
             for label, ms, note in _timed(model, contender, lengths):

@@ -15,7 +15,9 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
+from importlib import import_module
 from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING, Any, Protocol
 
 from cutekernels import compile as compiler
@@ -92,6 +94,7 @@ def compile_first(record: Callable[[], Sequence[Posed]], device: torch.device) -
     """Compiles side by side what a model's first call, as recorded, needs and nobody has compiled: one after the other
     within the call they would take as long as all of them together. What fails here is left to the call.
     """
+    Thread(target=import_module, args=("cutlass.cute",), daemon=True).start()  # half a second, needed in any case
     try:
         posed, spec = record(), gpus.detect(device.index)
         compile_missing(posed, spec, here=True)

@@ -68,6 +68,9 @@ SPEED: dict[str, tuple[str, ...]] = {
     "`attention`, backward": ("attention_backward_hopper",),
     "`moe_ffn` of Qwen3-30B-A3B, experts read from DRAM": ("moe_ffn_layers_qwen3",),
     "`Decoder`, Qwen2.5-7B, a decode step at batch 1, 16, 64": ("models/qwen2.5-7b decode",),
+    "`Decoder`, Qwen2.5-7B, 60 prompts of 1 to 4096 tokens, each length for the first time": (
+        "models/qwen2.5-7b_new_lengths new-lengths sum",
+    ),
 }
 
 MODEL_WAYS = {  # contenders of a model, and their columns
@@ -167,13 +170,13 @@ def suites(starts: Sequence[str]) -> dict[str, dict[str, list[Row]]]:
 
 
 def _model_cases(name: str) -> dict[str, list[Case]]:
-    """Cases of ``models/MODEL SUITE`` by card: ours is the Decoder."""
-    place, _, suite = name.partition(" ")
+    """Cases of ``models/MODEL SUITE``, or those whose label ends in a third word, by card: ours is the Decoder."""
+    place, suite, *end = name.split()
     found = {}
     for card in CARDS:
         path = plots.RESULTS / card / f"{place}.jsonl"
         if path.exists():
-            found[card] = cases([row for row in read(path) if row.suite == suite])
+            found[card] = cases([r for r in read(path) if r.suite == suite and r.label.endswith(("", *end)[-1])])
     return found
 
 
@@ -211,7 +214,9 @@ def performance() -> str:
         tables = [table for name, cards in found.items() if (table := _suite(name, cards))]
         if tables:
             parts += [f"## {title}\n", *tables]
-    parts += ["## Triton beside CuTe\n", _bodies(), "## Models\n", _models(), "## Host time of a call\n", _host()]
+    last = {"Triton beside CuTe": _bodies, "Models": _models, "New lengths": _new_lengths, "Host time of a call": _host}
+    for title, written in last.items():
+        parts += [f"## {title}\n", written()]
     return "\n".join(parts)
 
 
@@ -325,7 +330,7 @@ def _models() -> str:
     for card in CARDS:
         by_model: dict[str, list[Row]] = {}
         for path in sorted((plots.RESULTS / card / "models").glob("*.jsonl")):
-            if not path.stem.endswith("_published"):
+            if not path.stem.endswith(("_published", "_new_lengths")):
                 for row in read(path):
                     by_model.setdefault(row.op, []).append(row)
         for model, rows in by_model.items():
@@ -344,6 +349,27 @@ def _models() -> str:
                 case = f"step, batch {batch}, {tokens} tokens" if suite == "decode" else f"prompt of {tokens}"
                 cells = [f"{_us(timed[name]) / 1e3:.3g}" if name in timed else "" for name in ways]
                 lines.append(f"| {' | '.join([case, *cells])} |")
+            parts.append("\n".join(lines) + "\n")
+    return "\n".join(parts)
+
+
+def _new_lengths() -> str:
+    """First and second calls of prompts whose lengths a process has not met, milliseconds."""
+    intro = (
+        "Milliseconds of a first call and a second one, over random lengths of 1 to 4096 tokens (`cold`: the first\n"
+        "twelve, on an empty cache; all others of ours behind `warmup`). transformers pays for new lengths too:\n"
+        "its allocator and cuBLAS meet them.\n"
+    )
+    parts = [intro]
+    for card in CARDS:
+        for path in sorted((plots.RESULTS / card / "models").glob("*_new_lengths.jsonl")):
+            rows = read(path)
+            labels = dict.fromkeys(row.problem.partition("of=")[2] for row in rows)
+            cells = {(row.contender, row.problem.partition("of=")[2]): f"{_us(row) / 1e3:.4g}" for row in rows}
+            parts.append(f"**{rows[0].op}** ({CARDS[card]}, {_when(rows[0].stamp)})\n")
+            lines = [f"| contender | {' | '.join(labels)} |", "|---" * (1 + len(labels)) + "|"]
+            for name in dict.fromkeys(row.contender for row in rows):
+                lines.append(f"| {name} | {' | '.join(cells.get((name, label), '') for label in labels)} |")
             parts.append("\n".join(lines) + "\n")
     return "\n".join(parts)
 
