@@ -4,14 +4,13 @@
     python -m tests.versions lowest tests/db       # one, on other tests
 
 Each has a virtual environment, ``.venv-versions/NAME``, built again when what it asks for changes; remove it to take up
-what came out since. pip resolves them as a user's would: "lowest" pins what the project declares at its lower bound,
-"vllm" what the newest vLLM that pip offers requires, and they leave the rest alone. torch is PyPI's build with CUDA's
-libraries, without which it does not load. What pip cannot offer fails with pip's reason.
+what came out since. uv resolves them in seconds, where pip takes half an hour: "lowest" pins what the project declares
+at its lower bound, "vllm" has the versions that the newest vLLM comes with, and the rest is left alone. torch is PyPI's
+build with CUDA's libraries, without which it does not load. What cannot be had fails with uv's reason.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -19,9 +18,6 @@ import sys
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
 HOME = ROOT / ".venv-versions"
@@ -76,38 +72,42 @@ def lowest(requirements: list[str]) -> list[str]:
 
 
 class Unoffered(Exception):
-    """pip cannot offer what was asked for. Its message is pip's reason."""
+    """What was asked for cannot be had. Its message is uv's reason."""
 
 
-def pip(python: str | Path, *words: str | Path) -> None:
-    """Runs ``python -m pip install``. Raises Unoffered."""
-    command = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *words]
-    done = subprocess.run(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, check=False)
+def uv(*words: str | Path, given: str = "") -> str:
+    """What uv writes to its stdout, ``given`` on its stdin. Raises Unoffered."""
+    tool = HOME / "uv" / "bin" / "uv"
+    if not tool.is_file():
+        subprocess.run([sys.executable, "-m", "venv", HOME / "uv"], check=True)
+        pip = [tool.with_name("python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "uv"]
+        if subprocess.run(pip, check=False).returncode:
+            raise Unoffered("pip cannot install uv")
+    done = subprocess.run([tool, "--quiet", *words], cwd=ROOT, input=given, capture_output=True, text=True, check=False)
     if done.returncode:
-        reasons = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
-        raise Unoffered(" ".join(reasons) or f"pip ended with {done.returncode}")
+        raise Unoffered(" ".join(done.stderr.split()) or f"uv ended with {done.returncode}")
+    return done.stdout
 
 
-def offered(*requirements: str) -> dict[str, dict[str, Any]]:
-    """The metadata, by name, of all that pip would install into an empty environment. Raises Unoffered."""
-    HOME.mkdir(exist_ok=True)
-    report = HOME / "report.json"
-    pip(sys.executable, "--dry-run", "--ignore-installed", "--report", report, *requirements)
-    return {row["metadata"]["name"].lower(): row["metadata"] for row in json.loads(report.read_text())["install"]}
-
-
-def pins(requirements: Sequence[str]) -> list[str]:
-    """Those of a package's ``requirements`` that this machine's installation has, as constraints."""
-    parsed = [Requirement(row) for row in requirements]
-    return sorted({f"{r.name}{r.specifier}" for r in parsed if r.marker is None or r.marker.evaluate({"extra": ""})})
+def resolved(*requirements: str) -> dict[str, str]:
+    """The versions, by name, of all that would be installed into an empty environment. Raises Unoffered."""
+    python = f"{sys.version_info.major}.{sys.version_info.minor}"
+    words = ["pip", "compile", "--python-version", python, "--no-header", "--no-annotate", "-"]
+    return dict(re.findall(r"^([\w.-]+)==([^\s;]+)", uv(*words, given="\n".join(requirements)), re.M))
 
 
 def constraints(name: str) -> list[str]:
-    """What pip keeps to in the environment ``name``. Raises Unoffered."""
+    """What the environment ``name`` keeps to. Raises Unoffered."""
     if name == "lowest":
         return lowest(declared())
-    mine = [re.sub(r"\[.*?\]", "", row) for row in declared()]  # pip takes no extras in constraints
-    return sorted({*mine, *(pins(offered("--no-deps", name)[name]["requires_dist"]) if name in ENGINES else ())})
+    bounds = {named(row): re.sub(r"\[.*?\]", "", row) for row in declared()}  # constraints have no extras
+    theirs = resolved(name) if name in ENGINES else {}
+    return sorted({**bounds, **{own: f"{own}=={theirs[own]}" for own in bounds if own in theirs}}.values())
+
+
+def named(requirement: str) -> str:
+    """The package that a requirement is of."""
+    return re.split(r"[\[<>=]", requirement)[0]
 
 
 def environment(name: str) -> Path:
@@ -119,8 +119,8 @@ def environment(name: str) -> Path:
     if not stamp.is_file() or stamp.read_text() != text:
         HOME.mkdir(exist_ok=True)
         listed.write_text(text)
-        subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
-        pip(python, "-c", listed, "-e", f".[{EXTRAS}]")
+        subprocess.run([sys.executable, "-m", "venv", "--clear", "--without-pip", folder], check=True)
+        uv("pip", "install", "--python", python, "-c", listed, "-e", f".[{EXTRAS}]")
         stamp.write_text(text)
     return python
 
@@ -136,7 +136,7 @@ def passes(name: str, tests: Sequence[str]) -> bool:
     except Unoffered as error:
         print(f"not to be had: {error}", flush=True)
         return False
-    names = sorted({re.split(r"[\[<>=]", row)[0] for row in declared()})
+    names = sorted(set(map(named, declared())))
     subprocess.run([python, "-c", _VERSIONS, *names], check=True)
     command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not gpu and not slow", "-W", "default"]
     command += ["-n", os.environ.get("WORKERS", "2"), "--dist", "loadfile", *tests]
@@ -144,15 +144,16 @@ def passes(name: str, tests: Sequence[str]) -> bool:
 
 
 def resolves(engine: str) -> bool:
-    """Whether pip installs the project beside the newest ``engine``, which it would otherwise set back by years."""
+    """Whether the project installs beside the newest ``engine``, all of whose versions stay."""
     try:
-        newest = offered("--no-deps", engine)[engine]["version"]
-        found = offered(".", f"{engine}=={newest}")
+        alone = resolved(engine)
+        found = resolved(f"cutekernels @ {ROOT.as_uri()}", f"{engine}=={alone[engine]}")
     except Unoffered as error:
         print(f"beside {engine}: {error}", flush=True)
         return False
-    print(f"beside {engine} {newest}:", ", ".join(f"{name} {found[name]['version']}" for name in SHARED), flush=True)
-    return True
+    moved = [f"{name} {alone[name]} -> {found.get(name)}" for name in SHARED if found.get(name) != alone.get(name)]
+    print(f"beside {engine} {alone[engine]}:", ", ".join(moved or [f"{n} {found[n]}" for n in SHARED]), flush=True)
+    return not moved
 
 
 def main(words: list[str]) -> int:

@@ -86,21 +86,37 @@ def test_a_dependency_without_a_lower_bound_is_refused() -> None:
             versions.lowest([careless])
 
 
-def test_an_engine_s_pins_are_those_of_this_machine() -> None:
-    rows = ['torch==2.14.0; platform_system == "Linux"', "nvidia-cutlass-dsl[cu13]==4.8.0", "numpy"]
-    others = ['zentorch==2.14; extra == "zen"', 'colorama>=0.4; platform_system == "Windows"']
-    assert versions.pins([*rows, *others]) == ["numpy", "nvidia-cutlass-dsl==4.8.0", "torch==2.14.0"]
+def test_an_engine_s_versions_replace_the_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = {"torch": "2.14.0", "triton": "3.8.0", "xformers": "1"}
+    monkeypatch.setattr(versions, "resolved", lambda *asked: theirs)
+    found = versions.constraints("vllm")
+    assert {"torch==2.14.0", "triton==3.8.0"} <= set(found) and "xformers==1" not in found
+    assert len(found) == len(set(map(versions.named, versions.declared())))
+    assert versions.constraints("newest") != found
 
 
-def test_what_pip_cannot_offer_fails_with_its_reason(
+def test_what_moves_beside_an_engine_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    alone = dict.fromkeys(versions.SHARED, "2") | {"vllm": "0.33.0"}
+    for beside in ("2", "1"):
+        monkeypatch.setattr(versions, "resolved", lambda *asked, b=beside: alone | ({"torch": b} if asked[1:] else {}))
+        assert versions.resolves("vllm") is (beside == "2")
+    assert "beside vllm 0.33.0: torch 2 -> 1" in capsys.readouterr().out
+
+
+def test_what_cannot_be_had_fails_with_its_reason(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
+    tool = tmp_path / "uv" / "bin" / "uv"
+    tool.parent.mkdir(parents=True)
+    tool.write_text("#!/bin/sh\necho 'no solution:\n vllm is not there' >&2; exit 1\n")
+    tool.chmod(0o755)
     monkeypatch.setattr(versions, "HOME", tmp_path)
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
     assert not versions.passes("vllm", []) and not versions.resolves("sglang")
     said = capsys.readouterr().out
-    assert "not to be had: ERROR: Could not find a version that satisfies the requirement vllm" in said
-    assert "beside sglang: ERROR: Could not find a version" in said
+    assert "not to be had: no solution: vllm is not there" in said
+    assert "beside sglang: no solution: vllm is not there" in said
 
 
 def test_no_bound_sets_an_engine_s_torch_back() -> None:
