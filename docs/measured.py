@@ -366,7 +366,8 @@ def _new_lengths() -> str:
             rows = read(path)
             labels = dict.fromkeys(row.problem.partition("of=")[2] for row in rows)
             cells = {(row.contender, row.problem.partition("of=")[2]): f"{_us(row) / 1e3:.4g}" for row in rows}
-            parts.append(f"**{rows[0].op}** ({CARDS[card]}, {_when(rows[0].stamp)})\n")
+            taken = "; ".join(sorted({_when(row.stamp) for row in rows}))
+            parts.append(f"**{rows[0].op}** ({CARDS[card]}, {taken})\n")
             lines = [f"| contender | {' | '.join(labels)} |", "|---" * (1 + len(labels)) + "|"]
             for name in dict.fromkeys(row.contender for row in rows):
                 lines.append(f"| {name} | {' | '.join(cells.get((name, label), '') for label in labels)} |")
