@@ -16,6 +16,7 @@ from cutekernels.integrations.transformers.patching import is_patched
 from cutekernels.integrations.transformers.projections import kind_of, sharded
 from cutekernels.integrations.transformers.rules import WIDEST_HEAD
 from cutekernels.integrations.transformers.tensor_parallel import is_planned
+from cutekernels.models.language import Language, language_of
 from cutekernels.models.loaded import LoadedModel
 from cutekernels.models.ropes import KINDS
 from cutekernels.ops.attention.problem import WIDEST
@@ -23,7 +24,7 @@ from cutekernels.ops.attention.problem import WIDEST
 REMEDY = "generate with the model itself, its attention by cutekernels.route_sdpa()"
 _PATCH = "generate with the model itself under cutekernels.patch, which honours it"
 _JOINED = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
-_MULTIPLY = "self_attn", "mlp", "shared_expert"
+_MULTIPLY = "self_attn", "mlp", "shared_expert", "shared_experts"
 # Tensors of a checkpoint that a decoder needs not: tables of old ones, and scales of caches, activations and results,
 # of each of which there are several names: llm-compressor's, AutoFP8's and vLLM's (k_proj.output_scale is its k_scale).
 IGNORED = re.compile(
@@ -43,7 +44,7 @@ def check_model(model: Any) -> tuple[Family, dict[str | None, Any]]:
         UnsupportedProblem: a model of another family, one that is patched, wrapped or lies on several devices, modules
             with hooks, forwards or classes of their own, a head_dim or rotary tables that no op has.
     """
-    loaded = isinstance(model, LoadedModel)
+    loaded, model = isinstance(model, LoadedModel), language_of(model)
     family = FAMILIES[model.config.model_type] if loaded else _family_of(model)
     decompressed = next((path for path, module in model.named_modules() if is_decompressed(module)), None)
     if decompressed is not None:
@@ -56,7 +57,8 @@ def check_model(model: Any) -> tuple[Family, dict[str | None, Any]]:
         if not loaded:
             _check_class(path, module, family)
         _check_forward(path or "the model", module)
-    if not loaded and not hasattr(type(getattr(model, _COMPILED, model)), "set_attn_implementation"):
+    whole = model.whole if isinstance(model, Language) else model
+    if not loaded and not hasattr(type(getattr(whole, _COMPILED, whole)), "set_attn_implementation"):
         raise UnsupportedProblem(
             f"Decoder takes a model of transformers itself; this is a {kind_of(type(model))} around one: merge its "
             f"adapters (merge_and_unload), or {_PATCH}"
@@ -112,7 +114,8 @@ def _owner(model: Any, path: str) -> Any:
 
 def _family_of(model: Any) -> Family:
     """The family of a model of transformers for causal language modelling."""
-    family = family_of(model, "Decoder", REMEDY, head=True)
+    kind = model.config.model_type if isinstance(model, Language) else ""
+    family = FAMILIES[kind] if kind in FAMILIES else family_of(model, "Decoder", REMEDY, head=True)
     if family.undecoded:
         raise UnsupportedProblem(
             f"Decoder does not take {type(model).__name__}: {family.undecoded}; generate with the model itself under "

@@ -134,8 +134,8 @@ class Decoder:
 
         Args:
             model: Llama, Mistral, Mixtral, Qwen2, Qwen2-MoE, Qwen3, Qwen3-MoE, Phi-3, Phi-4, Granite, OLMo2,
-                SmolLM3, Starcoder2, GLM4, Cohere2, Gemma 2 or Gemma 3 (text) for causal language modelling, on one
-                device, fp16 or bf16 on a GPU.
+                SmolLM3, Starcoder2, GLM4, GLM-4.5 to 4.7, Cohere2, Gemma 2 or Gemma 3 (text) for causal language
+                modelling, or Qwen3-VL, of which prompts of text are taken; on one device, fp16 or bf16 on a GPU.
             max_batch: requests that run at a time; more wait.
             max_tokens: of a request, its prompt included.
             page_size: tokens in a page of the cache: 16, 32, 64, 128 or 256.

@@ -16,10 +16,11 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.integrations.transformers.checkpoints import layout_of, quantized_experts, quantized_weight
 from cutekernels.integrations.transformers.families import Family, activation_of, gate_of
 from cutekernels.models.accepted import REMEDY, check_model
-from cutekernels.models.architectures import Routed
+from cutekernels.models.language import language_of
 from cutekernels.models.loaded import Apart
+from cutekernels.models.routing import Routed
 from cutekernels.nn.mlp import Gate, gate_mul, gated, project
-from cutekernels.nn.moe import MoE
+from cutekernels.nn.moe import SIGMOID, MoE, route_by_sigmoid
 from cutekernels.nn.packing import side_by_side
 from cutekernels.ops.embedding.api import embedding
 from cutekernels.ops.gemm.api import linear
@@ -145,32 +146,59 @@ class PlainMlpWeights:
 
 
 @dataclass(frozen=True)
+class Softmax:
+    """A router that takes the softmax over all experts."""
+
+    logits: Projection
+    top_k: int
+    renormalize: bool
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """``(weights, ids)`` of each token's experts."""
+        return moe_route(self.logits(x), self.top_k, renormalize=self.renormalize)
+
+
+@dataclass(frozen=True)
+class Sigmoid:
+    """A router of sigmoids in fp32. ``options``: of :func:`cutekernels.nn.moe.route_by_sigmoid`."""
+
+    weight: Tensor
+    correction: Tensor
+    options: dict[str, Any]
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """``(weights, ids)`` of each token's experts."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        scores = torch.nn.functional.linear(x.to(wide), self.weight.to(wide)).sigmoid()
+        return route_by_sigmoid(scores, self.correction, **self.options)
+
+
+@dataclass(frozen=True)
 class Experts:
     """A router, and experts whose weights are packed or not. ``options``: of :func:`cutekernels.moe_ffn`."""
 
-    router: Projection
-    top_k: int
-    renormalize: bool
+    route: Softmax | Sigmoid
     gate_up: Tensor | QuantizedStack
     down: Tensor | QuantizedStack
     options: dict[str, Any]
 
     def __call__(self, x: Tensor) -> Tensor:
-        weights, ids = moe_route(self.router(x), self.top_k, renormalize=self.renormalize)
+        weights, ids = self.route(x)
         return moe_ffn(x, self.gate_up, self.down, ids, weights, **self.options)
 
 
 @dataclass(frozen=True)
 class SharedMoE:
-    """Experts, and one that every token has, times the sigmoid of ``gate``."""
+    """Experts, and one that every token has, times the sigmoid of ``gate`` where there is one."""
 
-    routed: MoE
+    routed: MoE | Experts
     shared: MlpWeights
-    gate: Projection
+    gate: Projection | None
 
     def __call__(self, x: Tensor) -> Tensor:
         out: Tensor = self.routed(x)
-        return out + self.gate(x).sigmoid() * self.shared(x)
+        shared = self.shared(x)
+        return out + (shared if self.gate is None else self.gate(x).sigmoid() * shared)
 
 
 @dataclass(frozen=True)
@@ -245,6 +273,7 @@ def read(model: Any, positions: int) -> Weights:
         UnsupportedProblem: a model that :func:`check_model` refuses, and options of its family that no op has.
     """
     family, ropes = check_model(model)
+    model = language_of(model)
     config = model.config
     with torch.no_grad():
         tables = _tables(model, family, ropes, positions)
@@ -333,26 +362,44 @@ def _attention(
 
 def _mlp(path: str, mlp: Any, dtype: torch.dtype) -> MlpWeights | PlainMlpWeights | MoE | SharedMoE | Experts:
     if isinstance(getattr(mlp, "routed", None), Routed):
-        return _experts(mlp, mlp.routed, dtype)
+        return _with_shared(mlp, _experts(mlp, mlp.routed, dtype), dtype)
     if hasattr(mlp, "experts"):
         try:
             packed = quantized_experts(mlp.experts, dtype)
         except UnsupportedProblem as error:
             raise UnsupportedProblem(f"{path}.experts: {error}") from error
-        if packed is not None and type(mlp).__name__ in _SOFTMAX:
-            renormalize = bool(getattr(mlp.gate, "norm_topk_prob", True))
-            return Experts(Projection(mlp.gate.weight.detach(), None), mlp.gate.top_k, renormalize, *packed, {})
+        if packed is not None and type(mlp).__name__ in (*_SOFTMAX, *SIGMOID):
+            return _with_shared(mlp, Experts(_router(mlp.gate, type(mlp).__name__ in SIGMOID), *packed, {}), dtype)
         try:
-            shared = hasattr(mlp, "shared_expert_gate")
-            routed = MoE.routed_part(mlp) if shared else MoE.from_transformers(mlp)
+            apart = hasattr(mlp, "shared_expert_gate") or type(mlp).__name__ in SIGMOID
+            routed = MoE.routed_part(mlp) if apart else MoE.from_transformers(mlp)
         except UnsupportedProblem as error:
             raise UnsupportedProblem(f"Decoder runs experts as nn.MoE does. {error}, and {REMEDY}") from error
-        if not shared:
-            return routed
-        return SharedMoE(routed, _gated_mlp(mlp.shared_expert, dtype), _projection(mlp.shared_expert_gate, dtype))
+        return _with_shared(mlp, routed, dtype)
     if hasattr(mlp, "c_fc"):
         return PlainMlpWeights(_projection(mlp.c_fc, dtype), _gate(mlp), _projection(mlp.c_proj, dtype))
     return _gated_mlp(mlp, dtype)
+
+
+def _router(gate: Any, sigmoid: bool) -> Softmax | Sigmoid:
+    """The router of a block of transformers whose experts are packed."""
+    renormalize = bool(getattr(gate, "norm_topk_prob", True))
+    if not sigmoid:
+        return Softmax(Projection(gate.weight.detach(), None), gate.top_k, renormalize)
+    options = {
+        "top_k": gate.top_k, "renormalize": renormalize, "scaling": float(gate.routed_scaling_factor),
+        "groups": (gate.num_group, gate.topk_group),
+    }  # fmt: skip
+    return Sigmoid(gate.weight.detach(), gate.e_score_correction_bias, options)
+
+
+def _with_shared(mlp: Any, routed: MoE | Experts, dtype: torch.dtype) -> MoE | SharedMoE | Experts:
+    """``routed`` beside the experts that every token has, where ``mlp`` has such."""
+    if hasattr(mlp, "shared_expert_gate"):
+        return SharedMoE(routed, _gated_mlp(mlp.shared_expert, dtype), _projection(mlp.shared_expert_gate, dtype))
+    if hasattr(mlp, "shared_experts"):
+        return SharedMoE(routed, _gated_mlp(mlp.shared_experts, dtype), None)
+    return routed
 
 
 def _experts(mlp: Any, routed: Routed, dtype: torch.dtype) -> Experts:
@@ -374,7 +421,13 @@ def _experts(mlp: Any, routed: Routed, dtype: torch.dtype) -> Experts:
     biases = [m.bias for m in (mlp.experts.gate_up_proj, mlp.experts.down_proj)]
     of_up, of_down = (None if bias is None else bias.detach().unflatten(0, (routed.experts, -1)) for bias in biases)
     options = {"gate_up_bias": of_up, "down_bias": of_down, "activation": routed.activation, "limit": routed.limit}
-    return Experts(_projection(mlp.gate, dtype), routed.top_k, routed.renormalize, gate_up, down, options)
+    if routed.sigmoid is None:
+        return Experts(Softmax(_projection(mlp.gate, dtype), routed.top_k, routed.renormalize), gate_up, down, options)
+    chosen: dict[str, Any] = {
+        "top_k": routed.top_k, "renormalize": routed.renormalize, "scaling": routed.sigmoid.scaling,
+        "groups": routed.sigmoid.groups,
+    }  # fmt: skip
+    return Experts(Sigmoid(mlp.gate.weight.detach(), mlp.correction.weight, chosen), gate_up, down, options)
 
 
 def _gated_mlp(mlp: Any, dtype: torch.dtype) -> MlpWeights:

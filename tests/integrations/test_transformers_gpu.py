@@ -24,6 +24,7 @@ WIDE = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64}
 OWN: dict[str, dict[str, Any]] = {  # widths of experts
     "qwen3-moe": {"moe_intermediate_size": 128},
     "qwen2-moe": {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 192},
+    "glm4-moe": {"moe_intermediate_size": 128, "n_routed_experts": 4, "n_group": 1, "topk_group": 1},
     "deepseek-v2": {"moe_intermediate_size": 128, "kv_lora_rank": 64, "qk_nope_head_dim": 64, "v_head_dim": 64},
 }
 FAMILIES = tuple(family for family in tiny.FAMILIES if family != "llama-bias")

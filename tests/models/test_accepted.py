@@ -62,6 +62,35 @@ def test_hooks_and_replaced_forwards_are_refused(change: Callable[[Any], Any], r
         decoder(model)
 
 
+def test_of_a_model_with_towers_its_language_model_is_asked() -> None:
+    """By the paths of the whole; what sees images may have any hooks."""
+    model, (prompt,) = tiny.model("qwen3-vl"), prompts(9)
+    model.model.visual.register_forward_hook(negated)
+    assert decoder(model).generate([prompt], max_new_tokens=8).tokens == [greedy(model, prompt, 8)]
+    compiled = torch.compile(model, backend="eager")
+    assert decoder(compiled).generate([prompt], max_new_tokens=8).tokens == [greedy(model, prompt, 8)]
+    for path in ("model.language_model.layers.1.mlp", "lm_head", "model"):
+        hook = model.get_submodule(path).register_forward_hook(negated)
+        with pytest.raises(UnsupportedProblem, match=rf"; {re.escape(path)} has one, negated"):
+            decoder(model)
+        hook.remove()
+    with ck.patch(model), pytest.raises(UnsupportedProblem, match="this one is patched"):
+        decoder(model)
+    with pytest.raises(UnsupportedProblem, match=r"cutekernels\.patch\(model\.language_model\)"):
+        decoder(model.model)
+    with pytest.raises(UnsupportedProblem, match="Qwen3VLTextModel has no lm_head"):
+        decoder(model.model.language_model)
+
+
+def test_adapters_in_a_model_with_towers_are_refused() -> None:
+    peft = pytest.importorskip("peft")
+    model = tiny.model("qwen3-vl")
+    around = peft.get_peft_model(model, peft.LoraConfig(target_modules=r".*language_model.*q_proj"))
+    for one in (model, around):
+        with pytest.raises(UnsupportedProblem, match=r"merge adapters|model_type is one of"):
+            decoder(one)
+
+
 def test_a_removed_hook_leaves_nothing() -> None:
     model, (prompt,) = tiny.model("llama"), prompts(9)
     hook = model.lm_head.register_forward_hook(negated)
@@ -87,7 +116,9 @@ def test_families_that_only_patch_takes(name: str, rule: str) -> None:
         decoder(tiny.model(name))
 
 
-@pytest.mark.parametrize("name", [name for name in tiny.FAMILIES if name not in ("gpt-oss", "deepseek-v2")])
+@pytest.mark.parametrize(
+    "name", [name for name in (*tiny.FAMILIES, *tiny.INSIDE) if name not in ("gpt-oss", "deepseek-v2")]
+)
 def test_hooks_by_which_transformers_records_are_accepted(name: str) -> None:
     """They stay on a model that was once called with ``output_hidden_states``."""
     model, (prompt,) = tiny.model(name), prompts(9)

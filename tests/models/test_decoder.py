@@ -15,12 +15,12 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.kv_cache import KVCache
 from cutekernels.models import Decoder, Sampling
 from cutekernels.models.sampling import Choices, uniform
-from cutekernels.models.weights import Attention, LayerWeights, Weights
+from cutekernels.models.weights import Attention, LayerWeights, SharedMoE, Weights
 from cutekernels.nn import MoE
 from tests.integrations import tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
-ADDED = ("phi3", "granite", "olmo2", "smollm3", "starcoder2", "qwen2-moe", "glm4", "cohere2")
+ADDED = ("phi3", "granite", "olmo2", "smollm3", "starcoder2", "qwen2-moe", "glm4", "cohere2", "glm4-moe", "qwen3-vl")
 # The family of tiny.py and what is changed, by name. Softcaps are small enough to count, and windows have 8 tokens.
 # Gemma's tied heads make tiny models repeat their last token, so that some here have heads of their own.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -30,12 +30,26 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "phi3",
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
     ),
+    "qwen3-vl-tied": ("qwen3-vl", {"tie_word_embeddings": True, "attention_bias": True}),
     "qwen3-window": ("qwen3", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
     "mixtral-window": ("mixtral", {"sliding_window": 8}),
     "qwen3-moe-dense": ("qwen3-moe", {"num_hidden_layers": 3, "mlp_only_layers": [1], "norm_topk_prob": True}),
     "qwen3-moe-sparse-step": (
         "qwen3-moe",
         {"decoder_sparse_step": 2, "use_sliding_window": True, "sliding_window": 8},
+    ),
+    "glm4-moe-plain": (
+        "glm4-moe",
+        {
+            "num_hidden_layers": 4,
+            "first_k_dense_replace": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "use_qk_norm": False,
+            "norm_topk_prob": False,
+            "attention_bias": True,
+            "n_shared_experts": 1,
+        },
     ),
     "gemma2-tied": ("gemma2", {}),
     "gemma2": (
@@ -143,6 +157,29 @@ def tables_of(a: Attention) -> dict[str, Any]:
     return {"cos": a.cos, "sin": a.sin}
 
 
+def of_last(change: Callable[[LayerWeights], dict[str, Any]]) -> Change:
+    """Of the last layer alone."""
+    return lambda w: dataclasses.replace(
+        w, layers=(*w.layers[:-1], dataclasses.replace(w.layers[-1], **change(w.layers[-1])))
+    )
+
+
+def of_experts(change: Callable[[MoE], dict[str, Any]]) -> Change:
+    """Of the last layer's experts: attributes, or the correction of their router."""
+
+    def changed(w: Weights) -> Weights:
+        mlp = w.layers[-1].mlp
+        assert isinstance(mlp, SharedMoE) and isinstance(mlp.routed, MoE)
+        for name, value in change(mlp.routed).items():
+            if name == "correction":
+                mlp.routed.gate.e_score_correction_bias = value
+            else:
+                setattr(mlp.routed, name, value)
+        return w
+
+    return changed
+
+
 def renormalized(w: Weights) -> Weights:
     for layer in w.layers:
         assert isinstance(layer.mlp, MoE) and not layer.mlp.renormalize
@@ -179,6 +216,10 @@ def renormalized(w: Weights) -> Weights:
         ("qwen2-moe", of_attention(lambda a: {"options": a.options | {"window": None}})),
         ("glm4", of_attention(lambda a: {"interleaved": False})),
         ("glm4", of_layers(lambda x: {"mlp_out_norm": None})),
+        ("glm4-moe", of_experts(lambda m: {"correction": m.gate.e_score_correction_bias * 0})),
+        ("glm4-moe", of_experts(lambda m: {"groups": (1, 1)})),
+        ("glm4-moe", of_experts(lambda m: {"scaling": 1.0})),
+        ("glm4-moe", of_last(lambda x: {"mlp": x.mlp.routed})),
         ("cohere2", of_layers(lambda x: {"parallel": False})),
         ("cohere2", lambda w: dataclasses.replace(w, scaling=None)),
         ("cohere2", lambda w: of_attention(lambda a: tables_of(w.layers[0].attention))(w)),
@@ -189,7 +230,8 @@ def renormalized(w: Weights) -> Weights:
         "norm-behind-mlp", "gate", "embedding-scale", "no-softcap-of-scores", "norms-of-heads", "one-rotary-table",
         "weights-of-experts", "phi3-window", "embedding-multiplier", "residual-multiplier", "logits-scaling",
         "norm-behind-alone", "whole-norms", "layers-without-rope", "smollm3-window", "activation", "bias-of-a-norm",
-        "shared-expert", "qwen2-moe-window", "neighbours-that-turn", "glm4-norm-behind-mlp", "parallel", "logit-scale",
+        "shared-expert", "qwen2-moe-window", "neighbours-that-turn", "glm4-norm-behind-mlp", "correction-of-a-router",
+        "groups-of-experts", "scaling-of-experts", "experts-of-every-token", "parallel", "logit-scale",
         "cohere2-layers-without-rope", "cohere2-neighbours-that-turn",
     ],
 )  # fmt: skip

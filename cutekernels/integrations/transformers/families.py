@@ -60,6 +60,7 @@ class Family:
         gate: of an MLP that has it in its code alone.
         attention_left: why attention stays transformers' own, or "".
         undecoded: why ``Decoder`` does not take the family, or "".
+        inside: the ``model_type`` of models with a head that have it beside towers for images; "" where it has a head.
     """
 
     module: str
@@ -91,6 +92,7 @@ class Family:
     gate: Gate | None = None
     attention_left: str = ""
     undecoded: str = ""
+    inside: str = ""
 
     def classes(self) -> dict[str, type]:
         """The classes by role: norm, mlp, attention, layer, experts, and the model with its head."""
@@ -195,14 +197,8 @@ FAMILIES: dict[str, Family] = {
     "qwen3_5_text": Family("qwen3_5", "Qwen3_5", **_DELTA),
     "qwen3_5_moe_text": Family("qwen3_5_moe", "Qwen3_5Moe", experts=True, **_DELTA),
     "qwen3_next": Family("qwen3_next", "Qwen3Next", experts=True, **_DELTA),
-    "qwen3_vl_text": Family(
-        "qwen3_vl", "Qwen3VLText", windowed=None,
-        undecoded="features of images are added between its layers, which a Decoder does not do",
-    ),
-    "glm4_moe": Family(
-        "glm4_moe", "Glm4Moe", experts=True, windowed=None,
-        undecoded="its router adds a bias to sigmoids, and a Decoder's takes a softmax",
-    ),
+    "qwen3_vl_text": Family("qwen3_vl", "Qwen3VLText", windowed=None, inside="qwen3_vl"),
+    "glm4_moe": Family("glm4_moe", "Glm4Moe", experts=True, windowed=None),
     "qwen2_moe": Family("qwen2_moe", "Qwen2Moe", experts=True, passes_window=False),
     "phi3": Family("phi3", "Phi3", joined_qkv=True, joined_mlp=True, windowed="model"),
     "granite": Family("granite", "Granite", multipliers=True, windowed=None),
