@@ -232,30 +232,30 @@ def family_of(model: Any, verb: str, remedy: str, *, head: bool = False) -> Fami
     ``head``: whether ``verb`` needs a language model's head, too.
     """
     kind = getattr(getattr(model, "config", None), "model_type", None)
-    if kind not in FAMILIES or not _is_whole(model):
-        shown = f"model_type {kind!r}" if kind and _is_whole(model) else f"a {type(model).__name__}"
+    if kind not in FAMILIES or not is_whole(model):
+        shown = f"model_type {kind!r}" if kind and is_whole(model) else f"a {type(model).__name__}"
         raise UnsupportedProblem(
             f"{verb} takes models of transformers whose model_type is one of {', '.join(FAMILIES)}; this is {shown}: "
-            f"{_by_part(model, head) or remedy}"
+            f"{by_part(model, head) or remedy}"
         )
     return FAMILIES[kind]
 
 
 def is_listed(model: Any) -> bool:
     """Whether a model of transformers is of one of ``FAMILIES``."""
-    return _is_whole(model) and getattr(getattr(model, "config", None), "model_type", None) in FAMILIES
+    return is_whole(model) and getattr(getattr(model, "config", None), "model_type", None) in FAMILIES
 
 
-def _is_whole(model: Any) -> bool:
+def is_whole(model: Any) -> bool:
     """Whether ``model`` is a model of transformers, or a wrapper that passes for one, and no layer of it."""
     return isinstance(model, torch.nn.Module) and hasattr(model, "set_attn_implementation")
 
 
-def _by_part(model: Any, head: bool) -> str:
+def by_part(model: Any, head: bool) -> str:
     """The remedy where a part of ``model`` is of a family: a wrapper's (DataParallel), or a multimodal model's."""
     parts = model.named_modules() if isinstance(model, torch.nn.Module) else ()
     for name, part in parts:
-        if _is_whole(part) and getattr(getattr(part, "config", None), "model_type", None) in FAMILIES:
+        if is_whole(part) and getattr(getattr(part, "config", None), "model_type", None) in FAMILIES:
             path = f"model.{name}" if all(map(str.isidentifier, name.split("."))) else f"model.get_submodule({name!r})"
             if head and not hasattr(part, "lm_head"):
                 return f"call the model itself, with cutekernels.patch({path})"
