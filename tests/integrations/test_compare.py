@@ -33,7 +33,7 @@ def test_compare(patched: bool) -> None:
     assert any(isinstance(m, modules.Patched) for m in model.modules()) == patched
 
 
-@pytest.mark.parametrize("kind", ["helium", "gpt2", "gpt_neox", "gemma4_text"])
+@pytest.mark.parametrize("kind", ["helium", "gpt2", "gpt_neox", "olmo3"])
 def test_compare_takes_models_of_no_family(kind: str) -> None:
     """Whatever their layers and heads are called."""
     model = every_model.built(kind).to(torch.bfloat16)

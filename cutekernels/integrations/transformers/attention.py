@@ -79,7 +79,9 @@ def attend(
     """
     tokens = _tokens(module, query, kwargs.get("position_ids"))
     if LEFT in module.__dict__:
-        if attention_mask is None and tokens != query.shape[2]:
+        if attention_mask is not None and _counts(attention_mask, query.shape[0]):
+            attention_mask = _band(attention_mask, query, key)
+        elif attention_mask is None and tokens != query.shape[2]:
             attention_mask = _band(tokens, query, key)
         from transformers import AttentionInterface
 
@@ -132,10 +134,14 @@ def _tokens(module: Any, query: Tensor, position_ids: Any) -> Any:
     return own
 
 
-def _band(tokens: int, query: Tensor, key: Tensor) -> Tensor:
-    """The mask ``(1, 1, SQ, SKV)`` of the last queries of ``tokens``, whose keys come first in a static cache."""
-    last = torch.arange(tokens - query.shape[2], tokens, device=query.device)
-    return (torch.arange(key.shape[2], device=query.device) <= last[:, None])[None, None]
+def _band(tokens: Any, query: Tensor, key: Tensor) -> Tensor:
+    """The mask ``(B or 1, 1, SQ, SKV)`` of the last queries of so many ``tokens``, a number or :func:`_lengths`, whose
+    keys come first in a static cache.
+    """
+    own, keys = query.shape[2], torch.arange(key.shape[2], device=query.device)
+    last = torch.arange(own, device=query.device)[:, None] + (tokens - own)
+    seen: Tensor = keys <= last
+    return seen.view(-1, 1, own, key.shape[2])
 
 
 class _Traced:

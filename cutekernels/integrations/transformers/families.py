@@ -49,6 +49,7 @@ class Family:
         table: rows of cosines: their halves repeat, they have each angle once, or twice in a row.
         turns_in_windows: layers without a window have no rotary embedding.
         output_gate: attention's result is multiplied by sigmoids, of logits behind each head's query in q_proj.
+        shares_keys: values are normed, too; a layer may have keys for values, or an earlier layer's keys and values.
         sinks: attention has a logit for each head that takes its share and adds nothing.
         windowed: attention has a ``sliding_window``: the config's in all layers of the model, or its own layer's.
         passes_window: transformers' attention hands that on; where not, its mask holds it.
@@ -81,6 +82,7 @@ class Family:
     table: Literal["halves", "once", "twice"] = "halves"
     turns_in_windows: bool = False
     output_gate: bool = False
+    shares_keys: bool = False
     sinks: bool = False
     windowed: Literal["model", "layer"] | None = "layer"
     passes_window: bool = True
@@ -159,8 +161,8 @@ class Family:
             return t.narrow(-1, 0, t.shape[-1] // 2)
         return t if self.table == "once" else t[..., ::2]
 
-    def turned(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries and keys behind the rotary embedding; cosines and sines as transformers makes them."""
+    def turned(self, q: Tensor, k: Any, cos: Tensor, sin: Tensor) -> tuple[Tensor, Any]:
+        """Queries and keys, or None, behind the rotary embedding; cosines and sines as transformers makes them."""
         if cos.requires_grad or sin.requires_grad:
             cos, sin = cos.detach(), sin.detach()
         if self.table == "halves" and not self.interleaved:
@@ -223,6 +225,11 @@ FAMILIES: dict[str, Family] = {
     "qwen2_5_vl_text": Family("qwen2_5_vl", "Qwen2_5_VL", renamed=(("mlp", "Qwen2MLP"),)),
     "gemma2": Family("gemma2", "Gemma2", softcap=True, **_GEMMA),
     "gemma3_text": Family("gemma3", "Gemma3", causal=False, **_GEMMA),
+    "gemma4_text": Family(
+        "gemma4", "Gemma4Text", experts=True, rounding="once", norms=_AROUND, shares_keys=True, logit_softcap=True,
+        causal=False, renamed=(("norm", "Gemma4RMSNorm"), ("causal", "Gemma4ForCausalLM"), ("layer", None)),
+        undecoded="layers that share keys, second embeddings and heads of 512 are not read",
+    ),
 }  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from cutekernels.integrations.transformers import (
     projections,
     quantized,
     rules,
+    shared_keys,
     structure,
     tensor_parallel,
     whole,
@@ -142,7 +143,13 @@ def _patch_family(model: Any, family: Family, report: Report, path: str) -> None
         "norm": modules.LayerNorm if family.layer_norm else modules.Norm,
         "gated_norm": modules.GatedNorm,
         "mlp": modules.PlainMlp if not family.gated else modules.Mlp if family.joined_mlp else modules.PackedMlp,
-        "attention": modules.Attention if family.joined_qkv else modules.PackedAttention,
+        "attention": (
+            shared_keys.SharedAttention
+            if family.shares_keys
+            else modules.Attention
+            if family.joined_qkv
+            else modules.PackedAttention
+        ),
         "layer": (
             modules.SandwichLayer
             if family.norms[1] is not None
@@ -179,6 +186,8 @@ def _patch_family(model: Any, family: Family, report: Report, path: str) -> None
         if role is None or reason:
             continue
         mixin: Any = mixins[role]
+        if role == "norm" and "weight" not in module._parameters:
+            mixin = shared_keys.BareNorm
         if role == "linear" and tensor_parallel.is_sharded(module.weight):
             mixin = tensor_parallel.ShardedLinear
         _swap(module, role, (mixin, family), report)
@@ -234,7 +243,9 @@ def _pack(named: list[tuple[str, Any]], report: Report) -> None:
     shared = shared_parameters(report.model)
     for name, module in named:
         if isinstance(module, modules.Fused):
-            if any(isinstance(getattr(module, part), quantized.Quantized) for part in module.parts):
+            if len(module.parts) < 2 or any(
+                isinstance(getattr(module, part), quantized.Quantized) for part in module.parts
+            ):
                 continue  # each a product of its own
             own = [p for part in module.parts for p in getattr(module, part).parameters()]
             module.shared = any(id(p) in shared for p in own)
@@ -315,11 +326,17 @@ def _route(model: Any, family: Family, report: Report) -> None:
             report.left.append(("attention's core", rule))
             return
     dtype = quantized.compute_dtype(model)
-    for name, module in model.named_modules():
-        rule = rules.why_no_core(module, module.family, dtype) if isinstance(module, modules.Attention) else ""
-        if rule:
-            report.left.append((f"{name}'s core", rule))
-            return
+    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, modules.Attention)]
+    reasons = [(name, module, rules.why_no_core(module, module.family, dtype)) for name, module in layers]
+    left = [(name, module, rule) for name, module, rule in reasons if rule]
+    windowed = any(family.window_of(module) is not None for _, module, _ in left)  # which masks then have not
+    together = len(left) == len(layers) or windowed or config._attn_implementation not in ("sdpa", attention.NAME)
+    if left and together:
+        report.left += [(f"{name}'s core", rule) for name, _, rule in left[:1]]
+        return
+    for name, module, rule in left:
+        report.left.append((f"{name}'s core", rule))
+        module.__dict__[attention.LEFT] = True
     if config._attn_implementation != attention.NAME:
         model.__dict__[_BEFORE] = config._attn_implementation
         model.set_attn_implementation(attention.NAME)
