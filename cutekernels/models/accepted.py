@@ -16,10 +16,12 @@ from cutekernels.integrations.transformers.patching import is_patched
 from cutekernels.integrations.transformers.projections import kind_of, sharded
 from cutekernels.integrations.transformers.rules import WIDEST_HEAD
 from cutekernels.integrations.transformers.tensor_parallel import is_planned
+from cutekernels.models.config import DecoderConfig
 from cutekernels.models.language import Language, language_of
 from cutekernels.models.loaded import LoadedModel
 from cutekernels.models.ropes import KINDS
 from cutekernels.ops.attention.problem import WIDEST
+from cutekernels.ops.shared.checks import quote
 
 REMEDY = "generate with the model itself, its attention by cutekernels.route_sdpa()"
 _PATCH = "generate with the model itself under cutekernels.patch, which honours it"
@@ -32,6 +34,11 @@ IGNORED = re.compile(
     r"|\.self_attn\.(?:(?:attn|k_proj|v_proj|qkv_proj)\.)?(?:[kv]|kv|prob)_scale$"
 )
 _OF_CACHES = ("q_scale", "k_scale", "v_scale", "kv_scale")  # parameters of quantizers, of any type
+_LACKS = {  # options of Gemma 4 by which layers are more than a Decoder computes
+    "num_kv_shared_layers": "layers that take an earlier one's keys and values",
+    "hidden_size_per_layer_input": "second embedding of each token, for every layer",
+    "enable_moe_block": "experts beside an MLP",
+}
 _COMPILED = "_orig_mod"  # the submodule of what torch.compile returns for a module
 # Hooks that stay after output_hidden_states and change nothing, and those that decompress before a model's first call.
 _HARMLESS = ("transformers.utils.output_capturing", "compressed_tensors.")
@@ -91,11 +98,23 @@ def check_model(model: Any) -> tuple[Family, dict[str | None, Any]]:
             "Decoder's tokens see earlier ones alone; this model's config has is_causal=False: set it to True, or call "
             "the model itself under cutekernels.patch, which honours it"
         )
-    head_dim = model.model.layers[0].self_attn.head_dim
+    for name, what in _LACKS.items() if family.shares_keys else ():
+        if value := _option(model.config, name):
+            raise UnsupportedProblem(
+                f"Decoder has no {what}; this model's config has {name}={quote(value)}: generate with the model itself "
+                "under cutekernels.patch"
+            )
+    kinds = dict.fromkeys((layer.self_attn.head_dim, _groups(layer.self_attn)) for layer in model.model.layers)
+    head_dim = max((kind[0] for kind in kinds), default=0)
     if head_dim % WIDEST or not 0 < head_dim <= WIDEST_HEAD:
         raise UnsupportedProblem(
             f"Decoder takes a head_dim that is a multiple of {WIDEST} up to {WIDEST_HEAD}; this model's is {head_dim}: "
             "generate with the model itself under cutekernels.patch"
+        )
+    if len(kinds) > 1:
+        raise UnsupportedProblem(
+            "Decoder's layers have heads alike; this model's have (head_dim, queries a key) of "
+            f"{' and '.join(map(str, kinds))}: generate with the model itself under cutekernels.patch"
         )
     ropes = _ropes(model.config)
     for parameters in ropes.values():
@@ -105,6 +124,17 @@ def check_model(model: Any) -> tuple[Family, dict[str | None, Any]]:
                 f"Decoder takes rotary tables that do not depend on the length; rope_type is {kind}: {REMEDY}"
             )
     return family, ropes
+
+
+def _option(config: Any, name: str) -> Any:
+    """An option of a model's config, or of ``config.json``."""
+    return config.raw[name] if isinstance(config, DecoderConfig) else getattr(config, name, None)
+
+
+def _groups(attention: Any) -> int | None:
+    """How many queries have one key; None where all layers are alike."""
+    found: int | None = attention.__dict__.get("num_key_value_groups")
+    return found
 
 
 def _owner(model: Any, path: str) -> Any:

@@ -30,7 +30,8 @@ class LayerPart:
         bias: whether it has one; a key of ``config.json`` says so where it is text.
         each: ``stored`` are patterns, and every expert has them: ``"mlp.experts.{}.gate_proj"``.
         tensor: where a stored module has several: the name of its only one, or what its names begin with.
-        layers: which layers have it: those with experts, those without, or all.
+        layers: which layers have it: those with experts ("routed"), those without ("dense"), those whose values are
+            projected ("values"), those that have keys for values ("keys"), or all.
         option: the key of ``config.json`` that says whether layers have it; "" where they do.
         wide: a buffer in fp32, whatever the model's type.
     """
@@ -42,7 +43,7 @@ class LayerPart:
     bias: _Bias = False
     each: bool = False
     tensor: str = ""
-    layers: Literal["all", "dense", "routed"] = "all"
+    layers: Literal["all", "dense", "routed", "values", "keys"] = "all"
     option: str = ""
     wide: bool = False
 
@@ -58,11 +59,11 @@ def _norm(path: str, size: str = "hidden", bias: bool = False) -> LayerPart:
     return LayerPart(path, (path,), (size,), None, bias)
 
 
-def _attention(qkv_bias: _Bias, out_bias: _Bias) -> tuple[LayerPart, ...]:
-    """Projections of the common names."""
+def _attention(qkv_bias: _Bias, out_bias: _Bias, layers: Literal["all", "values"] = "all") -> tuple[LayerPart, ...]:
+    """Projections of the common names. ``layers``: which have this of values."""
     qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     return (
-        LayerPart("self_attn.qkv_proj", qkv, ("query", "key", "key"), bias=qkv_bias),
+        LayerPart("self_attn.qkv_proj", qkv, ("query", "key", "key"), bias=qkv_bias, layers=layers),
         LayerPart("self_attn.o_proj", ("self_attn.o_proj",), ("hidden",), "query", out_bias),
     )
 
@@ -151,9 +152,11 @@ class Architecture:
         partial: the config's ``partial_rotary_factor`` counts.
         routed: reads what the config says of experts; None where there are none.
         scaled: embeddings are multiplied by the root of their width, scores by ``query_pre_attn_scalar``'s.
+        scores: what scores are multiplied by, where no option says so.
         ahead: the key of how many layers follow the last one, which guess tokens further ahead and are not read.
         inside: the ``model_type`` of checkpoints that have it beside towers for images: this config is then their
             ``text_config``, and ``model.`` of its tensors' names is ``model.language_model.``.
+        towers: what names of tensors of the towers begin with.
     """
 
     layer: tuple[LayerPart, ...]
@@ -167,6 +170,8 @@ class Architecture:
     body: tuple[LayerPart, ...] = (_TABLE, _norm("model.norm"), _HEAD)
     ahead: str = ""
     inside: str = ""
+    towers: tuple[str, ...] = ()
+    scores: float | None = None
 
 
 _QWEN = {"sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 28}
@@ -193,6 +198,7 @@ ARCHITECTURES = {
         _layer((*_PRE_NORMS, *_HEAD_NORMS), "attention_bias", "attention_bias", False),
         {"num_key_value_heads": 32, "head_dim": 128, "rope_theta": 500000.0, "max_position_embeddings": 128000},
         inside="qwen3_vl",
+        towers=("model.visual.",),
     ),
     "mixtral": Architecture(
         (*_PRE_NORMS, *_attention(False, False), *_mixture("block_sparse_moe", ("w1", "w3", "w2"))),
@@ -338,5 +344,31 @@ ARCHITECTURES = {
         _layers_by_pattern,
         local_theta=1e4,
         scaled=True,
+    ),
+    "gemma4_text": Architecture(
+        (
+            *_SANDWICH, *_HEAD_NORMS, *_attention("attention_bias", "attention_bias", "values"),
+            LayerPart(
+                "self_attn.qkv_proj", ("self_attn.q_proj", "self_attn.k_proj"), ("query", "key"), bias="attention_bias",
+                layers="keys",
+            ),
+            *_mlp("mlp", "intermediate"), LayerPart("layer_scalar", ("",), ("one",), None, tensor="layer_scalar"),
+        ),
+        {
+            **_GEMMA, "sliding_window": 512, "sliding_window_pattern": 6, "max_position_embeddings": 131072,
+            "rope_theta": 1e6, "query_pre_attn_scalar": None, "global_head_dim": 512,
+            "num_global_key_value_heads": None, "attention_k_eq_v": False, "num_kv_shared_layers": 0,
+            "hidden_size_per_layer_input": 256, "enable_moe_block": False,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+        _layers_by_pattern,
+        local_theta=1e4,
+        scaled=True,
+        inside="gemma4",
+        towers=("model.vision_tower.", "model.embed_vision.", "model.audio_tower.", "model.embed_audio."),
+        scores=1.0,
     ),
 }  # fmt: skip

@@ -22,10 +22,13 @@ _COMMON: dict[str, Any] = {
     "max_position_embeddings": 32768, "sliding_window": None, "attention_bias": False, "mlp_bias": False,
 }  # fmt: skip
 # Transformers' other families ignore these keys, which some checkpoints have all the same.
-_READ_BY_SOME = {"hidden_activation", "norm_topk_prob", "no_rope_layers", "use_sliding_window"}
+_READ_BY_SOME = {
+    "attention_k_eq_v", "enable_moe_block", "global_head_dim", "hidden_activation", "norm_topk_prob", "no_rope_layers",
+    "use_qk_norm", "use_sliding_window",
+}  # fmt: skip
 _FLAGS = (
     "attention_bias", "is_causal", "mlp_bias", "norm_topk_prob", "tie_word_embeddings", "use_bias",
-    "use_qk_norm", "use_sliding_window",
+    "attention_k_eq_v", "enable_moe_block", "use_qk_norm", "use_sliding_window",
 )  # fmt: skip
 
 
@@ -89,6 +92,7 @@ class DecoderConfig:
             "query+2key": (self.num_attention_heads + 2 * self.num_key_value_heads) * self.head_dim,
             "2intermediate": 2 * self.intermediate_size,
             "heads": self.num_attention_heads,
+            "one": 1,
         } | self._of_experts()
 
     def _of_experts(self) -> dict[str, int]:
@@ -105,12 +109,16 @@ class DecoderConfig:
     def parts(self, layer: int) -> tuple[LayerPart, ...]:
         """Of one layer."""
         routed = self.routed_at(layer)
-        kinds = "all", "dense" if routed is None else "routed"
+        kinds = "all", "dense" if routed is None else "routed", "keys" if self.has_keys_alone(layer) else "values"
         return tuple(
             part.of(0 if routed is None else routed.experts)
             for part in ARCHITECTURES[self.model_type].layer
             if part.layers in kinds and (not part.option or self.raw[part.option])
         )
+
+    def has_keys_alone(self, layer: int) -> bool:
+        """Whether a layer's keys are its values too."""
+        return bool(self.raw.get("attention_k_eq_v")) and not self.is_sliding(layer)
 
     @property
     def body_path(self) -> str:
@@ -119,7 +127,7 @@ class DecoderConfig:
 
     def is_unread(self, name: str) -> bool:
         """Whether a checkpoint's tensor is of towers for images, or of layers that guess tokens further ahead."""
-        if self.inside and name.startswith("model.visual."):
+        if self.inside and name.startswith(ARCHITECTURES[self.model_type].towers):
             return True
         found, last = _STORED_LAYER.match(name), self.num_hidden_layers
         ahead = ARCHITECTURES[self.model_type].ahead
@@ -155,6 +163,8 @@ def read_config(given: dict[str, Any]) -> DecoderConfig:
         )
     architecture = ARCHITECTURES[kind]
     raw = _COMMON | architecture.defaults | given
+    if raw.get("rope_parameters") is None and "rope_parameters" in architecture.defaults:
+        raw["rope_parameters"] = architecture.defaults["rope_parameters"]
     for name in _READ_BY_SOME - architecture.defaults.keys():
         raw.pop(name, None)
     for name in _FLAGS:
@@ -186,7 +196,7 @@ def read_config(given: dict[str, Any]) -> DecoderConfig:
     act = raw.get("hidden_activation") or raw["hidden_act"]
     if not isinstance(act, str) or act not in _GATES:
         raise UnsupportedProblem(f"load has the gates {', '.join(_GATES)}; config.json has {quote(act)}")
-    if architecture.scaled:
+    if architecture.scaled and architecture.scores is None:
         check_number("config.json", "query_pre_attn_scalar", raw["query_pre_attn_scalar"], 1e-30)
     if raw.get("use_sliding_window") is False:
         raw["sliding_window"] = None
@@ -202,7 +212,8 @@ def read_config(given: dict[str, Any]) -> DecoderConfig:
                 f"rotary embeddings turn pairs of channels; partial_rotary_factor {share} of config.json leaves "
                 f"{rotary_dim} of {head_dim}: mend config.json"
             )
-    scaling = raw["query_pre_attn_scalar"] ** -0.5 if architecture.scaled else head_dim**-0.5
+    _check_alike(raw, types, head_dim, heads_kv)
+    scaling = architecture.scores or (raw["query_pre_attn_scalar"] if architecture.scaled else head_dim) ** -0.5
     return DecoderConfig(
         model_type=kind, vocab_size=raw["vocab_size"], hidden_size=raw["hidden_size"],
         intermediate_size=raw["intermediate_size"], num_hidden_layers=raw["num_hidden_layers"],
@@ -219,7 +230,8 @@ def read_config(given: dict[str, Any]) -> DecoderConfig:
         turning=tuple(layers_that_turn(raw, raw["num_hidden_layers"])) if "no_rope_layers" in raw else None,
         attn_logit_softcapping=raw.get("attn_logit_softcapping"),
         final_logit_softcapping=raw.get("final_logit_softcapping"),
-        is_causal=bool(raw.get("is_causal", True)) and not raw.get("use_bidirectional_attention"),
+        is_causal=bool(raw.get("is_causal", True))
+        and raw.get("use_bidirectional_attention") in (None, False, "vision"),  # images alone
         tied=raw.get("tie_word_embeddings"), inside=bool(inside), eos_token_id=raw.get("eos_token_id"), raw=raw,
     )  # fmt: skip
 
@@ -235,6 +247,23 @@ def check_ends(file: str, ids: Any) -> None:
         raise UnsupportedProblem(
             f"eos_token_id of {file} is a token's number, or a list of them; it is {quote(ids)}: mend {file}"
         )
+
+
+def _check_alike(raw: dict[str, Any], types: tuple[str, ...] | None, head_dim: int, heads_kv: int) -> None:
+    """Refuses a config whose layers have heads of other widths, or more or fewer of them (Gemma 4)."""
+    if "global_head_dim" not in raw:
+        return
+    own, count = raw.get("per_layer_config"), raw["num_global_key_value_heads"] if raw["attention_k_eq_v"] else None
+    if own is None:
+        whole = {"head_dim": raw["global_head_dim"], "num_key_value_heads": heads_kv if count is None else count}
+        own = {layer: whole for layer, kind in enumerate(types or ()) if kind == FULL}
+    usual = {"head_dim": head_dim, "num_key_value_heads": heads_kv}
+    for layer, values in own.items() if isinstance(own, dict) else [("?", own)]:
+        if not isinstance(values, dict) or values != {name: usual.get(name) for name in values}:
+            raise UnsupportedProblem(
+                f"load takes layers whose heads are alike, up to 256 wide; layer {layer} of config.json has "
+                f"{quote(values)}, others {usual}: load it with transformers, and generate under cutekernels.patch"
+            )
 
 
 def _types(raw: dict[str, Any], architecture: Architecture) -> tuple[str, ...] | None:
@@ -253,6 +282,8 @@ def _types(raw: dict[str, Any], architecture: Architecture) -> tuple[str, ...] |
         raise UnsupportedProblem(
             f"layer_types of config.json is {SLIDING} or {FULL} for each of {count} layers; it is {quote(types)}"
         )
+    if "global_head_dim" in raw:  # as transformers has it in Gemma 4
+        types = [*types[:-1], FULL]
     if window is None and SLIDING in types:
         raise UnsupportedProblem("config.json has layers with a window, and no sliding_window: mend config.json")
     return tuple(types)

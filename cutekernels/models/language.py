@@ -26,7 +26,7 @@ class Language:
 
     @property
     def device(self) -> torch.device:
-        return self.lm_head.weight.device  # type: ignore[no-any-return]
+        return self.model.device  # type: ignore[no-any-return]
 
     @property
     def dtype(self) -> torch.dtype:

@@ -187,9 +187,12 @@ class LoadedModel(nn.Module):
             "scaling": config.scaling,
             "use_rope": config.turning is None or config.turning[index],
             "attn_logit_softcapping": config.attn_logit_softcapping,
+            "keys_alone": config.has_keys_alone(index),
         }
         for name, value in own.items():
             setattr(attention, name, value)
+        if FAMILIES[config.model_type].shares_keys:
+            attention.v_norm = SimpleNamespace(eps=config.rms_norm_eps)  # type: ignore[assignment]
         mlp.act_fn = _ACTIVATIONS[config.gate]()
         routed = config.routed_at(index)
         if routed is not None:

@@ -48,7 +48,8 @@ def load(
     Args:
         path: a folder with ``config.json`` and ``model.safetensors``, or shards and their index, of Llama, Mistral,
             Mixtral, Qwen2, Qwen3, Qwen3-MoE, Qwen3-VL (its text), gpt-oss (in MXFP4), GLM-4.5 to 4.7, Phi-3, Granite,
-            OLMo2, SmolLM3, Starcoder2, GLM4, Cohere2, Gemma 2 or Gemma 3 (text). Nothing is downloaded.
+            OLMo2, SmolLM3, Starcoder2, GLM4, Cohere2, Gemma 2, Gemma 3 (text) or Gemma 4 (its text, without heads of
+            512). Nothing is downloaded.
         device: of the weights; the current GPU where there is one, else the CPU.
         dtype: of the weights and of what is computed; the config's own by default.
         progress: a bar with bytes, where stderr is a terminal.
@@ -191,7 +192,7 @@ def _holds(parts: dict[str, list[str]], module: str, suffix: str) -> bool:
 def _stored_names(model: LoadedModel, path: str, part: LayerPart) -> list[str]:
     """Names in the checkpoint of what is at ``path``."""
     front = path.removesuffix(part.path)
-    names = [f"{front}{name}" for name in part.stored]
+    names = [f"{front}{name}".rstrip(".") for name in part.stored]  # a layer's own tensors have no module
     return [re.sub(r"^model\.", f"{model.config.body_path}.", name) for name in names]
 
 

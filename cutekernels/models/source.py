@@ -13,7 +13,7 @@ from cutekernels.models.weights import Weights, read
 from cutekernels.nn.quantized import QuantizedLinear
 from cutekernels.quant import QuantizedWeight
 
-_BUFFERS = ("e_score_correction_bias",)  # of transformers' modules, that weights are read from
+_BUFFERS = ("e_score_correction_bias", "layer_scalar")  # of transformers' modules, that weights are read from
 
 
 class Source:

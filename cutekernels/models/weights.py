@@ -79,9 +79,9 @@ class Projections:
 
 @dataclass(frozen=True)
 class NormWeights:
-    """An RMS norm. ``options``: of :func:`cutekernels.rms_norm`."""
+    """An RMS norm. ``options``: of :func:`cutekernels.rms_norm`. ``weight``: None for ones."""
 
-    weight: Tensor
+    weight: Tensor | None
     options: dict[str, Any]
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -89,6 +89,7 @@ class NormWeights:
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """``(norm(x + residual), x + residual)``."""
+        assert self.weight is not None
         return add_rms_norm(x, residual, self.weight, **self.options)
 
 
@@ -207,6 +208,8 @@ class Attention:
 
     Attributes:
         q_norm, k_norm: of queries and keys, or None: of each head's, or of all heads' together (``whole_norms``).
+        v_norm: of each head's values, or None.
+        keys_alone: there are no projections of values: they are the keys in front of their norm.
         cos, sin: ``(positions, R / 2)`` with R up to head_dim, fp32 at least; layers share them. None: nothing turns.
         interleaved: channels that turn together are neighbours.
         options: ``scale``, ``softcap``, ``window`` and ``sinks``, as :func:`cutekernels.attention` takes them.
@@ -215,6 +218,8 @@ class Attention:
     qkv: Projection | Projections
     q_norm: NormWeights | None
     k_norm: NormWeights | None
+    v_norm: NormWeights | None
+    keys_alone: bool
     whole_norms: bool
     out: Projection
     cos: Tensor | None
@@ -227,6 +232,7 @@ class Attention:
 class LayerWeights:
     """One decoder layer; ``attention_out_norm`` and ``mlp_out_norm`` are of results before the residual is added, and
     ``multiplier`` multiplies them. ``parallel``: the MLP has attention's input, and both results are added at once.
+    ``scalar`` ``(1,)`` multiplies the layer's result, residual and all.
     """
 
     attention_norm: NormWeights | LayerNorm | NoNorm
@@ -237,6 +243,7 @@ class LayerWeights:
     mlp_out_norm: NormWeights | None
     parallel: bool
     multiplier: float | None
+    scalar: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -317,6 +324,7 @@ def _layer(
     multiplier: float | None,
 ) -> LayerWeights:
     before, of_attention, between, of_mlp = (name and getattr(layer, name) for name in family.norms)
+    scalar = getattr(layer, "layer_scalar", None)
     return LayerWeights(
         attention_norm=NoNorm() if before is None else _any_norm(before, family),
         attention=_attention(layer.self_attn, family, tables, dtype),
@@ -326,6 +334,7 @@ def _layer(
         mlp_out_norm=None if of_mlp is None else _norm(of_mlp, family),
         parallel=family.parallel,
         multiplier=multiplier,
+        scalar=None if scalar is None else getattr(scalar, "weight", scalar).detach(),
     )
 
 
@@ -342,10 +351,13 @@ def _attention(
     cos, sin = tables[None if None in tables else attention.layer_type]
     if not family.turns(attention):
         cos = sin = None
+    keys_alone = getattr(attention, "v_proj", attention) is None or getattr(attention, "keys_alone", False)
     return Attention(
-        qkv=_join(attention, dtype, "qkv_proj", "q_proj", "k_proj", "v_proj"),
+        qkv=_join(attention, dtype, "qkv_proj", "q_proj", "k_proj", *(() if keys_alone else ("v_proj",))),
         q_norm=_norm(attention.q_norm, family) if hasattr(attention, "q_norm") else None,
         k_norm=_norm(attention.k_norm, family) if hasattr(attention, "k_norm") else None,
+        v_norm=_norm(attention.v_norm, family) if hasattr(attention, "v_norm") else None,
+        keys_alone=keys_alone,
         whole_norms=family.whole_norms,
         out=_projection(attention.o_proj, dtype),
         cos=cos,
@@ -451,7 +463,8 @@ def _any_norm(norm: Any, family: Family) -> NormWeights | LayerNorm:
 
 
 def _norm(norm: Any, family: Family) -> NormWeights:
-    return NormWeights(norm.weight.detach(), family.norm_options(norm))
+    weight = getattr(norm, "weight", None)
+    return NormWeights(None if weight is None else weight.detach(), family.norm_options(norm))
 
 
 def _projection(linear: Any, dtype: torch.dtype) -> Projection:

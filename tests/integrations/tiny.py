@@ -22,6 +22,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma3Text",
         {"sliding_window": 8, "query_pre_attn_scalar": 16, "layer_types": ["sliding_attention", "full_attention"]},
     ),
+    "gemma4": (
+        "Gemma4Text",
+        {
+            "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"], "global_head_dim": 16,
+            "hidden_size_per_layer_input": 0, "attention_k_eq_v": True,
+        },
+    ),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
     "qwen3-moe": ("Qwen3Moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}),
     "qwen2-moe": (
@@ -82,6 +89,15 @@ INSIDE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
             "num_position_embeddings": 16, "deepstack_visual_indexes": [0],
         },
     ),
+    "gemma4-inside": (
+        "Gemma4",
+        FAMILIES["gemma4"][1],
+        {
+            "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+            "num_key_value_heads": 2, "head_dim": 16, "global_head_dim": 16, "patch_size": 4, "pooling_kernel_size": 2,
+            "position_embedding_size": 64,
+        },
+    ),
 }  # fmt: skip
 COMMON = {
     "vocab_size": 131,
@@ -111,15 +127,14 @@ def model(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> An
     if family in INSIDE:
         name, own, tower = INSIDE[family]
         tied, text = changes.pop("tie_word_embeddings", False), COMMON | own | changes
-        config = configured(
-            name, text_config=text, vision_config=tower | {"out_hidden_size": text["hidden_size"]},
-            tie_word_embeddings=tied,
-        )  # fmt: skip
+        if name == "Qwen3VL":
+            tower = tower | {"out_hidden_size": text["hidden_size"]}
+        config = configured(name, text_config=text, vision_config=tower, tie_word_embeddings=tied)
         cls = f"{name}ForConditionalGeneration"
     else:
         name, own = FAMILIES[family]
         config = configured(name, **(COMMON | own | changes))
-        cls = "Gemma3ForCausalLM" if name == "Gemma3Text" else f"{name}ForCausalLM"
+        cls = f"{name.removesuffix('Text')}ForCausalLM"
     torch.manual_seed(5)
     made = getattr(transformers, cls)(config)
     for path, parameter in made.named_parameters():
@@ -129,6 +144,8 @@ def model(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> An
     for path, buffer in made.named_buffers():
         if path.endswith("e_score_correction_bias"):
             torch.nn.init.normal_(buffer, std=0.1)
+        if path.endswith("layer_scalar"):
+            torch.nn.init.uniform_(buffer, 0.5, 0.8)
     return made.to(dtype).eval()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 import cutekernels as ck
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.integrations.transformers.families import FAMILIES
+from cutekernels.models import load
 from cutekernels.models.architectures import ARCHITECTURES
 from tests.integrations import tiny
 from tests.models.test_decoder import decoder, greedy, prompts
@@ -190,6 +192,55 @@ def test_a_prompt_of_an_adapter_is_refused_and_a_merged_model_is_not() -> None:
         decoder(peft.get_peft_model(tiny.model("llama"), tuned))
     lora = peft.get_peft_model(tiny.model("llama"), peft.LoraConfig(target_modules=["q_proj"]))
     decoder(lora.merge_and_unload())
+
+
+# ---- Gemma 4 ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "rule"),
+    [
+        ({"global_head_dim": 512}, r"a multiple of 8 up to 256; this model's is 512: generate .* cutekernels\.patch"),
+        ({"global_head_dim": 32}, r"heads alike; .* \(16, 2\) and \(32, 2\): generate .* cutekernels\.patch"),
+        ({"num_global_key_value_heads": 1}, r"heads alike; .* \(16, 2\) and \(16, 4\)"),
+        (
+            {"num_hidden_layers": 4, "num_kv_shared_layers": 2},
+            "an earlier one's keys and values; .*_layers=2: generate",
+        ),
+        ({"hidden_size_per_layer_input": 16}, "second embedding of each token.*hidden_size_per_layer_input=16"),
+        (
+            {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 48},
+            "experts beside an MLP; .*enable_moe_block=True",
+        ),
+        ({"use_bidirectional_attention": "all"}, "tokens see earlier ones alone"),
+    ],
+    ids=["wide", "unlike-widths", "unlike-numbers", "shared-keys", "second-embeddings", "experts", "later-tokens"],
+)
+def test_what_a_decoder_lacks_of_gemma_4(changes: dict[str, Any], rule: str, tmp_path: Path) -> None:
+    """The model is refused, and so is its checkpoint."""
+    changes = {
+        "layer_types": ["sliding_attention", "full_attention"] * (changes.get("num_hidden_layers", 2) // 2)
+    } | changes
+    model = tiny.model("gemma4", **changes)
+    with pytest.raises(UnsupportedProblem, match=rule):
+        decoder(model)
+    model.save_pretrained(tmp_path)
+    alike = "global_head_dim" in changes or "num_global_key_value_heads" in changes
+    with pytest.raises(UnsupportedProblem, match="heads are alike, up to 256 wide; layer 1 .*patch" if alike else rule):
+        load(tmp_path)
+
+
+def test_a_hubs_config_of_gemma_4_is_refused(tmp_path: Path) -> None:
+    """Its full layers have heads of 512, by a key of its own or by default."""
+    tiny.model("gemma4").save_pretrained(tmp_path)
+    given = json.loads((tmp_path / "config.json").read_text())
+    given.pop("per_layer_config", None)
+    for own in ({}, {"global_head_dim": 512}):
+        (tmp_path / "config.json").write_text(json.dumps(given | own))
+        with pytest.raises(
+            UnsupportedProblem, match=r"layer 1 of config.json has .*'head_dim': 512.*cutekernels.patch"
+        ):
+            load(tmp_path)
 
 
 # ---- sizes ----------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from cutekernels.models.sampling import Choices, uniform
 from cutekernels.models.weights import Attention, LayerWeights, SharedMoE, Weights
 from cutekernels.nn import MoE
 from tests.integrations import tiny
+from tests.models.near_ties import following, widened
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 ADDED = ("phi3", "granite", "olmo2", "smollm3", "starcoder2", "qwen2-moe", "glm4", "cohere2", "glm4-moe", "qwen3-vl")
@@ -72,6 +73,19 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "gemma4-tied": ("gemma4", {}),
+    "gemma4": (
+        "gemma4",
+        {
+            "tie_word_embeddings": False,
+            "final_logit_softcapping": 3.0,
+            "num_hidden_layers": 3,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "attention_bias": True,
+        },
+    ),
+    "gemma4-inside": ("gemma4-inside", {"final_logit_softcapping": 3.0}),
+    "gemma4-values": ("gemma4", {"tie_word_embeddings": False, "attention_k_eq_v": False}),
 }
 DRAWN = Sampling(temperature=0.9, top_k=40, top_p=0.95, seed=11)
 
@@ -140,6 +154,20 @@ def distance(model: Any, engine: Decoder, monkeypatch: pytest.MonkeyPatch) -> fl
 def test_logits_are_those_of_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = made(name)
     assert distance(model, decoder(model, chunk=20), monkeypatch) <= 64
+
+
+@pytest.mark.parametrize("name", ["glm4-moe", "qwen3-vl", "gemma4", "gemma4-inside"])
+def test_in_bf16_logits_are_no_further_from_fp32_than_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    family, changes = MODELS[name]
+    model, (prompt,), found = tiny.model(family, torch.bfloat16, **changes), prompts(33), []
+    engine = decoder(model, chunk=20)
+    take = engine._choices.take
+    keep: Any = lambda x, *rest, **into: found.append(x[:1].float()) or take(x, *rest, **into)  # noqa: E731
+    monkeypatch.setattr(engine._choices, "take", keep)
+    (tokens,) = engine.generate([prompt], max_new_tokens=24).tokens
+    expected = following(widened(model), prompt, tokens)
+    theirs, ours = ((x - expected).norm() for x in (following(model, prompt, tokens), torch.cat(found)))
+    assert 0 < ours <= (2.0 if name == "glm4-moe" else 1.25) * theirs < 0.1 * expected.norm()
 
 
 Change = Callable[[Weights], Weights]
@@ -220,6 +248,10 @@ def renormalized(w: Weights) -> Weights:
         ("glm4-moe", of_experts(lambda m: {"groups": (1, 1)})),
         ("glm4-moe", of_experts(lambda m: {"scaling": 1.0})),
         ("glm4-moe", of_last(lambda x: {"mlp": x.mlp.routed})),
+        ("gemma4", of_layers(lambda x: {"scalar": None})),
+        ("gemma4", of_attention(lambda a: {"v_norm": None})),
+        ("gemma4", of_attention(lambda a: {"options": a.options | {"scale": 0.25}})),
+        ("gemma4", lambda w: of_attention(lambda a: tables_of(w.layers[0].attention))(w)),
         ("cohere2", of_layers(lambda x: {"parallel": False})),
         ("cohere2", lambda w: dataclasses.replace(w, scaling=None)),
         ("cohere2", lambda w: of_attention(lambda a: tables_of(w.layers[0].attention))(w)),
@@ -231,8 +263,9 @@ def renormalized(w: Weights) -> Weights:
         "weights-of-experts", "phi3-window", "embedding-multiplier", "residual-multiplier", "logits-scaling",
         "norm-behind-alone", "whole-norms", "layers-without-rope", "smollm3-window", "activation", "bias-of-a-norm",
         "shared-expert", "qwen2-moe-window", "neighbours-that-turn", "glm4-norm-behind-mlp", "correction-of-a-router",
-        "groups-of-experts", "scaling-of-experts", "experts-of-every-token", "parallel", "logit-scale",
-        "cohere2-layers-without-rope", "cohere2-neighbours-that-turn",
+        "groups-of-experts", "scaling-of-experts", "experts-of-every-token", "scalar-of-a-layer", "norm-of-values",
+        "scores-unscaled", "gemma4-one-rotary-table", "parallel", "logit-scale", "cohere2-layers-without-rope",
+        "cohere2-neighbours-that-turn",
     ],
 )  # fmt: skip
 def test_what_a_family_has_of_its_own_counts(name: str, change: Change, monkeypatch: pytest.MonkeyPatch) -> None:

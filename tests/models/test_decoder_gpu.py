@@ -28,6 +28,8 @@ OWN: dict[str, dict[str, Any]] = {
     "glm4-moe": {"moe_intermediate_size": 128},
     "gemma2": {"tie_word_embeddings": False},
     "gemma3": {"tie_word_embeddings": False},
+    "gemma4": {"tie_word_embeddings": False, "global_head_dim": 64},
+    "gemma4-inside": {"tie_word_embeddings": False, "global_head_dim": 64},
 }
 FAMILIES = tuple(family for family in (*tiny.FAMILIES, *tiny.INSIDE) if family not in ("gpt-oss", "deepseek-v2"))
 EXPERTS = ("mixtral", "qwen3-moe", "qwen2-moe", "glm4-moe")  # rounding sends a token between two of them to the other

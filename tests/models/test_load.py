@@ -352,7 +352,7 @@ def test_strange_bytes_of_a_header_are_refused(whole: Path, tmp_path: Path) -> N
 STRANGE = (None, -1, 0, "x", [], {}, 1e400, True, 10**400, [None], {"rope_type": []}, {"full_attention": 3})
 
 
-@pytest.mark.parametrize("family", ["qwen2", "gemma3", "glm4-moe"])
+@pytest.mark.parametrize("family", ["qwen2", "gemma3", "glm4-moe", "gemma4"])
 def test_strange_values_of_a_config_are_refused(family: str, tmp_path: Path) -> None:
     """Or mean something: no other error, up to the decoder."""
     saved(tiny.model(family), tmp_path)

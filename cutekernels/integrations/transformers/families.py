@@ -61,7 +61,7 @@ class Family:
         gate: of an MLP that has it in its code alone.
         attention_left: why attention stays transformers' own, or "".
         undecoded: why ``Decoder`` does not take the family, or "".
-        inside: the ``model_type`` of models with a head that have it beside towers for images; "" where it has a head.
+        inside: the ``model_type`` of models with a head that have it beside towers for images; "" where none has.
     """
 
     module: str
@@ -228,7 +228,7 @@ FAMILIES: dict[str, Family] = {
     "gemma4_text": Family(
         "gemma4", "Gemma4Text", experts=True, rounding="once", norms=_AROUND, shares_keys=True, logit_softcap=True,
         causal=False, renamed=(("norm", "Gemma4RMSNorm"), ("causal", "Gemma4ForCausalLM"), ("layer", None)),
-        undecoded="layers that share keys, second embeddings and heads of 512 are not read",
+        inside="gemma4",
     ),
 }  # fmt: skip
 
