@@ -43,9 +43,9 @@ def gemma4() -> tuple[Any, dict[str, Tensor]]:
         "num_key_value_heads": 2, "head_dim": 16, "global_head_dim": 16, "patch_size": 4, "pooling_kernel_size": 2,
         "position_embedding_size": 64,
     }  # fmt: skip
-    config = transformers.Gemma4Config(
-        text_config=text | own, vision_config=vision, audio_config=None, image_token_id=IMAGE, boi_token_id=START,
-        eoi_token_id=END,
+    config = tiny.configured(
+        "Gemma4", text_config=text | own, vision_config=vision, audio_config=None,
+        image_token_id=IMAGE, boi_token_id=START, eoi_token_id=END,
     )  # fmt: skip
     kinds = torch.zeros(1, 20, dtype=torch.long)
     kinds[:, 5:9] = 1

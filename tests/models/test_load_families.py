@@ -123,6 +123,8 @@ def test_configs_of_hubs_mean_what_transformers_reads(name: str) -> None:
     raw = raw | {"text_config": common | raw["text_config"]} if "text_config" in raw else common | raw
     if name == "command-r7b":
         tiny.configured("Cohere2")
+    if name.startswith("gemma-4"):
+        tiny.configured("Gemma4")
     ours = read_config(json.loads(json.dumps(raw)))
     theirs = transformers.AutoConfig.for_model(**json.loads(json.dumps(raw)))
     auto = transformers.AutoModelForImageTextToText if "text_config" in raw else transformers.AutoModelForCausalLM
