@@ -145,7 +145,7 @@ def end_tokens(model: Any, tokenizer: Any, vocabulary: int) -> frozenset[int]:
     model = language_of(model)
     own = getattr(model, "generation_config", None) or model.config
     found: list[Any] = []
-    both: list[Any] = [own.eos_token_id, getattr(tokenizer, "eos_token_id", None)]
+    both: list[Any] = [getattr(own, "eos_token_id", None), getattr(tokenizer, "eos_token_id", None)]
     for given in both:
         ids = given.tolist() if hasattr(given, "tolist") else given  # of an array or a tensor
         found += ids if isinstance(ids, list | tuple) else [ids]

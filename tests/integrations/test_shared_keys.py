@@ -104,6 +104,19 @@ def test_each_kind_of_layer_is_what_transformers_computes(name: str) -> None:
     assert after["classes"] == before["classes"] and after["attention"] == before["attention"]
 
 
+def test_norms_whose_weight_is_no_parameter_keep_it() -> None:
+    """As FSDP has it: only what has no weight at all is a norm without one."""
+    model, ids = gemma4(**VARIANTS["plain"]), tokens()
+    for module in model.modules():
+        if type(module).__name__ == "Gemma4RMSNorm" and module.with_scale:
+            weight = module._parameters.pop("weight")
+            module.weight = weight.detach() * 2
+    with torch.no_grad():
+        expected = model(ids).logits
+        with ck.patch(model):
+            close(model(ids).logits, expected)
+
+
 @pytest.mark.parametrize("name", ["wide", "values-from-keys"])
 def test_compiled_without_graph_breaks(name: str) -> None:
     model, ids = gemma4(**VARIANTS[name]), tokens()

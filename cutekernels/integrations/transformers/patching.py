@@ -186,7 +186,7 @@ def _patch_family(model: Any, family: Family, report: Report, path: str) -> None
         if role is None or reason:
             continue
         mixin: Any = mixins[role]
-        if role == "norm" and "weight" not in module._parameters:
+        if role == "norm" and rules.is_bare(module):
             mixin = shared_keys.BareNorm
         if role == "linear" and tensor_parallel.is_sharded(module.weight):
             mixin = tensor_parallel.ShardedLinear

@@ -47,7 +47,7 @@ def why_not(role: str, module: Any, family: Family, top_k: int) -> str:
         return reason or (
             _of_linear(*module.weight.shape, _dtype(module.weight)) if _has_shape(module.weight, 2) else ""
         )
-    if role == "norm" and "weight" not in module._parameters:
+    if role == "norm" and is_bare(module):
         return ""
     if role == "norm" and family.layer_norm:
         eps = family.norm_options(module)["eps"]
@@ -59,6 +59,11 @@ def why_not(role: str, module: Any, family: Family, top_k: int) -> str:
             module.head_dim, *_heads(module), _dtype(_query(module))
         )
     return ""
+
+
+def is_bare(norm: Any) -> bool:
+    """Whether a norm has no weight, as Gemma 4's say of themselves; one that is no parameter (FSDP's) is one too."""
+    return getattr(norm, "with_scale", True) is False
 
 
 def _drops(module: Any) -> bool:
