@@ -117,6 +117,15 @@ def test_norms_whose_weight_is_no_parameter_keep_it() -> None:
             close(model(ids).logits, expected)
 
 
+def test_more_experts_of_a_token_than_kernels_take_are_left() -> None:
+    model, ids = gemma4(**VARIANTS["experts"] | {"num_experts": 40, "top_k_experts": 33}), tokens()
+    with torch.no_grad():
+        expected = model(ids).logits
+        with ck.patch(model) as report:
+            assert "K is 33" in str(report) and "experts" not in report.patched
+            close(model(ids).logits, expected)
+
+
 @pytest.mark.parametrize("name", ["wide", "values-from-keys"])
 def test_compiled_without_graph_breaks(name: str) -> None:
     model, ids = gemma4(**VARIANTS[name]), tokens()

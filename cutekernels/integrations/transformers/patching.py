@@ -164,6 +164,7 @@ def _patch_family(model: Any, family: Family, report: Report, path: str) -> None
         roles.pop(family.classes()["layer"])
     routers: list[Any] = [m for m in model.modules() if hasattr(m, "experts") and hasattr(m, "gate")]
     chosen = {id(m.experts): getattr(m.gate, "top_k", 1) for m in routers}
+    usual = getattr(model.config, "top_k_experts", None) or 1  # Gemma 4's, whose routers do not say it
     packed = quantized.take(model, family)
     for name, module in model.named_modules(prefix=path):
         left = packed.get(id(module))
@@ -179,7 +180,7 @@ def _patch_family(model: Any, family: Family, report: Report, path: str) -> None
             if role in ("linear", None) and checkpoints.is_quantized(module)
             else _other(module)
             if role is None
-            else rules.why_not(role, module, family, chosen.get(id(module), 1))
+            else rules.why_not(role, module, family, chosen.get(id(module), usual))
         )
         if reason:
             report.left.append((name, reason))
