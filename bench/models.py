@@ -30,7 +30,7 @@ from bench.wall import Commit, DryRun, Match, Out, Rounds
 from cutekernels import environment, terminal
 from cutekernels.errors import CuteKernelsError
 from cutekernels.models import Decoder
-from cutekernels.models.architectures import read_config
+from cutekernels.models.config import read_config
 from cutekernels.models.loaded import LoadedModel, Weighted
 from cutekernels.quant.formats.own import SCHEMES
 

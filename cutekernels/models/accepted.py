@@ -16,14 +16,17 @@ from cutekernels.integrations.transformers.patching import is_patched
 from cutekernels.integrations.transformers.projections import kind_of, sharded
 from cutekernels.integrations.transformers.rules import WIDEST_HEAD
 from cutekernels.integrations.transformers.tensor_parallel import is_planned
+from cutekernels.models.config import DecoderConfig
+from cutekernels.models.language import Language, language_of
 from cutekernels.models.loaded import LoadedModel
 from cutekernels.models.ropes import KINDS
 from cutekernels.ops.attention.problem import WIDEST
+from cutekernels.ops.shared.checks import quote
 
 REMEDY = "generate with the model itself, its attention by cutekernels.route_sdpa()"
 _PATCH = "generate with the model itself under cutekernels.patch, which honours it"
 _JOINED = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
-_MULTIPLY = "self_attn", "mlp", "shared_expert"
+_MULTIPLY = "self_attn", "mlp", "shared_expert", "shared_experts"
 # Tensors of a checkpoint that a decoder needs not: tables of old ones, and scales of caches, activations and results,
 # of each of which there are several names: llm-compressor's, AutoFP8's and vLLM's (k_proj.output_scale is its k_scale).
 IGNORED = re.compile(
@@ -31,6 +34,11 @@ IGNORED = re.compile(
     r"|\.self_attn\.(?:(?:attn|k_proj|v_proj|qkv_proj)\.)?(?:[kv]|kv|prob)_scale$"
 )
 _OF_CACHES = ("q_scale", "k_scale", "v_scale", "kv_scale")  # parameters of quantizers, of any type
+_LACKS = {  # options of Gemma 4 by which layers are more than a Decoder computes
+    "num_kv_shared_layers": "layers that take an earlier one's keys and values",
+    "hidden_size_per_layer_input": "second embedding of each token, for every layer",
+    "enable_moe_block": "experts beside an MLP",
+}
 _COMPILED = "_orig_mod"  # the submodule of what torch.compile returns for a module
 # Hooks that stay after output_hidden_states and change nothing, and those that decompress before a model's first call.
 _HARMLESS = ("transformers.utils.output_capturing", "compressed_tensors.")
@@ -43,7 +51,7 @@ def check_model(model: Any) -> tuple[Family, dict[str | None, Any]]:
         UnsupportedProblem: a model of another family, one that is patched, wrapped or lies on several devices, modules
             with hooks, forwards or classes of their own, a head_dim or rotary tables that no op has.
     """
-    loaded = isinstance(model, LoadedModel)
+    loaded, model = isinstance(model, LoadedModel), language_of(model)
     family = FAMILIES[model.config.model_type] if loaded else _family_of(model)
     decompressed = next((path for path, module in model.named_modules() if is_decompressed(module)), None)
     if decompressed is not None:
@@ -56,7 +64,8 @@ def check_model(model: Any) -> tuple[Family, dict[str | None, Any]]:
         if not loaded:
             _check_class(path, module, family)
         _check_forward(path or "the model", module)
-    if not loaded and not hasattr(type(getattr(model, _COMPILED, model)), "set_attn_implementation"):
+    whole = model.whole if isinstance(model, Language) else model
+    if not loaded and not hasattr(type(getattr(whole, _COMPILED, whole)), "set_attn_implementation"):
         raise UnsupportedProblem(
             f"Decoder takes a model of transformers itself; this is a {kind_of(type(model))} around one: merge its "
             f"adapters (merge_and_unload), or {_PATCH}"
@@ -89,11 +98,23 @@ def check_model(model: Any) -> tuple[Family, dict[str | None, Any]]:
             "Decoder's tokens see earlier ones alone; this model's config has is_causal=False: set it to True, or call "
             "the model itself under cutekernels.patch, which honours it"
         )
-    head_dim = model.model.layers[0].self_attn.head_dim
+    for name, what in _LACKS.items() if family.shares_keys else ():
+        if value := _option(model.config, name):
+            raise UnsupportedProblem(
+                f"Decoder has no {what}; this model's config has {name}={quote(value)}: generate with the model itself "
+                "under cutekernels.patch"
+            )
+    kinds = dict.fromkeys((layer.self_attn.head_dim, _groups(layer.self_attn)) for layer in model.model.layers)
+    head_dim = max((kind[0] for kind in kinds), default=0)
     if head_dim % WIDEST or not 0 < head_dim <= WIDEST_HEAD:
         raise UnsupportedProblem(
             f"Decoder takes a head_dim that is a multiple of {WIDEST} up to {WIDEST_HEAD}; this model's is {head_dim}: "
             "generate with the model itself under cutekernels.patch"
+        )
+    if len(kinds) > 1:
+        raise UnsupportedProblem(
+            "Decoder's layers have heads alike; this model's have (head_dim, queries a key) of "
+            f"{' and '.join(map(str, kinds))}: generate with the model itself under cutekernels.patch"
         )
     ropes = _ropes(model.config)
     for parameters in ropes.values():
@@ -105,6 +126,17 @@ def check_model(model: Any) -> tuple[Family, dict[str | None, Any]]:
     return family, ropes
 
 
+def _option(config: Any, name: str) -> Any:
+    """An option of a model's config, or of ``config.json``."""
+    return config.raw[name] if isinstance(config, DecoderConfig) else getattr(config, name, None)
+
+
+def _groups(attention: Any) -> int | None:
+    """How many queries have one key; None where all layers are alike."""
+    found: int | None = attention.__dict__.get("num_key_value_groups")
+    return found
+
+
 def _owner(model: Any, path: str) -> Any:
     """The module that has the parameter at ``path``."""
     return model.get_submodule(path.rpartition(".")[0])
@@ -112,7 +144,8 @@ def _owner(model: Any, path: str) -> Any:
 
 def _family_of(model: Any) -> Family:
     """The family of a model of transformers for causal language modelling."""
-    family = family_of(model, "Decoder", REMEDY, head=True)
+    kind = model.config.model_type if isinstance(model, Language) else ""
+    family = FAMILIES[kind] if kind in FAMILIES else family_of(model, "Decoder", REMEDY, head=True)
     if family.undecoded:
         raise UnsupportedProblem(
             f"Decoder does not take {type(model).__name__}: {family.undecoded}; generate with the model itself under "

@@ -10,16 +10,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.models.ropes import read_ropes
-from cutekernels.nn.mlp import Gate
-from cutekernels.ops.shared.checks import check_flag, check_number, check_whole, quote
+from cutekernels.models import routing
+from cutekernels.models.routing import MOST, Routed
+from cutekernels.ops.shared.checks import check_whole, quote
 
 SLIDING, FULL = "sliding_attention", "full_attention"
-_MOST, _MOST_LAYERS = 2**31 - 1, 2000
 _Bias = bool | str  # of a part
-_GATES: dict[str, Gate] = {
-    "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -34,6 +30,10 @@ class LayerPart:
         bias: whether it has one; a key of ``config.json`` says so where it is text.
         each: ``stored`` are patterns, and every expert has them: ``"mlp.experts.{}.gate_proj"``.
         tensor: where a stored module has several: the name of its only one, or what its names begin with.
+        layers: which layers have it: those with experts ("routed"), those without ("dense"), those whose values are
+            projected ("values"), those that have keys for values ("keys"), or all.
+        option: the key of ``config.json`` that says whether layers have it; "" where they do.
+        wide: a buffer in fp32, whatever the model's type.
     """
 
     path: str
@@ -43,6 +43,9 @@ class LayerPart:
     bias: _Bias = False
     each: bool = False
     tensor: str = ""
+    layers: Literal["all", "dense", "routed", "values", "keys"] = "all"
+    option: str = ""
+    wide: bool = False
 
     def of(self, experts: int) -> LayerPart:
         """With the modules of so many experts, one behind the other."""
@@ -52,55 +55,39 @@ class LayerPart:
         return replace(self, stored=stored, rows=self.rows * experts, each=False)
 
 
-@dataclass(frozen=True)
-class Routed:
-    """A mixture of experts, as ``config.json`` has it.
-
-    Attributes:
-        experts: how many.
-        top_k: of a token.
-        width: of an expert.
-        renormalize: whether a token's weights are divided by their sum.
-        activation: of ``moe_ffn``.
-        limit: of a clamped gate.
-    """
-
-    experts: int
-    top_k: int
-    width: int
-    renormalize: bool
-    activation: Literal["silu_mul", "swiglu_oai"] = "silu_mul"
-    limit: float = 7.0
-
-
 def _norm(path: str, size: str = "hidden", bias: bool = False) -> LayerPart:
     return LayerPart(path, (path,), (size,), None, bias)
 
 
-def _attention(qkv_bias: _Bias, out_bias: _Bias) -> tuple[LayerPart, ...]:
-    """Projections of the common names."""
+def _attention(qkv_bias: _Bias, out_bias: _Bias, layers: Literal["all", "values"] = "all") -> tuple[LayerPart, ...]:
+    """Projections of the common names. ``layers``: which have this of values."""
     qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     return (
-        LayerPart("self_attn.qkv_proj", qkv, ("query", "key", "key"), bias=qkv_bias),
+        LayerPart("self_attn.qkv_proj", qkv, ("query", "key", "key"), bias=qkv_bias, layers=layers),
         LayerPart("self_attn.o_proj", ("self_attn.o_proj",), ("hidden",), "query", out_bias),
     )
 
 
 def _layer(norms: tuple[LayerPart, ...], qkv_bias: _Bias, out_bias: _Bias, mlp_bias: _Bias) -> tuple[LayerPart, ...]:
     """A layer of the common names."""
+    return *norms, *_attention(qkv_bias, out_bias), *_mlp("mlp", "intermediate", mlp_bias)
+
+
+def _mlp(path: str, width: str, bias: _Bias = False) -> tuple[LayerPart, ...]:
+    """A gated MLP of the common names."""
     return (
-        *norms,
-        *_attention(qkv_bias, out_bias),
-        LayerPart("mlp.gate_up_proj", ("mlp.gate_proj", "mlp.up_proj"), ("intermediate",) * 2, bias=mlp_bias),
-        LayerPart("mlp.down_proj", ("mlp.down_proj",), ("hidden",), "intermediate", mlp_bias),
+        LayerPart(f"{path}.gate_up_proj", (f"{path}.gate_proj", f"{path}.up_proj"), (width,) * 2, bias=bias),
+        LayerPart(f"{path}.down_proj", (f"{path}.down_proj",), ("hidden",), width, bias),
     )
 
 
-def _mixture(front: str, names: tuple[str, str, str]) -> tuple[LayerPart, ...]:
-    """A router and the gate, up and down projections of each expert, by their names in a checkpoint."""
+def _mixture(front: str, names: tuple[str, str, str], router: str = "") -> tuple[LayerPart, ...]:
+    """A router and the gate, up and down projections of each expert, by their names in a checkpoint. ``router``: the
+    name of its weight, where it has other tensors too.
+    """
     gate, up, down = (f"{front}.experts.{{}}.{name}" for name in names)
     return (
-        LayerPart("mlp.gate", (f"{front}.gate",), ("experts",)),
+        LayerPart("mlp.gate", (f"{front}.gate",), ("experts",), tensor=router),
         LayerPart("mlp.experts.gate_up_proj", (gate, up), ("expert",) * 2, each=True),
         LayerPart("mlp.experts.down_proj", (down,), ("hidden",), "expert", each=True),
     )
@@ -135,14 +122,14 @@ def _layers_by_pattern(raw: dict[str, Any], count: int) -> list[str]:
 def _layers_without_rope(raw: dict[str, Any], count: int) -> list[str]:
     """Windows, where there are any, in layers without rotary embedding."""
     windowed = raw["sliding_window"] is not None
-    return [SLIDING if windowed and not turns else FULL for turns in _turning(raw, count)]
+    return [SLIDING if windowed and not turns else FULL for turns in layers_that_turn(raw, count)]
 
 
-def _turning(raw: dict[str, Any], count: int) -> list[bool]:
+def layers_that_turn(raw: dict[str, Any], count: int) -> list[bool]:
     """Whether each layer has a rotary embedding."""
     listed, interval = raw["no_rope_layers"], raw["no_rope_layer_interval"]
     if listed is None:
-        check_whole("config.json", "no_rope_layer_interval", interval, 1, _MOST)
+        check_whole("config.json", "no_rope_layer_interval", interval, 1, MOST)
         return [bool((i + 1) % interval) for i in range(count)]
     if not isinstance(listed, list) or len(listed) < count or not all(one in (0, 1) for one in listed):
         raise UnsupportedProblem(
@@ -150,43 +137,6 @@ def _turning(raw: dict[str, Any], count: int) -> list[bool]:
             f"{quote(listed)}: mend config.json"
         )
     return [bool(one) for one in listed[:count]]
-
-
-def _router(raw: dict[str, Any], width: str) -> Routed:
-    experts: int = raw.get("num_local_experts", raw.get("num_experts", 0))
-    check_whole("config.json", "num_experts", experts, 1, 512)
-    check_whole("config.json", "num_experts_per_tok", raw["num_experts_per_tok"], 1, min(experts, 32))
-    check_whole("config.json", width, raw.get(width), 1, _MOST)
-    return Routed(experts, raw["num_experts_per_tok"], raw[width], bool(raw.get("norm_topk_prob", True)))
-
-
-def _mixtral(raw: dict[str, Any]) -> Routed:
-    if raw.get("router_jitter_noise"):
-        raise UnsupportedProblem("experts have no noise in their router; set router_jitter_noise of config.json to 0")
-    return _silu(raw, _router(raw, "intermediate_size"))
-
-
-def _qwen3_moe(raw: dict[str, Any]) -> Routed:
-    if raw["decoder_sparse_step"] != 1 or raw["mlp_only_layers"]:
-        raise UnsupportedProblem(
-            "load takes experts in every layer; config.json has decoder_sparse_step or mlp_only_layers: load it with "
-            "transformers, and pass the model to Decoder.from_transformers"
-        )
-    return _silu(raw, _router(raw, "moe_intermediate_size"))
-
-
-def _silu(raw: dict[str, Any], routed: Routed) -> Routed:
-    if raw["hidden_act"] not in ("silu", "swish"):
-        raise UnsupportedProblem(f"experts have the gate of SiLU; config.json has {quote(raw['hidden_act'])}")
-    return routed
-
-
-def _gpt_oss(raw: dict[str, Any]) -> Routed:
-    check_number("config.json", "swiglu_limit", raw["swiglu_limit"], 0.0)
-    return replace(
-        _silu(raw, _router(raw, "intermediate_size")), renormalize=True, activation="swiglu_oai",
-        limit=float(raw["swiglu_limit"]),
-    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -202,6 +152,11 @@ class Architecture:
         partial: the config's ``partial_rotary_factor`` counts.
         routed: reads what the config says of experts; None where there are none.
         scaled: embeddings are multiplied by the root of their width, scores by ``query_pre_attn_scalar``'s.
+        scores: what scores are multiplied by, where no option says so.
+        ahead: the key of how many layers follow the last one, which guess tokens further ahead and are not read.
+        inside: the ``model_type`` of checkpoints that have it beside towers for images: this config is then their
+            ``text_config``, and ``model.`` of its tensors' names is ``model.language_model.``.
+        towers: what names of tensors of the towers begin with.
     """
 
     layer: tuple[LayerPart, ...]
@@ -213,18 +168,12 @@ class Architecture:
     scaled: bool = False
     routed: Callable[[dict[str, Any]], Routed] | None = None
     body: tuple[LayerPart, ...] = (_TABLE, _norm("model.norm"), _HEAD)
+    ahead: str = ""
+    inside: str = ""
+    towers: tuple[str, ...] = ()
+    scores: float | None = None
 
 
-_COMMON: dict[str, Any] = {
-    "num_key_value_heads": None, "head_dim": None, "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
-    "max_position_embeddings": 32768, "sliding_window": None, "attention_bias": False, "mlp_bias": False,
-}  # fmt: skip
-# Transformers' other families ignore these keys, which some checkpoints have all the same.
-_READ_BY_SOME = {"hidden_activation", "norm_topk_prob", "no_rope_layers", "use_sliding_window"}
-_FLAGS = (
-    "attention_bias", "is_causal", "mlp_bias", "norm_topk_prob", "tie_word_embeddings", "use_bias",
-    "use_sliding_window",
-)  # fmt: skip
 _QWEN = {"sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 28}
 _GEMMA = {
     "num_key_value_heads": 4, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "sliding_window": 4096,
@@ -245,13 +194,19 @@ ARCHITECTURES = {
         {**_QWEN, "head_dim": 128},
         _layers_after,
     ),
+    "qwen3_vl_text": Architecture(
+        _layer((*_PRE_NORMS, *_HEAD_NORMS), "attention_bias", "attention_bias", False),
+        {"num_key_value_heads": 32, "head_dim": 128, "rope_theta": 500000.0, "max_position_embeddings": 128000},
+        inside="qwen3_vl",
+        towers=("model.visual.",),
+    ),
     "mixtral": Architecture(
         (*_PRE_NORMS, *_attention(False, False), *_mixture("block_sparse_moe", ("w1", "w3", "w2"))),
         {
             "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "max_position_embeddings": 131072,
             "num_local_experts": 8, "num_experts_per_tok": 2,
         },
-        routed=_mixtral,
+        routed=routing.mixtral,
     ),
     "qwen3_moe": Architecture(
         (
@@ -263,7 +218,32 @@ ARCHITECTURES = {
             "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": False, "decoder_sparse_step": 1,
             "mlp_only_layers": [],
         },
-        routed=_qwen3_moe,
+        routed=routing.qwen3_moe,
+    ),
+    "glm4_moe": Architecture(
+        (
+            *_PRE_NORMS, *(replace(part, option="use_qk_norm") for part in _HEAD_NORMS),
+            *_attention("attention_bias", False),
+            *(replace(part, layers="dense") for part in _mlp("mlp", "intermediate")),
+            *(
+                replace(part, layers="routed") for part in (
+                    *_mixture("mlp", ("gate_proj", "up_proj", "down_proj"), "weight"),
+                    LayerPart(
+                        "mlp.correction", ("mlp.gate",), ("experts",), None, tensor="e_score_correction_bias", wide=True
+                    ),
+                    *_mlp("mlp.shared_experts", "shared"),
+                )
+            ),
+        ),
+        {
+            "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072,
+            "partial_rotary_factor": 0.5, "use_qk_norm": False, "moe_intermediate_size": 1408, "num_experts_per_tok": 8,
+            "n_shared_experts": 1, "n_routed_experts": 128, "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1,
+            "first_k_dense_replace": 1, "norm_topk_prob": True, "num_nextn_predict_layers": 1,
+        },
+        partial=True,
+        routed=routing.glm4_moe,
+        ahead="num_nextn_predict_layers",
     ),
     "gpt_oss": Architecture(
         (
@@ -281,7 +261,7 @@ ARCHITECTURES = {
             "attention_bias": True, "num_local_experts": 128, "num_experts_per_tok": 4, "swiglu_limit": 7.0,
         },
         _layers_by_pattern,
-        routed=_gpt_oss,
+        routed=routing.gpt_oss,
     ),
     "phi3": Architecture(
         (
@@ -365,193 +345,30 @@ ARCHITECTURES = {
         local_theta=1e4,
         scaled=True,
     ),
+    "gemma4_text": Architecture(
+        (
+            *_SANDWICH, *_HEAD_NORMS, *_attention("attention_bias", "attention_bias", "values"),
+            LayerPart(
+                "self_attn.qkv_proj", ("self_attn.q_proj", "self_attn.k_proj"), ("query", "key"), bias="attention_bias",
+                layers="keys",
+            ),
+            *_mlp("mlp", "intermediate"), LayerPart("layer_scalar", ("",), ("one",), None, tensor="layer_scalar"),
+        ),
+        {
+            **_GEMMA, "sliding_window": 512, "sliding_window_pattern": 6, "max_position_embeddings": 131072,
+            "rope_theta": 1e6, "query_pre_attn_scalar": None, "global_head_dim": 512,
+            "num_global_key_value_heads": None, "attention_k_eq_v": False, "num_kv_shared_layers": 0,
+            "hidden_size_per_layer_input": 256, "enable_moe_block": False,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+        _layers_by_pattern,
+        local_theta=1e4,
+        scaled=True,
+        inside="gemma4",
+        towers=("model.vision_tower.", "model.embed_vision.", "model.audio_tower.", "model.embed_audio."),
+        scores=1.0,
+    ),
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class DecoderConfig:
-    """The part of ``config.json`` that decides what a decoder computes, under the names of transformers.
-
-    Attributes:
-        layer_types: of each layer, or None where all are alike.
-        gate: of the MLP.
-        scaling: of attention's scores.
-        embed_scale: of embeddings, or None.
-        rotary_dim: channels of a head that turn.
-        embedding_multiplier, residual_multiplier, logits_scaling, logit_scale: of families that have them, else 1.
-        routed: of the experts, or None.
-        turning: whether each layer has a rotary embedding, or None for all.
-        tied: whether the head is the embedding's table; None where the config does not say.
-        raw: the config itself, with what it leaves out.
-    """
-
-    model_type: str
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    rms_norm_eps: float
-    gate: Gate
-    layer_types: tuple[str, ...] | None
-    sliding_window: int | None
-    rope_parameters: dict[str, Any]
-    rotary_dim: int
-    scaling: float
-    embed_scale: float | None
-    embedding_multiplier: float
-    residual_multiplier: float
-    logits_scaling: float
-    logit_scale: float
-    routed: Routed | None
-    turning: tuple[bool, ...] | None
-    attn_logit_softcapping: float | None
-    final_logit_softcapping: float | None
-    is_causal: bool
-    tied: bool | None
-    eos_token_id: Any
-    raw: dict[str, Any]
-
-    def sizes(self) -> dict[str, int]:
-        """Rows and columns by the names of :class:`LayerPart`."""
-        return {
-            "hidden": self.hidden_size,
-            "intermediate": self.intermediate_size,
-            "vocabulary": self.vocab_size,
-            "head": self.head_dim,
-            "query": self.num_attention_heads * self.head_dim,
-            "key": self.num_key_value_heads * self.head_dim,
-            "query+2key": (self.num_attention_heads + 2 * self.num_key_value_heads) * self.head_dim,
-            "2intermediate": 2 * self.intermediate_size,
-            "heads": self.num_attention_heads,
-        } | self._of_experts()
-
-    def _of_experts(self) -> dict[str, int]:
-        if self.routed is None:
-            return {}
-        return {"experts": self.routed.experts, "expert": self.routed.width, "2expert": 2 * self.routed.width}
-
-    def parts(self) -> tuple[LayerPart, ...]:
-        """Of each layer."""
-        experts = 0 if self.routed is None else self.routed.experts
-        return tuple(part.of(experts) for part in ARCHITECTURES[self.model_type].layer)
-
-    def has_bias(self, part: LayerPart) -> bool:
-        return bool(self.raw[part.bias]) if isinstance(part.bias, str) else part.bias
-
-    def is_sliding(self, layer: int) -> bool:
-        return self.layer_types is None or self.layer_types[layer] == SLIDING
-
-
-def read_config(given: dict[str, Any]) -> DecoderConfig:
-    """The config of a family in ``ARCHITECTURES``.
-
-    Raises:
-        UnsupportedProblem: another family, sizes that are none, options that no op has.
-    """
-    kind = given.get("model_type")
-    if not isinstance(kind, str) or kind not in ARCHITECTURES:
-        raise UnsupportedProblem(
-            f"load takes checkpoints whose model_type is one of {', '.join(ARCHITECTURES)}; config.json has "
-            f"{quote(kind)}: load it with transformers, and see whether Decoder.from_transformers takes the model"
-        )
-    architecture = ARCHITECTURES[kind]
-    raw = _COMMON | architecture.defaults | given
-    for name in _READ_BY_SOME - architecture.defaults.keys():
-        raw.pop(name, None)
-    for name in _FLAGS:
-        if raw.get(name) is not None:
-            check_flag("config.json", name, raw[name])
-    check_ends("config.json", raw.get("eos_token_id"))
-    for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
-        check_whole("config.json", name, raw.get(name), 1, _MOST_LAYERS if name == "num_hidden_layers" else _MOST)
-    heads = raw["num_attention_heads"]
-    heads_kv = heads if raw["num_key_value_heads"] is None else raw["num_key_value_heads"]
-    head_dim = raw["head_dim"] or raw["hidden_size"] // heads
-    check_whole("config.json", "num_key_value_heads", heads_kv, 1, heads)
-    check_whole("config.json", "head_dim", head_dim, 1, _MOST)
-    if heads % heads_kv:
-        raise UnsupportedProblem(f"config.json has {heads} heads for {heads_kv} of keys, which do not divide them")
-    check_number("config.json", architecture.eps, raw[architecture.eps], 0.0)
-    for name in (
-        "embedding_multiplier",
-        "residual_multiplier",
-        "attention_multiplier",
-        "logits_scaling",
-        "logit_scale",
-    ):
-        if name in architecture.defaults:
-            check_number("config.json", name, raw[name], 1e-30)
-    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
-        if raw.get(name) is not None:
-            check_number("config.json", name, raw[name], 0.0)
-    act = raw.get("hidden_activation") or raw["hidden_act"]
-    if not isinstance(act, str) or act not in _GATES:
-        raise UnsupportedProblem(f"load has the gates {', '.join(_GATES)}; config.json has {quote(act)}")
-    if architecture.scaled:
-        check_number("config.json", "query_pre_attn_scalar", raw["query_pre_attn_scalar"], 1e-30)
-    if raw.get("use_sliding_window") is False:
-        raw["sliding_window"] = None
-    types = _types(raw, architecture)
-    ropes = read_ropes(raw, architecture.local_theta)
-    rotary_dim = head_dim
-    if architecture.partial:
-        share = ropes.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
-        check_number("config.json", "partial_rotary_factor", share, 0.0, 1.0)
-        rotary_dim = int(head_dim * share)
-        if rotary_dim < 2 or rotary_dim % 2:
-            raise UnsupportedProblem(
-                f"rotary embeddings turn pairs of channels; partial_rotary_factor {share} of config.json leaves "
-                f"{rotary_dim} of {head_dim}: mend config.json"
-            )
-    scaling = raw["query_pre_attn_scalar"] ** -0.5 if architecture.scaled else head_dim**-0.5
-    return DecoderConfig(
-        model_type=kind, vocab_size=raw["vocab_size"], hidden_size=raw["hidden_size"],
-        intermediate_size=raw["intermediate_size"], num_hidden_layers=raw["num_hidden_layers"],
-        num_attention_heads=heads, num_key_value_heads=heads_kv, head_dim=head_dim,
-        rms_norm_eps=raw[architecture.eps], gate=_GATES[act], layer_types=types, sliding_window=raw["sliding_window"],
-        rope_parameters=ropes, rotary_dim=rotary_dim,
-        scaling=float(raw["attention_multiplier"]) if "attention_multiplier" in architecture.defaults else scaling,
-        embed_scale=raw["hidden_size"] ** 0.5 if architecture.scaled else None,
-        embedding_multiplier=raw.get("embedding_multiplier", 1.0),
-        residual_multiplier=raw.get("residual_multiplier", 1.0),
-        logits_scaling=raw.get("logits_scaling", 1.0),
-        logit_scale=raw.get("logit_scale", 1.0),
-        routed=None if architecture.routed is None else architecture.routed(raw),
-        turning=tuple(_turning(raw, raw["num_hidden_layers"])) if "no_rope_layers" in raw else None,
-        attn_logit_softcapping=raw.get("attn_logit_softcapping"),
-        final_logit_softcapping=raw.get("final_logit_softcapping"),
-        is_causal=bool(raw.get("is_causal", True)) and not raw.get("use_bidirectional_attention"),
-        tied=raw.get("tie_word_embeddings"), eos_token_id=raw.get("eos_token_id"), raw=raw,
-    )  # fmt: skip
-
-
-def check_ends(file: str, ids: Any) -> None:
-    """Refuses an ``eos_token_id`` that is neither a token's number nor a list of such, at which no text would end."""
-    if ids is not None and not all(type(token) is int for token in (ids if isinstance(ids, list) else [ids])):
-        raise UnsupportedProblem(
-            f"eos_token_id of {file} is a token's number, or a list of them; it is {quote(ids)}: mend {file}"
-        )
-
-
-def _types(raw: dict[str, Any], architecture: Architecture) -> tuple[str, ...] | None:
-    """The type of each layer, checked with the window that it asks for."""
-    window, count = raw["sliding_window"], raw["num_hidden_layers"]
-    if window is not None:
-        check_whole("config.json", "sliding_window", window, 1, _MOST)
-    if architecture.types is None:
-        return None
-    for name in ("max_window_layers", "sliding_window_pattern"):
-        if name in raw:
-            check_whole("config.json", name, raw[name], int(name == "sliding_window_pattern"), _MOST)
-    types = raw.get("layer_types")
-    types = architecture.types(raw, count) if types is None else types
-    if not isinstance(types, list) or len(types) != count or not all(one in (SLIDING, FULL) for one in types):
-        raise UnsupportedProblem(
-            f"layer_types of config.json is {SLIDING} or {FULL} for each of {count} layers; it is {quote(types)}"
-        )
-    if window is None and SLIDING in types:
-        raise UnsupportedProblem("config.json has layers with a window, and no sliding_window: mend config.json")
-    return tuple(types)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
+from cutekernels.models.language import language_of
 from cutekernels.models.sampling import Sampling
 from cutekernels.ops.attention.decode import check_cache_dim, check_page_size
 from cutekernels.ops.shared.checks import check_tensor, check_whole, quote
@@ -53,6 +54,7 @@ def check_memory(
 
     The meta device has none.
     """
+    model = language_of(model)
     if model.device.type == "meta":
         raise UnsupportedProblem(
             "Decoder takes a model with weights, and this one is on the meta device: load it by from_pretrained"
@@ -140,9 +142,10 @@ def end_tokens(model: Any, tokenizer: Any, vocabulary: int) -> frozenset[int]:
     A model has none where its ``generation_config`` has none; its ``config`` counts where there is no such. Ids beyond
     the vocabulary, which no model generates, are left out.
     """
+    model = language_of(model)
     own = getattr(model, "generation_config", None) or model.config
     found: list[Any] = []
-    both: list[Any] = [own.eos_token_id, getattr(tokenizer, "eos_token_id", None)]
+    both: list[Any] = [getattr(own, "eos_token_id", None), getattr(tokenizer, "eos_token_id", None)]
     for given in both:
         ids = given.tolist() if hasattr(given, "tolist") else given  # of an array or a tensor
         found += ids if isinstance(ids, list | tuple) else [ids]

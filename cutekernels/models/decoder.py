@@ -135,8 +135,9 @@ class Decoder:
 
         Args:
             model: Llama, Mistral, Mixtral, Qwen2, Qwen2-MoE, Qwen3, Qwen3-MoE, Phi-3, Phi-4, Granite, OLMo2,
-                SmolLM3, Starcoder2, GLM4, Cohere2, Gemma 2 or Gemma 3 (text) for causal language modelling, on one
-                device, fp16 or bf16 on a GPU.
+                SmolLM3, Starcoder2, GLM4, GLM-4.5 to 4.7, Cohere2, Gemma 2, Gemma 3 (text) or Gemma 4 (without
+                heads of 512) for causal language modelling, or the last or Qwen3-VL with its towers, for prompts of
+                text; on one device, fp16 or bf16 on a GPU.
             max_batch: requests that run at a time; more wait.
             max_tokens: of a request, its prompt included.
             page_size: tokens in a page of the cache: 16, 32, 64, 128 or 256.
@@ -539,7 +540,11 @@ class Decoder:
                 out = layer.mlp_out_norm(out)
             if layer.multiplier is not None:
                 out = out * layer.multiplier
-            x, residual = norm.add(out, residual)
+            if layer.scalar is None:
+                x, residual = norm.add(out, residual)
+            else:
+                residual = (residual + out).mul_(layer.scalar)
+                x = norm(residual)
         return x
 
     def _of(self, slots: slice) -> list[KVCache]:
@@ -551,13 +556,16 @@ class Decoder:
 
     def _attend(self, a: Attention, x: Tensor, cache: KVCache, slots: slice, prompt: bool) -> Tensor:
         w = self._w
-        heads = (w.heads_q, w.heads_kv, w.heads_kv)
+        heads = (w.heads_q, w.heads_kv, *(() if a.keys_alone else (w.heads_kv,)))
         parts = list(a.qkv(x).split([n * w.head_dim for n in heads], dim=-1))
         if a.whole_norms and a.q_norm is not None and a.k_norm is not None:
             parts[:2] = a.q_norm(parts[0]), a.k_norm(parts[1])
-        q, k, v = (part.unflatten(-1, (n, w.head_dim)) for part, n in zip(parts, heads, strict=True))
+        q, k, *values = (part.unflatten(-1, (n, w.head_dim)) for part, n in zip(parts, heads, strict=True))
+        v = k if a.keys_alone else values[0]
         if not a.whole_norms and a.q_norm is not None and a.k_norm is not None:
             q, k = a.q_norm(q), a.k_norm(k)
+        if a.v_norm is not None:
+            v = a.v_norm(v)
         cache.append(
             k, v, q=None if a.cos is None else q, cos=a.cos, sin=a.sin,
             interleaved=a.interleaved and a.cos is not None, counts=None if prompt else self._counts[slots],

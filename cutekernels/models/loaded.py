@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from cutekernels.integrations.transformers.families import FAMILIES
-from cutekernels.models.architectures import ARCHITECTURES, DecoderConfig, LayerPart
+from cutekernels.models.architectures import ARCHITECTURES, LayerPart
+from cutekernels.models.config import DecoderConfig
 from cutekernels.models.ropes import frequencies
 from cutekernels.nn import quantized
 from cutekernels.nn.mlp import Gate
@@ -35,15 +36,20 @@ class Weighted(nn.Module):
     embed_scale: Tensor | None
     variance_epsilon: float
 
-    def __init__(self, shape: tuple[int, ...], bias: bool, dtype: torch.dtype) -> None:
+    def __init__(self, shape: tuple[int, ...], bias: bool, dtype: torch.dtype, wide: bool = False) -> None:
+        """``wide``: in fp32, in a buffer, as transformers has the corrections of routers."""
         super().__init__()
-        self.bias = None
+        self.bias, self._wide = None, wide
+        dtype = torch.float32 if wide else dtype
         self.put("weight", torch.empty(shape, dtype=dtype, device="meta"))
         if bias:
             self.put("bias", torch.empty(shape[:1], dtype=dtype, device="meta"))
 
     def put(self, kind: str, value: Any) -> None:
         """Take ``value`` in the place of what was here; ``kind`` is "weight" or "bias"."""
+        if self._wide:
+            self.register_buffer(kind, value)
+            return
         self._parameters.pop(kind, None)
         setattr(self, kind, nn.Parameter(value, requires_grad=False) if isinstance(value, Tensor) else value)
 
@@ -130,13 +136,13 @@ class LoadedModel(nn.Module):
         self.model.rotary_emb = Rotary(config)
         self._parts: dict[str, LayerPart] = {part.path: part for part in architecture.body}
         for i in range(config.num_hidden_layers):
-            self._parts |= {f"model.layers.{i}.{part.path}": part for part in config.parts()}
+            self._parts |= {f"model.layers.{i}.{part.path}": part for part in config.parts(i)}
         for path, part in self._parts.items():
             rows = sum(sizes[one] for one in part.rows)
             if part.tensor.endswith("_"):  # of all experts
                 rows *= sizes["experts"]
             shape = (rows, *([] if part.columns is None else [sizes[part.columns]]))
-            module = Weighted(shape, config.has_bias(part), dtype)
+            module = Weighted(shape, config.has_bias(part), dtype, part.wide)
             if part.columns is None:
                 module.variance_epsilon = config.rms_norm_eps
             parent, _, name = path.rpartition(".")
@@ -181,11 +187,18 @@ class LoadedModel(nn.Module):
             "scaling": config.scaling,
             "use_rope": config.turning is None or config.turning[index],
             "attn_logit_softcapping": config.attn_logit_softcapping,
+            "keys_alone": config.has_keys_alone(index),
         }
         for name, value in own.items():
             setattr(attention, name, value)
+        if FAMILIES[config.model_type].shares_keys:
+            attention.v_norm = SimpleNamespace(eps=config.rms_norm_eps)  # type: ignore[assignment]
         mlp.act_fn = _ACTIVATIONS[config.gate]()
-        if config.routed is not None:
-            mlp.routed, mlp.experts = config.routed, nn.Module()  # type: ignore[assignment]
+        routed = config.routed_at(index)
+        if routed is not None:
+            mlp.routed, mlp.experts = routed, nn.Module()  # type: ignore[assignment]
+            if routed.shared:
+                mlp.shared_experts = nn.Module()
+                mlp.shared_experts.act_fn = mlp.act_fn
         layer.self_attn, layer.mlp = attention, mlp
         return layer

@@ -12,16 +12,17 @@ from typing import Any
 import torch
 
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.models import architectures
 from cutekernels.models.accepted import IGNORED, check_model
 from cutekernels.models.architectures import LayerPart
 from cutekernels.models.arguments import free_bytes
+from cutekernels.models.config import check_ends, read_config
 from cutekernels.models.folder import Folder
 from cutekernels.models.loaded import LoadedModel
 from cutekernels.models.stored import PLAIN, Blank, Reading, Stored
 from cutekernels.models.stored_experts import StoredExperts
 from cutekernels.ops.shared.checks import check_flag, check_place, quote
-from cutekernels.quant import Scheme, read_config
+from cutekernels.quant import Scheme
+from cutekernels.quant import read_config as read_scheme
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.*)")
 _DTYPES = {str(one).removeprefix("torch."): one for one in PLAIN}
@@ -46,8 +47,9 @@ def load(
 
     Args:
         path: a folder with ``config.json`` and ``model.safetensors``, or shards and their index, of Llama, Mistral,
-            Mixtral, Qwen2, Qwen3, Qwen3-MoE, gpt-oss (in MXFP4), Phi-3, Granite, OLMo2, SmolLM3, Starcoder2, Gemma 2 or
-            Gemma 3 (text). Nothing is downloaded.
+            Mixtral, Qwen2, Qwen3, Qwen3-MoE, Qwen3-VL (its text), gpt-oss (in MXFP4), GLM-4.5 to 4.7, Phi-3, Granite,
+            OLMo2, SmolLM3, Starcoder2, GLM4, Cohere2, Gemma 2, Gemma 3 (text) or Gemma 4 (its text, without heads of
+            512). Nothing is downloaded.
         device: of the weights; the current GPU where there is one, else the CPU.
         dtype: of the weights and of what is computed; the config's own by default.
         progress: a bar with bytes, where stderr is a terminal.
@@ -75,9 +77,9 @@ def outline(path: str | os.PathLike[str], *, dtype: torch.dtype | None = None) -
 def _build(
     folder: Folder, place: torch.device, dtype: torch.dtype | None, progress: bool, outline: bool = False
 ) -> LoadedModel:
-    config = architectures.read_config(folder.config)
-    architectures.check_ends("generation_config.json", (folder.generation or {}).get("eos_token_id"))
-    dtype = dtype or _own_dtype(folder)
+    config = read_config(folder.config)
+    check_ends("generation_config.json", (folder.generation or {}).get("eos_token_id"))
+    dtype = dtype or _own_dtype(folder, config.body_path)
     if dtype not in PLAIN or ((place.type == "cuda" or outline) and dtype.itemsize != 2):
         raise UnsupportedProblem(
             f"load takes fp16 and bf16 on a GPU, on the CPU fp32 and fp64 too; this would be {dtype} on {place}: pass "
@@ -89,12 +91,14 @@ def _build(
         return _fill(model, folder, place, dtype, progress, outline)
 
 
-def _own_dtype(folder: Folder) -> torch.dtype:
-    """As the config says, or the checkpoint's embeddings are."""
-    said_one = folder.config.get("dtype", folder.config.get("torch_dtype"))
-    if isinstance(said_one, str) and said_one in _DTYPES:
-        return _DTYPES[said_one]
-    table = folder.entries.get("model.embed_tokens.weight")
+def _own_dtype(folder: Folder, body: str) -> torch.dtype:
+    """As the config says, or the checkpoint's embeddings are, at the path ``body``."""
+    text = folder.config.get("text_config")
+    for config in (folder.config, text if isinstance(text, dict) else {}):
+        said_one = config.get("dtype", config.get("torch_dtype"))
+        if isinstance(said_one, str) and said_one in _DTYPES:
+            return _DTYPES[said_one]
+    table = folder.entries.get(f"{body}.embed_tokens.weight")
     return table.dtype if table is not None and table.dtype in PLAIN else torch.bfloat16
 
 
@@ -102,7 +106,7 @@ def _fill(
     model: LoadedModel, folder: Folder, device: torch.device, dtype: torch.dtype, progress: bool, outline: bool
 ) -> LoadedModel:
     """``model`` with the weights of ``folder``, all of whose names and shapes are checked before the first is read."""
-    scheme = read_config(folder.config["quantization_config"]) if folder.config.get("quantization_config") else None
+    scheme = read_scheme(folder.config["quantization_config"]) if folder.config.get("quantization_config") else None
     stored = _by_module(folder, model)
     tied = _tied_head(model, folder, stored)
     modules = [_module(model, path, part, stored, scheme) for path, part in model.parts.items() if path != tied]
@@ -159,11 +163,11 @@ def _by_module(folder: Folder, model: LoadedModel) -> dict[str, dict[str, str]]:
     stored: dict[str, dict[str, str]] = {}
     parts: dict[str, list[str]] = {}
     for path, part in model.parts.items():
-        for one in _stored_names(path, part):
+        for one in _stored_names(model, path, part):
             stored[one] = {}
             parts.setdefault(one, []).append(part.tensor)
     for name in folder.entries:
-        if IGNORED.search(name):
+        if IGNORED.search(name) or model.config.is_unread(name):
             continue
         module, suffix = name, ""
         while module and module not in stored:
@@ -185,17 +189,18 @@ def _holds(parts: dict[str, list[str]], module: str, suffix: str) -> bool:
     return any(not own or suffix == own or (own.endswith("_") and suffix.startswith(own)) for own in parts[module])
 
 
-def _stored_names(path: str, part: LayerPart) -> list[str]:
+def _stored_names(model: LoadedModel, path: str, part: LayerPart) -> list[str]:
     """Names in the checkpoint of what is at ``path``."""
     front = path.removesuffix(part.path)
-    return [f"{front}{name}" for name in part.stored]
+    names = [f"{front}{name}".rstrip(".") for name in part.stored]  # a layer's own tensors have no module
+    return [re.sub(r"^model\.", f"{model.config.body_path}.", name) for name in names]
 
 
 def _module(
     model: LoadedModel, path: str, part: LayerPart, stored: dict[str, dict[str, str]], scheme: Scheme | None
 ) -> Stored:
     """The stored tensors of the module at ``path``."""
-    sizes, names = model.config.sizes(), _stored_names(path, part)
+    sizes, names = model.config.sizes(), _stored_names(model, path, part)
     columns = () if part.columns is None else (sizes[part.columns],)
     rows = [sizes[one] for one in part.rows]
     held = [stored[n] for n in names]
@@ -218,7 +223,7 @@ def _tied_head(model: LoadedModel, folder: Folder, stored: dict[str, dict[str, s
     As in transformers, what is stored apart and differs is not tied. A config that does not say and a checkpoint
     without a head leave nothing else.
     """
-    head, table = stored["lm_head"], stored["model.embed_tokens"]
+    head, table = stored["lm_head"], stored[f"{model.config.body_path}.embed_tokens"]
     said_so = model.config.tied
     if said_so is None:
         said_so = not head

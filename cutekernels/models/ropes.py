@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.ops.shared.checks import quote
+from cutekernels.ops.shared.checks import check_number, quote
 
 _TRAINED = "original_max_position_embeddings"
 _TYPES = ("full_attention", "sliding_attention")
@@ -18,6 +18,7 @@ _NEEDED = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", _TRAINED),
     "yarn": ("factor", _TRAINED),
+    "proportional": (),
 }
 KINDS = tuple(_NEEDED)  # their tables do not depend on the length
 
@@ -60,7 +61,10 @@ def _complete(given: dict[str, Any], raw: dict[str, Any], theta: object) -> dict
     found: dict[str, Any] = {"rope_theta": theta} | given | {"rope_type": kind}
     if kind not in KINDS:
         return found  # for the decoder to refuse
-    if kind != "default" and found.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0)) != 1.0:
+    if (
+        kind not in ("default", "proportional")
+        and found.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0)) != 1.0
+    ):
         raise UnsupportedProblem(
             "load scales rotary embeddings of whole heads; this config.json has a partial_rotary_factor: generate with "
             "transformers itself"
@@ -78,6 +82,9 @@ def _complete(given: dict[str, Any], raw: dict[str, Any], theta: object) -> dict
                 f"rotary embeddings of type {kind} need {name}, a positive number; config.json has "
                 f"{quote(found.get(name))}: mend config.json"
             )
+    if kind == "proportional":
+        check_number("config.json", "partial_rotary_factor", found.get("partial_rotary_factor", 1.0), 0.0, 1.0)
+        check_number("config.json", "factor", found.get("factor", 1.0), 1e-30)
     if kind == "yarn" and found["rope_theta"] <= 1:
         raise UnsupportedProblem(f"rope_theta of yarn is above 1; config.json has {found['rope_theta']}: mend it")
     for name in ("attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow"):
@@ -101,6 +108,10 @@ def frequencies(parameters: dict[str, Any], head_dim: int) -> tuple[Tensor, floa
     own = 1.0 / (base**exponents)
     if kind == "default":
         return own, 1.0
+    if kind == "proportional":  # channels that do not turn have angles of zero
+        turning = int(parameters.get("partial_rotary_factor", 1.0) * head_dim // 2)
+        still = torch.zeros(head_dim // 2 - turning, dtype=torch.float32, device="cpu")
+        return torch.cat((1.0 / (base ** exponents[:turning]), still)) / parameters.get("factor", 1.0), 1.0
     factor = parameters["factor"]
     if kind == "linear":
         return own / factor, 1.0

@@ -13,6 +13,8 @@ from cutekernels.models.weights import Weights, read
 from cutekernels.nn.quantized import QuantizedLinear
 from cutekernels.quant import QuantizedWeight
 
+_BUFFERS = ("e_score_correction_bias", "layer_scalar")  # of transformers' modules, that weights are read from
+
 
 class Source:
     """A model's weights, read anew where its parameters have been moved or replaced since.
@@ -37,6 +39,7 @@ class Source:
         packed = [m for m in modules if isinstance(m, QuantizedLinear)]
         held += [(module._buffers, name) for module in packed for name in module._buffers]
         held += [(vars(module), "_whole") for module in packed]  # another one where a state dict was loaded in place
+        held += [(own, name) for own in (m._buffers for m in modules) for name in _BUFFERS if name in own]
         self._owners, self._names = [owner for owner, _ in held], [name for _, name in held]
         self._held = [owner[name] for owner, name in held]  # None where there is no bias
         self._parameters = [p for p in self._held if isinstance(p, Tensor)]

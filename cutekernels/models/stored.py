@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -154,8 +154,9 @@ class Stored:
         assert isinstance(module, Weighted)
         packed = [self.packed(i) for i in range(len(self.names))]
         if not any(packed):
+            dtype = module.weight.dtype  # fp32 in models of any type, of a wide one
             for kind in ("weight", "bias") if self.bias else ("weight",):
-                module.put(kind, self._rows(kind, range(len(self.names)), reading))
+                module.put(kind, self._rows(kind, range(len(self.names)), replace(reading, dtype=dtype)))
             return
         weights = [self._read(i, reading) if one else None for i, one in enumerate(packed)]
         if self.experts:

@@ -16,10 +16,11 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.integrations.transformers.checkpoints import layout_of, quantized_experts, quantized_weight
 from cutekernels.integrations.transformers.families import Family, activation_of, gate_of
 from cutekernels.models.accepted import REMEDY, check_model
-from cutekernels.models.architectures import Routed
+from cutekernels.models.language import language_of
 from cutekernels.models.loaded import Apart
+from cutekernels.models.routing import Routed
 from cutekernels.nn.mlp import Gate, gate_mul, gated, project
-from cutekernels.nn.moe import MoE
+from cutekernels.nn.moe import SIGMOID, MoE, groups_of, route_by_sigmoid
 from cutekernels.nn.packing import side_by_side
 from cutekernels.ops.embedding.api import embedding
 from cutekernels.ops.gemm.api import linear
@@ -78,9 +79,9 @@ class Projections:
 
 @dataclass(frozen=True)
 class NormWeights:
-    """An RMS norm. ``options``: of :func:`cutekernels.rms_norm`."""
+    """An RMS norm. ``options``: of :func:`cutekernels.rms_norm`. ``weight``: None for ones."""
 
-    weight: Tensor
+    weight: Tensor | None
     options: dict[str, Any]
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -88,6 +89,7 @@ class NormWeights:
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """``(norm(x + residual), x + residual)``."""
+        assert self.weight is not None
         return add_rms_norm(x, residual, self.weight, **self.options)
 
 
@@ -145,32 +147,59 @@ class PlainMlpWeights:
 
 
 @dataclass(frozen=True)
+class Softmax:
+    """A router that takes the softmax over all experts."""
+
+    logits: Projection
+    top_k: int
+    renormalize: bool
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """``(weights, ids)`` of each token's experts."""
+        return moe_route(self.logits(x), self.top_k, renormalize=self.renormalize)
+
+
+@dataclass(frozen=True)
+class Sigmoid:
+    """A router of sigmoids in fp32. ``options``: of :func:`cutekernels.nn.moe.route_by_sigmoid`."""
+
+    weight: Tensor
+    correction: Tensor
+    options: dict[str, Any]
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """``(weights, ids)`` of each token's experts."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        scores = torch.nn.functional.linear(x.to(wide), self.weight.to(wide)).sigmoid()
+        return route_by_sigmoid(scores, self.correction, **self.options)
+
+
+@dataclass(frozen=True)
 class Experts:
     """A router, and experts whose weights are packed or not. ``options``: of :func:`cutekernels.moe_ffn`."""
 
-    router: Projection
-    top_k: int
-    renormalize: bool
+    route: Softmax | Sigmoid
     gate_up: Tensor | QuantizedStack
     down: Tensor | QuantizedStack
     options: dict[str, Any]
 
     def __call__(self, x: Tensor) -> Tensor:
-        weights, ids = moe_route(self.router(x), self.top_k, renormalize=self.renormalize)
+        weights, ids = self.route(x)
         return moe_ffn(x, self.gate_up, self.down, ids, weights, **self.options)
 
 
 @dataclass(frozen=True)
 class SharedMoE:
-    """Experts, and one that every token has, times the sigmoid of ``gate``."""
+    """Experts, and one that every token has, times the sigmoid of ``gate`` where there is one."""
 
-    routed: MoE
+    routed: MoE | Experts
     shared: MlpWeights
-    gate: Projection
+    gate: Projection | None
 
     def __call__(self, x: Tensor) -> Tensor:
         out: Tensor = self.routed(x)
-        return out + self.gate(x).sigmoid() * self.shared(x)
+        shared = self.shared(x)
+        return out + (shared if self.gate is None else self.gate(x).sigmoid() * shared)
 
 
 @dataclass(frozen=True)
@@ -179,6 +208,8 @@ class Attention:
 
     Attributes:
         q_norm, k_norm: of queries and keys, or None: of each head's, or of all heads' together (``whole_norms``).
+        v_norm: of each head's values, or None.
+        keys_alone: there are no projections of values: they are the keys in front of their norm.
         cos, sin: ``(positions, R / 2)`` with R up to head_dim, fp32 at least; layers share them. None: nothing turns.
         interleaved: channels that turn together are neighbours.
         options: ``scale``, ``softcap``, ``window`` and ``sinks``, as :func:`cutekernels.attention` takes them.
@@ -187,6 +218,8 @@ class Attention:
     qkv: Projection | Projections
     q_norm: NormWeights | None
     k_norm: NormWeights | None
+    v_norm: NormWeights | None
+    keys_alone: bool
     whole_norms: bool
     out: Projection
     cos: Tensor | None
@@ -199,6 +232,7 @@ class Attention:
 class LayerWeights:
     """One decoder layer; ``attention_out_norm`` and ``mlp_out_norm`` are of results before the residual is added, and
     ``multiplier`` multiplies them. ``parallel``: the MLP has attention's input, and both results are added at once.
+    ``scalar`` ``(1,)`` multiplies the layer's result, residual and all.
     """
 
     attention_norm: NormWeights | LayerNorm | NoNorm
@@ -209,6 +243,7 @@ class LayerWeights:
     mlp_out_norm: NormWeights | None
     parallel: bool
     multiplier: float | None
+    scalar: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -245,6 +280,7 @@ def read(model: Any, positions: int) -> Weights:
         UnsupportedProblem: a model that :func:`check_model` refuses, and options of its family that no op has.
     """
     family, ropes = check_model(model)
+    model = language_of(model)
     config = model.config
     with torch.no_grad():
         tables = _tables(model, family, ropes, positions)
@@ -288,6 +324,7 @@ def _layer(
     multiplier: float | None,
 ) -> LayerWeights:
     before, of_attention, between, of_mlp = (name and getattr(layer, name) for name in family.norms)
+    scalar = getattr(layer, "layer_scalar", None)
     return LayerWeights(
         attention_norm=NoNorm() if before is None else _any_norm(before, family),
         attention=_attention(layer.self_attn, family, tables, dtype),
@@ -297,6 +334,7 @@ def _layer(
         mlp_out_norm=None if of_mlp is None else _norm(of_mlp, family),
         parallel=family.parallel,
         multiplier=multiplier,
+        scalar=None if scalar is None else getattr(scalar, "weight", scalar).detach(),
     )
 
 
@@ -313,10 +351,13 @@ def _attention(
     cos, sin = tables[None if None in tables else attention.layer_type]
     if not family.turns(attention):
         cos = sin = None
+    keys_alone = getattr(attention, "v_proj", attention) is None or getattr(attention, "keys_alone", False)
     return Attention(
-        qkv=_join(attention, dtype, "qkv_proj", "q_proj", "k_proj", "v_proj"),
+        qkv=_join(attention, dtype, "qkv_proj", "q_proj", "k_proj", *(() if keys_alone else ("v_proj",))),
         q_norm=_norm(attention.q_norm, family) if hasattr(attention, "q_norm") else None,
         k_norm=_norm(attention.k_norm, family) if hasattr(attention, "k_norm") else None,
+        v_norm=_norm(attention.v_norm, family) if hasattr(attention, "v_norm") else None,
+        keys_alone=keys_alone,
         whole_norms=family.whole_norms,
         out=_projection(attention.o_proj, dtype),
         cos=cos,
@@ -333,26 +374,44 @@ def _attention(
 
 def _mlp(path: str, mlp: Any, dtype: torch.dtype) -> MlpWeights | PlainMlpWeights | MoE | SharedMoE | Experts:
     if isinstance(getattr(mlp, "routed", None), Routed):
-        return _experts(mlp, mlp.routed, dtype)
+        return _with_shared(mlp, _experts(mlp, mlp.routed, dtype), dtype)
     if hasattr(mlp, "experts"):
         try:
             packed = quantized_experts(mlp.experts, dtype)
         except UnsupportedProblem as error:
             raise UnsupportedProblem(f"{path}.experts: {error}") from error
-        if packed is not None and type(mlp).__name__ in _SOFTMAX:
-            renormalize = bool(getattr(mlp.gate, "norm_topk_prob", True))
-            return Experts(Projection(mlp.gate.weight.detach(), None), mlp.gate.top_k, renormalize, *packed, {})
+        if packed is not None and type(mlp).__name__ in (*_SOFTMAX, *SIGMOID):
+            return _with_shared(mlp, Experts(_router(mlp.gate, type(mlp).__name__ in SIGMOID), *packed, {}), dtype)
         try:
-            shared = hasattr(mlp, "shared_expert_gate")
-            routed = MoE.routed_part(mlp) if shared else MoE.from_transformers(mlp)
+            apart = hasattr(mlp, "shared_expert_gate") or type(mlp).__name__ in SIGMOID
+            routed = MoE.routed_part(mlp) if apart else MoE.from_transformers(mlp)
         except UnsupportedProblem as error:
             raise UnsupportedProblem(f"Decoder runs experts as nn.MoE does. {error}, and {REMEDY}") from error
-        if not shared:
-            return routed
-        return SharedMoE(routed, _gated_mlp(mlp.shared_expert, dtype), _projection(mlp.shared_expert_gate, dtype))
+        return _with_shared(mlp, routed, dtype)
     if hasattr(mlp, "c_fc"):
         return PlainMlpWeights(_projection(mlp.c_fc, dtype), _gate(mlp), _projection(mlp.c_proj, dtype))
     return _gated_mlp(mlp, dtype)
+
+
+def _router(gate: Any, sigmoid: bool) -> Softmax | Sigmoid:
+    """The router of a block of transformers whose experts are packed."""
+    renormalize = bool(getattr(gate, "norm_topk_prob", True))
+    if not sigmoid:
+        return Softmax(Projection(gate.weight.detach(), None), gate.top_k, renormalize)
+    options = {
+        "top_k": gate.top_k, "renormalize": renormalize, "scaling": float(gate.routed_scaling_factor),
+        "groups": groups_of(gate),
+    }  # fmt: skip
+    return Sigmoid(gate.weight.detach(), gate.e_score_correction_bias, options)
+
+
+def _with_shared(mlp: Any, routed: MoE | Experts, dtype: torch.dtype) -> MoE | SharedMoE | Experts:
+    """``routed`` beside the experts that every token has, where ``mlp`` has such."""
+    if hasattr(mlp, "shared_expert_gate"):
+        return SharedMoE(routed, _gated_mlp(mlp.shared_expert, dtype), _projection(mlp.shared_expert_gate, dtype))
+    if hasattr(mlp, "shared_experts"):
+        return SharedMoE(routed, _gated_mlp(mlp.shared_experts, dtype), None)
+    return routed
 
 
 def _experts(mlp: Any, routed: Routed, dtype: torch.dtype) -> Experts:
@@ -374,7 +433,13 @@ def _experts(mlp: Any, routed: Routed, dtype: torch.dtype) -> Experts:
     biases = [m.bias for m in (mlp.experts.gate_up_proj, mlp.experts.down_proj)]
     of_up, of_down = (None if bias is None else bias.detach().unflatten(0, (routed.experts, -1)) for bias in biases)
     options = {"gate_up_bias": of_up, "down_bias": of_down, "activation": routed.activation, "limit": routed.limit}
-    return Experts(_projection(mlp.gate, dtype), routed.top_k, routed.renormalize, gate_up, down, options)
+    if routed.sigmoid is None:
+        return Experts(Softmax(_projection(mlp.gate, dtype), routed.top_k, routed.renormalize), gate_up, down, options)
+    chosen: dict[str, Any] = {
+        "top_k": routed.top_k, "renormalize": routed.renormalize, "scaling": routed.sigmoid.scaling,
+        "groups": routed.sigmoid.groups,
+    }  # fmt: skip
+    return Experts(Sigmoid(mlp.gate.weight.detach(), mlp.correction.weight, chosen), gate_up, down, options)
 
 
 def _gated_mlp(mlp: Any, dtype: torch.dtype) -> MlpWeights:
@@ -398,7 +463,8 @@ def _any_norm(norm: Any, family: Family) -> NormWeights | LayerNorm:
 
 
 def _norm(norm: Any, family: Family) -> NormWeights:
-    return NormWeights(norm.weight.detach(), family.norm_options(norm))
+    weight = getattr(norm, "weight", None)
+    return NormWeights(None if weight is None else weight.detach(), family.norm_options(norm))
 
 
 def _projection(linear: Any, dtype: torch.dtype) -> Projection:

@@ -19,15 +19,43 @@ from cutekernels.quant import QuantizedStack, quantize, stack
 
 _MOST_EXPERTS, _MOST_CHOSEN = 512, 32  # of moe_route
 _REMEDY = "call the block itself"
-_BLOCKS = ("Qwen3MoeSparseMoeBlock", "MixtralSparseMoeBlock", "DeepseekV3MoE")
+SIGMOID = ("DeepseekV3MoE", "Glm4MoeMoE")
+_BLOCKS = ("Qwen3MoeSparseMoeBlock", "MixtralSparseMoeBlock", *SIGMOID)
+
+
+def route_by_sigmoid(
+    scores: Tensor, correction: Tensor, top_k: int, *, renormalize: bool, scaling: float, groups: tuple[int, int]
+) -> tuple[Tensor, Tensor]:
+    """``(weights, ids)`` ``(..., top_k)`` of each token's experts, by the sigmoids of a router ``(..., E)``.
+
+    ``correction`` ``(E,)`` takes part in the choice alone; the rest as of :class:`MoE`.
+    """
+    choice = (scores + correction).detach()
+    of, among = groups
+    if of > 1:
+        grouped = choice.unflatten(-1, (of, -1))
+        best = grouped.topk(2, dim=-1).values.sum(-1).topk(among, dim=-1, sorted=False).indices
+        open_groups = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter_(-1, best, True)
+        choice = grouped.masked_fill(~open_groups.unsqueeze(-1), -torch.inf).flatten(-2)
+    ids = choice.topk(top_k, dim=-1, sorted=False).indices
+    weights = scores.gather(-1, ids)
+    if renormalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return weights * scaling, ids
+
+
+def groups_of(router: Any) -> tuple[int, int]:
+    """``groups`` of a router of transformers, which old versions (5.4) call ``n_group``."""
+    found = router.__dict__
+    return found["num_group" if "num_group" in found else "n_group"], found["topk_group"]
 
 
 class MoE(torch.nn.Module):
     """A mixture of SwiGLU experts behind a router.
 
     The state dict matches transformers 5's ``Qwen3MoeSparseMoeBlock``, ``MixtralSparseMoeBlock`` and, with
-    ``scoring="sigmoid"``, ``DeepseekV3MoE``: ``gate.weight`` ``(E, H)``, ``experts.gate_up_proj`` ``(E, 2 * I, H)``,
-    ``experts.down_proj`` ``(E, H, I)``, ``gate.e_score_correction_bias`` and ``shared_experts.*``.
+    ``scoring="sigmoid"``, ``DeepseekV3MoE`` and ``Glm4MoeMoE``: ``gate.weight`` ``(E, H)``, ``experts.gate_up_proj``
+    ``(E, 2 * I, H)``, ``experts.down_proj`` ``(E, H, I)``, ``gate.e_score_correction_bias`` and ``shared_experts.*``.
 
     Args:
         hidden_size: H, width of the input and of the result.
@@ -126,11 +154,18 @@ class MoE(torch.nn.Module):
                 f"MoE.from_transformers takes {', '.join(_BLOCKS)}; got {name}: make an MoE and load its weights, or "
                 f"{_REMEDY}"
             )
-        return cls.routed_part(block)
+        made = cls.routed_part(block)
+        if name in SIGMOID:
+            width = block.shared_experts.down_proj.weight.shape[1]
+            shared = SwiGLU(made.hidden_size, width, device="meta", dtype=block.gate.weight.dtype)
+            shared.to_empty(device=block.gate.weight.device)
+            shared.load_state_dict(block.shared_experts.state_dict())
+            made.shared_experts = shared.train(block.training)
+        return made
 
     @classmethod
     def routed_part(cls, block: Any) -> Self:
-        """The same of any block that routes as one of these does; what it shares under other names is left out."""
+        """The same of any block that routes as one of these does, without the experts that its tokens share."""
         name = type(block).__name__
         if getattr(block, "jitter_noise", 0):
             raise UnsupportedProblem(
@@ -146,7 +181,7 @@ class MoE(torch.nn.Module):
         activation = type(block.experts.act_fn).__name__
         if not activation.startswith("SiLU"):
             raise UnsupportedProblem(f"MoE's experts have the activation SiLU; {name} has {activation}: {_REMEDY}")
-        sigmoid = name == "DeepseekV3MoE"
+        sigmoid = name in SIGMOID
         experts, rows, hidden = block.experts.gate_up_proj.shape
         if experts > _MOST_EXPERTS or block.gate.top_k > _MOST_CHOSEN:
             raise UnsupportedProblem(
@@ -158,17 +193,13 @@ class MoE(torch.nn.Module):
             scoring="sigmoid" if sigmoid else "softmax",
             renormalize=bool(getattr(block.gate, "norm_topk_prob", True)),
             scaling=float(block.gate.routed_scaling_factor) if sigmoid else 1.0,
-            groups=(block.gate.num_group, block.gate.topk_group) if sigmoid else (1, 1),
-            shared_size=block.shared_experts.down_proj.weight.shape[1] if sigmoid else 0,
+            groups=groups_of(block.gate) if sigmoid else (1, 1),
             device="meta", dtype=block.experts.gate_up_proj.dtype,
         )  # fmt: skip
         made.gate.weight = block.gate.weight
         made.experts.gate_up_proj, made.experts.down_proj = block.experts.gate_up_proj, block.experts.down_proj
         if sigmoid:
             made.gate.e_score_correction_bias = block.gate.e_score_correction_bias
-            assert made.shared_experts is not None
-            made.shared_experts.to_empty(device=block.gate.weight.device)
-            made.shared_experts.load_state_dict(block.shared_experts.state_dict())
         return made.train(block.training)
 
     @torch.no_grad()
@@ -219,18 +250,9 @@ class MoE(torch.nn.Module):
             parameters = {name: p.to(wide) for name, p in self.gate.named_parameters()}
             scores = torch.func.functional_call(self.gate, parameters, (x.to(wide),)).sigmoid()
             (correction,) = (b for name, b in self.gate.named_buffers() if name.endswith("e_score_correction_bias"))
-        choice = (scores + correction).detach()
-        of, among = self.groups
-        if of > 1:
-            grouped = choice.unflatten(-1, (of, -1))
-            best = grouped.topk(2, dim=-1).values.sum(-1).topk(among, dim=-1, sorted=False).indices
-            open_groups = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter_(-1, best, True)
-            choice = grouped.masked_fill(~open_groups.unsqueeze(-1), -torch.inf).flatten(-2)
-        ids = choice.topk(self.top_k, dim=-1, sorted=False).indices
-        weights = scores.gather(-1, ids)
-        if self.renormalize:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        return weights * self.scaling, ids
+        return route_by_sigmoid(
+            scores, correction, self.top_k, renormalize=self.renormalize, scaling=self.scaling, groups=self.groups
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         check_tensor("MoE", "x", x)

@@ -10,6 +10,7 @@ import transformers
 from torch import Tensor
 
 import cutekernels as ck
+from tests import every_model
 from tests.integrations import tiny
 from tests.integrations.test_transformers import close
 
@@ -30,6 +31,27 @@ def gemma3() -> tuple[Any, dict[str, Tensor]]:
     kinds[:, 5:9] = 1
     return transformers.Gemma3ForConditionalGeneration(config), {
         "pixel_values": torch.randn(1, 3, 28, 28), "token_type_ids": kinds,
+    }  # fmt: skip
+
+
+def gemma4() -> tuple[Any, dict[str, Tensor]]:
+    """Tokens of an image see one another; layers share keys, and see a second embedding of each token."""
+    text = {name: value for name, value in tiny.COMMON.items() if not name.endswith("_token_id")}
+    own = every_model._GEMMA | {"sliding_window": 8, "global_head_dim": 32, "use_bidirectional_attention": "vision"}
+    vision = {
+        "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "num_key_value_heads": 2, "head_dim": 16, "global_head_dim": 16, "patch_size": 4, "pooling_kernel_size": 2,
+        "position_embedding_size": 64,
+    }  # fmt: skip
+    config = tiny.configured(
+        "Gemma4", text_config=text | own, vision_config=vision, audio_config=None,
+        image_token_id=IMAGE, boi_token_id=START, eoi_token_id=END,
+    )  # fmt: skip
+    kinds = torch.zeros(1, 20, dtype=torch.long)
+    kinds[:, 5:9] = 1
+    rows = torch.stack(torch.meshgrid(torch.arange(4), torch.arange(4), indexing="ij"), -1).view(1, 16, 2)
+    return transformers.Gemma4ForConditionalGeneration(config), {
+        "pixel_values": torch.randn(1, 16, 3 * 4 * 4), "image_position_ids": rows, "mm_token_type_ids": kinds,
     }  # fmt: skip
 
 
@@ -61,7 +83,7 @@ def qwen3_vl() -> tuple[Any, dict[str, Tensor]]:
     return qwen_vl(transformers.Qwen3VLConfig, {"head_dim": 16}, own)
 
 
-@pytest.mark.parametrize("make", [gemma3, qwen25_vl, qwen3_vl])
+@pytest.mark.parametrize("make", [gemma3, gemma4, qwen25_vl, qwen3_vl])
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_text_part_is_patched_by_its_row(make: Any, whole: bool) -> None:
     torch.manual_seed(5)
@@ -92,7 +114,8 @@ def test_a_text_part_is_patched_by_its_row(make: Any, whole: bool) -> None:
         with ck.patch(model if whole else model.model.language_model) as report:
             assert report.fused["mlp"] >= 2 and report.patched["causal"] == whole
             old = "three tables" in str(report)  # Qwen2.5-VL's in 5.4
-            assert report.patched["attention"] == 2 * (not old)
+            layers = model.config.get_text_config().num_hidden_layers
+            assert report.patched["attention"] == layers * (not old)
             assert any(".language_model" in path for path, _ in report.left) == old, str(report)
             for ours, theirs in zip(results(), expected, strict=True):
                 close(ours, theirs)

@@ -21,15 +21,17 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning"),  # torch's, where it imports its compiler
 ]
 WIDE = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64}
-OWN: dict[str, dict[str, Any]] = {  # widths of experts
+OWN: dict[str, dict[str, Any]] = {  # widths of experts, and of heads
     "qwen3-moe": {"moe_intermediate_size": 128},
     "qwen2-moe": {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 192},
+    "glm4-moe": {"moe_intermediate_size": 128, "n_routed_experts": 4, "n_group": 1, "topk_group": 1},
     "deepseek-v2": {"moe_intermediate_size": 128, "kv_lora_rank": 64, "qk_nope_head_dim": 64, "v_head_dim": 64},
+    "gemma4": {"global_head_dim": 64},
 }
 FAMILIES = tuple(family for family in tiny.FAMILIES if family != "llama-bias")
 JOINED, LATENT = "phi3", "deepseek-v2"  # q, k and v stored as one; attention that stays transformers' own
 PLAIN = ("llama", "qwen2", "qwen3", "gemma2", "phi3", "granite", "olmo2", "smollm3", "starcoder2", "glm4", "cohere2")
-EXPERTS = ("mixtral", "gpt-oss", *OWN)
+EXPERTS = ("mixtral", "gpt-oss", *(family for family in OWN if family != "gemma4"))
 MOST = dict.fromkeys(FAMILIES, 1.25) | dict.fromkeys(EXPERTS, 2.0)  # errors beside transformers' own
 TIE = 0.02  # a token so near another expert, in deviations of its scores, may be rounded to that one
 

@@ -36,18 +36,19 @@ FOUND: dict[str, tuple[set[str], list[str]]] = {
     "seed_oss": (ALL - {"mlp"}, ["in training or out of it"]),
     "olmo3": (ALL, []),
     # Experts behind a sigmoid router, whose result an MLP is changed in place by; latent keys and values; attention
-    # that is not dispatched; heads that are too wide in some layers alone.
+    # that is not dispatched.
     "dots1": (ALL | {"experts"}, []),
     "llama4_text": (ALL - {"rotary"}, []),
     "deepseek_v3": (ALL - {"attention"} | {"experts"}, ["k and v must have one shape"]),
-    "gemma4_text": (ALL - {"rotary"}, ["it is 512"]),
     "bloom": ({"norm", "linear", "causal"}, ["does not dispatch it by name"]),
-    # By a row: an output gate and the delta rule, with and without experts; a sigmoid router; biases and clamped gates.
+    # By a row: an output gate and the delta rule, with and without experts; a sigmoid router; biases and clamped gates;
+    # heads that are too wide in some layers alone.
     "qwen3_5_text": (ROW | {"mlp", "gated_norm"}, ["gated delta rule"]),
     "qwen3_5_moe_text": (ROW | {"mlp", "gated_norm", "experts"}, ["gated delta rule"]),
     "qwen3_next": (ROW | {"mlp", "gated_norm", "experts"}, ["gated delta rule"]),
     "glm4_moe": (ROW | {"mlp", "experts"}, []),
     "gpt_oss": (ROW | {"experts"}, []),
+    "gemma4_text": (ROW - {"layer"} | {"mlp"}, ["it is 512"]),
 }
 
 

@@ -22,6 +22,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma3Text",
         {"sliding_window": 8, "query_pre_attn_scalar": 16, "layer_types": ["sliding_attention", "full_attention"]},
     ),
+    "gemma4": (
+        "Gemma4Text",
+        {
+            "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"], "global_head_dim": 16,
+            "hidden_size_per_layer_input": 0, "attention_k_eq_v": True,
+        },
+    ),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
     "qwen3-moe": ("Qwen3Moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}),
     "qwen2-moe": (
@@ -52,6 +59,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
+    "glm4-moe": (
+        "Glm4Moe",
+        {
+            "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "n_shared_experts": 2,
+            "n_group": 2, "topk_group": 1, "routed_scaling_factor": 1.5, "use_qk_norm": True,
+        },
+    ),
     "gpt-oss": (
         "GptOss",
         {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8, "attn_implementation": "eager"},
@@ -62,6 +76,26 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "n_shared_experts": 2,
             "first_k_dense_replace": 1, "kv_lora_rank": 24, "q_lora_rank": None, "qk_nope_head_dim": 16,
             "qk_rope_head_dim": 8, "v_head_dim": 16, "num_key_value_heads": 4, "routed_scaling_factor": 1.5,
+        },
+    ),
+}  # fmt: skip
+# Language models inside of models that see images too: the config class of the whole, and what its parts ask for.
+INSIDE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "qwen3-vl": (
+        "Qwen3VL",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}},
+        {
+            "depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "patch_size": 4,
+            "num_position_embeddings": 16, "deepstack_visual_indexes": [0],
+        },
+    ),
+    "gemma4-inside": (
+        "Gemma4",
+        FAMILIES["gemma4"][1],
+        {
+            "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+            "num_key_value_heads": 2, "head_dim": 16, "global_head_dim": 16, "patch_size": 4, "pooling_kernel_size": 2,
+            "position_embedding_size": 64,
         },
     ),
 }  # fmt: skip
@@ -81,7 +115,9 @@ COMMON = {
 
 
 def configured(name: str, **options: Any) -> Any:
-    """A config; skips the test where this version of transformers refuses its own defaults (5.4's Cohere2)."""
+    """A config; skips the test where this version of transformers has none, or refuses its defaults (5.4's Cohere2)."""
+    if not hasattr(transformers, f"{name}Config"):
+        pytest.skip(f"transformers {transformers.__version__} has no {name}Config")
     try:
         return getattr(transformers, f"{name}Config")(**options)
     except StrictDataclassFieldValidationError as error:
@@ -90,15 +126,28 @@ def configured(name: str, **options: Any) -> Any:
 
 def model(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     """A causal language model in evaluation mode, always the same."""
-    name, own = FAMILIES[family]
-    config = configured(name, **(COMMON | own | changes))
+    if family in INSIDE:
+        name, own, tower = INSIDE[family]
+        tied, text = changes.pop("tie_word_embeddings", False), COMMON | own | changes
+        if name == "Qwen3VL":
+            tower = tower | {"out_hidden_size": text["hidden_size"]}
+        config = configured(name, text_config=text, vision_config=tower, tie_word_embeddings=tied)
+        cls = f"{name}ForConditionalGeneration"
+    else:
+        name, own = FAMILIES[family]
+        config = configured(name, **(COMMON | own | changes))
+        cls = f"{name.removesuffix('Text')}ForCausalLM"
     torch.manual_seed(5)
-    cls = "Gemma3ForCausalLM" if name == "Gemma3Text" else f"{name}ForCausalLM"
     made = getattr(transformers, cls)(config)
     for path, parameter in made.named_parameters():
         torch.nn.init.normal_(
             parameter, std=0.02 if path.endswith("norm.bias") else 0.15
         )  # or tokens repeat themselves
+    for path, buffer in made.named_buffers():
+        if path.endswith("e_score_correction_bias"):
+            torch.nn.init.normal_(buffer, std=0.1)
+        if path.endswith("layer_scalar"):
+            torch.nn.init.uniform_(buffer, 0.5, 0.8)
     return made.to(dtype).eval()
 
 

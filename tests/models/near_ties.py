@@ -53,6 +53,8 @@ def routing_gap(model: Any, given: dict[str, Any], experts: int, top_k: int) -> 
 
     def seen(module: Any, args: Any) -> None:
         scores = args[0].flatten(0, -2) @ module.weight.T + (getattr(module, "bias", None) is not None and module.bias)
+        if hasattr(module, "e_score_correction_bias"):  # in one group
+            scores = scores.sigmoid() + module.e_score_correction_bias
         best = scores.sort(-1, descending=True).values
         gaps.append((best[:, top_k - 1] - best[:, top_k]) / scores.std())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 import cutekernels as ck
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.integrations.transformers.families import FAMILIES
+from cutekernels.models import load
 from cutekernels.models.architectures import ARCHITECTURES
 from tests.integrations import tiny
 from tests.models.test_decoder import decoder, greedy, prompts
@@ -62,6 +64,35 @@ def test_hooks_and_replaced_forwards_are_refused(change: Callable[[Any], Any], r
         decoder(model)
 
 
+def test_of_a_model_with_towers_its_language_model_is_asked() -> None:
+    """By the paths of the whole; what sees images may have any hooks."""
+    model, (prompt,) = tiny.model("qwen3-vl"), prompts(9)
+    model.model.visual.register_forward_hook(negated)
+    assert decoder(model).generate([prompt], max_new_tokens=8).tokens == [greedy(model, prompt, 8)]
+    compiled = torch.compile(model, backend="eager")
+    assert decoder(compiled).generate([prompt], max_new_tokens=8).tokens == [greedy(model, prompt, 8)]
+    for path in ("model.language_model.layers.1.mlp", "lm_head", "model"):
+        hook = model.get_submodule(path).register_forward_hook(negated)
+        with pytest.raises(UnsupportedProblem, match=rf"; {re.escape(path)} has one, negated"):
+            decoder(model)
+        hook.remove()
+    with ck.patch(model), pytest.raises(UnsupportedProblem, match="this one is patched"):
+        decoder(model)
+    with pytest.raises(UnsupportedProblem, match=r"cutekernels\.patch\(model\.language_model\)"):
+        decoder(model.model)
+    with pytest.raises(UnsupportedProblem, match="Qwen3VLTextModel has no lm_head"):
+        decoder(model.model.language_model)
+
+
+def test_adapters_in_a_model_with_towers_are_refused() -> None:
+    peft = pytest.importorskip("peft")
+    model = tiny.model("qwen3-vl")
+    around = peft.get_peft_model(model, peft.LoraConfig(target_modules=r".*language_model.*q_proj"))
+    for one in (model, around):
+        with pytest.raises(UnsupportedProblem, match=r"merge adapters|model_type is one of"):
+            decoder(one)
+
+
 def test_a_removed_hook_leaves_nothing() -> None:
     model, (prompt,) = tiny.model("llama"), prompts(9)
     hook = model.lm_head.register_forward_hook(negated)
@@ -87,7 +118,9 @@ def test_families_that_only_patch_takes(name: str, rule: str) -> None:
         decoder(tiny.model(name))
 
 
-@pytest.mark.parametrize("name", [name for name in tiny.FAMILIES if name not in ("gpt-oss", "deepseek-v2")])
+@pytest.mark.parametrize(
+    "name", [name for name in (*tiny.FAMILIES, *tiny.INSIDE) if name not in ("gpt-oss", "deepseek-v2")]
+)
 def test_hooks_by_which_transformers_records_are_accepted(name: str) -> None:
     """They stay on a model that was once called with ``output_hidden_states``."""
     model, (prompt,) = tiny.model(name), prompts(9)
@@ -159,6 +192,55 @@ def test_a_prompt_of_an_adapter_is_refused_and_a_merged_model_is_not() -> None:
         decoder(peft.get_peft_model(tiny.model("llama"), tuned))
     lora = peft.get_peft_model(tiny.model("llama"), peft.LoraConfig(target_modules=["q_proj"]))
     decoder(lora.merge_and_unload())
+
+
+# ---- Gemma 4 ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "rule"),
+    [
+        ({"global_head_dim": 512}, r"a multiple of 8 up to 256; this model's is 512: generate .* cutekernels\.patch"),
+        ({"global_head_dim": 32}, r"heads alike; .* \(16, 2\) and \(32, 2\): generate .* cutekernels\.patch"),
+        ({"num_global_key_value_heads": 1}, r"heads alike; .* \(16, 2\) and \(16, 4\)"),
+        (
+            {"num_hidden_layers": 4, "num_kv_shared_layers": 2},
+            "an earlier one's keys and values; .*_layers=2: generate",
+        ),
+        ({"hidden_size_per_layer_input": 16}, "second embedding of each token.*hidden_size_per_layer_input=16"),
+        (
+            {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 48},
+            "experts beside an MLP; .*enable_moe_block=True",
+        ),
+        ({"use_bidirectional_attention": "all"}, "tokens see earlier ones alone"),
+    ],
+    ids=["wide", "unlike-widths", "unlike-numbers", "shared-keys", "second-embeddings", "experts", "later-tokens"],
+)
+def test_what_a_decoder_lacks_of_gemma_4(changes: dict[str, Any], rule: str, tmp_path: Path) -> None:
+    """The model is refused, and so is its checkpoint."""
+    changes = {
+        "layer_types": ["sliding_attention", "full_attention"] * (changes.get("num_hidden_layers", 2) // 2)
+    } | changes
+    model = tiny.model("gemma4", **changes)
+    with pytest.raises(UnsupportedProblem, match=rule):
+        decoder(model)
+    model.save_pretrained(tmp_path)
+    alike = "global_head_dim" in changes or "num_global_key_value_heads" in changes
+    with pytest.raises(UnsupportedProblem, match="heads are alike, up to 256 wide; layer 1 .*patch" if alike else rule):
+        load(tmp_path)
+
+
+def test_a_hubs_config_of_gemma_4_is_refused(tmp_path: Path) -> None:
+    """Its full layers have heads of 512, by a key of its own or by default."""
+    tiny.model("gemma4").save_pretrained(tmp_path)
+    given = json.loads((tmp_path / "config.json").read_text())
+    given.pop("per_layer_config", None)
+    for own in ({}, {"global_head_dim": 512}):
+        (tmp_path / "config.json").write_text(json.dumps(given | own))
+        with pytest.raises(
+            UnsupportedProblem, match=r"layer 1 of config.json has .*'head_dim': 512.*cutekernels.patch"
+        ):
+            load(tmp_path)
 
 
 # ---- sizes ----------------------------------------------------------------------------------------------

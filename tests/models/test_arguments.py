@@ -172,7 +172,7 @@ def dynamic(family: str) -> Any:
 @pytest.mark.parametrize(
     ("make", "rule"),
     [
-        (other_architecture, r"one of llama.*gemma3_text; this is model_type 'gpt2'.*route_sdpa"),
+        (other_architecture, r"one of llama.*gemma4_text; this is model_type 'gpt2'.*route_sdpa"),
         (lambda: torch.nn.Linear(4, 4), "this is a Linear"),
         (lambda: types.SimpleNamespace(config=tiny.model("llama").config), "this is a SimpleNamespace"),
         (lambda: tiny.model("llama").to("meta"), "on the meta device: load it"),

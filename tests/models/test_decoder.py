@@ -15,12 +15,13 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.kv_cache import KVCache
 from cutekernels.models import Decoder, Sampling
 from cutekernels.models.sampling import Choices, uniform
-from cutekernels.models.weights import Attention, LayerWeights, Weights
+from cutekernels.models.weights import Attention, LayerWeights, SharedMoE, Weights
 from cutekernels.nn import MoE
 from tests.integrations import tiny
+from tests.models.near_ties import following, widened
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
-ADDED = ("phi3", "granite", "olmo2", "smollm3", "starcoder2", "qwen2-moe", "glm4", "cohere2")
+ADDED = ("phi3", "granite", "olmo2", "smollm3", "starcoder2", "qwen2-moe", "glm4", "cohere2", "glm4-moe", "qwen3-vl")
 # The family of tiny.py and what is changed, by name. Softcaps are small enough to count, and windows have 8 tokens.
 # Gemma's tied heads make tiny models repeat their last token, so that some here have heads of their own.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -30,12 +31,26 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "phi3",
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
     ),
+    "qwen3-vl-tied": ("qwen3-vl", {"tie_word_embeddings": True, "attention_bias": True}),
     "qwen3-window": ("qwen3", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
     "mixtral-window": ("mixtral", {"sliding_window": 8}),
     "qwen3-moe-dense": ("qwen3-moe", {"num_hidden_layers": 3, "mlp_only_layers": [1], "norm_topk_prob": True}),
     "qwen3-moe-sparse-step": (
         "qwen3-moe",
         {"decoder_sparse_step": 2, "use_sliding_window": True, "sliding_window": 8},
+    ),
+    "glm4-moe-plain": (
+        "glm4-moe",
+        {
+            "num_hidden_layers": 4,
+            "first_k_dense_replace": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "use_qk_norm": False,
+            "norm_topk_prob": False,
+            "attention_bias": True,
+            "n_shared_experts": 1,
+        },
     ),
     "gemma2-tied": ("gemma2", {}),
     "gemma2": (
@@ -58,6 +73,19 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "gemma4-tied": ("gemma4", {}),
+    "gemma4": (
+        "gemma4",
+        {
+            "tie_word_embeddings": False,
+            "final_logit_softcapping": 3.0,
+            "num_hidden_layers": 3,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "attention_bias": True,
+        },
+    ),
+    "gemma4-inside": ("gemma4-inside", {"final_logit_softcapping": 3.0}),
+    "gemma4-values": ("gemma4", {"tie_word_embeddings": False, "attention_k_eq_v": False}),
 }
 DRAWN = Sampling(temperature=0.9, top_k=40, top_p=0.95, seed=11)
 
@@ -128,6 +156,20 @@ def test_logits_are_those_of_transformers(name: str, monkeypatch: pytest.MonkeyP
     assert distance(model, decoder(model, chunk=20), monkeypatch) <= 64
 
 
+@pytest.mark.parametrize("name", ["glm4-moe", "qwen3-vl", "gemma4", "gemma4-inside"])
+def test_in_bf16_logits_are_no_further_from_fp32_than_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    family, changes = MODELS[name]
+    model, (prompt,), found = tiny.model(family, torch.bfloat16, **changes), prompts(33), []
+    engine = decoder(model, chunk=20)
+    take = engine._choices.take
+    keep: Any = lambda x, *rest, **into: found.append(x[:1].float()) or take(x, *rest, **into)  # noqa: E731
+    monkeypatch.setattr(engine._choices, "take", keep)
+    (tokens,) = engine.generate([prompt], max_new_tokens=24).tokens
+    expected = following(widened(model), prompt, tokens)
+    theirs, ours = ((x - expected).norm() for x in (following(model, prompt, tokens), torch.cat(found)))
+    assert 0 < ours <= (2.0 if name == "glm4-moe" else 1.25) * theirs < 0.1 * expected.norm()
+
+
 Change = Callable[[Weights], Weights]
 
 
@@ -141,6 +183,29 @@ def of_attention(change: Callable[[Attention], dict[str, Any]]) -> Change:
 
 def tables_of(a: Attention) -> dict[str, Any]:
     return {"cos": a.cos, "sin": a.sin}
+
+
+def of_last(change: Callable[[LayerWeights], dict[str, Any]]) -> Change:
+    """Of the last layer alone."""
+    return lambda w: dataclasses.replace(
+        w, layers=(*w.layers[:-1], dataclasses.replace(w.layers[-1], **change(w.layers[-1])))
+    )
+
+
+def of_experts(change: Callable[[MoE], dict[str, Any]]) -> Change:
+    """Of the last layer's experts: attributes, or the correction of their router."""
+
+    def changed(w: Weights) -> Weights:
+        mlp = w.layers[-1].mlp
+        assert isinstance(mlp, SharedMoE) and isinstance(mlp.routed, MoE)
+        for name, value in change(mlp.routed).items():
+            if name == "correction":
+                mlp.routed.gate.e_score_correction_bias = value
+            else:
+                setattr(mlp.routed, name, value)
+        return w
+
+    return changed
 
 
 def renormalized(w: Weights) -> Weights:
@@ -179,6 +244,14 @@ def renormalized(w: Weights) -> Weights:
         ("qwen2-moe", of_attention(lambda a: {"options": a.options | {"window": None}})),
         ("glm4", of_attention(lambda a: {"interleaved": False})),
         ("glm4", of_layers(lambda x: {"mlp_out_norm": None})),
+        ("glm4-moe", of_experts(lambda m: {"correction": m.gate.e_score_correction_bias * 0})),
+        ("glm4-moe", of_experts(lambda m: {"groups": (1, 1)})),
+        ("glm4-moe", of_experts(lambda m: {"scaling": 1.0})),
+        ("glm4-moe", of_last(lambda x: {"mlp": x.mlp.routed})),
+        ("gemma4", of_layers(lambda x: {"scalar": None})),
+        ("gemma4", of_attention(lambda a: {"v_norm": None})),
+        ("gemma4", of_attention(lambda a: {"options": a.options | {"scale": 0.25}})),
+        ("gemma4", lambda w: of_attention(lambda a: tables_of(w.layers[0].attention))(w)),
         ("cohere2", of_layers(lambda x: {"parallel": False})),
         ("cohere2", lambda w: dataclasses.replace(w, scaling=None)),
         ("cohere2", lambda w: of_attention(lambda a: tables_of(w.layers[0].attention))(w)),
@@ -189,8 +262,10 @@ def renormalized(w: Weights) -> Weights:
         "norm-behind-mlp", "gate", "embedding-scale", "no-softcap-of-scores", "norms-of-heads", "one-rotary-table",
         "weights-of-experts", "phi3-window", "embedding-multiplier", "residual-multiplier", "logits-scaling",
         "norm-behind-alone", "whole-norms", "layers-without-rope", "smollm3-window", "activation", "bias-of-a-norm",
-        "shared-expert", "qwen2-moe-window", "neighbours-that-turn", "glm4-norm-behind-mlp", "parallel", "logit-scale",
-        "cohere2-layers-without-rope", "cohere2-neighbours-that-turn",
+        "shared-expert", "qwen2-moe-window", "neighbours-that-turn", "glm4-norm-behind-mlp", "correction-of-a-router",
+        "groups-of-experts", "scaling-of-experts", "experts-of-every-token", "scalar-of-a-layer", "norm-of-values",
+        "scores-unscaled", "gemma4-one-rotary-table", "parallel", "logit-scale", "cohere2-layers-without-rope",
+        "cohere2-neighbours-that-turn",
     ],
 )  # fmt: skip
 def test_what_a_family_has_of_its_own_counts(name: str, change: Change, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,11 +25,14 @@ WIDE = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64, "vocab_siz
 OWN: dict[str, dict[str, Any]] = {
     "qwen3-moe": {"moe_intermediate_size": 128},
     "qwen2-moe": {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 192},
+    "glm4-moe": {"moe_intermediate_size": 128},
     "gemma2": {"tie_word_embeddings": False},
     "gemma3": {"tie_word_embeddings": False},
+    "gemma4": {"tie_word_embeddings": False, "global_head_dim": 64},
+    "gemma4-inside": {"tie_word_embeddings": False, "global_head_dim": 64},
 }
-FAMILIES = tuple(family for family in tiny.FAMILIES if family not in ("gpt-oss", "deepseek-v2"))
-EXPERTS = ("mixtral", "qwen3-moe", "qwen2-moe")  # rounding sends a token between two of them to the other
+FAMILIES = tuple(family for family in (*tiny.FAMILIES, *tiny.INSIDE) if family not in ("gpt-oss", "deepseek-v2"))
+EXPERTS = ("mixtral", "qwen3-moe", "qwen2-moe", "glm4-moe")  # rounding sends a token between two of them to the other
 KINDS = [(family, torch.bfloat16) for family in FAMILIES] + [("llama", torch.float16), ("qwen3", torch.float16)]
 DRAWN = Sampling(temperature=0.9, top_k=40, top_p=0.95, seed=11)
 PENALIZED = Sampling(temperature=1.2, presence_penalty=3.0, seed=2)

@@ -82,6 +82,15 @@ def set_module(name: str) -> Callable[[Any], None]:
     return change
 
 
+def set_correction(model: Any) -> None:
+    drawn = torch.randn(8, generator=torch.Generator().manual_seed(3))
+    model.model.layers[1].mlp.gate.e_score_correction_bias = drawn
+
+
+def set_scalar(model: Any) -> None:
+    model.model.layers[1].layer_scalar = torch.tensor([-0.4])
+
+
 ATTENTION, EXPERTS = "model.layers.1.self_attn", "model.layers.1.mlp.experts"
 CHANGES: dict[str, tuple[str, Callable[[Any], None]]] = {
     "move": ("llama", move),
@@ -93,6 +102,13 @@ CHANGES: dict[str, tuple[str, Callable[[Any], None]]] = {
     "parameter-of-the-head": ("llama", set_parameter("lm_head.weight")),
     "parameter-of-experts": ("mixtral", set_parameter(f"{EXPERTS}.gate_up_proj")),
     "bias": ("llama", set_parameter(f"{ATTENTION}.o_proj.bias")),
+    "scalar-of-a-layer": ("gemma4", set_scalar),
+    "correction-of-a-router": ("glm4-moe", set_correction),
+    "head-of-a-model-with-towers": ("qwen3-vl", set_parameter("lm_head.weight")),
+    "layer-of-a-model-with-towers": (
+        "qwen3-vl",
+        set_parameter("model.language_model.layers.0.mlp.up_proj.weight"),
+    ),
     "module": ("llama", set_module(f"{ATTENTION}.v_proj")),
     "layer": ("llama", set_module("model.layers.1")),
     "embedding": ("llama", set_module("model.embed_tokens")),

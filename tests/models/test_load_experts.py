@@ -103,6 +103,8 @@ def quantized(name: str, folder: Path, model: Any) -> Path:
     scheme = quant.read_config(config)
     tensors = load_file(saved(model, folder) / "model.safetensors")
     for number, layer in enumerate(model.model.layers):
+        if not hasattr(layer.mlp, "experts"):
+            continue
         experts = layer.mlp.experts
         for e in range(experts.gate_up_proj.shape[0]):
             gate, up = experts.gate_up_proj.data[e].chunk(2)
@@ -120,28 +122,35 @@ def quantized(name: str, folder: Path, model: Any) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", [name for name in FORMATS if name != "gptq-orders"])
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [("qwen3-moe", name) for name in FORMATS if name != "gptq-orders"]
+    + [("glm4-moe", "fp8"), ("glm4-moe", "compressed-tensors-fp8"), ("glm4-moe", "awq")],
+)
 def test_a_decoder_multiplies_by_what_the_format_defines(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = tiny.model("qwen3-moe", hidden_size=128, moe_intermediate_size=128)
+    model = tiny.model(family, hidden_size=128, moe_intermediate_size=128)
     quantized(name, tmp_path, model)
     expected = logits(Decoder.from_transformers(model, **SIZES), monkeypatch)
     ours = Decoder.from_pretrained(tmp_path, **SIZES)
     tokens, found = logits(ours, monkeypatch)
-    mlp: Any = ours._w.layers[1].mlp
-    assert isinstance(mlp.gate_up, QuantizedStack) and mlp.gate_up.shape == (4, 256, 128)
+    mlp: Any = getattr(ours._w.layers[1].mlp, "routed", ours._w.layers[1].mlp)
+    assert isinstance(mlp.gate_up, QuantizedStack) and mlp.gate_up.shape[1:] == (256, 128)
     assert torch.equal(mlp.down.dequantize(), model.model.layers[1].mlp.experts.down_proj)
     assert tokens == expected[0]
     torch.testing.assert_close(found, expected[1])
 
 
-def test_experts_in_fp8_that_transformers_has_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("family", ["qwen3-moe", "glm4-moe"])
+def test_experts_in_fp8_that_transformers_has_loaded(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As of Qwen3-30B-A3B-FP8: packed where they are, and the same as decoded ones."""
     fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
-    model = tiny.model("qwen3-moe", torch.bfloat16, hidden_size=128, moe_intermediate_size=128)
+    model = tiny.model(family, torch.bfloat16, hidden_size=128, moe_intermediate_size=128)
     decoded = copy.deepcopy(model)
     for layer, other in zip(model.model.layers, decoded.model.layers, strict=True):
+        if not hasattr(layer.mlp, "experts"):
+            continue
         held = fp8.FP8Experts(model.config, block_size=(128, 128))
         for name in ("gate_up_proj", "down_proj"):
             dense = getattr(other.mlp.experts, name).data
@@ -152,9 +161,9 @@ def test_experts_in_fp8_that_transformers_has_loaded(monkeypatch: pytest.MonkeyP
                 w.copy_(weight.dequantize())
         layer.mlp.experts = held
     decoder = Decoder.from_transformers(model, **SIZES)
-    mlp: Any = decoder._w.layers[0].mlp
+    mlp: Any = getattr(decoder._w.layers[1].mlp, "routed", decoder._w.layers[1].mlp)
     assert isinstance(mlp.gate_up, QuantizedStack) and mlp.gate_up.weight.scale_rows == 128
-    assert torch.equal(mlp.down.dequantize(), decoded.model.layers[0].mlp.experts.down_proj)
+    assert torch.equal(mlp.down.dequantize(), decoded.model.layers[1].mlp.experts.down_proj)
     tokens, found = logits(decoder, monkeypatch)
     expected = logits(Decoder.from_transformers(decoded, **SIZES), monkeypatch)
     assert tokens[0][:4] == expected[0][0][:4]

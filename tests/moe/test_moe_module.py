@@ -19,6 +19,7 @@ SIZES = {"hidden_size": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 2
 
 def blocks() -> dict[str, Any]:
     from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek
+    from transformers.models.glm4_moe import modeling_glm4_moe as glm
     from transformers.models.mixtral import modeling_mixtral as mixtral
     from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen
 
@@ -32,6 +33,7 @@ def blocks() -> dict[str, Any]:
         "deepseek v3": deepseek.DeepseekV3MoE(
             deepseek.DeepseekV3Config(routed_scaling_factor=2.5, **grouped, **SIZES)
         ),
+        "glm 4": glm.Glm4MoeMoE(glm.Glm4MoeConfig(routed_scaling_factor=2.5, **grouped, **SIZES)),
     }  # fmt: skip
 
 
@@ -42,7 +44,7 @@ def block(name: str, dtype: torch.dtype) -> Any:
     return made
 
 
-NAMES = ("qwen3", "qwen3, renormalized", "mixtral", "deepseek v3")
+NAMES = ("qwen3", "qwen3, renormalized", "mixtral", "deepseek v3", "glm 4")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -69,7 +71,7 @@ def test_state_dicts_go_both_ways(name: str) -> None:
     saved = ours.state_dict()
     assert {k: tuple(v.shape) for k, v in saved.items()} == {k: tuple(v.shape) for k, v in theirs.state_dict().items()}
     theirs.load_state_dict(saved)
-    of = {"shared_size": 48, "scoring": "sigmoid", "groups": (4, 2)} if name == "deepseek v3" else {}
+    of = {"shared_size": 48, "scoring": "sigmoid", "groups": (4, 2)} if name in ("deepseek v3", "glm 4") else {}
     fresh = nn.MoE(16, 24, ours.num_experts, 2, **of)
     fresh.load_state_dict(theirs.state_dict())
     x = torch.randn(3, 16, generator=torch.Generator().manual_seed(1))

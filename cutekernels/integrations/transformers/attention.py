@@ -78,7 +78,12 @@ def attend(
     Raises:
         UnsupportedProblem: dropout, a position bias, a mask that is not bool, or what ``attention`` does not take.
     """
+    tokens = _tokens(module, query, kwargs.get("position_ids"))
     if LEFT in module.__dict__:
+        if attention_mask is not None and _counts(attention_mask, query.shape[0]):
+            attention_mask = _band(attention_mask, query, key)
+        elif attention_mask is None and tokens != query.shape[2]:
+            attention_mask = _band(tokens, query, key)
         from transformers import AttentionInterface
 
         kwargs |= {"sliding_window": sliding_window, "softcap": softcap, "is_causal": is_causal, "s_aux": s_aux}
@@ -106,8 +111,8 @@ def attend(
     if lengths is not None:
         return decode_attention(q, k, v, lengths, **options), None
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-    if causal and 1 < q.shape[1] < k.shape[1]:  # as torch aligns: the first query sees the first key, of a static cache
-        k, v = k[:, : q.shape[1]], v[:, : q.shape[1]]
+    if causal and 1 < tokens < k.shape[1]:  # as torch aligns: the first token sees the first key, of a static cache
+        k, v = k[:, :tokens], v[:, :tokens]
     windowed = sliding_window is not None and k.shape[1] > sliding_window
     # In other models, as in SDPA, masks alone have windows.
     if causal and windowed and getattr(getattr(module, "config", None), "model_type", None) in FAMILIES:
@@ -118,6 +123,26 @@ def attend(
     if q.shape[1] == 1:  # no expression: a traced length may be a symbol
         causal = False
     return attention(q, k, v, causal=causal, **options), None
+
+
+def _tokens(module: Any, query: Tensor, position_ids: Any) -> Any:
+    """How many tokens the call has, of which ``query`` has the last ones: fewer in layers that take an earlier one's
+    keys, where only some logits are asked for (Gemma 4).
+    """
+    own = query.shape[2]
+    if module.__dict__.get("is_kv_shared_layer") and isinstance(position_ids, Tensor):
+        return position_ids.shape[-1]
+    return own
+
+
+def _band(tokens: Any, query: Tensor, key: Tensor) -> Tensor:
+    """The mask ``(B or 1, 1, SQ, SKV)`` of the last queries of so many ``tokens``, a number or :func:`_lengths`, whose
+    keys come first in a static cache.
+    """
+    own, keys = query.shape[2], torch.arange(key.shape[2], device=query.device)
+    last = torch.arange(own, device=query.device)[:, None] + (tokens - own)
+    seen: Tensor = keys <= last
+    return seen.view(-1, 1, own, key.shape[2])
 
 
 class _Traced:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.integrations.transformers import checkpoints
-from cutekernels.integrations.transformers.families import family_of
+from cutekernels.integrations.transformers.families import by_part, is_whole
 from cutekernels.integrations.transformers.patching import is_patched, patch, unpatch
 from cutekernels.integrations.transformers.quantized import decoded
 from cutekernels.integrations.transformers.tensor_parallel import is_planned
@@ -100,9 +100,14 @@ def compare(model: torch.nn.Module, inputs: Tensor | Mapping[str, Tensor], *, la
 def _check_model(model: Any) -> None:
     """Refuses what has no logits for each position, and what a copy of the model would not compute by itself."""
     remedy = "pass a model for causal language modelling, loaded by from_pretrained"
-    family_of(model, "compare", remedy, head=True)
-    if not hasattr(model, "lm_head"):
-        raise UnsupportedProblem(f"compare takes models with an lm_head; {type(model).__name__} has none: {remedy}")
+    if not is_whole(model):
+        raise UnsupportedProblem(
+            f"compare takes models of transformers; this is a {type(model).__name__}: {by_part(model, True) or remedy}"
+        )
+    if model.get_output_embeddings() is None:
+        raise UnsupportedProblem(
+            f"compare takes models with an lm_head or another head of tokens; {type(model).__name__} has none: {remedy}"
+        )
     if any(p.is_meta for p in model.parameters()):
         raise UnsupportedProblem(
             f"compare takes a model with weights, and this one has some on the meta device: {remedy}"
@@ -191,7 +196,7 @@ def _results(model: Any, given: dict[str, Any], layers: bool) -> dict[str, Tenso
 
     handles = []
     if layers:
-        handles = [x.register_forward_hook(keeper(f"layer {i}")) for i, x in enumerate(model.get_decoder().layers)]
+        handles = [x.register_forward_hook(keeper(f"layer {i}")) for i, x in enumerate(_layers(model))]
     training = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -203,6 +208,20 @@ def _results(model: Any, given: dict[str, Any], layers: bool) -> dict[str, Tenso
         for handle in handles:
             handle.remove()
     return found
+
+
+def _layers(model: Any) -> torch.nn.ModuleList:
+    """The decoder's layers, by whatever name."""
+    body = model.get_decoder()
+    if isinstance(own := getattr(body, "layers", None), torch.nn.ModuleList):
+        return own
+    count = getattr(body.config.get_text_config(), "num_hidden_layers", None)
+    found = [part for part in body.children() if isinstance(part, torch.nn.ModuleList) and len(part) == count]
+    if len(found) != 1:
+        raise UnsupportedProblem(
+            f"compare finds no one list of {count} layers in {type(model).__name__}: leave layers=True away"
+        )
+    return found[0]
 
 
 def _error(actual: Tensor, exact: Tensor) -> float:

@@ -49,6 +49,7 @@ class Family:
         table: rows of cosines: their halves repeat, they have each angle once, or twice in a row.
         turns_in_windows: layers without a window have no rotary embedding.
         output_gate: attention's result is multiplied by sigmoids, of logits behind each head's query in q_proj.
+        shares_keys: values are normed, too; a layer may have keys for values, or an earlier layer's keys and values.
         sinks: attention has a logit for each head that takes its share and adds nothing.
         windowed: attention has a ``sliding_window``: the config's in all layers of the model, or its own layer's.
         passes_window: transformers' attention hands that on; where not, its mask holds it.
@@ -60,6 +61,7 @@ class Family:
         gate: of an MLP that has it in its code alone.
         attention_left: why attention stays transformers' own, or "".
         undecoded: why ``Decoder`` does not take the family, or "".
+        inside: the ``model_type`` of models with a head that have it beside towers for images; "" where none has.
     """
 
     module: str
@@ -80,6 +82,7 @@ class Family:
     table: Literal["halves", "once", "twice"] = "halves"
     turns_in_windows: bool = False
     output_gate: bool = False
+    shares_keys: bool = False
     sinks: bool = False
     windowed: Literal["model", "layer"] | None = "layer"
     passes_window: bool = True
@@ -91,6 +94,7 @@ class Family:
     gate: Gate | None = None
     attention_left: str = ""
     undecoded: str = ""
+    inside: str = ""
 
     def classes(self) -> dict[str, type]:
         """The classes by role: norm, mlp, attention, layer, experts, and the model with its head."""
@@ -157,8 +161,8 @@ class Family:
             return t.narrow(-1, 0, t.shape[-1] // 2)
         return t if self.table == "once" else t[..., ::2]
 
-    def turned(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries and keys behind the rotary embedding; cosines and sines as transformers makes them."""
+    def turned(self, q: Tensor, k: Any, cos: Tensor, sin: Tensor) -> tuple[Tensor, Any]:
+        """Queries and keys, or None, behind the rotary embedding; cosines and sines as transformers makes them."""
         if cos.requires_grad or sin.requires_grad:
             cos, sin = cos.detach(), sin.detach()
         if self.table == "halves" and not self.interleaved:
@@ -195,14 +199,8 @@ FAMILIES: dict[str, Family] = {
     "qwen3_5_text": Family("qwen3_5", "Qwen3_5", **_DELTA),
     "qwen3_5_moe_text": Family("qwen3_5_moe", "Qwen3_5Moe", experts=True, **_DELTA),
     "qwen3_next": Family("qwen3_next", "Qwen3Next", experts=True, **_DELTA),
-    "qwen3_vl_text": Family(
-        "qwen3_vl", "Qwen3VLText", windowed=None,
-        undecoded="features of images are added between its layers, which a Decoder does not do",
-    ),
-    "glm4_moe": Family(
-        "glm4_moe", "Glm4Moe", experts=True, windowed=None,
-        undecoded="its router adds a bias to sigmoids, and a Decoder's takes a softmax",
-    ),
+    "qwen3_vl_text": Family("qwen3_vl", "Qwen3VLText", windowed=None, inside="qwen3_vl"),
+    "glm4_moe": Family("glm4_moe", "Glm4Moe", experts=True, windowed=None),
     "qwen2_moe": Family("qwen2_moe", "Qwen2Moe", experts=True, passes_window=False),
     "phi3": Family("phi3", "Phi3", joined_qkv=True, joined_mlp=True, windowed="model"),
     "granite": Family("granite", "Granite", multipliers=True, windowed=None),
@@ -227,6 +225,11 @@ FAMILIES: dict[str, Family] = {
     "qwen2_5_vl_text": Family("qwen2_5_vl", "Qwen2_5_VL", renamed=(("mlp", "Qwen2MLP"),)),
     "gemma2": Family("gemma2", "Gemma2", softcap=True, **_GEMMA),
     "gemma3_text": Family("gemma3", "Gemma3", causal=False, **_GEMMA),
+    "gemma4_text": Family(
+        "gemma4", "Gemma4Text", experts=True, rounding="once", norms=_AROUND, shares_keys=True, logit_softcap=True,
+        causal=False, renamed=(("norm", "Gemma4RMSNorm"), ("causal", "Gemma4ForCausalLM"), ("layer", None)),
+        inside="gemma4",
+    ),
 }  # fmt: skip
 
 
@@ -236,30 +239,30 @@ def family_of(model: Any, verb: str, remedy: str, *, head: bool = False) -> Fami
     ``head``: whether ``verb`` needs a language model's head, too.
     """
     kind = getattr(getattr(model, "config", None), "model_type", None)
-    if kind not in FAMILIES or not _is_whole(model):
-        shown = f"model_type {kind!r}" if kind and _is_whole(model) else f"a {type(model).__name__}"
+    if kind not in FAMILIES or not is_whole(model):
+        shown = f"model_type {kind!r}" if kind and is_whole(model) else f"a {type(model).__name__}"
         raise UnsupportedProblem(
             f"{verb} takes models of transformers whose model_type is one of {', '.join(FAMILIES)}; this is {shown}: "
-            f"{_by_part(model, head) or remedy}"
+            f"{by_part(model, head) or remedy}"
         )
     return FAMILIES[kind]
 
 
 def is_listed(model: Any) -> bool:
     """Whether a model of transformers is of one of ``FAMILIES``."""
-    return _is_whole(model) and getattr(getattr(model, "config", None), "model_type", None) in FAMILIES
+    return is_whole(model) and getattr(getattr(model, "config", None), "model_type", None) in FAMILIES
 
 
-def _is_whole(model: Any) -> bool:
+def is_whole(model: Any) -> bool:
     """Whether ``model`` is a model of transformers, or a wrapper that passes for one, and no layer of it."""
     return isinstance(model, torch.nn.Module) and hasattr(model, "set_attn_implementation")
 
 
-def _by_part(model: Any, head: bool) -> str:
+def by_part(model: Any, head: bool) -> str:
     """The remedy where a part of ``model`` is of a family: a wrapper's (DataParallel), or a multimodal model's."""
     parts = model.named_modules() if isinstance(model, torch.nn.Module) else ()
     for name, part in parts:
-        if _is_whole(part) and getattr(getattr(part, "config", None), "model_type", None) in FAMILIES:
+        if is_whole(part) and getattr(getattr(part, "config", None), "model_type", None) in FAMILIES:
             path = f"model.{name}" if all(map(str.isidentifier, name.split("."))) else f"model.get_submodule({name!r})"
             if head and not hasattr(part, "lm_head"):
                 return f"call the model itself, with cutekernels.patch({path})"

@@ -348,23 +348,9 @@ class Attention(Patched):
         """
         me: Any = self
         names: Any = sys.modules[self.original.__module__]
-        shape = hidden_states.shape[:-1]
-        q, k, v = self.query_key_value(hidden_states)
-        gate = None
-        if self.family.output_gate:
-            q, gate = q.view(*shape, -1, 2 * me.head_dim).chunk(2, dim=-1)
-        if self.family.whole_norms:
-            q, k = me.q_norm(q), me.k_norm(k)
-        q, k, v = (t.view(*shape, -1, me.head_dim) for t in (q, k, v))
-        if "q_norm" in me._modules and not self.family.whole_norms:
-            q, k = me.q_norm(q), me.k_norm(k)
-        family = self.family
-        if family.turns(me):
-            q, k = family.turned(q, k, *position_embeddings)
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        shape, family = hidden_states.shape[:-1], self.family
         cache = past_key_values if cache is None else cache
-        if cache is not None:
-            k, v = cache.update(k, v, me.layer_idx)
+        q, k, v, gate = self.operands(hidden_states, position_embeddings, cache, kwargs)
         attend = names.ALL_ATTENTION_FUNCTIONS.get_interface(
             me.config._attn_implementation, names.eager_attention_forward
         )
@@ -376,6 +362,25 @@ class Attention(Patched):
         )  # fmt: skip
         out = out.reshape(*shape, -1)
         return me.o_proj(out if gate is None else out * torch.sigmoid(gate.reshape(*shape, -1))), weights
+
+    def operands(self, x: Tensor, tables: tuple[Tensor, Tensor], cache: Any, options: dict[str, Any]) -> Any:
+        """Queries, keys and values ``(B, H, S, D)``, all that the cache has, and logits of the output gate or None."""
+        me: Any = self
+        family, shape, gate = self.family, x.shape[:-1], None
+        q, k, v = self.query_key_value(x)
+        if family.output_gate:
+            q, gate = q.view(*shape, -1, 2 * me.head_dim).chunk(2, dim=-1)
+        if family.whole_norms:
+            q, k = me.q_norm(q), me.k_norm(k)
+        q, k, v = (t.view(*shape, -1, me.head_dim) for t in (q, k, v))
+        if "q_norm" in me._modules and not family.whole_norms:
+            q, k = me.q_norm(q), me.k_norm(k)
+        if family.turns(me):
+            q, k = family.turned(q, k, *tables)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        if cache is not None:
+            k, v = cache.update(k, v, me.layer_idx)
+        return q, k, v, gate
 
     def query_key_value(self, x: Tensor) -> Any:
         """The projections of ``x`` ``(B, S, H)``."""

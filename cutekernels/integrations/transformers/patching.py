@@ -18,6 +18,7 @@ from cutekernels.integrations.transformers import (
     projections,
     quantized,
     rules,
+    shared_keys,
     structure,
     tensor_parallel,
     whole,
@@ -145,7 +146,13 @@ def _patch_family(model: Any, family: Family, report: Report, path: str) -> None
         "norm": modules.LayerNorm if family.layer_norm else modules.Norm,
         "gated_norm": modules.GatedNorm,
         "mlp": modules.PlainMlp if not family.gated else modules.Mlp if family.joined_mlp else modules.PackedMlp,
-        "attention": modules.Attention if family.joined_qkv else modules.PackedAttention,
+        "attention": (
+            shared_keys.SharedAttention
+            if family.shares_keys
+            else modules.Attention
+            if family.joined_qkv
+            else modules.PackedAttention
+        ),
         "layer": (
             modules.SandwichLayer
             if family.norms[1] is not None
@@ -160,6 +167,7 @@ def _patch_family(model: Any, family: Family, report: Report, path: str) -> None
         roles.pop(family.classes()["layer"])
     routers: list[Any] = [m for m in model.modules() if hasattr(m, "experts") and hasattr(m, "gate")]
     chosen = {id(m.experts): getattr(m.gate, "top_k", 1) for m in routers}
+    usual = getattr(model.config, "top_k_experts", None) or 1  # Gemma 4's, whose routers do not say it
     packed = quantized.take(model, family)
     for name, module in model.named_modules(prefix=path):
         left = packed.get(id(module))
@@ -175,13 +183,15 @@ def _patch_family(model: Any, family: Family, report: Report, path: str) -> None
             if role in ("linear", None) and checkpoints.is_quantized(module)
             else _other(module)
             if role is None
-            else rules.why_not(role, module, family, chosen.get(id(module), 1))
+            else rules.why_not(role, module, family, chosen.get(id(module), usual))
         )
         if reason:
             report.left.append((name, reason))
         if role is None or reason:
             continue
         mixin: Any = mixins[role]
+        if role == "norm" and rules.is_bare(module):
+            mixin = shared_keys.BareNorm
         if role == "linear" and tensor_parallel.is_sharded(module.weight):
             mixin = tensor_parallel.ShardedLinear
         _swap(module, role, (mixin, family), report)
@@ -237,7 +247,9 @@ def _pack(named: list[tuple[str, Any]], report: Report) -> None:
     shared = shared_parameters(report.model)
     for name, module in named:
         if isinstance(module, modules.Fused):
-            if any(isinstance(getattr(module, part), quantized.Quantized) for part in module.parts):
+            if len(module.parts) < 2 or any(
+                isinstance(getattr(module, part), quantized.Quantized) for part in module.parts
+            ):
                 continue  # each a product of its own
             own = [p for part in module.parts for p in getattr(module, part).parameters()]
             module.shared = any(id(p) in shared for p in own)
@@ -320,11 +332,17 @@ def _route(model: Any, family: Family, report: Report) -> None:
             report.left.append(("attention's core", rule))
             return
     dtype = quantized.compute_dtype(model)
-    for name, module in model.named_modules():
-        rule = rules.why_no_core(module, module.family, dtype) if isinstance(module, modules.Attention) else ""
-        if rule:
-            report.left.append((f"{name}'s core", rule))
-            return
+    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, modules.Attention)]
+    reasons = [(name, module, rules.why_no_core(module, module.family, dtype)) for name, module in layers]
+    left = [(name, module, rule) for name, module, rule in reasons if rule]
+    windowed = any(family.window_of(module) is not None for _, module, _ in left)  # which masks then have not
+    together = len(left) == len(layers) or windowed or config._attn_implementation not in ("sdpa", attention.NAME)
+    if left and together:
+        report.left += [(f"{name}'s core", rule) for name, _, rule in left[:1]]
+        return
+    for name, module, rule in left:
+        report.left.append((f"{name}'s core", rule))
+        module.__dict__[attention.LEFT] = True
     if config._attn_implementation != attention.NAME:
         model.__dict__[_BEFORE] = config._attn_implementation
         model.set_attn_implementation(attention.NAME)

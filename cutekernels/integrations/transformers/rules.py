@@ -47,14 +47,23 @@ def why_not(role: str, module: Any, family: Family, top_k: int) -> str:
         return reason or (
             _of_linear(*module.weight.shape, _dtype(module.weight)) if _has_shape(module.weight, 2) else ""
         )
+    if role == "norm" and is_bare(module):
+        return ""
     if role == "norm" and family.layer_norm:
         eps = family.norm_options(module)["eps"]
         return _of_layer_norm(len(module.weight), _dtype(module.weight), eps) if _has_shape(module.weight, 1) else ""
     if role == "norm" and _has_shape(module.weight, 1):
         return _of_norm(tuple(module.weight.shape), _dtype(module.weight), *family.norm_options(module).values())
     if role == "attention":
-        return _asks_for_more(type(module)) or _of_rope(module.head_dim, *_heads(module), _dtype(_query(module)))
+        return _asks_for_more(type(module), family) or _of_rope(
+            module.head_dim, *_heads(module), _dtype(_query(module))
+        )
     return ""
+
+
+def is_bare(norm: Any) -> bool:
+    """Whether a norm has no weight, as Gemma 4's say of themselves; one that is no parameter (FSDP's) is one too."""
+    return getattr(norm, "with_scale", True) is False
 
 
 def _drops(module: Any) -> bool:
@@ -79,12 +88,15 @@ def _mlp_left(module: Any, family: Family) -> str:
     return _of_gate(gate, len(weight) // (1 + family.joined_mlp), _dtype(weight))
 
 
-def _asks_for_more(original: type[Any]) -> str:
+def _asks_for_more(original: type[Any], family: Family) -> str:
     """Why an attention layer's arguments are not ours, as in a version of transformers that has renamed some."""
     taken = inspect.signature(modules.Attention.forward).parameters
     asked = inspect.signature(original.forward).parameters
     nothing = {"use_cache", "output_attentions"}  # of old versions: the cache is given or not, weights never returned
-    unknown = sorted(asked.keys() - taken.keys() - nothing)
+    shared = {"shared_kv_states"} if family.shares_keys else set[str]()
+    unknown = sorted(asked.keys() - taken.keys() - nothing - shared)
+    if shared - asked.keys():
+        return "this version of transformers hands shared keys on in another way"
     if unknown:
         return f"this version of transformers calls it with {', '.join(unknown)}, which no kernel knows"
     if "apply_multimodal_rotary_pos_emb" in getattr(
@@ -139,7 +151,8 @@ def _dtype(weight: object) -> torch.dtype:
 
 
 def _heads(module: Any) -> tuple[int, int]:
-    return module.config.num_attention_heads, module.config.num_key_value_heads
+    heads, groups = module.config.num_attention_heads, getattr(module, "num_key_value_groups", None)
+    return heads, module.config.num_key_value_heads if groups is None else heads // groups
 
 
 def _query_of(module: Any) -> Any:

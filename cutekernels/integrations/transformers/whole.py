@@ -178,8 +178,9 @@ def _call(call: Any, module: Any, qkv: Any, mask: Any, more: Any, seen: Tensor |
 def _tokens(model: Any) -> Tensor:
     """Tokens that mean nothing to the config."""
     table = model.get_input_embeddings().weight
-    configs = [model.config, *(getattr(model.config, name) for name in model.config.sub_configs)]
-    meant = {v for config in configs for k, v in vars(config).items() if "token" in k and isinstance(v, int)}
+    configs = [model.config, *(getattr(model.config, name) for name in model.config.sub_configs)]  # None: no such part
+    options = [option for config in configs if config is not None for option in vars(config).items()]
+    meant = {v for k, v in options if "token" in k and isinstance(v, int)}
     plain = torch.tensor([i for i in range(min(len(table), 512)) if i not in meant])
     drawn = torch.randint(len(plain), (2, _TOKENS), generator=torch.Generator().manual_seed(3))
     return plain[drawn].to(table.device)
