@@ -60,6 +60,33 @@ def scale_of(name: str) -> Any:
     return cutlass.Uint8 if name == "e8m0" else float_of(name)
 
 
+def matrix(kind: Any, rows: Any, columns: Any, align: int) -> Any:
+    """A fake of contiguous rows; ``align`` elements divide their address and pitch."""
+    import cutlass
+    from cutlass.cute.runtime import make_fake_tensor
+
+    stride = (cutlass.cute.sym_int(divisibility=align), 1)
+    return make_fake_tensor(kind, (rows, columns), stride=stride, assumed_align=align * kind.width // 8)
+
+
+def dense(kind: Any, *shape: Any, align: int | None = None) -> Any:
+    """A fake of a contiguous tensor, aligned to so many bytes or as an element is; None: an extent of a call."""
+    import cutlass
+    from cutlass.cute.runtime import make_fake_tensor
+
+    sym = cutlass.cute.sym_int
+    extents = tuple([sym() if extent is None else extent for extent in shape])
+    stride = (*[sym() for _ in shape[1:]], 1)
+    return make_fake_tensor(kind, extents, stride=stride, assumed_align=align or kind.width // 8)
+
+
+def bias(name: str, dtype: Any, *shape: Any) -> Any:
+    """A fake bias of ``"same"`` type as the product, or in ``"fp32"``; None of ``"none"``."""
+    import cutlass
+
+    return None if name == "none" else dense(cutlass.Float32 if name == "fp32" else dtype, *shape)
+
+
 class CuteArtifact(Artifact):
     """One compiled kernel, in memory."""
 
