@@ -249,16 +249,7 @@ def _unpack(module: SwiGLU, state_dict: dict[str, Any], prefix: str, local_metad
                 state_dict[f"{prefix}{name}.{kind}"] = half
 
 
-def _pack(
-    module: SwiGLU,
-    state_dict: dict[str, Any],
-    prefix: str,
-    local_metadata: dict[str, Any],
-    strict: bool,
-    missing_keys: list[str],
-    unexpected_keys: list[str],
-    error_msgs: list[str],
-) -> None:
+def _pack(module: SwiGLU, state_dict: dict[str, Any], prefix: str, *how: Any) -> None:
     """Packs loaded halves side by side; a state dict that is packed already passes unchanged."""
     for kind in ("weight", "bias"):
         own = getattr(module.gate_up_proj, kind)
@@ -268,10 +259,10 @@ def _pack(
             continue
         wanted = (module.intermediate_size, *(() if own is None else own.shape[1:]))
         if len(found) < 2:
-            error_msgs.append(f"{' and '.join(names)} come together: the state dict has only one of them")
+            how[-1].append(f"{' and '.join(names)} come together: the state dict has only one of them")
         elif own is not None and any(t.shape != wanted for t in found):
             shapes = " and ".join(str(tuple(t.shape)) for t in found)
-            error_msgs.append(f"{' and '.join(names)} must be {wanted}; they are {shapes}")
+            how[-1].append(f"{' and '.join(names)} must be {wanted}; they are {shapes}")
         else:
             packed: Any = torch.cat(found)
             if hasattr(packed, "redistribute") and hasattr(own, "placements"):  # by FSDP: each rank keeps its own rows
