@@ -69,22 +69,25 @@ def matrix(kind: Any, rows: Any, columns: Any, align: int) -> Any:
     return make_fake_tensor(kind, (rows, columns), stride=stride, assumed_align=align * kind.width // 8)
 
 
-def dense(kind: Any, *shape: Any, align: int | None = None) -> Any:
-    """A fake of a contiguous tensor, aligned to so many bytes or as an element is; None: an extent of a call."""
+def dense(kind: Any, *shape: Any, align: int | None = None, bits: int = 32) -> Any:
+    """A fake of contiguous rows, strides of so many ``bits`` apart, aligned to so many bytes or as an element is.
+
+    None stands for an extent of a call.
+    """
     import cutlass
     from cutlass.cute.runtime import make_fake_tensor
 
     sym = cutlass.cute.sym_int
     extents = tuple([sym() if extent is None else extent for extent in shape])
-    stride = (*[sym() for _ in shape[1:]], 1)
+    stride = (*[sym(bits) for _ in shape[1:]], 1)
     return make_fake_tensor(kind, extents, stride=stride, assumed_align=align or kind.width // 8)
 
 
-def bias(name: str, dtype: Any, *shape: Any) -> Any:
+def bias(name: str, dtype: Any, *shape: Any, bits: int = 32) -> Any:
     """A fake bias of ``"same"`` type as the product, or in ``"fp32"``; None of ``"none"``."""
     import cutlass
 
-    return None if name == "none" else dense(cutlass.Float32 if name == "fp32" else dtype, *shape)
+    return None if name == "none" else dense(cutlass.Float32 if name == "fp32" else dtype, *shape, bits=bits)
 
 
 class CuteArtifact(Artifact):

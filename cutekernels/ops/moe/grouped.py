@@ -211,7 +211,7 @@ class _GroupedOp(TensorOp[GroupedProblem, GemmConfig]):
             body = MultistageGrouped(body, self.along)
         if self.along == "k":
             return backend.compile(body, operand(groups, n, k), operand(rows, n), operand(rows, k), ends, None, gpu=gpu)
-        bias = backend.bias(p.bias, dtype, groups, None)
+        bias = backend.bias(p.bias, dtype, groups, None, bits=64)
         weight = operand(groups, weight_rows, k, major=-1 if p.weight == "k" else -2)
         return backend.compile(body, operand(rows, n), operand(rows, k), weight, ends, bias, gpu=gpu)
 
