@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -17,7 +15,7 @@ pytest.importorskip("triton")
 from cutekernels import compile as compiler
 from cutekernels import embedding, gpu
 from cutekernels.errors import InvalidConfig, UnsupportedProblem
-from cutekernels.ops.embedding.op import EMBEDDING, EmbeddingConfig, EmbeddingProblem, grouped
+from cutekernels.ops.embedding.op import EMBEDDING, EmbeddingConfig, EmbeddingProblem
 from tests.embedding import cases as embedding_cases
 from tests.embedding.cases import CASES, H200, KINDS, OPS, PLANTED, error_ratio, gradient, laid
 from tests.interpreted import kernel_tests
@@ -52,37 +50,6 @@ def test_every_knob_changes_the_code_or_the_grid(op: Any) -> None:
 
 
 # ---- the declaration ------------------------------------------------------------------------------------
-
-
-@given(
-    rows=st.integers(0, 70) | st.integers(0, (1 << 31) - 1),
-    vocabulary=st.integers(0, 300000),
-    cols=st.integers(0, 70) | st.integers(0, 70000),
-    dtype=st.sampled_from(["bf16", "fp16", "fp32"]),
-    layout=st.sampled_from(["rows", "strided"]),
-    align=st.sampled_from([16, 8, 4]),
-    spec=st.sampled_from(gpu.GPUS),
-)
-@settings(deadline=None, max_examples=100)
-def test_default_is_valid_and_everything_round_trips(spec: gpu.GpuSpec, **fields: Any) -> None:
-    problem = EmbeddingProblem(**fields)
-    assert EmbeddingProblem.parse(str(problem)) == problem
-    for op in OPS.values():
-        config = op.default(problem, spec)
-        assert op.why_not(problem, config, spec) is None, (problem, config)
-        assert op.estimate_us(problem, config, spec) > 0
-        assert EmbeddingConfig.parse(str(config)) == config
-        assert op.grid(problem, config)[1] < 1 << 16
-
-
-@pytest.mark.parametrize(("op", "text"), [(op, text) for op in OPS.values() for text in op.suite], ids=str)
-def test_suite_samples_pose_their_problem(op: Any, text: str) -> None:
-    problem = EmbeddingProblem.parse(text)
-    small = problem.replace(rows=min(problem.rows, 40), vocabulary=min(problem.vocabulary, 50))
-    args = op.sample(small, "cpu", 3)
-    assert op.problem(*op.outputs(small, *args), *args) == small
-    (reference,) = op.reference(small, *args)
-    assert reference.shape == op.outputs(small, *args)[0].shape
 
 
 @pytest.mark.parametrize("layout", ["rows", "strided"])
@@ -141,13 +108,6 @@ def test_gradients() -> None:
     assert torch.autograd.gradcheck(lambda t: embedding(ids, t), (table,))
     (grad,) = torch.autograd.grad(embedding(ids, table).sum(), table, create_graph=True)
     assert grad[5].eq(0).all()
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_opcheck() -> None:
-    ids, table = torch.tensor([1, 0, 1]), torch.randn(6, 3, requires_grad=True)
-    torch.library.opcheck(torch.ops.cutekernels.embedding.default, (ids, table))
-    torch.library.opcheck(torch.ops.cutekernels.embedding_backward.default, (torch.randn(3, 4), *grouped(ids, 6)))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

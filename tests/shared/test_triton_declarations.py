@@ -50,7 +50,7 @@ def problems(draw: st.DrawFn, op: Any) -> Problem:
     for name in names:
         values = base.__dataclass_fields__[name].metadata.get("values")
         some = st.integers(0, 1 << 20 if name == large else 70) if values is None else st.sampled_from(values)
-        if draw(st.booleans()):
+        if values is None or draw(st.booleans()):
             changes[name] = draw(some)
     return changed(base, changes)  # type: ignore[no-any-return]
 
