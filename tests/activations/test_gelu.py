@@ -27,7 +27,6 @@ from tests.activations.gelu_cases import APPROXIMATE, CASES, PLANTED, SPECIAL, V
 from tests.activations.silu_mul_cases import DTYPES
 from tests.compiled import H200
 from tests.interpreted import kernel_tests
-from tests.traced import Graphs
 
 # ---- kernels, interpreted -------------------------------------------------------------------------------
 
@@ -179,26 +178,6 @@ def test_opcheck() -> None:
     torch.library.opcheck(ops.gelu_mul_packed_backward.default, (x[:, 3:], x, "tanh"))
     torch.library.opcheck(ops.bias_gelu_out.default, (x, bias, torch.empty(4, 6), "tanh"))
     torch.library.opcheck(ops.bias_gelu_backward.default, (x, x, bias, "none"))
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_traced_whole() -> None:
-    """Tracing makes no graph break and one node per op, packed ones included."""
-    graphs = Graphs()
-
-    @torch.compile(fullgraph=True, backend=graphs.backend)
-    def traced(packed: Tensor, bias: Tensor) -> Tensor:
-        return silu_mul(packed) + gelu_mul(packed, approximate="tanh") + bias_gelu(packed, bias)[:, :3]
-
-    packed, bias = torch.randn(4, 6, requires_grad=True), torch.randn(6, requires_grad=True)
-    result = traced(packed, bias)
-    torch.testing.assert_close(
-        result, silu_mul(packed) + gelu_mul(packed, approximate="tanh") + bias_gelu(packed, bias)[:, :3]
-    )
-    assert graphs.ops() == ["silu_mul_packed", "gelu_mul_packed", "bias_gelu"]
-    result.sum().backward()
-    assert packed.grad is not None
-    assert bias.grad is not None
 
 
 # ---- the GPU's path, on CPU tensors ---------------------------------------------------------------------

@@ -30,7 +30,6 @@ from tests.activations.silu_mul_cases import (
 )
 from tests.compiled import H200
 from tests.interpreted import kernel_tests
-from tests.traced import Graphs
 
 # ---- kernels, interpreted -------------------------------------------------------------------------------
 
@@ -170,25 +169,6 @@ def test_gradients() -> None:
     assert torch.autograd.gradcheck(silu_mul, (gate, up))
     assert torch.autograd.gradcheck(silu_mul, (gate, up.detach()))
     assert torch.autograd.gradcheck(silu_mul, (gate.detach(), up))
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_traced_whole() -> None:
-    """Tracing makes no graph break, forward, backward or into ``out``, and one graph per op."""
-    graphs = Graphs()
-
-    @torch.compile(fullgraph=True, backend=graphs.backend)
-    def mlp(gate: Tensor, up: Tensor, out: Tensor) -> Tensor:
-        silu_mul(gate.detach(), up.detach(), out=out)
-        return silu_mul(gate, up) * 2
-
-    gate, up, out = torch.randn(4, 6, requires_grad=True), torch.randn(4, 6, requires_grad=True), torch.empty(4, 6)
-    result = mlp(gate, up, out)
-    torch.testing.assert_close(result, silu_mul(gate, up) * 2)
-    torch.testing.assert_close(out, silu_mul(gate, up).detach())
-    assert graphs.ops() == ["silu_mul_out", "silu_mul"]
-    result.sum().backward()
-    assert gate.grad is not None
 
 
 # ---- the GPU's path, on CPU tensors ---------------------------------------------------------------------

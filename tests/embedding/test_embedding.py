@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 pytest.importorskip("triton")
 
@@ -108,20 +107,6 @@ def test_gradients() -> None:
     assert torch.autograd.gradcheck(lambda t: embedding(ids, t), (table,))
     (grad,) = torch.autograd.grad(embedding(ids, table).sum(), table, create_graph=True)
     assert grad[5].eq(0).all()
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_traced_whole() -> None:
-    @torch.compile(fullgraph=True, backend="aot_eager")
-    def looked_up(ids: Tensor, table: Tensor) -> Tensor:
-        return embedding(ids, table) * 2
-
-    ids, table = torch.tensor([[1, 0, 1], [4, 1, 4]]), torch.randn(6, 3, requires_grad=True)
-    out = looked_up(ids, table)
-    assert torch.equal(out, 2 * table[ids])
-    out.sum().backward()
-    assert table.grad is not None
-    assert torch.equal(table.grad[:, 0], torch.tensor([2.0, 6.0, 0.0, 0.0, 4.0, 0.0]))
 
 
 # ---- on a GPU -------------------------------------------------------------------------------------------

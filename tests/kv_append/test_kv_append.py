@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 from cutekernels import verify
 from cutekernels.errors import InvalidConfig, UnsupportedProblem
 from cutekernels.ops.kv_append.api import kv_append
-from cutekernels.ops.kv_append.op import KV_APPEND, LENGTHS, LOST, KvAppendConfig, KvAppendProblem
+from cutekernels.ops.kv_append.op import KV_APPEND, LOST, KvAppendConfig, KvAppendProblem
 from cutekernels.ops.shared import calls
 from tests.compiled import half
 from tests.interpreted import H200, kernel_tests
@@ -257,29 +257,6 @@ def test_opcheck(queries: bool) -> None:
     state = torch.tensor([[4, 3], [0, 0], [0, 0]], dtype=torch.int32)
     args = (q, k, k.clone(), cache, cache.clone(), state, None, None, None, None, cos, sin, False)
     torch.library.opcheck(torch.ops.cutekernels.kv_append.default, args)
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_traced_whole() -> None:
-    @torch.compile(fullgraph=True, backend="aot_eager")
-    def step(joint: Tensor, k_cache: Tensor, v_cache: Tensor, state: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        heads = (joint * 2).unflatten(-1, (4, 16))
-        q, k, v = heads[:, :, :2], heads[:, :, 2:3], heads[:, :, 3:]
-        q = q.clone()
-        kv_append(k, v, k_cache, v_cache, state, q=q, cos=cos, sin=sin)
-        return q + state[LENGTHS].sum()
-
-    joint, (cos, sin) = torch.randn(2, 3, 64), table(20, 8)
-    ours, plain = ([torch.zeros(2, 9, 1, 16), torch.zeros(2, 9, 1, 16), torch.zeros(3, 2).int()] for _ in range(2))
-    for _ in range(2):
-        with torch.no_grad():
-            found = step(joint, *ours, cos, sin)
-        heads = (joint * 2).unflatten(-1, (4, 16))
-        q = heads[:, :, :2].clone()
-        kv_append(heads[:, :, 2:3], heads[:, :, 3:], *plain, q=q, cos=cos, sin=sin)
-        torch.testing.assert_close(found, q + plain[2][LENGTHS].sum())
-        for a, b in zip(ours, plain, strict=True):
-            torch.testing.assert_close(a, b)
 
 
 # ---- the GPU's path, on CPU tensors ---------------------------------------------------------------------

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 pytest.importorskip("triton")
 
@@ -19,7 +18,6 @@ from cutekernels.ops.moe.rows import MOE_DISPATCH, MOE_GATHER, MoeDispatchProble
 from tests.interpreted import kernel_tests
 from tests.moe import cases as routing_cases
 from tests.moe.cases import CASES, H200, OPS, PLANTED
-from tests.traced import Graphs
 
 moe_route, moe_permute = cutekernels.moe_route, cutekernels.moe_permute
 moe_gather, moe_combine = cutekernels.moe_gather, cutekernels.moe_combine
@@ -211,23 +209,3 @@ def test_gradients_of_moving() -> None:
     assert torch.autograd.gradcheck(moe_combine, (rows, inverse, weights))
     assert torch.autograd.gradcheck(moe_combine, (rows.detach(), inverse, weights))
     assert torch.autograd.gradgradcheck(moe_gather, (x, inverse))
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_traced_whole() -> None:
-    """Tracing makes no graph break, forward or backward, and one graph."""
-    graphs = Graphs()
-
-    @torch.compile(fullgraph=True, backend=graphs.backend)
-    def mixture(x: Tensor, router: Tensor) -> Tensor:
-        weights, ids = moe_route(x @ router.T, 2)
-        _, _, inverse = moe_permute(ids, 5)
-        return moe_combine(moe_gather(x, inverse) * 2, inverse, weights)
-
-    x, router = torch.randn(7, 6, requires_grad=True), torch.randn(5, 6, requires_grad=True)
-    out = mixture(x, router)
-    torch.testing.assert_close(out, 2 * x)
-    assert len(graphs.seen) == 1
-    out.sum().backward()
-    assert x.grad is not None
-    torch.testing.assert_close(x.grad, torch.full_like(x, 2.0), rtol=1e-4, atol=1e-4)  # weights sum to one

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -26,7 +25,6 @@ from tests.gpu_path import recorded
 from tests.interpreted import H200, kernel_tests
 from tests.norms import cases as norm_cases
 from tests.norms.cases import CASES, OPS, PLANTED, SPECIAL
-from tests.traced import Graphs
 
 # ---- kernels, interpreted -------------------------------------------------------------------------------
 
@@ -198,17 +196,6 @@ def test_fp32_weights_beside_half() -> None:
     assert (x.grad.dtype, w.grad.dtype) == (torch.bfloat16, torch.float32)
 
 
-def test_out_is_written_where_it_lies() -> None:
-    x, w, whole = torch.randn(4, 6), torch.randn(6), torch.full((4, 20), 9.0)
-    expected = rms_norm(x, w)
-    out = whole[:, 3:15:2]
-    assert rms_norm(x, w, out=out) is out
-    assert torch.equal(out, expected)
-    assert (whole == 9).sum() == 4 * 14
-    assert rms_norm(x, w, out=x) is x
-    assert torch.equal(x, expected)
-
-
 def refusals() -> dict[str, Callable[[], Any]]:
     x, w, whole = torch.randn(4, 6), torch.randn(6), torch.randn(8, 12)
     return {
@@ -235,28 +222,6 @@ def refusals() -> dict[str, Callable[[], Any]]:
 def test_refusals_say_the_rule(rule: str) -> None:
     with pytest.raises(UnsupportedProblem, match=rule):
         refusals()[rule]()
-
-
-@pytest.mark.parametrize("wrong", [None, [[1.0]], np.ones((4, 6)), torch.ones(4, 6).to_sparse()], ids=type)
-def test_what_is_no_dense_tensor_is_refused(wrong: Any) -> None:
-    x, w = torch.randn(4, 6), torch.randn(6)
-    calls = [
-        lambda: rms_norm(wrong, w),
-        lambda: add_rms_norm(wrong, x, w),
-        lambda: add_rms_norm(x, wrong, w),
-        lambda: layer_norm(wrong, w),
-    ]
-    if wrong is not None:
-        calls += [
-            lambda: rms_norm(x, wrong),
-            lambda: rms_norm(x, w, out=wrong),
-            lambda: add_rms_norm(x, x, wrong),
-            lambda: layer_norm(x, wrong),
-            lambda: layer_norm(x, w, wrong),
-        ]
-    for call in calls:
-        with pytest.raises(UnsupportedProblem):
-            call()
 
 
 def fp64(*shape: int) -> Tensor:
@@ -295,25 +260,6 @@ def test_opcheck() -> None:
     checked(ops.rms_norm_backward.default, (r, x, None, None, True, 1e-6, 0.0))
     checked(ops.layer_norm_backward.default, (r, x, w, True, "same", 1e-6))
     checked(ops.layer_norm_backward.default, (r, x, None, False, "none", 1e-6))
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_traced_whole() -> None:
-    """Tracing makes no graph break, forward or backward, and one node per op."""
-    graphs = Graphs()
-
-    @torch.compile(fullgraph=True, backend=graphs.backend)
-    def block(x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
-        y, u = add_rms_norm(x, residual, weight)
-        return layer_norm(rms_norm(y, weight) + u, weight)
-
-    x, r, w = (torch.randn(s, requires_grad=True) for s in ((4, 6), (4, 6), (6,)))
-    result = block(x, r, w)
-    y, u = add_rms_norm(x, r, w)
-    torch.testing.assert_close(result, layer_norm(rms_norm(y, w) + u, w))
-    assert graphs.ops() == ["add_rms_norm", "rms_norm", "layer_norm"]
-    result.sum().backward()
-    assert x.grad is not None
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

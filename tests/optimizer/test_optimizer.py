@@ -190,19 +190,6 @@ def test_opcheck() -> None:
         torch.library.opcheck(torch.ops.cutekernels.adamw_step.default, (*given, count, None, True, *numbers))
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_traced_whole() -> None:
-    @torch.compile(fullgraph=True, backend="eager")
-    def update(p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> Tensor:
-        return adamw_step(p, g, m, v, step=2, **SETTINGS) * 2
-
-    p, g, m, v, _ = operands(20, "fp32")
-    exact = truth(p, g, m, v, 2, **SETTINGS)
-    doubled = update(p, g, m, v)
-    assert worst((p, m, v), exact) <= 1
-    assert torch.equal(doubled, 2 * p)
-
-
 # ---- the optimizer, on the CPU --------------------------------------------------------------------------
 
 

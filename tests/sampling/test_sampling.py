@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 pytest.importorskip("triton")
 
@@ -16,7 +15,7 @@ from cutekernels.errors import InvalidConfig, UnsupportedProblem
 from cutekernels.ops.sampling.op import SAMPLE_FILTER, SampleFilterConfig, SampleFilterProblem, _masses
 from tests.interpreted import H200, kernel_tests
 from tests.sampling import cases as sampling_cases
-from tests.sampling.cases import ALL, CASES, PLANTED, fault, logits_of, numbers_of
+from tests.sampling.cases import CASES, PLANTED, fault, logits_of, numbers_of
 
 sample_filter = cutekernels.sample_filter
 
@@ -149,14 +148,8 @@ def test_gradients_are_refused() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_traced_whole() -> None:
-    @torch.compile(fullgraph=True, backend="eager")
-    def sampled(logits: Tensor, top_p: Tensor) -> Tensor:
-        return sample_filter(logits, **{**ALL, "top_p": top_p}).softmax(-1)  # type: ignore[arg-type]
-
-    logits, top_p = torch.randn(4, 60), torch.rand(4)
-    expected = sample_filter(logits, **{**ALL, "top_p": top_p}).softmax(-1)  # type: ignore[arg-type]
-    torch.testing.assert_close(sampled(logits, top_p), expected)
+def test_traced_numbers() -> None:
+    logits = torch.randn(4, 60)
     changing = torch.compile(sample_filter, fullgraph=True, backend="eager")
     for p in (0.9, 0.8, 1.0):  # the second value makes it a traced number
         torch.testing.assert_close(changing(logits, top_p=p), sample_filter(logits, top_p=p))
