@@ -18,34 +18,11 @@ from cutekernels.ops.embedding.op import EMBEDDING, EmbeddingConfig, EmbeddingPr
 from tests.embedding import cases as embedding_cases
 from tests.embedding.cases import CASES, H200, KINDS, OPS, PLANTED, error_ratio, gradient, laid
 from tests.interpreted import kernel_tests
-from tests.triton_compiled import accesses, built, check_knobs, check_resources, in_turns
 
 # ---- kernels, interpreted and compiled ------------------------------------------------------------------
 
 
 interpreted, test_kernel_numerics, test_a_planted_bug_is_caught = kernel_tests(embedding_cases.__file__, CASES, PLANTED)
-
-
-@in_turns(OPS)
-def test_compiles_for_every_architecture(op: Any, spec: gpu.GpuSpec) -> None:
-    rng = random.Random(spec.name)
-    problem = EmbeddingProblem.parse(rng.choice(op.suite))
-    for config in (op.default(problem, spec), rng.choice(list(op.valid(problem, spec)))):
-        check_resources(op, problem, config, spec)
-
-
-@pytest.mark.parametrize("op", OPS.values(), ids=OPS.keys())
-def test_accesses_are_wide(op: Any) -> None:
-    for words, width in (("", "v4.b32"), (" align=8", "v2.b32"), (" dtype=fp32", "v4.b32")):
-        problem = EmbeddingProblem.parse(f"rows=2048 vocabulary=32000 cols=4096{words}")
-        ptx = built(op, problem, op.default(problem, H200)).ptx
-        assert width in accesses(ptx, "ld") & accesses(ptx, "st")
-
-
-@pytest.mark.parametrize("op", OPS.values(), ids=OPS.keys())
-def test_every_knob_changes_the_code_or_the_grid(op: Any) -> None:
-    changed = check_knobs(op, EmbeddingProblem(2048, 32000, 4096), EmbeddingConfig(2, 1024, 4))
-    assert changed.keys() == {"", *EmbeddingConfig.space()}
 
 
 # ---- the declaration ------------------------------------------------------------------------------------
