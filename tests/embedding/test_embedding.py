@@ -140,18 +140,6 @@ def test_gradients_on_a_gpu_are_right_and_always_the_same(dtype: torch.dtype) ->
 
 
 @pytest.mark.gpu
-def test_captured_in_a_graph() -> None:
-    ids, table = torch.randint(0, 50, (64,), device="cuda"), torch.randn(50, 512, device="cuda")
-    embedding(ids, table)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = embedding(ids, table)
-    ids.copy_(torch.randint(0, 50, (64,), device="cuda"))
-    graph.replay()
-    assert torch.equal(out, table[ids])
-
-
-@pytest.mark.gpu
 @pytest.mark.slow
 def test_more_than_two_billion_elements() -> None:
     if torch.cuda.mem_get_info()[0] < 24 << 30:

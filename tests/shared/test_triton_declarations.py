@@ -121,21 +121,22 @@ ONCE = ("silu_mul", "gelu_mul", "bias_gelu", "rms_norm", "add_rms_norm", "layer_
 DIFFERENTIABLE = (*ONCE, "embedding", "moe_gather", "rope")
 
 
-def posed(op: Any, gradient: bool = False) -> tuple[list[Any], dict[str, Any], tuple[Any, ...]]:
+def posed(op: Any, gradient: bool = False, device: str = "cpu") -> tuple[list[Any], dict[str, Any], tuple[Any, ...]]:
     """Inputs, options and numbers; the first floating input wants a gradient."""
     problem = shrunk(op, op.suite[0])
-    inputs, numbers = parts(op, op.sample(problem, "cpu", 0))
+    inputs, numbers = parts(op, op.sample(problem, device, 0))
     if gradient:
         next(t for t in inputs if t is not None and t.is_floating_point()).requires_grad_()
     return [*inputs], {name: getattr(problem, name) for name in op.options}, numbers
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("op", CHECKED, ids=lambda op: op.name)
-def test_opcheck(op: Any) -> None:
+def test_opcheck(op: Any, device: str) -> None:
     """torch's own checks of the op, and of the one that writes to given results."""
     for gradient in {False, op.name in DIFFERENTIABLE}:
-        inputs, options, numbers = posed(op, gradient)
+        inputs, options, numbers = posed(op, gradient, device)
         rest = (*options.values(), *numbers)
         torch.library.opcheck(getattr(torch.ops.cutekernels, op.name).default, (*inputs, *rest))
         if not gradient:
