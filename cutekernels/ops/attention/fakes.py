@@ -87,3 +87,16 @@ class Batch:
     def ends(self) -> Any:
         """The sequences' ends, None where they are of one length."""
         return vector(cutlass.Int32, self._ends) if self._packed else None
+
+
+class Cached:
+    """Operands of attention over a cache, in the order of the launch."""
+
+    def __init__(self, p: Any) -> None:
+        batch, seq_q, heads_q, heads_kv, layers, room = [sym_int() for _ in range(6)]
+        q, of_cache = (batch, seq_q, heads_q), (layers, room, heads_kv)
+        self.out, self.q = [rows(p.dtype, p.head_dim, *q) for _ in range(2)]
+        self.lse = vector(cutlass.Float32) if p.lse else None
+        self.k, self.v = [cache(p.cache, p.dtype, p.head_dim, *of_cache) for _ in range(2)]
+        self.lengths, self.table = vector(cutlass.Int32, batch), table(batch) if p.page_size else None
+        self.sinks, self.scales = sinks(p.sinks, p.dtype, heads_q), scales(p.cache, layers, heads_kv)

@@ -53,7 +53,10 @@ class MultistageForward(TilesSchedule[Any, AttentionConfig]):
             yield c.stages == 1, "stages=1 would convert keys in FP8 while scores are held, which spills: take 2"
 
     def registers(self, p: AttentionProblem, c: AttentionConfig) -> int:
-        return registers_per_thread(p, c)
+        """An estimate of the compiler's need: accumulators of both products, queries, and the rest."""
+        accumulators = c.rows * (p.width + c.tile_kv) // 32
+        queries = where(c.q_in_registers, c.rows * p.width // 64, 0)
+        return accumulators + queries + OTHER_REGISTERS[p.dtype] + (CONVERTING if p.cached_in != "same" else 0)
 
     def smem_bytes(self, p: AttentionProblem, c: AttentionConfig) -> int:
         return c.smem(p).total_bytes
@@ -257,13 +260,6 @@ class Attention(PrefillOp[AttentionProblem]):
 
 
 ATTENTION = Attention()
-
-
-def registers_per_thread(p: AttentionProblem, c: AttentionConfig) -> int:
-    """An estimate of the compiler's need: accumulators of both products, queries, and the rest."""
-    accumulators = c.rows * (p.width + c.tile_kv) // 32
-    queries = where(c.q_in_registers, c.rows * p.width // 64, 0)
-    return accumulators + queries + OTHER_REGISTERS[p.dtype] + (CONVERTING if p.cached_in != "same" else 0)
 
 
 def _ends(sequences: int, mean: int, generator: torch.Generator, device: str) -> Tensor:
