@@ -13,7 +13,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from cutekernels.errors import InvalidConfig, UnsupportedProblem
-from cutekernels.ops.activations.api import PACKED, bias_gelu, gelu_mul, silu_mul
+from cutekernels.ops.activations.api import JOINED, bias_gelu, gelu_mul, silu_mul
 from cutekernels.ops.activations.op import (
     BIAS_GELU,
     BIAS_GELU_BACKWARD,
@@ -213,7 +213,7 @@ def test_a_packed_gradient_is_written_in_halves(launches: list[str]) -> None:
 
 
 def test_a_packed_call_repeats_the_launch_of_its_halves(launches: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    path, calls = PACKED["silu_mul"]
+    path, calls = JOINED["silu_mul"]
     monkeypatch.setattr(path, "_cpu", path._gpu)
     monkeypatch.setattr(path, "_differentiated_on_cpu", path.differentiated)
     for gradients in (False, False, True, True):

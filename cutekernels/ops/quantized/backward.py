@@ -15,7 +15,7 @@ from torch import Tensor
 from cutekernels import gpu as gpus
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.gpu import GpuSpec
-from cutekernels.ops.activations.api import PACKED_BACKWARD
+from cutekernels.ops.activations.api import JOINED_BACKWARD
 from cutekernels.ops.gemm.api import gemm
 from cutekernels.ops.gemm.epilogue import GATED
 from cutekernels.ops.gemm.slopes import reads_value, through_activation
@@ -69,7 +69,7 @@ def decoded_parts(
 
 
 def saved_for(activation: str, first: Tensor, value: Tensor, bias: Tensor | None) -> tuple[Tensor | None, ...]:
-    """What :func:`before_activation` reads: the activation's value, or ``first`` and the bias to form ``z`` again."""
+    """Operands of :func:`before_activation`: the activation's value, or ``first`` and the bias to form ``z`` again."""
     return (value, None) if reads_value(activation) else (None, None) if activation == "none" else (first, bias)
 
 
@@ -83,7 +83,7 @@ def before_activation(grad: Tensor, value: Tensor, activation: str, z: Callable[
     if reads_value(activation):
         return through_activation(grad, value, activation)
     if activation == GATED:
-        return PACKED_BACKWARD["silu_mul"](grad, z(), None)  # type: ignore[no-any-return]
+        return JOINED_BACKWARD["silu_mul"](grad, z(), None)  # type: ignore[no-any-return]
     return through_activation(grad, z(), activation)
 
 
