@@ -165,7 +165,7 @@ def _reads_launches() -> bool:
 
 
 def absent() -> dict[str, str]:
-    """What of this DSL's is private and not known, with what follows."""
+    """Private parts of the DSL that this version lacks, each with the consequence."""
     if _reads_launches():
         return {}
     name = f"the host program of CuTe DSL {version('nvidia-cutlass-dsl')}"

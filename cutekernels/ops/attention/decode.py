@@ -108,7 +108,7 @@ class DecodeProblem(HeadsProblem):
 
     @property
     def row_bytes(self) -> int:
-        """Of a key and its value, with their scales where each has one."""
+        """Bytes of a key and its value, with their scales where each has one."""
         return 2 * (cache_bytes(self.cache) * self.head_dim + self.of_tokens)
 
     @property
@@ -392,7 +392,7 @@ def check_cache_dim(cache: str, head_dim: int) -> None:
 
 
 def cache_bytes(cache: str) -> int:
-    """Of an element."""
+    """Bytes of an element."""
     return 2 if cache == "same" else 1
 
 

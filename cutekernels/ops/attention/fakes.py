@@ -42,7 +42,7 @@ def cache(kind: str, dtype: str, head_dim: int, *lead: Any) -> Any:
 
 
 def scales(kind: str, layers: Any, heads: Any) -> list[Any]:
-    """Those of k and v: ``(HKV,)``, or of tokens and heads ``(layers, HKV, slots)``; None each without."""
+    """Scales of k and v: ``(HKV,)``, or of tokens and heads ``(layers, HKV, slots)``; None each without."""
     return [_scale(kind, layers, heads) for _ in range(2)]
 
 

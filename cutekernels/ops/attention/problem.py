@@ -462,8 +462,8 @@ class TilesSchedule(BodySchedule[Q, T]):
 
 
 def walked_bytes(p: AttentionProblem, c: Any, gpu: GpuSpec) -> Any:
-    """What CTAs read of the walked side from DRAM where they take all heads' heaviest tiles first (``order=heads``) and
-    the L2 does not hold all heads: each row of tiles, or as many as run at once, reads anew what it lacks. Else 0.
+    """DRAM bytes of the walked side where CTAs take all heads' heaviest tiles first (``order=heads``) and the L2 does
+    not hold all heads: each row of tiles, or as many as run at once, reads anew what it lacks. Else 0.
     """
     own_heads, heads = p.batch * p.heads_q, p.batch * p.heads_kv
     if p.by_keys:

@@ -35,7 +35,7 @@ def fitting_tiles(p: QuantizedProblem) -> tuple[int, ...]:
 
 
 def accumulators(c: QuantizedConfig) -> int:
-    """Of a thread."""
+    """Accumulators of a thread."""
     return c.tile_n // 16 // c.warps_n * c.tile_m // 2
 
 

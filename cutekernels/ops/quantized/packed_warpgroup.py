@@ -146,7 +146,7 @@ class PackedWarpgroupSchedule(QuantizedSchedule):
         return WarpgroupPacked(**self.parts(p, c), results=ResultBoxes(**self.boxes(p, c)), split=c.stream_k)
 
     def boxes(self, p: QuantizedProblem, c: QuantizedConfig) -> dict[str, Any]:
-        """Of results."""
+        """TMA boxes of the results."""
         from cutekernels.backends import cute as backend
         from cutekernels.kernels.cute.parts.epilogue import Activation, Epilogue
 

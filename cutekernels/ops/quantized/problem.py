@@ -76,12 +76,12 @@ class QuantizedProblem(Problem):
 
     @property
     def columns(self) -> int:
-        """Of out."""
+        """Columns of out."""
         return self.n // 2 if self.gated else self.n
 
     @property
     def bits(self) -> int:
-        """Of an element."""
+        """Bits of an element."""
         return BITS[self.code]
 
     @property
