@@ -59,15 +59,15 @@ def table(batch: Any) -> Any:
 
 
 class Batch:
-    """Operands of a batch of one length, or of ``packed`` sequences, which share their extents."""
+    """Operands of a batch of one length, or of ``varlen`` sequences, which share their extents."""
 
-    def __init__(self, dtype: str, head_dim: int, packed: bool) -> None:
-        self._dtype, self._head_dim, self._packed = dtype, head_dim, packed
+    def __init__(self, dtype: str, head_dim: int, varlen: bool) -> None:
+        self._dtype, self._head_dim, self._varlen = dtype, head_dim, varlen
         self._batch, self._ends = sym_int(), sym_int()
         self._q, self._kv = [(sym_int(), sym_int()) for _ in range(2)]  # length, heads
 
     def _rows(self, lead: tuple[Any, Any]) -> Any:
-        return rows(self._dtype, self._head_dim, *(() if self._packed else (self._batch,)), *lead)
+        return rows(self._dtype, self._head_dim, *(() if self._varlen else (self._batch,)), *lead)
 
     def q(self) -> Any:
         return self._rows(self._q)
@@ -86,7 +86,7 @@ class Batch:
 
     def ends(self) -> Any:
         """The sequences' ends, None where they are of one length."""
-        return vector(cutlass.Int32, self._ends) if self._packed else None
+        return vector(cutlass.Int32, self._ends) if self._varlen else None
 
 
 class Cached:
