@@ -56,7 +56,7 @@ def reason(op: Op[Any, Any], problem: Problem, spec: GpuSpec, default: Config, c
 
 
 def _reasons(op: Op[Any, Any], problem: Problem, spec: GpuSpec, default: Config, chosen: Config) -> Iterator[str]:
-    """One knob at a time goes back to the default's value; those that no rule lets go alone are named together."""
+    """Ablation: reset one knob at a time; knobs that cannot be reset alone are reported together."""
     best_us = op.estimate_us(problem, chosen, spec)
     tied = []
     for name in chosen.space():

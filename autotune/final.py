@@ -1,8 +1,8 @@
 """The final round of a task: who enters, who is tied, who wins, and the certificate.
 
-Whatever may be the fastest enters: the three best of the search, those whose interval there meets the best one's, and
-the configs that serve today (this database's winner, and the one that travels with the package). They are timed beside
-the default in two fresh processes, each with inputs of its own.
+Finalists: the search's top three, every config whose interval overlaps the best's, and today's winners (this
+database's, and the one that travels with the package). They are timed beside the default in two fresh processes, each
+with inputs of its own.
 
 A config is *tied* with the fastest unless the fastest is shown to be more than half a percent faster, at 95 % for all
 comparisons of the final together. Of the tied, what serves today wins, else the default, else the first in text order:

@@ -141,7 +141,7 @@ def _walk_twice(lab: Lab) -> float:
 
 
 def _clock(lab: Lab) -> float:
-    """Of all looks so far; products have run for most of them."""
+    """The median clock so far, most of it under load, in MHz."""
     return lab.watch.seen.clock_mhz or 0.0
 
 

@@ -33,7 +33,7 @@ from cutekernels.isolate import ChildFailure, StartFailed
 from cutekernels.op import Config, Op, Problem
 
 SERVICE = "cutekernels.autotune.ray_fleet:local"
-"""What an actor serves: a function of the numbers of compilers and of lanes that gives a :class:`Service`."""
+"""The factory that an actor calls with the numbers of compilers and of lanes; it returns a :class:`Service`."""
 _PORT = 6379  # of a head, unless it says otherwise
 _TOGETHER = 256  # requests that an actor takes at once; its compilers queue them
 

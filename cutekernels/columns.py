@@ -59,11 +59,11 @@ class Columns:
         return self.size
 
     def drawn(self, knobs: Iterable[tuple[str, Any]]) -> Columns:
-        """As a config's own: as many configs of other columns."""
+        """As many configs, with the columns ``knobs``."""
         return Columns(self.kind, self.size, dict(knobs))
 
     def taken(self, rows: Any) -> Columns:
-        """Those of a mask, or at some places."""
+        """The configs that a mask or indices choose."""
         import numpy as np
 
         rows = np.asarray(rows)

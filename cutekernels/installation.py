@@ -231,7 +231,7 @@ class Overlap:
     common: int
 
     def misfit(self, machine: Machine, version: str) -> Misfit | None:
-        """What to reinstall where the wheel for this driver is not whole."""
+        """The reinstallation to advise where the wheel for this driver is incomplete."""
         wants_cu13 = machine.driver_cuda is None or machine.driver_cuda.major >= 13
         fits = self.last
         if wants_cu13 != fits.endswith("-cu13") and "cu13" in f"{self.last}{self.other}":
@@ -275,7 +275,7 @@ def _lies(file: Path, recorded: metadata.FileHash) -> bool:
 
 
 def problems(machine: Machine, rules: Sequence[FitRule] = RULES) -> list[Misfit]:
-    """What does not fit on ``machine``, one entry for each rule that it breaks."""
+    """One entry for each rule that ``machine`` breaks."""
     return [
         Misfit(rule.what, rule.state, rule.value.format(m=machine), rule.remedy.format(m=machine))
         for rule in rules

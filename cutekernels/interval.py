@@ -1,4 +1,4 @@
-"""Something done again and again in the background, beside the calls of a serving process."""
+"""Runs a function at a fixed interval in a daemon thread."""
 
 from __future__ import annotations
 

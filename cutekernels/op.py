@@ -340,7 +340,7 @@ class Op(ABC, Generic[P, C]):
         return self.revision, *sorted(self.earlier, reverse=True)
 
     def compiler(self, c: C) -> str:
-        """What compiles ``c``'s kernel, as :func:`cutekernels.environment.collect` names it."""
+        """The compiler of ``c``'s kernel, by its name in :func:`cutekernels.environment.collect`."""
         return "dsl"
 
     def spell(self, revision: int, problem: str, config: str) -> str:

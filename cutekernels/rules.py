@@ -88,7 +88,7 @@ class Ruled:
         yield from self.failures_of("both", p, c, gpu, *x)
 
     def failures_of(self, reads: Reads, *read: Any) -> Iterator[str]:
-        """Those of the rules that read as much: ``p``, ``c`` or both, then ``gpu`` and ``x``."""
+        """Failures of the rules that read exactly ``read``: ``p``, ``c`` or both, then ``gpu`` and ``x``."""
         for rule in self._of[reads]:
             found = rule(self, *read)
             if isinstance(found, str):

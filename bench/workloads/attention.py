@@ -167,7 +167,7 @@ NAIVE = each("naive", _naive)
 
 
 def _masked_sdpa(case: Case) -> Callable[..., Launch]:
-    """As minfer's script has it: a bool mask, and K and V repeated for each head of Q beforehand."""
+    """minfer's call: a bool mask, and K and V repeated for each head of Q beforehand."""
     problem = posed(case)[1]
     if problem.heads_q == problem.heads_kv or not problem.causal:
         raise Absent("for causal attention of groups of heads")

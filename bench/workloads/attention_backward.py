@@ -66,7 +66,7 @@ def _work(case: Case) -> Work:
 
 
 def _ours(case: Case, sets: Sequence[Inputs], config: Any) -> Sequence[Launch]:
-    """What autograd runs; ``config`` is that of the kernel that gives dK."""
+    """The launches of autograd; ``config`` goes to the kernel that gives dK."""
     problem = posed(case)[1]
     options = (problem.causal, -1, -1, problem.head_dim**-0.5, 0.0, None if config is None else str(config))
 

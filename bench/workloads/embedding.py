@@ -59,7 +59,7 @@ def _plain_backward(case: Case) -> Callable[..., Any]:
 
 
 def _ours_backward(case: Case, sets: Sequence[Inputs], config: Any) -> Sequence[Launch]:
-    """What autograd runs, into given results: tokens are grouped by id first, which is part of the time."""
+    """The launches of autograd, into given results; the time includes the grouping of tokens by id."""
     rows = EmbeddingProblem.parse(case.problem).vocabulary
 
     def launch(i: Inputs) -> Any:

@@ -37,7 +37,7 @@ def _gates(tokens: Sequence[int]) -> Words:
 
 
 def _plain(case: Case) -> Callable[..., Any]:
-    """What a model's own code says."""
+    """The op as a model's own code writes it."""
 
     def normed(x: Tensor, norm_weight: Tensor | None) -> Tensor:
         return x if norm_weight is None else F.rms_norm(x, x.shape[-1:], norm_weight, EPS)

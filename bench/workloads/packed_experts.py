@@ -50,7 +50,7 @@ def _parts(p: Any) -> tuple[Any, Any]:
 
 
 def _draw(p: Any, device: str) -> Iterator[tuple[Any, Any, Tensor, Tensor]]:
-    """Of each part: the problem, that of all experts as one weight, its packed and scales."""
+    """For each part: its problem, the problem of all experts as one weight, that weight's codes and scales."""
     for each in _parts(p):
         whole = each.one.replace(n=each.experts * each.weight_rows)
         yield each, whole, *random_weight(whole, device, 0)[:2]

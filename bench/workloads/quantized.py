@@ -129,7 +129,7 @@ def _ours(case: Case, sets: Sequence[Inputs], config: Any) -> Sequence[Launch]:
 
 
 def _ours_gradient(case: Case, sets: Sequence[Inputs], config: Any) -> Sequence[Launch]:
-    """What a backward pass calls: of QLoRA's frozen weights, x alone has a gradient."""
+    """The launches of a backward pass: QLoRA's weights are frozen, so x alone has a gradient."""
     p = posed(case)[1]
 
     def gradient(i: Inputs) -> Launch:

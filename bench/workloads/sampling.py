@@ -52,7 +52,7 @@ def _truth(case: Case, i: Inputs) -> tuple[Tensor, ...]:
 
 
 def filtered(case: Case) -> Callable[..., Any]:
-    """As model libraries do it: top-k's threshold, one sort for top-p, softmax for each share."""
+    """The way of model libraries: top-k's threshold, one sort for top-p, a softmax for each share."""
     given = _parameters(case)
 
     def chain(logits: Tensor) -> Any:

@@ -73,6 +73,36 @@ def scale_of(name: str) -> Any:
     return cutlass.Uint8 if name == "e8m0" else float_of(name)
 
 
+def matrix(kind: Any, rows: Any, columns: Any, align: int) -> Any:
+    """A fake of contiguous rows; ``align`` elements divide their address and pitch."""
+    import cutlass
+    from cutlass.cute.runtime import make_fake_tensor
+
+    stride = (cutlass.cute.sym_int(divisibility=align), 1)
+    return make_fake_tensor(kind, (rows, columns), stride=stride, assumed_align=align * kind.width // 8)
+
+
+def dense(kind: Any, *shape: Any, align: int | None = None, bits: int = 32) -> Any:
+    """A fake of contiguous rows, strides of so many ``bits`` apart, aligned to so many bytes or as an element is.
+
+    None stands for an extent of a call.
+    """
+    import cutlass
+    from cutlass.cute.runtime import make_fake_tensor
+
+    sym = cutlass.cute.sym_int
+    extents = tuple([sym() if extent is None else extent for extent in shape])
+    stride = (*[sym(bits) for _ in shape[1:]], 1)
+    return make_fake_tensor(kind, extents, stride=stride, assumed_align=align or kind.width // 8)
+
+
+def bias(name: str, dtype: Any, *shape: Any, bits: int = 32) -> Any:
+    """A fake bias of ``"same"`` type as the product, or in ``"fp32"``; None of ``"none"``."""
+    import cutlass
+
+    return None if name == "none" else dense(cutlass.Float32 if name == "fp32" else dtype, *shape, bits=bits)
+
+
 class CuteArtifact(Artifact):
     """One compiled kernel, in memory."""
 
@@ -148,7 +178,7 @@ def _reads_launches() -> bool:
 
 
 def absent() -> dict[str, str]:
-    """What of this DSL's is private and not known, with what follows."""
+    """Private parts of the DSL that this version lacks, each with the consequence."""
     if _reads_launches():
         return {}
     name = f"the host program of CuTe DSL {version('nvidia-cutlass-dsl')}"

@@ -283,7 +283,7 @@ class Binary:
 
 @contextmanager
 def _kept_in(folder: str) -> Iterator[None]:
-    """What this thread compiles goes into ``folder``, and nothing is taken from any cache.
+    """This thread's compilations go into ``folder``, and read no cache.
 
     Other threads, in which torch.compile may be at work, keep their cache.
     """
@@ -529,7 +529,7 @@ _OF_PACKED = {"arg_annotations", "kernel_signature"}
 
 
 def _form() -> str | None:
-    """That of this Triton's launcher; None where its version, or a name of it, is not known."""
+    """The form of this Triton's launcher; None where its version, or a name of it, is not known."""
     import triton
     from triton.backends.nvidia import driver
 

@@ -19,7 +19,7 @@ from cutekernels.quant.weight import QuantizedWeight
 Gate = Literal["silu", "gelu", "gelu_tanh"]
 
 _HALVES = ("gate_proj", "up_proj")
-_PACKED = "gate_up_proj"
+_JOINED = "gate_up_proj"
 
 
 class SwiGLU(torch.nn.Module):
@@ -27,7 +27,7 @@ class SwiGLU(torch.nn.Module):
 
     The state dict matches Hugging Face's ``LlamaMLP``, ``Qwen2MLP`` and their like: ``gate_proj.weight``,
     ``up_proj.weight``, ``down_proj.weight``. In memory the first two are one parameter, ``gate_up_proj.weight`` of
-    ``(2 * intermediate_size, hidden_size)``: saving splits it in its own memory, loading packs.
+    ``(2 * intermediate_size, hidden_size)``: saving splits it in its own memory, loading joins.
 
     Args:
         hidden_size: width of the input and of the result.
@@ -60,8 +60,8 @@ class SwiGLU(torch.nn.Module):
         before_loading: Callable[[Any], object] = self.register_load_state_dict_pre_hook
         self._halves = _Half(self, 0), _Half(self, 1)  # in a tuple: no submodules, which would have parameters
         self._replaced: dict[str, Tensor] = {}
-        after_saving(_unpack)
-        before_loading(_pack)
+        after_saving(_separate)
+        before_loading(_join)
 
     @property
     def gate_proj(self) -> _Half:
@@ -84,8 +84,8 @@ class SwiGLU(torch.nn.Module):
             hidden = gated(x, weight, torch.cat(biases) if biases else None, name="SwiGLU")
         else:
             raise UnsupportedProblem(
-                f"SwiGLU was called with another {' or '.join(_HALVES)}, which the hooks or adapters of {_PACKED} do "
-                f"not see: pass {_PACKED}'s weight in their place"
+                f"SwiGLU was called with another {' or '.join(_HALVES)}, which the hooks or adapters of {_JOINED} do "
+                f"not see: pass {_JOINED}'s weight in their place"
             )
         return project(hidden, down.weight, down.bias) if plain(down) else down(hidden)
 
@@ -125,7 +125,7 @@ class _Half(torch.nn.Module):
         elif not self._own(value) and (value is not None or getattr(self, name) is not None):
             half = _HALVES[self._which]
             raise UnsupportedProblem(
-                f"{half}.{name} of SwiGLU is rows of {_PACKED}.{name}, or None with it, and cannot be replaced alone; "
+                f"{half}.{name} of SwiGLU is rows of {_JOINED}.{name}, or None with it, and cannot be replaced alone; "
                 f"got {quote(value)}: write into it under torch.no_grad(), {half}.{name}.copy_(new)"
             )
 
@@ -142,7 +142,7 @@ class _Half(torch.nn.Module):
             super().register_parameter(name, param)
 
     def _own(self, value: object) -> bool:
-        return getattr(value, "_half_of_packed", None) == id(self)
+        return getattr(value, "_half_of_joined", None) == id(self)
 
     def _put(self, kind: str, value: Tensor) -> None:
         if self._own(value):
@@ -156,7 +156,7 @@ class _Half(torch.nn.Module):
         if given is not None:
             return given
         view: Any = getattr(owner.gate_up_proj, kind).chunk(2)[self._which]
-        view._half_of_packed = id(self)  # a number, or the module would be saved with the view
+        view._half_of_joined = id(self)  # a number, or the module would be saved with the view
         return view  # type: ignore[no-any-return]
 
 
@@ -234,32 +234,23 @@ def gated(
 
 
 def gate_mul(gate: Gate, x: Tensor, up: Tensor | None = None) -> Tensor:
-    """``act(x) * up``; without ``up``, ``x`` is packed: both side by side."""
+    """``act(x) * up``; without ``up``, ``x`` is joined: both side by side."""
     if gate == "silu":
         return silu_mul(x, up)
     return gelu_mul(x, up, approximate="tanh" if gate == "gelu_tanh" else "none")
 
 
-def _unpack(module: SwiGLU, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]) -> None:
+def _separate(module: SwiGLU, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]) -> None:
     """Splits saved parameters into the halves that Hugging Face names."""
     for kind in ("weight", "bias"):
-        packed = state_dict.pop(f"{prefix}{_PACKED}.{kind}", None)
-        if packed is not None:
-            for name, half in zip(_HALVES, split(packed, [len(packed) // 2] * 2), strict=True):
+        joined = state_dict.pop(f"{prefix}{_JOINED}.{kind}", None)
+        if joined is not None:
+            for name, half in zip(_HALVES, split(joined, [len(joined) // 2] * 2), strict=True):
                 state_dict[f"{prefix}{name}.{kind}"] = half
 
 
-def _pack(
-    module: SwiGLU,
-    state_dict: dict[str, Any],
-    prefix: str,
-    local_metadata: dict[str, Any],
-    strict: bool,
-    missing_keys: list[str],
-    unexpected_keys: list[str],
-    error_msgs: list[str],
-) -> None:
-    """Packs loaded halves side by side; a state dict that is packed already passes unchanged."""
+def _join(module: SwiGLU, state_dict: dict[str, Any], prefix: str, *how: Any) -> None:
+    """Joins loaded halves side by side; a state dict that is joined already passes unchanged."""
     for kind in ("weight", "bias"):
         own = getattr(module.gate_up_proj, kind)
         names = [f"{prefix}{name}.{kind}" for name in _HALVES]
@@ -268,12 +259,12 @@ def _pack(
             continue
         wanted = (module.intermediate_size, *(() if own is None else own.shape[1:]))
         if len(found) < 2:
-            error_msgs.append(f"{' and '.join(names)} come together: the state dict has only one of them")
+            how[-1].append(f"{' and '.join(names)} come together: the state dict has only one of them")
         elif own is not None and any(t.shape != wanted for t in found):
             shapes = " and ".join(str(tuple(t.shape)) for t in found)
-            error_msgs.append(f"{' and '.join(names)} must be {wanted}; they are {shapes}")
+            how[-1].append(f"{' and '.join(names)} must be {wanted}; they are {shapes}")
         else:
-            packed: Any = torch.cat(found)
-            if hasattr(packed, "redistribute") and hasattr(own, "placements"):  # by FSDP: each rank keeps its own rows
-                packed = packed.redistribute(own.device_mesh, own.placements)
-            state_dict[f"{prefix}{_PACKED}.{kind}"] = packed
+            joined: Any = torch.cat(found)
+            if hasattr(joined, "redistribute") and hasattr(own, "placements"):  # by FSDP: each rank keeps its own rows
+                joined = joined.redistribute(own.device_mesh, own.placements)
+            state_dict[f"{prefix}{_JOINED}.{kind}"] = joined

@@ -60,22 +60,12 @@ class PackedExperts(torch.nn.Module):
         for name in _NAMES:
             quantized.save(self._own(name), destination, f"{prefix}{name}.")
 
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        assign = bool(local_metadata.get("assign_to_params_buffers", False))
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *how: Any) -> None:
+        metadata, strict, missing_keys, _, error_msgs = how
+        assign = bool(metadata.get("assign_to_params_buffers", False))
         for name in _NAMES:
             own = f"{prefix}{name}."
             found = quantized.loaded(self._own(name), state_dict, own, assign, strict, missing_keys, error_msgs)
             if found is not None:
                 self._put(name, found)
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
+        super()._load_from_state_dict(state_dict, prefix, *how)

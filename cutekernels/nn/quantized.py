@@ -137,25 +137,15 @@ class QuantizedLinear(torch.nn.Module):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         save(self.weight, destination, prefix)
 
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        assign = bool(local_metadata.get("assign_to_params_buffers", False))
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *how: Any) -> None:
+        metadata, strict, missing_keys, _, error_msgs = how
+        assign = bool(metadata.get("assign_to_params_buffers", False))
         weight = loaded(self.weight, state_dict, prefix, assign, strict, missing_keys, error_msgs)
         if weight is not None and weight.offsets is not None:
             error_msgs.append(f"{prefix}weight has torchao's offsets, which QuantizedLinear does not take.")
         elif weight is not None:
             self._put(weight)
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
+        super()._load_from_state_dict(state_dict, prefix, *how)
 
 
 # ---- what a module that holds a QuantizedWeight does with it --------------------------------------------

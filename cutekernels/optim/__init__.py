@@ -253,7 +253,7 @@ class FusedAdamW(torch.optim.Optimizer):
         return loss
 
     def _settings(self) -> list[GroupSettings]:
-        """Of each group, checked: anew where a value is another object than at the last step, or may have changed."""
+        """Checked settings of each group, renewed where a value is another object or may have changed."""
         del self._checked[len(self.param_groups) :]
         for number, group in enumerate(self.param_groups):
             values = [group.get(name) for name in _HYPER]

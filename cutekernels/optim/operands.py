@@ -79,7 +79,7 @@ class Operands:
 
 
 def moments_dtype(param: Tensor, group: dict[str, Any]) -> torch.dtype:
-    """As its group has it: "param" or a type's name; fp32, where none is there, means fp64 beside fp64."""
+    """The dtype that its group asks for, "param" or a type's name; the default, fp32, means fp64 beside fp64."""
     chosen = group.get("moments_dtype", "fp32")
     if chosen == "param":
         return param.dtype

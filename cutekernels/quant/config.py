@@ -55,7 +55,7 @@ def _config_of(weight: QuantizedWeight) -> dict[str, Any]:
 
 
 def _size(weight: QuantizedWeight) -> int:
-    """Of a group; -1 for all of K."""
+    """Elements of a group; -1 for all of K."""
     size: int = weight.details["group"]
     return size if size > 0 else -1
 

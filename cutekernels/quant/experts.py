@@ -68,7 +68,7 @@ class QuantizedStack:
         return f"QuantizedStack({e} experts of {n} x {k}: {self.weight})"
 
     def to(self, *args: Any, **options: Any) -> QuantizedStack:
-        """As :meth:`QuantizedWeight.to`."""
+        """See :meth:`QuantizedWeight.to`."""
         return QuantizedStack(self.weight.to(*args, **options), self.experts)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:

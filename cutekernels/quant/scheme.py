@@ -55,7 +55,7 @@ class Scheme:
 
     @property
     def bits(self) -> int:
-        """Of an element: 4 or 8; 16 where no weight is quantized."""
+        """Bits of an element: 4 or 8; 16 where no weight is quantized."""
         return BITS.get(self.code, 16)
 
     @property

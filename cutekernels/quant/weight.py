@@ -80,7 +80,7 @@ class QuantizedWeight:
 
     @property
     def bits(self) -> int:
-        """Of an element: 4 or 8."""
+        """Bits of an element: 4 or 8."""
         return BITS[self.code]
 
     @property

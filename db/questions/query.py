@@ -1,4 +1,4 @@
-"""What a query asks and what stored texts mean, as the ops declare it: fields, defaults, revisions, work, rules.
+"""Fields of queries and the meaning of stored texts, as the ops declare them: defaults, revisions, work, rules.
 
 Texts of ops and fields that this version lacks stay texts: an older or a newer one wrote them.
 """

@@ -18,7 +18,7 @@ _MOST_TOGETHER = 48 * 1024  # characters of all configs: a row is a line of 64 K
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """What a winner was compared with, and under which conditions.
+    """The comparison that a winner won, and its conditions.
 
     Attributes:
         default: the default config of that day, as text.

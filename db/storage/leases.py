@@ -31,7 +31,7 @@ _KEEPALIVES = {"tcp_keepalives_idle": 20, "tcp_keepalives_interval": 10, "tcp_ke
 
 
 class Leases(Protocol):
-    """Of one process; for many threads."""
+    """Leases of one process, shared by its threads."""
 
     def take(self, name: str) -> bool:
         """Whether ``name`` is this process's now, and stays so until it is released; False: somebody else's."""

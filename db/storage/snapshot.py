@@ -71,7 +71,7 @@ def precedence(origin: str, source: str, revision: int) -> tuple[bool, bool, int
 
 
 def _by_problem(rows: Iterable[TunedConfig]) -> Mapping[str, TunedConfig]:
-    """Of each problem the row that precedes its others."""
+    """The row of each problem that precedes its others."""
     found: dict[str, TunedConfig] = {}
     for row in rows:
         above = found.setdefault(row.problem, row)
@@ -106,7 +106,7 @@ _held: dict[str, Snapshot] = {}
 
 
 def held(gpu: str) -> Snapshot:
-    """What is known for the GPU called ``gpu``, read at first use and kept until :func:`forget`."""
+    """The rows known for the GPU called ``gpu``, read at first use and kept until :func:`forget`."""
     found = _held.get(gpu)
     if found is None:
         with _lock:

@@ -71,7 +71,7 @@ Key = tuple[str, str, int, str]
 
 
 class Rank(NamedTuple):
-    """What decides between two winners of one key: measured, then newer, then the greater id."""
+    """The order of two winners of one key: measured, then newer, then the greater id."""
 
     measured: bool
     created_at: datetime

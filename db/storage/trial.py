@@ -348,7 +348,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def parse_json(line: str) -> object:
-    """What an untrusted line holds. Raises StoreError where it is no JSON, or has a field twice."""
+    """Parses an untrusted line. Raises StoreError where it is no JSON, or has a field twice."""
     if len(line) > LINE_LIMIT:
         raise StoreError(f"a line must be at most {LINE_LIMIT} characters")
     try:

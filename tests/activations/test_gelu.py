@@ -8,31 +8,25 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 pytest.importorskip("triton")
 
-from cutekernels import gpu
 from cutekernels.errors import InvalidConfig, UnsupportedProblem
-from cutekernels.ops import registry
-from cutekernels.ops.activations.api import PACKED, bias_gelu, gelu_mul, silu_mul
+from cutekernels.ops.activations.api import JOINED, bias_gelu, gelu_mul, silu_mul
 from cutekernels.ops.activations.op import (
     BIAS_GELU,
     BIAS_GELU_BACKWARD,
     GELU_MUL,
     SILU_MUL_BACKWARD,
     BiasGeluProblem,
-    GeluProblem,
 )
 from cutekernels.ops.shared import calls
 from tests.activations import gelu_cases
-from tests.activations.gelu_cases import APPROXIMATE, CASES, OPS, PLANTED, SPECIAL, VALUES, error_ratio, truth
+from tests.activations.gelu_cases import APPROXIMATE, CASES, PLANTED, SPECIAL, VALUES
 from tests.activations.silu_mul_cases import DTYPES
 from tests.compiled import H200
 from tests.interpreted import kernel_tests
-from tests.traced import Graphs
 
 # ---- kernels, interpreted -------------------------------------------------------------------------------
 
@@ -67,58 +61,6 @@ def test_special_values_are_torch_s(interpreted: dict[str, dict[str, Any]], case
 
 
 # ---- the declarations -----------------------------------------------------------------------------------
-
-
-def _problems(kind: Any, layouts: list[str], **more: Any) -> Any:
-    extents = st.integers(0, 1 << 40) | st.integers(0, 70)
-    return st.builds(
-        kind,
-        rows=extents,
-        cols=extents,
-        dtype=st.sampled_from(list(DTYPES)),
-        layout=st.sampled_from(layouts),
-        align=st.sampled_from([16, 8, 4]),
-        approximate=st.sampled_from(APPROXIMATE),
-        **more,
-    )
-
-
-gated = _problems(GeluProblem, ["dense", "rows", "strided"])
-biased = _problems(BiasGeluProblem, ["rows", "strided"], bias=st.sampled_from(["same", "fp32"]))
-
-
-@given(problem=gated | biased, spec=st.sampled_from(gpu.GPUS))
-@settings(deadline=None, max_examples=150)
-def test_default_is_valid_and_everything_round_trips(problem: Any, spec: gpu.GpuSpec) -> None:
-    for op in OPS.values():
-        if op.Problem is not type(problem):
-            continue
-        config = op.default(problem, spec)
-        assert op.why_not(problem, config, spec) is None, (problem, config)
-        assert op.estimate_us(problem, config, spec) > 0
-        x, y, z = op.grid(problem, config)
-        assert x < 1 << 31
-        assert z == 1
-        if problem.rows * problem.cols < 1 << 50:
-            assert y < 1 << 16
-    assert type(problem).parse(str(problem)) == problem
-
-
-@pytest.mark.parametrize("op", OPS.values(), ids=OPS.keys())
-def test_suite_samples_pose_their_problem(op: Any) -> None:
-    assert registry.get(op.name) is op
-    for text in op.suite:
-        problem = op.Problem.parse(text)
-        small = problem.replace(rows=min(problem.rows, 40))
-        args = op.sample(small, "cpu", 3)
-        options = {"approximate": problem.approximate}
-        results = op.outputs(small, *args)
-        assert op.problem(*results, *args, **options) == small
-        reference = op.reference(small, *args)
-        assert [r.shape for r in reference] == [r.shape for r in results]
-        exact = truth(op.name, list(args), problem.approximate)
-        for result, one in zip(reference, exact, strict=True):
-            assert error_ratio(result, *one, precise=result.dtype is torch.float32) <= 1
 
 
 def test_a_slab_is_no_shorter_than_a_tile() -> None:
@@ -221,14 +163,6 @@ def test_gradients(approximate: str) -> None:
     assert found.dtype is torch.bfloat16
 
 
-def test_second_derivatives_are_refused_clearly() -> None:
-    packed, bias = torch.randn(3, 6, requires_grad=True), torch.randn(6, requires_grad=True)
-    for out in (silu_mul(packed), gelu_mul(packed), bias_gelu(packed, bias)):
-        (grad,) = torch.autograd.grad(out.sum(), packed, create_graph=True)
-        with pytest.raises(UnsupportedProblem, match="differentiable once"):
-            grad.sum().backward()
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_opcheck() -> None:
     ops, x, bias = torch.ops.cutekernels, torch.randn(4, 6), torch.randn(6)
@@ -244,26 +178,6 @@ def test_opcheck() -> None:
     torch.library.opcheck(ops.gelu_mul_packed_backward.default, (x[:, 3:], x, "tanh"))
     torch.library.opcheck(ops.bias_gelu_out.default, (x, bias, torch.empty(4, 6), "tanh"))
     torch.library.opcheck(ops.bias_gelu_backward.default, (x, x, bias, "none"))
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_traced_whole() -> None:
-    """Tracing makes no graph break and one node per op, packed ones included."""
-    graphs = Graphs()
-
-    @torch.compile(fullgraph=True, backend=graphs.backend)
-    def traced(packed: Tensor, bias: Tensor) -> Tensor:
-        return silu_mul(packed) + gelu_mul(packed, approximate="tanh") + bias_gelu(packed, bias)[:, :3]
-
-    packed, bias = torch.randn(4, 6, requires_grad=True), torch.randn(6, requires_grad=True)
-    result = traced(packed, bias)
-    torch.testing.assert_close(
-        result, silu_mul(packed) + gelu_mul(packed, approximate="tanh") + bias_gelu(packed, bias)[:, :3]
-    )
-    assert graphs.ops() == ["silu_mul_packed", "gelu_mul_packed", "bias_gelu"]
-    result.sum().backward()
-    assert packed.grad is not None
-    assert bias.grad is not None
 
 
 # ---- the GPU's path, on CPU tensors ---------------------------------------------------------------------
@@ -299,7 +213,7 @@ def test_a_packed_gradient_is_written_in_halves(launches: list[str]) -> None:
 
 
 def test_a_packed_call_repeats_the_launch_of_its_halves(launches: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    path, calls = PACKED["silu_mul"]
+    path, calls = JOINED["silu_mul"]
     monkeypatch.setattr(path, "_cpu", path._gpu)
     monkeypatch.setattr(path, "_differentiated_on_cpu", path.differentiated)
     for gradients in (False, False, True, True):

@@ -7,15 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 pytest.importorskip("triton")
 
-from cutekernels import gpu
 from cutekernels.errors import InvalidConfig, UnsupportedProblem
-from cutekernels.ops import registry
 from cutekernels.ops.activations.api import silu_mul
 from cutekernels.ops.activations.op import SILU_MUL, SILU_MUL_BACKWARD, GluProblem
 from cutekernels.ops.shared import calls
@@ -34,7 +30,6 @@ from tests.activations.silu_mul_cases import (
 )
 from tests.compiled import H200
 from tests.interpreted import kernel_tests
-from tests.traced import Graphs
 
 # ---- kernels, interpreted -------------------------------------------------------------------------------
 
@@ -80,49 +75,6 @@ def test_gradient_is_exact_around_its_zero(interpreted: dict[str, dict[str, Any]
 
 # ---- the declaration ------------------------------------------------------------------------------------
 
-problems = st.builds(
-    GluProblem,
-    rows=st.integers(0, 1 << 40) | st.integers(0, 70),
-    cols=st.integers(0, 1 << 40) | st.integers(0, 70),
-    dtype=st.sampled_from(list(DTYPES)),
-    layout=st.sampled_from(["dense", "rows", "strided"]),
-    align=st.sampled_from([16, 8, 4]),
-)
-
-
-@given(problem=problems, spec=st.sampled_from(gpu.GPUS))
-@settings(deadline=None, max_examples=200)
-def test_default_is_valid_and_everything_round_trips(problem: GluProblem, spec: gpu.GpuSpec) -> None:
-    for op in OPS.values():
-        config = op.default(problem, spec)
-        assert op.why_not(problem, config, spec) is None, (problem, config)
-        assert op.estimate_us(problem, config, spec) > 0
-        assert op.Config.parse(str(config)) == config
-        x, y, z = op.grid(problem, config)
-        assert x < 1 << 31
-        assert z == 1
-        if problem.rows * problem.cols < 1 << 50:
-            assert y < 1 << 16
-    assert GluProblem.parse(str(problem)) == problem
-    assert problem.bucket().bucket() == problem.bucket()
-
-
-@pytest.mark.parametrize("op", OPS.values(), ids=OPS.keys())
-def test_suite_samples_pose_their_problem(op: Any) -> None:
-    for text in op.suite:
-        problem = GluProblem.parse(text)
-        small = problem.replace(rows=min(problem.rows, 40))
-        args = op.sample(small, "cpu", 3)
-        results = op.outputs(small, *args)
-        assert op.problem(*results, *args) == small
-        assert [r.shape for r in results] == [args[0].shape] * len(op.results)
-        again = op.sample(small, "cpu", 3)
-        assert all(torch.equal(a, b) for a, b in zip(args, again, strict=True))
-        assert not torch.equal(args[0], op.sample(small, "cpu", 4)[0])
-        reference = op.reference(small, *args)
-        for result, exact in zip(reference, truth(op.name, list(args)), strict=True):
-            assert error_ratio(result, *exact) <= 1
-
 
 @pytest.mark.parametrize("op", OPS.values(), ids=OPS.keys())
 @pytest.mark.parametrize(
@@ -160,11 +112,6 @@ def test_work_is_what_must_be_moved() -> None:
 def test_rules_say_what_is_wrong(problem: str, config: str, rule: str) -> None:
     with pytest.raises(InvalidConfig, match=rule):
         SILU_MUL.check(GluProblem.parse(problem), SILU_MUL.Config.parse(config), H200)
-
-
-def test_both_passes_are_registered() -> None:
-    assert registry.get("silu_mul") is SILU_MUL
-    assert registry.get("silu_mul_backward") is SILU_MUL_BACKWARD
 
 
 def test_alignment_covers_an_element() -> None:
@@ -224,42 +171,6 @@ def test_gradients() -> None:
     assert torch.autograd.gradcheck(silu_mul, (gate.detach(), up))
 
 
-def test_second_derivatives_are_refused_clearly() -> None:
-    gate = torch.randn(3, 5, requires_grad=True)
-    (grad,) = torch.autograd.grad(silu_mul(gate, gate.detach()).sum(), gate, create_graph=True)
-    with pytest.raises(UnsupportedProblem, match="differentiable once"):
-        grad.sum().backward()
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("gradient", [False, True])
-def test_opcheck(gradient: bool) -> None:
-    gate, up = torch.randn(4, 6, requires_grad=gradient), torch.randn(8, 6)[::2].requires_grad_(gradient)
-    torch.library.opcheck(torch.ops.cutekernels.silu_mul.default, (gate, up))
-    if not gradient:
-        torch.library.opcheck(torch.ops.cutekernels.silu_mul_out.default, (gate, up, torch.empty(4, 6)))
-        torch.library.opcheck(torch.ops.cutekernels.silu_mul_backward.default, (gate, gate, up))
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_traced_whole() -> None:
-    """Tracing makes no graph break, forward, backward or into ``out``, and one graph per op."""
-    graphs = Graphs()
-
-    @torch.compile(fullgraph=True, backend=graphs.backend)
-    def mlp(gate: Tensor, up: Tensor, out: Tensor) -> Tensor:
-        silu_mul(gate.detach(), up.detach(), out=out)
-        return silu_mul(gate, up) * 2
-
-    gate, up, out = torch.randn(4, 6, requires_grad=True), torch.randn(4, 6, requires_grad=True), torch.empty(4, 6)
-    result = mlp(gate, up, out)
-    torch.testing.assert_close(result, silu_mul(gate, up) * 2)
-    torch.testing.assert_close(out, silu_mul(gate, up).detach())
-    assert graphs.ops() == ["silu_mul_out", "silu_mul"]
-    result.sum().backward()
-    assert gate.grad is not None
-
-
 # ---- the GPU's path, on CPU tensors ---------------------------------------------------------------------
 
 
@@ -314,8 +225,3 @@ def test_calls_are_told_apart(launches: list[str]) -> None:
         run(whole[:, :32], whole[:, :32], whole[:, 16:48])
     with pytest.raises(UnsupportedProblem, match="each extent the same"):
         run(whole[:, :32], whole[:, :31])
-
-
-def test_half_only_on_a_gpu() -> None:
-    with pytest.raises(UnsupportedProblem, match="takes bf16, fp16, fp32"):
-        SILU_MUL.problem(*[torch.randn(4, dtype=torch.float64)] * 3)

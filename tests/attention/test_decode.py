@@ -198,20 +198,6 @@ def test_opcheck(options: tuple[Any, ...]) -> None:
     torch.library.opcheck(ops.decode_attention_out, into, test_utils=tests)
 
 
-def test_compiles_without_graph_breaks() -> None:
-    q, k, v, lengths = call(seq_q=1)
-
-    @torch.compile(fullgraph=True, backend="aot_eager")
-    def model(q: torch.Tensor) -> Any:
-        out, lse = decode_attention(q * 2, k, v, lengths, window=(9, None), return_lse=True)
-        return out + 1, lse
-
-    out, lse = model(q[:, 0])
-    expected, expected_lse = decode_attention(q[:, 0] * 2, k, v, lengths, window=(9, None), return_lse=True)
-    torch.testing.assert_close(out, expected + 1)
-    torch.testing.assert_close(lse, expected_lse)
-
-
 # ---- the declaration ------------------------------------------------------------------------------------
 
 

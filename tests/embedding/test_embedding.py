@@ -8,20 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch import Tensor
 
 pytest.importorskip("triton")
 
 from cutekernels import compile as compiler
 from cutekernels import embedding, gpu
 from cutekernels.errors import InvalidConfig, UnsupportedProblem
-from cutekernels.ops.embedding.op import EMBEDDING, EmbeddingConfig, EmbeddingProblem, grouped
+from cutekernels.ops.embedding.op import EMBEDDING, EmbeddingConfig, EmbeddingProblem
 from tests.embedding import cases as embedding_cases
 from tests.embedding.cases import CASES, H200, KINDS, OPS, PLANTED, error_ratio, gradient, laid
 from tests.interpreted import kernel_tests
-from tests.triton_compiled import accesses, built, check_knobs, check_resources, in_turns
 
 # ---- kernels, interpreted and compiled ------------------------------------------------------------------
 
@@ -29,60 +25,7 @@ from tests.triton_compiled import accesses, built, check_knobs, check_resources,
 interpreted, test_kernel_numerics, test_a_planted_bug_is_caught = kernel_tests(embedding_cases.__file__, CASES, PLANTED)
 
 
-@in_turns(OPS)
-def test_compiles_for_every_architecture(op: Any, spec: gpu.GpuSpec) -> None:
-    rng = random.Random(spec.name)
-    problem = EmbeddingProblem.parse(rng.choice(op.suite))
-    for config in (op.default(problem, spec), rng.choice(list(op.valid(problem, spec)))):
-        check_resources(op, problem, config, spec)
-
-
-@pytest.mark.parametrize("op", OPS.values(), ids=OPS.keys())
-def test_accesses_are_wide(op: Any) -> None:
-    for words, width in (("", "v4.b32"), (" align=8", "v2.b32"), (" dtype=fp32", "v4.b32")):
-        problem = EmbeddingProblem.parse(f"rows=2048 vocabulary=32000 cols=4096{words}")
-        ptx = built(op, problem, op.default(problem, H200)).ptx
-        assert width in accesses(ptx, "ld") & accesses(ptx, "st")
-
-
-@pytest.mark.parametrize("op", OPS.values(), ids=OPS.keys())
-def test_every_knob_changes_the_code_or_the_grid(op: Any) -> None:
-    changed = check_knobs(op, EmbeddingProblem(2048, 32000, 4096), EmbeddingConfig(2, 1024, 4))
-    assert changed.keys() == {"", *EmbeddingConfig.space()}
-
-
 # ---- the declaration ------------------------------------------------------------------------------------
-
-
-@given(
-    rows=st.integers(0, 70) | st.integers(0, (1 << 31) - 1),
-    vocabulary=st.integers(0, 300000),
-    cols=st.integers(0, 70) | st.integers(0, 70000),
-    dtype=st.sampled_from(["bf16", "fp16", "fp32"]),
-    layout=st.sampled_from(["rows", "strided"]),
-    align=st.sampled_from([16, 8, 4]),
-    spec=st.sampled_from(gpu.GPUS),
-)
-@settings(deadline=None, max_examples=100)
-def test_default_is_valid_and_everything_round_trips(spec: gpu.GpuSpec, **fields: Any) -> None:
-    problem = EmbeddingProblem(**fields)
-    assert EmbeddingProblem.parse(str(problem)) == problem
-    for op in OPS.values():
-        config = op.default(problem, spec)
-        assert op.why_not(problem, config, spec) is None, (problem, config)
-        assert op.estimate_us(problem, config, spec) > 0
-        assert EmbeddingConfig.parse(str(config)) == config
-        assert op.grid(problem, config)[1] < 1 << 16
-
-
-@pytest.mark.parametrize(("op", "text"), [(op, text) for op in OPS.values() for text in op.suite], ids=str)
-def test_suite_samples_pose_their_problem(op: Any, text: str) -> None:
-    problem = EmbeddingProblem.parse(text)
-    small = problem.replace(rows=min(problem.rows, 40), vocabulary=min(problem.vocabulary, 50))
-    args = op.sample(small, "cpu", 3)
-    assert op.problem(*op.outputs(small, *args), *args) == small
-    (reference,) = op.reference(small, *args)
-    assert reference.shape == op.outputs(small, *args)[0].shape
 
 
 @pytest.mark.parametrize("layout", ["rows", "strided"])
@@ -143,27 +86,6 @@ def test_gradients() -> None:
     assert grad[5].eq(0).all()
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_opcheck() -> None:
-    ids, table = torch.tensor([1, 0, 1]), torch.randn(6, 3, requires_grad=True)
-    torch.library.opcheck(torch.ops.cutekernels.embedding.default, (ids, table))
-    torch.library.opcheck(torch.ops.cutekernels.embedding_backward.default, (torch.randn(3, 4), *grouped(ids, 6)))
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_traced_whole() -> None:
-    @torch.compile(fullgraph=True, backend="aot_eager")
-    def looked_up(ids: Tensor, table: Tensor) -> Tensor:
-        return embedding(ids, table) * 2
-
-    ids, table = torch.tensor([[1, 0, 1], [4, 1, 4]]), torch.randn(6, 3, requires_grad=True)
-    out = looked_up(ids, table)
-    assert torch.equal(out, 2 * table[ids])
-    out.sum().backward()
-    assert table.grad is not None
-    assert torch.equal(table.grad[:, 0], torch.tensor([2.0, 6.0, 0.0, 0.0, 4.0, 0.0]))
-
-
 # ---- on a GPU -------------------------------------------------------------------------------------------
 
 
@@ -215,18 +137,6 @@ def test_gradients_on_a_gpu_are_right_and_always_the_same(dtype: torch.dtype) ->
     assert error_ratio(found[0], *gradient(ids.reshape(-1), dout.reshape(-1, 200), 41), 1100) <= 1
     expanded = torch.autograd.grad(embedding(ids, table).sum(), table)[0]
     assert torch.equal(expanded[40], torch.zeros_like(expanded[40]))
-
-
-@pytest.mark.gpu
-def test_captured_in_a_graph() -> None:
-    ids, table = torch.randint(0, 50, (64,), device="cuda"), torch.randn(50, 512, device="cuda")
-    embedding(ids, table)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = embedding(ids, table)
-    ids.copy_(torch.randint(0, 50, (64,), device="cuda"))
-    graph.replay()
-    assert torch.equal(out, table[ids])
 
 
 @pytest.mark.gpu

@@ -7,18 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 pytest.importorskip("triton")
 
-from cutekernels import gpu, verify
+from cutekernels import verify
 from cutekernels.errors import InvalidConfig, UnsupportedProblem
-from cutekernels.ops import registry
-from cutekernels.ops.attention.decode import PAGE_SIZES
 from cutekernels.ops.kv_append.api import kv_append
-from cutekernels.ops.kv_append.op import KV_APPEND, LENGTHS, LOST, KvAppendConfig, KvAppendProblem
+from cutekernels.ops.kv_append.op import KV_APPEND, LOST, KvAppendConfig, KvAppendProblem
 from cutekernels.ops.shared import calls
 from tests.compiled import half
 from tests.interpreted import H200, kernel_tests
@@ -45,68 +41,9 @@ def test_every_static_field_was_among_the_cases(interpreted: dict[str, dict[str,
 # ---- the declaration ------------------------------------------------------------------------------------
 
 
-@st.composite
-def problems(draw: st.DrawFn) -> KvAppendProblem:
-    sizes = st.integers(0, 70) | st.integers(0, 1 << 20)
-    heads = st.integers(1, 70) | st.integers(1, 20000)
-    dtype = draw(st.sampled_from(["bf16", "fp16", "fp32"]))
-    half, rest = draw(st.integers(0, 300)), draw(st.integers(1, 300))
-    interleaved = half > 0 and draw(st.booleans())
-    runs = ((2 * half + rest) | 2 * half | (0 if interleaved else half)) * (4 if dtype == "fp32" else 2)
-    tables = ["fp32"] if dtype == "fp32" else ["fp32", "same"]
-    return KvAppendProblem(
-        batch=draw(sizes),
-        seq=draw(sizes),
-        heads_kv=draw(heads),
-        head_dim=2 * half + rest,
-        heads_q=draw(heads) if half else 0,
-        rotary=2 * half,
-        dtype=dtype,
-        table=draw(st.sampled_from(tables)) if half else "none",
-        gathered=half > 0 and not interleaved and draw(st.booleans()),
-        interleaved=interleaved,
-        counted=draw(st.booleans()),
-        page_size=draw(st.sampled_from([0, *PAGE_SIZES])),
-        align=min(16, runs & -runs),
-    )
-
-
-@given(problem=problems(), spec=st.sampled_from(gpu.GPUS))
-@settings(deadline=None, max_examples=200)
-def test_default_is_valid_and_everything_round_trips(problem: KvAppendProblem, spec: gpu.GpuSpec) -> None:
-    config = KV_APPEND.default(problem, spec)
-    assert KV_APPEND.why_not(problem, config, spec) is None, (problem, config)
-    assert KV_APPEND.estimate_us(problem, config, spec) > 0
-    assert KvAppendConfig.parse(str(config)) == config
-    assert KvAppendProblem.parse(str(problem)) == problem
-    assert problem.bucket().bucket() == problem.bucket()
-    _, y, z = KV_APPEND.grid(problem, config)
-    assert max(y, z) < 1 << 16
-
-
 def test_there_are_few_configs() -> None:
     for text in KV_APPEND.suite:
         assert 5 <= len(list(KV_APPEND.valid(KvAppendProblem.parse(text), H200))) <= 80, text
-
-
-@pytest.mark.parametrize(
-    "text", [*KV_APPEND.suite, "batch=2 seq=3 heads_kv=2 head_dim=44 table=none page_size=16 align=8 counted=1"]
-)
-def test_suite_samples_pose_their_problem(text: str) -> None:
-    problem = KvAppendProblem.parse(text)
-    small = problem.replace(batch=min(problem.batch, 3), seq=min(problem.seq, 40))
-    inputs = KV_APPEND.sample(small, "cpu", 3)
-    results = KV_APPEND.outputs(small, *inputs)
-    KV_APPEND.admit(inputs, results, interleaved=small.interleaved)
-    assert KV_APPEND.problem(*results, *inputs, interleaved=small.interleaved) == small
-    assert torch.equal(inputs[1], KV_APPEND.sample(small, "cpu", 3)[1])
-    assert not torch.equal(inputs[1], KV_APPEND.sample(small, "cpu", 4)[1])
-    for t in results[1:3]:
-        t.fill_(float("nan"))
-    for t in results[4:]:
-        t.fill_(0)
-    before = tuple([t.clone() for t in (*results[1:3], *results[4:])])
-    assert right(judge(before, KV_APPEND.reference(small, *inputs), inputs, small.interleaved))
 
 
 @pytest.mark.parametrize("text", KV_APPEND.suite)
@@ -179,10 +116,6 @@ def test_rules_say_what_is_wrong(config: str, rule: str) -> None:
 def test_problems_that_are_none(words: str, rule: str) -> None:
     with pytest.raises(UnsupportedProblem, match=rule):
         KvAppendProblem.parse(f"batch=1 seq=1 heads_kv=1 head_dim=128 {words}")
-
-
-def test_is_registered() -> None:
-    assert registry.get("kv_append") is KV_APPEND
 
 
 FP8 = torch.float8_e4m3fn
@@ -326,29 +259,6 @@ def test_opcheck(queries: bool) -> None:
     torch.library.opcheck(torch.ops.cutekernels.kv_append.default, args)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_traced_whole() -> None:
-    @torch.compile(fullgraph=True, backend="aot_eager")
-    def step(joint: Tensor, k_cache: Tensor, v_cache: Tensor, state: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        heads = (joint * 2).unflatten(-1, (4, 16))
-        q, k, v = heads[:, :, :2], heads[:, :, 2:3], heads[:, :, 3:]
-        q = q.clone()
-        kv_append(k, v, k_cache, v_cache, state, q=q, cos=cos, sin=sin)
-        return q + state[LENGTHS].sum()
-
-    joint, (cos, sin) = torch.randn(2, 3, 64), table(20, 8)
-    ours, plain = ([torch.zeros(2, 9, 1, 16), torch.zeros(2, 9, 1, 16), torch.zeros(3, 2).int()] for _ in range(2))
-    for _ in range(2):
-        with torch.no_grad():
-            found = step(joint, *ours, cos, sin)
-        heads = (joint * 2).unflatten(-1, (4, 16))
-        q = heads[:, :, :2].clone()
-        kv_append(heads[:, :, 2:3], heads[:, :, 3:], *plain, q=q, cos=cos, sin=sin)
-        torch.testing.assert_close(found, q + plain[2][LENGTHS].sum())
-        for a, b in zip(ours, plain, strict=True):
-            torch.testing.assert_close(a, b)
-
-
 # ---- the GPU's path, on CPU tensors ---------------------------------------------------------------------
 
 
@@ -370,12 +280,6 @@ def test_launch_poses_what_it_launches(launches: list[str]) -> None:
         assert right(judge(before, tuple(results), copies)), kind
     same = "kv_append batch=2 seq=5 heads_kv=2 head_dim=16 heads_q=3 rotary=16 page_size=16"
     assert launches == [same, same, same, f"{same} align=2"]
-
-
-def test_half_only_on_a_gpu() -> None:
-    k, state = torch.randn(1, 2, 1, 4, dtype=torch.float64), torch.zeros(3, 1, dtype=torch.int32)
-    with pytest.raises(UnsupportedProblem, match="takes bf16, fp16, fp32"):
-        KV_APPEND.problem(k, k, k, state, state, state, k, k, k, state, *[None] * 4, interleaved=False)
 
 
 def test_the_judge_sees_a_token_lost() -> None:

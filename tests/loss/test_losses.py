@@ -288,24 +288,6 @@ def test_opcheck() -> None:
     checked(ops.linear_cross_entropy.default, (x, weight, targets, bias, None, None, *options), test_utils=utils)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_traced_whole(reduction: Any) -> None:
-    @torch.compile(fullgraph=True, backend="aot_eager")
-    def traced(x: Tensor, weight: Tensor, targets: Tensor, bias: Tensor) -> Tensor:
-        loss = ck.linear_cross_entropy(x * 2, weight, targets, bias, reduction=reduction)
-        return loss.sum() + ck.linear_logprob(x, weight, targets).sum()
-
-    x, weight, bias, targets = operands()
-    exact = cross_entropy(logits_of(x * 2, weight, bias), targets, reduction=reduction).sum()
-    exact = exact + logprob(logits_of(x, weight), targets)[0].sum()
-    inputs = (x, weight, bias)
-    found = traced(x, weight, targets, bias)
-    assert torch.allclose(found, exact)
-    both = [torch.autograd.grad(value, inputs) for value in (found, exact)]
-    assert all(torch.allclose(a, b, atol=1e-11) for a, b in zip(*both, strict=True))
-
-
 def test_autocast_and_checkpointing() -> None:
     x, weight, bias, targets = (t.detach().float() if t.is_floating_point() else t for t in operands())
     for t in (x, weight, bias):

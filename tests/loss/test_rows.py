@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
@@ -28,72 +26,9 @@ from tests.interpreted import kernel_tests
 from tests.loss import cases as loss_cases
 from tests.loss.cases import CASES, OPS, PLANTED
 from tests.tolerance import FP32_ULP, worst_ratio
-from tests.triton_compiled import H200, accesses, built, check_knobs, check_resources, in_turns
+from tests.triton_compiled import H200
 
 interpreted, test_kernel_numerics, test_a_planted_bug_is_caught = kernel_tests(loss_cases.__file__, CASES, PLANTED)
-
-
-@in_turns(OPS)
-def test_compiles_for_every_architecture(op: Any, spec: gpu.GpuSpec) -> None:
-    rng = random.Random(spec.name)
-    problem = op.Problem.parse(rng.choice(op.suite))
-    for config in (op.default(problem, spec), rng.choice(list(op.valid(problem, spec)))):
-        check_resources(op, problem, config, spec)
-
-
-@pytest.mark.parametrize("op", OPS.values(), ids=OPS.keys())
-def test_accesses_are_wide(op: Any) -> None:
-    problem = op.Problem.parse(op.suite[0] if op is not SCALE_GRADIENT else op.suite[2])
-    ptx = built(op, problem, op.default(problem, H200)).ptx
-    kinds = ("ld",) if op is LOGIT_STATISTICS else ("ld", "st")
-    assert all("v4.b32" in accesses(ptx, kind) for kind in kinds)
-
-
-@pytest.mark.parametrize(
-    ("op", "problem", "config"),
-    [
-        (LOGIT_STATISTICS, LogitProblem(2048, 15232), LogitConfig(2048, 4)),
-        (LOGIT_GRADIENT, LogitProblem(2048, 15232), LogitConfig(2048, 4)),
-        (SCALE_GRADIENT, ScaleProblem(1 << 22), ScaleConfig(2048, 4, 1024)),
-    ],
-    ids=str,
-)
-def test_every_knob_changes_the_code_or_the_grid(op: Any, problem: Any, config: Any) -> None:
-    assert check_knobs(op, problem, config).keys() == {"", *type(config).space()}
-
-
-@given(
-    rows=st.integers(0, 70) | st.integers(0, (1 << 31) - 1),
-    cols=st.integers(0, 70) | st.integers(0, 300000),
-    dtype=st.sampled_from(["bf16", "fp16", "fp32"]),
-    flags=st.tuples(*[st.booleans()] * 4),
-    layout=st.sampled_from(["rows", "strided"]),
-    spec=st.sampled_from(gpu.GPUS),
-)
-@settings(deadline=None, max_examples=100)
-def test_default_is_valid_and_everything_round_trips(
-    spec: gpu.GpuSpec, rows: int, cols: int, dtype: str, flags: tuple[bool, ...], layout: str
-) -> None:
-    row = cols * (4 if dtype == "fp32" else 2) | 16
-    align = 16 if layout == "strided" else max(row & -row, 4 if dtype == "fp32" else 2)
-    problem = LogitProblem(rows, cols, dtype, "i64", *flags, layout=layout, align=align)
-    assert LogitProblem.parse(str(problem)) == problem
-    for op in (LOGIT_STATISTICS, LOGIT_GRADIENT):
-        config = op.default(problem, spec)
-        assert op.why_not(problem, config, spec) is None, (problem, config)
-        assert op.estimate_us(problem, config, spec) > 0
-
-
-@pytest.mark.parametrize(("op", "text"), [(op, text) for op in OPS.values() for text in op.suite], ids=str)
-def test_suite_samples_pose_their_problem(op: Any, text: str) -> None:
-    problem = op.Problem.parse(text)
-    small = {name: min(getattr(problem, name), 48 if name == "rows" else 1 << 20) for name in problem.extent_names()}
-    problem = problem.replace(**small)
-    args = op.sample(problem, "cpu", 3)
-    inputs, options = args[: len(op.inputs)], {name: getattr(problem, name) for name in op.options}
-    outputs = op.outputs(problem, *args)
-    assert op.problem(*outputs, *inputs, **options) == problem
-    assert op.reference(problem, *args)[0].shape == outputs[0].shape
 
 
 def test_rules_say_what_is_wrong() -> None:

@@ -7,23 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch import Tensor
 
 pytest.importorskip("triton")
 
 import cutekernels
-from cutekernels import gpu
 from cutekernels.errors import InvalidConfig, UnsupportedProblem
-from cutekernels.ops import registry
 from cutekernels.ops.moe.permute import MOE_PERMUTE, MoePermuteProblem
 from cutekernels.ops.moe.route import MOE_ROUTE, MoeRouteProblem
 from cutekernels.ops.moe.rows import MOE_DISPATCH, MOE_GATHER, MoeDispatchProblem, MoeMoveProblem
 from tests.interpreted import kernel_tests
 from tests.moe import cases as routing_cases
-from tests.moe.cases import CASES, DTYPES, H200, OPS, PLANTED, worst
-from tests.traced import Graphs
+from tests.moe.cases import CASES, H200, OPS, PLANTED
 
 moe_route, moe_permute = cutekernels.moe_route, cutekernels.moe_permute
 moe_gather, moe_combine = cutekernels.moe_gather, cutekernels.moe_combine
@@ -52,94 +46,10 @@ def aligned(problem: Callable[..., Any], **fields: Any) -> Any:
     return problem(**fields, align=bits & -bits)
 
 
-@st.composite
-def routes(draw: st.DrawFn) -> MoeRouteProblem:
-    experts = draw(st.integers(1, 512))
-    return aligned(  # type: ignore[no-any-return]
-        MoeRouteProblem,
-        tokens=draw(st.integers(0, 1 << 40) | st.integers(0, 70)),
-        experts=experts,
-        top_k=draw(st.integers(1, min(32, experts))),
-        dtype=draw(st.sampled_from(list(DTYPES))),
-        renormalize=draw(st.booleans()),
-    )
-
-
-@st.composite
-def moves(draw: st.DrawFn) -> MoeMoveProblem:
-    return aligned(  # type: ignore[no-any-return]
-        MoeMoveProblem,
-        tokens=draw(st.integers(0, 1 << 25) | st.integers(0, 70)),
-        cols=draw(st.integers(0, 1 << 25) | st.integers(0, 70)),
-        top_k=draw(st.integers(1, 32)),
-        dtype=draw(st.sampled_from(list(DTYPES))),
-        weighted=True,
-    )
-
-
-@st.composite
-def dispatches(draw: st.DrawFn) -> MoeDispatchProblem:
-    top_k = draw(st.integers(1, 32))
-    return aligned(  # type: ignore[no-any-return]
-        MoeDispatchProblem,
-        tokens=draw(st.integers(0, 256 // top_k)),
-        cols=draw(st.integers(0, 1 << 25) | st.integers(0, 70)),
-        experts=draw(st.integers(1, 1023)),
-        top_k=top_k,
-        dtype=draw(st.sampled_from(list(DTYPES))),
-    )
-
-
-permutes = st.builds(
-    MoePermuteProblem,
-    pairs=st.integers(0, (1 << 31) - (1 << 20)) | st.integers(0, 5000),
-    experts=st.integers(1, 1023),
-    index=st.sampled_from(["i32", "i64"]),
-)
-
-
-@given(problems=st.tuples(routes(), moves(), permutes, dispatches()), spec=st.sampled_from(gpu.GPUS))
-@settings(deadline=None, max_examples=40)
-def test_default_is_valid_and_everything_round_trips(problems: tuple[Any, ...], spec: gpu.GpuSpec) -> None:
-    for op in OPS.values():
-        (problem,) = (p for p in problems if type(p) is op.Problem)
-        config = op.default(problem, spec)
-        assert op.why_not(problem, config, spec) is None, (problem, config)
-        assert op.estimate_us(problem, config, spec) > 0
-        assert op.Config.parse(str(config)) == config
-        assert op.Problem.parse(str(problem)) == problem
-        assert problem.bucket().bucket() == problem.bucket()
-        _, y, z = op.grid(problem, config)
-        assert y < 1 << 16
-        assert z == 1
-
-
 @pytest.mark.parametrize("op", OPS.values(), ids=OPS.keys())
 def test_spaces_are_small(op: Any) -> None:
     for text in op.suite:
         assert 2 <= len(list(op.valid(op.Problem.parse(text), H200))) <= 60, text
-
-
-@pytest.mark.parametrize("op", OPS.values(), ids=OPS.keys())
-def test_suite_samples_pose_their_problem(op: Any) -> None:
-    for text in op.suite:
-        problem = op.Problem.parse(text)
-        first = "pairs" if op.name == "moe_permute" else "tokens"
-        small = problem.replace(**{first: min(getattr(problem, first), 40)})
-        args = op.sample(small, "cpu", 3)
-        results = op.outputs(small, *args)
-        options = {name: getattr(small, name) for name in op.options}
-        assert op.problem(*results, *args, **options) == small
-        again = op.sample(small, "cpu", 3)
-        assert all(a is b or torch.equal(a, b) for a, b in zip(args, again, strict=True))
-        assert not torch.equal(args[0], op.sample(small, "cpu", 4)[0])
-        assert worst(op.name, op.reference(small, *args), args, **options) <= 1
-        assert [r.shape for r in op.reference(small, *args)] == [r.shape for r in results]
-        assert op.work(problem).bytes > 0
-
-
-def test_all_are_registered() -> None:
-    assert all(registry.get(op.name) is op for op in OPS.values())
 
 
 @pytest.mark.parametrize(
@@ -299,49 +209,3 @@ def test_gradients_of_moving() -> None:
     assert torch.autograd.gradcheck(moe_combine, (rows, inverse, weights))
     assert torch.autograd.gradcheck(moe_combine, (rows.detach(), inverse, weights))
     assert torch.autograd.gradgradcheck(moe_gather, (x, inverse))
-
-
-def test_second_derivatives_are_refused_clearly() -> None:
-    logits = torch.randn(3, 5, requires_grad=True)
-    (grad,) = torch.autograd.grad(moe_route(logits, 2)[0][0, 0], logits, create_graph=True)
-    with pytest.raises(UnsupportedProblem, match="differentiable once"):
-        grad.sum().backward()
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("gradient", [False, True])
-def test_opcheck(gradient: bool) -> None:
-    ops = torch.ops.cutekernels
-    logits = torch.randn(4, 6, requires_grad=gradient)
-    weights, ids = moe_route(logits.detach(), 2)
-    _, _, inverse = moe_permute(ids, 6)
-    x, rows = torch.randn(4, 5, requires_grad=gradient), torch.randn(8, 5, requires_grad=gradient)
-    torch.library.opcheck(ops.moe_route.default, (logits, 2, True))
-    torch.library.opcheck(ops.moe_gather.default, (x, inverse))
-    torch.library.opcheck(ops.moe_combine.default, (rows, inverse, weights.requires_grad_(gradient)))
-    if not gradient:
-        torch.library.opcheck(ops.moe_permute.default, (ids, 6))
-        torch.library.opcheck(ops.moe_dispatch.default, (x, ids, 6))
-        torch.library.opcheck(ops.moe_route_backward.default, (weights, weights, ids, logits, 2, True))
-        torch.library.opcheck(ops.moe_combine_backward.default, (x, rows, inverse, weights))
-        torch.library.opcheck(ops.moe_permute_out.default, (ids, *MOE_PERMUTE.fresh(ids, experts=6), 6))
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_traced_whole() -> None:
-    """Tracing makes no graph break, forward or backward, and one graph."""
-    graphs = Graphs()
-
-    @torch.compile(fullgraph=True, backend=graphs.backend)
-    def mixture(x: Tensor, router: Tensor) -> Tensor:
-        weights, ids = moe_route(x @ router.T, 2)
-        _, _, inverse = moe_permute(ids, 5)
-        return moe_combine(moe_gather(x, inverse) * 2, inverse, weights)
-
-    x, router = torch.randn(7, 6, requires_grad=True), torch.randn(5, 6, requires_grad=True)
-    out = mixture(x, router)
-    torch.testing.assert_close(out, 2 * x)
-    assert len(graphs.seen) == 1
-    out.sum().backward()
-    assert x.grad is not None
-    torch.testing.assert_close(x.grad, torch.full_like(x, 2.0), rtol=1e-4, atol=1e-4)  # weights sum to one

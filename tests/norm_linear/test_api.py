@@ -155,21 +155,6 @@ def test_gradients_on_a_gpu() -> None:
         assert (ours.double() - truth).norm() <= 2e-2 * truth.norm()
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("device", DEVICES)
-def test_traced_whole(device: str) -> None:
-    x, r, g = randn(4, 64, device=device), randn(4, 64, device=device), randn(64, device=device)
-    w = randn(32, 64, device=device)
-
-    @torch.compile(fullgraph=True, backend="eager")
-    def block(x: Tensor, r: Tensor) -> Tensor:
-        y, u = ck.rms_norm_linear(x, g, w, residual=r)
-        return ck.linear_silu_mul(u, w, norm_weight=g) + y.sum()
-
-    y, u = ck.rms_norm_linear(x, g, w, residual=r)
-    torch.testing.assert_close(block(x, r), ck.linear_silu_mul(u, w, norm_weight=g) + y.sum())
-
-
 def test_refusals() -> None:
     x, g, w = randn(4, 64), randn(64), randn(32, 64)
     for call, said in (

@@ -12,10 +12,9 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-import cutekernels
 from cutekernels import compile as compiler
 from cutekernels import gpu
-from cutekernels.errors import InvalidConfig, UnsupportedProblem
+from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.norms.api import add_rms_norm, layer_norm, rms_norm
 from cutekernels.ops.norms.gradients import COLUMN_SUM, COLUMN_SUM_PAIR
 from tests.norms.cases import DTYPES, OPS, error_ratio, truth
@@ -235,69 +234,6 @@ def test_more_than_two_billion_elements() -> None:
 
 
 # ---- launches -------------------------------------------------------------------------------------------
-
-
-def test_runs_on_the_current_stream() -> None:
-    x, filled = torch.zeros(256, 4096, device="cuda"), normal(256, 4096, dtype=torch.float32)
-    rms_norm(x)
-    side = torch.cuda.Stream()
-    torch.cuda.synchronize()
-    with torch.cuda.stream(side):
-        torch.cuda._sleep(50_000_000)  # a launch on any other stream would overtake the copy behind this
-        x.copy_(filled)
-        out = rms_norm(x)
-    side.synchronize()
-    assert right(out, filled, None)
-
-
-def test_captured_in_a_graph() -> None:
-    x, w, dy = normal(640, 4096), normal(4096), normal(640, 4096)
-    out = torch.empty_like(x)
-
-    def step() -> tuple[Tensor, ...]:
-        rms_norm(x, w, out=out)
-        y, u = add_rms_norm(x, out, w)
-        return layer_norm(y, w, w), y, u, *torch.ops.cutekernels.rms_norm_backward(dy, x, w, None, True, 1e-6, 0.0)
-
-    step()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = step()
-    x.normal_()
-    w.normal_()
-    dy.normal_()
-    graph.replay()
-    assert right(out, x, w)
-    assert all(torch.equal(a, b) for a, b in zip(found, step(), strict=True))
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_tensors_of_another_device_than_the_current() -> None:
-    for index in (1, 0, 1):
-        x, w = (torch.randn(s, device=f"cuda:{index}", requires_grad=True) for s in ((300, 4096), (4096,)))
-        y = rms_norm(x, w)
-        y.sum().backward()
-        assert right(y.detach(), x.detach(), w.detach())
-        assert w.grad is not None
-        assert w.grad.device.index == index
-        assert torch.cuda.current_device() == 0
-
-
-def test_forced_config() -> None:
-    x, w = normal(640, 4096), normal(4096)
-    config = "block_rows=1 block_cols=4096 resident=1 warps=4 per_sm=0 stages=1"
-    assert right(rms_norm(x, w, config=config), x, w)
-    with pytest.raises(InvalidConfig, match="take block_cols=4096"):
-        rms_norm(x, w, config=config.replace("4096", "2048"))
-    with pytest.raises(UnsupportedProblem, match="got torch.float64"):
-        rms_norm(x.double(), w.double())
-
-
-def test_reload_forgets_plans() -> None:
-    x, w = normal(8, 64), normal(64)
-    first = rms_norm(x, w)
-    cutekernels.reload()
-    assert torch.equal(rms_norm(x, w), first)
 
 
 # ---- gradients and tracing ------------------------------------------------------------------------------

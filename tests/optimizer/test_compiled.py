@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 from cutekernels import gpu
 from cutekernels.ops.optimizer.op import ADAMW_COUNT, ADAMW_SQUARES, ADAMW_STEP, ADAMW_TABLE, AdamWConfig, AdamWProblem
-from tests.triton_compiled import H200, accesses, built, check_knobs, check_resources, in_turns
+from tests.triton_compiled import H200, accesses, built, check_resources, in_turns
 
 OPS = {op.name: op for op in (ADAMW_STEP, ADAMW_TABLE)}
 
@@ -42,11 +42,6 @@ def test_the_largest_blocks_do_not_spill(op: str) -> None:
     problem = AdamWProblem(1000, "bf16", "fp32", master=True, step="device")
     for config in (AdamWConfig(2048, 4, "normal"), AdamWConfig(4096, 8, "first")):
         check_resources(OPS[op], problem, ADAMW_STEP.check(problem, config, H200))
-
-
-def test_every_knob_changes_the_code_or_the_grid() -> None:
-    changed = check_knobs(ADAMW_STEP, AdamWProblem(1000000), AdamWConfig(1024, 4, "normal"))
-    assert changed.keys() == {"", *AdamWConfig.space()}
 
 
 @pytest.mark.parametrize(

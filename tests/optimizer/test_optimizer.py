@@ -8,15 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 pytest.importorskip("triton")
 
-from cutekernels import adamw_step, gpu
+from cutekernels import adamw_step
 from cutekernels.errors import InvalidConfig, UnsupportedProblem
-from cutekernels.ops import registry
 from cutekernels.ops.optimizer.op import ADAMW_STEP, AdamWConfig, AdamWProblem, Hyper
 from cutekernels.optim import FusedAdamW
 from tests.compiled import half
@@ -33,45 +30,6 @@ interpreted, test_kernel_numerics, test_a_planted_bug_is_caught = kernel_tests(
 
 
 # ---- the declaration ------------------------------------------------------------------------------------
-
-
-@given(
-    elements=st.integers(0, 1 << 40),
-    dtype=st.sampled_from(["fp32", "bf16", "fp16"]),
-    wide=st.booleans(),
-    master=st.booleans(),
-    aligned=st.booleans(),
-    spec=st.sampled_from(gpu.GPUS),
-)
-@settings(deadline=None, max_examples=100)
-def test_default_is_valid_and_everything_round_trips(
-    elements: int, dtype: str, wide: bool, master: bool, aligned: bool, spec: gpu.GpuSpec
-) -> None:
-    half = dtype != "fp32"
-    align = 16 if aligned else 2 if half else 4
-    problem = AdamWProblem(elements, dtype, "fp32" if wide and half else "same", master and half, align=align)
-    config = ADAMW_STEP.default(problem, spec)
-    assert ADAMW_STEP.why_not(problem, config, spec) is None, (problem, config)
-    assert ADAMW_STEP.estimate_us(problem, config, spec) > 0
-    assert AdamWConfig.parse(str(config)) == config
-    assert AdamWProblem.parse(str(problem)) == problem
-    assert len(list(ADAMW_STEP.valid(problem, spec))) <= 60
-
-
-@pytest.mark.parametrize("text", ADAMW_STEP.suite)
-def test_suite_samples_pose_their_problem(text: str) -> None:
-    problem = AdamWProblem.parse(text)
-    small = problem.replace(elements=min(problem.elements, 999))
-    args = ADAMW_STEP.sample(small, "cpu", 3)
-    results = ADAMW_STEP.outputs(small, *args)
-    assert ADAMW_STEP.problem(*results, *args[:7], maximize=small.maximize) == small
-    assert torch.equal(args[1], ADAMW_STEP.sample(small, "cpu", 3)[1])
-    assert not torch.equal(args[1], ADAMW_STEP.sample(small, "cpu", 4)[1])
-    start = args[0] if args[4] is None else args[4]
-    exact = truth(
-        start, *args[1:4], 3, lr=0.01, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1, maximize=small.maximize
-    )
-    assert worst(ADAMW_STEP.reference(small, *args), exact) <= 1
 
 
 def test_work_is_what_must_be_moved() -> None:
@@ -100,10 +58,6 @@ def test_rules_say_what_is_wrong(config: str, rule: str) -> None:
 def test_problems_that_are_none(words: str, rule: str) -> None:
     with pytest.raises(UnsupportedProblem, match=rule):
         AdamWProblem.parse(f"elements=5 {words}")
-
-
-def test_is_registered() -> None:
-    assert registry.get("adamw_step") is ADAMW_STEP
 
 
 def test_small_differences_survive_fp32() -> None:
@@ -234,19 +188,6 @@ def test_opcheck() -> None:
         given, numbers = operands(20, dtype, master=master), Hyper.of(**SETTINGS, step=2 if count is None else None)
         torch.library.opcheck(torch.ops.cutekernels.adamw_step_inplace.default, (*given, count, None, False, *numbers))
         torch.library.opcheck(torch.ops.cutekernels.adamw_step.default, (*given, count, None, True, *numbers))
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_traced_whole() -> None:
-    @torch.compile(fullgraph=True, backend="eager")
-    def update(p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> Tensor:
-        return adamw_step(p, g, m, v, step=2, **SETTINGS) * 2
-
-    p, g, m, v, _ = operands(20, "fp32")
-    exact = truth(p, g, m, v, 2, **SETTINGS)
-    doubled = update(p, g, m, v)
-    assert worst((p, m, v), exact) <= 1
-    assert torch.equal(doubled, 2 * p)
 
 
 # ---- the optimizer, on the CPU --------------------------------------------------------------------------

@@ -9,8 +9,9 @@ import torch
 
 from cutekernels import gpu
 from cutekernels.kernels.cute.parts.packed import MOVES_BF16, MOVES_FP16
-from cutekernels.ops.quantized import packed_skinny, packed_warpgroup
 from cutekernels.ops.quantized.op import QUANTIZED_LINEAR, SCHEDULES
+from cutekernels.ops.quantized.packed_skinny import PACKED_SKINNY
+from cutekernels.ops.quantized.packed_warpgroup import PACKED_WARPGROUP
 from cutekernels.ops.quantized.problem import QuantizedConfig, QuantizedProblem
 from cutekernels.quant import layout
 from cutekernels.quant.weight import E2M1
@@ -75,12 +76,12 @@ def test_grids_deal_out_all_units_once() -> None:
         p = QuantizedProblem.parse(text)
         for c in list(QUANTIZED_LINEAR.valid(p, spec))[::97]:
             k_tiles, tiles = -(-p.k // c.tile_k), SCHEDULES[c.body].tiles(p, c)
-            if c.body == packed_skinny.NAME:
-                ctas, share = packed_skinny.grid(p, c, spec)
+            if c.body == PACKED_SKINNY.name:
+                ctas, share = PACKED_SKINNY.grid(p, c, spec)
                 assert (ctas - 1) * share < tiles * k_tiles <= ctas * share
                 assert c.stream_k or share % k_tiles == 0, "whole tiles alone"
             else:
-                ctas, rounds, share = packed_warpgroup.grid(p, c, spec)
+                ctas, rounds, share = PACKED_WARPGROUP.grid(p, c, spec)
                 assert ctas <= spec.sm_count
                 rest = tiles - rounds * ctas
                 assert not c.stream_k or (rest >= 0 and rest * k_tiles <= ctas * share)

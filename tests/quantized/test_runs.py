@@ -8,7 +8,6 @@ from collections import Counter, defaultdict
 import pytest
 
 from cutekernels import gpu
-from cutekernels.ops.quantized import packed_skinny
 from cutekernels.ops.quantized.packed_skinny import PACKED_SKINNY
 from cutekernels.ops.quantized.problem import QuantizedConfig, QuantizedProblem
 
@@ -28,8 +27,8 @@ def test_every_part_of_a_tile_is_left_once_and_waited_for_by_a_later_cta(name: s
 
 
 def _follow(p: QuantizedProblem, c: QuantizedConfig, spec: gpu.GpuSpec) -> None:
-    tiles, k_tiles = packed_skinny.tiles(p, c), -(-p.k // c.tile_k)
-    ctas, share = packed_skinny.grid(p, c, spec)
+    tiles, k_tiles = PACKED_SKINNY.tiles(p, c), -(-p.k // c.tile_k)
+    ctas, share = PACKED_SKINNY.grid(p, c, spec)
     assert ctas <= spec.sm_count * c.ctas_per_sm, "all of them may run at once"
     left: Counter[int] = Counter()  # parts by run: each has room for one
     posted: dict[int, set[int]] = defaultdict(set)  # runs that left a part of a tile

@@ -11,10 +11,9 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-import cutekernels
 from cutekernels import compile as compiler
 from cutekernels import gpu, rope
-from cutekernels.errors import InvalidConfig, UnsupportedProblem
+from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.rope.op import ROPE, RopeProblem
 from tests.rope.cases import DTYPES, error_ratio, rows_of, table, truth, worst
 
@@ -189,19 +188,6 @@ def test_more_than_two_billion_elements() -> None:
 # ---- launches -------------------------------------------------------------------------------------------
 
 
-def test_runs_on_the_current_stream() -> None:
-    q, (cos, sin) = torch.zeros(2, 256, 8, 128, device="cuda"), table(256, 64, device="cuda")
-    rope(q, None, cos, sin)
-    filled, side = normal(2, 256, 8, 128, dtype=torch.float32), torch.cuda.Stream()
-    torch.cuda.synchronize()
-    with torch.cuda.stream(side):
-        torch.cuda._sleep(50_000_000)  # a launch on any other stream would overtake the copy behind this
-        q.copy_(filled)
-        turned = rope(q, None, cos, sin)
-    side.synchronize()
-    assert right(turned, filled, None, cos, sin)
-
-
 def test_captured_in_a_graph() -> None:
     q, k, (cos, sin) = normal(4, 1, 8, 128), normal(4, 1, 2, 128), table(64, 64, device="cuda")
     positions = torch.zeros(4, device="cuda", dtype=torch.long)
@@ -219,33 +205,6 @@ def test_captured_in_a_graph() -> None:
         graph.replay()
         assert right(turned, q, k, cos, sin, positions)
         assert torch.equal(keys, turned[1])
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_tensors_of_another_device_than_the_current() -> None:
-    for index in (1, 0, 1):
-        q = torch.randn(2, 32, 4, 128, device=f"cuda:{index}")
-        cos, sin = table(32, 64, device=f"cuda:{index}")
-        assert right(rope(q, None, cos, sin), q, None, cos, sin)
-        assert torch.cuda.current_device() == 0
-
-
-def test_devices_are_not_mixed() -> None:
-    q, (cos, sin) = normal(1, 4, 2, 8), table(4, 4)
-    with pytest.raises(UnsupportedProblem, match="one device"):
-        rope(q, None, cos, sin)
-    with pytest.raises(UnsupportedProblem, match=r"takes bfloat16, float16, float32; got torch.float64"):
-        rope(q.double(), None, cos.cuda(), sin.cuda())
-
-
-def test_forced_config() -> None:
-    q, (cos, sin) = normal(2, 64, 8, 128), table(64, 64, device="cuda")
-    expected, _ = rope(q, None, cos, sin)
-    assert torch.equal(rope(q, None, cos, sin, config="tokens=2 heads=4 block=64 warps=1")[0], expected)
-    with pytest.raises(InvalidConfig, match="block=128 does not cover"):
-        rope(q, None, cos, sin, config="tokens=1 heads=4 block=128 warps=1")
-    cutekernels.reload()
-    assert torch.equal(rope(q, None, cos, sin)[0], expected)
 
 
 # ---- gradients and tracing ------------------------------------------------------------------------------

@@ -8,15 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 pytest.importorskip("triton")
 
-from cutekernels import gpu
 from cutekernels.errors import InvalidConfig, UnsupportedProblem
-from cutekernels.ops import registry
 from cutekernels.ops.rope.api import rope
 from cutekernels.ops.rope.op import ROPE, RopeConfig, RopeProblem
 from cutekernels.ops.shared import calls
@@ -46,65 +42,11 @@ def test_every_static_field_was_among_the_cases(interpreted: dict[str, dict[str,
 # ---- the declaration ------------------------------------------------------------------------------------
 
 
-@st.composite
-def problems(draw: st.DrawFn) -> RopeProblem:
-    sizes = st.integers(0, 70) | st.integers(0, 1 << 20)
-    heads = st.integers(0, 70) | st.integers(0, 32767)
-    half = draw(st.integers(1, 300) | st.integers(1, 32600))
-    dtype = draw(st.sampled_from(["bf16", "fp16", "fp32"]))
-    positions, interleaved = draw(st.sampled_from(["start", "batch", "token"])), draw(st.booleans())
-    rest = draw(st.integers(0, 300))
-    runs = ((2 * half if interleaved else half) | rest) * (4 if dtype == "fp32" else 2)
-    return RopeProblem(
-        batch=draw(sizes),
-        seq=draw(sizes),
-        heads_q=draw(heads),
-        heads_kv=draw(heads),
-        head_dim=2 * half + rest,
-        rotary=2 * half,
-        dtype=dtype,
-        table="fp32" if dtype == "fp32" else draw(st.sampled_from(["fp32", "same"])),
-        interleaved=interleaved,
-        inverse=draw(st.booleans()),
-        positions=positions,
-        index="i64" if positions == "start" else draw(st.sampled_from(["i64", "i32"])),
-        layout=draw(st.sampled_from(["rows", "strided"])),
-        align=min(16, runs & -runs),
-    )
-
-
-@given(problem=problems(), spec=st.sampled_from(gpu.GPUS))
-@settings(deadline=None, max_examples=200)
-def test_default_is_valid_and_everything_round_trips(problem: RopeProblem, spec: gpu.GpuSpec) -> None:
-    config = ROPE.default(problem, spec)
-    assert ROPE.why_not(problem, config, spec) is None, (problem, config)
-    assert ROPE.estimate_us(problem, config, spec) > 0
-    assert RopeConfig.parse(str(config)) == config
-    assert RopeProblem.parse(str(problem)) == problem
-    assert problem.bucket().bucket() == problem.bucket()
-    _, y, z = ROPE.grid(problem, config)
-    assert max(y, z) < 1 << 16
-
-
 def test_there_are_few_configs() -> None:
     for text in ROPE.suite:
         bodies = Counter(c.body for c in ROPE.valid(RopeProblem.parse(text), H200))
         assert 8 <= bodies["triton"] <= 80, text
         assert bodies["cute"] <= 24, text
-
-
-@pytest.mark.parametrize("text", [*ROPE.suite, "batch=2 seq=3 heads_q=2 head_dim=44 rotary=40 heads_kv=1 align=8"])
-def test_suite_samples_pose_their_problem(text: str) -> None:
-    problem = RopeProblem.parse(text)
-    small = problem.replace(batch=min(problem.batch, 3), seq=min(problem.seq, 20))
-    options = {"interleaved": small.interleaved, "inverse": small.inverse}
-    *inputs, start = ROPE.sample(small, "cpu", 3)
-    results = ROPE.outputs(small, *inputs, start)
-    assert ROPE.problem(*results, *inputs, **options) == small
-    assert [r.shape for r in results] == [inputs[0].shape, inputs[1].shape]
-    assert torch.equal(inputs[0], ROPE.sample(small, "cpu", 3)[0])
-    assert not torch.equal(inputs[0], ROPE.sample(small, "cpu", 4)[0])
-    assert worst(ROPE.reference(small, *inputs, start), (*inputs, start), **options) <= 1
 
 
 def test_work_is_what_must_be_moved() -> None:
@@ -142,10 +84,6 @@ def test_rules_say_what_is_wrong(config: str, rule: str) -> None:
 def test_problems_that_are_none(words: str, rule: str) -> None:
     with pytest.raises(UnsupportedProblem, match=rule):
         RopeProblem.parse(f"batch=1 seq=1 heads_kv=1 head_dim=128 {words}" + " heads_q=1" * ("heads_q" not in words))
-
-
-def test_is_registered() -> None:
-    assert registry.get("rope") is ROPE
 
 
 # ---- the function, on the CPU ---------------------------------------------------------------------------
@@ -335,12 +273,6 @@ def test_launch_poses_what_it_launches(launches: list[str]) -> None:
         f"{same} rotary=16 heads_kv=1 interleaved=1 positions=batch",
         f"{same} rotary=24 heads_kv=1 table=same positions=token index=i32 align=8",
     ]
-
-
-def test_half_only_on_a_gpu() -> None:
-    q, (cos, sin) = torch.randn(1, 2, 1, 4, dtype=torch.float64), table(2, 2)
-    with pytest.raises(UnsupportedProblem, match="takes bf16, fp16, fp32"):
-        ROPE.problem(q, q, q, q, cos, sin, None, interleaved=False, inverse=False)
 
 
 def test_the_judge_sees_a_wrong_position() -> None:

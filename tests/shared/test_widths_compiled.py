@@ -54,9 +54,10 @@ NARROW = {
 }
 
 
+@pytest.mark.parametrize("align", [16, 8])
 @pytest.mark.parametrize("op", LAID_OUT, ids=lambda op: op.name)
-def test_accesses_are_as_wide_as_the_problem_promises(op: Any) -> None:
-    assert narrow(op, aligned(op)) == NARROW.get(op.name, set())
+def test_accesses_are_as_wide_as_the_problem_promises(op: Any, align: int) -> None:
+    assert narrow(op, aligned(op).replace(align=align)) == NARROW.get(op.name, set())
 
 
 def test_an_op_that_does_not_say_how_its_rows_end_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:

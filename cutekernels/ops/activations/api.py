@@ -1,6 +1,6 @@
 """``silu_mul``, ``gelu_mul`` and ``bias_gelu``: the public functions, and their registration with torch.
 
-Gate and up may be the halves of one packed tensor: then autograd sees one operand and gets one gradient, whose halves
+Gate and up may be the halves of one joined tensor: then autograd sees one operand and gets one gradient, whose halves
 the same kernels write.
 """
 
@@ -39,7 +39,7 @@ def silu_mul(
         gate: ``(..., N)``, fp16, bf16 or fp32 (on the CPU fp64 too). Any strides: operands whose rows are
             contiguous are fast, the two halves of a joint projection included. Leading dimensions that no
             single stride walks (say, a transposed batch) cost a contiguous copy of that operand.
-        up: shape, dtype and device of ``gate``; nothing is broadcast or cast. Without it ``gate`` is packed,
+        up: shape, dtype and device of ``gate``; nothing is broadcast or cast. Without it ``gate`` is joined,
             ``(..., 2N)``: its first half is the gate, its second half is up, and its gradient is one tensor.
         out: where to write: shape, dtype and device of ``gate`` (of a half), any strides. It may be ``gate`` or
             ``up`` itself, element upon element; any other overlap is refused. Not differentiable.
@@ -49,7 +49,7 @@ def silu_mul(
         ``(..., N)``, contiguous, or ``out``. Differentiable in ``gate`` and ``up``, once.
 
     Raises:
-        UnsupportedProblem: a dtype no kernel takes, mismatched shapes, dtypes or devices, a packed tensor of odd
+        UnsupportedProblem: a dtype no kernel takes, mismatched shapes, dtypes or devices, a joined tensor of odd
             width, an ``out`` that overlaps an input or itself, ``out`` together with gradients.
         InvalidConfig: ``config`` breaks a rule of the op.
     """
@@ -67,7 +67,7 @@ def gelu_mul(
     """``out = gelu(gate) * up`` in fp32, rounded once; ``gelu(x)`` is ``x`` times the normal distribution function.
 
     Args:
-        gate: as :func:`silu_mul` takes it, packed where ``up`` is left out.
+        gate: as :func:`silu_mul` takes it, joined where ``up`` is left out.
         up: shape, dtype and device of ``gate``.
         approximate: ``"none"``, or ``"tanh"`` for ``x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x^3)))``.
         out: where to write, as in :func:`silu_mul`.
@@ -126,14 +126,14 @@ def _gate(
     """``op`` of two tensors, or of the halves of one."""
     if up is None:
         if out is None and type(gate) in PLAIN:
-            path, calls = PACKED[op.name]
+            path, calls = JOINED[op.name]
             differentiated = path.differentiated if is_grad_enabled() and gate.requires_grad else None
             made = calls.replay(None, (gate,), options, (), config, differentiated)
             if made is not None:
                 return made[0]
         refuse_others(op, (gate, gate), None, options)
         if out is None:
-            return PACKED[op.name][0](gate, *options, None if config is None else str(config))  # type: ignore[no-any-return]
+            return JOINED[op.name][0](gate, *options, None if config is None else str(config))  # type: ignore[no-any-return]
         refuse_gradient(gate)
         gate, up = _halves(op.name, gate)
     elif isinstance(gate, Tensor) and isinstance(up, Tensor) and not gate.dim():  # one element is a row of one
@@ -142,14 +142,14 @@ def _gate(
     return call(op, (gate, up), options, config=config, out=None if out is None else (out,))[0]
 
 
-def _halves(name: str, packed: Tensor) -> tuple[Tensor, Tensor]:
-    if packed.dim() == 0 or packed.shape[-1] % 2:
+def _halves(name: str, joined: Tensor) -> tuple[Tensor, Tensor]:
+    if joined.dim() == 0 or joined.shape[-1] % 2:
         raise UnsupportedProblem(
-            f"{name} of one tensor takes (..., 2N), gate and up side by side; got {tuple(packed.shape)}: "
+            f"{name} of one tensor takes (..., 2N), gate and up side by side; got {tuple(joined.shape)}: "
             "pass up too, or an even width"
         )
-    n = packed.shape[-1] // 2
-    return packed.narrow(-1, 0, n), packed.narrow(-1, n, n)
+    n = joined.shape[-1] // 2
+    return joined.narrow(-1, 0, n), joined.narrow(-1, n, n)
 
 
 # ---- torch.library --------------------------------------------------------------------------------------
@@ -178,9 +178,9 @@ def _bias_gelu_gradient(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
     return dx, dbias, None, None
 
 
-PACKED: dict[str, tuple[Path, CallCache]] = {}
+JOINED: dict[str, tuple[Path, CallCache]] = {}
 """Paths of one tensor that holds gate and up, by name of the op, each with its cache of calls."""
-PACKED_BACKWARD: dict[str, Path] = {}
+JOINED_BACKWARD: dict[str, Path] = {}
 
 
 def _replay(
@@ -231,41 +231,41 @@ def _replay(
     return launch
 
 
-def _register_packed(op: Gated[Any], backward: Gated[Any]) -> None:
+def _register_joined(op: Gated[Any], backward: Gated[Any]) -> None:
     """Defines ``<op>_packed`` and ``<op>_packed_backward``: one tensor, one gradient, by the launches of the halves."""
     options = len(op.options)  # behind them config, which torch leaves out where it is None
 
-    def forward(packed: Tensor, *rest: Any) -> Tensor:
-        return op.path(*_halves(op.name, packed), *(*rest, None)[: options + 1])  # type: ignore[no-any-return]
+    def forward(joined: Tensor, *rest: Any) -> Tensor:
+        return op.path(*_halves(op.name, joined), *(*rest, None)[: options + 1])  # type: ignore[no-any-return]
 
-    def gradient(dout: Tensor, packed: Tensor, *rest: Any) -> Tensor:
-        gate, up = _halves(op.name, packed)
-        dpacked = packed.new_empty(packed.shape)
-        places = _halves(op.name, dpacked)
-        if direct(dout, packed):
+    def gradient(dout: Tensor, joined: Tensor, *rest: Any) -> Tensor:
+        gate, up = _halves(op.name, joined)
+        djoined = joined.new_empty(joined.shape)
+        places = _halves(op.name, djoined)
+        if direct(dout, joined):
             run(backward, places, (dout, gate, up), options=rest[:options])
         else:
             getattr(torch.ops.cutekernels, f"{backward.name}_out")(dout, gate, up, *places, *rest[:options])
-        return dpacked
+        return djoined
 
     words = "".join(f", str {option}" for option in op.options)
     schema = f"{op.name}_packed_backward(Tensor dout, Tensor packed{words}, str? config=None) -> Tensor"
     on_gpu = _replay(
-        CallCache(), backward, (True, False, True), gradient, lambda dout, packed: packed.new_empty(packed.shape)
+        CallCache(), backward, (True, False, True), gradient, lambda dout, joined: joined.new_empty(joined.shape)
     )
-    PACKED_BACKWARD[op.name] = Path(schema, (on_gpu, gradient), define(f"_{schema}", on_gpu, gradient, gradient))
+    JOINED_BACKWARD[op.name] = Path(schema, (on_gpu, gradient), define(f"_{schema}", on_gpu, gradient, gradient))
     schema = f"{op.name}_packed(Tensor packed{words}, str? config=None) -> Tensor"
     calls = CallCache()
     on_gpu = _replay(
-        calls, op, (False, True), forward, lambda packed: packed.new_empty(_halves(op.name, packed)[0].shape)
+        calls, op, (False, True), forward, lambda joined: joined.new_empty(_halves(op.name, joined)[0].shape)
     )
-    own, gradient_of = define(f"_{schema}", on_gpu, forward, forward), _gradient(PACKED_BACKWARD[op.name])
-    PACKED[op.name] = Path(schema, (on_gpu, forward), own, remember=_remember, gradient=gradient_of), calls
+    own, gradient_of = define(f"_{schema}", on_gpu, forward, forward), _gradient(JOINED_BACKWARD[op.name])
+    JOINED[op.name] = Path(schema, (on_gpu, forward), own, remember=_remember, gradient=gradient_of), calls
 
 
 for op, backward in ((SILU_MUL, SILU_MUL_BACKWARD), (GELU_MUL, GELU_MUL_BACKWARD)):
     register(backward)
     register(op, gradient=_gradient(backward.path), remember=_remember)
-    _register_packed(op, backward)
+    _register_joined(op, backward)
 register(BIAS_GELU, gradient=_bias_gelu_gradient, remember=_remember)
 register(BIAS_GELU_BACKWARD)

@@ -33,7 +33,7 @@ class TileProblem(LaidOut, Problem):
 
     @property
     def depth(self) -> float | None:
-        """As :class:`~cutekernels.op.Work` has it."""
+        """See :class:`~cutekernels.op.Work`."""
         return None
 
 

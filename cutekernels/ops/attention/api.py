@@ -107,7 +107,7 @@ def attention(
         scale: factor of ``q k^T``, above 0; ``1 / sqrt(D)`` if left out.
         softcap: scores become ``softcap * tanh(score / softcap)``.
         mask: bool ``(B or 1, HQ or 1, SQ, SKV)``, True where a query sees a key. Not with ``cu_seqlens``.
-        cu_seqlens_q: int32 ``(sequences + 1,)``, where packed sequences begin and end: ``[0, ..., TOTAL_Q]``, never
+        cu_seqlens_q: int32 ``(sequences + 1,)``, where varlen sequences begin and end: ``[0, ..., TOTAL_Q]``, never
             falling. The CPU refuses other values. A GPU's are not looked at: kernels clamp them to the tensors, and
             rows of no sequence are queries that see nothing.
         cu_seqlens_kv: likewise for k and v.

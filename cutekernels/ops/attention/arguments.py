@@ -122,7 +122,7 @@ def refuse_others(op: str, tensors: Mapping[str, object], optional: Mapping[str,
 
 
 def check_ends(q: Tensor, k: Tensor, cu_q: Tensor, cu_kv: Tensor) -> None:
-    """Refuses packed sequences' ends that do not run from 0 to the tensors' rows without falling. Waits once."""
+    """Refuses varlen sequences' ends that do not run from 0 to the tensors' rows without falling. Waits once."""
     both = torch.stack((cu_q, cu_kv)).tolist()
     for name, ends, rows in zip(("cu_seqlens_q", "cu_seqlens_kv"), both, (q.shape[0], k.shape[0]), strict=True):
         falls = next((i for i in range(1, len(ends)) if ends[i] < ends[i - 1]), None)

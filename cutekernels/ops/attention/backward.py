@@ -41,7 +41,12 @@ class MultistageBackward(TilesSchedule[AttentionBackwardProblem, AttentionBackwa
     config = AttentionBackwardConfig
 
     def registers(self, p: AttentionBackwardProblem, c: AttentionBackwardConfig) -> int:
-        return registers_per_thread(p, c)
+        """An estimate of the compiler's need: sums, scores and their gradients, owned operands, and the rest."""
+        sums = c.rows * p.width // 32 * len(p.of)
+        scores = c.rows * c.tile_walked // 32 * p.operands
+        owned = where(c.in_registers, c.rows * p.width // 64 * p.operands, 0)
+        late = where(c.stages == 1, LATE_REGISTERS, 0)
+        return sums + scores + owned + c.rows + late + OTHER_REGISTERS
 
     def smem_bytes(self, p: AttentionBackwardProblem, c: AttentionBackwardConfig) -> int:
         return c.smem_bytes(p)
@@ -217,12 +222,3 @@ def depth(p: AttentionBackwardProblem) -> float:
     tolerance follows from a result's size.
     """
     return 3 * problem.depth(p) * (1 + 16 * p.seq_q / max(1, p.pairs))
-
-
-def registers_per_thread(p: AttentionBackwardProblem, c: AttentionBackwardConfig) -> int:
-    """An estimate of the compiler's need: sums, scores and their gradients, owned operands, and the rest."""
-    sums = c.rows * p.width // 32 * len(p.of)
-    scores = c.rows * c.tile_walked // 32 * p.operands
-    owned = where(c.in_registers, c.rows * p.width // 64 * p.operands, 0)
-    late = where(c.stages == 1, LATE_REGISTERS, 0)
-    return sums + scores + owned + c.rows + late + OTHER_REGISTERS

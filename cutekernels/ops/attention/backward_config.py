@@ -9,7 +9,7 @@ from cutekernels import rates
 from cutekernels.columns import ceil, gcd, larger, pick, smaller, where
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.kernels.cute.parts.attention_smem import WarpgroupBackwardSmem, padded
-from cutekernels.op import knob, plain, power_of_two
+from cutekernels.op import knob, plain
 from cutekernels.ops.attention.coefficients import HIDDEN, ORDER, WARPGROUP_BACKWARD
 from cutekernels.ops.attention.config import GROUP_ROWS, GROUP_WARPS, MOST_VALUES
 from cutekernels.ops.attention.problem import AttentionProblem, BodiesConfig, BodySchedule, walked_bytes
@@ -154,15 +154,6 @@ class WarpgroupBackward(BodySchedule[AttentionBackwardProblem, AttentionBackward
     def shared_memory(self, c: AttentionBackwardConfig, gpu: GpuSpec, x: AttentionBackwardProblem) -> Broken:
         need, most = c.smem_bytes(x), gpu.smem_per_block_bytes
         yield need > most, "{} bytes of shared memory are more than a block's {}", need, most
-
-    @of_both
-    def tile_rows(self, p: AttentionBackwardProblem, c: AttentionBackwardConfig, gpu: GpuSpec, x: object) -> Broken:
-        for name, tile, seq in ((c.tiles[0], c.tile_own, p.seq_own), (c.tiles[1], c.tile_walked, p.seq_walked)):
-            yield tile > max(64, power_of_two(seq)), "{}={} idles most of a tile over {} rows", name, tile, seq
-
-    @of_both
-    def order(self, p: AttentionBackwardProblem, c: AttentionBackwardConfig, gpu: GpuSpec, x: object) -> Broken:
-        yield (c.order != "rows") & (p.seq_own <= c.tile_own), "order={} needs more than one tile of rows", c.order
 
     @of_both
     def grid(self, p: AttentionBackwardProblem, c: AttentionBackwardConfig, gpu: GpuSpec, x: object) -> Broken:

@@ -100,29 +100,21 @@ class CacheAttention(PrefillOp[CacheProblem]):
 
     def build(self, p: CacheProblem, c: AttentionConfig, gpu: GpuSpec) -> Artifact:
         from cutlass import Float32, Int32
-        from cutlass.cute import sym_int
 
         from cutekernels.backends import cute as backend
         from cutekernels.ops.attention import fakes
 
-        batch, seq_q, heads_q, heads_kv, layers, room = [sym_int() for _ in range(6)]
-        q, cache = (batch, seq_q, heads_q), (layers, room, heads_kv)
-        out, queries = [fakes.rows(p.dtype, p.head_dim, *q) for _ in range(2)]
-        k, v = [fakes.cache(p.cache, p.dtype, p.head_dim, *cache) for _ in range(2)]
+        given = fakes.Cached(p)
         number, limit = Float32(1.0), Int32(0)
         counter = fakes.vector(Int32) if c.dynamic_scheduler else None
         return backend.compile(
             self.body(p, c, gpu),
-            out,
-            fakes.vector(Float32) if p.lse else None,
-            *(queries, k, v, None, None),
-            fakes.vector(Int32, batch),
-            fakes.table(batch) if p.page_size else None,
-            fakes.sinks(p.sinks, p.dtype, heads_q),
+            *(given.out, given.lse, given.q, given.k, given.v, None, None),
+            *(given.lengths, given.table, given.sinks),
             *([counter] if c.by_groups else []),
             *(number, number, number),
             *(limit, limit),
-            *(() if c.by_groups else fakes.scales(p.cache, layers, heads_kv)),
+            *(() if c.by_groups else given.scales),
             gpu=gpu,
         )
 

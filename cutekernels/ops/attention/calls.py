@@ -117,7 +117,7 @@ def implementations(
 
 
 def _fresh_lse(q: Tensor, wanted: bool) -> Tensor:
-    """Memory for the log-sum-exp, or an empty tensor; packed sequences have no batch."""
+    """Memory for the log-sum-exp, or an empty tensor; varlen sequences have no batch."""
     shape = (*q.shape[:-3], q.shape[-2], q.shape[-3]) if wanted else (0,)
     return q.new_empty(shape, dtype=torch.promote_types(q.dtype, torch.float32))
 
@@ -160,13 +160,13 @@ def check(
     sinks: Tensor | None, scale: float,
 ) -> None:  # fmt: skip
     """Raises UnsupportedProblem for arguments that pose no problem."""
-    packed = cu_q is not None or cu_kv is not None
-    rank, form = (3, "(TOTAL, H, D)") if packed else (4, "(B, S, H, D)")
+    varlen = cu_q is not None or cu_kv is not None
+    rank, form = (3, "(TOTAL, H, D)") if varlen else (4, "(B, S, H, D)")
     for name, t in (("q", q), ("k", k), ("v", v)):
         if t.dim() != rank:
             raise UnsupportedProblem(
                 f"{name} must be {form}; its shape is {tuple(t.shape)}"
-                + ("" if packed else ": packed sequences need cu_seqlens_q and cu_seqlens_kv")
+                + ("" if varlen else ": packed sequences need cu_seqlens_q and cu_seqlens_kv")
             )
         if t.dtype != q.dtype or t.device != q.device:
             raise UnsupportedProblem(
@@ -174,7 +174,7 @@ def check(
             )
     check_dtype("attention", q)
     check_heads(q, k, v)
-    if k.shape[-1] != q.shape[-1] or (not packed and k.shape[0] != q.shape[0]):
+    if k.shape[-1] != q.shape[-1] or (not varlen and k.shape[0] != q.shape[0]):
         raise UnsupportedProblem(
             f"q and k must agree in head dim and batch; their shapes are {tuple(q.shape)} and {tuple(k.shape)}"
         )
@@ -182,7 +182,7 @@ def check(
     if sinks is not None:
         check_sinks(sinks, q)
     if mask is not None:
-        if packed:
+        if varlen:
             raise UnsupportedProblem("mask is for a batch of one length: packed sequences take none")
         wanted = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
         fits = mask.dim() == 4 and all(
@@ -193,7 +193,7 @@ def check(
                 f"mask must be bool, (B or 1, HQ or 1, SQ, SKV) of {wanted}, on {q.device}; it is {mask.dtype}, "
                 f"{tuple(mask.shape)}, on {mask.device}"
             )
-    if packed:
+    if varlen:
         if cu_q is None or cu_kv is None:
             raise UnsupportedProblem("packed sequences need both cu_seqlens_q and cu_seqlens_kv; one is missing")
         for name, t in (("cu_seqlens_q", cu_q), ("cu_seqlens_kv", cu_kv)):

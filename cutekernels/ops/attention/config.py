@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from cutekernels import rates
 from cutekernels.columns import ceil, gcd, larger, pick, smaller, where
 from cutekernels.kernels.cute.parts.attention_smem import MultistageAttentionSmem, WarpgroupAttentionSmem
-from cutekernels.op import knob, power_of_two
+from cutekernels.op import knob
 from cutekernels.ops.attention.coefficients import EAGER, EXPONENTS, EXPONENTS_PER_CLOCK, HIDDEN, ORDER, WARPGROUP
 from cutekernels.ops.attention.problem import (
     AttentionProblem,
@@ -156,11 +156,6 @@ class WarpgroupForward(BodySchedule[Any, AttentionConfig]):
     @of_config
     def turns(self, c: AttentionConfig, gpu: GpuSpec, x: AttentionProblem) -> Broken:
         yield c.turns & (c.tile_q == GROUP_ROWS), "turns=1 is for two groups or more"
-
-    @of_both
-    def tile_rows(self, p: AttentionProblem, c: AttentionConfig, gpu: GpuSpec, x: object) -> Broken:
-        for name, tile, seq in (("tile_q", c.tile_q, p.seq_q), ("tile_kv", c.tile_kv, p.seq_kv)):
-            yield tile > max(64, power_of_two(seq)), "{}={} idles most of a tile over {} rows", name, tile, seq
 
     @of_both
     def order(self, p: AttentionProblem, c: AttentionConfig, gpu: GpuSpec, x: object) -> Broken:

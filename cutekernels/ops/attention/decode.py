@@ -108,7 +108,7 @@ class DecodeProblem(HeadsProblem):
 
     @property
     def row_bytes(self) -> int:
-        """Of a key and its value, with their scales where each has one."""
+        """Bytes of a key and its value, with their scales where each has one."""
         return 2 * (cache_bytes(self.cache) * self.head_dim + self.of_tokens)
 
     @property
@@ -272,25 +272,16 @@ class DecodeAttention(AttentionOp[DecodeProblem, DecodeConfig]):
 
     def build(self, p: DecodeProblem, c: DecodeConfig, gpu: GpuSpec) -> Artifact:
         from cutlass import Float32, Int32
-        from cutlass.cute import sym_int
 
         from cutekernels.backends import cute as backend
         from cutekernels.ops.attention import fakes
 
-        batch, seq_q, heads_q, heads_kv, layers, room = [sym_int() for _ in range(6)]
-        q, cache = (batch, seq_q, heads_q), (layers, room, heads_kv)
-        out, queries = [fakes.rows(p.dtype, p.head_dim, *q) for _ in range(2)]
-        k, v = [fakes.cache(p.cache, p.dtype, p.head_dim, *cache) for _ in range(2)]
+        given = fakes.Cached(p)
         split, number = c.splits > 1 and not c.cluster, Float32(1.0)
         return backend.compile(
             self._body(p, c, gpu),
-            out,
-            fakes.vector(Float32) if p.lse else None,
-            *(queries, k, v),
-            fakes.vector(Int32, batch),
-            fakes.table(batch) if p.page_size else None,
-            fakes.sinks(p.sinks, p.dtype, heads_q),
-            *fakes.scales(p.cache, layers, heads_kv),
+            *(given.out, given.lse, given.q, given.k, given.v, given.lengths, given.table, given.sinks),
+            *given.scales,
             *(number, number, number),
             Int32(0),
             fakes.vector(Float32) if split else None,
@@ -401,7 +392,7 @@ def check_cache_dim(cache: str, head_dim: int) -> None:
 
 
 def cache_bytes(cache: str) -> int:
-    """Of an element."""
+    """Bytes of an element."""
     return 2 if cache == "same" else 1
 
 

@@ -28,7 +28,7 @@ _MOST_PROGRAMS = 2**31 - 1
 
 @dataclass(frozen=True)
 class DeltaProblem(Problem):
-    """``batch`` sequences of ``seq`` queries (packed sequences are one), whose rows are 16-byte aligned.
+    """``batch`` sequences of ``seq`` queries (varlen sequences are one), whose rows are 16-byte aligned.
 
     ``dlse``: whether the log-sum-exp has a gradient of its own.
     """
@@ -63,7 +63,7 @@ def _steps(t: Tensor) -> list[int]:
 class AttentionDelta(TritonOp[DeltaProblem, DeltaConfig]):
     """``(2, rows)`` in fp32: each query's lse to base 2 (inf for -inf), and ``sum(out * dout) - dlse``.
 
-    Arguments: out and dout ``(B, S, H, D)``, lse and dlse or None ``(B, H, S)`` in fp32; without B where packed.
+    Arguments: out and dout ``(B, S, H, D)``, lse and dlse or None ``(B, H, S)`` in fp32; without B where varlen.
     """
 
     name = "attention_delta"

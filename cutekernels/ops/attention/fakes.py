@@ -42,7 +42,7 @@ def cache(kind: str, dtype: str, head_dim: int, *lead: Any) -> Any:
 
 
 def scales(kind: str, layers: Any, heads: Any) -> list[Any]:
-    """Those of k and v: ``(HKV,)``, or of tokens and heads ``(layers, HKV, slots)``; None each without."""
+    """Scales of k and v: ``(HKV,)``, or of tokens and heads ``(layers, HKV, slots)``; None each without."""
     return [_scale(kind, layers, heads) for _ in range(2)]
 
 
@@ -59,15 +59,15 @@ def table(batch: Any) -> Any:
 
 
 class Batch:
-    """Operands of a batch of one length, or of ``packed`` sequences, which share their extents."""
+    """Operands of a batch of one length, or of ``varlen`` sequences, which share their extents."""
 
-    def __init__(self, dtype: str, head_dim: int, packed: bool) -> None:
-        self._dtype, self._head_dim, self._packed = dtype, head_dim, packed
+    def __init__(self, dtype: str, head_dim: int, varlen: bool) -> None:
+        self._dtype, self._head_dim, self._varlen = dtype, head_dim, varlen
         self._batch, self._ends = sym_int(), sym_int()
         self._q, self._kv = [(sym_int(), sym_int()) for _ in range(2)]  # length, heads
 
     def _rows(self, lead: tuple[Any, Any]) -> Any:
-        return rows(self._dtype, self._head_dim, *(() if self._packed else (self._batch,)), *lead)
+        return rows(self._dtype, self._head_dim, *(() if self._varlen else (self._batch,)), *lead)
 
     def q(self) -> Any:
         return self._rows(self._q)
@@ -86,4 +86,17 @@ class Batch:
 
     def ends(self) -> Any:
         """The sequences' ends, None where they are of one length."""
-        return vector(cutlass.Int32, self._ends) if self._packed else None
+        return vector(cutlass.Int32, self._ends) if self._varlen else None
+
+
+class Cached:
+    """Operands of attention over a cache, in the order of the launch."""
+
+    def __init__(self, p: Any) -> None:
+        batch, seq_q, heads_q, heads_kv, layers, room = [sym_int() for _ in range(6)]
+        q, of_cache = (batch, seq_q, heads_q), (layers, room, heads_kv)
+        self.out, self.q = [rows(p.dtype, p.head_dim, *q) for _ in range(2)]
+        self.lse = vector(cutlass.Float32) if p.lse else None
+        self.k, self.v = [cache(p.cache, p.dtype, p.head_dim, *of_cache) for _ in range(2)]
+        self.lengths, self.table = vector(cutlass.Int32, batch), table(batch) if p.page_size else None
+        self.sinks, self.scales = sinks(p.sinks, p.dtype, heads_q), scales(p.cache, layers, heads_kv)

@@ -124,7 +124,7 @@ def _of_nothing(*args: Any) -> None:
 
 
 def _of_sinks(sinks: Tensor, stats: Tensor) -> Tensor:
-    """As :func:`reference.sink_gradients`, from ``stats`` ``(2, B, H, rows)``: torch adds up in a fixed order."""
+    """Gradients of the sinks from ``stats`` ``(2, B, H, rows)``, added up by torch in a fixed order."""
     terms = torch.exp2(sinks.float().unsqueeze(-1) * LOG2_E - stats[0]) * stats[1]
     return -terms.sum((0, 2)).to(sinks.dtype)
 

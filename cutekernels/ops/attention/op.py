@@ -1,6 +1,6 @@
 """Attention: the declaration. ``out = softmax(scale * q k^T + mask) v``; public function in ``api.py``.
 
-Operands are as the caller has them: q and out ``(B, SQ, HQ, D)``, k and v ``(B, SKV, HKV, D)``, or packed without the
+Operands are as the caller has them: q and out ``(B, SQ, HQ, D)``, k and v ``(B, SKV, HKV, D)``, or varlen without the
 batch, ``(TOTAL, H, D)``, with the sequences' ends in ``cu_seqlens``. Head dims are contiguous and rows 16-byte aligned.
 """
 
@@ -53,7 +53,10 @@ class MultistageForward(TilesSchedule[Any, AttentionConfig]):
             yield c.stages == 1, "stages=1 would convert keys in FP8 while scores are held, which spills: take 2"
 
     def registers(self, p: AttentionProblem, c: AttentionConfig) -> int:
-        return registers_per_thread(p, c)
+        """An estimate of the compiler's need: accumulators of both products, queries, and the rest."""
+        accumulators = c.rows * (p.width + c.tile_kv) // 32
+        queries = where(c.q_in_registers, c.rows * p.width // 64, 0)
+        return accumulators + queries + OTHER_REGISTERS[p.dtype] + (CONVERTING if p.cached_in != "same" else 0)
 
     def smem_bytes(self, p: AttentionProblem, c: AttentionConfig) -> int:
         return c.smem(p).total_bytes
@@ -128,7 +131,7 @@ class PrefillOp(AttentionOp[Q, AttentionConfig]):
 class Attention(PrefillOp[AttentionProblem]):
     """Arguments: q, k, v, mask, cu_seqlens_q, cu_seqlens_kv, sinks, each of the four or None, scale, softcap (0: none).
 
-    Results: out, and the rows' log-sum-exp in fp32 where ``lse``: ``(B, HQ, SQ)``, or ``(HQ, TOTAL_Q)`` of packed ones.
+    Results: out, and the rows' log-sum-exp in fp32 where ``lse``: ``(B, HQ, SQ)``, or ``(HQ, TOTAL_Q)`` of varlen ones.
     """
 
     name = "attention"
@@ -250,20 +253,13 @@ class Attention(PrefillOp[AttentionProblem]):
         def call(out: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *rest: Any) -> Tensor:
             q, k, v = (t.transpose(1, 2) for t in (q, k, v))
             gqa = p.heads_q != p.heads_kv
-            scale = rest[3]  # behind the two ends of packed sequences and the sinks
+            scale = rest[3]  # behind the two ends of varlen sequences and the sinks
             return scaled_dot_product_attention(q, k, v, mask, is_causal=p.causal, scale=scale, enable_gqa=gqa)
 
         return call
 
 
 ATTENTION = Attention()
-
-
-def registers_per_thread(p: AttentionProblem, c: AttentionConfig) -> int:
-    """An estimate of the compiler's need: accumulators of both products, queries, and the rest."""
-    accumulators = c.rows * (p.width + c.tile_kv) // 32
-    queries = where(c.q_in_registers, c.rows * p.width // 64, 0)
-    return accumulators + queries + OTHER_REGISTERS[p.dtype] + (CONVERTING if p.cached_in != "same" else 0)
 
 
 def _ends(sequences: int, mean: int, generator: torch.Generator, device: str) -> Tensor:

@@ -383,12 +383,26 @@ T = TypeVar("T", bound=TilesConfig)
 class BodySchedule(AttentionSchedule[Q, T]):
     """One of a config with several bodies."""
 
+    least_walked: ClassVar = 64  # rows of a walked tile, whatever there is to walk
+
     def values(self) -> dict[str, tuple[Any, ...]]:
         return self.config.values(self.name)  # type: ignore[attr-defined,no-any-return]
+
+    @of_both
+    def tile_rows(self, p: Q, c: T, gpu: GpuSpec, x: Q) -> Broken:
+        sides = (c.tiles[0], c.own, p.seq_own, 64), (c.tiles[1], c.walked, p.seq_walked, self.least_walked)
+        for name, tile, seq, least in sides:
+            yield tile > max(least, power_of_two(seq)), "{}={} idles most of a tile over {} rows", name, tile, seq
+
+    @of_both
+    def order(self, p: Q, c: T, gpu: GpuSpec, x: Q) -> Broken:
+        yield (c.order != "rows") & (p.seq_own <= c.own), "order={} needs more than one tile of rows", c.order
 
 
 class TilesSchedule(BodySchedule[Q, T]):
     """Rules and model of CTAs that own a tile of rows and walk the other side's tiles."""
+
+    least_walked = 32
 
     @abstractmethod
     def registers(self, p: Q, c: T) -> int:
@@ -414,15 +428,6 @@ class TilesSchedule(BodySchedule[Q, T]):
     def occupancy(self, c: T, gpu: GpuSpec, x: Q) -> Broken:
         registers, smem = self.registers(x, c), self.smem_bytes(x, c)
         return occupancy_rules(gpu, ctas=c.ctas_per_sm, most=MAX_CTAS, warps=c.warps, registers=registers, smem=smem)
-
-    @of_both
-    def tile_rows(self, p: Q, c: T, gpu: GpuSpec, x: Q) -> Broken:
-        for name, tile, seq, least in ((c.tiles[0], c.own, p.seq_own, 64), (c.tiles[1], c.walked, p.seq_walked, 32)):
-            yield tile > max(least, power_of_two(seq)), "{}={} idles most of a tile over {} rows", name, tile, seq
-
-    @of_both
-    def order(self, p: Q, c: T, gpu: GpuSpec, x: Q) -> Broken:
-        yield (c.order != "rows") & (p.seq_own <= c.own), "order={} needs more than one tile of rows", c.order
 
     def tiles_us(
         self, p: Q, c: Any, gpu: GpuSpec, *, products: int, read_rows: Any, exponents: Any, fixed: Any, crowd: Any,
@@ -458,8 +463,8 @@ class TilesSchedule(BodySchedule[Q, T]):
 
 
 def walked_bytes(p: AttentionProblem, c: Any, gpu: GpuSpec) -> Any:
-    """What CTAs read of the walked side from DRAM where they take all heads' heaviest tiles first (``order=heads``) and
-    the L2 does not hold all heads: each row of tiles, or as many as run at once, reads anew what it lacks. Else 0.
+    """DRAM bytes of the walked side where CTAs take all heads' heaviest tiles first (``order=heads``) and the L2 does
+    not hold all heads: each row of tiles, or as many as run at once, reads anew what it lacks. Else 0.
     """
     own_heads, heads = p.batch * p.heads_q, p.batch * p.heads_kv
     if p.by_keys:

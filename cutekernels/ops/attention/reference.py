@@ -20,14 +20,14 @@ def attention(
     """``(out, lse)``. Rows of no sequence have 0, and their sink or -inf as lse."""
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     group = q.shape[-2] // max(1, k.shape[-2])
-    packed = cu_seqlens_q is not None
-    rows = (q.shape[1], q.shape[0]) if packed else (q.shape[0], q.shape[2], q.shape[1])
+    varlen = cu_seqlens_q is not None
+    rows = (q.shape[1], q.shape[0]) if varlen else (q.shape[0], q.shape[2], q.shape[1])
     lse = q.new_full(rows, -math.inf, dtype=torch.promote_types(q.dtype, torch.float32))
     if sinks is not None:
         lse.copy_(sinks.unsqueeze(-1))
     for i, (at_q, at_kv) in enumerate(_sequences(q, cu_seqlens_q, cu_seqlens_kv)):
         q1, k1, v1, out1 = q[at_q], k[at_kv], v[at_kv], out[at_q]
-        lse1 = lse[:, at_q] if packed else lse[at_q]
+        lse1 = lse[:, at_q] if varlen else lse[at_q]
         seen = band(q1.shape[0], k1.shape[0], left, right, q.device)
         for h in range(q1.shape[1]):
             visible = seen if mask is None else seen & mask[i, h]

@@ -33,7 +33,7 @@ def places(slots: int) -> int:
 
 
 def shape(cache: Tensor) -> tuple[int, int, int]:
-    """That of the scales of a cache ``(PAGES, PAGE_SIZE, HKV, D)``."""
+    """Shape of the scales of a cache ``(PAGES, PAGE_SIZE, HKV, D)``."""
     return cache.shape[0], cache.shape[2], places(cache.shape[1])
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from cutekernels import dispatch, torch_names
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.kernels.activations import ACTIVATIONS, Activation
+from cutekernels.ops.gemm.epilogue import kind_of
 from cutekernels.ops.gemm.launch import AddressedLaunch
 from cutekernels.ops.gemm.layouts import alignment, canonical, k_contiguous, worth_copying
 from cutekernels.ops.gemm.op import GEMM, reference
@@ -249,7 +250,7 @@ def pose(
         b_major="n" if b.stride(-1) == 1 else "k",
         out_major="n" if out.stride(-1) == 1 else "m",
         c="none" if c is None else "n" if c.stride(-1) == 1 else "m",
-        bias="none" if bias is None else "fp32" if bias.dtype == torch.float32 else "same",
+        bias=kind_of(bias, a),
         activation="none" if activation is None else activation,
         accumulate=accumulate,
         a_align=alignment(a),

@@ -9,6 +9,7 @@ from cutekernels import rates
 from cutekernels.kernels.activations import activated
 from cutekernels.op import Op, Work
 from cutekernels.ops.gemm import skinny, skinny_warpgroup
+from cutekernels.ops.gemm.epilogue import bias_bytes, draw_bias
 from cutekernels.ops.gemm.multistage import MULTISTAGE
 from cutekernels.ops.gemm.problem import (
     ELEMENT_BYTES,
@@ -115,17 +116,13 @@ class Gemm(Op[GemmProblem, GemmConfig]):
                 shape, stride = (batch, *shape), (cute.sym_int(64 if p.wide else 32, divisibility=align), *stride)
             return make_fake_tensor(dtype, shape, stride=stride, assumed_align=align * ELEMENT_BYTES)
 
-        bias = None
-        if p.bias != "none":
-            kind = cutlass.Float32 if p.bias == "fp32" else dtype
-            bias = make_fake_tensor(kind, (extents["n"],), stride=(1,), assumed_align=kind.width // 8)
         return backend.compile(
             body,
             operand("m", "n", p.out_major, p.out_align),
             operand("m", "k", p.a_major, p.a_align),
             operand("k", "n", p.b_major, p.b_align),
             None if p.c == "none" else operand("m", "n", p.c, p.c_align),
-            bias,
+            backend.bias(p.bias, dtype, extents["n"]),
             cutlass.Float32(1.0),
             cutlass.Float32(0.0),
             *schedule.workspace_types(c),
@@ -203,10 +200,7 @@ class Gemm(Op[GemmProblem, GemmConfig]):
         a = operand(p.m, p.k, p.a_major == "k", p.a_align)
         b = operand(p.k, p.n, p.b_major == "n", p.b_align)
         c = None if p.c == "none" else operand(p.m, p.n, p.c == "n", p.c_align)
-        bias = None
-        if p.bias != "none":
-            bias = torch.randn(p.n, generator=generator, device=device, dtype=torch.float32)
-            bias = bias if p.bias == "fp32" else bias.to(DTYPES[p.dtype])
+        bias = draw_bias(p, generator, p.n)
         # A scale that keeps results near 1, where an activation is neither linear nor saturated.
         return a, b, c, bias, (1.0 / max(1, p.k)) ** 0.5, 0.0 if c is None else 0.5
 
@@ -216,8 +210,8 @@ class Gemm(Op[GemmProblem, GemmConfig]):
     def work(self, p: GemmProblem) -> Work:
         outputs = p.batch * p.m * p.n
         moved = p.batch * (p.m * p.k + p.k * p.n) + outputs * (1 if p.c == "none" else 2)
-        bias = 0 if p.bias == "none" else p.n * (4 if p.bias == "fp32" else ELEMENT_BYTES)
-        return Work(flops=2.0 * outputs * p.k, bytes=float(moved * ELEMENT_BYTES + bias))
+        moved_bytes = moved * ELEMENT_BYTES + bias_bytes(p.bias, p.n)
+        return Work(flops=2.0 * outputs * p.k, bytes=float(moved_bytes))
 
     def vendor(self, p: GemmProblem) -> Callable[..., object] | None:
         """cuBLAS through torch, where one call of it does all that ``p`` asks."""

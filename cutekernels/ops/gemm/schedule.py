@@ -92,7 +92,9 @@ class GemmSchedule(Schedule[GemmProblem, GemmConfig, Extras]):
             return []
         import cutlass
 
-        return [vector_type(cutlass.Float32, 16), vector_type(cutlass.Int32, 4)]
+        from cutekernels.backends import cute as backend
+
+        return [backend.dense(cutlass.Float32, None, align=16), backend.dense(cutlass.Int32, None)]
 
     def workspace(self, p: GemmProblem, c: GemmConfig, extras: Extras = PLAIN) -> Callable[[], tuple[Any, ...]]:
         """A function that returns the last arguments of a launch on the current stream."""
@@ -121,11 +123,3 @@ class TokensSchedule(GemmSchedule):
         fitting = self.fitting_tiles(p)
         why = "tile_m={} does not suit {} tokens: take {}"
         yield among(c.tile_m, fitting) == 0, why, c.tile_m, p.m, " or ".join(map(str, fitting))
-
-
-def vector_type(kind: Any, align: int) -> Any:
-    """A fake vector of a length known at the launch; ``align`` in bytes."""
-    import cutlass
-    from cutlass.cute.runtime import make_fake_tensor
-
-    return make_fake_tensor(kind, (cutlass.cute.sym_int(),), stride=(1,), assumed_align=align)

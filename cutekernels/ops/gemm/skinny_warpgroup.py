@@ -239,12 +239,12 @@ def resident(c: GemmConfig, gpu: GpuSpec) -> Any:
 
 
 def waves(p: GemmProblem, c: GemmConfig, gpu: GpuSpec) -> Any:
-    """Of CTAs."""
+    """Waves of CTAs."""
     return -(-ctas(p, c) // resident(c, gpu))
 
 
 class Filled(NamedTuple):
-    """What tiles of so many columns do to a GPU: the narrowest tile of as many waves, the share of the GPU at work, and
+    """Occupancy of a GPU by tiles of a width: the narrowest tile of as many waves, the share of the GPU at work, and
     the tile that keeps most of it at work, with its share.
     """
 

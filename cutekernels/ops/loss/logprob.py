@@ -37,7 +37,7 @@ _BACKWARD = (
 
 
 class LogProb(NamedTuple):
-    """Of each row, in fp32: the target's log-probability, the log-sum-exp of the logits, the softmax's entropy."""
+    """Each row, in fp32: the target's log-probability, the log-sum-exp of the logits, the softmax's entropy."""
 
     logp: Tensor
     lse: Tensor
@@ -45,7 +45,7 @@ class LogProb(NamedTuple):
 
 
 class ShardSums(NamedTuple):
-    """Of each row and one rank's classes, in fp32: the target's logit (0 where another rank has it), log-sum-exp, and
+    """Each row over one rank's classes, in fp32: the target's logit (0 where another rank has it), log-sum-exp, and
     the mean logit under the shard's own softmax.
     """
 

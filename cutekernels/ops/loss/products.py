@@ -47,7 +47,7 @@ class Classifier:
 
     @property
     def factor(self) -> float:
-        """Of the numbers of states: see ``kernels/triton/loss.py``."""
+        """From a state's ``u`` to the logit ``z``: see ``kernels/triton/loss.py``."""
         return self.scale * (self.cap or 1.0)
 
     @property

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.activations.api import silu_mul
+from cutekernels.ops.gemm.epilogue import GATED
 from cutekernels.ops.moe.api import moe_combine, moe_gather, moe_permute
-from cutekernels.ops.moe.grouped import GATED
 from cutekernels.ops.moe.grouped_api import grouped_gemm
 from cutekernels.ops.moe.packed_experts import CLAMPED, GATES
 from cutekernels.ops.moe.quantized import ALPHA, LIMIT

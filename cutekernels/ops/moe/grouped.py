@@ -11,14 +11,15 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, reduce
 from itertools import pairwise
 from operator import or_
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from cutekernels import rates
 from cutekernels.columns import Columns, round_off
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.kernels.activations import ACTIVATIONS, activated
+from cutekernels.kernels.activations import ACTIVATIONS
 from cutekernels.op import Problem, Work, extent, ladder, plain
 from cutekernels.ops.activations.op import SILU_MUL, GluProblem
+from cutekernels.ops.gemm.epilogue import GATED, bias_bytes, draw_bias, finished, kind_of
 from cutekernels.ops.gemm.layouts import alignment
 from cutekernels.ops.gemm.multistage import MULTISTAGE
 from cutekernels.ops.gemm.problem import ELEMENT_BYTES, GemmConfig, GemmProblem, since_revision_1
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
     from cutekernels.gpu import GpuSpec
 
 _GRID = 2**31 - 1
-GATED: Final = "silu_mul"  # the activation that takes a gate's rows and up's
 SPREADS = ("uniform", "zipf", "one")  # how a sample's rows spread over experts, by its seed
 
 
@@ -204,17 +204,14 @@ class _GroupedOp(TensorOp[GroupedProblem, GemmConfig]):
         rows, groups = sym(), sym()
         n, k = sym(divisibility=p.align), sym(divisibility=p.align)
         weight_rows = sym(divisibility=p.align) if p.gated and c.body != MULTISTAGE.name else n
-        ends = make_fake_tensor(cutlass.Int32, (sym(),), stride=(1,), assumed_align=4)
+        ends = backend.dense(cutlass.Int32, None)
         most, extras = _largest_product(self, p)
         body = self.schedule(c).body(most, c, gpu, extras)
         if c.body == MULTISTAGE.name:
             body = MultistageGrouped(body, self.along)
         if self.along == "k":
             return backend.compile(body, operand(groups, n, k), operand(rows, n), operand(rows, k), ends, None, gpu=gpu)
-        bias = None
-        if p.bias != "none":
-            kind = cutlass.Float32 if p.bias == "fp32" else dtype
-            bias = make_fake_tensor(kind, (groups, sym()), stride=(sym(64), 1), assumed_align=kind.width // 8)
+        bias = backend.bias(p.bias, dtype, groups, None, bits=64)
         weight = operand(groups, weight_rows, k, major=-1 if p.weight == "k" else -2)
         return backend.compile(body, operand(rows, n), operand(rows, k), weight, ends, bias, gpu=gpu)
 
@@ -235,7 +232,7 @@ class _GroupedOp(TensorOp[GroupedProblem, GemmConfig]):
     def work(self, p: GroupedProblem) -> Work:
         experts = self.moved_experts(p)
         moved = p.rows * (p.n + p.k) + experts * p.weight_rows * p.k
-        bias = 0.0 if p.bias == "none" else experts * p.weight_rows * (4 if p.bias == "fp32" else ELEMENT_BYTES)
+        bias = bias_bytes(p.bias, experts * p.weight_rows)
         depth = float(p.k if self.along == "m" else max(1, p.rows))
         if p.gated:  # a chain rounds gate and up, as norm_linear's does its operand: the same grant
             depth = max(depth, rounded_operand_depth(p.dtype, gated=True))
@@ -343,16 +340,15 @@ class GroupedGemm(_GroupedOp):
         return self.fresh(*args, activation=p.activation)
 
     def problem(self, *operands: Tensor | None, **options: Any) -> GroupedProblem:
-        import torch
-
         out, x, weight, _, bias = operands
         assert out is not None and x is not None and weight is not None
-        kind = "none" if bias is None else "fp32" if bias.dtype == torch.float32 else "same"
         experts, _, k = weight.shape
         major = "k" if weight.stride(-1) == 1 else "n"
         align = _align(out, x, weight)
         n, activation = _columns(weight, **options), options["activation"]
-        return GroupedProblem(x.shape[0], n, k, experts, DTYPES.names[x.dtype], major, kind, activation, align)
+        return GroupedProblem(
+            x.shape[0], n, k, experts, DTYPES.names[x.dtype], major, kind_of(bias, x), activation, align
+        )
 
     def sample(self, p: GroupedProblem, device: str, seed: int) -> tuple[Any, ...]:
         import torch
@@ -361,10 +357,7 @@ class GroupedGemm(_GroupedOp):
         x = _normal(draw, DTYPES[p.dtype], p.align, p.rows, p.k)
         shape = (p.weight_rows, p.k) if p.weight == "k" else (p.k, p.weight_rows)
         weight = _normal(draw, DTYPES[p.dtype], p.align, p.experts, *shape) * max(1, p.k) ** -0.5
-        bias = None
-        if p.bias != "none":
-            kind = torch.float32 if p.bias == "fp32" else DTYPES[p.dtype]
-            bias = torch.randn((p.experts, p.weight_rows), generator=draw, device=device).to(kind)
+        bias = draw_bias(p, draw, p.experts, p.weight_rows)
         offsets = sample_offsets(p.rows, p.experts, SPREADS[seed % len(SPREADS)], draw)
         return x, weight if p.weight == "k" else weight.mT, offsets, bias
 
@@ -377,7 +370,6 @@ class GroupedGemm(_GroupedOp):
         return other, weight, sample_offsets(p.rows, p.experts, SPREADS[seed % len(SPREADS)], draw), bias
 
     def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
-        import torch
 
         x, weight, offsets, bias = args
         out = x.new_zeros((x.shape[0], _columns(weight, **options)))
@@ -385,12 +377,7 @@ class GroupedGemm(_GroupedOp):
             y = x[begin:end].double() @ weight[e].double().mT
             if bias is not None:
                 y = y + bias[e].double()
-            if options["activation"] == GATED:
-                gate, up = y.chunk(2, -1)
-                y = torch.nn.functional.silu(gate) * up
-            else:
-                y = activated(y, options["activation"])
-            out[begin:end] = y.to(x.dtype)
+            out[begin:end] = finished(y, options["activation"]).to(x.dtype)
         return (out,)
 
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Literal
 
 from torch import Tensor
 
 from cutekernels.kernels.activations import Activation
-from cutekernels.ops.activations.api import PACKED_BACKWARD
 from cutekernels.ops.gemm.problem import GemmConfig
-from cutekernels.ops.gemm.slopes import reads_value, through_activation
+from cutekernels.ops.gemm.slopes import reads_value
 from cutekernels.ops.moe.group_sums import group_sums
-from cutekernels.ops.moe.grouped import GATED, GROUPED_GEMM, GROUPED_GEMM_WGRAD
+from cutekernels.ops.moe.grouped import GROUPED_GEMM, GROUPED_GEMM_WGRAD
 from cutekernels.ops.moe.quantized import ALPHA, LIMIT
 from cutekernels.ops.moe.quantized_api import quantized_grouped_gemm
+from cutekernels.ops.quantized.backward import before_activation
 from cutekernels.ops.quantized.problem import QuantizedConfig
 from cutekernels.ops.shared.calls import call, refuse_others, register
 from cutekernels.ops.shared.registration import PLAIN
@@ -81,21 +82,12 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _gradient(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
     x, weight, offsets, saved = ctx.saved_tensors
-    dz = dout
-    if reads_value(ctx.activation):
-        dz = through_activation(dout, saved, ctx.activation)
-    elif ctx.activation != "none":
-        z = GROUPED_GEMM.path(x, weight, offsets, saved, "none", None)
-        if ctx.activation == GATED:
-            dz = PACKED_BACKWARD["silu_mul"](dout, z, None)
-        else:
-            dz = through_activation(dout, z, ctx.activation)
+    products = partial(GROUPED_GEMM.path, x, weight, offsets, saved, "none", None)
+    dz = before_activation(dout, saved, ctx.activation, products)
     needs = ctx.needs_input_grad
     dx = GROUPED_GEMM.path(dz, weight.mT, offsets, None, "none", None) if needs[0] else None
     dweight = GROUPED_GEMM_WGRAD.path(dz, x, offsets, None) if needs[1] else None
-    dbias = None
-    if needs[3]:
-        dbias = group_sums(dz, offsets, ctx.bias_dtype)
+    dbias = group_sums(dz, offsets, ctx.bias_dtype) if needs[3] else None
     return dx, dweight, None, dbias, None, None
 
 

@@ -37,7 +37,7 @@ _MOST_EXACT = 40.0  # mean rows of an expert up to which their spread is summed 
 
 @dataclass(frozen=True)
 class GroupsSchedule(Warpgroup):
-    """What both share."""
+    """The base of both schedules."""
 
     narrowed: ClassVar = {"tile_n": BY_SIXTEENS, "split_k": (1,)}
     layout_of_c = strides = few_tokens = least_extents = None  # type: ignore[assignment]  # rules of gemm's alone
@@ -139,7 +139,7 @@ DEPTH_WARPGROUP = DepthWarpgroupSchedule()
 
 
 def row_tiles(rows: int, experts: int, c: Any, *knobs: str) -> Any:
-    """Those of as many rows as the knobs' product, as a whole number."""
+    """Tiles with as many rows as the knobs' product, as a whole number."""
     return over(c, knobs, lambda c: math.ceil(tile_rows(rows, experts, math.prod(getattr(c, name) for name in knobs))))
 
 

@@ -15,12 +15,12 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.kernels.activations import ACTIVATIONS
 from cutekernels.kernels.cute.parts.smem import WarpgroupPackedSmem, WarpgroupSmem
 from cutekernels.op import Problem, extent, ladder, plain
+from cutekernels.ops.gemm.epilogue import GATED
 from cutekernels.ops.moe.grouped_schedules import expected_hit, row_tiles
 from cutekernels.ops.moe.permute import check_extents
-from cutekernels.ops.quantized import packed_skinny, packed_warpgroup
 from cutekernels.ops.quantized.packed_skinny import TILES_M, PackedSkinnySchedule
-from cutekernels.ops.quantized.packed_warpgroup import PackedWarpgroupSchedule
-from cutekernels.ops.quantized.problem import GATED, QuantizedConfig, QuantizedProblem, check_scaling
+from cutekernels.ops.quantized.packed_warpgroup import ROWS, PackedWarpgroupSchedule
+from cutekernels.ops.quantized.problem import QuantizedConfig, QuantizedProblem, check_scaling
 from cutekernels.rules import Among, Broken, of_both, of_config, of_problem
 
 if TYPE_CHECKING:
@@ -157,18 +157,17 @@ class GroupedSkinnySchedule(_Grouped, PackedSkinnySchedule):
     def times_us(self, p: QuantizedProblem, c: Any, gpu: GpuSpec, x: Any) -> Any:
         count = x.row_tiles(c)
         tokens = smaller(c.tile_m, x.rows / larger(1, count))
-        return packed_skinny.tiles_us(p, c, gpu, count * -(-p.n // c.tile_n), tokens, x.hit * p.weight_bytes)
+        return self.tiles_us(p, c, gpu, count * -(-p.n // c.tile_n), tokens, x.hit * p.weight_bytes)
 
     def ctas(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec, x: Experts) -> int:
         """All that are resident, or as many as there can be tiles or k-tiles."""
-        return packed_skinny.dealt(max(1, self.places(p, c, x)), p, c, gpu)[0]
+        return self.dealt(max(1, self.places(p, c, x)), p, c, gpu)[0]
 
     def grouped_body(self, p: QuantizedGroupedProblem, c: QuantizedConfig) -> Any:
         from cutekernels.kernels.cute.quantized.skinny_packed_grouped import SkinnyPackedGrouped
 
         clamped = p.activation == CLAMPED
-        own = packed_skinny.parts(p.one, c)
-        return SkinnyPackedGrouped(**own, prefetch_tiles=0, split=c.stream_k, clamped=clamped)
+        return SkinnyPackedGrouped(**self.parts(p.one, c), prefetch_tiles=0, split=c.stream_k, clamped=clamped)
 
 
 class GroupedWarpgroupSchedule(_Grouped, PackedWarpgroupSchedule):
@@ -191,7 +190,7 @@ class GroupedWarpgroupSchedule(_Grouped, PackedWarpgroupSchedule):
 
     @of_config
     def two_groups(self, c: QuantizedConfig, gpu: GpuSpec, x: QuantizedProblem) -> Broken:
-        odd = (c.tile_n != 2 * packed_warpgroup.ROWS) & x.gated
+        odd = (c.tile_n != 2 * ROWS) & x.gated
         yield odd, "tile_n={}: a gate has a group's 64 rows and another's 64 of up; take 128", c.tile_n
 
     @of_config
@@ -217,7 +216,7 @@ class GroupedWarpgroupSchedule(_Grouped, PackedWarpgroupSchedule):
         tiles = x.row_tiles(c) * -(-p.n // c.tile_n)
         steps = -(-tiles // gpu.sm_count) * -(-p.k // c.tile_k)
         moved = x.hit * p.weight_bytes + 2.0 * x.rows * (p.k + p.columns)
-        return packed_warpgroup.steps_us(p, c, gpu, steps, moved)
+        return self.steps_us(p, c, gpu, steps, moved)
 
     def ctas(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec, x: Experts) -> int:
         """All that are resident, or as many as there can be tiles."""
@@ -230,14 +229,13 @@ class GroupedWarpgroupSchedule(_Grouped, PackedWarpgroupSchedule):
 
         gate = Epilogue(Activation("silu_approx")) if p.gated else None
         plain = p.one.replace(activation="none" if p.gated else p.activation)
-        results = GroupBoxes(**packed_warpgroup.boxes(plain, c), swap_ab=True)
+        results = GroupBoxes(**self.boxes(plain, c), swap_ab=True)
         return WarpgroupPackedGrouped(
-            **packed_warpgroup.parts(plain, c), results=results, split=False, gate=gate, clamped=p.activation == CLAMPED
+            **self.parts(plain, c), results=results, split=False, gate=gate, clamped=p.activation == CLAMPED
         )
 
 
 GROUPED_SKINNY, GROUPED_WARPGROUP = GroupedSkinnySchedule(), GroupedWarpgroupSchedule()
 SCHEDULES: dict[str, GroupedSkinnySchedule | GroupedWarpgroupSchedule] = {
-    packed_skinny.NAME: GROUPED_SKINNY,
-    packed_warpgroup.NAME: GROUPED_WARPGROUP,
+    schedule.name: schedule for schedule in (GROUPED_SKINNY, GROUPED_WARPGROUP)
 }

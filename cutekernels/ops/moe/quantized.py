@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from cutekernels import rates
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.kernels.activations import ACTIVATIONS, activated
-from cutekernels.op import Work
-from cutekernels.ops.gemm.layouts import alignment
-from cutekernels.ops.gemm.problem import ELEMENT_BYTES
+from cutekernels.kernels.activations import ACTIVATIONS
+from cutekernels.ops.gemm.epilogue import draw_bias, finished
 from cutekernels.ops.moe.grouped import (
-    GATED,
     SPREADS,
     check_offsets,
     groups_of,
@@ -25,24 +21,22 @@ from cutekernels.ops.moe.packed_experts import (
     SCHEDULES,
     QuantizedGroupedProblem,
 )
-from cutekernels.ops.quantized.decode import check_weight, random_weight, rows_of_scale, scale_of
+from cutekernels.ops.quantized.decode import check_weight, decoded, random_weight, rows_of_scale
+from cutekernels.ops.quantized.op import PackedProduct
 from cutekernels.ops.quantized.problem import QuantizedConfig
-from cutekernels.ops.shared.checks import check_dtype, check_results
-from cutekernels.ops.shared.dtypes import DTYPES, GPU_DTYPES
-from cutekernels.ops.shared.tensor_op import TensorOp
-from cutekernels.ops.shared.tolerance import rounded_operand_depth
+from cutekernels.ops.shared.checks import check_dtype
+from cutekernels.ops.shared.dtypes import DTYPES
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from cutekernels.backends import Artifact
     from cutekernels.gpu import GpuSpec
 
 ALPHA, LIMIT = 1.702, 7.0  # of gpt-oss
 
 
-class QuantizedGroupedGemm(TensorOp[QuantizedGroupedProblem, QuantizedConfig]):
+class QuantizedGroupedGemm(PackedProduct[QuantizedGroupedProblem]):
     """Arguments: x ``(T, K)``, packed, scales and zeros or None of all experts' rows, offsets ``(E + 1,)``, bias
     ``(E, N)`` or None, then alpha and limit of ``swiglu_oai``.
     """
@@ -50,7 +44,8 @@ class QuantizedGroupedGemm(TensorOp[QuantizedGroupedProblem, QuantizedConfig]):
     name = "quantized_grouped_gemm"
     revision = 1
     Problem = QuantizedGroupedProblem
-    Config = QuantizedConfig
+    activations = (*ACTIVATIONS, *GATES)
+    schedules = SCHEDULES
     sample_kinds = len(SPREADS)
     suite = (
         "rows=4 n=2880 k=2880 experts=32 code=e2m1 group=32 scale=e8m0 activation=swiglu_oai bias=same",
@@ -64,7 +59,6 @@ class QuantizedGroupedGemm(TensorOp[QuantizedGroupedProblem, QuantizedConfig]):
         "rows=77 n=192 k=200 experts=5 code=e4m3 group=0 scale=fp32 dtype=fp16 bias=fp32 activation=gelu",
         "rows=300 n=64 k=136 experts=40 group=32 zeros=1 scale=bf16 activation=silu_mul bias=same",
     )
-    results = ("out",)
     inputs = ("x", "packed", "scales", "zeros", "offsets", "bias")
     options = ("code", "group", "activation")
     scalars = ("alpha", "limit")
@@ -72,69 +66,26 @@ class QuantizedGroupedGemm(TensorOp[QuantizedGroupedProblem, QuantizedConfig]):
         "Tensor x, Tensor packed, Tensor scales, Tensor? zeros, Tensor offsets, Tensor? bias, "
         "str code, int group, str activation, float alpha, float limit"
     )
-    in_place = False
-    flattens = False
-
-    # -- rules and choice
-
-    def why_not(self, p: QuantizedGroupedProblem, c: QuantizedConfig, gpu: GpuSpec) -> str | None:
-        if c.body not in SCHEDULES:
-            return f"{self.name} has the body {' or '.join(SCHEDULES)}; got body={c.body}"
-        return SCHEDULES[c.body].why_not(p.one, c, gpu, p.beside)
-
-    def valid(self, p: QuantizedGroupedProblem, gpu: GpuSpec) -> Iterator[QuantizedConfig]:
-        for schedule in SCHEDULES.values():
-            yield from schedule.valid(p.one, gpu, p.beside)
-
-    def default(self, p: QuantizedGroupedProblem, gpu: GpuSpec) -> QuantizedConfig:
-        """The model's best."""
-        return _default(p, gpu)
-
-    def estimate_us(self, p: QuantizedGroupedProblem, c: QuantizedConfig, gpu: GpuSpec) -> float:
-        return float(SCHEDULES[c.body].estimate_us(p.one, c, gpu, p.beside)) if p.rows and p.n else 0.0
 
     # -- kernel
 
-    def build(self, p: QuantizedGroupedProblem, c: QuantizedConfig, gpu: GpuSpec) -> Artifact:
-        import cutlass
-        from cutlass.cute.runtime import make_fake_tensor
+    def body(self, p: QuantizedGroupedProblem, c: QuantizedConfig, gpu: GpuSpec) -> Any:
+        return SCHEDULES[c.body].grouped_body(p, c)
+
+    def divisor(self, p: QuantizedGroupedProblem) -> int:
+        return 8
+
+    def behind(self, p: QuantizedGroupedProblem, dtype: Any, n: Any) -> list[Any]:
+        from cutlass import Int32
 
         from cutekernels.backends import cute as backend
-        from cutekernels.quant import layout
 
-        sym = cutlass.cute.sym_int
-        dtype, scale = backend.dtype_of(p.dtype), backend.scale_of(p.scale)
-        rows, n, k, ends = sym(), sym(divisibility=8), sym(divisibility=8), sym()
+        return [backend.dense(Int32, None), backend.bias(p.bias, dtype, None, None)]
 
-        def matrix(columns: Any, align: int) -> Any:
-            stride = (sym(divisibility=align), 1)
-            return make_fake_tensor(dtype, (rows, columns), stride=stride, assumed_align=align * ELEMENT_BYTES)
+    def numbers(self, c: QuantizedConfig) -> list[Any]:
+        from cutlass import Float32, Int32
 
-        def dense(kind: Any, *shape: Any) -> Any:
-            """A contiguous tensor."""
-            strides = (*[sym() for _ in shape[1:]], 1)
-            return make_fake_tensor(kind, shape, stride=strides, assumed_align=16)
-
-        bias = None
-        if p.bias != "none":
-            kind = cutlass.Float32 if p.bias == "fp32" else dtype
-            bias = make_fake_tensor(kind, (sym(), sym()), stride=(sym(), 1), assumed_align=kind.width // 8)
-        return backend.compile(
-            SCHEDULES[c.body].grouped_body(p, c),
-            matrix(n, p.out_align),
-            matrix(k, 8),
-            dense(cutlass.Uint8, sym(), sym(), layout.TILE_BYTES[p.one.bits]),
-            dense(scale, sym(), sym()),
-            dense(cutlass.Uint8, sym(), sym()) if p.zeros else None,
-            make_fake_tensor(cutlass.Int32, (ends,), stride=(1,), assumed_align=4),
-            bias,
-            dense(cutlass.Float32, sym()),
-            make_fake_tensor(cutlass.Int32, (sym(),), stride=(1,), assumed_align=4),
-            cutlass.Int32(1),
-            cutlass.Float32(1.0),
-            cutlass.Float32(1.0),
-            gpu=gpu,
-        )
+        return [Int32(1), Float32(1.0), Float32(1.0)]
 
     def bind(self, p: QuantizedGroupedProblem, c: QuantizedConfig, kernel: Callable[..., Any]) -> Callable[..., Any]:
         from cutekernels.gpu import detect
@@ -153,23 +104,13 @@ class QuantizedGroupedGemm(TensorOp[QuantizedGroupedProblem, QuantizedConfig]):
     # -- calls
 
     def takes(self, name: str, t: Tensor) -> bool:
-        if name in ("x", "out"):
-            meta = t.device.type == "meta"
-            aligned = (t.shape[0] <= 1 or t.stride(0) % 8 == 0) and (meta or t.data_ptr() % 16 == 0)
-            return t.stride(-1) == 1 and (name == "out" or aligned)
-        if name == "bias":
-            return t.stride(-1) == 1
-        return t.is_contiguous() and (name == "offsets" or t.device.type == "meta" or t.data_ptr() % 16 == 0)
+        return t.stride(-1) == 1 if name == "bias" else super().takes(name, t)
 
     def admit(self, inputs: Sequence[Tensor | None], results: Sequence[Tensor] = (), **options: Any) -> None:
-        import torch
-
         x, packed, scales, zeros, offsets, bias = inputs
         assert x is not None and packed is not None and scales is not None and offsets is not None
         check_dtype(self, x)
-        if options["activation"] not in (*ACTIVATIONS, *GATES):
-            known = ", ".join(name for name in (*ACTIVATIONS, *GATES) if name != "none")
-            raise UnsupportedProblem(f"activation must be one of {known}; it is {options['activation']!r}")
+        self.check_activation(options["activation"])
         if x.dim() != 2 or packed.dim() != 3 or scales.dim() != 2:
             raise UnsupportedProblem(f"x must be (T, K) beside a stack's tensors; its shape is {tuple(x.shape)}")
         check_offsets(offsets, x, None)
@@ -188,18 +129,7 @@ class QuantizedGroupedGemm(TensorOp[QuantizedGroupedProblem, QuantizedConfig]):
                 f"tiles of 64 and scales of {rows_of_scale(scales, total)} rows end with them; these have {n}: pad "
                 "them, or quantize them with a scale to a row"
             )
-        if bias is not None and (tuple(bias.shape) != (experts, n) or bias.dtype not in (x.dtype, torch.float32)):
-            raise UnsupportedProblem(
-                f"bias must be ({experts}, {n}) of x's dtype {x.dtype} or fp32; it is {tuple(bias.shape)} {bias.dtype}"
-            )
-        shape = x.shape[0], n // 2 if gated else n
-        for out in results:
-            if tuple(out.shape) != shape or out.dtype != x.dtype:
-                raise UnsupportedProblem(f"out must be {shape} {x.dtype}; it is {tuple(out.shape)} {out.dtype}")
-        for name, t in (("packed", packed), ("bias", bias), *(("out", out) for out in results)):
-            if t is not None and t.device != x.device:
-                raise UnsupportedProblem(f"{name} must be on x's device {x.device}; it is on {t.device}: move it")
-        check_results(results)
+        self.check_beside(x, packed, bias, results, (experts, n), (x.shape[0], n // 2 if gated else n))
 
     def fresh(self, *inputs: Tensor | None, **options: Any) -> tuple[Tensor, ...]:
         x, packed, _, _, offsets, _ = inputs
@@ -208,27 +138,11 @@ class QuantizedGroupedGemm(TensorOp[QuantizedGroupedProblem, QuantizedConfig]):
         return (x.new_empty((x.shape[0], n // 2 if options["activation"] in GATES else n)),)
 
     def problem(self, *operands: Tensor | None, **options: Any) -> QuantizedGroupedProblem:
-        import torch
-
         out, x, packed, scales, zeros, offsets, bias = operands
         assert out is not None and x is not None and packed is not None and scales is not None and offsets is not None
-        if x.shape[1] % 8 or not x.shape[1]:
-            raise UnsupportedProblem(f"K={x.shape[1]} must be a multiple of 8: pad x with zeros")
-        return QuantizedGroupedProblem(
-            rows=x.shape[0],
-            n=out.shape[1],
-            k=x.shape[1],
-            experts=offsets.shape[0] - 1,
-            dtype=GPU_DTYPES.names[x.dtype],
-            code=options["code"],
-            group=options["group"],
-            scale_rows=rows_of_scale(scales, packed.shape[0] * 64),
-            scale=scale_of(scales),
-            zeros=zeros is not None,
-            bias="none" if bias is None else "fp32" if bias.dtype == torch.float32 else "same",
-            activation=options["activation"],
-            out_align=8 if alignment(out) == 8 else 1,
-        )
+        found = self.fields(out, x, packed.shape[0] * 64, scales, zeros, bias)
+        experts = offsets.shape[0] - 1
+        return QuantizedGroupedProblem(rows=x.shape[0], n=out.shape[1], experts=experts, **options, **found)
 
     # -- mathematics
 
@@ -241,10 +155,7 @@ class QuantizedGroupedGemm(TensorOp[QuantizedGroupedProblem, QuantizedConfig]):
 
         packed, scales, zeros = random_weight(p.one.replace(n=p.experts * p.weight_rows), device, seed)
         draw = torch.Generator(device=device).manual_seed(seed + 1)
-        bias = None
-        if p.bias != "none":
-            bias = torch.randn((p.experts, p.weight_rows), generator=draw, device=device)
-            bias = bias if p.bias == "fp32" else bias.to(DTYPES[p.dtype])
+        bias = draw_bias(p, draw, p.experts, p.weight_rows)
         x, offsets = self._draw_rows(p, draw, seed)
         return x, packed, scales, zeros, offsets, bias, ALPHA, LIMIT
 
@@ -263,10 +174,6 @@ class QuantizedGroupedGemm(TensorOp[QuantizedGroupedProblem, QuantizedConfig]):
         return x, sample_offsets(p.rows, p.experts, SPREADS[seed % len(SPREADS)], draw)
 
     def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
-        import torch
-
-        from cutekernels.quant.weight import QuantizedWeight
-
         x, packed, scales, zeros, offsets, bias, alpha, limit = args
         activation, total = options["activation"], packed.shape[0] * 64
         scale_rows, experts = rows_of_scale(scales, total), offsets.shape[0] - 1
@@ -276,23 +183,17 @@ class QuantizedGroupedGemm(TensorOp[QuantizedGroupedProblem, QuantizedConfig]):
             if begin == end:
                 continue
             own = slice(e * n // scale_rows, (e + 1) * n // scale_rows)
-            weight = QuantizedWeight(
-                code=options["code"], group=options["group"], scale_rows=scale_rows, shape=(n, x.shape[1]),
-                packed=packed[e * n // 64 : (e + 1) * n // 64], scales=scales[:, own].contiguous(),
-                zeros=None if zeros is None else zeros[:, own].contiguous(),
-            )  # fmt: skip
-            y = x[begin:end].double() @ weight.dequantize(torch.float32).double().t()
+            weight = (packed[e * n // 64 : (e + 1) * n // 64], scales[:, own].contiguous())
+            points = None if zeros is None else zeros[:, own].contiguous()
+            whole = decoded(*weight, points, options["code"], options["group"], n, x.shape[1])
+            y = x[begin:end].double() @ whole.double().t()
             if bias is not None:
                 y = y + bias[e].double()
             out[begin:end] = gated(y, activation, alpha, limit).to(x.dtype)
         return (out,)
 
-    def work(self, p: QuantizedGroupedProblem) -> Work:
-        experts = sampled_experts(p.rows, p.experts)
-        bias = 0 if p.bias == "none" else experts * p.weight_rows * (4 if p.bias == "fp32" else ELEMENT_BYTES)
-        moved = experts * p.one.weight_bytes + ELEMENT_BYTES * p.rows * (p.k + p.n) + bias
-        depth = max(float(p.k), rounded_operand_depth(p.dtype, gated=p.gated))
-        return Work(2.0 * p.rows * p.weight_rows * p.k, float(moved), depth)
+    def moved_weights(self, p: QuantizedGroupedProblem) -> float:
+        return sampled_experts(p.rows, p.experts)
 
 
 QUANTIZED_GROUPED_GEMM = QuantizedGroupedGemm()
@@ -302,20 +203,8 @@ def gated(y: Tensor, activation: str, alpha: float, limit: float) -> Tensor:
     """``activation`` of what a product gave, gates before up where there are both."""
     import torch
 
-    if activation not in GATES:
-        return activated(y, activation)
+    if activation != CLAMPED:
+        return finished(y, activation)
     gate, up = y.chunk(2, dim=-1)
-    if activation == GATED:
-        return torch.nn.functional.silu(gate) * up
-    assert activation == CLAMPED
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return (up + 1) * gate * torch.sigmoid(alpha * gate)
-
-
-@rates.remember
-def _default(p: QuantizedGroupedProblem, gpu: GpuSpec) -> QuantizedConfig:
-    choices = [schedule.best(p.one, gpu, p.beside) for schedule in SCHEDULES.values()]
-    found = [choice for choice in choices if choice is not None]
-    if not found:
-        raise AssertionError(f"no config for {p} on {gpu.name}")
-    return min(found, key=lambda choice: choice[0])[1]

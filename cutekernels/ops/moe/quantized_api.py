@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.ops.activations.api import PACKED_BACKWARD
-from cutekernels.ops.gemm.slopes import reads_value, through_activation
 from cutekernels.ops.moe.group_sums import group_sums
-from cutekernels.ops.moe.grouped import GATED
 from cutekernels.ops.moe.packed_experts import CLAMPED
 from cutekernels.ops.moe.quantized import ALPHA, LIMIT, QUANTIZED_GROUPED_GEMM
 from cutekernels.ops.moe.quantized_backward import BACKWARD_PATH
+from cutekernels.ops.quantized.backward import before_activation, saved_for
 from cutekernels.ops.shared.calls import call, register
 from cutekernels.ops.shared.checks import check_number, check_tensor
 from cutekernels.quant.experts import QuantizedStack
@@ -66,36 +65,22 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, packed, scales, zeros, offsets, bias, *ctx.options, ctx.alpha, ctx.limit, _ = inputs
     ctx.bias_dtype = None if bias is None else bias.dtype
     ctx.k, ctx.dtype = x.shape[1], x.dtype
-    activation = ctx.options[-1]
-    saved = (output, None) if reads_value(activation) else (None, None) if activation == "none" else (x, bias)
-    ctx.save_for_backward(packed, scales, zeros, offsets, *saved)
+    ctx.save_for_backward(packed, scales, zeros, offsets, *saved_for(ctx.options[-1], x, output, bias))
 
 
 def _gradient(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-    """dz = dout * activation'(z); dx = dz weight, an op of its own; dbias = sums of dz. Weights have no gradient.
-
-    z, which the fused forward never stored, is computed again.
-    """
+    """dz = dout * activation'(z); dx = dz weight, an op of its own; dbias = sums of dz. Weights have no gradient."""
     packed, scales, zeros, offsets, first, bias = ctx.saved_tensors
     code, group, activation = ctx.options
-    dz = dout
-    if reads_value(activation):
-        dz = through_activation(dout, first, activation)
-    elif activation != "none":
-        z = QUANTIZED_GROUPED_GEMM.path(
-            first, packed, scales, zeros, offsets, bias, code, group, "none", ctx.alpha, ctx.limit, None
-        )
-        if activation == GATED:
-            dz = PACKED_BACKWARD["silu_mul"](dout, z, None)
-        elif activation == CLAMPED:
-            dz = _through_clamped(dout, z, ctx.alpha, ctx.limit)
-        else:
-            dz = through_activation(dout, z, activation)
+    operands = (first, packed, scales, zeros, offsets, bias, code, group, "none", ctx.alpha, ctx.limit, None)
+    products = partial(QUANTIZED_GROUPED_GEMM.path, *operands)
+    if activation == CLAMPED:
+        dz = _through_clamped(dout, products(), ctx.alpha, ctx.limit)
+    else:
+        dz = before_activation(dout, first, activation, products)
     needs = ctx.needs_input_grad
     dx = BACKWARD_PATH(dz, packed, scales, zeros, offsets, code, group, ctx.k) if needs[0] else None
-    dbias = None
-    if needs[5] and ctx.bias_dtype is not None:
-        dbias = group_sums(dz, offsets, ctx.bias_dtype)
+    dbias = group_sums(dz, offsets, ctx.bias_dtype) if needs[5] and ctx.bias_dtype is not None else None
     return dx, None, None, None, None, dbias, None, None, None, None, None, None
 
 

@@ -19,6 +19,7 @@ from cutekernels.kernels.activations import ACTIVATIONS, activated
 from cutekernels.op import Op, Problem, Work
 from cutekernels.ops.activations.op import SILU_MUL, GluProblem
 from cutekernels.ops.gemm.coefficients import NORM
+from cutekernels.ops.gemm.epilogue import GATED, finished, kind_of
 from cutekernels.ops.gemm.layouts import alignment
 from cutekernels.ops.gemm.op import GEMM, SCHEDULES, nothing
 from cutekernels.ops.gemm.problem import ELEMENT_BYTES, WIDEST, GemmProblem
@@ -118,7 +119,6 @@ class NormLinear(TensorOp[N, NormLinearConfig]):
 
             return Chained()
         import cutlass
-        from cutlass.cute.runtime import make_fake_tensor
 
         from cutekernels.backends import cute as backend
 
@@ -130,22 +130,14 @@ class NormLinear(TensorOp[N, NormLinearConfig]):
         m, k = cute.sym_int(), cute.sym_int(divisibility=WIDEST)
         rows = cute.sym_int(divisibility=2 * GATE_ROWS if extras.gated else out_align)
         n = cute.sym_int(divisibility=GATE_ROWS) if extras.gated else rows
-
-        def matrix(first: Any, second: Any, align: int) -> Any:
-            pitch = cute.sym_int(divisibility=align)
-            return make_fake_tensor(dtype, (first, second), stride=(pitch, 1), assumed_align=align * ELEMENT_BYTES)
-
-        def vector(kind: Any, length: Any, align: int) -> Any:
-            return make_fake_tensor(kind, (length,), stride=(1,), assumed_align=align)
-
         return backend.compile(
             schedule.body(product, c.product, gpu, extras).with_norm,
-            matrix(m, n, out_align),
-            matrix(m, k, WIDEST),
-            matrix(rows, k, WIDEST),
-            None if product.bias == "none" else vector(kinds[product.bias], n, kinds[product.bias].width // 8),
-            None if p.weight == "none" else vector(kinds[p.weight], k, 16),
-            vector(cutlass.Float32, m, 4) if extras.norm and not extras.squares else None,
+            backend.matrix(dtype, m, n, out_align),
+            backend.matrix(dtype, m, k, WIDEST),
+            backend.matrix(dtype, rows, k, WIDEST),
+            backend.bias(product.bias, dtype, n),
+            None if p.weight == "none" else backend.dense(kinds[p.weight], k, align=16),
+            backend.dense(cutlass.Float32, m) if extras.norm and not extras.squares else None,
             cutlass.Float32(0.0),
             *schedule.workspace_types(c.product, extras),
             gpu=gpu,
@@ -262,10 +254,6 @@ def _product(g: GemmProblem) -> Part:
     return GEMM, g.replace(out_align=math.gcd(g.n, WIDEST))
 
 
-def _kind(t: Tensor | None, x: Tensor) -> str:
-    return "none" if t is None else "same" if t.dtype == x.dtype else "fp32"
-
-
 def _fields(y: Tensor, x: Tensor, weight: Tensor, norm_weight: Tensor | None) -> dict[str, Any]:
     """The fields that both problems have."""
     k = x.shape[-1]
@@ -333,9 +321,9 @@ class RmsNormLinear(NormLinear[RmsNormLinearProblem]):
         assert y is not None and x is not None and weight is not None
         return RmsNormLinearProblem(
             **_fields(y, x, weight, norm_weight),
-            norm_weight=_kind(norm_weight, x),
+            norm_weight=kind_of(norm_weight, x),
             rstd="computed" if rstd is None else "given",
-            bias=_kind(bias, x),
+            bias=kind_of(bias, x),
             **options,
         )
 
@@ -418,7 +406,7 @@ class LinearSiluMul(NormLinear[LinearSiluMulProblem]):
         y, x, w_gate_up, norm_weight = operands
         assert y is not None and x is not None and w_gate_up is not None
         return LinearSiluMulProblem(
-            **_fields(y, x, w_gate_up, norm_weight), norm_weight=_kind(norm_weight, x), **options
+            **_fields(y, x, w_gate_up, norm_weight), norm_weight=kind_of(norm_weight, x), **options
         )
 
     def default(self, p: LinearSiluMulProblem, gpu: GpuSpec) -> NormLinearConfig:
@@ -450,12 +438,9 @@ class LinearSiluMul(NormLinear[LinearSiluMulProblem]):
         return x, norm_weight, w_gate_up, None, None, eps
 
     def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
-        import torch
-
         x, w_gate_up, norm_weight, eps = args
         h = _exact_norm(x, norm_weight, None, eps) if options["norm"] else x.double()
-        gate, up = (h @ w_gate_up.double().t()).chunk(2, -1)
-        return ((torch.nn.functional.silu(gate) * up).to(x.dtype),)
+        return (finished(h @ w_gate_up.double().t(), GATED).to(x.dtype),)
 
     def sample(self, p: LinearSiluMulProblem, device: str, seed: int) -> tuple[Any, ...]:
         x, norm_weight, weight, _ = _draw(p, device, seed)

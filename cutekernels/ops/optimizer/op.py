@@ -379,7 +379,7 @@ def _common(p: AdamWProblem, c: AdamWConfig) -> dict[str, int | bool | str]:
 
 
 def _skew(make: Callable[[Tensor], Tensor], t: Tensor, align: int) -> Tensor:
-    """What ``make`` makes of ``t``, with its address a multiple of ``align`` and of no more."""
+    """``make(t)`` at an address that is a multiple of ``align`` and of no more."""
     made = make(t)
     skew = align % WIDEST_BYTES // made.element_size() or int(align < WIDEST_BYTES)
     return made.new_empty(made.numel() + skew)[skew:].copy_(made) if skew else made

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.ops.activations.api import PACKED_BACKWARD
-from cutekernels.ops.gemm.slopes import reads_value, through_activation
+from cutekernels.ops.gemm.epilogue import GATED
 from cutekernels.ops.quantized import backward
 from cutekernels.ops.quantized.decode import DEQUANTIZE
 from cutekernels.ops.quantized.op import QUANTIZED_LINEAR
-from cutekernels.ops.quantized.problem import GATED
 from cutekernels.ops.shared.calls import call, register
 from cutekernels.ops.shared.checks import check_tensor, check_word
 from cutekernels.quant.support import why_not
@@ -100,31 +99,19 @@ def check_kernels(x: Tensor, weight: QuantizedWeight) -> None:
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, packed, scales, zeros, bias, *ctx.options, _ = inputs
     ctx.bias_dtype = None if bias is None else bias.dtype
-    activation = ctx.options[-1]
-    ctx.x_like = (x.shape, x.dtype)
-    saved = (output, None) if reads_value(activation) else (None, None) if activation == "none" else (x, bias)
-    ctx.save_for_backward(packed, scales, zeros, *saved)
+    ctx.k = x.shape[1]
+    ctx.save_for_backward(packed, scales, zeros, *backward.saved_for(ctx.options[-1], x, output, bias))
 
 
 def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """dz = grad * activation'(z); dx = dz weight, an op of its own (``backward.py``); dbias = sum of dz.
-
-    The weight has no gradient. z, which the fused forward never stored, is computed again.
-    """
+    """dz = grad * activation'(z); dx = dz weight, an op of its own; dbias = sum of dz. The weight has no gradient."""
     packed, scales, zeros, first, bias = ctx.saved_tensors
     code, group, n, activation = ctx.options
-    dz = grad
-    if activation != "none":
-        z = first
-        if not reads_value(activation):
-            z = QUANTIZED_LINEAR.path(first, packed, scales, zeros, bias, code, group, n, "none", None)
-        if activation == GATED:
-            dz = PACKED_BACKWARD["silu_mul"](grad, z, None)
-        else:
-            dz = through_activation(grad, z, activation)
+    operands = (first, packed, scales, zeros, bias, code, group, n, "none", None)
+    dz = backward.before_activation(grad, first, activation, partial(QUANTIZED_LINEAR.path, *operands))
     dx = dbias = None
     if ctx.needs_input_grad[0]:
-        dx = backward.BACKWARD_PATH(dz, packed, scales, zeros, code, group, n, ctx.x_like[0][1])
+        dx = backward.BACKWARD_PATH(dz, packed, scales, zeros, code, group, n, ctx.k)
     if ctx.needs_input_grad[4] and ctx.bias_dtype is not None:
         dbias = dz.sum(0, dtype=ctx.bias_dtype)
     return dx, None, None, None, dbias, None, None, None, None, None

@@ -6,7 +6,7 @@ tokens), into their columns of dx. Launches follow one another on the current st
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -15,16 +15,18 @@ from torch import Tensor
 from cutekernels import gpu as gpus
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.gpu import GpuSpec
+from cutekernels.ops.activations.api import JOINED_BACKWARD
 from cutekernels.ops.gemm.api import gemm
-from cutekernels.ops.quantized.decode import DEQUANTIZE, check_weight, rows_of_scale
+from cutekernels.ops.gemm.epilogue import GATED
+from cutekernels.ops.gemm.slopes import reads_value, through_activation
+from cutekernels.ops.quantized.decode import DEQUANTIZE, check_weight, decoded
 from cutekernels.ops.shared.calls import run
 from cutekernels.ops.shared.checks import check_results
 from cutekernels.ops.shared.dtypes import GPU_DTYPES
-from cutekernels.ops.shared.registration import define_with_out, splitting
+from cutekernels.ops.shared.registration import Path, define_with_out, splitting
 from cutekernels.quant.layout import TILE
-from cutekernels.quant.weight import QuantizedWeight
 
-NAME = "quantized_linear_backward"
+Tensors = tuple[Tensor, ...]
 DECODED_BYTES = 24 << 20  # of decoded columns at a time: they stay in the L2
 MOST_DECODED_BYTES = 256 << 20  # where few tokens need more columns for a product that fills a GPU
 _ROWS, _COLUMNS = 128, 256  # of dx, that an SM takes at a time in such a product
@@ -52,24 +54,6 @@ def parts(n: int, k: int, m: int, gpu: GpuSpec) -> Iterator[tuple[int, int]]:
         yield begin, min(begin + most, k)
 
 
-def _check(given: tuple[Tensor, ...] | None, inputs: tuple[Any, ...], code: str, group: int, n: int, k: int) -> None:
-    dout, packed, scales, zeros = inputs
-    check_weight(packed, scales, zeros, code, group, n, k)
-    if dout.dim() != 2 or dout.shape[1] != n:
-        raise UnsupportedProblem(f"dout must be (M, {n}); its shape is {tuple(dout.shape)}")
-    if not dout.is_floating_point() or (dout.is_cuda and dout.dtype not in _HALVES):
-        raise UnsupportedProblem(f"dout must be fp16 or bf16 (on the CPU fp32 and fp64 too); it is {dout.dtype}")
-    for dx in given or ():
-        if tuple(dx.shape) != (dout.shape[0], k) or dx.dtype != dout.dtype:
-            raise UnsupportedProblem(
-                f"dx must be {(dout.shape[0], k)} {dout.dtype}; it is {tuple(dx.shape)} {dx.dtype}"
-            )
-    for t in (packed, *(given or ())):
-        if t.device != dout.device:
-            raise UnsupportedProblem(f"all tensors must be on dout's device {dout.device}; one is on {t.device}")
-    check_results(given or ())
-
-
 def decoded_parts(
     dout: Tensor, weight: tuple[Tensor, Tensor, Tensor | None], code: str, group: int, n: int, k: int
 ) -> Iterator[tuple[int, int, Tensor]]:
@@ -79,52 +63,110 @@ def decoded_parts(
     workspace = dout.new_empty((n, ranges[0][1]))
     for begin, end in ranges:
         width = end - begin
-        decoded = workspace if width == workspace.shape[1] else workspace[:, :width]
-        run(DEQUANTIZE, (decoded,), weight, options=(code, group, n, k, width, dtype), scalars=(begin,))
-        yield begin, end, decoded
+        part = workspace if width == workspace.shape[1] else workspace[:, :width]
+        run(DEQUANTIZE, (part,), weight, options=(code, group, n, k, width, dtype), scalars=(begin,))
+        yield begin, end, part
 
 
-@torch.no_grad()
-def _cuda(given: tuple[Tensor, ...] | None, inputs: tuple[Any, ...], *options: Any) -> Tensor | None:
-    _check(given, inputs, *options)
-    dout, packed, scales, zeros = inputs
-    code, group, n, k = options
-    dx = dout.new_empty((dout.shape[0], k)) if given is None else given[0]
-    if dx.numel():
-        if dout.stride(1) != 1:
-            dout = dout.contiguous()  # once, not for each part
-        for begin, end, decoded in decoded_parts(dout, (packed, scales, zeros), code, group, n, k):
-            gemm(dout, decoded, out=dx if end - begin == k else dx[:, begin:end])
-    return dx if given is None else None
+def saved_for(activation: str, first: Tensor, value: Tensor, bias: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Operands of :func:`before_activation`: the activation's value, or ``first`` and the bias to form ``z`` again."""
+    return (value, None) if reads_value(activation) else (None, None) if activation == "none" else (first, bias)
 
 
-def _cpu(given: tuple[Tensor, ...] | None, inputs: tuple[Any, ...], *options: Any) -> Tensor | None:
-    _check(given, inputs, *options)
-    dout, packed, scales, zeros = inputs
-    code, group, n, k = options
-    weight = QuantizedWeight(
-        code=code, group=group, scale_rows=rows_of_scale(scales, n), shape=(n, k), packed=packed, scales=scales,
-        zeros=zeros,
-    )  # fmt: skip
-    decoded = weight.dequantize(torch.float32).to(dout.dtype)
-    wide = torch.float32 if dout.dtype in _HALVES else dout.dtype
-    dx: Tensor = (dout.to(wide) @ decoded.to(wide)).to(dout.dtype)
-    if given is None:
-        return dx
-    given[0].copy_(dx)
-    return None
+def before_activation(grad: Tensor, value: Tensor, activation: str, z: Callable[[], Tensor]) -> Tensor:
+    """The gradient of a product ``z`` from that of ``activation``, whose ``value`` is read where that serves.
+
+    ``z``, which a fused forward never stored, is computed again.
+    """
+    if activation == "none":
+        return grad
+    if reads_value(activation):
+        return through_activation(grad, value, activation)
+    if activation == GATED:
+        return JOINED_BACKWARD["silu_mul"](grad, z(), None)  # type: ignore[no-any-return]
+    return through_activation(grad, z(), activation)
 
 
-def _fake(given: tuple[Tensor, ...] | None, inputs: tuple[Any, ...], *options: Any) -> Tensor | None:
-    _check(given, inputs, *options)
-    dout: Tensor = inputs[0]
-    return dout.new_empty((dout.shape[0], options[3])) if given is None else None
+def define(
+    name: str,
+    inputs: str,
+    options: str,
+    rows: Callable[..., int],
+    multiply: Callable[..., object],
+    exact: Callable[..., Tensor],
+) -> Path:
+    """Defines the op ``name`` of a gradient ``dout``, a packed weight and what stands behind both.
+
+    Args:
+        name: of the op.
+        inputs: the schema of those behind the weight's.
+        options: the schema of those behind ``group``; the last is K.
+        rows: ``(*inputs, *options)``, the weight's rows; it refuses what does not fit.
+        multiply: ``(dout, columns of the weight, their columns of dx, *inputs)``, on a GPU.
+        exact: ``(dout, weight, *inputs)``, dx in the type of both.
+    """
+
+    def check(given: Tensors | None, inputs: tuple[Any, ...], *options: Any) -> int:
+        dout, packed, _, _, *_ = inputs
+        n, k = rows(*inputs, *options), options[-1]
+        if not dout.is_floating_point() or (dout.is_cuda and dout.dtype not in _HALVES):
+            raise UnsupportedProblem(f"dout must be fp16 or bf16 (on the CPU fp32 and fp64 too); it is {dout.dtype}")
+        for dx in given or ():
+            if tuple(dx.shape) != (dout.shape[0], k) or dx.dtype != dout.dtype:
+                raise UnsupportedProblem(
+                    f"dx must be {(dout.shape[0], k)} {dout.dtype}; it is {tuple(dx.shape)} {dx.dtype}"
+                )
+        for t in (packed, *(given or ())):
+            if t.device != dout.device:
+                raise UnsupportedProblem(f"all tensors must be on dout's device {dout.device}; one is on {t.device}")
+        check_results(given or ())
+        return n
+
+    @torch.no_grad()
+    def cuda(given: Tensors | None, inputs: tuple[Any, ...], *options: Any) -> Tensor | None:
+        n, (code, group, *_, k) = check(given, inputs, *options), options
+        dout, packed, scales, zeros = inputs[:4]
+        dx = dout.new_empty((dout.shape[0], k)) if given is None else given[0]
+        if dx.numel():
+            dout = dout if dout.stride(1) == 1 else dout.contiguous()  # once, not for each part
+            for begin, end, part in decoded_parts(dout, (packed, scales, zeros), code, group, n, k):
+                multiply(dout, part, dx if end - begin == k else dx[:, begin:end], *inputs[4:])
+        return dx if given is None else None
+
+    def cpu(given: Tensors | None, inputs: tuple[Any, ...], *options: Any) -> Tensor | None:
+        n, (code, group, *_, k) = check(given, inputs, *options), options
+        dout, packed, scales, zeros = inputs[:4]
+        wide = torch.float32 if dout.dtype in _HALVES else dout.dtype
+        whole = decoded(packed, scales, zeros, code, group, n, k).to(dout.dtype)
+        dx = exact(dout.to(wide), whole.to(wide), *inputs[4:]).to(dout.dtype)
+        if given is None:
+            return dx
+        given[0].copy_(dx)
+        return None
+
+    def fake(given: Tensors | None, inputs: tuple[Any, ...], *options: Any) -> Tensor | None:
+        check(given, inputs, *options)
+        dout: Tensor = inputs[0]
+        return dout.new_empty((dout.shape[0], options[-1])) if given is None else None
+
+    operands = f"Tensor dout, Tensor packed, Tensor scales, Tensor? zeros{inputs}"
+    count = operands.count("Tensor")
+    return define_with_out(
+        name, operands, f"str code, int group, {options}", splitting(count, cuda, cpu, fake), results=("dx",)
+    )
 
 
-BACKWARD_PATH = define_with_out(
-    NAME,
-    "Tensor dout, Tensor packed, Tensor scales, Tensor? zeros",
-    "str code, int group, int n, int k",
-    splitting(4, _cuda, _cpu, _fake),
-    results=("dx",),
-)
+def _rows(
+    dout: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor | None, code: str, group: int, n: int, k: int
+) -> int:
+    check_weight(packed, scales, zeros, code, group, n, k)
+    if dout.dim() != 2 or dout.shape[1] != n:
+        raise UnsupportedProblem(f"dout must be (M, {n}); its shape is {tuple(dout.shape)}")
+    return n
+
+
+def _multiply(dout: Tensor, part: Tensor, dx: Tensor) -> None:
+    gemm(dout, part, out=dx)
+
+
+BACKWARD_PATH = define("quantized_linear_backward", "", "int n, int k", _rows, _multiply, torch.matmul)

@@ -111,43 +111,19 @@ class Dequantize(Ruled, TensorOp[DequantizeProblem, DequantizeConfig]):
         return float(rates.of(gpu).launch_us + own.dram * busy * (1.0 + odds))
 
     def build(self, p: DequantizeProblem, c: DequantizeConfig, gpu: GpuSpec) -> Artifact:
-        import cutlass
-        from cutlass.cute.runtime import make_fake_tensor
+        from cutlass import Int32
+        from cutlass.cute import sym_int
 
         from cutekernels.backends import cute as backend
         from cutekernels.kernels.cute.quantized.dequantize import Dequantize as Body
-        from cutekernels.quant import layout
 
-        sym = cutlass.cute.sym_int
-        scale = backend.scale_of(p.scale)
-        body = Body(p.code, scale, p.group, p.scale_rows, p.zeros, c.tiles, p.out_align, c.pdl)
-
-        def dense(kind: Any, *shape: Any) -> Any:
-            """A contiguous tensor."""
-            strides = (*[sym() for _ in shape[1:]], 1)
-            return make_fake_tensor(kind, shape, stride=strides, assumed_align=16)
-
-        out = make_fake_tensor(
-            backend.dtype_of(p.dtype),
-            (sym(), sym(divisibility=p.out_align)),
-            stride=(sym(divisibility=p.out_align), 1),
-            assumed_align=p.out_align * ELEMENT_BYTES,
-        )
-        return backend.compile(
-            body,
-            out,
-            dense(cutlass.Uint8, sym(), sym(), layout.TILE_BYTES[BITS[p.code]]),
-            dense(scale, sym(), sym()),
-            dense(cutlass.Uint8, sym(), sym()) if p.zeros else None,
-            cutlass.Int32(64),
-            gpu=gpu,
-        )
+        scale, align = backend.scale_of(p.scale), p.out_align
+        body = Body(p.code, scale, p.group, p.scale_rows, p.zeros, c.tiles, align, c.pdl)
+        out = backend.matrix(backend.dtype_of(p.dtype), sym_int(), sym_int(divisibility=align), align)
+        return backend.compile(body, out, *weight_fakes(p), Int32(64), gpu=gpu)
 
     def bind(self, p: DequantizeProblem, c: DequantizeConfig, kernel: Callable[..., Any]) -> Callable[..., Any]:
-        def launch(*args: Any) -> None:
-            kernel(*args)
-
-        return launch
+        return lambda *args: kernel(*args)
 
     def takes(self, name: str, t: Tensor) -> bool:
         if name == "out":
@@ -197,19 +173,10 @@ class Dequantize(Ruled, TensorOp[DequantizeProblem, DequantizeConfig]):
         return packed, scales, zeros, seed % (last + 1) * layout.TILE
 
     def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
-        import torch
-
-        from cutekernels.quant.weight import QuantizedWeight
-
         packed, scales, zeros, first = args
-        n, k = options["n"], options["k"]
-        weight = QuantizedWeight(
-            code=options["code"], group=options["group"], scale_rows=rows_of_scale(scales, n), shape=(n, k),
-            packed=packed, scales=scales, zeros=zeros,
-        )  # fmt: skip
-        first = int(first)
-        whole = weight.dequantize(torch.float32)[:, first : first + options["columns"]]
-        return (whole.to(DTYPES[options["dtype"]]),)
+        first, end = int(first), int(first) + options["columns"]
+        whole = decoded(packed, scales, zeros, *[options[name] for name in ("code", "group", "n", "k")])
+        return (whole[:, first:end].to(DTYPES[options["dtype"]]),)
 
     def work(self, p: DequantizeProblem) -> Work:
         share = min(1.0, p.columns / max(1, p.k))
@@ -232,6 +199,31 @@ def rows_of_scale(scales: Tensor, n: int) -> int:
     from cutekernels.quant import layout
 
     return 1 if scales.shape[1] == -(-n // layout.TILE) * layout.TILE else BLOCK
+
+
+def decoded(packed: Tensor, scales: Tensor, zeros: Tensor | None, code: str, group: int, n: int, k: int) -> Tensor:
+    """A packed weight of ``(n, k)`` in fp32."""
+    import torch
+
+    from cutekernels.quant.weight import QuantizedWeight
+
+    rows = rows_of_scale(scales, n)
+    weight = QuantizedWeight(
+        code=code, group=group, scale_rows=rows, shape=(n, k), packed=packed, scales=scales, zeros=zeros
+    )
+    return weight.dequantize(torch.float32)
+
+
+def weight_fakes(p: Any) -> tuple[Any, Any, Any]:
+    """Packed, scales and zeros of a weight of ``p`` as compilers see them."""
+    from cutlass import Uint8
+
+    from cutekernels.backends import cute as backend
+    from cutekernels.quant import layout
+
+    packed = backend.dense(Uint8, None, None, layout.TILE_BYTES[BITS[p.code]], align=16)
+    scales = backend.dense(backend.scale_of(p.scale), None, None, align=16)
+    return packed, scales, backend.dense(Uint8, None, None, align=16) if p.zeros else None
 
 
 def check_weight(packed: Tensor, scales: Tensor, zeros: Tensor | None, code: str, group: int, n: int, k: int) -> None:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from cutekernels import rates
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.kernels.activations import ACTIVATIONS, activated
+from cutekernels.kernels.activations import ACTIVATIONS
 from cutekernels.op import Work
+from cutekernels.ops.gemm.epilogue import GATED, bias_bytes, draw_bias, finished, kind_of
 from cutekernels.ops.gemm.layouts import alignment
 from cutekernels.ops.gemm.problem import ELEMENT_BYTES
-from cutekernels.ops.quantized.decode import check_weight, random_weight, rows_of_scale, scale_of
+from cutekernels.ops.quantized.decode import check_weight, decoded, random_weight, rows_of_scale, scale_of, weight_fakes
 from cutekernels.ops.quantized.packed_skinny import PACKED_SKINNY
 from cutekernels.ops.quantized.packed_warpgroup import PACKED_WARPGROUP
-from cutekernels.ops.quantized.problem import GATED, QuantizedConfig, QuantizedProblem, since_revision_1
+from cutekernels.ops.quantized.problem import QuantizedConfig, QuantizedProblem, since_revision_1
 from cutekernels.ops.quantized.schedule import QuantizedSchedule
 from cutekernels.ops.shared.checks import check_dtype, check_results
 from cutekernels.ops.shared.dtypes import DTYPES, GPU_DTYPES
@@ -28,17 +30,168 @@ if TYPE_CHECKING:
     from cutekernels.gpu import GpuSpec
 
 SCHEDULES: dict[str, QuantizedSchedule] = {s.name: s for s in (PACKED_SKINNY, PACKED_WARPGROUP)}
+Q = TypeVar("Q", bound=Any)
 _FEW = 16  # tokens: warp groups are not asked up to here
 
 
-class QuantizedLinear(TensorOp[QuantizedProblem, QuantizedConfig]):
+class PackedProduct(TensorOp[Q, QuantizedConfig]):
+    """A product with packed weights: of one, or of experts (``moe/quantized.py``).
+
+    Its problems have ``one``, the product of one weight, which schedules read, and what they read ``beside`` it.
+    """
+
+    Config = QuantizedConfig
+    results = ("out",)
+    in_place = False
+    flattens = False
+    activations: ClassVar[tuple[str, ...]]
+    schedules: ClassVar[Mapping[str, QuantizedSchedule]]
+
+    # -- rules and choice
+
+    def why_not(self, p: Q, c: QuantizedConfig, gpu: GpuSpec) -> str | None:
+        return self.schedules[c.body].why_not(p.one, c, gpu, p.beside)
+
+    def valid(self, p: Q, gpu: GpuSpec) -> Iterator[QuantizedConfig]:
+        for schedule in self.schedules.values():
+            yield from schedule.valid(p.one, gpu, p.beside)
+
+    def candidates(self, p: Q) -> Iterable[QuantizedSchedule]:
+        """The schedules that the default is chosen among; of one estimate the first one's config is preferred."""
+        return self.schedules.values()
+
+    def default(self, p: Q, gpu: GpuSpec) -> QuantizedConfig:
+        """The models' best, which compare."""
+        return _default(self, p, gpu)
+
+    def estimate_us(self, p: Q, c: QuantizedConfig, gpu: GpuSpec) -> float:
+        if not (p.one.m and p.one.n):
+            return 0.0
+        return float(self.schedules[c.body].estimate_us(p.one, c, gpu, p.beside))
+
+    # -- kernel
+
+    def build(self, p: Q, c: QuantizedConfig, gpu: GpuSpec) -> Artifact:
+        from cutlass import Float32, Int32
+        from cutlass.cute import sym_int
+
+        from cutekernels.backends import cute as backend
+
+        dtype = backend.dtype_of(p.dtype)
+        m, n, k = sym_int(), sym_int(divisibility=self.divisor(p)), sym_int(divisibility=8)
+        return backend.compile(
+            self.body(p, c, gpu),
+            backend.matrix(dtype, m, n, p.out_align),
+            backend.matrix(dtype, m, k, 8),
+            *weight_fakes(p),
+            *self.behind(p, dtype, n),
+            backend.dense(Float32, None, align=16),
+            backend.dense(Int32, None),
+            *self.numbers(c),
+            gpu=gpu,
+        )
+
+    @abstractmethod
+    def body(self, p: Q, c: QuantizedConfig, gpu: GpuSpec) -> Any:
+        """The kernel body with its parts."""
+
+    @abstractmethod
+    def divisor(self, p: Q) -> int:
+        """The columns of out divide by it."""
+
+    @abstractmethod
+    def behind(self, p: Q, dtype: Any, n: Any) -> list[Any]:
+        """Operands behind the weight's as compilers see them. ``n``: the columns of out."""
+
+    @abstractmethod
+    def numbers(self, c: QuantizedConfig) -> list[Any]:
+        """A kernel's last arguments."""
+
+    # -- calls
+
+    def takes(self, name: str, t: Tensor) -> bool:
+        aligned = t.device.type == "meta" or t.data_ptr() % 16 == 0
+        if name in ("x", "out"):
+            return t.stride(-1) == 1 and (name == "out" or (aligned and (t.shape[0] <= 1 or t.stride(0) % 8 == 0)))
+        return t.is_contiguous() and (aligned or name == "offsets")
+
+    def check_activation(self, activation: str) -> None:
+        if activation not in self.activations:
+            known = ", ".join(name for name in self.activations if name != "none")
+            raise UnsupportedProblem(f"activation must be one of {known}; it is {activation!r}")
+
+    def check_beside(
+        self,
+        x: Tensor,
+        packed: Tensor,
+        bias: Tensor | None,
+        results: Sequence[Tensor],
+        of_bias: tuple[int, ...],
+        of_out: tuple[int, ...],
+    ) -> None:
+        """Refuses a bias and results that are not of these shapes or x's type, and operands of other devices."""
+        import torch
+
+        if bias is not None and (tuple(bias.shape) != of_bias or bias.dtype not in (x.dtype, torch.float32)):
+            raise UnsupportedProblem(
+                f"bias must be {of_bias} of x's dtype {x.dtype} or fp32; it is {tuple(bias.shape)} {bias.dtype}"
+            )
+        for out in results:
+            if tuple(out.shape) != of_out or out.dtype != x.dtype:
+                raise UnsupportedProblem(f"out must be {of_out} {x.dtype}; it is {tuple(out.shape)} {out.dtype}")
+        for name, t in (("packed", packed), ("bias", bias), *(("out", out) for out in results)):
+            if t is not None and t.device != x.device:
+                raise UnsupportedProblem(f"{name} must be on x's device {x.device}; it is on {t.device}: move it")
+        check_results(results)
+
+    def fields(
+        self, out: Tensor, x: Tensor, n: int, scales: Tensor, zeros: Tensor | None, bias: Tensor | None
+    ) -> dict[str, Any]:
+        """Fields of the problem that all have. ``n``: the weight's rows."""
+        if x.shape[1] % 8 or not x.shape[1]:
+            raise UnsupportedProblem(f"K={x.shape[1]} must be a multiple of 8: pad x with zeros")
+        return {
+            "k": x.shape[1],
+            "dtype": GPU_DTYPES.names[x.dtype],
+            "scale_rows": rows_of_scale(scales, n),
+            "scale": scale_of(scales),
+            "zeros": zeros is not None,
+            "bias": kind_of(bias, x),
+            "out_align": 8 if alignment(out) == 8 else 1,
+        }
+
+    # -- mathematics
+
+    def moved_weights(self, p: Q) -> float:
+        """Weights that a launch reads."""
+        return 1.0
+
+    def work(self, p: Q) -> Work:
+        one, weights = p.one, self.moved_weights(p)
+        moved = weights * one.weight_bytes + ELEMENT_BYTES * one.m * (one.k + one.columns)
+        # nf4's table and scaled weights are rounded to the activations' type.
+        depth = max(float(one.k), rounded_operand_depth(p.dtype, gated=p.gated))
+        return Work(2.0 * one.m * one.n * one.k, float(moved + weights * bias_bytes(p.bias, one.n)), depth)
+
+
+@rates.remember
+def _default(op: PackedProduct[Any], p: Any, gpu: GpuSpec) -> QuantizedConfig:
+    found = [schedule.best(p.one, gpu, p.beside) for schedule in op.candidates(p)]
+    choices = [choice for choice in found if choice is not None]
+    if not choices:
+        raise AssertionError(f"no config for {p} on {gpu.name}")
+    return min(choices, key=lambda choice: choice[0])[1]
+
+
+class QuantizedLinear(PackedProduct[QuantizedProblem]):
     """Arguments: x ``(M, K)``, then a QuantizedWeight's packed, scales, zeros or None, then bias or None."""
 
     name = "quantized_linear"
     revision = 2
     earlier = {1: since_revision_1}
     Problem = QuantizedProblem
-    Config = QuantizedConfig
+    activations = (*ACTIVATIONS, GATED)
+    schedules = SCHEDULES
     suite = (
         "m=1 n=3584 k=3584",
         "m=16 n=3072 k=8192 code=e4m3 group=0 scale=fp32",
@@ -52,74 +205,33 @@ class QuantizedLinear(TensorOp[QuantizedProblem, QuantizedConfig]):
         "m=300 n=1160 k=520 group=64 scale=bf16 activation=relu",
         "m=16 n=2880 k=2880 code=e2m1 group=32 scale=e8m0 bias=same",
     )
-    results = ("out",)
     inputs = ("x", "packed", "scales", "zeros", "bias")
     options = ("code", "group", "n", "activation")
     schema = (
         "Tensor x, Tensor packed, Tensor scales, Tensor? zeros, Tensor? bias, "
         "str code, int group, int n, str activation"
     )
-    in_place = False
-    flattens = False
-
-    # -- rules and choice
-
-    def why_not(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec) -> str | None:
-        return SCHEDULES[c.body].why_not(p, c, gpu, None)
-
-    def valid(self, p: QuantizedProblem, gpu: GpuSpec) -> Iterator[QuantizedConfig]:
-        for schedule in SCHEDULES.values():
-            yield from schedule.valid(p, gpu, None)
-
-    def default(self, p: QuantizedProblem, gpu: GpuSpec) -> QuantizedConfig:
-        """The models' best."""
-        return _default(p, gpu)
-
-    def estimate_us(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec) -> float:
-        return float(SCHEDULES[c.body].estimate_us(p, c, gpu, None)) if p.m and p.n else 0.0
 
     # -- kernel
 
-    def build(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec) -> Artifact:
-        import cutlass
-        from cutlass.cute.runtime import make_fake_tensor
+    def body(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec) -> Any:
+        return SCHEDULES[c.body].body(p, c, gpu)
 
+    def divisor(self, p: QuantizedProblem) -> int:
+        return p.out_align
+
+    def behind(self, p: QuantizedProblem, dtype: Any, n: Any) -> list[Any]:
         from cutekernels.backends import cute as backend
-        from cutekernels.quant import layout
 
-        sym = cutlass.cute.sym_int
-        dtype, scale = backend.dtype_of(p.dtype), backend.scale_of(p.scale)
-        m, n, k = sym(), sym(divisibility=p.out_align), sym(divisibility=8)
+        return [backend.bias(p.bias, dtype, n)]
 
-        def matrix(rows: Any, columns: Any, align: int) -> Any:
-            stride = (sym(divisibility=align), 1)
-            return make_fake_tensor(dtype, (rows, columns), stride=stride, assumed_align=align * ELEMENT_BYTES)
+    def numbers(self, c: QuantizedConfig) -> list[Any]:
+        from cutlass import Int32
 
-        def dense(kind: Any, *shape: Any) -> Any:
-            """A contiguous tensor."""
-            strides: list[Any] = [1]
-            for _ in shape[1:]:
-                strides.insert(0, sym())
-            return make_fake_tensor(kind, shape, stride=tuple(strides), assumed_align=16)
+        return [Int32(1)] * (2 if c.body == PACKED_SKINNY.name else 3)
 
-        bias = None
-        if p.bias != "none":
-            kind = cutlass.Float32 if p.bias == "fp32" else dtype
-            bias = make_fake_tensor(kind, (n,), stride=(1,), assumed_align=kind.width // 8)
-        numbers = [cutlass.Int32(1)] * (2 if c.body == PACKED_SKINNY.name else 3)
-        return backend.compile(
-            SCHEDULES[c.body].body(p, c, gpu),
-            matrix(m, n, p.out_align),
-            matrix(m, k, 8),
-            dense(cutlass.Uint8, sym(), sym(), layout.TILE_BYTES[p.bits]),
-            dense(scale, sym(), sym()),
-            dense(cutlass.Uint8, sym(), sym()) if p.zeros else None,
-            bias,
-            dense(cutlass.Float32, sym()),
-            make_fake_tensor(cutlass.Int32, (sym(),), stride=(1,), assumed_align=4),
-            *numbers,
-            gpu=gpu,
-        )
+    def candidates(self, p: QuantizedProblem) -> Iterable[QuantizedSchedule]:
+        return [PACKED_SKINNY, PACKED_WARPGROUP][: 1 + (p.m > _FEW)]
 
     def bind(self, p: QuantizedProblem, c: QuantizedConfig, kernel: Callable[..., Any]) -> Callable[..., Any]:
         from cutekernels.gpu import detect
@@ -137,38 +249,17 @@ class QuantizedLinear(TensorOp[QuantizedProblem, QuantizedConfig]):
 
     # -- calls
 
-    def takes(self, name: str, t: Tensor) -> bool:
-        if name in ("x", "out"):
-            return t.stride(-1) == 1 and (name == "out" or _rows_aligned(t))
-        return t.is_contiguous() and t.data_ptr() % 16 == 0 if t.device.type != "meta" else True
-
     def admit(self, inputs: Sequence[Tensor | None], results: Sequence[Tensor] = (), **options: Any) -> None:
-        import torch
-
         x, packed, scales, zeros, bias = inputs
         assert x is not None and packed is not None and scales is not None
         check_dtype(self, x)
-        if options["activation"] not in (*ACTIVATIONS, GATED):
-            known = ", ".join(name for name in (*ACTIVATIONS, GATED) if name != "none")
-            raise UnsupportedProblem(f"activation must be one of {known}; it is {options['activation']!r}")
+        self.check_activation(options["activation"])
         if x.dim() != 2:
             raise UnsupportedProblem(f"x must be (M, K); its shape is {tuple(x.shape)}")
         n = options["n"]
         columns = columns_of(n, options["activation"])
         check_weight(packed, scales, zeros, options["code"], options["group"], n, x.shape[1])
-        if bias is not None and (tuple(bias.shape) != (n,) or bias.dtype not in (x.dtype, torch.float32)):
-            raise UnsupportedProblem(
-                f"bias must be ({n},) of x's dtype {x.dtype} or fp32; it is {tuple(bias.shape)} {bias.dtype}"
-            )
-        for out in results:
-            if tuple(out.shape) != (x.shape[0], columns) or out.dtype != x.dtype:
-                raise UnsupportedProblem(
-                    f"out must be {(x.shape[0], columns)} {x.dtype}; it is {tuple(out.shape)} {out.dtype}"
-                )
-        for name, t in (("packed", packed), ("bias", bias), *(("out", out) for out in results)):
-            if t is not None and t.device != x.device:
-                raise UnsupportedProblem(f"{name} must be on x's device {x.device}; it is on {t.device}: move it")
-        check_results(results)
+        self.check_beside(x, packed, bias, results, (n,), (x.shape[0], columns))
 
     def fresh(self, *inputs: Tensor | None, **options: Any) -> tuple[Tensor, ...]:
         x = inputs[0]
@@ -176,27 +267,9 @@ class QuantizedLinear(TensorOp[QuantizedProblem, QuantizedConfig]):
         return (x.new_empty((x.shape[0], columns_of(options["n"], options["activation"]))),)
 
     def problem(self, *operands: Tensor | None, **options: Any) -> QuantizedProblem:
-        import torch
-
         out, x, _, scales, zeros, bias = operands
         assert out is not None and x is not None and scales is not None
-        n, code, group = options["n"], options["code"], options["group"]
-        if x.shape[1] % 8 or not x.shape[1]:
-            raise UnsupportedProblem(f"K={x.shape[1]} must be a multiple of 8: pad x with zeros")
-        return QuantizedProblem(
-            m=x.shape[0],
-            n=n,
-            k=x.shape[1],
-            dtype=GPU_DTYPES.names[x.dtype],
-            code=code,
-            group=group,
-            scale_rows=rows_of_scale(scales, n),
-            scale=scale_of(scales),
-            zeros=zeros is not None,
-            bias="none" if bias is None else "fp32" if bias.dtype == torch.float32 else "same",
-            activation=options["activation"],
-            out_align=8 if alignment(out) == 8 else 1,
-        )
+        return QuantizedProblem(x.shape[0], **options, **self.fields(out, x, options["n"], scales, zeros, bias))
 
     # -- mathematics
 
@@ -212,41 +285,15 @@ class QuantizedLinear(TensorOp[QuantizedProblem, QuantizedConfig]):
         packed, scales, zeros = random_weight(p, device, seed)
         draw = torch.Generator(device=device).manual_seed(seed + 1)
         x = torch.randn((p.m, p.k), generator=draw, device=device).to(DTYPES[p.dtype])
-        bias = None
-        if p.bias != "none":
-            bias = torch.randn(p.n, generator=draw, device=device)
-            bias = bias if p.bias == "fp32" else bias.to(DTYPES[p.dtype])
-        return x, packed, scales, zeros, bias
+        return x, packed, scales, zeros, draw_bias(p, draw, p.n)
 
     def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
-        import torch
-
-        from cutekernels.quant.weight import QuantizedWeight
-
         x, packed, scales, zeros, bias = args
-        weight = QuantizedWeight(
-            code=options["code"],
-            group=options["group"],
-            scale_rows=rows_of_scale(scales, options["n"]),
-            shape=(options["n"], x.shape[1]),
-            packed=packed,
-            scales=scales,
-            zeros=zeros,
-        )
-        y = x.double() @ weight.dequantize(torch.float32).double().t()
+        weight = decoded(packed, scales, zeros, options["code"], options["group"], options["n"], x.shape[1])
+        y = x.double() @ weight.double().t()
         if bias is not None:
             y = y + bias.double()
-        if options["activation"] == GATED:
-            gate, up = y.chunk(2, dim=-1)
-            return ((torch.nn.functional.silu(gate) * up).to(x.dtype),)
-        return (activated(y, options["activation"]).to(x.dtype),)
-
-    def work(self, p: QuantizedProblem) -> Work:
-        bias = 0 if p.bias == "none" else p.n * (4 if p.bias == "fp32" else ELEMENT_BYTES)
-        moved = p.weight_bytes + ELEMENT_BYTES * p.m * (p.k + p.columns) + bias
-        # nf4's table and scaled weights are rounded to the activations' type.
-        depth = max(float(p.k), rounded_operand_depth(p.dtype, gated=p.gated))
-        return Work(2.0 * p.m * p.n * p.k, float(moved), depth)
+        return (finished(y, options["activation"]).to(x.dtype),)
 
 
 QUANTIZED_LINEAR = QuantizedLinear()
@@ -259,19 +306,3 @@ def columns_of(n: int, activation: str) -> int:
     if n % 2:
         raise UnsupportedProblem(f"activation={GATED} takes the gate's rows and as many of up's; there are {n}")
     return n // 2
-
-
-def _rows_aligned(x: Tensor) -> bool:
-    """Whether rows of ``x`` begin where 16 bytes do."""
-    meta = x.device.type == "meta"
-    return (x.shape[0] <= 1 or x.stride(0) % 8 == 0) and (meta or x.data_ptr() % 16 == 0)
-
-
-@rates.remember
-def _default(p: QuantizedProblem, gpu: GpuSpec) -> QuantizedConfig:
-    """Both bodies' models compare; of one estimate skinny's config is preferred."""
-    found = [PACKED_SKINNY.best(p, gpu, None), PACKED_WARPGROUP.best(p, gpu, None) if p.m > _FEW else None]
-    choices = [choice for choice in found if choice is not None]
-    if not choices:
-        raise AssertionError(f"no config for {p} on {gpu.name}")
-    return min(choices, key=lambda choice: choice[0])[1]

@@ -34,16 +34,8 @@ def fitting_tiles(p: QuantizedProblem) -> tuple[int, ...]:
     return (least,) if p.m <= 32 else tuple(sorted({least, 32, 64}))
 
 
-@kept
-def smem(p: QuantizedProblem, c: QuantizedConfig) -> SkinnyPackedSmem:
-    return SkinnyPackedSmem(
-        c.tile_m, c.tile_n, c.tile_k, c.stages, c.warps_k, p.bits, SCALE_BYTES[p.scale], p.group, p.scale_rows,
-        p.zeros, 2 if p.gated else 1,
-    )  # fmt: skip
-
-
 def accumulators(c: QuantizedConfig) -> int:
-    """Of a thread."""
+    """Accumulators of a thread."""
     return c.tile_n // 16 // c.warps_n * c.tile_m // 2
 
 
@@ -82,7 +74,7 @@ class PackedSkinnySchedule(QuantizedSchedule):
 
     @of_config
     def shared_memory(self, c: QuantizedConfig, gpu: GpuSpec, x: QuantizedProblem) -> Broken:
-        frame, most = smem(x, c), gpu.smem_per_block_bytes
+        frame, most = self.smem(x, c), gpu.smem_per_block_bytes
         need, staged = frame.total_bytes, frame.sums_at
         yield need > most, "{} bytes of shared memory are more than a block's {}", need, most
         beyond = c.ctas_per_sm * (need + gpu.SMEM_RESERVED_BYTES) > gpu.smem_per_sm_bytes
@@ -101,7 +93,7 @@ class PackedSkinnySchedule(QuantizedSchedule):
 
     @of_both
     def waves(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec, x: Any) -> Broken:
-        count = tiles(p, c)
+        count = self.tiles(p, c)
         whole = c.stream_k & (count % (gpu.sm_count * c.ctas_per_sm) == 0)
         yield whole, "stream_k=1: {} tiles fill whole waves without", count
 
@@ -111,77 +103,93 @@ class PackedSkinnySchedule(QuantizedSchedule):
         return {"tile_m": fitting_tiles(p), "pdl": (gpu.has_pdl,), "prefetch_l2": (2 if gpu.has_pdl else 0,)}
 
     def times_us(self, p: QuantizedProblem, c: Any, gpu: GpuSpec, x: Any) -> Any:
-        return tiles_us(p, c, gpu, tiles(p, c), smaller(p.m, c.tile_m), p.weight_bytes)
+        return self.tiles_us(p, c, gpu, self.tiles(p, c), smaller(p.m, c.tile_m), p.weight_bytes)
+
+    def tiles_us(self, p: QuantizedProblem, c: Any, gpu: GpuSpec, count: Any, tokens: Any, weight_bytes: float) -> Any:
+        """The slowest of DRAM, an SM's loads, its instructions and its MMAs for the busiest SM; fixed costs.
+
+        ``count`` tiles of ``tokens`` each, which read ``weight_bytes`` from DRAM.
+        """
+        rate, own = rates.of(gpu), SKINNY
+        ctas, share = self.dealt(count, p, c, gpu)
+        frame = self.smem(class_of(p), c)
+        per_sm = -(-ctas // gpu.sm_count)
+        resident = smaller(per_sm, c.ctas_per_sm)
+        units = per_sm * share
+        unit_bytes = frame.x_at + tokens * c.tile_k * 2 + (frame.stage_bytes - frame.scales_at)
+        in_flight = resident * (c.stages - 1) * unit_bytes
+        port = smaller(own.port * rate.sm_bytes_per_us, in_flight / (own.latency * rate.dram_latency_us))
+        lanes = units * c.tile_n * c.tile_k / 256 / 4  # of a scheduler: MMAs of 8 tokens
+        columns, strips = c.tile_m / 8, c.tile_n // 16 // c.warps_n
+        instructions = DECODE_INSTRUCTIONS[p.code] + own.beside + (own.column + own.fragment / strips) * columns
+        issue = lanes * instructions / (own.issue * rate.clock_mhz) * (1 + own.few / (c.warps_n * c.warps_k * resident))
+        flops = 2.0 * units * c.tile_n * c.tile_k * c.tile_m
+        multiply = larger(lanes * columns * own.mma_cycles / rate.clock_mhz, flops / (own.mma * rate.mma_flops_per_us))
+        dram = weight_bytes / (own.dram * rate.dram_share * gpu.dram_gbps * 1e3)
+        sharp = own.sharpness
+        busy = sum(us**sharp for us in (dram, units * unit_bytes / port, issue, multiply)) ** (1 / sharp)
+        k_tiles = larger(1, -(-p.k // c.tile_k))
+        fixed = rate.launch_us + own.unit_us * share + own.end_us * per_sm * -(-share // k_tiles)
+        fixed = fixed + own.group_us * (c.warps_k - 1)
+        fixed = fixed + where(c.stream_k & (share % k_tiles > 0), own.shared * rate.exchange_us, 0.0)
+        return fixed + busy + where(c.pdl, 0.0, rate.dependent_us)
 
     def preference(self, p: QuantizedProblem, c: Any, x: Any) -> tuple[Any, ...]:
         return c.stream_k, -c.tile_k, c.tile_n, -c.stages
 
     # -- kernel
 
-    def groups(self, c: QuantizedConfig) -> int:
-        return 1
-
+    @kept
     def smem(self, p: QuantizedProblem, c: QuantizedConfig) -> SkinnyPackedSmem:
-        return smem(p, c)
+        return SkinnyPackedSmem(
+            c.tile_m, c.tile_n, c.tile_k, c.stages, c.warps_k, p.bits, SCALE_BYTES[p.scale], p.group, p.scale_rows,
+            p.zeros, 2 if p.gated else 1,
+        )  # fmt: skip
 
-    def tiles(self, p: QuantizedProblem, c: QuantizedConfig) -> int:
-        return tiles(p, c)
+    def grid(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec) -> tuple[int, int]:
+        """CTAs, and the units (k-tiles) of each."""
+        return self.dealt(self.tiles(p, c), p, c, gpu)
 
-    def grid(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec) -> tuple[int, ...]:
-        return grid(p, c, gpu)
+    def dealt(self, count: Any, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec) -> tuple[int, int]:
+        """CTAs that ``count`` tiles are dealt out to, and the units (k-tiles) of each."""
+        k_tiles, resident = larger(1, -(-p.k // c.tile_k)), gpu.sm_count * c.ctas_per_sm
+        units = larger(1, count * k_tiles)
+        share = where(c.stream_k, -(-units // resident), k_tiles * larger(1, -(-count // resident)))
+        return -(-units // share), share
 
     def body(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec) -> Any:
-        return body(p, c)
+        from cutekernels.kernels.cute.quantized.skinny_packed import SkinnyPacked
+
+        return SkinnyPacked(**self.parts(p, c), prefetch_tiles=c.prefetch_l2)
+
+    def parts(self, p: QuantizedProblem, c: QuantizedConfig) -> dict[str, Any]:
+        """The common part of a body for one weight and one for experts."""
+        from cutekernels.backends import cute as backend
+        from cutekernels.kernels.cute.parts.column_scale import ColumnScale
+        from cutekernels.kernels.cute.parts.epilogue import Activation, Epilogue
+        from cutekernels.kernels.cute.parts.packed import PackedWeights
+
+        epilogue = ColumnScale if p.group == 0 else Epilogue
+        return {
+            "weights": PackedWeights(p.code, backend.dtype_of(p.dtype), folded=p.code == "e2m1" and p.dtype == "bf16"),
+            "scale": backend.scale_of(p.scale),
+            "group": p.group,
+            "scale_rows": p.scale_rows,
+            "zeros": p.zeros,
+            "tile_m": c.tile_m,
+            "tile_n": c.tile_n,
+            "tile_k": c.tile_k,
+            "warps_n": c.warps_n,
+            "warps_k": c.warps_k,
+            "stages": c.stages,
+            "epilogue": epilogue(Activation("silu_approx" if p.gated else p.activation)),
+            "dependent": c.pdl,
+            "ctas_per_sm": c.ctas_per_sm,
+            "gated": p.gated,
+        }
 
 
 PACKED_SKINNY = PackedSkinnySchedule()
-
-
-def tiles(p: QuantizedProblem, c: QuantizedConfig) -> int:
-    return -(-p.n // c.tile_n) * -(-p.m // c.tile_m)
-
-
-def grid(p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec) -> tuple[int, int]:
-    """CTAs, and the units (k-tiles) of each."""
-    return dealt(tiles(p, c), p, c, gpu)
-
-
-def dealt(count: Any, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec) -> tuple[int, int]:
-    """CTAs that ``count`` tiles are dealt out to, and the units (k-tiles) of each."""
-    k_tiles, resident = larger(1, -(-p.k // c.tile_k)), gpu.sm_count * c.ctas_per_sm
-    units = larger(1, count * k_tiles)
-    share = where(c.stream_k, -(-units // resident), k_tiles * larger(1, -(-count // resident)))
-    return -(-units // share), share
-
-
-def tiles_us(p: QuantizedProblem, c: Any, gpu: GpuSpec, count: Any, tokens: Any, weight_bytes: float) -> Any:
-    """The slowest of DRAM, an SM's loads, its instructions and its MMAs for the busiest SM; fixed costs.
-
-    ``count`` tiles of ``tokens`` each, which read ``weight_bytes`` from DRAM.
-    """
-    rate, own = rates.of(gpu), SKINNY
-    ctas, share = dealt(count, p, c, gpu)
-    frame = smem(class_of(p), c)
-    per_sm = -(-ctas // gpu.sm_count)
-    resident = smaller(per_sm, c.ctas_per_sm)
-    units = per_sm * share
-    unit_bytes = frame.x_at + tokens * c.tile_k * 2 + (frame.stage_bytes - frame.scales_at)
-    in_flight = resident * (c.stages - 1) * unit_bytes
-    port = smaller(own.port * rate.sm_bytes_per_us, in_flight / (own.latency * rate.dram_latency_us))
-    lanes = units * c.tile_n * c.tile_k / 256 / 4  # of a scheduler: MMAs of 8 tokens
-    columns, strips = c.tile_m / 8, c.tile_n // 16 // c.warps_n
-    instructions = DECODE_INSTRUCTIONS[p.code] + own.beside + (own.column + own.fragment / strips) * columns
-    issue = lanes * instructions / (own.issue * rate.clock_mhz) * (1 + own.few / (c.warps_n * c.warps_k * resident))
-    flops = 2.0 * units * c.tile_n * c.tile_k * c.tile_m
-    multiply = larger(lanes * columns * own.mma_cycles / rate.clock_mhz, flops / (own.mma * rate.mma_flops_per_us))
-    dram = weight_bytes / (own.dram * rate.dram_share * gpu.dram_gbps * 1e3)
-    sharp = own.sharpness
-    busy = sum(us**sharp for us in (dram, units * unit_bytes / port, issue, multiply)) ** (1 / sharp)
-    k_tiles = larger(1, -(-p.k // c.tile_k))
-    fixed = rate.launch_us + own.unit_us * share + own.end_us * per_sm * -(-share // k_tiles)
-    fixed = fixed + own.group_us * (c.warps_k - 1)
-    fixed = fixed + where(c.stream_k & (share % k_tiles > 0), own.shared * rate.exchange_us, 0.0)
-    return fixed + busy + where(c.pdl, 0.0, rate.dependent_us)
 
 
 def _within(held: Any, limits: dict[int, int], beyond: int) -> Any:
@@ -189,36 +197,3 @@ def _within(held: Any, limits: dict[int, int], beyond: int) -> Any:
     for limit, value in reversed(limits.items()):
         beyond = where(held <= limit, value, beyond)
     return beyond
-
-
-def body(p: QuantizedProblem, c: QuantizedConfig) -> Any:
-    from cutekernels.kernels.cute.quantized.skinny_packed import SkinnyPacked
-
-    return SkinnyPacked(**parts(p, c), prefetch_tiles=c.prefetch_l2)
-
-
-def parts(p: QuantizedProblem, c: QuantizedConfig) -> dict[str, Any]:
-    """The common part of a body for one weight and one for experts."""
-    from cutekernels.backends import cute as backend
-    from cutekernels.kernels.cute.parts.column_scale import ColumnScale
-    from cutekernels.kernels.cute.parts.epilogue import Activation, Epilogue
-    from cutekernels.kernels.cute.parts.packed import PackedWeights
-
-    epilogue = ColumnScale if p.group == 0 else Epilogue
-    return {
-        "weights": PackedWeights(p.code, backend.dtype_of(p.dtype), folded=p.code == "e2m1" and p.dtype == "bf16"),
-        "scale": backend.scale_of(p.scale),
-        "group": p.group,
-        "scale_rows": p.scale_rows,
-        "zeros": p.zeros,
-        "tile_m": c.tile_m,
-        "tile_n": c.tile_n,
-        "tile_k": c.tile_k,
-        "warps_n": c.warps_n,
-        "warps_k": c.warps_k,
-        "stages": c.stages,
-        "epilogue": epilogue(Activation("silu_approx" if p.gated else p.activation)),
-        "dependent": c.pdl,
-        "ctas_per_sm": c.ctas_per_sm,
-        "gated": p.gated,
-    }

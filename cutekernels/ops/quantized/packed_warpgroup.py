@@ -27,24 +27,6 @@ _BOXES = 1  # buffers of results of a consumer group
 _BESIDE_REGISTERS = 76  # decoded weights twice, addresses, scales
 
 
-def groups(c: QuantizedConfig) -> int:
-    """Consumer warp groups."""
-    return c.tile_n // ROWS
-
-
-def smem(p: QuantizedProblem, c: QuantizedConfig) -> WarpgroupPackedSmem:
-    return WarpgroupPackedSmem(
-        groups(c), c.tile_m, c.tile_k, c.stages, _BOXES, p.bias != "none", p.bits, SCALE_BYTES[p.scale], p.group,
-        p.scale_rows, p.zeros,
-    )  # fmt: skip
-
-
-def registers(p: QuantizedProblem, c: QuantizedConfig) -> int:
-    """Of a consumer's thread, about."""
-    twice = (c.scaled == "accumulators") & (p.group > 0)
-    return c.tile_m // 2 * where(twice, 2, 1) + _BESIDE_REGISTERS
-
-
 class PackedWarpgroupSchedule(QuantizedSchedule):
     """TMA and warpgroup MMA; weights are decoded in registers."""
 
@@ -66,7 +48,9 @@ class PackedWarpgroupSchedule(QuantizedSchedule):
 
     @of_config
     def registers(self, c: QuantizedConfig, gpu: GpuSpec, x: QuantizedProblem) -> Broken:
-        need, most = registers(x, c), pick(groups(c), _REGISTERS)
+        twice = (c.scaled == "accumulators") & (x.group > 0)
+        need = c.tile_m // 2 * where(twice, 2, 1) + _BESIDE_REGISTERS  # about
+        most = pick(self.groups(c), _REGISTERS)
         why = "tile_m={} scaled={} needs about {} registers of a thread's {}"
         yield need > most, why, c.tile_m, c.scaled, need, most
 
@@ -96,7 +80,7 @@ class PackedWarpgroupSchedule(QuantizedSchedule):
 
     @of_both
     def waves(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec, x: Any) -> Broken:
-        count = tiles(p, c)
+        count = self.tiles(p, c)
         yield c.stream_k & (count % gpu.sm_count == 0), "stream_k=1: {} tiles fill whole waves without", count
         lone = (c.raster > 1) & (p.m <= c.tile_m)
         yield lone, "raster={} does not suit one column of tiles: take 1", c.raster
@@ -107,10 +91,29 @@ class PackedWarpgroupSchedule(QuantizedSchedule):
         return {"pdl": (True,)}
 
     def times_us(self, p: QuantizedProblem, c: Any, gpu: GpuSpec, x: Any) -> Any:
-        ctas, rounds, share = grid(p, c, gpu)
+        ctas, rounds, share = self.grid(p, c, gpu)
         k_tiles = -(-p.k // c.tile_k)
-        steps = where(c.stream_k, rounds * k_tiles + share, -(-tiles(p, c) // ctas) * k_tiles)
-        return steps_us(p, c, gpu, steps, p.weight_bytes + 2.0 * p.m * (p.k + p.n))
+        steps = where(c.stream_k, rounds * k_tiles + share, -(-self.tiles(p, c) // ctas) * k_tiles)
+        return self.steps_us(p, c, gpu, steps, p.weight_bytes + 2.0 * p.m * (p.k + p.n))
+
+    def steps_us(self, p: QuantizedProblem, c: Any, gpu: GpuSpec, steps: Any, moved: float) -> Any:
+        """``steps`` k-tiles of the busiest SM, bound by MMAs, decoding or loads; DRAM beside; fixed costs."""
+        rate, own, count = rates.of(gpu), WARPGROUP, self.groups(c)
+        scaling = 0.0 if p.code == "e2m1" else own.exact if p.scale == p.dtype else own.scaled
+        instructions = float(DECODE_INSTRUCTIONS[p.code]) + own.beside + where(c.scaled == "weights", scaling, 0.0)
+        ends = where(c.scaled == "accumulators", c.tile_k / smaller(p.group, c.tile_k), 0.0) if p.group else 0.0
+        instructions = instructions * (c.tile_k / 64 * 4) + ends * c.tile_m / 2
+        decode = instructions / (own.issue * rate.clock_mhz)  # of one group
+        multiply = 2.0 * c.tile_n * c.tile_m * c.tile_k / (own.mma * rate.warpgroup_flops_per_us) + own.end_us * ends
+        multiply = multiply + where(count == 1, own.alone * decode, 0.0)
+        fetch = (c.tile_m * c.tile_k * 2 + c.tile_n * c.tile_k * p.bits / 8) / (own.port * rate.sm_bytes_per_us)
+        sharp = own.sharpness
+        step = sum(us**sharp for us in (multiply, count * decode, fetch)) ** (1 / sharp)
+        busy = steps * (step + own.half_us * c.tile_k / 64)
+        dram = moved / (own.dram * rate.dram_share * gpu.dram_gbps * 1e3)
+        fixed = own.fixed * rate.launch_us + where(c.pdl, 0.0, rate.dependent_us)
+        met = (own.shared + own.parts * c.tile_m * count / 256) * rate.exchange_us
+        return fixed + where(c.stream_k, met, 0.0) + rates.both_us(busy, dram, own.hidden)
 
     def preference(self, p: QuantizedProblem, c: Any, x: Any) -> tuple[Any, ...]:
         return c.stream_k, -c.stages, c.raster != 8
@@ -118,102 +121,69 @@ class PackedWarpgroupSchedule(QuantizedSchedule):
     # -- kernel
 
     def groups(self, c: QuantizedConfig) -> int:
-        return groups(c)
+        """Consumer warp groups."""
+        return c.tile_n // ROWS
 
     def smem(self, p: QuantizedProblem, c: QuantizedConfig) -> WarpgroupPackedSmem:
-        return smem(p, c)
+        return WarpgroupPackedSmem(
+            self.groups(c), c.tile_m, c.tile_k, c.stages, _BOXES, p.bias != "none", p.bits, SCALE_BYTES[p.scale],
+            p.group, p.scale_rows, p.zeros,
+        )  # fmt: skip
 
-    def tiles(self, p: QuantizedProblem, c: QuantizedConfig) -> int:
-        return tiles(p, c)
-
-    def grid(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec) -> tuple[int, ...]:
-        return grid(p, c, gpu)
+    def grid(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec) -> tuple[int, int, int]:
+        """CTAs, the whole tiles of each where they share the others, and each one's k-tiles of those."""
+        count, k_tiles = larger(1, self.tiles(p, c)), larger(1, -(-p.k // c.tile_k))
+        rounds, rest = divmod(count, gpu.sm_count)
+        share = -(-rest * k_tiles // gpu.sm_count)
+        sharing = where(rounds > 0, gpu.sm_count, -(-rest * k_tiles // larger(1, share)))
+        ctas = where(c.stream_k, sharing, smaller(count, gpu.sm_count))
+        return ctas, where(c.stream_k, rounds, 0), where(c.stream_k, share, 0)
 
     def body(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec) -> Any:
-        return body(p, c)
+        from cutekernels.kernels.cute.parts.boxes import ResultBoxes
+        from cutekernels.kernels.cute.quantized.warpgroup_packed import WarpgroupPacked
+
+        return WarpgroupPacked(**self.parts(p, c), results=ResultBoxes(**self.boxes(p, c)), split=c.stream_k)
+
+    def boxes(self, p: QuantizedProblem, c: QuantizedConfig) -> dict[str, Any]:
+        """TMA boxes of the results."""
+        from cutekernels.backends import cute as backend
+        from cutekernels.kernels.cute.parts.epilogue import Activation, Epilogue
+
+        return {
+            "dtype": backend.dtype_of(p.dtype),
+            "columns": c.tile_m,
+            "panels": 1,
+            "pitch": ROWS,
+            "boxes": _BOXES,
+            "rows_contiguous": True,
+            "source": False,
+            "biased": p.bias != "none",
+            "out_columns": 0,
+            "epilogue": Epilogue(Activation(p.activation)),
+        }
+
+    def parts(self, p: QuantizedProblem, c: QuantizedConfig) -> dict[str, Any]:
+        """The common part of a body for one weight and one for experts."""
+        from cutekernels.backends import cute as backend
+        from cutekernels.kernels.cute.parts.packed import PackedWeights
+        from cutekernels.kernels.cute.parts.schedule import Raster
+
+        floats = p.code == "e2m1" or (p.code == "e4m3" and c.scaled == "weights" and p.scale != p.dtype)
+        return {
+            "weights": PackedWeights(p.code, backend.dtype_of(p.dtype), folded=floats and p.dtype == "bf16"),
+            "scale": backend.scale_of(p.scale),
+            "group": p.group,
+            "scale_rows": p.scale_rows,
+            "zeros": p.zeros,
+            "scaled": c.scaled,
+            "groups": self.groups(c),
+            "tile_n": c.tile_m,
+            "tile_k": c.tile_k,
+            "stages": c.stages,
+            "raster": Raster(c.raster),
+            "dependent": c.pdl,
+        }
 
 
 PACKED_WARPGROUP = PackedWarpgroupSchedule()
-
-
-def tiles(p: QuantizedProblem, c: QuantizedConfig) -> int:
-    return -(-p.n // c.tile_n) * -(-p.m // c.tile_m)
-
-
-def grid(p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec) -> tuple[int, int, int]:
-    """CTAs, the whole tiles of each where they share the others, and each one's k-tiles of those."""
-    count, k_tiles = larger(1, tiles(p, c)), larger(1, -(-p.k // c.tile_k))
-    rounds, rest = divmod(count, gpu.sm_count)
-    share = -(-rest * k_tiles // gpu.sm_count)
-    sharing = where(rounds > 0, gpu.sm_count, -(-rest * k_tiles // larger(1, share)))
-    ctas = where(c.stream_k, sharing, smaller(count, gpu.sm_count))
-    return ctas, where(c.stream_k, rounds, 0), where(c.stream_k, share, 0)
-
-
-def steps_us(p: QuantizedProblem, c: Any, gpu: GpuSpec, steps: Any, moved: float) -> Any:
-    """``steps`` k-tiles of the busiest SM, bound by MMAs, decoding or loads; DRAM beside; fixed costs."""
-    rate, own, count = rates.of(gpu), WARPGROUP, groups(c)
-    scaling = 0.0 if p.code == "e2m1" else own.exact if p.scale == p.dtype else own.scaled
-    instructions = float(DECODE_INSTRUCTIONS[p.code]) + own.beside + where(c.scaled == "weights", scaling, 0.0)
-    ends = where(c.scaled == "accumulators", c.tile_k / smaller(p.group, c.tile_k), 0.0) if p.group else 0.0
-    instructions = instructions * (c.tile_k / 64 * 4) + ends * c.tile_m / 2
-    decode = instructions / (own.issue * rate.clock_mhz)  # of one group
-    multiply = 2.0 * c.tile_n * c.tile_m * c.tile_k / (own.mma * rate.warpgroup_flops_per_us) + own.end_us * ends
-    multiply = multiply + where(count == 1, own.alone * decode, 0.0)
-    fetch = (c.tile_m * c.tile_k * 2 + c.tile_n * c.tile_k * p.bits / 8) / (own.port * rate.sm_bytes_per_us)
-    sharp = own.sharpness
-    step = sum(us**sharp for us in (multiply, count * decode, fetch)) ** (1 / sharp)
-    busy = steps * (step + own.half_us * c.tile_k / 64)
-    dram = moved / (own.dram * rate.dram_share * gpu.dram_gbps * 1e3)
-    fixed = own.fixed * rate.launch_us + where(c.pdl, 0.0, rate.dependent_us)
-    met = (own.shared + own.parts * c.tile_m * count / 256) * rate.exchange_us
-    return fixed + where(c.stream_k, met, 0.0) + rates.both_us(busy, dram, own.hidden)
-
-
-def body(p: QuantizedProblem, c: QuantizedConfig) -> Any:
-    from cutekernels.kernels.cute.parts.boxes import ResultBoxes
-    from cutekernels.kernels.cute.quantized.warpgroup_packed import WarpgroupPacked
-
-    return WarpgroupPacked(**parts(p, c), results=ResultBoxes(**boxes(p, c)), split=c.stream_k)
-
-
-def boxes(p: QuantizedProblem, c: QuantizedConfig) -> dict[str, Any]:
-    """Of results."""
-    from cutekernels.backends import cute as backend
-    from cutekernels.kernels.cute.parts.epilogue import Activation, Epilogue
-
-    return {
-        "dtype": backend.dtype_of(p.dtype),
-        "columns": c.tile_m,
-        "panels": 1,
-        "pitch": ROWS,
-        "boxes": _BOXES,
-        "rows_contiguous": True,
-        "source": False,
-        "biased": p.bias != "none",
-        "out_columns": 0,
-        "epilogue": Epilogue(Activation(p.activation)),
-    }
-
-
-def parts(p: QuantizedProblem, c: QuantizedConfig) -> dict[str, Any]:
-    """The common part of a body for one weight and one for experts."""
-    from cutekernels.backends import cute as backend
-    from cutekernels.kernels.cute.parts.packed import PackedWeights
-    from cutekernels.kernels.cute.parts.schedule import Raster
-
-    floats = p.code == "e2m1" or (p.code == "e4m3" and c.scaled == "weights" and p.scale != p.dtype)
-    return {
-        "weights": PackedWeights(p.code, backend.dtype_of(p.dtype), folded=floats and p.dtype == "bf16"),
-        "scale": backend.scale_of(p.scale),
-        "group": p.group,
-        "scale_rows": p.scale_rows,
-        "zeros": p.zeros,
-        "scaled": c.scaled,
-        "groups": groups(c),
-        "tile_n": c.tile_m,
-        "tile_k": c.tile_k,
-        "stages": c.stages,
-        "raster": Raster(c.raster),
-        "dependent": c.pdl,
-    }

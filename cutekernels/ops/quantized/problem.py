@@ -11,8 +11,8 @@ from cutekernels.columns import Columns
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.kernels.activations import ACTIVATIONS
 from cutekernels.op import Config, Problem, extent, knob, ladder, plain, respell
+from cutekernels.ops.gemm.epilogue import GATED
 
-GATED = "silu_mul"  # the activation of a weight that has a gate's rows before up's: out has half as many columns
 BITS = {"int4": 4, "int8": 8, "e4m3": 8, "nf4": 4, "e2m1": 4}
 SCALE_BYTES = {"fp16": 2, "bf16": 2, "fp32": 4, "e8m0": 1}
 DECODE_INSTRUCTIONS = {"int4": 11, "int8": 14, "e4m3": 18, "nf4": 30, "e2m1": 17}  # of a thread, for 8 weights
@@ -67,18 +67,21 @@ class QuantizedProblem(Problem):
         activation = GATED if self.gated else "none"
         return super().bucket().replace(bias="none", activation=activation, dtype="bf16", scale=scale)
 
+    one = property(lambda self: self)  # the product of one weight, as experts' problems have it too
+    beside = None  # nothing is asked beside it
+
     @property
     def gated(self) -> bool:
         return self.activation == GATED
 
     @property
     def columns(self) -> int:
-        """Of out."""
+        """Columns of out."""
         return self.n // 2 if self.gated else self.n
 
     @property
     def bits(self) -> int:
-        """Of an element."""
+        """Bits of an element."""
         return BITS[self.code]
 
     @property

@@ -27,17 +27,17 @@ class QuantizedSchedule(Schedule[QuantizedProblem, QuantizedConfig, Any]):
     def span(self, among: Among = EVERY) -> Columns:
         return span(self.name, among)
 
-    @abstractmethod
     def groups(self, c: QuantizedConfig) -> int:
         """Parts of a CTA that share a tile through memory apart."""
+        return 1
+
+    def tiles(self, p: QuantizedProblem, c: QuantizedConfig) -> int:
+        """Tiles of out."""
+        return -(-p.n // c.tile_n) * -(-p.m // c.tile_m)
 
     @abstractmethod
     def smem(self, p: QuantizedProblem, c: QuantizedConfig) -> Any:
         """The shared memory of a CTA."""
-
-    @abstractmethod
-    def tiles(self, p: QuantizedProblem, c: QuantizedConfig) -> int:
-        """Tiles of out."""
 
     @abstractmethod
     def grid(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec) -> tuple[int, ...]:

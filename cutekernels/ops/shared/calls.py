@@ -44,7 +44,7 @@ def call(
     out: tuple[Tensor, ...] | None = None,
     in_place: bool = False,
 ) -> tuple[Tensor, ...]:
-    """What a public function does: replays a call, or takes the op's path.
+    """The body of a public function: replays a call, or takes the op's path.
 
     ``in_place``: ``out`` are inputs, which torch's op ``<name>_inplace`` updates.
 

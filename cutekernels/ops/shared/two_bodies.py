@@ -33,7 +33,7 @@ class CuteBody(Ruled, ABC, Generic[P, C]):
     knobs: ClassVar[Mapping[str, tuple[Scalar, ...]]]
     """Values of the knobs that the body has. Others keep their first value."""
     shapes: ClassVar[Mapping[str, Mapping[str, str | int]]]
-    """Of each operand the modes that the body sees: the stride's name, or "" for contiguous ones, and the extent."""
+    """Modes of each operand that the body sees: the stride's name, or "" for contiguous ones, and the extent."""
 
     @abstractmethod
     def body(self, kernels: Any, p: P, c: C, gpu: GpuSpec) -> Any:
@@ -139,7 +139,7 @@ class _AsTriton:
         self._kernel(*grid, *args, self._stream(self._device()))
 
     def settle(self, grid: tuple[int, int, int], numbers: Sequence[Any], others: int) -> Fire:
-        """As ``TritonKernel.settled``."""
+        """See ``TritonKernel.settled``."""
         kernel, stream, device = self._kernel, self._stream, self._device()
 
         def fire(addresses: list[int], scalars: tuple[Any, ...]) -> None:

@@ -41,7 +41,7 @@ Refuses (``ops/attention/decode.py``): clusters on GPUs without them; more regis
 ``ctas_per_sm`` CTAs have.
 
 Source:
-    FlashDecoding (Dao and others 2023) splits keys among CTAs; rows packed from a group of heads are FlashAttention's
+    FlashDecoding (Dao and others 2023) splits keys among CTAs; rows gathered from a group of heads are FlashAttention's
     ``pack_gqa``. Different here: warps have rings of their own, and no second kernel combines the splits.
 """
 

@@ -218,13 +218,13 @@ class MultistageAttentionBackward:
         x2 = self.sequences.head(mX2, batch, place.begin_x, head)
         y1 = self.sequences.head(mY1, batch, place.begin_y, head_y)
         y2 = self.sequences.head(mY2, batch, place.begin_y, head_y)
-        # Statistics are (B, HQ, SQ), or (HQ, TOTAL_Q) of packed sequences.
+        # Statistics are (B, HQ, SQ), or (HQ, TOTAL_Q) of varlen sequences.
         between = Int64(launch.mQ.shape[at])
         begin_q = place.begin_x
         if const_expr(self.by_keys):
             begin_q = place.begin_y
         stats_at = Int64(head_q) * between + begin_q
-        if const_expr(not self.sequences.packed):
+        if const_expr(not self.sequences.varlen):
             stats_at = (Int64(batch) * heads_q + head_q) * between
         statistics = QueryStatistics(launch.mStats.iterator + stats_at, between, Int64(cute.size(launch.mStats)) // 2)
 

@@ -329,7 +329,7 @@ class MultistageAttention:
         self.rows_q.store(tid, out.rows, out.stride, row, to_q, valid)
         if const_expr(launch.mLse is not None):
             lse_at = Int64(layer) * seq_q + row
-            if const_expr(self.sequences.packed):
+            if const_expr(self.sequences.varlen):
                 lse_at = Int64(head) * mQ.shape[0] + (place.begin_x + row)
             # The thread of column 0, among the four of a row, stores its log-sum-exp.
             places = by_rows(thr_mma.partition_C(cute.make_identity_tensor((self.rows_q.rows, self.rows_q.padded))))

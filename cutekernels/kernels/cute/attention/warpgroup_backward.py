@@ -137,7 +137,7 @@ class Tile:
     head_q: Int32  # the first query head that it meets
     head_y: Int32  # the first walked head
     heads: Int32  # to walk; 0 where no walked row is seen
-    begin_x: Int32  # of the sequences, in packed tensors
+    begin_x: Int32  # of the sequences, in varlen tensors
     begin_y: Int32
     band: Band  # rows are owned, columns walked
     blocks: Blocks  # of walked rows, of each head
@@ -462,10 +462,10 @@ class WarpgroupAttentionBackward(WarpGroupBody):
         if const_expr(self.by_keys):
             head_q, head_y = place.head * heads_per_kv, place.head * heads_per_kv
             heads, begin_q = heads_per_kv, place.begin_y
-        # Statistics are (B, HQ, SQ), or (HQ, TOTAL_Q) of packed sequences.
+        # Statistics are (B, HQ, SQ), or (HQ, TOTAL_Q) of varlen sequences.
         between = Int64(launch.mQ.shape[at])
         stats_at = Int64(head_q) * between + begin_q
-        if const_expr(not self.sequences.packed):
+        if const_expr(not self.sequences.varlen):
             stats_at = (Int64(place.batch) * heads_q + head_q) * between
         shift = place.seq_y - place.seq_x
         left_x, right_x, whole_y = numbers.left - shift, numbers.right + shift, place.seq_y
@@ -654,10 +654,10 @@ class WarpgroupAttentionBackward(WarpGroupBody):
         statistics = cute.recast_ptr(own.storage + self.smem.stats_at, dtype=Float32)
         # Waits for Y1, and where queries are walked for their statistics.
         cute.arch.mbarrier_wait(barriers.full_1 + stage, at.phase)
-        if const_expr(self.sequences.packed or not self.wants_ds):
+        if const_expr(self.sequences.varlen or not self.wants_ds):
             # Y2 too where its rows may have to be cleared, or where no dP waits for it below.
             cute.arch.mbarrier_wait(barriers.full_2 + stage, at.phase)
-        if const_expr(self.sequences.packed):
+        if const_expr(self.sequences.varlen):
             self.clear_outside(own, block, stage, seen.band.seq_kv)
         # S = X1 Y1^T starts, then dP = X2 Y2^T as soon as Y2 is there.
         self.products.multiply(held.xy_mma, held.acc_s, held.rX1, held.rY1[None, None, None, stage], True)
@@ -700,7 +700,7 @@ class WarpgroupAttentionBackward(WarpGroupBody):
 
     @cute.jit
     def clear_outside(self, own: ConsumerThread, block: Int32, stage: Int32, seq_y: Int32):
-        """Zeros the walked rows behind a packed sequence's end: they are the next sequence's, and might be NaN.
+        """Zeros the walked rows behind a varlen sequence's end: they are the next sequence's, and might be NaN.
 
         Behind the tensor's end TMA has written zeros.
         """

@@ -50,7 +50,7 @@ during the last products of this one. For few tiles: ``split`` CTAs of a cluster
 their parts (``parts/cluster_reduction.py``); ``paired_tiles`` gives a CTA the i-th and the i-th last 64 rows, one to
 each group.
 
-Refuses (``ops/attention/config.py``): GPUs without wgmma; ``split`` or ``paired_tiles`` with packed sequences, a given
+Refuses (``ops/attention/config.py``): GPUs without wgmma; ``split`` or ``paired_tiles`` with varlen sequences, a given
 mask or a cache; ``paired_tiles`` unless there are two groups and rows see more keys the later they are; pages that are
 neither part nor multiple of ``tile_kv``; tiles whose accumulators do not fit the registers.
 
@@ -146,7 +146,7 @@ class Tile:
     head_kv: Int32
     row: Int32  # the first one, in its sequence
     valid: Int32  # rows that exist from ``row`` on; with paired_tiles of the first group's
-    begin_q: Int32  # of the sequence, in packed tensors
+    begin_q: Int32  # of the sequence, in varlen tensors
     begin_kv: Int32
     band: Band
     blocks: Blocks  # that the producer loads
@@ -478,7 +478,7 @@ class WarpgroupAttention(WarpGroupBody):
         while index < numbers.tiles * numbers.layers:
             following = self.queue.draw(index, numbers.tiles * numbers.layers, launch.mCounter)
             tile = self.locate(index, launch, numbers)
-            # Surplus tiles of packed sequences have no rows; consumers skip them by the same test.
+            # Surplus tiles of varlen sequences have no rows; consumers skip them by the same test.
             if tile.valid > 0:
                 keys = self.loads.keys_of(key, tile.begin_kv, tile.head_kv, tile.batch, False)
                 values = self.loads.keys_of(value, tile.begin_kv, tile.head_kv, tile.batch, True)
@@ -683,13 +683,13 @@ class WarpgroupAttention(WarpGroupBody):
 
     @cute.jit
     def clear_outside(self, held: Consumer, seen: GroupTile, block: Int32, stage: Int32):
-        """Zeros the rows of V behind a packed sequence's end or a cache's length, which might be NaN; and those of a
+        """Zeros the rows of V behind a varlen sequence's end or a cache's length, which might be NaN; and those of a
         cache before the window of the CTA's first row, whose pages may be gone.
 
         Their probabilities are 0, and 0 * NaN is NaN. Behind the tensor's end TMA has written zeros.
         """
         own = held.own
-        if const_expr(self.sequences.packed or self.sequences.cached):
+        if const_expr(self.sequences.varlen or self.sequences.cached):
             rows = seen.band.seq_kv - block * self.tile_kv
             outside, first = rows < self.tile_kv, None
             if const_expr(self.sequences.cached and self.mask.limited_left):

@@ -29,25 +29,25 @@ _SIGNS = -0x7FFF8000  # 0x80008000
 
 @dataclass(frozen=True)
 class Float8:
-    """e4m3 to fp16, NaN too. ``packed``: the GPU converts two at a time."""
+    """e4m3 to fp16, NaN too. ``paired``: the GPU converts two at a time."""
 
-    packed: bool
+    paired: bool
 
     @property
     def undone(self) -> float:
         """The factor of decoded numbers: shifted bits lack the difference of the exponents' biases."""
-        return 1.0 if self.packed else 2.0**8
+        return 1.0 if self.paired else 2.0**8
 
     def neighbours(self, word: Int32) -> tuple[Int32, Int32]:
         """Bytes 0 and 1, and bytes 2 and 3."""
-        if self.packed:
+        if self.paired:
             return self.convert(word)
         zero = Int32(0)
         return tuple([self.shift(pure(f"prmt.b32 $0, $1, $2, {order};", word, zero)) for order in (0x1404, 0x3424)])
 
     def alternate(self, word: Int32) -> tuple[Int32, Int32]:
         """Bytes 0 and 2, and bytes 1 and 3."""
-        if self.packed:
+        if self.paired:
             return self.convert(pure("prmt.b32 $0, $1, $1, 0x3120;", word))
         return self.shift(word << 8), self.shift(word)
 
@@ -101,7 +101,7 @@ class Float8Load:
                 four[2 * i + h] = pair[h] if const_expr(self.dtype is Float16) else bf16_of(pair[h])
                 if const_expr(self.scaled):
                     # Shifted bits first become their number, which fp16 holds and its product with a small power not.
-                    if const_expr(not self.float8.packed):
+                    if const_expr(not self.float8.paired):
                         four[2 * i + h] = self.times(four[2 * i + h], self.power(Int32(127 + 8)))
                     four[2 * i + h] = self.times(four[2 * i + h], power)
         cute.autovec_copy(four, cute.make_tensor(cute.recast_ptr(sX.iterator, dtype=Int32), cute.make_layout(4)))

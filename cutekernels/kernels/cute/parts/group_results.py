@@ -24,7 +24,7 @@ class ResultTile:
     batch: Int32
     head: Int32
     row: Int32  # the first one, in its sequence
-    begin_q: Int32  # of the sequence, in packed tensors
+    begin_q: Int32  # of the sequence, in varlen tensors
     seq_q: Int32
 
 
@@ -83,7 +83,7 @@ class GroupResults:
             self.rows.store(own.thread, out.rows, out.stride, tile.row, self.rows.address(own.thread, buffer), valid)
             if const_expr(mLse is not None):
                 lse_at = Int64(tile.layer) * tile.seq_q + tile.row
-                if const_expr(self.sequences.packed):
+                if const_expr(self.sequences.varlen):
                     lse_at = Int64(tile.head) * mO.shape[0] + (tile.begin_q + tile.row)
                 # The thread of column 0, among the four of a row, stores its log-sum-exp.
                 places = by_rows(thr_mma.partition_C(cute.make_identity_tensor((ROWS, self.rows.padded))))

@@ -56,7 +56,7 @@ class HeadLoads:
         Of a cache in pages, S is the rows of a page, and B the pages.
         """
         # Heads and batch entries behind rows and columns, which a box has.
-        order = [0, 2, 1] if self.sequences.packed else [1, 3, 2, 0]
+        order = [0, 2, 1] if self.sequences.varlen else [1, 3, 2, 0]
         if transposed:
             order[:2] = order[1], order[0]
         one = cute.slice_(layout, (None, None, 0))
@@ -76,7 +76,7 @@ class HeadLoads:
         """Blocks of ``rows`` of a head from row ``begin`` on, ``(TMA, block)``, to ``(TMA, STAGE)``."""
         # The head's rows, from the tile's first one on; TMA writes zeros behind the tensor's last.
         tX, sX = operand.tX, operand.sX
-        tX = tX[None, None, head] if const_expr(self.sequences.packed) else tX[None, None, head, batch]
+        tX = tX[None, None, head] if const_expr(self.sequences.varlen) else tX[None, None, head, batch]
         if const_expr(transposed):
             gX = cute.local_tile(cute.domain_offset((0, begin), tX), (self.padded, rows), (0, None))
         else:
@@ -90,7 +90,7 @@ class HeadLoads:
     def keys_of(
         self, operand: TmaOperand, begin: Int32, head: Int32, batch: Int32, transposed: cutlass.Constexpr[bool]
     ) -> TmaBlocks:
-        """As :meth:`rows_of`; in pages ``(TMA, box of a page, page)`` to ``(TMA, box of a block, STAGE)``."""
+        """Blocks as of :meth:`rows_of`; in pages ``(TMA, box of a page, page)`` to ``(TMA, box of a block, STAGE)``."""
         if const_expr(not self.sequences.page_size):
             blocks = self.rows_of(operand, self.tile_kv, begin, head, batch, transposed)
         else:

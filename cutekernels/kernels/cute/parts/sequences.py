@@ -56,7 +56,7 @@ class HeadTile:
     batch: Int32
     head: Int32
     tile: Int32  # in the sequence
-    begin_x: Int32  # of the sequence, in a packed tensor
+    begin_x: Int32  # of the sequence, in a varlen tensor
     begin_y: Int32
     seq_x: Int32
     seq_y: Int32
@@ -66,14 +66,14 @@ class HeadTile:
 class Ends:
     """Where sequences end, in global memory; what a kind of sequences does not have is None."""
 
-    mCuX: cute.Tensor | None  # (B + 1,) of packed X
-    mCuY: cute.Tensor | None  # (B + 1,) of packed Y, or a cache's lengths (B,)
+    mCuX: cute.Tensor | None  # (B + 1,) of varlen X
+    mCuY: cute.Tensor | None  # (B + 1,) of varlen Y, or a cache's lengths (B,)
     mTable: cute.Tensor | None = None  # (B, MAX_PAGES) of a cache in pages
 
 
 @dataclass(frozen=True)
 class Sequences:
-    """Tensors ``(B, S, H, D)``, or ``packed`` ones ``(TOTAL, H, D)`` with the sequences' ends in ``(B + 1,)``.
+    """Tensors ``(B, S, H, D)``, or ``varlen`` ones ``(TOTAL, H, D)`` with the sequences' ends in ``(B + 1,)``.
 
     K and V may be in a cache, of pages unless ``page_size`` is 0; then their ends are the sequences' lengths ``(B,)``.
 
@@ -82,7 +82,7 @@ class Sequences:
     clamped to the cache's room.
     """
 
-    packed: bool
+    varlen: bool
     page_size: int | None = None  # None: no cache
 
     @property
@@ -92,12 +92,12 @@ class Sequences:
     @property
     def rows_mode(self) -> int:
         """The mode of rows; that of heads is the next."""
-        return 0 if self.packed else 1
+        return 0 if self.varlen else 1
 
     def grid(self, mX: cute.Tensor, mCu: cute.Tensor | None, rows: int) -> tuple[Int32, Int32]:
         """Tiles of ``rows`` of a head, no fewer than there are, and heads; of all sequences together."""
         heads = mX.shape[self.rows_mode + 1]
-        if self.packed:
+        if self.varlen:
             return mX.shape[0] // rows + (mCu.shape[0] + 1), heads
         return cute.ceil_div(mX.shape[1], rows), heads * mX.shape[0]
 
@@ -106,19 +106,19 @@ class Sequences:
         return mTable.shape[1] * self.page_size if self.page_size else mY.shape[1]
 
     def length(self, mX: cute.Tensor, mCu: cute.Tensor | None, mTable: cute.Tensor | None = None) -> Int32:
-        """Rows of a sequence of K and V; their mean where packed."""
+        """Rows of a sequence of K and V; their mean where varlen."""
         if self.cached:
             return self.room(mX, mTable)
-        if self.packed:
+        if self.varlen:
             return mX.shape[0] // cutlass.max(mCu.shape[0] - 1, Int32(1))
         return mX.shape[1]
 
     @cute.jit
     def locate(self, tile: Int32, layer: Int32, rows: int, mX: cute.Tensor, mY: cute.Tensor, ends: Ends) -> HeadTile:
-        """Where ``tile`` of ``rows`` of X lies; ``layer`` counts heads, of all sequences unless they are packed."""
+        """Where ``tile`` of ``rows`` of X lies; ``layer`` counts heads, of all sequences unless they are varlen."""
         batch, head = Int32(0), layer
         begin_x, begin_y = Int32(0), Int32(0)
-        if const_expr(self.packed):
+        if const_expr(self.varlen):
             batch, tile, begin_x, seq_x = self.find(ends.mCuX, mX.shape[0], tile, rows)
             seq_y = Int32(0)
             # Rows before the first sequence and behind the last have no keys.
@@ -137,11 +137,11 @@ class Sequences:
 
     @cute.jit
     def head(self, mX: cute.Tensor, batch: Int32, begin: Int32, head: Int32) -> Head:
-        """The rows of one head, from row ``begin`` of a packed tensor on, else of batch ``batch``."""
+        """The rows of one head, from row ``begin`` of a varlen tensor on, else of batch ``batch``."""
         stride = mX.layout.stride
         at = const_expr(self.rows_mode)
         # Offsets of sequences and heads have 64 bits; those between rows of a tile have 32 (HeadRows).
-        if const_expr(self.packed):
+        if const_expr(self.varlen):
             offset = Int64(begin) * Int64(stride[0])
         else:
             offset = Int64(batch) * Int64(stride[0])

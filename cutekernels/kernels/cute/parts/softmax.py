@@ -98,7 +98,7 @@ class OnlineSoftmax:
 
     @cute.jit
     def probabilities(self, acc_s: cute.Tensor, rows: RowStates, scale: Float32) -> Boolean:
-        """As :meth:`step`, for accumulators that a product still writes.
+        """A :meth:`step` for accumulators that a product still writes.
 
         Where it returns True, the caller rescales them by ``rows.shrink`` once that product is done.
         """

@@ -119,7 +119,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class StripCoordinates(FragmentCoordinates):
-    """Of a warp's accumulators ((2, 2), (STRIP, HALF), TOKENS); gated, the first half of the strips are gates."""
+    """Coordinates of accumulators ((2, 2), (STRIP, HALF), TOKENS) of a warp; gated, half the strips are gates."""
 
     half: Int32 | None = None  # weight rows of a half
 
@@ -359,7 +359,7 @@ class SkinnyPacked:
         return given.mS[0, None]
 
     def bias(self, given: Operands, unit: Unit) -> cute.Tensor | None:
-        """Of its weight's rows."""
+        """The bias of the weight's rows."""
         return given.mBias
 
     # ---- loads

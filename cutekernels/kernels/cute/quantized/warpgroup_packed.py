@@ -334,7 +334,7 @@ class WarpgroupPacked(WarpGroupBody):
     # ---- rows of the weight: of one product, all that there are
 
     def first_row(self, of: Extents, segment: Segment, group: int | Int32) -> Int32:
-        """Of a group, in W."""
+        """The first row of a group in W."""
         return segment.corner.row + group * ROWS
 
     def present(self, of: Extents, segment: Segment) -> Int32:

@@ -90,7 +90,7 @@ class WarpgroupPackedGrouped(WarpgroupPacked):
 
     @property
     def columns(self) -> int:
-        """Of out, in a tile."""
+        """Columns of out in a tile."""
         return ROWS if self.gated else ROWS * self.groups
 
     @property
