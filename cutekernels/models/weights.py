@@ -308,6 +308,8 @@ def _tables(
     """cos and sin of each of ``ropes``."""
     probe = torch.zeros((), dtype=torch.promote_types(model.dtype, torch.float32), device=model.device)
     ids = torch.arange(positions, device=model.device)[None]
+    if hasattr(model.model.rotary_emb, "mrope_section"):  # a position in time, height and width: one number for text
+        ids = ids.expand(3, -1, -1)
     found = {}
     for kind in ropes:
         cos, sin = model.model.rotary_emb(probe, ids, *(() if kind is None else (kind,)))

@@ -22,6 +22,7 @@ from cutekernels.lengths import Line
 from cutekernels.models import Decoder
 from cutekernels.models.loading import outline
 from cutekernels.ops import registry
+from cutekernels.ops.shared import call_cache
 from cutekernels.ops.shared.recording import Recorder
 from tests.integrations import tiny
 from tests.models.test_load_quantized import quantized
@@ -91,6 +92,12 @@ def test_recording_leaves_nothing_behind() -> None:
     held = [value for module in model.modules() for value in vars(module).values()]
     assert not any(isinstance(value, FakeTensor) for value in [*held, *model.parameters(), *model.buffers()])
     assert not any("forward" in vars(module) for module in model.model.layers), "the model's own again"
+
+
+def test_recording_asks_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A build of torch for CUDA has none on a machine without a GPU."""
+    monkeypatch.setattr(call_cache, "_current_device", lambda: pytest.fail("no driver"))
+    assert decoder(tiny.model("qwen3", torch.bfloat16)).lines(1, 2)
 
 
 @pytest.mark.parametrize("packed", [False, True])

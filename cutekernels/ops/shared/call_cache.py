@@ -214,7 +214,8 @@ class CallCache:
         """Runs ``call`` on its device and guards the next one of the same last operand."""
         results, inputs, options, scalars, config = given
         known = list(addresses)
-        if call.device == _current_device():
+        recorded = dispatch.recorders and dispatch.recording()
+        if recorded or call.device == _current_device():  # a recorded call launches nothing; there may be no driver
             made = call.run(results, inputs, addresses, scalars)
         else:
             with torch.cuda.device(call.device):
@@ -222,7 +223,7 @@ class CallCache:
         there = [t for t in operands if t is not None]
         if call.launch is None or len(set(map(id, there))) < len(there):  # no guard passes one tensor in two places
             return made
-        if dispatch.recorders and dispatch.recording():
+        if recorded:
             return made
         last = next(filter(None, reversed(known)), 0)
         place = last if results is None else ~last
