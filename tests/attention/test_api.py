@@ -9,13 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from cutekernels import gpu
-from cutekernels.errors import InvalidConfig, UnsupportedProblem
+from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.attention import api
 from cutekernels.ops.attention import calls as attend_calls
 from cutekernels.ops.attention.api import attention
 from cutekernels.ops.attention.calls import canonical
-from cutekernels.ops.attention.config import AttentionConfig
 from cutekernels.ops.attention.op import ATTENTION
 from cutekernels.ops.attention.problem import AttentionProblem
 from cutekernels.ops.attention.reference import band
@@ -218,25 +216,6 @@ def test_problems_that_contradict_themselves_are_refused() -> None:
             AttentionProblem.parse(f"{base} {words}")
     with pytest.raises(UnsupportedProblem, match="must be a multiple of heads_kv"):
         AttentionProblem.parse("batch=1 seq_q=8 seq_kv=8 heads_q=4 heads_kv=3")
-
-
-def test_rules_are_told() -> None:
-    spec = gpu.lookup("h200")
-    p = AttentionProblem.parse("batch=1 seq_q=4096 seq_kv=4096 heads_q=16 heads_kv=16 head_dim=256")
-    config = min(
-        (c for c in ATTENTION.valid(p, spec) if c.body == "multistage"), key=lambda c: ATTENTION.estimate_us(p, c, spec)
-    )
-    for change, message in {
-        "tile_q=256 warps=4 tile_kv=128 stages=2": "registers",
-        "tile_q=128 tile_kv=128 warps=8 stages=2 ctas_per_sm=1": "shared memory",
-        "tile_q=64 warps=8": "rows each",
-    }.items():
-        words = dict(word.split("=") for word in change.split())
-        with pytest.raises(InvalidConfig, match=message):
-            ATTENTION.check(p, config.replace(**{k: int(v) for k, v in words.items()}), spec)
-    few = p.replace(seq_q=16, seq_kv=16)
-    with pytest.raises(InvalidConfig, match="idles"):
-        ATTENTION.check(few, AttentionConfig.parse(str(config.replace(tile_q=128, warps=8))), spec)
 
 
 def test_torchs_op_looks_a_call_up_before_it_checks_it(monkeypatch: pytest.MonkeyPatch) -> None:

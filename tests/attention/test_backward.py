@@ -12,10 +12,10 @@ import torch
 pytest.importorskip("triton")
 
 from cutekernels import gpu, verify
-from cutekernels.errors import InvalidConfig, UnsupportedProblem
+from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.attention.api import attention
 from cutekernels.ops.attention.backward import ATTENTION_BACKWARD
-from cutekernels.ops.attention.backward_config import AttentionBackwardConfig, AttentionBackwardProblem, passes
+from cutekernels.ops.attention.backward_config import AttentionBackwardProblem, passes
 from cutekernels.ops.attention.delta import ATTENTION_DELTA, DeltaProblem
 from cutekernels.ops.attention.reference import gradients
 from tests.attention import backward_cases, cases
@@ -259,31 +259,12 @@ def test_the_passes_give_each_gradient_once(head_dim: int) -> None:
     assert sorted("".join(passes(head_dim))) == ["k", "q", "v"]
 
 
-def test_rules_are_told() -> None:
-    spec = gpu.lookup("h200")
+def test_problems_that_are_none() -> None:
     base = "batch=1 seq_q=4096 seq_kv=4096 heads_q=16 heads_kv=16"
     with pytest.raises(UnsupportedProblem, match="ask for of=k and of=v"):
         AttentionBackwardProblem.parse(f"{base} head_dim=256")
     with pytest.raises(UnsupportedProblem, match="leave it out"):
         AttentionBackwardProblem.parse(f"{base} lse=1")
-    p = AttentionBackwardProblem.parse(base)
-    config = AttentionBackwardConfig(64, 32, 4, 2, 2, False, "rows")
-    assert ATTENTION_BACKWARD.why_not(p, config, spec) is None
-    for name, change, message in (
-        ("h200", "tile_own=256", "registers"),
-        ("l40s", "tile_own=128 warps=8 tile_walked=64 ctas_per_sm=1", "shared memory"),
-        ("h200", "warps=8", "rows each"),
-        ("h200", "ctas_per_sm=1", "one more CTA"),
-    ):
-        words = dict(word.split("=") for word in change.split())
-        with pytest.raises(InvalidConfig, match=message):
-            ATTENTION_BACKWARD.check(p, config.replace(**{k: int(v) for k, v in words.items()}), gpu.lookup(name))
-    with pytest.raises(InvalidConfig, match="idles"):
-        ATTENTION_BACKWARD.check(
-            p.replace(seq_q=16, seq_kv=16), config.replace(tile_own=128, warps=8, ctas_per_sm=1), spec
-        )
-    with pytest.raises(InvalidConfig, match="more than one tile"):
-        ATTENTION_BACKWARD.check(p.replace(seq_kv=60), config.replace(order="heads"), spec)
 
 
 @pytest.mark.parametrize("words", ["", "causal=1"])

@@ -11,11 +11,11 @@ import torch
 from torch.nn import functional
 
 from cutekernels import gpu
-from cutekernels.errors import InvalidConfig, UnsupportedProblem
+from cutekernels.errors import UnsupportedProblem
 from cutekernels.kernels.cute.parts.cache import CacheRows
 from cutekernels.kernels.cute.parts.fragments import span_bytes, swizzled
 from cutekernels.ops.attention.cached import CACHE_ATTENTION
-from cutekernels.ops.attention.decode import DECODE_ATTENTION, DecodeConfig, DecodeProblem
+from cutekernels.ops.attention.decode import DECODE_ATTENTION, DecodeProblem
 from cutekernels.ops.attention.decode_api import decode_attention, readable
 from tests.attention.cases import rows, wide
 from tests.attention.decode_cases import arguments, left_of, lengths_of, random_problem
@@ -237,33 +237,6 @@ def test_splits_fill_the_gpu_where_sequences_are_few_and_are_spared_where_many()
     config = DECODE_ATTENTION.default(few, spec)
     assert few.tiles * config.splits * config.warps >= spec.sm_count * 4
     assert DECODE_ATTENTION.default(many, spec).splits == 1
-
-
-def test_rules_are_told() -> None:
-    spec = gpu.lookup("h200")
-    p = DecodeProblem.parse("batch=4 seq_kv=4096 heads_q=32 heads_kv=8")
-    config = DecodeConfig.parse("tile_kv=64 warps=4 stages=3 ctas_per_sm=2 splits=4")
-    assert DECODE_ATTENTION.why_not(p, config, spec) is None
-    for change, message in {
-        "warps=8": "keys each",
-        "stages=6": "shared memory",
-        "ctas_per_sm=3": "registers",
-        "ctas_per_sm=1": "one more CTA",
-        "splits=96": "more than the 64 blocks",
-    }.items():
-        name, value = change.split("=")
-        with pytest.raises(InvalidConfig, match=message):
-            DECODE_ATTENTION.check(p, config.replace(**{name: int(value)}), spec)
-    clustered = config.replace(cluster=True, splits=8)
-    assert DECODE_ATTENTION.why_not(p, clustered, spec) is None
-    with pytest.raises(InvalidConfig, match="2 to 8 splits, not 11"):
-        DECODE_ATTENTION.check(p, clustered.replace(splits=11), spec)
-    with pytest.raises(InvalidConfig, match="like the H100"):
-        DECODE_ATTENTION.check(p, clustered, gpu.lookup("a100"))
-    with pytest.raises(InvalidConfig, match="fill the GPU with fewer"):
-        DECODE_ATTENTION.check(p.replace(batch=300), config, spec)
-    with pytest.raises(InvalidConfig, match="idles"):
-        DECODE_ATTENTION.check(p.replace(seq_kv=16), config, spec)
 
 
 @pytest.mark.parametrize("padded", [32, 64, 96, 128, 192, 256])

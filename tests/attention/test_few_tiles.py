@@ -29,10 +29,6 @@ AHEAD = AttentionConfig.parse(
 )
 
 
-def broken(p: AttentionProblem, c: AttentionConfig) -> str:
-    return "; ".join(ATTENTION.schedule(c).failures(p, c, H200, p))
-
-
 # ---- rules ----------------------------------------------------------------------------------------------
 
 
@@ -40,29 +36,6 @@ def test_the_bases_are_valid_where_there_is_warpgroup_mma() -> None:
     assert ATTENTION.why_not(HEAD, BASE, H200) is None
     assert ATTENTION.why_not(PROMPT, FOLDED, H200) is None
     assert "no warpgroup MMA" in str(ATTENTION.why_not(HEAD, BASE, gpu.lookup("rtx5090")))
-
-
-@pytest.mark.parametrize(
-    ("p", "change", "rule"),
-    [
-        (HEAD.replace(varlen=True), {}, "one length without a mask"),
-        (HEAD.replace(mask=True), {}, "one length without a mask"),
-        (HEAD, {"split": 1}, "is body=warpgroup"),
-        (HEAD, {"body": "warpgroup"}, "takes split from 1"),
-        (HEAD, {"grid": "dynamic"}, "takes grid from tiles"),
-        (HEAD, {"tile_q": 128, "warps": 8, "ctas_per_sm": 2}, "registers for one group"),
-        (HEAD.replace(seq_kv=200), {}, "without one of 4 blocks"),
-        (HEAD.replace(batch=64), {}, "for few tiles"),
-        (HEAD, {"split": 1, "ctas_per_sm": 2}, "for more tiles than SMs"),
-        (HEAD, {"order": "paired"}, "tile_q=128 split=1"),
-        (HEAD, {"tile_q": 128, "warps": 8, "split": 1, "order": "paired"}, "the later they are"),
-        (HEAD.replace(head_dim=256), {"tile_kv": 64}, "shared memory"),
-        (HEAD.replace(head_dim=192), {"tile_kv": 128, "stages": 1}, "leave room for 160"),
-        (PROMPT, {"ctas_per_sm": 2, "tile_kv": 128}, "do not fit an SM"),
-    ],
-)
-def test_a_config_breaks_a_rule(p: AttentionProblem, change: dict[str, object], rule: str) -> None:
-    assert rule in broken(p, BASE.replace(**change))
 
 
 # ---- choice ---------------------------------------------------------------------------------------------

@@ -17,34 +17,9 @@ BASE = AttentionConfig.parse(
 LONG = AttentionProblem.parse("batch=4 seq_q=4096 seq_kv=4096 heads_q=16 heads_kv=16")
 
 
-def broken(p: AttentionProblem, c: AttentionConfig) -> str:
-    return "; ".join(ATTENTION.schedule(c).failures(p, c, H200, p))
-
-
 def test_the_base_is_valid_where_there_is_warpgroup_mma() -> None:
     assert ATTENTION.why_not(LONG, BASE, H200) is None
     assert "no warpgroup MMA" in str(ATTENTION.why_not(LONG, BASE, gpu.lookup("a100")))
-
-
-@pytest.mark.parametrize(
-    ("change", "rule"),
-    [
-        ({"warps": 4}, "tile_q=128 takes 8"),
-        ({"ctas_per_sm": 2}, "takes ctas_per_sm from 1"),
-        ({"q_in_registers": True}, "takes q_in_registers from False"),
-        ({"tile_q": 192, "warps": 12, "tile_kv": 144}, "leave room for 132"),
-        ({"tile_q": 64, "warps": 4}, "two groups or more"),
-        ({"body": "multistage"}, "takes turns from False"),
-    ],
-)
-def test_a_config_breaks_a_rule(change: dict[str, object], rule: str) -> None:
-    assert rule in broken(LONG, BASE.replace(**change))
-
-
-def test_a_persistent_grid_is_for_many_tiles_and_shared_memory_for_few_stages() -> None:
-    few = LONG.replace(batch=1, seq_q=512, seq_kv=512)
-    assert "more tiles than SMs" in broken(few, BASE.replace(grid="dynamic"))
-    assert "shared memory" in broken(LONG.replace(head_dim=256), BASE.replace(tile_kv=96))
 
 
 OPTIONS = {

@@ -16,10 +16,6 @@ BASE = AttentionBackwardConfig.parse(
 LONG = AttentionBackwardProblem.parse("batch=4 seq_q=4096 seq_kv=4096 heads_q=16 heads_kv=16")
 
 
-def broken(p: AttentionBackwardProblem, c: AttentionBackwardConfig) -> str:
-    return "; ".join(ATTENTION_BACKWARD.schedule(c).failures(p, c, H200, p))
-
-
 def warpgroup(p: AttentionBackwardProblem) -> list[AttentionBackwardConfig]:
     return [c for c in ATTENTION_BACKWARD.valid(p, H200) if c.body == "warpgroup"]
 
@@ -28,28 +24,6 @@ def test_the_base_is_valid_where_there_is_warpgroup_mma() -> None:
     assert ATTENTION_BACKWARD.why_not(LONG, BASE, H200) is None
     for name in ("a100", "l40s", "rtx5090"):
         assert "no warpgroup MMA" in str(ATTENTION_BACKWARD.why_not(LONG, BASE, gpu.lookup(name)))
-
-
-@pytest.mark.parametrize(
-    ("change", "rule"),
-    [
-        ({"warps": 4}, "tile_own=128 takes 8"),
-        ({"ctas_per_sm": 2}, "takes ctas_per_sm from 1"),
-        ({"in_registers": True}, "takes in_registers from False"),
-        ({"tile_walked": 80}, "a thread has 228 accumulators and probabilities"),
-        ({"stages": 1}, "takes stages from 2, 3"),
-        ({"body": "multistage"}, "takes stages from 1, 2"),
-    ],
-)
-def test_a_config_breaks_a_rule(change: dict[str, object], rule: str) -> None:
-    assert rule in broken(LONG, BASE.replace(**change))
-
-
-def test_capped_scores_take_registers_and_wide_heads_shared_memory() -> None:
-    assert "248 accumulators" in broken(LONG.replace(softcap=True), BASE)
-    wide = LONG.replace(head_dim=256, of="q")
-    assert "shared memory" in broken(wide, BASE)
-    assert "more tiles than SMs" in broken(LONG.replace(batch=1, seq_kv=512), BASE.replace(grid="dynamic"))
 
 
 def test_warp_groups_are_the_default_for_long_sequences_up_to_256() -> None:

@@ -13,10 +13,10 @@ pytest.importorskip("triton")
 
 from cutekernels import compile as compiler
 from cutekernels import embedding, gpu
-from cutekernels.errors import InvalidConfig, UnsupportedProblem
-from cutekernels.ops.embedding.op import EMBEDDING, EmbeddingConfig, EmbeddingProblem
+from cutekernels.errors import UnsupportedProblem
+from cutekernels.ops.embedding.op import EMBEDDING, EmbeddingProblem
 from tests.embedding import cases as embedding_cases
-from tests.embedding.cases import CASES, H200, KINDS, OPS, PLANTED, error_ratio, gradient, laid
+from tests.embedding.cases import CASES, KINDS, OPS, PLANTED, error_ratio, gradient, laid
 from tests.interpreted import kernel_tests
 
 # ---- kernels, interpreted and compiled ------------------------------------------------------------------
@@ -37,15 +37,7 @@ def test_variants_share_the_table(layout: str) -> None:
     assert EMBEDDING.problem(*EMBEDDING.outputs(problem, ids, table), ids, table) == problem
 
 
-def test_rules_say_what_is_wrong() -> None:
-    for text, rule in (
-        ("block_rows=1 block_cols=512 warps=4", "an access need 1024"),
-        ("block_rows=8 block_cols=4096 warps=1", "registers"),
-        ("block_rows=1 block_cols=4096 warps=4", "rows of 2000"),
-        ("block_rows=8 block_cols=128 warps=1", "with 3 rows"),
-    ):
-        with pytest.raises(InvalidConfig, match=rule):
-            EMBEDDING.check(EmbeddingProblem(3, 9, 2000), EmbeddingConfig.parse(text), H200)
+def test_a_problem_too_large() -> None:
     with pytest.raises(UnsupportedProblem, match="split the call"):
         EmbeddingProblem(1 << 31, 5, 5)
 
