@@ -365,12 +365,13 @@ def _new_lengths() -> str:
         for path in sorted((plots.RESULTS / card / "models").glob("*_new_lengths.jsonl")):
             rows = read(path)
             labels = dict.fromkeys(row.problem.partition("of=")[2] for row in rows)
-            cells = {(row.contender, row.problem.partition("of=")[2]): f"{_us(row) / 1e3:.4g}" for row in rows}
+            times = [(row, _us(row) / 1e3) for row in rows]
+            shown = {(r.contender, r.problem.partition("of=")[2]): f"{ms:.{0 if ms > 99 else 2}f}" for r, ms in times}
             taken = "; ".join(sorted({_when(row.stamp) for row in rows}))
             parts.append(f"**{rows[0].op}** ({CARDS[card]}, {taken})\n")
             lines = [f"| contender | {' | '.join(labels)} |", "|---" * (1 + len(labels)) + "|"]
             for name in dict.fromkeys(row.contender for row in rows):
-                lines.append(f"| {name} | {' | '.join(cells.get((name, label), '') for label in labels)} |")
+                lines.append(f"| {name} | {' | '.join(shown.get((name, label), '') for label in labels)} |")
             parts.append("\n".join(lines) + "\n")
     return "\n".join(parts)
 
