@@ -90,36 +90,47 @@ def prepare(
     return Warmed(problems, len(keys), compiled, time.monotonic() - begin)
 
 
-def compile_first(record: Callable[[], Sequence[Posed]], device: torch.device) -> None:
-    """Compiles side by side what a model's first call, as recorded, needs and nobody has compiled: one after the other
-    within the call they would take as long as all of them together. What fails here is left to the call.
+def compile_first(
+    model: torch.nn.Module | Recorded, calls: object, record: Callable[[], Sequence[Posed]], device: torch.device
+) -> None:
+    """Compiles side by side what a model's first calls, as recorded, need and nobody has compiled: one after the other
+    within the calls they would take as long as all of them together. What fails here is left to the calls.
+
+    ``calls`` says which they are, so that a process which makes them again finds that all is there.
     """
-    Thread(target=import_module, args=("cutlass.cute",), daemon=True).start()  # half a second, needed in any case
     try:
-        posed, spec = record(), gpus.detect(device.index)
-        compile_missing(posed, spec, here=True)
+        spec = gpus.detect(device.index)
+        place = _place(model, calls, spec)
+        _, keys = _read(place)
+        if dispatch.has_choices(spec) or (keys and all(map(compiler.ready, keys))):
+            return
+        Thread(target=import_module, args=("cutlass.cute",), daemon=True).start()  # half a second, meanwhile
+        needed = _needed(record(), spec)
+        wanted = [request for key, (request, _) in needed.items() if not compiler.ready(key)]
+        if len(wanted) > 1:
+            _log.info(
+                "%d kernels of first calls are compiled side by side; cutekernels.warmup does so ahead", len(wanted)
+            )
+        side_by_side(wanted, here=True)
+        _write(place, [], [*needed])
     except Exception as error:  # noqa: BLE001  a model's own code on fakes may raise anything, and the call says it better
-        _log.info("the kernels of a first call are compiled as it meets them: %s", error)
+        _log.info("the kernels of first calls are compiled as they meet them: %s", error)
 
 
-def compile_missing(
-    posed: Sequence[Posed], gpu: GpuSpec, jobs: int | None = None, here: bool = False
-) -> dict[Posed, CompileError]:
-    """Puts the kernels of all problems into the disk cache; what went wrong, by the problem that needs the kernel.
+def compile_missing(posed: Sequence[Posed], gpu: GpuSpec, jobs: int | None = None) -> dict[Posed, CompileError]:
+    """Puts the kernels of all problems into the disk cache; what went wrong, by the problem that needs the kernel."""
+    missing = [each for key, each in _needed(posed, gpu).items() if not compiler.ready(key)]
+    failures = zip(missing, side_by_side([request for request, _ in missing], jobs), strict=True)
+    return {pair: error for (_, users), error in failures if error is not None for pair in users}
 
-    ``here``: of :func:`cutekernels.compilers.side_by_side`.
-    """
-    wanted: dict[str, Compile] = {}
-    users: dict[str, list[Posed]] = {}
+
+def _needed(posed: Sequence[Posed], gpu: GpuSpec) -> dict[str, tuple[Compile, list[Posed]]]:
+    """The kernels of all problems by their names in the disk cache, each with the problems that need it."""
+    found: dict[str, tuple[Compile, list[Posed]]] = {}
     for op, p in dict.fromkeys(posed):
         for key, request in kernels(op, p, dispatch.resolve(op, p, gpu).config, gpu).items():
-            if key not in wanted and not compiler.ready(key):
-                wanted[key] = request
-            users.setdefault(key, []).append((op, p))
-    if here and len(wanted) > 1:
-        _log.info("%d kernels of a first call are compiled side by side; cutekernels.warmup does so ahead", len(wanted))
-    failures = zip(wanted, side_by_side(list(wanted.values()), jobs, here=here), strict=True)
-    return {pair: error for key, error in failures if error is not None for pair in users[key]}
+            found.setdefault(key, (request, []))[1].append((op, p))
+    return found
 
 
 def _choose_and_compile(
@@ -292,8 +303,8 @@ def structure(value: Any) -> Any:
 # ---- what the disk cache keeps of it --------------------------------------------------------------------
 
 
-def _place(model: torch.nn.Module | Recorded, tokens: tuple[int, int], gpu: GpuSpec) -> Path:
-    """The file of choices, named by all that they depend on: the model, the winners, rates, and our sources."""
+def _place(model: torch.nn.Module | Recorded, calls: object, gpu: GpuSpec) -> Path:
+    """The file of choices, named by all that they depend on: the model, its calls, the winners, rates, our sources."""
     own: Any = getattr(model, "identity", None)
     made_of = (
         own()
@@ -302,7 +313,7 @@ def _place(model: torch.nn.Module | Recorded, tokens: tuple[int, int], gpu: GpuS
     )
     known = [snapshot.held(each.name) for each in (gpu, sibling(gpu)) if each is not None]
     winners = sorted(repr(row) for each in known for table in each.table.values() for row in table.values())
-    digest = hashlib.sha256(repr([made_of, tokens, str(gpu), rates.of(gpu), winners]).encode())
+    digest = hashlib.sha256(repr([made_of, calls, str(gpu), rates.of(gpu), winners]).encode())
     digest.update(compiler.source_fingerprint(Op).encode())
     for folder in ("integrations", "models", "nn"):
         for file in sorted(Path(__file__).parent.joinpath(folder).rglob("*.py")):

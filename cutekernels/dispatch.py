@@ -166,6 +166,11 @@ def choose_ahead(gpu: GpuSpec, chosen: Iterable[Chosen]) -> None:
             kept[:] = [each, *(other for other in kept if other.line != each.line)]
 
 
+def has_choices(gpu: GpuSpec) -> bool:
+    """Whether :func:`choose_ahead` has been called for ``gpu``."""
+    return any(name == gpu.name for name, _ in _chosen)
+
+
 _chosen: dict[tuple[str, str], list[Chosen]] = {}
 
 

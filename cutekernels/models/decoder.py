@@ -407,17 +407,18 @@ class Decoder:
 
     def _compile_first(self, waiting: Sequence[Request]) -> None:
         """The kernels that the first requests need, side by side."""
+        lengths = {len(request.prompt) for request in waiting}
+        chunks = sorted({size for n in lengths for size in (min(n, self._chunk), n % self._chunk or self._chunk)})
+        most = min(1 << (len(waiting) - 1).bit_length(), self._max_batch)
+        ways = sorted({request.sampling.greedy for request in waiting})
 
         def record() -> list[Posed]:
             recorder = Recorder()
             twin = self._twin(recorder)
-            lengths = {len(request.prompt) for request in waiting}
-            sizes = {size for n in lengths for size in (min(n, self._chunk), n % self._chunk or self._chunk)}
-            noted = [pair for size in sizes for pair in twin._posed_by_prompt(recorder, size)]
-            most = min(1 << (len(waiting) - 1).bit_length(), self._max_batch)
-            return noted + twin._posed_by_steps(recorder, most, {request.sampling.greedy for request in waiting})
+            noted = [pair for size in chunks for pair in twin._posed_by_prompt(recorder, size)]
+            return noted + twin._posed_by_steps(recorder, most, ways)
 
-        compile_first(record, self.device)
+        compile_first(self, (chunks, most, ways), record, self.device)
 
     def identity(self) -> object:
         """All that decides the problems of its calls: sizes, and the kinds of layers, not how many there are."""

@@ -18,7 +18,7 @@ from cutekernels import ahead, cli, dispatch, gpu
 from cutekernels.compilers import choose
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.integrations.transformers import first_call
-from cutekernels.lengths import Line
+from cutekernels.lengths import Chosen, Line
 from cutekernels.models import Decoder
 from cutekernels.models.loading import outline
 from cutekernels.ops import registry
@@ -190,18 +190,20 @@ def test_the_command_line(inline: list[Any], tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def first(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+def first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[Any]]:
     """What is compiled side by side: ``(op, problem, config, gpu)`` of each kernel that a first call needs."""
     wanted: list[Any] = []
+    ready = tmp_path / "ready"  # kernels are, once this file is there
 
-    def side_by_side(requests: Any, jobs: Any, *, here: bool) -> list[None]:
+    def side_by_side(requests: Any, *, here: bool) -> list[None]:
         assert here
         wanted.extend(requests)
         return [None] * len(requests)
 
+    monkeypatch.setenv("CUTEKERNELS_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(ahead, "side_by_side", side_by_side)
     monkeypatch.setattr(gpu, "detect", lambda device=None: H200)
-    monkeypatch.setattr(ahead.compiler, "ready", lambda key: False)
+    monkeypatch.setattr(ahead.compiler, "ready", lambda key: ready.exists())
     yield wanted
     dispatch.reload()
 
@@ -235,7 +237,36 @@ def test_the_first_requests_compile_side_by_side(first: list[Any]) -> None:
     ahead_of = dispatch.recorded_by
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(dispatch, "recorded_by", lambda note: ahead_of(lambda op, p: 1 / 0))  # type: ignore[arg-type, return-value]
-        assert engine.generate(prompts, max_new_tokens=2, stop=()).tokens == tokens, "what fails is left to calls"
+        assert engine.generate([*prompts, [8]], max_new_tokens=2, stop=()).tokens[:3] == tokens, "left to calls"
+
+
+def test_a_process_that_finds_all_compiled_records_nothing(
+    first: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    model, prompts = tiny.model("qwen3", torch.bfloat16), [[5] * 7]
+
+    def begin() -> None:
+        engine = decoder(model)
+        engine._cold = True
+        engine.generate(prompts, max_new_tokens=2, stop=())
+
+    begin()
+    assert first
+    first.clear()
+    (tmp_path / "ready").touch()
+    twin = Decoder._twin
+    monkeypatch.setattr(Decoder, "_twin", lambda *args: pytest.fail("recorded again"))
+    begin()
+    prompts = [[5] * 8]
+    with pytest.raises(pytest.fail.Exception, match="recorded again"):
+        begin()
+    monkeypatch.setattr(Decoder, "_twin", twin)
+    dispatch.choose_ahead(
+        H200, [Chosen(Line("gemm", registry.get("gemm").Problem(1, 8, 8), (), 1, 1), [1], [("", "")])]
+    )
+    monkeypatch.setattr(Decoder, "_twin", lambda *args: pytest.fail("recorded behind warmup"))
+    begin()
+    assert not first
 
 
 def test_a_patched_models_first_prompt_compiles_side_by_side(first: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,8 @@ def _prepare(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
         return
     ids: Any = args[0] if args else kwargs.get("input_ids")
     if _is_prompt(ids) and not torch.is_grad_enabled() and not _is_watched(model):
-        compile_first(lambda: prompt_of(model, Recorder(), *ids.shape), ids.device)
+        calls = "first", *ids.shape
+        compile_first(model, calls, lambda: prompt_of(model, Recorder(), *ids.shape), ids.device)
 
 
 def _is_prompt(ids: Any) -> bool:
