@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from statistics import quantiles
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -80,16 +81,11 @@ CONTENDERS = {
 @contextmanager
 def cold() -> Iterator[None]:
     """An empty disk cache, and neither plans nor kernels in memory."""
-    before = os.environ.get("CUTEKERNELS_CACHE")
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["CUTEKERNELS_CACHE"] = str(Path(folder) / "cache")
+    with tempfile.TemporaryDirectory() as folder, patch.dict(os.environ, CUTEKERNELS_CACHE=str(Path(folder) / "cache")):
         _forget_kernels()
         try:
             yield
         finally:
-            os.environ.pop("CUTEKERNELS_CACHE")
-            if before is not None:
-                os.environ["CUTEKERNELS_CACHE"] = before
             _forget_kernels()
 
 

@@ -9,7 +9,7 @@ import uuid
 from datetime import UTC, datetime, timedelta, timezone
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cutekernels.db.storage import uuid7 as uuid7_module
@@ -108,6 +108,7 @@ def test_moments_come_back_in_utc() -> None:
     assert read.created_at.tzinfo is UTC
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow])  # a draw took 1.2 s on a machine that did other things
 @given(st.text(), st.floats(), st.integers(min_value=0, max_value=2**63 - 1))
 def test_whatever_a_tuner_meets_can_be_stored_and_exported(message: str, error: float, registers: int) -> None:
     made = trial(message=message, error=abs(error), registers=registers)
