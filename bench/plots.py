@@ -36,7 +36,9 @@ _COLORS = {  # by the first word or words of a contender's name; the longest mat
         f"{OURS} (in place)", f"{OURS} (<= 99 KiB smem)", f"{OURS} FusedAdamW", f"{OURS} patched",
         f"{OURS}, torch's AdamW", "our ops in bf16",
     ),
-    "#2e5000": (f"{OURS} (cute)", f"{OURS}, linear_logprob", f"{OURS}, norms and MLPs", f"{OURS}, FP8 cache", f"{OURS}, cold"),
+    "#2e5000": (
+        f"{OURS} (cute)", f"{OURS}, linear_logprob", f"{OURS}, norms and MLPs", f"{OURS}, FP8 cache", f"{OURS}, cold",
+    ),
     "#d7ecb0": (f"{OURS} patched, cold",),
     _OLDER: ("16-bit cache", "plain", "transformers", "eager", "torch", "naive", "as published"),
     "#1a73e8": (
