@@ -72,11 +72,11 @@ def lowest(requirements: list[str]) -> list[str]:
 
 
 class Unoffered(Exception):
-    """What was asked for cannot be had. Its message is uv's reason."""
+    """A requirement that cannot be had. Its message is uv's reason."""
 
 
 def uv(*words: str | Path, given: str = "") -> str:
-    """What uv writes to its stdout, ``given`` on its stdin. Raises Unoffered."""
+    """The stdout of uv, with ``given`` on its stdin. Raises Unoffered."""
     tool = HOME / "uv" / "bin" / "uv"
     if not tool.is_file():
         subprocess.run([sys.executable, "-m", "venv", HOME / "uv"], check=True)
@@ -97,7 +97,7 @@ def resolved(*requirements: str) -> dict[str, str]:
 
 
 def constraints(name: str) -> list[str]:
-    """What the environment ``name`` keeps to. Raises Unoffered."""
+    """The constraints of the environment ``name``. Raises Unoffered."""
     if name == "lowest":
         return lowest(declared())
     bounds = {named(row): re.sub(r"\[.*?\]", "", row) for row in declared()}  # constraints have no extras

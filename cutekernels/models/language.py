@@ -57,7 +57,7 @@ def _is_read(path: str) -> bool:
 
 
 def language_of(model: Any) -> Any:
-    """What a decoder reads: ``model`` itself, or the language model of one that sees images too, under its head."""
+    """``model`` itself, or the language model, under its head, of one that sees images too: a decoder reads it."""
     kind = getattr(getattr(model, "config", None), "model_type", None)
     whole = hasattr(type(getattr(model, _COMPILED, model)), "set_attn_implementation")
     return Language(model) if kind in _INSIDE and whole and hasattr(model, "lm_head") else model

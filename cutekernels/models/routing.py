@@ -1,4 +1,4 @@
-"""What ``config.json`` says of experts and their routers, read for each family that has them."""
+"""Experts and their routers, as ``config.json`` has them in each family."""
 
 from __future__ import annotations
 

@@ -205,6 +205,25 @@ def test_a_compiled_prompt_reads_no_mask(family: str, layers: int, cached: bool)
     assert [n.args[3] for n in graphs[0].graph.nodes if n.target is op] == [None] * model.config.num_hidden_layers
 
 
+def test_a_compiled_prompt_of_a_text_part_alone_reads_no_mask() -> None:
+    """Its own call has another hook of the patch, which adds no positions."""
+    masks: list[Any] = []
+
+    def kept(graph: Any, inputs: Any) -> Any:
+        op = torch.ops.cutekernels._attention.default
+        masks.extend(n.args[3] for n in graph.graph.nodes if n.target is op)
+        return graph
+
+    torch.compiler.reset()
+    model, ids = tiny.model("mistral", num_hidden_layers=1).model, tokens()
+    with torch.no_grad():
+        plain = model(ids, use_cache=False).last_hidden_state
+        with ck.patch(model):
+            ours = torch.compile(model, fullgraph=True, backend=aot_autograd(fw_compiler=kept))
+            close(ours(ids, use_cache=False).last_hidden_state, plain)
+    assert masks == [None]
+
+
 def test_compiled_sequences_in_one_row_stay_apart() -> None:
     """Positions that a caller gives may begin anew: the mask is written out."""
     torch.compiler.reset()

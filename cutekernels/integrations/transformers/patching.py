@@ -112,13 +112,13 @@ def patch(model: torch.nn.Module, *, unlisted: bool = True) -> Report:
     try:
         rest: Any = model
         parts = {"": rest} if known else _listed_parts(model)
+        if known:  # in front of attention's hook, which is to be the last one of a text part alone
+            first_call.watch(model)
         for path, part in parts.items():
             _patch_family(part, FAMILIES[part.config.model_type], report, path)
         if not known:
             rest.eval()
             _patch_structure(rest, report, {id(m) for part in parts.values() for m in part.modules()})
-        if known:
-            first_call.watch(model)
     except BaseException:
         unpatch(model)
         raise
