@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import as_completed
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, is_dataclass
 from importlib import import_module
 from pathlib import Path
-from threading import Thread
+from threading import Thread, get_ident
 from typing import TYPE_CHECKING, Any, Protocol
 
 from cutekernels import compile as compiler
@@ -27,7 +28,7 @@ from cutekernels.backends import own_directory
 from cutekernels.compilers import Compile, Compilers, Wanted, affordable, choose, kernels, side_by_side, together
 from cutekernels.db.storage import snapshot
 from cutekernels.environment import package_version
-from cutekernels.errors import CacheUnusable, CompileError, UnsupportedProblem
+from cutekernels.errors import CacheUnusable, CompileError, CuteKernelsError, UnsupportedProblem
 from cutekernels.gpu import GpuSpec, sibling
 from cutekernels.isolate import ChildFailure
 from cutekernels.lengths import Chosen, Line, Posed, lines
@@ -96,15 +97,17 @@ def compile_first(
     """Compiles side by side what a model's first calls, as recorded, need and nobody has compiled: one after the other
     within the calls they would take as long as all of them together. What fails here is left to the calls.
 
-    ``calls`` says which they are, so that a process which makes them again finds that all is there.
+    ``calls`` says which they are, so that a process which makes them again finds that all is there. A process that has
+    warmed up any model for this GPU compiles no first calls.
     """
+    loading = Thread(target=_import_dsl, daemon=True)
     try:
         spec = gpus.detect(device.index)
         place = _place(model, calls, spec)
         _, keys = _read(place)
         if dispatch.has_choices(spec) or (keys and all(map(compiler.ready, keys))):
             return
-        Thread(target=import_module, args=("cutlass.cute",), daemon=True).start()  # half a second, meanwhile
+        loading.start()
         needed = _needed(record(), spec)
         wanted = [request for key, (request, _) in needed.items() if not compiler.ready(key)]
         if len(wanted) > 1:
@@ -114,7 +117,17 @@ def compile_first(
         side_by_side(wanted, here=True)
         _write(place, [], [*needed])
     except Exception as error:  # noqa: BLE001  a model's own code on fakes may raise anything, and the call says it better
-        _log.info("the kernels of first calls are compiled as they meet them: %s", error)
+        level = logging.INFO if isinstance(error, CuteKernelsError) else logging.WARNING
+        _log.log(level, "kernels of first calls are compiled as they meet them: %s: %s", type(error).__name__, error)
+    finally:
+        if loading.ident is not None:
+            loading.join()
+
+
+def _import_dsl() -> None:
+    """Half a second, beside the recording; whoever compiles says what is wrong with it."""
+    with suppress(Exception):
+        import_module("cutlass.cute")
 
 
 def compile_missing(posed: Sequence[Posed], gpu: GpuSpec, jobs: int | None = None) -> dict[Posed, CompileError]:
@@ -235,10 +248,11 @@ def _unchanged(model: torch.nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for held, then in before:
-            for name in [name for name in held if name not in then]:
-                del held[name]
-            held.update({name: value for name, value in then.items() if held.get(name) is not value})
+        for held, then in before:  # what other threads have set meanwhile stays
+            for name in [name for name, value in held.items() if hasattr(value, "fake_device")]:
+                held.update({name: then[name]} if name in then else {})
+                if name not in then:
+                    del held[name]
 
 
 @contextmanager
@@ -262,6 +276,8 @@ def _alike_once(model: Any) -> Iterator[None]:
 
 def _first_of(forward: Callable[..., Any], kind: Any, returned: dict[Any, Any]) -> Callable[..., Any]:
     def once(*args: Any, **options: Any) -> Any:
+        if not dispatch.recording():  # a real call, of another thread
+            return forward(*args, **options)
         place = kind, tuple(tuple(t.shape) for t in args if hasattr(t, "shape"))
         if place not in returned:
             returned[place] = forward(*args, **options)
@@ -336,7 +352,7 @@ def _read(place: Path) -> tuple[list[Chosen], list[str]]:
 
 def _write(place: Path, chosen: Sequence[Chosen], keys: Sequence[str]) -> None:
     rows = [[c.line.op, str(c.line.first), c.line.slopes, c.line.low, c.line.high, c.begins, c.configs] for c in chosen]
-    fresh = place.with_suffix(f".{os.getpid()}")
+    fresh = place.with_suffix(f".{os.getpid()}-{get_ident()}")
     try:
         fresh.write_text(json.dumps([rows, keys]))
         fresh.replace(place)

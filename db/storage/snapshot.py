@@ -151,13 +151,17 @@ def _snapshot(rows: Iterable[TunedConfig], rates: dict[tuple[str, int], float], 
 def _shipped_winners(gpu: str) -> list[TunedConfig]:
     """As of :func:`shipped`, judged by columns: three times as fast, and the first call of a process waits for it."""
     held = [row for _, row in lines.rows(_shipped_lines(gpu))]
-    if all(
-        isinstance(row, dict) and isinstance(row.get("gpu"), dict) and row["gpu"].get("name") == gpu for row in held
-    ):
+    if all(isinstance(row, dict) and _is_whole(row, gpu) for row in held):
         found = [_as_winner(*map(row.get, _SERVED), row.get("message") or "") for row in held]
         if _sound(found):
             return found
     return [_as_winner(*(getattr(trial, name) for name in (*_SERVED, "message"))) for trial in shipped(gpu)]
+
+
+def _is_whole(row: dict[str, Any], gpu: str) -> bool:
+    """Whether a row says where and how it was measured, and that it went well."""
+    of, made = row.get("gpu"), row.get("environment")
+    return isinstance(of, dict) and of.get("name") == gpu and isinstance(made, dict) and row.get("status") == "ok"
 
 
 def _as_winner(*values: Any) -> TunedConfig:
@@ -169,7 +173,7 @@ def shipped_environment(winner: TunedConfig, gpu: str) -> Mapping[str, str]:
     """The versions that a shipped winner was measured with."""
     for _, row in lines.rows(_shipped_lines(gpu)):
         if isinstance(row, dict) and tuple(map(row.get, _SERVED[:4])) == winner[:4]:
-            return row["environment"]  # type: ignore[no-any-return]
+            return row.get("environment") or {}
     return {}
 
 

@@ -94,6 +94,18 @@ def test_recording_leaves_nothing_behind() -> None:
     assert not any("forward" in vars(module) for module in model.model.layers), "the model's own again"
 
 
+def test_other_threads_compute_while_calls_are_recorded() -> None:
+    model = tiny.model("llama", torch.bfloat16)
+    ck.patch(model)
+    ids = torch.tensor([[5, 6, 7]])
+    expected = model(ids).logits
+    with ahead._unchanged(model), ahead._alike_once(model):  # as another thread has it
+        assert torch.equal(model(ids).logits, expected), "all layers, not the first of each kind"
+        model.kept = 5
+    assert model.kept == 5
+    first_call._prepare(model, (ids,))  # torch has listed the hook before another thread took it off
+
+
 def test_recording_asks_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     """A build of torch for CUDA has none on a machine without a GPU."""
     monkeypatch.setattr(call_cache, "_current_device", lambda: pytest.fail("no driver"))

@@ -104,6 +104,8 @@ def _check_model(model: Any) -> None:
         raise UnsupportedProblem(
             f"compare takes models of transformers; this is a {type(model).__name__}: {by_part(model, True) or remedy}"
         )
+    if model.config.is_encoder_decoder:
+        raise UnsupportedProblem(f"compare takes decoders alone; {type(model).__name__} has an encoder: {remedy}")
     if model.get_output_embeddings() is None:
         raise UnsupportedProblem(
             f"compare takes models with an lm_head or another head of tokens; {type(model).__name__} has none: {remedy}"
