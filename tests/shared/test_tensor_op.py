@@ -343,6 +343,10 @@ def test_triton_s_own_function_is_called_where_its_form_is_known(
     cuda: list[int], monkeypatch: pytest.MonkeyPatch, version: str, scratch: int, expected: tuple[Any, ...]
 ) -> None:
     """Called or fired, arguments are the same, constexprs at the end included; scratch memory takes the long way."""
+    from triton.backends.nvidia import driver
+
+    if expected is PACKED and "arg_annotations" not in driver.CudaLauncher.__init__.__code__.co_names:
+        pytest.skip("the installed Triton's launcher has other names, so its form is not taken for known")
     seen: list[tuple[Any, ...]] = []
     monkeypatch.setattr("triton.__version__", version)
     kernel = kernel_of(Compiled(11, seen, CudaLauncher(seen, scratch)))

@@ -52,7 +52,7 @@ def register_attention() -> None:
 def require_transformers(verb: str) -> None:
     """Raises ImportError where transformers is not installed."""
     if find_spec("transformers") is None:
-        raise ImportError(f"{verb} needs transformers, which is not installed: pip install 'transformers>=5.4,<6'")
+        raise ImportError(f"{verb} needs transformers, which is not installed: pip install 'transformers>=5.17,<6'")
 
 
 def attend(
