@@ -131,6 +131,8 @@ def test_experts_that_no_kernel_has_are_refused(
 ) -> None:
     """What a kernel would compute wrongly without a word."""
     experts = tiny.model("qwen3-moe").model.layers[0].mlp.experts
+    if not hasattr(experts, attribute):
+        pytest.skip(f"experts of this version of transformers have no {attribute}")
     ids, weights = torch.zeros(3, 1, dtype=torch.long), torch.ones(3, 1)
     assert run_experts(experts, torch.ones(3, 64), ids, weights).shape == (3, 64)
     assert not run_experts(experts, torch.ones(3, 64), ids + 4, weights).any(), "an expert of another rank"
