@@ -102,23 +102,23 @@ def run(
         wall.forget()  # or the allocator would have blocks of the very lengths that the contender before has read
         with cold() if contender.cold else nullcontext():
             lengths = LENGTHS[:COLD] if contender.cold else LENGTHS
-            for label, ms, note in _timed(model, contender, lengths):
+            for label, ms, note in _time_lengths(model, contender, lengths):
                 place = (name, SUITE, f"lengths={len(lengths)} of={label}", f"{len(lengths)} lengths, {label}")
                 yield wall.timed(place, title, [1e3 * ms], stamp=stamp, reason=note)
 
 
-def _timed(model: Any, contender: Contender, lengths: tuple[int, ...]) -> Iterator[tuple[str, float, str]]:
-    """What was timed, its milliseconds, and how many kernels were compiled meanwhile."""
+def _time_lengths(model: Any, contender: Contender, lengths: tuple[int, ...]) -> Iterator[tuple[str, float, str]]:
+    """Label, milliseconds and note of each row."""
     with contender.within(model):
-        read, ready = _measured(lambda: contender.ready(model), model.device)
+        read, ready = _time_call(lambda: contender.ready(model), model.device)
         vocabulary = model.config.vocab_size
-        _, start = _measured(lambda: read(_prompt(vocabulary, FIRST)), model.device)
+        _, start = _time_call(lambda: read(_prompt(vocabulary, FIRST)), model.device)
         yield "ready", *ready
         yield f"ready and {FIRST} tokens", ready[0] + start[0], start[1]
         before, first, again = _objects(), list[float](), list[float]()
         for tokens in lengths:
             for times in (first, again):
-                times.append(_measured(partial(read, _prompt(vocabulary, tokens)), model.device)[1][0])
+                times.append(_time_call(partial(read, _prompt(vocabulary, tokens)), model.device)[1][0])
         compiled = _objects() - before
     yield "sum", sum(first), f"{compiled} compiled"
     yield "median", _part(first, 50), ""
@@ -131,8 +131,8 @@ def _timed(model: Any, contender: Contender, lengths: tuple[int, ...]) -> Iterat
     yield "first over second, a layer, p90", _part(more, 90), ""
 
 
-def _measured(call: Callable[[], Any], device: torch.device) -> tuple[Any, tuple[float, str]]:
-    """What a call returns; its milliseconds until the GPU is idle, and how many kernels it compiled."""
+def _time_call(call: Callable[[], Any], device: torch.device) -> tuple[Any, tuple[float, str]]:
+    """Result of a call, its milliseconds until the GPU is idle, and how many kernels it compiled."""
     before, begin = _objects(), time.perf_counter()
     found = call()
     wall.wait(device)

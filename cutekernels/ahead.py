@@ -108,7 +108,7 @@ def compile_first(
         if dispatch.has_choices(spec) or (keys and all(map(compiler.ready, keys))):
             return
         loading.start()
-        needed = _needed(record(), spec)
+        needed = _kernels_of(record(), spec)
         wanted = [request for key, (request, _) in needed.items() if not compiler.ready(key)]
         if len(wanted) > 1:
             _log.info(
@@ -132,12 +132,12 @@ def _import_dsl() -> None:
 
 def compile_missing(posed: Sequence[Posed], gpu: GpuSpec, jobs: int | None = None) -> dict[Posed, CompileError]:
     """Puts the kernels of all problems into the disk cache; what went wrong, by the problem that needs the kernel."""
-    missing = [each for key, each in _needed(posed, gpu).items() if not compiler.ready(key)]
+    missing = [each for key, each in _kernels_of(posed, gpu).items() if not compiler.ready(key)]
     failures = zip(missing, side_by_side([request for request, _ in missing], jobs), strict=True)
     return {pair: error for (_, users), error in failures if error is not None for pair in users}
 
 
-def _needed(posed: Sequence[Posed], gpu: GpuSpec) -> dict[str, tuple[Compile, list[Posed]]]:
+def _kernels_of(posed: Sequence[Posed], gpu: GpuSpec) -> dict[str, tuple[Compile, list[Posed]]]:
     """The kernels of all problems by their names in the disk cache, each with the problems that need it."""
     found: dict[str, tuple[Compile, list[Posed]]] = {}
     for op, p in dict.fromkeys(posed):
@@ -231,7 +231,7 @@ def prompt_of(model: torch.nn.Module, recorder: Recorder, batch: int, tokens: in
     """The problems of a batch of prompts of a patched transformers model, and of a token behind each."""
     import torch
 
-    with _unchanged(model), recorder.calls() as noted:
+    with _take_fakes_back(model), recorder.calls() as noted:
         ids = torch.zeros(batch, tokens, dtype=torch.int64, device=device_of(model))
         with _alike_once(model):
             kept = getattr(model(ids), "past_key_values", None)
@@ -242,7 +242,7 @@ def prompt_of(model: torch.nn.Module, recorder: Recorder, batch: int, tokens: in
 
 
 @contextmanager
-def _unchanged(model: torch.nn.Module) -> Iterator[None]:
+def _take_fakes_back(model: torch.nn.Module) -> Iterator[None]:
     """Gives each module its own attributes and buffers back, in place of the fakes that a call may leave there."""
     before = [(held, dict(held)) for module in model.modules() for held in (vars(module), module._buffers)]
     try:
@@ -250,8 +250,9 @@ def _unchanged(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for held, then in before:  # what other threads have set meanwhile stays
             for name in [name for name, value in held.items() if hasattr(value, "fake_device")]:
-                held.update({name: then[name]} if name in then else {})
-                if name not in then:
+                if name in then:
+                    held[name] = then[name]
+                else:
                     del held[name]
 
 

@@ -68,7 +68,7 @@ SPEED: dict[str, tuple[str, ...]] = {
     "`attention`, backward": ("attention_backward_hopper",),
     "`moe_ffn` of Qwen3-30B-A3B, experts read from DRAM": ("moe_ffn_layers_qwen3",),
     "`Decoder`, Qwen2.5-7B, a decode step at batch 1, 16, 64": ("models/qwen2.5-7b decode",),
-    "`Decoder`, Qwen2.5-7B, 60 prompts of 1 to 4096 tokens, each length for the first time": (
+    "`Decoder`, Qwen2.5-7B, 60 prompts of 1 to 4096 tokens, each length new, behind `warmup`": (
         "models/qwen2.5-7b_new_lengths new-lengths sum",
     ),
 }

@@ -521,8 +521,8 @@ def _entry(own: Any, spread: Callable[..., tuple[Any, ...]]) -> _Loaded:
 # ---- private names --------------------------------------------------------------------------------------
 
 # Form of the C function by Triton version: "flat" is one function per signature that takes each argument by itself,
-# "packed" one function that takes a tuple and the types. Other versions are launched the public way. 3.6 and 3.9 have
-# run on a card; 3.8's is predicted: read from its source.
+# "packed" one function that takes a tuple and the types. Other versions are launched the public way. That of 3.8
+# is predicted: read from its source, launched on no card.
 _FORMS = {"3.6": "flat", "3.7": "packed", "3.8": "packed", "3.9": "packed"}
 _OF_LAUNCHER = {"launch", "launch_cooperative_grid", "launch_pdl"}
 _OF_PACKED = {"arg_annotations", "kernel_signature"}

@@ -107,7 +107,7 @@ class DecoderConfig:
         return None if self.routed is None or layer < self.routed.first else self.routed
 
     def parts(self, layer: int) -> tuple[LayerPart, ...]:
-        """Of one layer."""
+        """Parts of one layer."""
         routed = self.routed_at(layer)
         kinds = "all", "dense" if routed is None else "routed", "keys" if self.has_keys_alone(layer) else "values"
         return tuple(

@@ -13,7 +13,7 @@ MOST, MOST_LAYERS = 2**31 - 1, 2000
 
 @dataclass(frozen=True)
 class Sigmoids:
-    """Of a router that adds a correction to sigmoids: the factor of its weights, groups of experts as of ``nn.MoE``."""
+    """A router that adds a correction to sigmoids: the factor of its weights, groups of experts as of ``nn.MoE``."""
 
     scaling: float
     groups: tuple[int, int]

@@ -20,7 +20,7 @@ from cutekernels.models.language import language_of
 from cutekernels.models.loaded import Apart
 from cutekernels.models.routing import Routed
 from cutekernels.nn.mlp import Gate, gate_mul, gated, project
-from cutekernels.nn.moe import SIGMOID, MoE, groups_of, route_by_sigmoid
+from cutekernels.nn.moe import SIGMOID, MoE, route_by_sigmoid
 from cutekernels.nn.packing import side_by_side
 from cutekernels.ops.embedding.api import embedding
 from cutekernels.ops.gemm.api import linear
@@ -402,7 +402,7 @@ def _router(gate: Any, sigmoid: bool) -> Softmax | Sigmoid:
         return Softmax(Projection(gate.weight.detach(), None), gate.top_k, renormalize)
     options = {
         "top_k": gate.top_k, "renormalize": renormalize, "scaling": float(gate.routed_scaling_factor),
-        "groups": groups_of(gate),
+        "groups": (gate.num_group, gate.topk_group),
     }  # fmt: skip
     return Sigmoid(gate.weight.detach(), gate.e_score_correction_bias, options)
 

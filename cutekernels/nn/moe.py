@@ -44,12 +44,6 @@ def route_by_sigmoid(
     return weights * scaling, ids
 
 
-def groups_of(router: Any) -> tuple[int, int]:
-    """``groups`` of a router of transformers, which old versions (5.4) call ``n_group``."""
-    found = router.__dict__
-    return found["num_group" if "num_group" in found else "n_group"], found["topk_group"]
-
-
 class MoE(torch.nn.Module):
     """A mixture of SwiGLU experts behind a router.
 
@@ -193,7 +187,7 @@ class MoE(torch.nn.Module):
             scoring="sigmoid" if sigmoid else "softmax",
             renormalize=bool(getattr(block.gate, "norm_topk_prob", True)),
             scaling=float(block.gate.routed_scaling_factor) if sigmoid else 1.0,
-            groups=groups_of(block.gate) if sigmoid else (1, 1),
+            groups=(block.gate.num_group, block.gate.topk_group) if sigmoid else (1, 1),
             device="meta", dtype=block.experts.gate_up_proj.dtype,
         )  # fmt: skip
         made.gate.weight = block.gate.weight

@@ -35,7 +35,7 @@ def test_compare(patched: bool) -> None:
 
 @pytest.mark.parametrize("kind", ["helium", "gpt2", "gpt_neox", "olmo3"])
 def test_compare_takes_models_of_no_family(kind: str) -> None:
-    """Whatever their layers and heads are called."""
+    """Layers and heads may have any name."""
     model = every_model.built(kind).to(torch.bfloat16)
     before = snapshot(model)
     result = ck.compare(model, {"input_ids": tokens(), "attention_mask": RIGHT}, layers=True)

@@ -41,8 +41,8 @@ FOUND: dict[str, tuple[set[str], list[str]]] = {
     "llama4_text": (ALL - {"rotary"}, []),
     "deepseek_v3": (ALL - {"attention"} | {"experts"}, ["k and v must have one shape"]),
     "bloom": ({"norm", "linear", "causal"}, ["does not dispatch it by name"]),
-    # By a row: an output gate and the delta rule, with and without experts; a sigmoid router; biases and clamped gates;
-    # heads that are too wide in some layers alone.
+    # Families with a row: an output gate and the delta rule, with and without experts; a sigmoid router; biases and
+    # clamped gates; heads that are too wide in some layers alone.
     "qwen3_5_text": (ROW | {"mlp", "gated_norm"}, ["gated delta rule"]),
     "qwen3_5_moe_text": (ROW | {"mlp", "gated_norm", "experts"}, ["gated delta rule"]),
     "qwen3_next": (ROW | {"mlp", "gated_norm", "experts"}, ["gated delta rule"]),

@@ -34,7 +34,7 @@ def draw_bias(p: Any, draw: torch.Generator, *shape: int) -> Tensor | None:
     return bias if p.bias == "fp32" else bias.to(DTYPES[p.dtype])
 
 
-def finished(y: Tensor, activation: str) -> Tensor:
+def activate(y: Tensor, activation: str) -> Tensor:
     """``activation`` of what a product gave, gates before up where it takes both."""
     import torch
 

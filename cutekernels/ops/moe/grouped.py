@@ -19,7 +19,7 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.kernels.activations import ACTIVATIONS
 from cutekernels.op import Problem, Work, extent, ladder, plain
 from cutekernels.ops.activations.op import SILU_MUL, GluProblem
-from cutekernels.ops.gemm.epilogue import GATED, bias_bytes, draw_bias, finished, kind_of
+from cutekernels.ops.gemm.epilogue import GATED, activate, bias_bytes, draw_bias, kind_of
 from cutekernels.ops.gemm.layouts import alignment
 from cutekernels.ops.gemm.multistage import MULTISTAGE
 from cutekernels.ops.gemm.problem import ELEMENT_BYTES, GemmConfig, GemmProblem, since_revision_1
@@ -377,7 +377,7 @@ class GroupedGemm(_GroupedOp):
             y = x[begin:end].double() @ weight[e].double().mT
             if bias is not None:
                 y = y + bias[e].double()
-            out[begin:end] = finished(y, options["activation"]).to(x.dtype)
+            out[begin:end] = activate(y, options["activation"]).to(x.dtype)
         return (out,)
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.kernels.activations import ACTIVATIONS
-from cutekernels.ops.gemm.epilogue import draw_bias, finished
+from cutekernels.ops.gemm.epilogue import activate, draw_bias
 from cutekernels.ops.moe.grouped import (
     SPREADS,
     check_offsets,
@@ -21,7 +21,7 @@ from cutekernels.ops.moe.packed_experts import (
     SCHEDULES,
     QuantizedGroupedProblem,
 )
-from cutekernels.ops.quantized.decode import check_weight, decoded, random_weight, rows_of_scale
+from cutekernels.ops.quantized.decode import check_weight, decode_codes, random_weight, rows_of_scale
 from cutekernels.ops.quantized.op import PackedProduct
 from cutekernels.ops.quantized.problem import QuantizedConfig
 from cutekernels.ops.shared.checks import check_dtype
@@ -75,7 +75,7 @@ class QuantizedGroupedGemm(PackedProduct[QuantizedGroupedProblem]):
     def divisor(self, p: QuantizedGroupedProblem) -> int:
         return 8
 
-    def behind(self, p: QuantizedGroupedProblem, dtype: Any, n: Any) -> list[Any]:
+    def tail_fakes(self, p: QuantizedGroupedProblem, dtype: Any, n: Any) -> list[Any]:
         from cutlass import Int32
 
         from cutekernels.backends import cute as backend
@@ -185,7 +185,7 @@ class QuantizedGroupedGemm(PackedProduct[QuantizedGroupedProblem]):
             own = slice(e * n // scale_rows, (e + 1) * n // scale_rows)
             weight = (packed[e * n // 64 : (e + 1) * n // 64], scales[:, own].contiguous())
             points = None if zeros is None else zeros[:, own].contiguous()
-            whole = decoded(*weight, points, options["code"], options["group"], n, x.shape[1])
+            whole = decode_codes(*weight, points, options["code"], options["group"], n, x.shape[1])
             y = x[begin:end].double() @ whole.double().t()
             if bias is not None:
                 y = y + bias[e].double()
@@ -204,7 +204,7 @@ def gated(y: Tensor, activation: str, alpha: float, limit: float) -> Tensor:
     import torch
 
     if activation != CLAMPED:
-        return finished(y, activation)
+        return activate(y, activation)
     gate, up = y.chunk(2, dim=-1)
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return (up + 1) * gate * torch.sigmoid(alpha * gate)

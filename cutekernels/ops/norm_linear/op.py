@@ -19,7 +19,7 @@ from cutekernels.kernels.activations import ACTIVATIONS, activated
 from cutekernels.op import Op, Problem, Work
 from cutekernels.ops.activations.op import SILU_MUL, GluProblem
 from cutekernels.ops.gemm.coefficients import NORM
-from cutekernels.ops.gemm.epilogue import GATED, finished, kind_of
+from cutekernels.ops.gemm.epilogue import GATED, activate, kind_of
 from cutekernels.ops.gemm.layouts import alignment
 from cutekernels.ops.gemm.op import GEMM, SCHEDULES, nothing
 from cutekernels.ops.gemm.problem import ELEMENT_BYTES, WIDEST, GemmProblem
@@ -440,7 +440,7 @@ class LinearSiluMul(NormLinear[LinearSiluMulProblem]):
     def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
         x, w_gate_up, norm_weight, eps = args
         h = _exact_norm(x, norm_weight, None, eps) if options["norm"] else x.double()
-        return (finished(h @ w_gate_up.double().t(), GATED).to(x.dtype),)
+        return (activate(h @ w_gate_up.double().t(), GATED).to(x.dtype),)
 
     def sample(self, p: LinearSiluMulProblem, device: str, seed: int) -> tuple[Any, ...]:
         x, norm_weight, weight, _ = _draw(p, device, seed)

@@ -19,7 +19,7 @@ from cutekernels.ops.activations.api import JOINED_BACKWARD
 from cutekernels.ops.gemm.api import gemm
 from cutekernels.ops.gemm.epilogue import GATED
 from cutekernels.ops.gemm.slopes import reads_value, through_activation
-from cutekernels.ops.quantized.decode import DEQUANTIZE, check_weight, decoded
+from cutekernels.ops.quantized.decode import DEQUANTIZE, check_weight, decode_codes
 from cutekernels.ops.shared.calls import run
 from cutekernels.ops.shared.checks import check_results
 from cutekernels.ops.shared.dtypes import GPU_DTYPES
@@ -137,7 +137,7 @@ def define(
         n, (code, group, *_, k) = check(given, inputs, *options), options
         dout, packed, scales, zeros = inputs[:4]
         wide = torch.float32 if dout.dtype in _HALVES else dout.dtype
-        whole = decoded(packed, scales, zeros, code, group, n, k).to(dout.dtype)
+        whole = decode_codes(packed, scales, zeros, code, group, n, k).to(dout.dtype)
         dx = exact(dout.to(wide), whole.to(wide), *inputs[4:]).to(dout.dtype)
         if given is None:
             return dx

@@ -175,7 +175,7 @@ class Dequantize(Ruled, TensorOp[DequantizeProblem, DequantizeConfig]):
     def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
         packed, scales, zeros, first = args
         first, end = int(first), int(first) + options["columns"]
-        whole = decoded(packed, scales, zeros, *[options[name] for name in ("code", "group", "n", "k")])
+        whole = decode_codes(packed, scales, zeros, *[options[name] for name in ("code", "group", "n", "k")])
         return (whole[:, first:end].to(DTYPES[options["dtype"]]),)
 
     def work(self, p: DequantizeProblem) -> Work:
@@ -201,7 +201,7 @@ def rows_of_scale(scales: Tensor, n: int) -> int:
     return 1 if scales.shape[1] == -(-n // layout.TILE) * layout.TILE else BLOCK
 
 
-def decoded(packed: Tensor, scales: Tensor, zeros: Tensor | None, code: str, group: int, n: int, k: int) -> Tensor:
+def decode_codes(packed: Tensor, scales: Tensor, zeros: Tensor | None, code: str, group: int, n: int, k: int) -> Tensor:
     """A packed weight of ``(n, k)`` in fp32."""
     import torch
 

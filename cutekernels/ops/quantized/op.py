@@ -10,10 +10,17 @@ from cutekernels import rates
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.kernels.activations import ACTIVATIONS
 from cutekernels.op import Work
-from cutekernels.ops.gemm.epilogue import GATED, bias_bytes, draw_bias, finished, kind_of
+from cutekernels.ops.gemm.epilogue import GATED, activate, bias_bytes, draw_bias, kind_of
 from cutekernels.ops.gemm.layouts import alignment
 from cutekernels.ops.gemm.problem import ELEMENT_BYTES
-from cutekernels.ops.quantized.decode import check_weight, decoded, random_weight, rows_of_scale, scale_of, weight_fakes
+from cutekernels.ops.quantized.decode import (
+    check_weight,
+    decode_codes,
+    random_weight,
+    rows_of_scale,
+    scale_of,
+    weight_fakes,
+)
 from cutekernels.ops.quantized.packed_skinny import PACKED_SKINNY
 from cutekernels.ops.quantized.packed_warpgroup import PACKED_WARPGROUP
 from cutekernels.ops.quantized.problem import QuantizedConfig, QuantizedProblem, since_revision_1
@@ -84,7 +91,7 @@ class PackedProduct(TensorOp[Q, QuantizedConfig]):
             backend.matrix(dtype, m, n, p.out_align),
             backend.matrix(dtype, m, k, 8),
             *weight_fakes(p),
-            *self.behind(p, dtype, n),
+            *self.tail_fakes(p, dtype, n),
             backend.dense(Float32, None, align=16),
             backend.dense(Int32, None),
             *self.numbers(c),
@@ -100,7 +107,7 @@ class PackedProduct(TensorOp[Q, QuantizedConfig]):
         """The columns of out divide by it."""
 
     @abstractmethod
-    def behind(self, p: Q, dtype: Any, n: Any) -> list[Any]:
+    def tail_fakes(self, p: Q, dtype: Any, n: Any) -> list[Any]:
         """Operands behind the weight's as compilers see them. ``n``: the columns of out."""
 
     @abstractmethod
@@ -220,7 +227,7 @@ class QuantizedLinear(PackedProduct[QuantizedProblem]):
     def divisor(self, p: QuantizedProblem) -> int:
         return p.out_align
 
-    def behind(self, p: QuantizedProblem, dtype: Any, n: Any) -> list[Any]:
+    def tail_fakes(self, p: QuantizedProblem, dtype: Any, n: Any) -> list[Any]:
         from cutekernels.backends import cute as backend
 
         return [backend.bias(p.bias, dtype, n)]
@@ -289,11 +296,11 @@ class QuantizedLinear(PackedProduct[QuantizedProblem]):
 
     def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
         x, packed, scales, zeros, bias = args
-        weight = decoded(packed, scales, zeros, options["code"], options["group"], options["n"], x.shape[1])
+        weight = decode_codes(packed, scales, zeros, options["code"], options["group"], options["n"], x.shape[1])
         y = x.double() @ weight.double().t()
         if bias is not None:
             y = y + bias.double()
-        return (finished(y, options["activation"]).to(x.dtype),)
+        return (activate(y, options["activation"]).to(x.dtype),)
 
 
 QUANTIZED_LINEAR = QuantizedLinear()

@@ -115,7 +115,7 @@ class Sequences:
 
     @cute.jit
     def locate(self, tile: Int32, layer: Int32, rows: int, mX: cute.Tensor, mY: cute.Tensor, ends: Ends) -> HeadTile:
-        """Where ``tile`` of ``rows`` of X lies; ``layer`` counts heads, of all sequences unless they are varlen."""
+        """Position of ``tile`` of ``rows`` of X; ``layer`` counts heads, of all sequences unless they are varlen."""
         batch, head = Int32(0), layer
         begin_x, begin_y = Int32(0), Int32(0)
         if const_expr(self.varlen):
