@@ -111,7 +111,7 @@ class SiluMul:
 
 def compiled(dtype: str, vec: int, block: int, warps: int, spec: GpuSpec) -> Any:
     """The kernel for any number of rows and columns whose rows lie multiples of ``vec`` elements apart."""
-    kind = backend.float_of(dtype)
+    kind = backend.type_of(dtype)
     shape = cute.sym_int(64), cute.sym_int(64)
 
     def fake() -> Any:

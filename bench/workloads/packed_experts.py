@@ -21,7 +21,8 @@ from cutekernels.ops.activations.api import silu_mul
 from cutekernels.ops.moe.api import moe_combine, moe_gather, moe_permute
 from cutekernels.ops.moe.ffn import moe_ffn
 from cutekernels.ops.moe.packed_experts import QuantizedGroupedProblem
-from cutekernels.ops.quantized.decode import random_weight, rows_of_scale
+from cutekernels.ops.quantized.decode import rows_of_scale
+from cutekernels.ops.quantized.op import QUANTIZED_LINEAR
 from cutekernels.quant import QuantizedStack, QuantizedWeight
 
 INT4: dict[str, Any] = {}
@@ -53,7 +54,7 @@ def _draw(p: Any, device: str) -> Iterator[tuple[Any, Any, Tensor, Tensor]]:
     """For each part: its problem, the problem of all experts as one weight, that weight's codes and scales."""
     for each in _parts(p):
         whole = each.one.replace(n=each.experts * each.weight_rows)
-        yield each, whole, *random_weight(whole, device, 0)[:2]
+        yield each, whole, *QUANTIZED_LINEAR.sample(whole.replace(m=0), device, 0)[1:3]
 
 
 @lru_cache(maxsize=1)

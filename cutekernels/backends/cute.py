@@ -52,25 +52,14 @@ _LAUNCH_SMEM = re.compile(
 )
 
 
-def dtype_of(name: str) -> Any:
-    """The DSL's type of a 16-bit operand: ``"bf16"`` or ``"fp16"``."""
+def type_of(name: str) -> Any:
+    """The DSL's type of elements by their name in problems; ``"e8m0"`` is a byte, the exponent of a power of two."""
     import cutlass
 
-    return {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}[name]
-
-
-def float_of(name: str) -> Any:
-    """The DSL's type: ``"bf16"``, ``"fp16"`` or ``"fp32"``."""
-    import cutlass
-
-    return cutlass.Float32 if name == "fp32" else dtype_of(name)
-
-
-def scale_of(name: str) -> Any:
-    """The DSL's type of a packed weight's scales; ``"e8m0"`` is a byte, the exponent of a power of two."""
-    import cutlass
-
-    return cutlass.Uint8 if name == "e8m0" else float_of(name)
+    return {
+        "bf16": cutlass.BFloat16, "fp16": cutlass.Float16, "fp32": cutlass.Float32, "i32": cutlass.Int32,
+        "i64": cutlass.Int64, "u8": cutlass.Uint8, "e8m0": cutlass.Uint8,
+    }[name]  # fmt: skip
 
 
 def matrix(kind: Any, rows: Any, columns: Any, align: int) -> Any:

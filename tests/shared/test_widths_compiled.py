@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from cutekernels.ops import registry
-from cutekernels.ops.shared.triton_op import LaidOut, TritonOp
+from cutekernels.ops.shared.laid_out import LaidOut
+from cutekernels.ops.shared.triton_op import TritonOp
 from tests.interpreted import H200, in_triton
 from tests.triton_compiled import accesses, built
 

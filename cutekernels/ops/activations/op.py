@@ -266,7 +266,7 @@ class BiasGeluBackward(_BiasGelu):
     flops_per_element = 28
     in_place = False
 
-    def derive(self, sizes: Sizes) -> None:
+    def derive(self, sizes: Sizes, **options: Any) -> None:
         sizes["slabs"] = slabs(sizes["rows"])
 
     def numbers(self, p: BiasGeluProblem, c: TileConfig) -> tuple[int, ...]:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, ClassVar, TypeVar
 from cutekernels.op import Config, Problem, Work, exact, extent, knob, ladder, plain, power_of_two
 from cutekernels.ops.shared import streaming, tile_rules
 from cutekernels.ops.shared.dtypes import WIDEST_BYTES
-from cutekernels.ops.shared.triton_op import LaidOut, TritonOp, place_as
+from cutekernels.ops.shared.laid_out import LaidOut, place_as
+from cutekernels.ops.shared.triton_op import TritonOp
 from cutekernels.rules import of_both
 
 if TYPE_CHECKING:

@@ -88,7 +88,7 @@ class AttentionDelta(TritonOp[DeltaProblem, DeltaConfig]):
 
     # -- calls
 
-    def derive(self, sizes: Sizes) -> None:
+    def derive(self, sizes: Sizes, **options: Any) -> None:
         sizes |= {"statistics": 2, "rows": sizes["batch"] * sizes["seq"] * sizes["heads"]}
 
     def refuse(self, named: Named, sizes: Sizes, **options: Any) -> None:

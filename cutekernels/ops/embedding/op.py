@@ -9,8 +9,9 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Config, Problem, Work, exact, extent, knob, ladder, plain, power_of_two
 from cutekernels.ops.shared import streaming, tile_rules
 from cutekernels.ops.shared.dtypes import BYTES
+from cutekernels.ops.shared.laid_out import LaidOut
 from cutekernels.ops.shared.operands import Matrix, Vector
-from cutekernels.ops.shared.triton_op import LaidOut, TritonOp
+from cutekernels.ops.shared.triton_op import TritonOp
 from cutekernels.rules import of_both
 
 if TYPE_CHECKING:

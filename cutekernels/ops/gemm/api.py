@@ -19,7 +19,7 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.kernels.activations import ACTIVATIONS, Activation
 from cutekernels.ops.gemm.epilogue import kind_of
 from cutekernels.ops.gemm.launch import AddressedLaunch
-from cutekernels.ops.gemm.layouts import alignment, canonical, k_contiguous, worth_copying
+from cutekernels.ops.gemm.layouts import canonical, k_contiguous, worth_copying
 from cutekernels.ops.gemm.op import GEMM, reference
 from cutekernels.ops.gemm.problem import WIDEST, GemmConfig, GemmProblem
 from cutekernels.ops.gemm.slopes import reads_value, through_activation
@@ -36,7 +36,7 @@ from cutekernels.ops.shared.registration import (
     splitting,
     with_results,
 )
-from cutekernels.ops.shared.strides import pairs, span_bytes
+from cutekernels.ops.shared.strides import alignment, pairs, span_bytes
 from cutekernels.quant.weight import QuantizedWeight
 
 _INPUTS = "Tensor a, Tensor b, Tensor? c, Tensor? bias"

@@ -5,19 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from cutekernels.ops.gemm.problem import WIDEST
+from cutekernels.ops.shared.strides import alignment
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-def alignment(t: Tensor) -> int:
-    """Elements in the widest vector that address, strides and contiguous extent allow: 8, 4, 2 or 1."""
-    along = -1 if t.stride(-1) == 1 else -2
-    bits = WIDEST | (t.data_ptr() // t.element_size()) | t.shape[along]
-    for i in range(t.dim()):
-        if i != t.dim() + along:
-            bits |= t.stride(i)
-    return bits & -bits
 
 
 # Copies make large products of unaligned operands up to 5 times faster: docs/notes/host.md#copies (H200, 2026-11).

@@ -101,7 +101,7 @@ class Gemm(Op[GemmProblem, GemmConfig]):
 
         schedule = SCHEDULES[c.body]
         body = schedule.body(p, c, gpu)
-        dtype = backend.dtype_of(p.dtype)
+        dtype = backend.type_of(p.dtype)
         if p.addressed and not schedule.shares_tiles(c):
             return self._build_addressed(p, body, dtype, gpu)
         cute = cutlass.cute

@@ -269,7 +269,7 @@ class Warpgroup(GemmSchedule, Prefetches):
         gate = "none" if not extras.gated else "m" if c.swap_ab else "n"
         (tile_m, tile_n), (cluster_m, cluster_n) = c.mma_tile, c.mma_cluster
         results = ResultBoxes(
-            dtype=backend.dtype_of(p.dtype),
+            dtype=backend.type_of(p.dtype),
             columns=tile_n // 2 if gate == "n" else tile_n,
             panels=tile_m // pitch // (2 if gate == "m" else 1),
             pitch=pitch,

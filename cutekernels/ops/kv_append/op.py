@@ -16,8 +16,8 @@ from cutekernels.ops.attention import token_scales
 from cutekernels.ops.attention.decode import PAGE_SIZES, check_page_size
 from cutekernels.ops.rope.op import ROPE
 from cutekernels.ops.rope.rotary import DEPTH, MAX_PROGRAMS, Heads, RotaryConfig, RotaryOp, RotaryProblem, Table
+from cutekernels.ops.shared.laid_out import place_as
 from cutekernels.ops.shared.operands import Array, Leads, Looks, Named, Sizes, Vector, sizes_of
-from cutekernels.ops.shared.triton_op import place_as
 from cutekernels.rules import of_both
 
 if TYPE_CHECKING:

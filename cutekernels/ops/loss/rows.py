@@ -15,8 +15,9 @@ from cutekernels.op import Config, Problem, Work, exact, extent, knob, ladder, p
 from cutekernels.ops.shared import streaming, tile_rules
 from cutekernels.ops.shared.coefficients import STREAMING
 from cutekernels.ops.shared.dtypes import BYTES, WIDEST_BYTES
+from cutekernels.ops.shared.laid_out import LaidOut
 from cutekernels.ops.shared.operands import Array, Matrix, Sizes
-from cutekernels.ops.shared.triton_op import LaidOut, TritonOp
+from cutekernels.ops.shared.triton_op import TritonOp
 from cutekernels.rules import of_both, of_config
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ class _LogitOp(TritonOp[LogitProblem, LogitConfig]):
     options = ("capped", "moments", "totals")
     sizes = {"cols": "i32"}
 
-    def derive(self, sizes: Sizes) -> None:
+    def derive(self, sizes: Sizes, **options: Any) -> None:
         if sizes.setdefault("terms", TERMS) != TERMS:
             raise ValueError(f"a row's state and factors have {TERMS} numbers")
 

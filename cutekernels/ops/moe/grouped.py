@@ -20,7 +20,6 @@ from cutekernels.kernels.activations import ACTIVATIONS
 from cutekernels.op import Problem, Work, extent, ladder, plain
 from cutekernels.ops.activations.op import SILU_MUL, GluProblem
 from cutekernels.ops.gemm.epilogue import GATED, activate, bias_bytes, draw_bias, kind_of
-from cutekernels.ops.gemm.layouts import alignment
 from cutekernels.ops.gemm.multistage import MULTISTAGE
 from cutekernels.ops.gemm.problem import ELEMENT_BYTES, GemmConfig, GemmProblem, since_revision_1
 from cutekernels.ops.gemm.schedule import Extras, GemmSchedule, extras_of
@@ -34,6 +33,7 @@ from cutekernels.ops.moe.grouped_schedules import (
 from cutekernels.ops.moe.permute import check_extents
 from cutekernels.ops.shared.checks import check_dtype, check_results, present
 from cutekernels.ops.shared.dtypes import DTYPES
+from cutekernels.ops.shared.strides import alignment
 from cutekernels.ops.shared.tensor_op import TensorOp
 from cutekernels.ops.shared.tolerance import rounded_operand_depth
 from cutekernels.rules import EVERY, Among
@@ -192,7 +192,7 @@ class _GroupedOp(TensorOp[GroupedProblem, GemmConfig]):
         from cutekernels.backends import cute as backend
         from cutekernels.kernels.cute.moe.multistage_grouped import MultistageGrouped
 
-        dtype = backend.dtype_of(p.dtype)
+        dtype = backend.type_of(p.dtype)
         sym = cutlass.cute.sym_int
 
         def operand(*shape: Any, major: int = -1) -> Any:

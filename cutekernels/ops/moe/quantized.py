@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.kernels.activations import ACTIVATIONS
-from cutekernels.ops.gemm.epilogue import activate, draw_bias
-from cutekernels.ops.moe.grouped import (
-    SPREADS,
-    check_offsets,
-    groups_of,
-    sample_offsets,
-    sampled_experts,
-)
-from cutekernels.ops.moe.packed_experts import (
-    CLAMPED,
-    GATES,
-    SCHEDULES,
-    QuantizedGroupedProblem,
-)
-from cutekernels.ops.quantized.decode import check_weight, decode_codes, random_weight, rows_of_scale
+from cutekernels.ops.gemm.epilogue import activate
+from cutekernels.ops.moe.grouped import SPREADS, groups_of, sample_offsets, sampled_experts
+from cutekernels.ops.moe.packed_experts import CLAMPED, GATES, SCHEDULES, TILE, QuantizedGroupedProblem
+from cutekernels.ops.moe.permute import check_extents
+from cutekernels.ops.quantized.decode import decode_codes, rows_of_scale, tile_bytes
 from cutekernels.ops.quantized.op import PackedProduct
 from cutekernels.ops.quantized.problem import QuantizedConfig
-from cutekernels.ops.shared.checks import check_dtype
+from cutekernels.ops.shared.cute_op import CuteOp
 from cutekernels.ops.shared.dtypes import DTYPES
+from cutekernels.ops.shared.operands import Array, Matrix, Named, Sizes
 
 if TYPE_CHECKING:
     import torch
@@ -36,15 +26,14 @@ if TYPE_CHECKING:
 ALPHA, LIMIT = 1.702, 7.0  # of gpt-oss
 
 
-class QuantizedGroupedGemm(PackedProduct[QuantizedGroupedProblem]):
-    """Arguments: x ``(T, K)``, packed, scales and zeros or None of all experts' rows, offsets ``(E + 1,)``, bias
-    ``(E, N)`` or None, then alpha and limit of ``swiglu_oai``.
+class QuantizedGroupedGemm(PackedProduct, CuteOp[QuantizedGroupedProblem, QuantizedConfig]):
+    """Rows in groups times packed, scales and zeros of all experts' rows, ``total``; ``alpha`` and ``limit`` are of
+    ``swiglu_oai``.
     """
 
     name = "quantized_grouped_gemm"
     revision = 1
     Problem = QuantizedGroupedProblem
-    activations = (*ACTIVATIONS, *GATES)
     schedules = SCHEDULES
     sample_kinds = len(SPREADS)
     suite = (
@@ -59,28 +48,24 @@ class QuantizedGroupedGemm(PackedProduct[QuantizedGroupedProblem]):
         "rows=77 n=192 k=200 experts=5 code=e4m3 group=0 scale=fp32 dtype=fp16 bias=fp32 activation=gelu",
         "rows=300 n=64 k=136 experts=40 group=32 zeros=1 scale=bf16 activation=silu_mul bias=same",
     )
-    inputs = ("x", "packed", "scales", "zeros", "offsets", "bias")
+    out = Matrix("rows", "n", result=True, align="out_align")
+    x = Matrix("rows", "k", align=16)
+    packed = Array("tiles", "k/64", "tile_bytes", dtype="u8", strides=(), align=16)
+    scales = Array("k/group", "total^64|total/128", dtype="scale", strides=(), align=16)
+    zeros = Array("k/group", "total^64", dtype="u8", given="zeros", strides=(), align=16)
+    offsets = Array("experts+1", dtype="i32", strides=())
+    bias = Array("experts", "weight_rows", dtype="bias", optional=True)
     options = ("code", "group", "activation")
-    scalars = ("alpha", "limit")
-    schema = (
-        "Tensor x, Tensor packed, Tensor scales, Tensor? zeros, Tensor offsets, Tensor? bias, "
-        "str code, int group, str activation, float alpha, float limit"
-    )
+    scalar_types = {"alpha": "fp32", "limit": "fp32"}
+    scalar_samples = {"alpha": ALPHA, "limit": LIMIT}
 
     # -- kernel
 
     def body(self, p: QuantizedGroupedProblem, c: QuantizedConfig, gpu: GpuSpec) -> Any:
         return SCHEDULES[c.body].grouped_body(p, c)
 
-    def divisor(self, p: QuantizedGroupedProblem) -> int:
-        return 8
-
-    def tail_fakes(self, p: QuantizedGroupedProblem, dtype: Any, n: Any) -> list[Any]:
-        from cutlass import Int32
-
-        from cutekernels.backends import cute as backend
-
-        return [backend.dense(Int32, None), backend.bias(p.bias, dtype, None, None)]
+    def divisors(self, p: QuantizedGroupedProblem) -> dict[str, int]:
+        return {"n": 8, "k": 8}
 
     def numbers(self, c: QuantizedConfig) -> list[Any]:
         from cutlass import Float32, Int32
@@ -103,75 +88,45 @@ class QuantizedGroupedGemm(PackedProduct[QuantizedGroupedProblem]):
 
     # -- calls
 
-    def takes(self, name: str, t: Tensor) -> bool:
-        return t.stride(-1) == 1 if name == "bias" else super().takes(name, t)
+    def derive(self, sizes: Sizes, **options: Any) -> None:
+        if "tiles" not in sizes:  # of a problem
+            sizes["tiles"] = sizes["experts"] * sizes["n"] * (1 + (options["activation"] in GATES)) // TILE
+        total, experts = sizes["tiles"] * TILE, sizes["experts"]
+        if not experts or total % experts:
+            raise ValueError(f"a stack of {total} rows is not of {experts} experts: pass offsets of the stack's")
+        rows = total // experts
+        sizes |= {"total": total, "rows_of_weight": total, "weight_rows": rows}
+        sizes |= {"n": rows // (1 + (options["activation"] in GATES)), "tile_bytes": tile_bytes(options["code"])}
 
-    def admit(self, inputs: Sequence[Tensor | None], results: Sequence[Tensor] = (), **options: Any) -> None:
-        x, packed, scales, zeros, offsets, bias = inputs
-        assert x is not None and packed is not None and scales is not None and offsets is not None
-        check_dtype(self, x)
-        self.check_activation(options["activation"])
-        if x.dim() != 2 or packed.dim() != 3 or scales.dim() != 2:
-            raise UnsupportedProblem(f"x must be (T, K) beside a stack's tensors; its shape is {tuple(x.shape)}")
-        check_offsets(offsets, x, None)
-        experts, total = offsets.shape[0] - 1, packed.shape[0] * 64
-        n = total // experts
-        check_weight(packed, scales, zeros, options["code"], options["group"], total, x.shape[1])
-        gated = options["activation"] in GATES
-        unit = max(64, rows_of_scale(scales, total)) * (2 if gated else 1)
-        if n * experts != total:
-            raise UnsupportedProblem(
-                f"a stack of {total} rows is not of {experts} experts, as offsets has them: pass offsets of the stack's"
-            )
+    def refuse(self, named: Named, sizes: Sizes, **options: Any) -> None:
+        super().refuse(named, sizes, **options)
+        check_extents(sizes["rows"], sizes["experts"])
+        n, gated = sizes["weight_rows"], options["activation"] in GATES
+        scale_rows = rows_of_scale(named["scales"], sizes["total"])
+        unit = max(TILE, scale_rows) * (1 + gated)
         if n % unit:
             raise UnsupportedProblem(
                 f"packed experts have {unit} rows or a multiple{', half of them gates,' if gated else ''} so that "
-                f"tiles of 64 and scales of {rows_of_scale(scales, total)} rows end with them; these have {n}: pad "
-                "them, or quantize them with a scale to a row"
+                f"tiles of {TILE} and scales of {scale_rows} rows end with them; these have {n}: pad them, or quantize "
+                "them with a scale to a row"
             )
-        self.check_beside(x, packed, bias, results, (experts, n), (x.shape[0], n // 2 if gated else n))
-
-    def fresh(self, *inputs: Tensor | None, **options: Any) -> tuple[Tensor, ...]:
-        x, packed, _, _, offsets, _ = inputs
-        assert x is not None and packed is not None and offsets is not None
-        n = packed.shape[0] * 64 // (offsets.shape[0] - 1)
-        return (x.new_empty((x.shape[0], n // 2 if options["activation"] in GATES else n)),)
-
-    def problem(self, *operands: Tensor | None, **options: Any) -> QuantizedGroupedProblem:
-        out, x, packed, scales, zeros, offsets, bias = operands
-        assert out is not None and x is not None and packed is not None and scales is not None and offsets is not None
-        found = self.fields(out, x, packed.shape[0] * 64, scales, zeros, bias)
-        experts = offsets.shape[0] - 1
-        return QuantizedGroupedProblem(rows=x.shape[0], n=out.shape[1], experts=experts, **options, **found)
 
     # -- mathematics
 
-    def outputs(self, p: QuantizedGroupedProblem, *args: Any) -> tuple[Tensor, ...]:
-        pitch = p.n if p.out_align == 8 else p.n + 1
-        return (args[0].new_empty((p.rows, pitch))[:, : p.n],)
-
-    def sample(self, p: QuantizedGroupedProblem, device: str, seed: int) -> tuple[Any, ...]:
-        import torch
-
-        packed, scales, zeros = random_weight(p.one.replace(n=p.experts * p.weight_rows), device, seed)
-        draw = torch.Generator(device=device).manual_seed(seed + 1)
-        bias = draw_bias(p, draw, p.experts, p.weight_rows)
-        x, offsets = self._draw_rows(p, draw, seed)
-        return x, packed, scales, zeros, offsets, bias, ALPHA, LIMIT
+    def draw(
+        self, p: QuantizedGroupedProblem, name: str, shape: tuple[int, ...], generator: torch.Generator
+    ) -> Tensor | None:
+        if name != "offsets":
+            return super().draw(p, name, shape, generator)
+        return sample_offsets(p.rows, p.experts, SPREADS[generator.initial_seed() % len(SPREADS)], generator)
 
     def variant(self, p: QuantizedGroupedProblem, args: tuple[Any, ...], seed: int) -> tuple[Any, ...]:
         import torch
 
-        _, packed, scales, zeros, offsets, *rest = args
-        x, offsets = self._draw_rows(p, torch.Generator(device=offsets.device).manual_seed(seed), seed)
-        return x, packed, scales, zeros, offsets, *rest
-
-    def _draw_rows(self, p: QuantizedGroupedProblem, draw: torch.Generator, seed: int) -> tuple[Tensor, Tensor]:
-        """Rows and how they spread."""
-        import torch
-
+        x, packed, scales, zeros, offsets, *rest = args
+        draw = torch.Generator(device=offsets.device).manual_seed(seed)
         x = torch.randn((p.rows, p.k), generator=draw, device=draw.device).to(DTYPES[p.dtype])
-        return x, sample_offsets(p.rows, p.experts, SPREADS[seed % len(SPREADS)], draw)
+        return x, packed, scales, zeros, self.draw(p, "offsets", (), draw), *rest
 
     def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
         x, packed, scales, zeros, offsets, bias, alpha, limit = args

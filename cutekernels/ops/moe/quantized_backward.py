@@ -10,8 +10,7 @@ from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.moe.grouped import GROUPED_GEMM, check_offsets, groups_of
-from cutekernels.ops.quantized.backward import define
-from cutekernels.ops.quantized.decode import check_weight
+from cutekernels.ops.quantized.backward import check_weight, define
 from cutekernels.ops.shared.calls import run
 from cutekernels.quant.layout import TILE
 

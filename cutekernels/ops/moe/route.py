@@ -18,8 +18,9 @@ from cutekernels.op import C, Config, Problem, Scalar, Work, extent, knob, ladde
 from cutekernels.ops.moe.coefficients import ROUTE
 from cutekernels.ops.shared import tile_rules
 from cutekernels.ops.shared.dtypes import WIDEST_BYTES
+from cutekernels.ops.shared.laid_out import LaidOut
 from cutekernels.ops.shared.operands import Matrix, Sizes
-from cutekernels.ops.shared.triton_op import LaidOut, TritonOp
+from cutekernels.ops.shared.triton_op import TritonOp
 from cutekernels.rules import of_both
 
 if TYPE_CHECKING:

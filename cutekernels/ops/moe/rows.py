@@ -15,8 +15,9 @@ from cutekernels.op import Config, Problem, Scalar, Work, extent, knob, ladder, 
 from cutekernels.ops.moe.permute import MAX_PAIRS, MOE_PERMUTE, bins_of, check_groups
 from cutekernels.ops.moe.route import MAX_TOP_K
 from cutekernels.ops.shared import streaming, tile_rules
+from cutekernels.ops.shared.laid_out import LaidOut
 from cutekernels.ops.shared.operands import Array, Matrix, Sizes
-from cutekernels.ops.shared.triton_op import LaidOut, TritonOp
+from cutekernels.ops.shared.triton_op import TritonOp
 from cutekernels.rules import of_both, of_config
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ class _MoveOp(TritonOp[MoeMoveProblem, MoeMoveConfig]):
     in_place = False
     sizes = {"tokens": "i64", "cols": "i32"}
 
-    def derive(self, sizes: Sizes) -> None:
+    def derive(self, sizes: Sizes, **options: Any) -> None:
         pairs = sizes["tokens"] * sizes["top_k"]
         if sizes.setdefault("pairs", pairs) != pairs:
             raise ValueError("pairs = tokens * top_k")

@@ -20,7 +20,6 @@ from cutekernels.op import Op, Problem, Work
 from cutekernels.ops.activations.op import SILU_MUL, GluProblem
 from cutekernels.ops.gemm.coefficients import NORM
 from cutekernels.ops.gemm.epilogue import GATED, activate, kind_of
-from cutekernels.ops.gemm.layouts import alignment
 from cutekernels.ops.gemm.op import GEMM, SCHEDULES, nothing
 from cutekernels.ops.gemm.problem import ELEMENT_BYTES, WIDEST, GemmProblem
 from cutekernels.ops.gemm.schedule import PLAIN
@@ -39,7 +38,7 @@ from cutekernels.ops.norm_linear.problem import (
 from cutekernels.ops.norms.op import RMS_NORM, RmsNormProblem
 from cutekernels.ops.shared.checks import check_results
 from cutekernels.ops.shared.dtypes import DTYPES
-from cutekernels.ops.shared.strides import span_bytes
+from cutekernels.ops.shared.strides import alignment, span_bytes
 from cutekernels.ops.shared.tensor_op import TensorOp
 from cutekernels.ops.shared.tolerance import rounded_operand_depth
 
@@ -123,7 +122,7 @@ class NormLinear(TensorOp[N, NormLinearConfig]):
         from cutekernels.backends import cute as backend
 
         cute = cutlass.cute
-        dtype = backend.dtype_of(p.dtype)
+        dtype = backend.type_of(p.dtype)
         kinds = {"same": dtype, "fp32": cutlass.Float32}
         extras, schedule, product = p.extras, SCHEDULES[c.body], product_of(p)
         out_align = WIDEST if schedule in (SKINNY_WARPGROUP, WARPGROUP) else 1

@@ -76,7 +76,7 @@ class ColumnSum(TritonOp[ColumnSumProblem, ColumnSumConfig]):
     sizes = {"parts": "i32", "cols": "i64"}
     in_place = False
 
-    def derive(self, sizes: Sizes) -> None:
+    def derive(self, sizes: Sizes, **options: Any) -> None:
         lines = sizes.setdefault("lines", len(self.results) * sizes.get("parts", 0))
         sizes["parts"] = lines // len(self.results)
         if lines % len(self.results):

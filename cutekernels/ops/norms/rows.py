@@ -17,9 +17,10 @@ from cutekernels.op import Config, Problem, Scalar, Work, exact, extent, knob, l
 from cutekernels.ops.shared import streaming, tile_rules
 from cutekernels.ops.shared.coefficients import STREAMING
 from cutekernels.ops.shared.dtypes import BYTES, WIDEST_BYTES
+from cutekernels.ops.shared.laid_out import LaidOut
 from cutekernels.ops.shared.operands import Leads, Looks, Named, Operand, Sizes, misfit
 from cutekernels.ops.shared.strides import cube, matrix
-from cutekernels.ops.shared.triton_op import LaidOut, TritonOp
+from cutekernels.ops.shared.triton_op import TritonOp
 from cutekernels.rules import of_both, of_config
 
 if TYPE_CHECKING:

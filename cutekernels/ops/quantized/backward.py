@@ -19,7 +19,7 @@ from cutekernels.ops.activations.api import JOINED_BACKWARD
 from cutekernels.ops.gemm.api import gemm
 from cutekernels.ops.gemm.epilogue import GATED
 from cutekernels.ops.gemm.slopes import reads_value, through_activation
-from cutekernels.ops.quantized.decode import DEQUANTIZE, check_weight, decode_codes
+from cutekernels.ops.quantized.decode import DEQUANTIZE, decode_codes
 from cutekernels.ops.shared.calls import run
 from cutekernels.ops.shared.checks import check_results
 from cutekernels.ops.shared.dtypes import GPU_DTYPES
@@ -66,6 +66,11 @@ def decoded_parts(
         part = workspace if width == workspace.shape[1] else workspace[:, :width]
         run(DEQUANTIZE, (part,), weight, options=(code, group, n, k, width, dtype), scalars=(begin,))
         yield begin, end, part
+
+
+def check_weight(packed: Tensor, scales: Tensor, zeros: Tensor | None, code: str, group: int, n: int, k: int) -> None:
+    """Raises UnsupportedProblem for tensors that are no packed weight of ``(n, k)``."""
+    DEQUANTIZE.admit((packed, scales, zeros), code=code, group=group, n=n, k=k, columns=k, dtype="bf16")
 
 
 def saved_for(activation: str, first: Tensor, value: Tensor, bias: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cutekernels import rates
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Config, Problem, Work, extent, knob, plain
-from cutekernels.ops.gemm.layouts import alignment
 from cutekernels.ops.gemm.problem import ELEMENT_BYTES
 from cutekernels.ops.quantized import coefficients
 from cutekernels.ops.quantized.problem import BITS, SCALE_BYTES, check_scaling
-from cutekernels.ops.shared.checks import check_results
-from cutekernels.ops.shared.dtypes import DTYPES, GPU_DTYPES
-from cutekernels.ops.shared.tensor_op import TensorOp
+from cutekernels.ops.shared.cute_op import CuteOp
+from cutekernels.ops.shared.dtypes import DTYPES
+from cutekernels.ops.shared.operands import Array, Matrix, Named, Sizes
 from cutekernels.rules import Ruled, of_both, of_config
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
-    from cutekernels.backends import Artifact
     from cutekernels.gpu import GpuSpec
 
 EXPONENT = "e8m0"
@@ -58,8 +56,8 @@ class DequantizeConfig(Config):
     pdl: bool = knob(False, True)
 
 
-class Dequantize(Ruled, TensorOp[DequantizeProblem, DequantizeConfig]):
-    """Arguments: packed, scales, zeros or None of a QuantizedWeight, and the first column, a multiple of 64."""
+class Dequantize(Ruled, CuteOp[DequantizeProblem, DequantizeConfig]):
+    """A QuantizedWeight's packed, scales and zeros; ``first`` is the first column, a multiple of 64."""
 
     name = "dequantize"
     revision = 2
@@ -74,16 +72,15 @@ class Dequantize(Ruled, TensorOp[DequantizeProblem, DequantizeConfig]):
         "n=64 columns=256 k=256 code=nf4 group=64 scale=fp32",
         "n=192 columns=256 k=256 code=e2m1 group=32 scale=e8m0",
     )
-    results = ("out",)
-    inputs = ("packed", "scales", "zeros")
+    out = Matrix("n", "columns", result=True, align="out_align")
+    packed = Array("n/64", "k/64", "tile_bytes", dtype="u8", strides=(), align=16)
+    scales = Array("k/group", "n^64|n/128", dtype="scale", strides=(), align=16)
+    zeros = Array("k/group", "n^64", dtype="u8", given="zeros", strides=(), align=16)
     options = ("code", "group", "n", "k", "columns", "dtype")
-    scalars = ("first",)
-    schema = (
-        "Tensor packed, Tensor scales, Tensor? zeros, "
-        "str code, int group, int n, int k, int columns, str dtype, int first"
-    )
+    scalar_types = {"first": "i32"}
     in_place = False
-    flattens = False
+    beyond = ("group",)
+    fixed = ("tile_bytes",)
 
     @of_config
     def pdl_where_there_is(self, c: DequantizeConfig, gpu: GpuSpec) -> str | None:
@@ -110,67 +107,35 @@ class Dequantize(Ruled, TensorOp[DequantizeProblem, DequantizeConfig]):
         odds = own.odd * (abs(c.tiles - 2) + (not c.pdl))
         return float(rates.of(gpu).launch_us + own.dram * busy * (1.0 + odds))
 
-    def build(self, p: DequantizeProblem, c: DequantizeConfig, gpu: GpuSpec) -> Artifact:
-        from cutlass import Int32
-        from cutlass.cute import sym_int
-
+    def body(self, p: DequantizeProblem, c: DequantizeConfig, gpu: GpuSpec) -> Any:
         from cutekernels.backends import cute as backend
         from cutekernels.kernels.cute.quantized.dequantize import Dequantize as Body
 
-        scale, align = backend.scale_of(p.scale), p.out_align
-        body = Body(p.code, scale, p.group, p.scale_rows, p.zeros, c.tiles, align, c.pdl)
-        out = backend.matrix(backend.dtype_of(p.dtype), sym_int(), sym_int(divisibility=align), align)
-        return backend.compile(body, out, *weight_fakes(p), Int32(64), gpu=gpu)
+        scale = backend.type_of(p.scale)
+        return Body(p.code, scale, p.group, p.scale_rows, p.zeros, c.tiles, p.out_align, c.pdl)
 
-    def bind(self, p: DequantizeProblem, c: DequantizeConfig, kernel: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args: kernel(*args)
+    def divisors(self, p: DequantizeProblem) -> dict[str, int]:
+        return {"columns": p.out_align}
 
-    def takes(self, name: str, t: Tensor) -> bool:
-        if name == "out":
-            return t.stride(-1) == 1
-        return t.is_contiguous() and (t.device.type == "meta" or t.data_ptr() % 16 == 0)
+    def derive(self, sizes: Sizes, **options: Any) -> None:
+        sizes["tile_bytes"] = tile_bytes(options["code"])
 
-    def admit(self, inputs: Sequence[Tensor | None], results: Sequence[Tensor] = (), **options: Any) -> None:
-        from cutekernels.quant import layout
+    def refuse(self, named: Named, sizes: Sizes, **options: Any) -> None:
+        check_scales(named["scales"], options["code"])
+        if not 0 < sizes["columns"] <= -(-sizes["k"] // 64) * 64:
+            raise UnsupportedProblem(f"columns must be 1 to {sizes['k']}; they are {sizes['columns']}")
 
-        packed, scales, zeros = inputs
-        assert packed is not None and scales is not None
-        check_weight(packed, scales, zeros, options["code"], options["group"], options["n"], options["k"])
-        if options["dtype"] not in DTYPES:
-            raise UnsupportedProblem(f"dtype must be {' or '.join(DTYPES)}; it is {options['dtype']!r}")
-        if not 0 < options["columns"] <= packed.shape[1] * layout.TILE:
-            raise UnsupportedProblem(f"columns must be 1 to {options['k']}; they are {options['columns']}")
-        for out in results:
-            if tuple(out.shape) != (options["n"], options["columns"]) or out.dtype != DTYPES[options["dtype"]]:
-                raise UnsupportedProblem(f"out must be {(options['n'], options['columns'])} {options['dtype']}")
-        check_results(results)
+    def facts(self, named: Named, sizes: Sizes) -> dict[str, Any]:
+        return {"scale_rows": rows_of_scale(named["scales"], sizes["n"])}
 
-    def fresh(self, *inputs: Tensor | None, **options: Any) -> tuple[Tensor, ...]:
-        packed = inputs[0]
-        assert packed is not None
-        return (packed.new_empty((options["n"], options["columns"]), dtype=DTYPES[options["dtype"]]),)
+    def draw(
+        self, p: DequantizeProblem, name: str, shape: tuple[int, ...], generator: torch.Generator
+    ) -> Tensor | None:
+        return draw_packed(p, name, shape, generator)
 
-    def problem(self, *operands: Tensor | None, **options: Any) -> DequantizeProblem:
-        out, packed, scales, zeros = operands
-        assert out is not None and packed is not None and scales is not None
-        return DequantizeProblem(
-            **options,
-            scale_rows=rows_of_scale(scales, options["n"]),
-            scale=scale_of(scales),
-            zeros=zeros is not None,
-            out_align=8 if alignment(out) == 8 else 1,
-        )
-
-    def outputs(self, p: DequantizeProblem, *args: Any) -> tuple[Tensor, ...]:
-        pitch = p.columns if p.out_align == 8 else -(-p.columns // 8) * 8 + 1
-        return (args[0].new_empty((p.n, pitch), dtype=DTYPES[p.dtype])[:, : p.columns],)
-
-    def sample(self, p: DequantizeProblem, device: str, seed: int) -> tuple[Any, ...]:
-        from cutekernels.quant import layout
-
-        packed, scales, zeros = random_weight(p, device, seed)
-        last = max(0, (p.k - p.columns) // layout.TILE)
-        return packed, scales, zeros, seed % (last + 1) * layout.TILE
+    def draw_scalars(self, p: DequantizeProblem, generator: torch.Generator) -> tuple[int]:
+        last = max(0, (p.k - p.columns) // 64)
+        return (generator.initial_seed() % (last + 1) * 64,)
 
     def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
         packed, scales, zeros, first = args
@@ -189,15 +154,11 @@ class Dequantize(Ruled, TensorOp[DequantizeProblem, DequantizeConfig]):
 DEQUANTIZE = Dequantize()
 
 
-def scale_of(scales: Tensor) -> str:
-    """The name of their type in problems; exponents are bytes."""
-    return EXPONENT if scales.element_size() == 1 else GPU_DTYPES.names[scales.dtype]
-
-
-def rows_of_scale(scales: Tensor, n: int) -> int:
-    """Rows that share a scale: 1, or 128."""
+def rows_of_scale(scales: Tensor | None, n: int) -> int:
+    """Rows of a weight of ``n`` that share a scale: 1, or 128."""
     from cutekernels.quant import layout
 
+    assert scales is not None
     return 1 if scales.shape[1] == -(-n // layout.TILE) * layout.TILE else BLOCK
 
 
@@ -214,68 +175,35 @@ def decode_codes(packed: Tensor, scales: Tensor, zeros: Tensor | None, code: str
     return weight.dequantize(torch.float32)
 
 
-def weight_fakes(p: Any) -> tuple[Any, Any, Any]:
-    """Packed, scales and zeros of a weight of ``p`` as compilers see them."""
-    from cutlass import Uint8
-
-    from cutekernels.backends import cute as backend
+def tile_bytes(code: str) -> int:
+    """Bytes of a packed tile of 64 x 64."""
     from cutekernels.quant import layout
 
-    packed = backend.dense(Uint8, None, None, layout.TILE_BYTES[BITS[p.code]], align=16)
-    scales = backend.dense(backend.scale_of(p.scale), None, None, align=16)
-    return packed, scales, backend.dense(Uint8, None, None, align=16) if p.zeros else None
+    return layout.TILE_BYTES[BITS[code]]
 
 
-def check_weight(packed: Tensor, scales: Tensor, zeros: Tensor | None, code: str, group: int, n: int, k: int) -> None:
-    """Raises UnsupportedProblem for tensors that are no packed weight of ``(n, k)``."""
+def check_scales(scales: Tensor | None, code: str) -> None:
+    """Raises UnsupportedProblem for scales of another type than the code's."""
+    assert scales is not None
+    if (code == "e2m1") != (scales.element_size() == 1):
+        kinds = "uint8" if code == "e2m1" else "fp16, bf16 or fp32"
+        raise UnsupportedProblem(f"scales of {code} must be {kinds}; they are {scales.dtype}")
+
+
+def draw_packed(p: Any, name: str, shape: tuple[int, ...], draw: torch.Generator) -> Tensor | None:
+    """Random packed, scales or zeros that pose ``p``; a product with standard normal tokens is near 1."""
     import torch
 
-    from cutekernels.quant import layout
-
-    if code not in BITS:
-        raise UnsupportedProblem(f"code must be one of {', '.join(BITS)}; it is {code!r}")
-    expected = layout.packed_shape((n, k), BITS[code])
-    if packed.dtype != torch.uint8 or tuple(packed.shape) != expected:
-        raise UnsupportedProblem(
-            f"packed must be uint8 {expected} for a weight of {n} x {k}; it is {packed.dtype} {tuple(packed.shape)}"
-        )
-    groups = -(-k // group) if group else 1
-    columns = (expected[0] * layout.TILE, -(-n // BLOCK))
-    kinds = (torch.uint8,) if code == "e2m1" else tuple(GPU_DTYPES.values())
-    if scales.dtype not in kinds or scales.dim() != 2 or scales.shape[0] != groups or scales.shape[1] not in columns:
-        raise UnsupportedProblem(
-            f"scales must be ({groups}, {columns[0]}), {'uint8' if code == 'e2m1' else 'fp16, bf16 or fp32'}, for "
-            f"{n} x {k} in groups of {group}; they are {tuple(scales.shape)} {scales.dtype}"
-        )
-    if zeros is not None and (zeros.dtype != torch.uint8 or zeros.shape != scales.shape):
-        raise UnsupportedProblem(
-            f"zeros must be uint8 of the scales' shape; they are {tuple(zeros.shape)} {zeros.dtype}"
-        )
-    for name, t in (("scales", scales), ("zeros", zeros)):
-        if t is not None and t.device != packed.device:
-            raise UnsupportedProblem(f"{name} must be on packed's device {packed.device}; it is on {t.device}")
-
-
-def random_weight(p: Any, device: str, seed: int) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Random packed, scales and zeros that pose ``p``; a product with standard normal tokens is near 1."""
-    import torch
-
-    from cutekernels.quant import layout
-
-    draw = torch.Generator(device=device).manual_seed(seed)
-    shape: tuple[int, ...] = layout.packed_shape((p.n, p.k), BITS[p.code])
-    packed = torch.randint(0, 256, shape, generator=draw, device=device, dtype=torch.uint8)
-    if p.code == "e4m3":
-        packed = torch.where(packed % 128 == 127, packed - 1, packed)  # those codes are NaN
-    groups = -(-p.k // p.group) if p.group else 1
-    shape = (groups, -(-p.n // 64) * 64) if p.scale_rows == 1 else (groups, -(-p.n // BLOCK))
+    device = draw.device
+    if name == "packed":
+        packed = torch.randint(0, 256, shape, generator=draw, device=device, dtype=torch.uint8)
+        return torch.where(packed % 128 == 127, packed - 1, packed) if p.code == "e4m3" else packed  # no NaN
+    if name == "zeros":
+        return torch.randint(0, 17, shape, generator=draw, device=device).to(torch.uint8)
+    if name != "scales":
+        return None
+    if p.scale_rows > 1:
+        shape = shape[0], -(-shape[1] // p.scale_rows)
     size = {"int4": 5.0, "int8": 74.0, "e4m3": 130.0, "nf4": 0.5, "e2m1": 2.9}[p.code] * max(1, p.k) ** 0.5
     scales = (torch.rand(shape, generator=draw, device=device) + 0.5) / size
-    if p.scale == EXPONENT:
-        scales = (torch.frexp(scales).exponent + 126).to(torch.uint8)
-    else:
-        scales = scales.to(GPU_DTYPES[p.scale])
-    zeros = None
-    if p.zeros:
-        zeros = torch.randint(0, 17, shape, generator=draw, device=device).to(torch.uint8)
-    return packed, scales, zeros
+    return (torch.frexp(scales).exponent + 126).to(torch.uint8) if p.scale == EXPONENT else scales

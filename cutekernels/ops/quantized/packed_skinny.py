@@ -171,8 +171,8 @@ class PackedSkinnySchedule(QuantizedSchedule):
 
         epilogue = ColumnScale if p.group == 0 else Epilogue
         return {
-            "weights": PackedWeights(p.code, backend.dtype_of(p.dtype), folded=p.code == "e2m1" and p.dtype == "bf16"),
-            "scale": backend.scale_of(p.scale),
+            "weights": PackedWeights(p.code, backend.type_of(p.dtype), folded=p.code == "e2m1" and p.dtype == "bf16"),
+            "scale": backend.type_of(p.scale),
             "group": p.group,
             "scale_rows": p.scale_rows,
             "zeros": p.zeros,

@@ -151,7 +151,7 @@ class PackedWarpgroupSchedule(QuantizedSchedule):
         from cutekernels.kernels.cute.parts.epilogue import Activation, Epilogue
 
         return {
-            "dtype": backend.dtype_of(p.dtype),
+            "dtype": backend.type_of(p.dtype),
             "columns": c.tile_m,
             "panels": 1,
             "pitch": ROWS,
@@ -171,8 +171,8 @@ class PackedWarpgroupSchedule(QuantizedSchedule):
 
         floats = p.code == "e2m1" or (p.code == "e4m3" and c.scaled == "weights" and p.scale != p.dtype)
         return {
-            "weights": PackedWeights(p.code, backend.dtype_of(p.dtype), folded=floats and p.dtype == "bf16"),
-            "scale": backend.scale_of(p.scale),
+            "weights": PackedWeights(p.code, backend.type_of(p.dtype), folded=floats and p.dtype == "bf16"),
+            "scale": backend.type_of(p.scale),
             "group": p.group,
             "scale_rows": p.scale_rows,
             "zeros": p.zeros,

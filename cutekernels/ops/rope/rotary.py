@@ -14,8 +14,9 @@ from cutekernels.gpu import GpuSpec
 from cutekernels.op import Config, Problem, Scalar, knob, power_of_two
 from cutekernels.ops.shared import streaming, tile_rules
 from cutekernels.ops.shared.coefficients import STREAMING
+from cutekernels.ops.shared.laid_out import LaidOut
 from cutekernels.ops.shared.operands import Array, Operand, Sizes
-from cutekernels.ops.shared.triton_op import LaidOut, TritonOp
+from cutekernels.ops.shared.triton_op import TritonOp
 from cutekernels.rules import of_both
 
 if TYPE_CHECKING:

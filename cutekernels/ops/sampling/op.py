@@ -25,8 +25,9 @@ from cutekernels import rates
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Config, Problem, Work, extent, knob, ladder, plain
 from cutekernels.ops.shared.coefficients import FILTER
+from cutekernels.ops.shared.laid_out import LaidOut
 from cutekernels.ops.shared.operands import Array, Matrix
-from cutekernels.ops.shared.triton_op import LaidOut, TritonOp
+from cutekernels.ops.shared.triton_op import TritonOp
 from cutekernels.rules import of_both, of_config
 
 if TYPE_CHECKING:

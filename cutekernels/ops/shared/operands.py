@@ -8,17 +8,19 @@ An op declares each tensor once, as a class attribute::
 
 Axes are names of extents. Extents of one name are equal wherever they stand; ``"vocabulary+1"`` has one element more
 than that, ``"seq?"`` may be missing. ``"*rows"`` is any number of leading dimensions, alike in every operand that has
-them, flattened into ``rows``.
+them, flattened into ``rows``. ``"n/64"`` counts the tiles of 64 that hold ``n``, ``"n^64"`` their elements, and
+``"k/group"`` groups of an extent, one where that is 0; ``"n^64|n/128"`` is either.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import cache, reduce
 from operator import or_
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.shared.strides import matrix
@@ -31,6 +33,45 @@ Sizes = dict[str, int]  # extents by name
 Leads = Mapping[str, tuple[int, ...]]  # leading dimensions by flattened axis
 Named = Mapping[str, "Tensor | None"]  # tensors by operand
 Looks = tuple[tuple[int, ...], "tuple[torch.dtype, ...]"]  # a shape, and the types it may have
+_AXIS = re.compile(r"(?P<name>\w+?)(?P<more>\+1)?(?:(?P<by>[/^])(?P<unit>\w+))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """The length of an axis: of the extent ``name``, that and ``more``, or its tiles of ``unit``."""
+
+    name: str
+    more: int = 0
+    unit: str = ""
+    rounded: bool = False
+    """Whether elements of whole tiles are counted, rather than the tiles."""
+
+    def of(self, sizes: Mapping[str, int]) -> int | None:
+        """Its value; None where ``sizes`` lack an extent."""
+        size = sizes.get(self.name)
+        unit = int(self.unit) if self.unit.isdigit() else sizes.get(self.unit, 1 if not self.unit else None)
+        if size is None or unit is None:
+            return None
+        if not self.unit:
+            return size + self.more
+        tiles = -(-size // unit) if unit else 1
+        return tiles * unit if self.rounded else tiles
+
+
+@cache
+def extents_of(axis: str) -> tuple[Extent, ...]:
+    """The lengths that ``axis`` may have."""
+    found = []
+    for text in axis.strip("*?").split("|"):
+        parts = _AXIS.fullmatch(text)
+        assert parts is not None, axis
+        found.append(Extent(parts["name"], int(parts["more"] is not None), parts["unit"] or "", parts["by"] == "^"))
+    return tuple(found)
+
+
+def binds(axis: str) -> bool:
+    """Whether a tensor's length along ``axis`` tells an extent."""
+    return not extents_of(axis)[0].unit
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +91,11 @@ class Operand:
     optional: bool
     laid: bool
     """Whether its address, strides and last axis take part in the problem's layout and alignment."""
+    align: str | int | None = None
+    """What divides its address and the strides of its outer axes: so many bytes, without which a copy stands in for it,
+    or elements, which a field of the problem tells. None for an element."""
+    bits: int = 32
+    """Width of its strides in kernels."""
 
     @property
     def leads(self) -> bool:
@@ -95,6 +141,13 @@ class Operand:
             return len(self.strides) == len(self.axes) or self.walk(t)[-1] == 1
         return len(self.axes) > 2 or self._matrix(t) is not None
 
+    def aligned(self, t: Tensor) -> bool:
+        """Whether ``align`` bytes divide the address of ``t`` and its outer strides."""
+        if not isinstance(self.align, int):
+            return True
+        steps = [s * t.element_size() for n, s in zip(t.shape[:-1], t.stride(), strict=False) if n > 1]
+        return not any(place % self.align for place in (t.data_ptr(), *(steps if self.strides else ())))
+
     def _matrix(self, t: Tensor) -> tuple[int, int, int, int] | None:
         """``t`` as rows and columns; flattened alone, its rows have one column each."""
         column = (1,) * (len(self.axes) == 1)
@@ -114,6 +167,8 @@ def Array(
     given: str | None = None,
     optional: bool = False,
     laid: bool | None = None,
+    align: str | int | None = None,
+    bits: int = 32,
 ) -> Operand:
     """A tensor of any rank. ``strides=()`` for one that kernels take contiguous; by default they are named as the axes.
 
@@ -121,7 +176,7 @@ def Array(
     """
     steps = tuple(axis.strip("*?") for axis in axes) if strides is None else tuple(strides)
     laid = dtype == "dtype" if laid is None else laid
-    return Operand(axes, dtype, steps, result, given, optional or given is not None, laid)
+    return Operand(axes, dtype, steps, result, given, optional or given is not None, laid, align, bits)
 
 
 def Matrix(
@@ -131,12 +186,10 @@ def Matrix(
     *,
     result: bool = False,
     strides: Sequence[str] = ("row", "col"),
-    given: str | None = None,
-    optional: bool = False,
-    laid: bool | None = None,
+    **more: Any,
 ) -> Operand:
     """``(rows, cols)``, or with ``"*rows"`` ``(..., cols)``; its strides are ``row`` and ``col`` by default."""
-    return Array(rows, cols, dtype=dtype, strides=strides, result=result, given=given, optional=optional, laid=laid)
+    return Array(rows, cols, dtype=dtype, strides=strides, result=result, **more)
 
 
 def Vector(
@@ -145,54 +198,67 @@ def Vector(
     *,
     stride: str = "row",
     result: bool = False,
-    given: str | None = None,
-    optional: bool = False,
-    laid: bool | None = None,
+    **more: Any,
 ) -> Operand:
     """``(extent,)``; kernels call its stride ``row`` unless told otherwise."""
-    return Array(extent, dtype=dtype, strides=(stride,), result=result, given=given, optional=optional, laid=laid)
+    return Array(extent, dtype=dtype, strides=(stride,), result=result, **more)
 
 
 # ---- tensors beside their declarations ------------------------------------------------------------------
 
 
 def sizes_of(
-    op: str, declared: Mapping[str, Operand], given: Mapping[str, Tensor | None], known: Mapping[str, int]
+    op: str,
+    declared: Mapping[str, Operand],
+    given: Named,
+    known: Mapping[str, int],
+    derive: Callable[[Sizes], None] | None = None,
 ) -> tuple[Sizes, dict[str, torch.Size]]:
     """``(extents by name, leading dimensions by flattened axis)`` of tensors; ``known``: extents told otherwise.
+
+    ``derive`` adds those that follow from others; it raises ValueError where they contradict.
 
     Raises:
         UnsupportedProblem: a rank or an extent does not fit.
     """
     sizes: Sizes = dict(known)
     leads: dict[str, torch.Size] = {}
-    for name, operand in declared.items():
-        t = given.get(name)
-        if t is None:
-            continue
+    there = [(name, operand, t) for name, operand in declared.items() if (t := given.get(name)) is not None]
+    for name, operand, t in there:
         axes = operand.axes_of(t)
         n = len(axes) - operand.leads
         fits = t.dim() >= n if operand.leads else t.dim() == n
         if fits:
             split = t.dim() - n
             for axis, size in zip(axes[operand.leads :], t.shape[split:], strict=True):
-                extent, more = _axis_extent(axis)
-                fits &= sizes.setdefault(extent, size - more) == size - more >= 0
+                extent = extents_of(axis)[0]
+                if not extent.unit:
+                    fits &= sizes.setdefault(extent.name, size - extent.more) == size - extent.more >= 0
             if operand.leads:
                 lead = t.shape[:split]
                 fits &= leads.setdefault(operand.axes[0], lead) == lead
                 sizes[operand.names[0]] = math.prod(lead)
         if not fits:
             raise misfit(op, declared, given, known, f": {name} does not fit")
+    if derive is not None:
+        try:
+            derive(sizes)
+        except ValueError as error:
+            raise misfit(op, declared, given, known, f": {error}") from None
+    for name, operand, t in there:
+        axes = operand.axes_of(t)[operand.leads :]
+        expected = [[extent.of(sizes) for extent in extents_of(axis)] for axis in axes]
+        if any(size not in values for size, values in zip(t.shape[t.dim() - len(axes) :], expected, strict=True)):
+            shape = ", ".join(" or ".join(map(str, dict.fromkeys(values))) for values in expected)
+            beside = [f"{other} {tuple(u.shape)}" for other, _, u in there if other != name]
+            beside += [f"{word} = {value}" for word, value in known.items()]
+            wanted = f"{operand.describe()} = ({shape}{',' * (len(axes) == 1)})"
+            raise UnsupportedProblem(f"{op} takes {name} {wanted}; got {tuple(t.shape)} beside {', '.join(beside)}")
     return sizes, leads
 
 
 def misfit(
-    op: str,
-    declared: Mapping[str, Operand],
-    given: Mapping[str, Tensor | None],
-    known: Mapping[str, int] = {},
-    why: str = "",
+    op: str, declared: Mapping[str, Operand], given: Named, known: Mapping[str, int] = {}, why: str = ""
 ) -> UnsupportedProblem:
     """The refusal of shapes that do not fit together."""
     wanted = ", ".join(
@@ -206,12 +272,9 @@ def misfit(
 def shape_of(operand: Operand, sizes: Mapping[str, int], leads: Leads) -> tuple[int, ...]:
     """The shape that ``operand`` has; flattened dimensions are one where nobody told them apart."""
     first = leads.get(operand.axes[0], (sizes[operand.names[0]],)) if operand.leads else ()
-    return (*first, *[sizes[extent] + more for extent, more in map(_axis_extent, operand.axes[operand.leads :])])
-
-
-def _axis_extent(axis: str) -> tuple[str, int]:
-    """The extent that an axis names, and how many elements more it has."""
-    return axis.removesuffix("?").removesuffix("+1"), int("+1" in axis)
+    found = [extents_of(axis)[0].of(sizes) for axis in operand.axes[operand.leads :]]
+    assert None not in found, (operand.axes, sizes)
+    return (*first, *[n for n in found if n is not None])
 
 
 def bits_of(operand: Operand, t: Tensor, *, pitches: bool = True) -> int:

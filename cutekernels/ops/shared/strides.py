@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Relation = Literal["apart", "same", "overlap"]
+_WIDEST = 8  # elements of 16 bits in a thread's widest access
 Pair = tuple[int, int, int, int, bool]  # (result i, operand j, low, high, whether j may be i); see pairs
 
 
@@ -56,6 +57,16 @@ def cube(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, int, int, i
         head_stride if heads > 1 else 0,
         col_stride if cols > 1 else 1,
     )
+
+
+def alignment(t: Tensor) -> int:
+    """Elements in the widest vector that address, strides and contiguous extent allow: 8, 4, 2 or 1."""
+    along = -1 if t.stride(-1) == 1 else -2
+    bits = _WIDEST | (t.data_ptr() // t.element_size()) | t.shape[along]
+    for i in range(t.dim()):
+        if i != t.dim() + along:
+            bits |= t.stride(i)
+    return bits & -bits
 
 
 def overlaps_itself(t: Tensor) -> bool:

@@ -96,7 +96,7 @@ class TwoBodies(TritonOp[P, C]):
             to = kind[1:]
             if to == "None":
                 return make_ptr(Int8, 16, AddressSpace.gmem)
-            element = integers.get(to) or backend.float_of(to)
+            element = integers.get(to) or backend.type_of(to)
             align = max(divisors.get(name, 1), element.width // 8)
             return make_ptr(element, 16, AddressSpace.gmem, assumed_align=align)
 

@@ -1,0 +1,119 @@
+"""An op over declared operands with kernels in the CuTe DSL.
+
+What remains to an op beside what :mod:`declared_op` leaves to it: ``body``, ``divisors`` of extents and, where its
+kernels take more than operands, ``further`` and ``bind``.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from cutekernels.op import C, P, Scalar
+from cutekernels.ops.shared.declared_op import DeclaredOp
+from cutekernels.ops.shared.dtypes import BYTES
+from cutekernels.ops.shared.operands import Named, Operand, Sizes, binds
+from cutekernels.ops.shared.strides import alignment
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from cutekernels.backends import Artifact
+    from cutekernels.gpu import GpuSpec
+
+
+class CuteOp(DeclaredOp[P, C]):
+    """Its bodies take results and inputs in their order, those that are absent as None, then what is ``further``."""
+
+    fixed: ClassVar[tuple[str, ...]] = ()
+    """Extents that kernels are compiled for."""
+
+    # -- hooks
+
+    @abstractmethod
+    def body(self, p: P, c: C, gpu: GpuSpec) -> Any:
+        """The kernel body with its parts."""
+
+    def divisors(self, p: P) -> Mapping[str, int]:
+        """What divides extents, by their names."""
+        return {}
+
+    def further(self, p: P, c: C) -> Sequence[Any]:
+        """Arguments behind the operands, as the compiler takes them: by default the numbers of a call."""
+        from cutekernels.backends import cute as backend
+
+        return [backend.type_of(kind)(1) for kind in self.scalar_types.values()]
+
+    # -- kernels
+
+    def fakes(self, p: P) -> list[Any]:
+        """The operands of any launch of ``p`` as compilers see them. Extents of one name are one symbol."""
+        from cutlass.cute import sym_int
+        from cutlass.cute.runtime import make_fake_tensor
+
+        from cutekernels.backends import cute as backend
+
+        divisors, sizes = self.divisors(p), self.sizes_in(p)
+        extents: dict[str, Any] = {name: sizes[name] for name in self.fixed}
+
+        def extent(axis: str) -> Any:
+            if not binds(axis) or axis.endswith("+1"):
+                return sym_int()
+            return extents.setdefault(axis, sym_int(divisibility=divisors.get(axis, 1)))
+
+        def fake(operand: Operand, kind: str) -> Any:
+            element, shape = backend.type_of(kind), tuple(map(extent, operand.axes))
+            align = self.elements(p, operand, kind)
+            apart = align if operand.strides else 1
+            steps = (*[sym_int(operand.bits, divisibility=apart) for _ in shape[1:]], 1)
+            return make_fake_tensor(element, shape, stride=steps, assumed_align=align * BYTES[kind])
+
+        kinds = [(operand, self.kind(p, name)) for name, operand in self.operands.items()]
+        return [None if kind is None else fake(operand, kind) for operand, kind in kinds]
+
+    def elements(self, p: P, operand: Operand, kind: str) -> int:
+        """How many elements divide an operand's address and outer strides."""
+        if isinstance(operand.align, str):
+            return int(getattr(p, operand.align))
+        return max(1, (operand.align or 1) // BYTES[kind])
+
+    def build(self, p: P, c: C, gpu: GpuSpec) -> Artifact:
+        from cutekernels.backends import cute as backend
+
+        return backend.compile(self.body(p, c, gpu), *self.fakes(p), *self.further(p, c), gpu=gpu)
+
+    def bind(self, p: P, c: C, kernel: Callable[..., Any]) -> Callable[..., Any]:
+        return kernel
+
+    # -- from tensors to problems, and back
+
+    def takes(self, name: str, t: Tensor) -> bool:
+        operand = self.operands[name]
+        return operand.aligned(t) and (t.stride(-1) == 1 if operand.strides else t.is_contiguous())
+
+    def layout(self, named: Named, sizes: Sizes, found: Mapping[str, Any]) -> dict[str, Scalar]:
+        """Each field that tells an alignment: the most elements of its values that the operands so declared allow."""
+        bits: dict[str, int] = {}
+        for name, operand in self.operands.items():
+            if isinstance(operand.align, str) and (t := named[name]) is not None:
+                bits[operand.align] = bits.get(operand.align, 0) | alignment(t)
+        declared = self.Problem.__dataclass_fields__
+        return {f: max(v for v in declared[f].metadata["values"] if not b % v) for f, b in bits.items()}
+
+    def place(self, p: P, name: str, result: Tensor) -> Tensor:
+        operand = self.operands[name]
+        return place_rows(result, getattr(p, operand.align)) if isinstance(operand.align, str) else result
+
+    def arrange(self, p: P, name: str, values: Tensor) -> Tensor:
+        operand = self.operands[name]
+        if not isinstance(operand.align, str):
+            return values
+        return place_rows(values, getattr(p, operand.align)).copy_(values)
+
+
+def place_rows(t: Tensor, align: int) -> Tensor:
+    """Memory as large as ``t`` whose pitch divides by ``align`` elements, and by no more where that is less than 8."""
+    cols = t.shape[-1]
+    pitch = -(-cols // 8) * 8 + (0 if align >= 8 else align)
+    return t.new_empty((*t.shape[:-1], pitch))[..., :cols]

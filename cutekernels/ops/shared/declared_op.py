@@ -1,0 +1,298 @@
+"""An op over declared operands: all that follows from them, whichever language its kernels are written in.
+
+What remains to an op: its problem and config, its kernels, its rules, default and reference, and what is special about
+it (hooks below, each with what most ops want).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from cutekernels.errors import UnsupportedProblem
+from cutekernels.op import C, P, Scalar, Work
+from cutekernels.ops.shared.checks import check_dtype, check_tensor
+from cutekernels.ops.shared.dtypes import BYTES, GPU_DTYPES, TYPES, WIDEST_BYTES
+from cutekernels.ops.shared.laid_out import place_as
+from cutekernels.ops.shared.operands import Leads, Looks, Named, Operand, Sizes, bits_of, shape_of, sizes_of
+from cutekernels.ops.shared.strides import overlaps_itself
+from cutekernels.ops.shared.tensor_op import TensorOp
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+_SCHEMA_TYPES = {"fp32": "float", "i32": "int", "i64": "SymInt"}
+
+
+class DeclaredOp(TensorOp[P, C]):
+    """An op whose tensors are :class:`~cutekernels.ops.shared.operands.Operand` attributes of its class."""
+
+    scalar_types: ClassVar[Mapping[str, str]] = {}
+    """Numbers of a call and their types."""
+    scalar_samples: ClassVar[Mapping[str, float]] = {}
+    operands: ClassVar[dict[str, Operand]] = {}
+    beyond: ClassVar[tuple[str, ...]] = ()
+    """Options that may have values beyond a problem's where no kernel runs."""
+    flattens = False  # each operand says for itself, in ``takes``
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        own = {name: value for name, value in vars(cls).items() if isinstance(value, Operand)}
+        if own:
+            cls.operands = dict(sorted(own.items(), key=lambda item: not item[1].result))
+            cls.results = tuple(name for name, operand in cls.operands.items() if operand.result)
+            cls.inputs = tuple(name for name, operand in cls.operands.items() if not operand.result)
+        cls.scalars = tuple(cls.scalar_types)
+        if cls.operands and hasattr(cls, "Problem") and "schema" not in vars(cls):
+            kinds = {f.name: f.type for f in fields(cls.Problem)}
+            words = [f"Tensor{'?' if cls.operands[name].optional else ''} {name}" for name in cls.inputs]
+            words += [f"{kinds[name]} {name}" for name in cls.options]
+            words += [f"{_SCHEMA_TYPES[kind]} {name}" for name, kind in cls.scalar_types.items()]
+            cls.schema = ", ".join(words)
+
+    # -- hooks
+
+    def derive(self, sizes: Sizes, **options: Any) -> None:
+        """Adds extents that follow from others and from options. Raises ValueError where those given contradict."""
+
+    def refuse(self, named: Named, sizes: Sizes, **options: Any) -> None:
+        """Raises UnsupportedProblem for what is special about the op."""
+
+    def facts(self, named: Named, sizes: Sizes) -> Mapping[str, Scalar]:
+        """Fields of the problem that do not follow from the operands' declarations."""
+        return {}
+
+    def draw_scalars(self, p: P, generator: torch.Generator) -> tuple[Any, ...]:
+        """A sample's numbers."""
+        return tuple([self.scalar_samples[name] for name in self.scalars])
+
+    def leads_in(self, p: P) -> dict[str, tuple[int, ...]]:
+        """The leading dimensions that a sample has in the place of flattened axes; by default one for each."""
+        return {}
+
+    def draw(self, p: P, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor | None:
+        """Random values of input ``name``, contiguous; None for standard normal ones."""
+        return None
+
+    def arrange(self, p: P, name: str, values: Tensor) -> Tensor:
+        """A sample's ``values`` of the laid input ``name`` in memory that poses ``p``."""
+        return place_as(values, p)
+
+    def place(self, p: P, name: str, result: Tensor) -> Tensor:
+        """Memory for ``result`` that lies as ``p`` says."""
+        operand, pitch = self.operands[name], 0
+        if hasattr(p, "pitch") and operand.laid and operand.strides and result.dim() > 1:
+            pitch = p.pitch(result.shape[-1], result.element_size())
+        if pitch <= result.shape[-1]:
+            return result
+        return result.new_empty((*result.shape[:-1], pitch))[..., : result.shape[-1]]
+
+    def result(self, name: str, named: Named, sizes: Sizes, leads: Leads, **options: Any) -> Looks:
+        """The shape of result ``name``, and the types it may have: the first one where it is allocated here."""
+        operand = self.operands[name]
+        return shape_of(operand, sizes, leads), self._type(operand, self._dtype(named, options))
+
+    # -- from tensors to problems
+
+    def takes(self, name: str, t: Tensor) -> bool:
+        return self.operands[name].taken(t)
+
+    def _by_name(self, inputs: Sequence[Any], results: Sequence[Any] = ()) -> dict[str, Tensor | None]:
+        names = (*(self.results if results else ()), *self.inputs)
+        return dict(zip(names, (*results, *inputs), strict=True))
+
+    def _integers(self, options: Mapping[str, Any]) -> Sizes:
+        import torch
+
+        kinds: Any = (int, torch.SymInt)
+        return {name: n for name, n in options.items() if isinstance(n, kinds) and not isinstance(n, bool)}
+
+    def _pose(self, named: Named, **options: Any) -> tuple[Sizes, dict[str, torch.Size]]:
+        """Extents and leading dimensions of the inputs, what follows from them included."""
+        declared = {name: operand for name, operand in self.operands.items() if name in named and not operand.result}
+        derive = partial(self.derive, **options)
+        return sizes_of(self.name, declared, {name: named[name] for name in declared}, self._integers(options), derive)
+
+    def _type(self, operand: Operand, main: torch.dtype) -> tuple[torch.dtype, ...]:
+        """Types that ``operand`` may have."""
+        if operand.dtype in TYPES:
+            return (TYPES[operand.dtype],)
+        if operand.dtype == "dtype":
+            return (main,)
+        import torch
+
+        wide = torch.float64 if main == torch.float64 else torch.float32
+        if operand.dtype == "wide":
+            return (wide,)
+        values = self.Problem.__dataclass_fields__[operand.dtype].metadata["values"]
+        kinds = {"same": (main,), "fp32": (wide, torch.float32)}
+        return tuple([t for value in values if value != "none" for t in kinds.get(value) or (TYPES[value],)])
+
+    def _main(self, named: Named) -> Tensor:
+        """The operand whose type is the op's: the first one declared so, inputs before results, else the first."""
+        given = [(self.operands[name], t) for name, t in named.items() if t is not None]
+        given.sort(key=lambda item: item[0].result)
+        return next((t for o, t in given if o.dtype == "dtype"), given[0][1])
+
+    def _dtype(self, named: Named, options: Mapping[str, Any]) -> torch.dtype:
+        """The type of the op: its option ``dtype``, or that of the main operand."""
+        return TYPES[options["dtype"]] if "dtype" in options else self._main(named).dtype
+
+    def admit(self, inputs: Sequence[Tensor | None], results: Sequence[Tensor] = (), **options: Any) -> None:
+        named = self._by_name(inputs, results)
+        named = {name: named[name] for name in (*self.inputs, *named)}  # inputs are looked at first
+        for name, t in named.items():
+            check_tensor(self.name, name, t, optional=self.operands[name].optional)
+        main = self._main(named)
+        self._check_options(main, options)
+        if "dtype" not in options and any(operand.dtype == "dtype" for operand in self.operands.values()):
+            check_dtype(self, main)
+        for name, t in named.items():
+            if t is None:
+                continue
+            allowed = self._type(self.operands[name], self._dtype(named, options))
+            if t.dtype not in allowed:
+                kinds = " or ".join(str(kind).removeprefix("torch.") for kind in dict.fromkeys(allowed))
+                raise UnsupportedProblem(f"{self.name} takes {name} in {kinds}; got {t.dtype}: convert it")
+            if t.device != main.device:
+                raise UnsupportedProblem(
+                    f"{self.name} takes operands of one device; {name} is on {t.device}, not {main.device}: move it"
+                )
+        sizes, leads = self._pose(named, **options)
+        self.refuse(named, sizes, **options)
+        for name, out in zip(self.results, results, strict=bool(results)):
+            shape, types = self.result(name, named, sizes, leads, **options)
+            if out.shape != shape or out.dtype not in types:
+                raise UnsupportedProblem(
+                    f"{self.name} writes {name} {tuple(shape)} in {types[0]}; got {tuple(out.shape)} in {out.dtype}"
+                )
+            if overlaps_itself(out):
+                raise UnsupportedProblem(
+                    f"{name} must not overlap itself: an expanded tensor has one address for many elements"
+                )
+
+    def _check_options(self, main: Tensor, options: Mapping[str, Any]) -> None:
+        for name in self.options:
+            declared = self.Problem.__dataclass_fields__[name].metadata
+            if "values" not in declared or (name in self.beyond and not main.is_cuda):
+                continue
+            if not any(options[name] == v and type(options[name]) is type(v) for v in declared["values"]):
+                values = ", ".join(map(str, declared["values"]))
+                raise UnsupportedProblem(f"{self.name}: {name} must be one of {values}; it is {options[name]!r}")
+
+    def fresh(self, *inputs: Tensor | None, **options: Any) -> tuple[Tensor, ...]:
+        named = self._by_name(inputs)
+        main = self._main(named)
+        sizes, leads = self._pose(named, **options)
+        found = [self.result(name, named, sizes, leads, **options) for name in self.results]
+        return tuple([main.new_empty(shape, dtype=types[0]) for shape, types in found])
+
+    def problem(self, *operands: Tensor | None, **options: Any) -> P:
+        named = dict(zip((*self.results, *self.inputs), operands, strict=True))
+        main = self._main(named)
+        sizes, _ = self._pose(named, **options)
+        declared = self.Problem.__dataclass_fields__
+        found: dict[str, Any] = {name: sizes[name] for name in declared if name in sizes}
+        dtype = self._dtype(named, options)
+        if "dtype" in declared and "dtype" not in options:
+            if main.dtype not in GPU_DTYPES.names:
+                raise UnsupportedProblem(
+                    f"{self.name} on a GPU takes {', '.join(GPU_DTYPES.names.values())}; got {main.dtype}"
+                )
+            found["dtype"] = GPU_DTYPES.names[main.dtype]
+        for name, operand in self.operands.items():
+            t = named[name]
+            if operand.given is not None:
+                found[operand.given] = t is not None
+            elif operand.dtype in declared and operand.dtype != "dtype":
+                found[operand.dtype] = self._type_word(operand, t, dtype)
+        found |= {**self.facts(named, sizes), **options}
+        return self.Problem(**found, **self.layout(named, sizes, found))
+
+    def _type_word(self, operand: Operand, t: Tensor | None, main: torch.dtype) -> str:
+        """The type of ``t`` as the operand's field of the problem has it: the first of its values that means that."""
+        values = self.Problem.__dataclass_fields__[operand.dtype].metadata["values"]
+        if t is None:
+            return "none" if "none" in values else str(values[0])
+        return next(str(v) for v in values if v != "none" and (main if v == "same" else TYPES[v]) == t.dtype)
+
+    def layout(self, named: Named, sizes: Sizes, found: Mapping[str, Any]) -> dict[str, Scalar]:
+        """The fields ``layout`` and ``align``, where the problem has them."""
+        declared = {f.name: f for f in fields(self.Problem)}
+        values = declared["layout"].metadata["values"] if "layout" in declared else ()
+        laid = [(self.operands[name], t) for name, t in named.items() if self.operands[name].laid and t is not None]
+        laid = [(operand, t) for operand, t in laid if t.numel()]
+        if values and any(operand.walk(t)[-1] != 1 for operand, t in laid):
+            return {"layout": "strided"}
+        dense = "dense" in values and all(t.is_contiguous() for _, t in laid)
+        layout: dict[str, Scalar] = {"layout": "dense" if dense else "rows"} if values else {}
+        if "align" in declared:
+            bits = WIDEST_BYTES
+            aligned = getattr(self.Problem, "aligns_rows", None)
+            if aligned is not None:
+                bits |= sizes[aligned] * BYTES[found["dtype"]]
+            for operand, t in laid:
+                bits |= bits_of(operand, t, pitches=not dense)
+            layout["align"] = bits & -bits
+        return layout
+
+    # -- what a problem looks like
+
+    def options_of(self, p: P) -> dict[str, Any]:
+        """A call's options."""
+        return {name: getattr(p, name) for name in self.options}
+
+    def kind(self, p: P, name: str) -> str | None:
+        """The type of an operand's elements for the kernel; None for one that is absent."""
+        operand = self.operands[name]
+        if operand.given is not None and not getattr(p, operand.given):
+            return None
+        if operand.dtype in TYPES or operand.dtype == "wide":
+            return "fp32" if operand.dtype == "wide" else operand.dtype
+        value: str = getattr(p, operand.dtype)
+        return None if value == "none" else str(getattr(p, "dtype", None)) if value == "same" else value
+
+    def sizes_in(self, p: P) -> Sizes:
+        """Extents by name, as a problem has them."""
+        sizes = {f.name: value for f in fields(p) if type(value := getattr(p, f.name)) is int}
+        self.derive(sizes, **self.options_of(p))
+        return sizes
+
+    def outputs(self, p: P, *args: Any) -> tuple[Tensor, ...]:
+        fresh = self.fresh(*args[: len(self.inputs)], **self.options_of(p))
+        return tuple([self.place(p, name, t) for name, t in zip(self.results, fresh, strict=True)])
+
+    def sample(self, p: P, device: str, seed: int) -> tuple[Any, ...]:
+        import torch
+
+        generator = torch.Generator(device).manual_seed(seed)
+        sizes, leads = self.sizes_in(p), self.leads_in(p)
+        args: list[Any] = []
+        for name in self.inputs:
+            kind, operand = self.kind(p, name), self.operands[name]
+            if kind is None:
+                args.append(None)
+                continue
+            shape = shape_of(operand, sizes, leads)
+            values = self.draw(p, name, shape, generator)
+            if values is None:
+                values = torch.randn(shape, generator=generator, device=device, dtype=torch.float32)
+            values = values.to(TYPES[kind])
+            args.append(self.arrange(p, name, values) if operand.laid else values)
+        return (*args, *self.draw_scalars(p, generator))
+
+    def bytes(self, p: P) -> float:
+        """Bytes of all operands, each moved once."""
+        sizes, leads, total = self.sizes_in(p), self.leads_in(p), 0
+        for name, operand in self.operands.items():
+            kind = self.kind(p, name)
+            if kind is not None:
+                total += math.prod(shape_of(operand, sizes, leads)) * BYTES[kind]
+        return float(total)
+
+    def work(self, p: P) -> Work:
+        return Work(flops=0.0, bytes=self.bytes(p))
