@@ -125,13 +125,13 @@ def test_wrong_offsets_are_refused_on_the_cpu(offsets: list[int]) -> None:
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"offsets": OFFSETS.long()}, "offsets must be int32"),
-        ({"offsets": OFFSETS[:-1]}, r"offsets must be \(E \+ 1,\)"),
+        ({"offsets": OFFSETS.long()}, "takes offsets in int32; got torch.int64: convert it"),
+        ({"offsets": OFFSETS[:-1]}, r"got .*offsets \(\d,\).*: offsets does not fit"),
         ({"x": torch.zeros(13, 5, dtype=torch.float64)}, "takes x"),
-        ({"weight": torch.zeros(5, 7, 6)}, "one dtype"),
-        ({"bias": torch.zeros(5, 6, dtype=torch.float64)}, "takes bias"),
+        ({"weight": torch.zeros(5, 7, 6)}, "takes weight in float64; got torch.float32: convert it"),
+        ({"bias": torch.zeros(5, 6, dtype=torch.float64)}, "bias does not fit"),
         ({"activation": "swish"}, "activation must be one of"),
-        ({"out": torch.zeros(13, 8, dtype=torch.float64)}, "out must be"),
+        ({"out": torch.zeros(13, 8, dtype=torch.float64)}, r"writes out \(13, 7\)"),
         ({"x": None}, "torch.Tensor"),
     ],
 )

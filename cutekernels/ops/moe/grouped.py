@@ -6,11 +6,10 @@ A group is the rows of one expert, from ``offsets[e]`` to ``offsets[e + 1]``, as
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache, reduce
+from functools import lru_cache
 from itertools import pairwise
-from operator import or_
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from cutekernels import rates
@@ -19,7 +18,7 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.kernels.activations import ACTIVATIONS
 from cutekernels.op import Problem, Work, extent, ladder, plain
 from cutekernels.ops.activations.op import SILU_MUL, GluProblem
-from cutekernels.ops.gemm.epilogue import GATED, activate, bias_bytes, draw_bias, kind_of
+from cutekernels.ops.gemm.epilogue import GATED, activate, bias_bytes
 from cutekernels.ops.gemm.multistage import MULTISTAGE
 from cutekernels.ops.gemm.problem import ELEMENT_BYTES, GemmConfig, GemmProblem, since_revision_1
 from cutekernels.ops.gemm.schedule import Extras, GemmSchedule, extras_of
@@ -31,10 +30,8 @@ from cutekernels.ops.moe.grouped_schedules import (
     row_tiles,
 )
 from cutekernels.ops.moe.permute import check_extents
-from cutekernels.ops.shared.checks import check_dtype, check_results, present
-from cutekernels.ops.shared.dtypes import DTYPES
-from cutekernels.ops.shared.strides import alignment
-from cutekernels.ops.shared.tensor_op import TensorOp
+from cutekernels.ops.shared.cute_op import CuteOp
+from cutekernels.ops.shared.operands import Array, Matrix, Named, Sizes
 from cutekernels.ops.shared.tolerance import rounded_operand_depth
 from cutekernels.rules import EVERY, Among
 
@@ -42,7 +39,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from cutekernels.backends import Artifact
     from cutekernels.gpu import GpuSpec
 
 _GRID = 2**31 - 1
@@ -93,14 +89,14 @@ class GroupedProblem(Problem):
         return max(1, min(self.experts, self.rows))
 
 
-class _GroupedOp(TensorOp[GroupedProblem, GemmConfig]):
-    """Shared by both: one product's rules and model are those of gemm's schedules."""
+class GroupedProduct:
+    """What both have in common: one product's rules and model are those of gemm's schedules."""
 
     Problem = GroupedProblem
     Config = GemmConfig
-    in_place = False
-    flattens = False
-    sample_kinds = len(SPREADS)
+    in_place: ClassVar[bool] = False
+    sample_kinds: ClassVar[int] = len(SPREADS)
+    name: ClassVar[str]
     along: ClassVar[str]
     warpgroup: ClassVar[GroupsSchedule]
 
@@ -185,45 +181,28 @@ class _GroupedOp(TensorOp[GroupedProblem, GemmConfig]):
 
     # -- kernel
 
-    def build(self, p: GroupedProblem, c: GemmConfig, gpu: GpuSpec) -> Artifact:
-        import cutlass
-        from cutlass.cute.runtime import make_fake_tensor
-
-        from cutekernels.backends import cute as backend
+    def body(self, p: GroupedProblem, c: GemmConfig, gpu: GpuSpec) -> Any:
         from cutekernels.kernels.cute.moe.multistage_grouped import MultistageGrouped
 
-        dtype = backend.type_of(p.dtype)
-        sym = cutlass.cute.sym_int
-
-        def operand(*shape: Any, major: int = -1) -> Any:
-            """``major``: the contiguous mode; the other strides are 64 bits wide."""
-            strides: list[Any] = [sym(64, divisibility=p.align) for _ in shape]
-            strides[major] = 1
-            return make_fake_tensor(dtype, shape, stride=tuple(strides), assumed_align=p.align * ELEMENT_BYTES)
-
-        rows, groups = sym(), sym()
-        n, k = sym(divisibility=p.align), sym(divisibility=p.align)
-        weight_rows = sym(divisibility=p.align) if p.gated and c.body != MULTISTAGE.name else n
-        ends = backend.dense(cutlass.Int32, None)
         most, extras = _largest_product(self, p)
         body = self.schedule(c).body(most, c, gpu, extras)
-        if c.body == MULTISTAGE.name:
-            body = MultistageGrouped(body, self.along)
-        if self.along == "k":
-            return backend.compile(body, operand(groups, n, k), operand(rows, n), operand(rows, k), ends, None, gpu=gpu)
-        bias = backend.bias(p.bias, dtype, groups, None, bits=64)
-        weight = operand(groups, weight_rows, k, major=-1 if p.weight == "k" else -2)
-        return backend.compile(body, operand(rows, n), operand(rows, k), weight, ends, bias, gpu=gpu)
+        return MultistageGrouped(body, self.along) if c.body == MULTISTAGE.name else body
 
-    def outputs(self, p: GroupedProblem, *args: Any) -> tuple[Tensor, ...]:
-        return self.fresh(*args)
+    def divisors(self, p: GroupedProblem) -> dict[str, int]:
+        return dict.fromkeys(("n", "k", "weight_rows"), p.align)
 
-    # -- calls
+    def refuse(self, named: Named, sizes: Sizes, **options: Any) -> None:
+        check_extents(sizes["rows"], sizes["experts"])
 
-    def takes(self, name: str, t: Tensor) -> bool:
+    def draw(self, p: GroupedProblem, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor | None:
+        import torch
+
         if name == "offsets":
-            return t.is_contiguous()
-        return t.stride(-1) == 1 or (name == "weight" and t.stride(-2) == 1)
+            return sample_offsets(p.rows, p.experts, SPREADS[generator.initial_seed() % len(SPREADS)], generator)
+        if name != "weight":
+            return None
+        values: Tensor = torch.randn(shape, generator=generator, device=generator.device)
+        return values.mul_(max(1, p.k) ** -0.5)
 
     def moved_experts(self, p: GroupedProblem) -> float:
         """Experts whose matrices a launch reads or writes, on the mean of its samples."""
@@ -240,7 +219,7 @@ class _GroupedOp(TensorOp[GroupedProblem, GemmConfig]):
 
 
 @rates.remember
-def _default(op: _GroupedOp, p: GroupedProblem, gpu: GpuSpec) -> GemmConfig:
+def _default(op: GroupedProduct, p: GroupedProblem, gpu: GpuSpec) -> GemmConfig:
     # The bodies' models do not compare; warp groups led at all sizes: docs/notes/moe.md#two-bodies (H200, 2026-11-24)
     # Of few columns there may be no tile of warp groups that suits them.
     found = op.best(p, gpu, op.warpgroup) or op.best(p, gpu, MULTISTAGE)
@@ -249,13 +228,13 @@ def _default(op: _GroupedOp, p: GroupedProblem, gpu: GpuSpec) -> GemmConfig:
 
 
 @lru_cache(256)
-def _largest_product(op: _GroupedOp, p: GroupedProblem) -> tuple[GemmProblem, Extras]:
+def _largest_product(op: GroupedProduct, p: GroupedProblem) -> tuple[GemmProblem, Extras]:
     """The largest product of a group, and what is done beside it: what the bodies' rules look at."""
     return op.one(p, most=True), op.extras(p)
 
 
-class GroupedGemm(_GroupedOp):
-    """Arguments: x ``(T, K)``, weight ``(E, N, K)``, offsets ``(E + 1,)``, bias ``(E, N)`` or None."""
+class GroupedGemm(GroupedProduct, CuteOp[GroupedProblem, GemmConfig]):
+    """A row's group has a matrix of ``weight_rows``, of which out has half as many columns where gated."""
 
     name = "grouped_gemm"
     revision = 2
@@ -272,10 +251,12 @@ class GroupedGemm(_GroupedOp):
         "rows=300 n=200 k=136 experts=5 weight=n dtype=fp16 activation=silu",
         "rows=77 n=131 k=65 experts=3 bias=fp32 align=1",
     )
-    results = ("out",)
-    inputs = ("x", "weight", "offsets", "bias")
+    out = Matrix("rows", "n", result=True, align="align", bits=64)
+    x = Matrix("rows", "k", align="align", bits=64)
+    weight = Array("experts", "weight_rows", "k", align="align", bits=64, major="weight")
+    offsets = Array("experts+1", dtype="i32", strides=())
+    bias = Array("experts", "weight_rows", dtype="bias", optional=True, bits=64)
     options = ("activation",)
-    schema = "Tensor x, Tensor weight, Tensor offsets, Tensor? bias, str activation"
 
     def one(self, p: GroupedProblem, *, most: bool = False) -> GemmProblem:
         m, batch = (p.rows, 1) if most else (-(-p.rows // p.hit), p.hit)
@@ -310,69 +291,27 @@ class GroupedGemm(_GroupedOp):
 
         return chain_of_two
 
-    def admit(self, inputs: Sequence[Tensor | None], results: Sequence[Tensor] = (), **options: Any) -> None:
-        import torch
+    def same_extents(self, p: GroupedProblem, c: GemmConfig) -> dict[str, str]:
+        return {} if p.gated and c.body != MULTISTAGE.name else {"n": "weight_rows"}
 
-        x, weight, offsets, bias = inputs
-        assert x is not None and weight is not None and offsets is not None
-        check_dtype(self, x)
-        if x.dim() != 2 or weight.dim() != 3 or x.shape[1] != weight.shape[2]:
-            raise _misfit("x (T, K) and weight (E, N, K)", x, weight)
-        if bias is not None and bias.shape != weight.shape[:2]:
-            raise _misfit("bias (E, N) of weight (E, N, K)", bias, weight)
-        _check_alike(x, weight, *(() if bias is None or bias.dtype == torch.float32 else (bias,)), *results)
-        check_offsets(offsets, x, weight.shape[0])
-        if bias is not None and bias.device != x.device:
-            raise UnsupportedProblem(f"bias must be on x's device {x.device}; it is on {bias.device}")
-        if options["activation"] not in (*ACTIVATIONS, GATED):
-            known = ", ".join((*ACTIVATIONS, GATED))
-            raise UnsupportedProblem(f"activation must be one of {known}; it is {options['activation']!r}")
-        if options["activation"] == GATED and weight.shape[1] % 2:
-            raise UnsupportedProblem(f"{GATED} takes weight (E, 2 * N, K), gate and up; it is {tuple(weight.shape)}")
-        _check_fit(results, (x.shape[0], _columns(weight, **options)))
-
-    def fresh(self, *inputs: Tensor | None, **options: Any) -> tuple[Tensor, ...]:
-        x, weight = inputs[:2]
-        assert x is not None and weight is not None
-        return (x.new_empty((x.shape[0], _columns(weight, **options))),)
-
-    def outputs(self, p: GroupedProblem, *args: Any) -> tuple[Tensor, ...]:
-        return self.fresh(*args, activation=p.activation)
-
-    def problem(self, *operands: Tensor | None, **options: Any) -> GroupedProblem:
-        out, x, weight, _, bias = operands
-        assert out is not None and x is not None and weight is not None
-        experts, _, k = weight.shape
-        major = "k" if weight.stride(-1) == 1 else "n"
-        align = _align(out, x, weight)
-        n, activation = _columns(weight, **options), options["activation"]
-        return GroupedProblem(
-            x.shape[0], n, k, experts, DTYPES.names[x.dtype], major, kind_of(bias, x), activation, align
-        )
-
-    def sample(self, p: GroupedProblem, device: str, seed: int) -> tuple[Any, ...]:
-        import torch
-
-        draw = torch.Generator(device=device).manual_seed(seed)
-        x = _normal(draw, DTYPES[p.dtype], p.align, p.rows, p.k)
-        shape = (p.weight_rows, p.k) if p.weight == "k" else (p.k, p.weight_rows)
-        weight = _normal(draw, DTYPES[p.dtype], p.align, p.experts, *shape) * max(1, p.k) ** -0.5
-        bias = draw_bias(p, draw, p.experts, p.weight_rows)
-        offsets = sample_offsets(p.rows, p.experts, SPREADS[seed % len(SPREADS)], draw)
-        return x, weight if p.weight == "k" else weight.mT, offsets, bias
+    def derive(self, sizes: Sizes, **options: Any) -> None:
+        halves = 1 + (options["activation"] == GATED)
+        rows = sizes.setdefault("weight_rows", halves * sizes.get("n", 0))
+        if rows % halves:
+            raise ValueError(f"{GATED} takes weight (E, 2 * N, K), gate and up; it has {rows} rows")
+        sizes["n"] = rows // halves
 
     def variant(self, p: GroupedProblem, args: tuple[Any, ...], seed: int) -> tuple[Any, ...]:
         import torch
 
         x, weight, _, bias = args
         draw = torch.Generator(device=x.device).manual_seed(seed)
-        other = _normal(draw, DTYPES[p.dtype], p.align, p.rows, p.k)
-        return other, weight, sample_offsets(p.rows, p.experts, SPREADS[seed % len(SPREADS)], draw), bias
+        other = self.arrange(p, "x", torch.randn(x.shape, generator=draw, device=draw.device).to(x.dtype))
+        return other, weight, self.draw(p, "offsets", (), draw), bias
 
     def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
-
         x, weight, offsets, bias = args
-        out = x.new_zeros((x.shape[0], _columns(weight, **options)))
+        out = x.new_zeros((x.shape[0], weight.shape[1] // (1 + (options["activation"] == GATED))))
         for e, (begin, end) in enumerate(groups_of(offsets, x.shape[0])):
             y = x[begin:end].double() @ weight[e].double().mT
             if bias is not None:
@@ -381,8 +320,8 @@ class GroupedGemm(_GroupedOp):
         return (out,)
 
 
-class GroupedGemmWgrad(_GroupedOp):
-    """Arguments: dout ``(T, N)``, x ``(T, K)``, offsets ``(E + 1,)``. Result: dweight ``(E, N, K)``."""
+class GroupedGemmWgrad(GroupedProduct, CuteOp[GroupedProblem, GemmConfig]):
+    """The gradient of the groups' matrices, from that of a product's rows and from the rows."""
 
     name = "grouped_gemm_wgrad"
     revision = 2
@@ -396,9 +335,10 @@ class GroupedGemmWgrad(_GroupedOp):
         "rows=300 n=200 k=136 experts=5 dtype=fp16",
         "rows=77 n=131 k=65 experts=3 align=1",
     )
-    results = ("dweight",)
-    inputs = ("dout", "x", "offsets")
-    schema = "Tensor dout, Tensor x, Tensor offsets"
+    dweight = Array("experts", "n", "k", result=True, align="align", bits=64)
+    dout = Matrix("rows", "n", align="align", bits=64)
+    x = Matrix("rows", "k", align="align", bits=64)
+    offsets = Array("experts+1", dtype="i32", strides=())
 
     def one(self, p: GroupedProblem, *, most: bool = False) -> GemmProblem:
         depth, batch = (p.rows, 1) if most else (-(-p.rows // p.hit), p.experts)
@@ -416,31 +356,8 @@ class GroupedGemmWgrad(_GroupedOp):
     def bind(self, p: GroupedProblem, c: GemmConfig, kernel: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *operands: kernel(*operands, None)
 
-    def admit(self, inputs: Sequence[Tensor | None], results: Sequence[Tensor] = (), **options: Any) -> None:
-        dout, x, offsets = inputs
-        assert dout is not None and x is not None and offsets is not None
-        check_dtype(self, x)
-        if dout.dim() != 2 or x.dim() != 2 or dout.shape[0] != x.shape[0]:
-            raise _misfit("dout (T, N) and x (T, K)", dout, x)
-        _check_alike(x, dout, *results)
-        check_offsets(offsets, x, None)
-        _check_fit(results, (offsets.shape[0] - 1, dout.shape[1], x.shape[1]))
-
-    def fresh(self, *inputs: Tensor | None, **options: Any) -> tuple[Tensor, ...]:
-        dout, x, offsets = present(inputs)
-        return (x.new_empty((offsets.shape[0] - 1, dout.shape[1], x.shape[1])),)
-
-    def problem(self, *operands: Tensor | None, **options: Any) -> GroupedProblem:
-        dweight, dout, x, _ = present(operands)
-        dtype, align = DTYPES.names[x.dtype], _align(dweight, dout, x)
-        return GroupedProblem(x.shape[0], dout.shape[1], x.shape[1], dweight.shape[0], dtype, align=align)
-
-    def sample(self, p: GroupedProblem, device: str, seed: int) -> tuple[Any, ...]:
-        import torch
-
-        draw = torch.Generator(device=device).manual_seed(seed)
-        dout, x = (_normal(draw, DTYPES[p.dtype], p.align, p.rows, width) for width in (p.n, p.k))
-        return dout, x, sample_offsets(p.rows, p.experts, SPREADS[seed % len(SPREADS)], draw)
+    def further(self, p: GroupedProblem, c: GemmConfig) -> list[None]:
+        return [None]  # no bias
 
     def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
         dout, x, offsets = args
@@ -505,7 +422,7 @@ def sampled_experts(rows: int, experts: int) -> float:
     return math.fsum(expected_experts(spread, rows, experts) for spread in SPREADS) / len(SPREADS)
 
 
-def check_offsets(offsets: Tensor, x: Tensor, experts: int | None) -> None:
+def check_offsets(offsets: Tensor, x: Tensor) -> None:
     import torch
 
     if offsets.dim() != 1 or offsets.dtype != torch.int32 or offsets.device != x.device:
@@ -513,45 +430,4 @@ def check_offsets(offsets: Tensor, x: Tensor, experts: int | None) -> None:
             f"offsets must be int32 (E + 1,) on {x.device}; it is {offsets.dtype} {tuple(offsets.shape)} on "
             f"{offsets.device}: pass those of moe_permute"
         )
-    if experts is not None and offsets.shape[0] != experts + 1:
-        raise UnsupportedProblem(f"offsets must be (E + 1,) = ({experts + 1},); it is {tuple(offsets.shape)}")
     check_extents(x.shape[0], offsets.shape[0] - 1)
-
-
-def _columns(weight: Tensor, activation: str = "none") -> int:
-    """Number of out's columns."""
-    return weight.shape[1] // (2 if activation == GATED else 1)
-
-
-def _check_alike(x: Tensor, *others: Tensor) -> None:
-    for t in others:
-        if t.dtype != x.dtype or t.device != x.device:
-            raise UnsupportedProblem(
-                f"operands must have one dtype and device; got {x.dtype} on {x.device} and {t.dtype} on {t.device}"
-            )
-    if x.device.type == "cuda" and x.dtype not in DTYPES.names:
-        raise UnsupportedProblem(f"grouped products take fp16 and bf16; got {x.dtype}: cast it")
-
-
-def _check_fit(results: Sequence[Tensor], shape: tuple[int, ...]) -> None:
-    check_results(results)
-    for t in results:
-        if t.shape != shape:
-            raise UnsupportedProblem(f"out must be {tuple(shape)}; it is {tuple(t.shape)}")
-
-
-def _misfit(wanted: str, *got: Tensor) -> UnsupportedProblem:
-    return UnsupportedProblem(f"takes {wanted}; got shapes {' and '.join(str(tuple(t.shape)) for t in got)}")
-
-
-def _align(*operands: Tensor) -> int:
-    bits = reduce(or_, map(alignment, operands))
-    return bits & -bits
-
-
-def _normal(draw: torch.Generator, dtype: torch.dtype, align: int, *shape: int) -> Tensor:
-    """Standard normal rows whose pitch divides by ``align`` and, where that is less than 8, by no more."""
-    import torch
-
-    pitch = -(-shape[-1] // 8) * 8 + (0 if align == 8 else align)
-    return torch.randn((*shape[:-1], pitch), generator=draw, device=draw.device).to(dtype)[..., : shape[-1]]

@@ -19,7 +19,7 @@ def _rows(
     dout: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor | None, offsets: Tensor, code: str, group: int, k: int
 ) -> int:
     """Rows of all experts' weights."""
-    check_offsets(offsets, dout, None)
+    check_offsets(offsets, dout)
     total: int = packed.shape[0] * TILE
     check_weight(packed, scales, zeros, code, group, total, k)
     if dout.dim() != 2 or dout.shape[1] * (offsets.shape[0] - 1) != total:

@@ -144,12 +144,12 @@ def present(tensors: Sequence[Tensor | None]) -> list[Tensor]:
 
 
 def check_dtype(op: Op[Any, Any], t: Tensor) -> None:
-    """Refuses a type that no kernel takes."""
+    """Refuses a type that neither a kernel takes nor, on the CPU, the reference."""
     import torch
 
-    if t.dtype in GPU_DTYPES.names:
-        return
-    allowed = [*GPU_DTYPES.values(), *([torch.float64] if t.device.type == "cpu" else [])]
+    field = getattr(op, "Problem", None) and op.Problem.__dataclass_fields__.get("dtype")
+    kinds = [GPU_DTYPES[name] for name in (field.metadata["values"] if field and t.is_cuda else GPU_DTYPES)]
+    allowed = [*kinds, *([torch.float64] if t.device.type == "cpu" else [])]
     if t.dtype not in allowed:
         names = ", ".join(str(d).removeprefix("torch.") for d in allowed)
         raise UnsupportedProblem(f"{op.name} on {t.device.type} takes {names}; got {t.dtype}")

@@ -39,6 +39,10 @@ class CuteOp(DeclaredOp[P, C]):
         """What divides extents, by their names."""
         return {}
 
+    def same_extents(self, p: P, c: C) -> Mapping[str, str]:
+        """Extents that are the same in kernels: the name of another by that of one."""
+        return {}
+
     def further(self, p: P, c: C) -> Sequence[Any]:
         """Arguments behind the operands, as the compiler takes them: by default the numbers of a call."""
         from cutekernels.backends import cute as backend
@@ -47,30 +51,36 @@ class CuteOp(DeclaredOp[P, C]):
 
     # -- kernels
 
-    def fakes(self, p: P) -> list[Any]:
+    def fakes(self, p: P, c: C) -> list[Any]:
         """The operands of any launch of ``p`` as compilers see them. Extents of one name are one symbol."""
         from cutlass.cute import sym_int
         from cutlass.cute.runtime import make_fake_tensor
 
         from cutekernels.backends import cute as backend
 
-        divisors, sizes = self.divisors(p), self.sizes_in(p)
+        divisors, same, sizes = self.divisors(p), self.same_extents(p, c), self.sizes_in(p)
         extents: dict[str, Any] = {name: sizes[name] for name in self.fixed}
 
         def extent(axis: str) -> Any:
             if not binds(axis) or axis.endswith("+1"):
                 return sym_int()
-            return extents.setdefault(axis, sym_int(divisibility=divisors.get(axis, 1)))
+            name = same.get(axis, axis)
+            return extents.setdefault(name, sym_int(divisibility=divisors.get(name, 1)))
 
         def fake(operand: Operand, kind: str) -> Any:
             element, shape = backend.type_of(kind), tuple(map(extent, operand.axes))
             align = self.elements(p, operand, kind)
             apart = align if operand.strides else 1
-            steps = (*[sym_int(operand.bits, divisibility=apart) for _ in shape[1:]], 1)
-            return make_fake_tensor(element, shape, stride=steps, assumed_align=align * BYTES[kind])
+            steps = [sym_int(operand.bits, divisibility=apart) for _ in shape]
+            steps[self.contiguous(p, operand)] = 1
+            return make_fake_tensor(element, shape, stride=tuple(steps), assumed_align=align * BYTES[kind])
 
         kinds = [(operand, self.kind(p, name)) for name, operand in self.operands.items()]
         return [None if kind is None else fake(operand, kind) for operand, kind in kinds]
+
+    def contiguous(self, p: P, operand: Operand) -> int:
+        """The place of an operand's contiguous axis."""
+        return -1 if operand.major is None or getattr(p, operand.major) == operand.names[-1] else -2
 
     def elements(self, p: P, operand: Operand, kind: str) -> int:
         """How many elements divide an operand's address and outer strides."""
@@ -81,7 +91,7 @@ class CuteOp(DeclaredOp[P, C]):
     def build(self, p: P, c: C, gpu: GpuSpec) -> Artifact:
         from cutekernels.backends import cute as backend
 
-        return backend.compile(self.body(p, c, gpu), *self.fakes(p), *self.further(p, c), gpu=gpu)
+        return backend.compile(self.body(p, c, gpu), *self.fakes(p, c), *self.further(p, c), gpu=gpu)
 
     def bind(self, p: P, c: C, kernel: Callable[..., Any]) -> Callable[..., Any]:
         return kernel
@@ -90,16 +100,22 @@ class CuteOp(DeclaredOp[P, C]):
 
     def takes(self, name: str, t: Tensor) -> bool:
         operand = self.operands[name]
-        return operand.aligned(t) and (t.stride(-1) == 1 if operand.strides else t.is_contiguous())
+        if not operand.strides:
+            return operand.aligned(t) and t.is_contiguous()
+        return operand.aligned(t) and (t.stride(-1) == 1 or (operand.major is not None and t.stride(-2) == 1))
 
     def layout(self, named: Named, sizes: Sizes, found: Mapping[str, Any]) -> dict[str, Scalar]:
-        """Each field that tells an alignment: the most elements of its values that the operands so declared allow."""
-        bits: dict[str, int] = {}
+        """Contiguous axes, and for each field that tells an alignment the most elements of its values that fit."""
+        declared, bits = self.Problem.__dataclass_fields__, dict[str, int]()
+        lies: dict[str, Scalar] = {}
         for name, operand in self.operands.items():
-            if isinstance(operand.align, str) and (t := named[name]) is not None:
+            t = named[name]
+            if t is not None and isinstance(operand.align, str):
                 bits[operand.align] = bits.get(operand.align, 0) | alignment(t)
-        declared = self.Problem.__dataclass_fields__
-        return {f: max(v for v in declared[f].metadata["values"] if not b % v) for f, b in bits.items()}
+            if t is not None and operand.major is not None:
+                last, values = operand.names[-1], declared[operand.major].metadata["values"]
+                lies[operand.major] = last if t.stride(-1) == 1 else next(v for v in values if v not in (last, "none"))
+        return lies | {f: max(v for v in declared[f].metadata["values"] if not b % v) for f, b in bits.items()}
 
     def place(self, p: P, name: str, result: Tensor) -> Tensor:
         operand = self.operands[name]
@@ -109,6 +125,8 @@ class CuteOp(DeclaredOp[P, C]):
         operand = self.operands[name]
         if not isinstance(operand.align, str):
             return values
+        if self.contiguous(p, operand) == -2:
+            return place_rows(values.mT, getattr(p, operand.align)).mT.copy_(values)
         return place_rows(values, getattr(p, operand.align)).copy_(values)
 
 

@@ -199,10 +199,9 @@ class DeclaredOp(TensorOp[P, C]):
         found: dict[str, Any] = {name: sizes[name] for name in declared if name in sizes}
         dtype = self._dtype(named, options)
         if "dtype" in declared and "dtype" not in options:
-            if main.dtype not in GPU_DTYPES.names:
-                raise UnsupportedProblem(
-                    f"{self.name} on a GPU takes {', '.join(GPU_DTYPES.names.values())}; got {main.dtype}"
-                )
+            taken = declared["dtype"].metadata["values"]
+            if GPU_DTYPES.names.get(main.dtype) not in taken:
+                raise UnsupportedProblem(f"{self.name} on a GPU takes {', '.join(taken)}; got {main.dtype}")
             found["dtype"] = GPU_DTYPES.names[main.dtype]
         for name, operand in self.operands.items():
             t = named[name]

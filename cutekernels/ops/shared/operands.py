@@ -96,6 +96,8 @@ class Operand:
     or elements, which a field of the problem tells. None for an element."""
     bits: int = 32
     """Width of its strides in kernels."""
+    major: str | None = None
+    """The field of the problem that names its contiguous axis, of the last two."""
 
     @property
     def leads(self) -> bool:
@@ -169,6 +171,7 @@ def Array(
     laid: bool | None = None,
     align: str | int | None = None,
     bits: int = 32,
+    major: str | None = None,
 ) -> Operand:
     """A tensor of any rank. ``strides=()`` for one that kernels take contiguous; by default they are named as the axes.
 
@@ -176,7 +179,7 @@ def Array(
     """
     steps = tuple(axis.strip("*?") for axis in axes) if strides is None else tuple(strides)
     laid = dtype == "dtype" if laid is None else laid
-    return Operand(axes, dtype, steps, result, given, optional or given is not None, laid, align, bits)
+    return Operand(axes, dtype, steps, result, given, optional or given is not None, laid, align, bits, major)
 
 
 def Matrix(
