@@ -160,8 +160,8 @@ def test_refusals() -> None:
     for call, said in (
         (lambda: ck.rms_norm_linear(x, g, w.t()), "weight .N, K."),
         (lambda: ck.rms_norm_linear(x, g[:32], w), "norm_weight must be"),
-        (lambda: ck.rms_norm_linear(x, g, w, rstd=torch.ones(3)), "rstd must be"),
-        (lambda: ck.rms_norm_linear(x, g, w, rstd=torch.ones(4, dtype=BF16)), "rstd must be"),
+        (lambda: ck.rms_norm_linear(x, g, w, rstd=torch.ones(3)), "rstd does not fit"),
+        (lambda: ck.rms_norm_linear(x, g, w, rstd=torch.ones(4, dtype=BF16)), "takes rstd in float32 or float64; got torch.bfloat16"),
         (lambda: ck.rms_norm_linear(x, g, w, residual=x[:2], rstd=torch.ones(4)), "residual must have"),
         (lambda: ck.rms_norm_linear(x, g, w, residual=x[:2]), "each extent the same"),
         (lambda: ck.rms_norm_linear(x, g, w, activation="tanh"), "activation must be"),
@@ -292,7 +292,7 @@ def test_explain_says_which_path(op: NormLinear[Any]) -> None:
 
 
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
-def test_a_chain_s_parts_are_what_it_calls(op: NormLinear[Any]) -> None:
+def test_a_chain_s_parts_are_what_it_calls(op: NormLinear) -> None:
     """What is compiled ahead for a chain is what its ops look up, down to alignment."""
     for p in map(few_weights, map(op.Problem.parse, op.suite)):
         if p.layout != "aligned":
@@ -301,7 +301,7 @@ def test_a_chain_s_parts_are_what_it_calls(op: NormLinear[Any]) -> None:
         y = op.outputs(p, *args)[0]
         h = torch.empty(p.m, p.k, dtype=y.dtype)
         named = dict(zip(op.inputs, args, strict=False))
-        g, w = named["norm_weight"], args[op.weight_at]
+        g, w = named["norm_weight"], named.get("weight", named.get("w_gate_up"))
         z = torch.empty(p.m, w.shape[0], dtype=y.dtype)
         gate, up = z.chunk(2, -1) if op is LINEAR_SILU_MUL else (None, None)
         for part, posed in op.parts(p):
@@ -405,12 +405,12 @@ def test_more_refusals() -> None:
     x, g, w = randn(4, 64), randn(64), randn(32, 64)
     for call, said in (
         (lambda: ck.rms_norm_linear(x, g, w, residual=x, config=CHAIN), "config= is for one kernel"),
-        (lambda: ck.rms_norm_linear(x, g, w.float()), "weight must have x's dtype"),
-        (lambda: ck.rms_norm_linear(x, g, w, randn(31)), "bias must be"),
-        (lambda: ck.rms_norm_linear(x, g, w, out=randn(4, 31)), "out must be"),
+        (lambda: ck.rms_norm_linear(x, g, w.float()), "takes weight in bfloat16; got torch.float32: convert it"),
+        (lambda: ck.rms_norm_linear(x, g, w, randn(31)), "bias does not fit"),
+        (lambda: ck.rms_norm_linear(x, g, w, out=randn(4, 31)), r"writes y \(4, 32\)"),
         (lambda: ck.rms_norm_linear(x, g, w, out=x[:, :32]), "overlaps"),
         (lambda: ck.rms_norm_linear(x.int(), g, w.int()), "takes bfloat16"),
-        (lambda: ck.linear_silu_mul(x, w, norm_weight=g[:3]), "norm_weight must be"),
+        (lambda: ck.linear_silu_mul(x, w, norm_weight=g[:3]), "norm_weight does not fit"),
     ):
         with pytest.raises(UnsupportedProblem, match=said):
             call()

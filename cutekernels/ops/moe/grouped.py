@@ -188,7 +188,7 @@ class GroupedProduct:
         body = self.schedule(c).body(most, c, gpu, extras)
         return MultistageGrouped(body, self.along) if c.body == MULTISTAGE.name else body
 
-    def divisors(self, p: GroupedProblem) -> dict[str, int]:
+    def divisors(self, p: GroupedProblem, c: GemmConfig) -> dict[str, int]:
         return dict.fromkeys(("n", "k", "weight_rows"), p.align)
 
     def refuse(self, named: Named, sizes: Sizes, **options: Any) -> None:
@@ -255,7 +255,7 @@ class GroupedGemm(GroupedProduct, CuteOp[GroupedProblem, GemmConfig]):
     x = Matrix("rows", "k", align="align", bits=64)
     weight = Array("experts", "weight_rows", "k", align="align", bits=64, major="weight")
     offsets = Array("experts+1", dtype="i32", strides=())
-    bias = Array("experts", "weight_rows", dtype="bias", optional=True, bits=64)
+    bias = Array("experts", "weight_rows", dtype="bias", optional=True, align=1, bits=64)
     options = ("activation",)
 
     def one(self, p: GroupedProblem, *, most: bool = False) -> GemmProblem:

@@ -54,7 +54,7 @@ class QuantizedGroupedGemm(PackedProduct, CuteOp[QuantizedGroupedProblem, Quanti
     scales = Array("k/group", "total^64|total/128", dtype="scale", strides=(), align=16)
     zeros = Array("k/group", "total^64", dtype="u8", given="zeros", strides=(), align=16)
     offsets = Array("experts+1", dtype="i32", strides=())
-    bias = Array("experts", "weight_rows", dtype="bias", optional=True)
+    bias = Array("experts", "weight_rows", dtype="bias", optional=True, align=1)
     options = ("code", "group", "activation")
     scalar_types = {"alpha": "fp32", "limit": "fp32"}
     scalar_samples = {"alpha": ALPHA, "limit": LIMIT}
@@ -64,7 +64,7 @@ class QuantizedGroupedGemm(PackedProduct, CuteOp[QuantizedGroupedProblem, Quanti
     def body(self, p: QuantizedGroupedProblem, c: QuantizedConfig, gpu: GpuSpec) -> Any:
         return SCHEDULES[c.body].grouped_body(p, c)
 
-    def divisors(self, p: QuantizedGroupedProblem) -> dict[str, int]:
+    def divisors(self, p: QuantizedGroupedProblem, c: QuantizedConfig) -> dict[str, int]:
         return {"n": 8, "k": 8}
 
     def numbers(self, c: QuantizedConfig) -> list[Any]:

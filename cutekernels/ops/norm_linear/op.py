@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from cutekernels import dispatch, rates
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.kernels.activations import ACTIVATIONS, activated
-from cutekernels.op import Op, Problem, Work
+from cutekernels.kernels.activations import activated
+from cutekernels.op import Op, Problem, Scalar, Work
 from cutekernels.ops.activations.op import SILU_MUL, GluProblem
 from cutekernels.ops.gemm.coefficients import NORM
-from cutekernels.ops.gemm.epilogue import GATED, activate, kind_of
+from cutekernels.ops.gemm.epilogue import GATED, activate
 from cutekernels.ops.gemm.op import GEMM, SCHEDULES, nothing
 from cutekernels.ops.gemm.problem import ELEMENT_BYTES, WIDEST, GemmProblem
 from cutekernels.ops.gemm.schedule import PLAIN
@@ -36,10 +36,9 @@ from cutekernels.ops.norm_linear.problem import (
     since_revision_1,
 )
 from cutekernels.ops.norms.op import RMS_NORM, RmsNormProblem
-from cutekernels.ops.shared.checks import check_results
-from cutekernels.ops.shared.dtypes import DTYPES
+from cutekernels.ops.shared.cute_op import CuteOp
+from cutekernels.ops.shared.operands import Matrix, Named, Operand, Sizes, Vector
 from cutekernels.ops.shared.strides import alignment, span_bytes
-from cutekernels.ops.shared.tensor_op import TensorOp
 from cutekernels.ops.shared.tolerance import rounded_operand_depth
 
 if TYPE_CHECKING:
@@ -54,34 +53,33 @@ _FEW = NormLinearConfig(path="fused", tile_m=8, tile_n=16, tile_k=256, warps_k=4
 
 # ---- ops ------------------------------------------------------------------------------------------------
 
-N = TypeVar("N", bound=NormLinearProblem)
 Part = tuple[Op[Any, Any], Problem]
 
 
-class NormLinear(TensorOp[N, NormLinearConfig]):
+class NormLinear:
     """The common part of both ops: paths, rules, model and kernel."""
 
     Config = NormLinearConfig
-    results = ("y",)
-    scalars = ("eps",)
-    in_place = False
-    weight_at: ClassVar[int]  # position of the linear layer's weight among the inputs
-    gates: ClassVar[bool]
+    scalar_types: ClassVar[Mapping[str, str]] = {"eps": "fp32"}
+    scalar_samples: ClassVar[Mapping[str, float]] = {"eps": 1e-5}
+    in_place: ClassVar[bool] = False
+    operands: ClassVar[dict[str, Operand]]
+    order: ClassVar[tuple[str, ...]]
 
     # -- rules and choice
 
-    def why_not(self, p: N, c: NormLinearConfig, gpu: GpuSpec) -> str | None:
+    def why_not(self, p: Any, c: NormLinearConfig, gpu: GpuSpec) -> str | None:
         if c.path == "fused":
             return FUSED_SCHEDULES[c.body].why_not(p, c, gpu, p.extras)
         odd = (name for name, values in KNOBS.items() if getattr(c, name) != values[0])
         return next((f"path=chain has no {name}: leave it at {KNOBS[name][0]}" for name in odd), None)
 
-    def valid(self, p: N, gpu: GpuSpec) -> Iterator[NormLinearConfig]:
+    def valid(self, p: Any, gpu: GpuSpec) -> Iterator[NormLinearConfig]:
         yield CHAIN
         for schedule in FUSED_SCHEDULES.values():
             yield from schedule.valid(p, gpu, p.extras)
 
-    def default(self, p: N, gpu: GpuSpec) -> NormLinearConfig:
+    def default(self, p: Any, gpu: GpuSpec) -> NormLinearConfig:
         """The skinny_warpgroup body's best by its model, where that costs less than a norm's kernel; else the chain.
 
         Candidates hide the weighing of tokens behind their loads.
@@ -102,7 +100,7 @@ class NormLinear(TensorOp[N, NormLinearConfig]):
         chain_us = alone_us + norm_us + NORM.of_product * alone_us
         return found[1] if found[0] + NORM.within * rate.exchange_us < chain_us else CHAIN
 
-    def estimate_us(self, p: N, c: NormLinearConfig, gpu: GpuSpec) -> float:
+    def estimate_us(self, p: Any, c: NormLinearConfig, gpu: GpuSpec) -> float:
         """The schedule's model, or the sum of those of the chain's ops."""
         if p.m == 0 or p.n == 0:
             return 0.0
@@ -112,42 +110,38 @@ class NormLinear(TensorOp[N, NormLinearConfig]):
 
     # -- kernel
 
-    def build(self, p: N, c: NormLinearConfig, gpu: GpuSpec) -> Artifact:
+    def build(self, p: Any, c: NormLinearConfig, gpu: GpuSpec) -> Artifact:
         if c.path == "chain":
             from cutekernels.backends.chained import Chained
 
             return Chained()
-        import cutlass
+        return super().build(p, c, gpu)  # type: ignore[misc, no-any-return]
 
-        from cutekernels.backends import cute as backend
+    def body(self, p: Any, c: NormLinearConfig, gpu: GpuSpec) -> Any:
+        return SCHEDULES[c.body].body(product_of(p), c.product, gpu, p.extras).with_norm
 
-        cute = cutlass.cute
-        dtype = backend.type_of(p.dtype)
-        kinds = {"same": dtype, "fp32": cutlass.Float32}
-        extras, schedule, product = p.extras, SCHEDULES[c.body], product_of(p)
-        out_align = WIDEST if schedule in (SKINNY_WARPGROUP, WARPGROUP) else 1
-        m, k = cute.sym_int(), cute.sym_int(divisibility=WIDEST)
-        rows = cute.sym_int(divisibility=2 * GATE_ROWS if extras.gated else out_align)
-        n = cute.sym_int(divisibility=GATE_ROWS) if extras.gated else rows
-        return backend.compile(
-            schedule.body(product, c.product, gpu, extras).with_norm,
-            backend.matrix(dtype, m, n, out_align),
-            backend.matrix(dtype, m, k, WIDEST),
-            backend.matrix(dtype, rows, k, WIDEST),
-            backend.bias(product.bias, dtype, n),
-            None if p.weight == "none" else backend.dense(kinds[p.weight], k, align=16),
-            backend.dense(cutlass.Float32, m) if extras.norm and not extras.squares else None,
-            cutlass.Float32(0.0),
-            *schedule.workspace_types(c.product, extras),
-            gpu=gpu,
-        )
+    def elements(self, p: Any, c: NormLinearConfig, name: str) -> int:
+        if name in ("bias", "rstd"):
+            return 1
+        if name == "y":
+            return WIDEST if SCHEDULES[c.body] in (SKINNY_WARPGROUP, WARPGROUP) else 1
+        return 4 if name == "norm_weight" and p.weight == "fp32" else WIDEST
 
-    def chained(self, p: N, c: NormLinearConfig, gpu: GpuSpec | None = None) -> list[Part]:
+    def divisors(self, p: Any, c: NormLinearConfig) -> dict[str, int]:
+        n = GATE_ROWS if p.extras.gated else self.elements(p, c, "y")
+        return {"k": WIDEST, "rows": 2 * GATE_ROWS, "n": n}
+
+    def further(self, p: Any, c: NormLinearConfig) -> list[Any]:
+        from cutlass import Float32
+
+        return [Float32(0.0), *SCHEDULES[c.body].workspace_types(c.product, p.extras)]
+
+    def chained(self, p: Any, c: NormLinearConfig, gpu: GpuSpec | None = None) -> list[Part]:
         if c.path != "chain" or p.layout != "aligned" or 0 in (p.m, p.n):
             return []  # in other layouts their problems are known at the call
         return self.parts(p)
 
-    def bind(self, p: N, c: NormLinearConfig, kernel: Callable[..., Any]) -> Callable[..., Any]:
+    def bind(self, p: Any, c: NormLinearConfig, kernel: Callable[..., Any]) -> Callable[..., Any]:
         import torch
 
         if 0 in (p.m, p.n):
@@ -158,73 +152,63 @@ class NormLinear(TensorOp[N, NormLinearConfig]):
             return self.chain(p)
         workspace = SCHEDULES[c.body].workspace(product_of(p), c.product, p.extras)
 
-        def launch(y: Tensor, *inputs: Any) -> None:
-            x, norm_weight, weight, bias, rstd, eps = self.kernel_arguments(*inputs)
-            kernel(_matrix(y), _matrix(x), weight, bias, norm_weight, rstd, eps, *workspace())
+        names = list(self.operands)
+        places = [names.index(name) if name in names else None for name in self.order]
+
+        def launch(*args: Any) -> None:
+            y, x, *others, rstd = [None if i is None else args[i] for i in places]
+            rstd = None if rstd is None else rstd.view(-1)
+            kernel(_matrix(y), _matrix(x), *others, rstd, args[-1], *workspace())
 
         return launch
 
     @abstractmethod
-    def parts(self, p: N) -> list[Part]:
+    def parts(self, p: Any) -> list[Part]:
         """The ops that :meth:`chain` launches, and their problems where ``p`` is aligned."""
 
     @abstractmethod
-    def chain(self, p: N) -> Callable[..., None]:
+    def chain(self, p: Any) -> Callable[..., None]:
         """``launch(*results, *inputs, *scalars)`` by the ops of :meth:`parts`."""
-
-    @abstractmethod
-    def kernel_arguments(self, *args: Any) -> tuple[Any, ...]:
-        """``(x, norm_weight, weight, bias, rstd, eps)`` of a launch's inputs and scalars."""
 
     # -- operands
 
-    def takes(self, name: str, t: Tensor) -> bool:
-        return t.is_contiguous() if t.dim() == 1 or name == "rstd" else super().takes(name, t)
+    def layout(self, named: Named, sizes: Sizes, found: Mapping[str, Any]) -> dict[str, Scalar]:
+        y, x, weight, _, norm_weight, _ = [named.get(name) for name in self.order]
+        assert y is not None and x is not None and weight is not None
+        m, k, n = sizes["m"], sizes["k"], sizes["n"]
+        aligned = False
+        if m and k:
+            flat = x.reshape(m, k) if x.dim() != 2 else x
+            aligned = (
+                flat.stride(-1) == weight.stride(-1) == y.stride(-1) == 1
+                and min(alignment(flat), alignment(weight)) == WIDEST
+                and (norm_weight is None or norm_weight.data_ptr() % 16 == 0)
+                and max(map(span_bytes, (flat, weight, y))) < 2 * 2**31
+            )
+        whole = n % WIDEST > 0 or alignment(y) == WIDEST
+        return {"layout": "any" if not aligned else "aligned" if whole else "inputs"}
 
-    def _admit(self, x: Tensor, weight: Tensor, norm_weight: Tensor | None, results: Sequence[Tensor]) -> None:
-        """The requirements of both ops on their operands."""
+    def place(self, p: Any, name: str, result: Tensor) -> Tensor:
+        # an odd pitch, so that few rows of the result are aligned
+        return result.new_empty((p.m, p.n + 1))[:, : p.n] if p.layout == "inputs" else result
+
+    def arrange(self, p: Any, name: str, values: Tensor) -> Tensor:
+        if name != "x" or p.layout != "any":
+            return values
+        return values.new_empty((p.m, p.k + 1))[:, : p.k].copy_(values)
+
+    def draw(self, p: Any, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor | None:
+        """Rows that differ in rstd, an rstd that differs from a computed one, outputs near 1."""
         import torch
 
-        allowed = [*DTYPES.values(), *([torch.float32, torch.float64] if x.device.type == "cpu" else [])]
-        if x.dtype not in allowed:
-            names = ", ".join(str(d).removeprefix("torch.") for d in allowed)
-            raise UnsupportedProblem(f"{self.name} on {x.device.type} takes {names}; got {x.dtype}")
-        if weight.dim() != 2 or x.dim() == 0 or x.shape[-1] != weight.shape[1]:
-            raise UnsupportedProblem(
-                f"x must be (..., K) and weight (N, K); their shapes are {tuple(x.shape)} and {tuple(weight.shape)}"
-            )
-        if norm_weight is not None and tuple(norm_weight.shape) != (x.shape[-1],):
-            raise UnsupportedProblem(
-                f"norm_weight must be (K,) = ({x.shape[-1]},); its shape is {tuple(norm_weight.shape)}"
-            )
-        self._alike(x, weight=weight)
-        self._alike(x, torch.float32, norm_weight=norm_weight)
-        rows = weight.shape[0] // (2 if self.gates else 1)
-        for out in results:
-            self._alike(x, out=out)
-            if out.shape != (*x.shape[:-1], rows):
-                raise UnsupportedProblem(f"out must be {(*x.shape[:-1], rows)}; its shape is {tuple(out.shape)}")
-        check_results(results)
+        if name in ("norm_weight", "bias"):
+            return None
+        values: Tensor = torch.randn(shape, generator=generator, device=generator.device)
+        if name == "x":
+            return values.mul_(0.5 + 2 * torch.rand(p.m, 1, generator=generator, device=generator.device))
+        return (1 + 0.2 * values).abs() if name == "rstd" else values.mul_(max(1, p.k) ** -0.5)
 
-    def _alike(self, x: Tensor, *others: torch.dtype, **operands: Tensor | None) -> None:
-        for name, t in operands.items():
-            if t is not None and (t.device != x.device or t.dtype not in (x.dtype, *others)):
-                raise UnsupportedProblem(
-                    f"{name} must have x's dtype {x.dtype} and be on {x.device}; it has {t.dtype}, on {t.device}: "
-                    "convert it"
-                )
-
-    def fresh(self, *inputs: Tensor | None, **options: Any) -> tuple[Tensor, ...]:
-        x, weight = inputs[0], inputs[self.weight_at]
-        assert x is not None and weight is not None
-        return (x.new_empty((*x.shape[:-1], weight.shape[0] // (2 if self.gates else 1))),)
-
-    def outputs(self, p: N, *args: Any) -> tuple[Tensor, ...]:
-        if p.layout == "inputs":  # an odd pitch, so that few rows of the result are aligned
-            return (args[0].new_empty((p.m, p.n + 1))[:, : p.n],)
-        return self.fresh(*args[: len(self.inputs)])
-
-    def work(self, p: N) -> Work:
+    def work(self, p: Any) -> Work:
         g = p.product
         moved = (g.m * g.k + g.n * g.k + p.m * p.n) * ELEMENT_BYTES + p.k * p.gamma_bytes
         return Work(flops=2.0 * g.m * g.n * g.k, bytes=float(moved), depth=depth(p))
@@ -235,7 +219,7 @@ def depth(p: NormLinearProblem) -> float:
     return max(float(p.k), rounded_operand_depth(p.dtype, gated=p.extras.gated))
 
 
-def _matrix(t: Tensor) -> Tensor:
+def _matrix(t: Any) -> Any:
     return t if t.dim() == 2 else t.view(-1, t.shape[-1])
 
 
@@ -253,27 +237,8 @@ def _product(g: GemmProblem) -> Part:
     return GEMM, g.replace(out_align=math.gcd(g.n, WIDEST))
 
 
-def _fields(y: Tensor, x: Tensor, weight: Tensor, norm_weight: Tensor | None) -> dict[str, Any]:
-    """The fields that both problems have."""
-    k = x.shape[-1]
-    m = math.prod(x.shape[:-1])
-    aligned = False
-    if m and k:
-        flat = x.reshape(m, k) if x.dim() != 2 else x
-        aligned = (
-            flat.stride(-1) == weight.stride(-1) == y.stride(-1) == 1
-            and min(alignment(flat), alignment(weight)) == WIDEST
-            and (norm_weight is None or norm_weight.data_ptr() % 16 == 0)
-            and max(map(span_bytes, (flat, weight, y))) < 2 * 2**31
-        )
-    n = y.shape[-1]
-    whole = n % WIDEST > 0 or alignment(y) == WIDEST
-    layout = "any" if not aligned else "aligned" if whole else "inputs"
-    return {"m": m, "n": n, "k": k, "dtype": DTYPES.names[x.dtype], "layout": layout}
-
-
-class RmsNormLinear(NormLinear[RmsNormLinearProblem]):
-    """``y = activation(rms_norm(x) @ weight.T + bias)``. Arguments: x, norm_weight, weight, bias, rstd, eps."""
+class RmsNormLinear(NormLinear, CuteOp[RmsNormLinearProblem, NormLinearConfig]):
+    """``y = activation(rms_norm(x) @ weight.T + bias)``."""
 
     name = "rms_norm_linear"
     revision = 2
@@ -290,41 +255,14 @@ class RmsNormLinear(NormLinear[RmsNormLinearProblem]):
         "m=5 n=512 k=1024 layout=inputs",
     )
     Problem = RmsNormLinearProblem
-    inputs = ("x", "norm_weight", "weight", "bias", "rstd")
+    y = Matrix("*m", "n", result=True)
+    x = Matrix("*m", "k")
+    norm_weight = Vector("k", dtype="norm_weight", strides=(), optional=True)
+    weight = Matrix("n", "k")
+    bias = Vector("n", dtype="bias", strides=(), optional=True)
+    rstd = Vector("*m", dtype="sums", strides=(), given="rstd=given")
     options = ("activation",)
-    schema = "Tensor x, Tensor? norm_weight, Tensor weight, Tensor? bias, Tensor? rstd, str activation, float eps"
-    weight_at = 2
-    gates = False
-
-    def admit(self, inputs: Sequence[Tensor | None], results: Sequence[Tensor] = (), **options: Any) -> None:
-        import torch
-
-        from cutekernels.ops.norm_linear.chain import check_rstd
-
-        x, norm_weight, weight, bias, rstd = inputs
-        assert x is not None and weight is not None
-        self._admit(x, weight, norm_weight, results)
-        if bias is not None and tuple(bias.shape) != (weight.shape[0],):
-            raise UnsupportedProblem(f"bias must be (N,) = ({weight.shape[0]},); its shape is {tuple(bias.shape)}")
-        self._alike(x, torch.float32, bias=bias)
-        if rstd is not None:
-            check_rstd(rstd, x)
-            if x.is_cuda:
-                self._alike(x, torch.float32, rstd=rstd)
-        if options["activation"] not in ACTIVATIONS:
-            known = ", ".join(name for name in ACTIVATIONS if name != "none")
-            raise UnsupportedProblem(f"activation must be one of {known}, or None; it is {options['activation']!r}")
-
-    def problem(self, *operands: Tensor | None, **options: Any) -> RmsNormLinearProblem:
-        y, x, norm_weight, weight, bias, rstd = operands
-        assert y is not None and x is not None and weight is not None
-        return RmsNormLinearProblem(
-            **_fields(y, x, weight, norm_weight),
-            norm_weight=kind_of(norm_weight, x),
-            rstd="computed" if rstd is None else "given",
-            bias=kind_of(bias, x),
-            **options,
-        )
+    order = ("y", "x", "weight", "bias", "norm_weight", "rstd")
 
     def parts(self, p: RmsNormLinearProblem) -> list[Part]:
         norm = [_norm(p)] if p.rstd == "computed" else []  # torch's own kernels multiply by a given rstd
@@ -348,10 +286,6 @@ class RmsNormLinear(NormLinear[RmsNormLinearProblem]):
 
         return launch
 
-    def kernel_arguments(self, *args: Any) -> tuple[Any, ...]:
-        *others, rstd, eps = args
-        return (*others, rstd if rstd is None else rstd.view(-1), eps)
-
     def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
         x, norm_weight, weight, bias, rstd, eps = args
         z = _exact_norm(x, norm_weight, rstd, eps) @ weight.double().t()
@@ -359,17 +293,9 @@ class RmsNormLinear(NormLinear[RmsNormLinearProblem]):
             z = z + bias.double()
         return (activated(z, options["activation"]).to(x.dtype),)
 
-    def sample(self, p: RmsNormLinearProblem, device: str, seed: int) -> tuple[Any, ...]:
-        import torch
 
-        x, norm_weight, weight, draw = _draw(p, device, seed)
-        bias = None if p.bias == "none" else draw(p.n).to(x.dtype if p.bias == "same" else torch.float32)
-        rstd = None if p.rstd == "computed" else (1 + 0.2 * draw(p.m)).abs()  # differs from a computed one
-        return x, norm_weight, weight, bias, rstd, 1e-5
-
-
-class LinearSiluMul(NormLinear[LinearSiluMulProblem]):
-    """``silu(h @ w_gate.T) * (h @ w_up.T)``, h = x or its norm. Arguments: x, w_gate_up, norm_weight, eps."""
+class LinearSiluMul(NormLinear, CuteOp[LinearSiluMulProblem, NormLinearConfig]):
+    """``silu(h @ w_gate.T) * (h @ w_up.T)``, h = x or its norm."""
 
     name = "linear_silu_mul"
     revision = 2
@@ -384,29 +310,21 @@ class LinearSiluMul(NormLinear[LinearSiluMulProblem]):
         "m=3 n=35 k=131 layout=any",
     )
     Problem = LinearSiluMulProblem
-    inputs = ("x", "w_gate_up", "norm_weight")
+    y = Matrix("*m", "n", result=True)
+    x = Matrix("*m", "k")
+    w_gate_up = Matrix("rows", "k")
+    norm_weight = Vector("k", dtype="norm_weight", strides=(), optional=True)
     options = ("norm",)
-    schema = "Tensor x, Tensor w_gate_up, Tensor? norm_weight, bool norm, float eps"
-    weight_at = 1
-    gates = True
+    order = ("y", "x", "w_gate_up", "bias", "norm_weight", "rstd")
 
-    def admit(self, inputs: Sequence[Tensor | None], results: Sequence[Tensor] = (), **options: Any) -> None:
-        x, w_gate_up, norm_weight = inputs
-        assert x is not None and w_gate_up is not None
-        if w_gate_up.dim() != 2 or w_gate_up.shape[0] % 2:
-            raise UnsupportedProblem(
-                f"w_gate_up must be (2 * I, K), the gate's rows before up's; its shape is {tuple(w_gate_up.shape)}"
-            )
-        if norm_weight is not None and not options["norm"]:
+    def derive(self, sizes: Sizes, **options: Any) -> None:
+        if sizes.setdefault("rows", 2 * sizes.get("n", 0)) % 2:
+            raise ValueError(f"w_gate_up has the gate's rows and as many of up's; there are {sizes['rows']}")
+        sizes["n"] = sizes["rows"] // 2
+
+    def refuse(self, named: Named, sizes: Sizes, **options: Any) -> None:
+        if named["norm_weight"] is not None and not options["norm"]:
             raise UnsupportedProblem("norm=False takes no norm_weight: leave one of them out")
-        self._admit(x, w_gate_up, norm_weight, results)
-
-    def problem(self, *operands: Tensor | None, **options: Any) -> LinearSiluMulProblem:
-        y, x, w_gate_up, norm_weight = operands
-        assert y is not None and x is not None and w_gate_up is not None
-        return LinearSiluMulProblem(
-            **_fields(y, x, w_gate_up, norm_weight), norm_weight=kind_of(norm_weight, x), **options
-        )
 
     def default(self, p: LinearSiluMulProblem, gpu: GpuSpec) -> NormLinearConfig:
         """One config for few tokens without a norm: docs/notes/norm_linear.md#gate-of-few-tokens (H200, 2026-11-24).
@@ -432,18 +350,10 @@ class LinearSiluMul(NormLinear[LinearSiluMulProblem]):
 
         return launch
 
-    def kernel_arguments(self, *args: Any) -> tuple[Any, ...]:
-        x, w_gate_up, norm_weight, eps = args
-        return x, norm_weight, w_gate_up, None, None, eps
-
     def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
         x, w_gate_up, norm_weight, eps = args
         h = _exact_norm(x, norm_weight, None, eps) if options["norm"] else x.double()
         return (activate(h @ w_gate_up.double().t(), GATED).to(x.dtype),)
-
-    def sample(self, p: LinearSiluMulProblem, device: str, seed: int) -> tuple[Any, ...]:
-        x, norm_weight, weight, _ = _draw(p, device, seed)
-        return x, weight, norm_weight, 1e-5
 
 
 def _exact_norm(x: Tensor, norm_weight: Tensor | None, rstd: Tensor | None, eps: float) -> Tensor:
@@ -454,26 +364,6 @@ def _exact_norm(x: Tensor, norm_weight: Tensor | None, rstd: Tensor | None, eps:
     scale = torch.rsqrt(u.square().mean(-1) + eps) if rstd is None else rstd.double()
     h = u * scale.unsqueeze(-1)
     return h if norm_weight is None else h * norm_weight.double()
-
-
-def _draw(p: NormLinearProblem, device: str, seed: int) -> tuple[Tensor, Tensor | None, Tensor, Callable[..., Tensor]]:
-    """x, the norm's weight, the linear layer's with outputs near 1, and a source of more numbers."""
-    import torch
-
-    generator = torch.Generator(device=device).manual_seed(seed)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, device=device, dtype=torch.float32)
-
-    dtype = DTYPES[p.dtype]
-    spread = 0.5 + 2 * torch.rand(p.m, 1, generator=generator, device=device)  # so that rows differ in rstd
-    pitch = p.k + (p.layout == "any")
-    x = (draw(p.m, pitch) * spread).to(dtype)[:, : p.k]
-    weight = (draw(p.product.n, p.k) * (1.0 / max(1, p.k)) ** 0.5).to(dtype)
-    gamma = None
-    if p.weight != "none":
-        gamma = draw(p.k).to(dtype if p.weight == "same" else torch.float32)
-    return x, gamma, weight, draw
 
 
 RMS_NORM_LINEAR = RmsNormLinear()

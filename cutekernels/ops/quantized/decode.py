@@ -114,7 +114,7 @@ class Dequantize(Ruled, CuteOp[DequantizeProblem, DequantizeConfig]):
         scale = backend.type_of(p.scale)
         return Body(p.code, scale, p.group, p.scale_rows, p.zeros, c.tiles, p.out_align, c.pdl)
 
-    def divisors(self, p: DequantizeProblem) -> dict[str, int]:
+    def divisors(self, p: DequantizeProblem, c: DequantizeConfig) -> dict[str, int]:
         return {"columns": p.out_align}
 
     def derive(self, sizes: Sizes, **options: Any) -> None:

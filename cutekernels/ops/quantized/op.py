@@ -139,7 +139,7 @@ class QuantizedLinear(PackedProduct, CuteOp[QuantizedProblem, QuantizedConfig]):
     packed = Array("n/64", "k/64", "tile_bytes", dtype="u8", strides=(), align=16)
     scales = Array("k/group", "n^64|n/128", dtype="scale", strides=(), align=16)
     zeros = Array("k/group", "n^64", dtype="u8", given="zeros", strides=(), align=16)
-    bias = Vector("columns", dtype="bias", optional=True)
+    bias = Vector("columns", dtype="bias", strides=(), optional=True)
     options = ("code", "group", "n", "activation")
 
     # -- kernel
@@ -147,7 +147,7 @@ class QuantizedLinear(PackedProduct, CuteOp[QuantizedProblem, QuantizedConfig]):
     def body(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec) -> Any:
         return SCHEDULES[c.body].body(p, c, gpu)
 
-    def divisors(self, p: QuantizedProblem) -> dict[str, int]:
+    def divisors(self, p: QuantizedProblem, c: QuantizedConfig) -> dict[str, int]:
         return {"columns": p.out_align, "k": 8}
 
     def numbers(self, c: QuantizedConfig) -> list[Any]:

@@ -24,10 +24,12 @@ if TYPE_CHECKING:
 
 
 class CuteOp(DeclaredOp[P, C]):
-    """Its bodies take results and inputs in their order, those that are absent as None, then what is ``further``."""
+    """Its bodies take results and inputs, those that are absent as None, then what is ``further``."""
 
     fixed: ClassVar[tuple[str, ...]] = ()
     """Extents that kernels are compiled for."""
+    order: ClassVar[tuple[str, ...]] = ()
+    """The operands in the order of a kernel that takes them in another; None for one that the op has not."""
 
     # -- hooks
 
@@ -35,7 +37,7 @@ class CuteOp(DeclaredOp[P, C]):
     def body(self, p: P, c: C, gpu: GpuSpec) -> Any:
         """The kernel body with its parts."""
 
-    def divisors(self, p: P) -> Mapping[str, int]:
+    def divisors(self, p: P, c: C) -> Mapping[str, int]:
         """What divides extents, by their names."""
         return {}
 
@@ -58,35 +60,37 @@ class CuteOp(DeclaredOp[P, C]):
 
         from cutekernels.backends import cute as backend
 
-        divisors, same, sizes = self.divisors(p), self.same_extents(p, c), self.sizes_in(p)
+        divisors, same, sizes = self.divisors(p, c), self.same_extents(p, c), self.sizes_in(p)
         extents: dict[str, Any] = {name: sizes[name] for name in self.fixed}
 
         def extent(axis: str) -> Any:
             if not binds(axis) or axis.endswith("+1"):
                 return sym_int()
-            name = same.get(axis, axis)
+            name = same.get(axis.strip("*?"), axis.strip("*?"))
             return extents.setdefault(name, sym_int(divisibility=divisors.get(name, 1)))
 
-        def fake(operand: Operand, kind: str) -> Any:
+        def fake(name: str) -> Any:
+            operand, kind = self.operands.get(name), name in self.operands and self.kind(p, name)
+            if operand is None or not kind:
+                return None
             element, shape = backend.type_of(kind), tuple(map(extent, operand.axes))
-            align = self.elements(p, operand, kind)
+            align = self.elements(p, c, name)
             apart = align if operand.strides else 1
             steps = [sym_int(operand.bits, divisibility=apart) for _ in shape]
             steps[self.contiguous(p, operand)] = 1
             return make_fake_tensor(element, shape, stride=tuple(steps), assumed_align=align * BYTES[kind])
 
-        kinds = [(operand, self.kind(p, name)) for name, operand in self.operands.items()]
-        return [None if kind is None else fake(operand, kind) for operand, kind in kinds]
+        return [fake(name) for name in self.order or self.operands]
 
     def contiguous(self, p: P, operand: Operand) -> int:
         """The place of an operand's contiguous axis."""
         return -1 if operand.major is None or getattr(p, operand.major) == operand.names[-1] else -2
 
-    def elements(self, p: P, operand: Operand, kind: str) -> int:
+    def elements(self, p: P, c: C, name: str) -> int:
         """How many elements divide an operand's address and outer strides."""
-        if isinstance(operand.align, str):
-            return int(getattr(p, operand.align))
-        return max(1, (operand.align or 1) // BYTES[kind])
+        align, kind = self.operands[name].align, self.kind(p, name)
+        assert kind is not None
+        return int(getattr(p, align)) if isinstance(align, str) else max(1, (align or 1) // BYTES[kind])
 
     def build(self, p: P, c: C, gpu: GpuSpec) -> Artifact:
         from cutekernels.backends import cute as backend
@@ -100,6 +104,8 @@ class CuteOp(DeclaredOp[P, C]):
 
     def takes(self, name: str, t: Tensor) -> bool:
         operand = self.operands[name]
+        if operand.align is None:
+            return operand.taken(t)
         if not operand.strides:
             return operand.aligned(t) and t.is_contiguous()
         return operand.aligned(t) and (t.stride(-1) == 1 or (operand.major is not None and t.stride(-2) == 1))

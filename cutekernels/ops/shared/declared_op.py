@@ -128,6 +128,8 @@ class DeclaredOp(TensorOp[P, C]):
         wide = torch.float64 if main == torch.float64 else torch.float32
         if operand.dtype == "wide":
             return (wide,)
+        if operand.dtype == "sums":
+            return (torch.float32, torch.float64)
         values = self.Problem.__dataclass_fields__[operand.dtype].metadata["values"]
         kinds = {"same": (main,), "fp32": (wide, torch.float32)}
         return tuple([t for value in values if value != "none" for t in kinds.get(value) or (TYPES[value],)])
@@ -155,6 +157,8 @@ class DeclaredOp(TensorOp[P, C]):
             if t is None:
                 continue
             allowed = self._type(self.operands[name], self._dtype(named, options))
+            if self.operands[name].dtype == "sums" and t.is_cuda:
+                allowed = allowed[:1]
             if t.dtype not in allowed:
                 kinds = " or ".join(str(kind).removeprefix("torch.") for kind in dict.fromkeys(allowed))
                 raise UnsupportedProblem(f"{self.name} takes {name} in {kinds}; got {t.dtype}: convert it")
@@ -206,7 +210,8 @@ class DeclaredOp(TensorOp[P, C]):
         for name, operand in self.operands.items():
             t = named[name]
             if operand.given is not None:
-                found[operand.given] = t is not None
+                field, _, word = operand.given.partition("=")
+                found[field] = t is not None if not word else declared[field].default if t is None else word
             elif operand.dtype in declared and operand.dtype != "dtype":
                 found[operand.dtype] = self._type_word(operand, t, dtype)
         found |= {**self.facts(named, sizes), **options}
@@ -248,10 +253,12 @@ class DeclaredOp(TensorOp[P, C]):
     def kind(self, p: P, name: str) -> str | None:
         """The type of an operand's elements for the kernel; None for one that is absent."""
         operand = self.operands[name]
-        if operand.given is not None and not getattr(p, operand.given):
-            return None
-        if operand.dtype in TYPES or operand.dtype == "wide":
-            return "fp32" if operand.dtype == "wide" else operand.dtype
+        if operand.given is not None:
+            field, _, word = operand.given.partition("=")
+            if getattr(p, field) != (word or True):
+                return None
+        if operand.dtype in TYPES or operand.dtype in ("wide", "sums"):
+            return operand.dtype if operand.dtype in TYPES else "fp32"
         value: str = getattr(p, operand.dtype)
         return None if value == "none" else str(getattr(p, "dtype", None)) if value == "same" else value
 

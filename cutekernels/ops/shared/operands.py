@@ -80,20 +80,21 @@ class Operand:
 
     axes: tuple[str, ...]
     dtype: str
-    """A type of ``TYPES``; "wide" for fp32, or fp64 beside fp64 operands; or a field of the problem: ``dtype``, the
+    """A type of ``TYPES``; "wide" for fp32, or fp64 beside fp64 operands; "sums" for fp32, or fp64 beside any where no
+    kernel runs; or a field of the problem: ``dtype``, the
     type of the op, or a field whose values are types, "same" for that of the op, and "none" where the operand may be
     absent."""
     strides: tuple[str, ...]
     """The kernel's names for the strides of the outer axes. Axes that it names none of are contiguous."""
     result: bool
     given: str | None
-    """The bool field of the problem that says whether an optional operand is there."""
+    """What in the problem says whether an optional operand is there: a bool field, or ``field=value``."""
     optional: bool
     laid: bool
     """Whether its address, strides and last axis take part in the problem's layout and alignment."""
     align: str | int | None = None
     """What divides its address and the strides of its outer axes: so many bytes, without which a copy stands in for it,
-    or elements, which a field of the problem tells. None for an element."""
+    or elements, which a field of the problem tells. None where kernels take it as it lies."""
     bits: int = 32
     """Width of its strides in kernels."""
     major: str | None = None
@@ -200,11 +201,12 @@ def Vector(
     dtype: str = "dtype",
     *,
     stride: str = "row",
+    strides: Sequence[str] | None = None,
     result: bool = False,
     **more: Any,
 ) -> Operand:
     """``(extent,)``; kernels call its stride ``row`` unless told otherwise."""
-    return Array(extent, dtype=dtype, strides=(stride,), result=result, **more)
+    return Array(extent, dtype=dtype, strides=(stride,) if strides is None else strides, result=result, **more)
 
 
 # ---- tensors beside their declarations ------------------------------------------------------------------
