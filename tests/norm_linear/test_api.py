@@ -25,7 +25,7 @@ from cutekernels.verify import worst_error
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 BF16 = torch.bfloat16
-OPS: tuple[NormLinear[Any], ...] = (RMS_NORM_LINEAR, LINEAR_SILU_MUL)
+OPS: tuple[NormLinear, ...] = (RMS_NORM_LINEAR, LINEAR_SILU_MUL)
 TARGETS = [gpu.lookup(name) for name in ("a100", "l40s", "h200", "rtx5090")]
 
 
@@ -161,7 +161,7 @@ def test_refusals() -> None:
         (lambda: ck.rms_norm_linear(x, g, w.t()), "weight .N, K."),
         (lambda: ck.rms_norm_linear(x, g[:32], w), "norm_weight must be"),
         (lambda: ck.rms_norm_linear(x, g, w, rstd=torch.ones(3)), "rstd does not fit"),
-        (lambda: ck.rms_norm_linear(x, g, w, rstd=torch.ones(4, dtype=BF16)), "takes rstd in float32 or float64; got torch.bfloat16"),
+        (lambda: ck.rms_norm_linear(x, g, w, rstd=torch.ones(4, dtype=BF16)), "takes rstd in float32 or float64"),
         (lambda: ck.rms_norm_linear(x, g, w, residual=x[:2], rstd=torch.ones(4)), "residual must have"),
         (lambda: ck.rms_norm_linear(x, g, w, residual=x[:2]), "each extent the same"),
         (lambda: ck.rms_norm_linear(x, g, w, activation="tanh"), "activation must be"),
@@ -184,7 +184,7 @@ def few_weights(p: Any) -> Any:
 @pytest.mark.parametrize(
     ("op", "text", "spec"), [(op, text, TARGETS[i % len(TARGETS)]) for op in OPS for i, text in enumerate(op.suite)]
 )
-def test_declaration(op: NormLinear[Any], text: str, spec: gpu.GpuSpec) -> None:
+def test_declaration(op: NormLinear, text: str, spec: gpu.GpuSpec) -> None:
     p = op.Problem.parse(text)
     assert op.Problem.parse(str(p)) == p
     assert p.bucket().bucket() == p.bucket()
@@ -200,7 +200,7 @@ def test_declaration(op: NormLinear[Any], text: str, spec: gpu.GpuSpec) -> None:
 
 
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
-def test_the_paths_a_problem_has(op: NormLinear[Any]) -> None:
+def test_the_paths_a_problem_has(op: NormLinear) -> None:
     spec = gpu.lookup("h200")
     paths = {m: {c.path for c in op.valid(op.Problem.parse(f"m={m} n=1024 k=1024"), spec)} for m in (1, 128, 129, 4096)}
     beyond = {"chain"} if op is RMS_NORM_LINEAR else {"chain", "fused"}
@@ -284,7 +284,7 @@ def test_rows_of_a_gate_come_by_eights() -> None:
 
 
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
-def test_explain_says_which_path(op: NormLinear[Any]) -> None:
+def test_explain_says_which_path(op: NormLinear) -> None:
     said = str(ck.explain(op.name, "m=16 n=3584 k=3584", gpu_name="h200"))
     assert "path=" in said
     large = ck.explain(op.name, "m=4096 n=3584 k=3584", gpu_name="h200")

@@ -15,7 +15,7 @@ from cutekernels.ops.norm_linear.op import LINEAR_SILU_MUL, RMS_NORM_LINEAR, Nor
 from cutekernels.ops.norm_linear.problem import NormLinearConfig
 from tests import compiled
 
-OPS: dict[str, NormLinear[Any]] = {op.name: op for op in (RMS_NORM_LINEAR, LINEAR_SILU_MUL)}
+OPS: dict[str, NormLinear] = {op.name: op for op in (RMS_NORM_LINEAR, LINEAR_SILU_MUL)}
 PROBLEMS = [
     ("rms_norm_linear", "m=1 n=3584 k=3584"),
     ("rms_norm_linear", "m=64 n=3584 k=3584 norm_weight=fp32 bias=same activation=gelu"),

@@ -29,21 +29,21 @@ from cutekernels.verify import poison, worst_error
 
 pytestmark = pytest.mark.gpu
 TOKENS = (1, 2, 3, 4, 7, 8, 9, 16, 17, 31, 32, 33, 64, 65, 100, 128)
-OPS: tuple[NormLinear[Any], ...] = (RMS_NORM_LINEAR, LINEAR_SILU_MUL)
+OPS: tuple[NormLinear, ...] = (RMS_NORM_LINEAR, LINEAR_SILU_MUL)
 
 
-def fused(op: NormLinear[Any], p: NormLinearProblem, **values: Any) -> list[NormLinearConfig]:
+def fused(op: NormLinear, p: NormLinearProblem, **values: Any) -> list[NormLinearConfig]:
     valid = [c for c in op.valid(p, gpu.detect()) if c.path == "fused"]
     return [c for c in valid if all(getattr(c, name) == value for name, value in values.items())]
 
 
-def some(op: NormLinear[Any], p: NormLinearProblem, rng: random.Random, count: int = 1) -> list[NormLinearConfig]:
+def some(op: NormLinear, p: NormLinearProblem, rng: random.Random, count: int = 1) -> list[NormLinearConfig]:
     """``count`` configs of each body that takes ``p``."""
     by_body = [fused(op, p, body=body) for body in ("skinny", "skinny_warpgroup")]
     return [c for configs in by_body for c in rng.sample(configs, min(count, len(configs)))]
 
 
-def launch(op: NormLinear[Any], p: NormLinearProblem, args: tuple[Any, ...], config: NormLinearConfig) -> Tensor:
+def launch(op: NormLinear, p: NormLinearProblem, args: tuple[Any, ...], config: NormLinearConfig) -> Tensor:
     outputs = op.outputs(p, *args)
     poison(outputs)
     dispatch.plan(op, p, torch.cuda.current_device(), config).launch(*outputs, *args)
@@ -51,18 +51,18 @@ def launch(op: NormLinear[Any], p: NormLinearProblem, args: tuple[Any, ...], con
     return outputs[0]
 
 
-def error(op: NormLinear[Any], p: NormLinearProblem, args: tuple[Any, ...], y: Tensor) -> float:
+def error(op: NormLinear, p: NormLinearProblem, args: tuple[Any, ...], y: Tensor) -> float:
     work = op.work(p)
     return worst_error((y,), op.reference(p, *args), work.flops, depth=work.depth)
 
 
-def truth(op: NormLinear[Any], p: NormLinearProblem, args: tuple[Any, ...]) -> Tensor:
+def truth(op: NormLinear, p: NormLinearProblem, args: tuple[Any, ...]) -> Tensor:
     """In fp64, not rounded."""
     wide = [t.double() if isinstance(t, Tensor) else t for t in args]
     return op.reference(p, *wide)[0]
 
 
-def posed(op: NormLinear[Any], rng: random.Random, m: int) -> NormLinearProblem:
+def posed(op: NormLinear, rng: random.Random, m: int) -> NormLinearProblem:
     k, dtype = rng.choice((8, 72, 264, 512, 1000, 2048, 3592)), rng.choice(("bf16", "fp16"))
     weight = rng.choice(("same", "none", "fp32"))
     if op is LINEAR_SILU_MUL:
@@ -83,7 +83,7 @@ def posed(op: NormLinear[Any], rng: random.Random, m: int) -> NormLinearProblem:
 
 @pytest.mark.parametrize("m", TOKENS)
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
-def test_random_problems_and_configs(op: NormLinear[Any], m: int) -> None:
+def test_random_problems_and_configs(op: NormLinear, m: int) -> None:
     rng = random.Random(m)
     for seed in range(4):
         p = posed(op, rng, m)
@@ -97,7 +97,7 @@ def test_random_problems_and_configs(op: NormLinear[Any], m: int) -> None:
 @pytest.mark.parametrize("outliers", [False, True])
 @pytest.mark.parametrize("eps", [1e-6, 1e-12])
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
-def test_no_further_from_the_truth_than_the_chain(op: NormLinear[Any], eps: float, outliers: bool, dtype: str) -> None:
+def test_no_further_from_the_truth_than_the_chain(op: NormLinear, eps: float, outliers: bool, dtype: str) -> None:
     more = "" if op is RMS_NORM_LINEAR else "norm=1 norm_weight=same"
     for m in (1, 5, 16, 64, 128):
         p = op.Problem.parse(f"m={m} n=1024 k=1536 dtype={dtype} {more}")
@@ -154,7 +154,7 @@ def test_large_and_small_weights_of_the_norm(dtype: str) -> None:
 
 @pytest.mark.parametrize("split_k", [2, 4, 8])
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
-def test_split_k_is_the_same_every_time(op: NormLinear[Any], split_k: int) -> None:
+def test_split_k_is_the_same_every_time(op: NormLinear, split_k: int) -> None:
     more = "" if op is RMS_NORM_LINEAR else " norm=1 norm_weight=same"
     p = op.Problem.parse(f"m=16 n=512 k=4096{more}")
     args = op.sample(p, "cuda", 0)
