@@ -135,7 +135,7 @@ def refusals() -> dict[str, Callable[[], Any]]:
         "takes bfloat16, float16, float32, float64; got torch.int32": lambda: silu_mul(x.int(), x.int()),
         "got torch.complex64": lambda: silu_mul(x.cfloat(), x.cfloat()),
         "operands of one device": lambda: silu_mul(x, x, out=torch.empty(4, 6, device="meta")),
-        "writes out .*4, 6.*got .6, 4.": lambda: silu_mul(x, x, out=torch.empty(6, 4)),
+        "out must be .*4, 6.*it is .6, 4.": lambda: silu_mul(x, x, out=torch.empty(6, 4)),
         "overlap itself": lambda: silu_mul(x, x, out=torch.empty(1, 6).expand(4, 6)),
         "element upon element": lambda: silu_mul(whole[:4], x.repeat(1, 2), out=whole[1:5]),
         "not differentiable": lambda: silu_mul(x.clone().requires_grad_(), x, out=torch.empty(4, 6)),

@@ -110,13 +110,13 @@ class TestSuites:
     @pytest.mark.parametrize("words", ["", " b_major=k", " c=n", " dtype=fp16"])
     def test_the_call_poses_the_cases_problem(self, words: str) -> None:
         """A row's config is looked up for the same problem as the call it times."""
-        from cutekernels.ops.gemm.api import pose
+        from cutekernels.ops.gemm.op import GEMM
 
         case = Case("gemm", f"m=24 n=16 k=32{words}", "x", beta=float("c=n" in words))
         problem = run.posed(case)[1]
         i = workloads.get(case.op).inputs(case, problem, "cpu", 0)
         a, b, *c = i.operands
-        assert pose(a, b, c[0] if c else None, None, None, "fp32", i.out) == problem
+        assert GEMM.problem(i.out, a, b, c[0] if c else None, None, activation="none", accumulate="fp32") == problem
 
 
 class TestRows:

@@ -17,7 +17,6 @@ from cutekernels import gpu
 from cutekernels.errors import InvalidConfig, UnsupportedProblem
 from cutekernels.kernels.activations import ACTIVATIONS
 from cutekernels.ops import registry
-from cutekernels.ops.gemm.api import pose
 from cutekernels.ops.gemm.op import GEMM, SCHEDULES
 from cutekernels.ops.gemm.problem import WIDEST, GemmConfig, GemmProblem
 from cutekernels.ops.gemm.schedule import extras_of
@@ -306,7 +305,7 @@ class TestSample:
         assert alpha > 0
         assert (beta != 0) == (c is not None)
         if out.numel() and problem.k:  # nothing is launched for an empty result, and an empty tensor has no layout
-            assert pose(a, b, c, bias, problem.activation, problem.accumulate, out) == problem
+            assert GEMM.problem(out, a, b, c, bias, **GEMM.options_of(problem)) == problem
         (expected,) = GEMM.reference(problem, *args)
         assert expected.shape == out.shape
         assert expected.dtype == out.dtype
@@ -330,7 +329,8 @@ class TestSample:
 
     def test_outputs_are_fakes_on_meta(self) -> None:
         problem = GemmProblem.parse("m=10 n=24 k=32 batch=3 batched=1 out_major=m out_align=2")
-        (fake,) = GEMM.outputs(problem, torch.empty(3, 10, 32, device="meta", dtype=torch.bfloat16))
+        a, b = (torch.empty(3, *shape, device="meta", dtype=torch.bfloat16) for shape in ((10, 32), (32, 24)))
+        (fake,) = GEMM.outputs(problem, a, b, None, None)
         assert fake.is_meta
         assert fake.shape == (3, 10, 24)
         assert fake.stride(-2) == 1

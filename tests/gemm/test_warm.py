@@ -17,7 +17,7 @@ import cutekernels as ck
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.gemm import api as matmul
 from cutekernels.ops.gemm.launch import AddressedLaunch
-from cutekernels.ops.gemm.op import reference
+from cutekernels.ops.gemm.op import GEMM
 from cutekernels.ops.shared import call_cache
 from cutekernels.ops.shared.call_cache import Call
 from cutekernels.ops.shared.strides import pairs
@@ -268,7 +268,7 @@ def test_what_a_launch_refuses_the_general_path_explains(cached: Callable[..., N
         cached(launch, a, b, **options)
         # Nothing was wrong with this one: it is computed.
         torch.testing.assert_close(ck.gemm(a, b, **options), (a.double() @ b.double()).to(BF16))
-        with pytest.raises(UnsupportedProblem, match="b must have a's dtype"):
+        with pytest.raises(UnsupportedProblem, match="takes b in bfloat16; got torch.float16"):
             ck.gemm(a, b.half(), **options)
 
 
@@ -323,9 +323,9 @@ def test_a_first_call_is_posed_planned_and_launched(form: str, into: bool) -> No
 
     def launch_of(op: Any, problem: Any) -> Callable[..., None]:
         def launch(out: Tensor, a: Tensor, b: Tensor, c: Any, bias: Any, alpha: float, beta: float) -> None:
-            assert matmul.pose(a, b, c, bias, problem.activation, "fp32", out) == problem
+            assert GEMM.problem(out, a, b, c, bias, activation=problem.activation, accumulate="fp32") == problem
             launched.append(str(problem))
-            out.copy_(reference(a, b, c, bias, alpha, beta, activation=problem.activation))
+            out.copy_(GEMM.evaluate(a, b, c, bias, alpha, beta, activation=problem.activation)[0])
 
         return launch
 
@@ -363,7 +363,7 @@ def test_linear_repeats_its_product_s_launch(
             return AddressedLaunch(lambda *args: told.append(args), problem.along)
 
         def launch(out: Tensor, a: Tensor, b: Tensor, c: None, bias: Any, alpha: float, beta: float) -> None:
-            out.copy_(reference(a, b, c, bias, alpha, beta, activation=problem.activation))
+            out.copy_(GEMM.evaluate(a, b, c, bias, alpha, beta, activation=problem.activation)[0])
 
         return launch
 

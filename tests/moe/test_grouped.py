@@ -131,7 +131,7 @@ def test_wrong_offsets_are_refused_on_the_cpu(offsets: list[int]) -> None:
         ({"weight": torch.zeros(5, 7, 6)}, "takes weight in float64; got torch.float32: convert it"),
         ({"bias": torch.zeros(5, 6, dtype=torch.float64)}, "bias does not fit"),
         ({"activation": "swish"}, "activation must be one of"),
-        ({"out": torch.zeros(13, 8, dtype=torch.float64)}, r"writes out \(13, 7\)"),
+        ({"out": torch.zeros(13, 8, dtype=torch.float64)}, r"out must be \(13, 7\)"),
         ({"x": None}, "torch.Tensor"),
     ],
 )

@@ -119,7 +119,7 @@ def test_opcheck_and_compile() -> None:
         ({"bias": torch.zeros(5, 64)}, r"takes bias .* = \(5, 128\); got \(5, 64\)"),
         ({"activation": "swish"}, "activation must be one of"),
         ({"limit": -1.0}, "limit"),
-        ({"out": torch.zeros(13, 64).bfloat16()}, r"writes out \(13, 128\)"),
+        ({"out": torch.zeros(13, 64).bfloat16()}, r"out must be \(13, 128\)"),
     ],
 )
 def test_misfits_are_refused(changed: dict[str, Any], said: str) -> None:

@@ -16,7 +16,7 @@ from cutekernels.db.storage import snapshot as snapshots
 from cutekernels.db.storage.snapshot import Snapshot, TunedConfig
 from cutekernels.errors import InvalidConfig, UnsupportedProblem
 from cutekernels.ops.activations.op import SILU_MUL
-from cutekernels.ops.gemm.api import pose
+from cutekernels.ops.gemm.op import GEMM
 from cutekernels.ops.norm_linear.fused import FUSED_SCHEDULES
 from cutekernels.ops.norm_linear.op import LINEAR_SILU_MUL, RMS_NORM_LINEAR, NormLinear
 from cutekernels.ops.norm_linear.problem import CHAIN, NormLinearConfig, RmsNormLinearProblem
@@ -312,7 +312,7 @@ def test_a_chain_s_parts_are_what_it_calls(op: NormLinear) -> None:
             else:
                 out = z if op is LINEAR_SILU_MUL else y
                 activation = getattr(p, "activation", "none")
-                found = pose(h, w.t(), None, named.get("bias"), activation, "fp32", out)
+                found = GEMM.problem(out, h, w.t(), None, named.get("bias"), activation=activation, accumulate="fp32")
             assert found == posed
 
 
@@ -407,7 +407,7 @@ def test_more_refusals() -> None:
         (lambda: ck.rms_norm_linear(x, g, w, residual=x, config=CHAIN), "config= is for one kernel"),
         (lambda: ck.rms_norm_linear(x, g, w.float()), "takes weight in bfloat16; got torch.float32: convert it"),
         (lambda: ck.rms_norm_linear(x, g, w, randn(31)), "bias does not fit"),
-        (lambda: ck.rms_norm_linear(x, g, w, out=randn(4, 31)), r"writes y \(4, 32\)"),
+        (lambda: ck.rms_norm_linear(x, g, w, out=randn(4, 31)), r"out must be \(4, 32\)"),
         (lambda: ck.rms_norm_linear(x, g, w, out=x[:, :32]), "overlaps"),
         (lambda: ck.rms_norm_linear(x.int(), g, w.int()), "takes bfloat16"),
         (lambda: ck.linear_silu_mul(x, w, norm_weight=g[:3]), "norm_weight does not fit"),

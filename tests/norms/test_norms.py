@@ -181,7 +181,7 @@ def refusals() -> dict[str, Callable[[], Any]]:
         "a bias for each head needs weights": lambda: layer_norm(x, None, x),
         r"weight \(6,\), bias \(4, 6\)": lambda: layer_norm(x, w, x),
         "rounding must be one of once, huggingface": lambda: rms_norm(x, w, rounding="twice"),
-        r"writes y \(4, 6\) in .*; got \(6, 4\)": lambda: rms_norm(x, w, out=torch.empty(6, 4)),
+        r"y must be \(4, 6\), .*; it is \(6, 4\)": lambda: rms_norm(x, w, out=torch.empty(6, 4)),
         "takes y in float32; got torch.float64": lambda: rms_norm(x, w, out=torch.empty(4, 6, dtype=torch.float64)),
         "overlap itself": lambda: rms_norm(x, w, out=torch.empty(1, 6).expand(4, 6)),
         "element upon element": lambda: rms_norm(whole[:4], None, out=whole[1:5]),

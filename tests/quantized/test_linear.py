@@ -325,7 +325,7 @@ REFUSED: dict[str, tuple[Callable[[QuantizedWeight], Any], str]] = {
     "out that overlaps itself": (lambda w: ck.linear(X, w, out=OUT[:1].expand(5, 72)), "must not overlap itself"),
     "out that is an input": (lambda w: ck.linear(S[:, :136], w, out=S[:, 100:172]), "overlaps an operand"),
     "out and gradients": (lambda w: ck.linear(X.clone().requires_grad_(), w, out=OUT), "not differentiable"),
-    "another device": (lambda w: ck.linear(X.to("meta"), w), "packed is on cpu, not meta: move it"),
+    "another device": (lambda w: ck.linear(X.half().to("meta"), w), "packed is on cpu, not meta: move it"),
     "offsets": (lambda w: ck.linear(X, _offsets(w)), "torchao's float zero points"),
     "a weight of experts": (lambda w: ck.rms_norm_linear(X, X[0, :3], w), r"norm_weight must be \(K,\)"),
     "a config of the fused op": (lambda w: ck.rms_norm_linear(X, None, w, config="body=skinny"), "config= is for one"),

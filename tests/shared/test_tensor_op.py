@@ -25,7 +25,7 @@ from cutekernels.ops.moe.route import MOE_ROUTE
 from cutekernels.ops.norms.op import LAYER_NORM, RMS_NORM
 from cutekernels.ops.rope.op import ROPE
 from cutekernels.ops.shared import call_cache, calls
-from cutekernels.ops.shared.tensor_op import Launch
+from cutekernels.ops.shared.triton_op import Launch
 from tests.gpu_path import H200, launching
 from tests.host_cost import host_cost
 

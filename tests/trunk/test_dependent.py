@@ -9,26 +9,14 @@ import pytest
 from cutekernels import gpu
 from cutekernels.backends.triton import TritonArtifact
 from cutekernels.ops import registry
-from cutekernels.ops.norm_linear.op import NormLinear
-from cutekernels.ops.shared.tensor_op import TensorOp
+from cutekernels.ops.shared.triton_op import TritonOp
 
 MEMORY = re.compile(r"\b(ld|st|atom|red|cp\.async)[.a-z0-9:]*\.(global|shared\.global)")
 PREFETCH = re.compile(r"cp\.async\.bulk\.prefetch\.L2\.global \[[^;]*;")
 WAIT = "griddepcontrol.wait"
 
 
-CUTE = (
-    "grouped_gemm",
-    "grouped_gemm_wgrad",
-    "quantized_grouped_gemm",
-    "quantized_linear",
-    "dequantize",
-)  # tensor ops whose kernels are not Triton's
-TRITON = [
-    op.name
-    for op in registry.OPS
-    if isinstance(op, TensorOp) and not isinstance(op, NormLinear) and op.name not in CUTE
-]
+TRITON = [op.name for op in registry.OPS if isinstance(op, TritonOp)]
 
 
 def compiled(name: str, spec: gpu.GpuSpec) -> TritonArtifact:

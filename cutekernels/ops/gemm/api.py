@@ -16,12 +16,11 @@ from torch import Tensor
 
 from cutekernels import dispatch, torch_names
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.kernels.activations import ACTIVATIONS, Activation
-from cutekernels.ops.gemm.epilogue import kind_of
+from cutekernels.kernels.activations import Activation
 from cutekernels.ops.gemm.launch import AddressedLaunch
 from cutekernels.ops.gemm.layouts import canonical, k_contiguous, worth_copying
-from cutekernels.ops.gemm.op import GEMM, reference
-from cutekernels.ops.gemm.problem import WIDEST, GemmConfig, GemmProblem
+from cutekernels.ops.gemm.op import GEMM
+from cutekernels.ops.gemm.problem import GemmConfig
 from cutekernels.ops.gemm.slopes import reads_value, through_activation
 from cutekernels.ops.shared import call_cache
 from cutekernels.ops.shared.call_cache import Call, CallCache, Given, Inputs, empty_copy
@@ -36,7 +35,7 @@ from cutekernels.ops.shared.registration import (
     splitting,
     with_results,
 )
-from cutekernels.ops.shared.strides import alignment, pairs, span_bytes
+from cutekernels.ops.shared.strides import pairs
 from cutekernels.quant.weight import QuantizedWeight
 
 _INPUTS = "Tensor a, Tensor b, Tensor? c, Tensor? bias"
@@ -234,82 +233,6 @@ def linear(
 # ---- from operands to a launch --------------------------------------------------------------------------
 
 
-def pose(
-    a: Tensor, b: Tensor, c: Tensor | None, bias: Tensor | None, activation: str | None, accumulate: str, out: Tensor
-) -> GemmProblem:
-    """The problem these canonical tensors pose (see :func:`canonical`)."""
-    batched = out.dim() == 3
-    operands = [t for t in (a, b, c, out) if t is not None]
-    return GemmProblem(
-        m=out.shape[-2],
-        n=out.shape[-1],
-        k=a.shape[-1],
-        batch=out.shape[0] if batched else 1,
-        dtype=_NAMES[a.dtype],
-        a_major="k" if a.stride(-1) == 1 else "m",
-        b_major="n" if b.stride(-1) == 1 else "k",
-        out_major="n" if out.stride(-1) == 1 else "m",
-        c="none" if c is None else "n" if c.stride(-1) == 1 else "m",
-        bias=kind_of(bias, a),
-        activation="none" if activation is None else activation,
-        accumulate=accumulate,
-        a_align=alignment(a),
-        b_align=alignment(b),
-        c_align=WIDEST if c is None else alignment(c),
-        out_align=alignment(out),
-        batched=batched,
-        wide=any(span_bytes(t) >= 2 * 2**31 for t in operands),
-    )
-
-
-def _check(
-    results: tuple[Tensor] | None, inputs: tuple[Any, ...], beta: float, activation: str, accumulate: str, *,
-    apart: bool = True,
-) -> tuple[int, ...]:  # fmt: skip
-    """The result's shape. Raises UnsupportedProblem for arguments that pose no problem."""
-    a, b, c, bias = inputs
-    c = None if beta == 0.0 else c
-    if a.dim() not in (2, 3) or b.dim() not in (2, 3):
-        raise UnsupportedProblem(
-            f"a and b must be matrices or batches of them; they have shapes {tuple(a.shape)} and {tuple(b.shape)}"
-        )
-    if a.shape[-1] != b.shape[-2]:
-        raise UnsupportedProblem(
-            f"a's K={a.shape[-1]} must be b's K={b.shape[-2]}; shapes {tuple(a.shape)} and {tuple(b.shape)}"
-        )
-    if a.dim() == b.dim() == 3 and a.shape[0] != b.shape[0]:
-        raise UnsupportedProblem(f"a and b must have one batch; they have {a.shape[0]} and {b.shape[0]}")
-    batch = a.shape[:1] if a.dim() == 3 else b.shape[:-2]
-    shape = (*batch, a.shape[-2], b.shape[-1])
-    if activation not in ACTIVATIONS:
-        known = ", ".join(name for name in ACTIVATIONS if name != "none")
-        raise UnsupportedProblem(f"activation must be one of {known}, or None; it is {activation!r}")
-    if beta != 0.0 and c is None:
-        raise UnsupportedProblem(f"beta={beta} needs c")
-    if c is not None and tuple(c.shape) != shape:
-        raise UnsupportedProblem(f"c must have the result's shape {shape}; it has {tuple(c.shape)}")
-    if bias is not None and tuple(bias.shape) != shape[-1:]:
-        raise UnsupportedProblem(f"bias must be (N,) = ({shape[-1]},); its shape is {tuple(bias.shape)}")
-    for name, t in (("b", b), ("c", c), ("bias", bias)):
-        if t is None:
-            continue
-        if t.dtype != a.dtype and not (name == "bias" and t.dtype == torch.float32):
-            raise UnsupportedProblem(f"{name} must have a's dtype {a.dtype}; it has {t.dtype}: cast it")
-        if t.device != a.device:
-            raise UnsupportedProblem(f"{name} must be on a's device {a.device}; it is on {t.device}")
-    if accumulate not in ("fp32", "fp16"):
-        raise UnsupportedProblem(f"accumulate must be fp32 or fp16; it is {accumulate!r}")
-    if accumulate == "fp16" and a.dtype != torch.float16:
-        raise UnsupportedProblem(f"accumulate='fp16' is for fp16 operands; they are {a.dtype}")
-    if a.dtype not in _NAMES and (a.device.type != "cpu" or a.dtype not in (torch.float32, torch.float64)):
-        raise UnsupportedProblem(f"gemm takes fp16 and bf16; got {a.dtype}: cast it (the CPU takes fp32 and fp64 too)")
-    if results is not None:
-        check_fits(results[0], shape, a)
-        if apart:  # fakes have no memory
-            check_apart(results[0], [("a", a), ("b", b), ("c", c), ("bias", bias)], in_place="c")
-    return shape
-
-
 def _first(
     results: tuple[Tensor] | None, inputs: tuple[Any, ...], scalars: tuple[float, float], options: tuple[str, str],
     config: str | None,
@@ -327,19 +250,18 @@ def _first(
         made = calls.replay(*call_of) or calls.recall(call_of)
         if made is not None:
             return made[0]
-    shape = _check(results, inputs, beta, *options)
-    result: Tensor = a.new_empty(shape) if results is None else results[0]
+    (result,) = _check(results, inputs, beta, *options)
     if result.numel() == 0:
         return result
     if result.dim() == 3:
-        a, b = [t if t.dim() == 3 else t.expand(shape[0], *t.shape) for t in (a, b)]
+        a, b = [t if t.dim() == 3 else t.expand(result.shape[0], *t.shape) for t in (a, b)]
     a, b, c = canonical(a), canonical(b), None if inputs[2] is None else canonical(inputs[2])
     copied = worth_copying(a, b)
     a, b = (k_contiguous(a) if copied[0] else a), (k_contiguous(b.mT).mT if copied[1] else b)
     bias = None if bias is None else bias.contiguous()
     target = result if result.stride(-1) == 1 or result.stride(-2) == 1 else empty_copy(result)
     with torch.cuda.device(a.get_device()):
-        problem = pose(a, b, c, bias, *options, target)
+        problem = GEMM.problem(target, a, b, c, bias, **_chosen(*options))
         launch = dispatch.plan(GEMM, problem, a.get_device(), config).launch
         if all(t is u for t, u in zip((target, a, b, c, bias), (result, *inputs), strict=True)):
             fire = launch.settle(target, a, b, bias is not None) if isinstance(launch, AddressedLaunch) else None
@@ -442,9 +364,29 @@ def _flatten(product: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Te
     return _shape(made, x, weight)
 
 
+def _chosen(activation: str, accumulate: str) -> dict[str, str]:
+    return {"activation": activation, "accumulate": accumulate}
+
+
+def _check(
+    results: tuple[Tensor] | None, inputs: Inputs, beta: float, activation: str, accumulate: str, *, apart: bool = True
+) -> tuple[Tensor, ...]:
+    """The result: given, or new. Raises UnsupportedProblem for arguments that pose no problem."""
+    if beta != 0.0 and inputs[2] is None:
+        raise UnsupportedProblem(f"beta={beta} needs c")
+    read = inputs if beta != 0.0 else (*inputs[:2], None, inputs[3])
+    options = _chosen(activation, accumulate)
+    GEMM.admit(read, results or (), **options)
+    if results is None:
+        return GEMM.fresh(*read, **options)
+    if apart:  # fakes have no memory
+        check_apart(results[0], zip(GEMM.inputs, inputs, strict=True), in_place="c")
+    return results
+
+
 def _cpu(results, inputs, alpha=1.0, beta=0.0, activation="none", accumulate="fp32", config=None):  # type: ignore[no-untyped-def]
     _check(results, inputs, beta, activation, accumulate)
-    made = reference(*(*inputs, alpha, beta), activation=activation)
+    (made,) = GEMM.evaluate(*inputs, alpha, beta, activation=activation)
     if results is None:
         return made
     results[0].copy_(made)
@@ -452,8 +394,8 @@ def _cpu(results, inputs, alpha=1.0, beta=0.0, activation="none", accumulate="fp
 
 
 def _fake(results, inputs, alpha=1.0, beta=0.0, activation="none", accumulate="fp32", config=None):  # type: ignore[no-untyped-def]
-    shape = _check(results, inputs, beta, activation, accumulate, apart=False)
-    return inputs[0].new_empty(shape) if results is None else None
+    made = _check(results, inputs, beta, activation, accumulate, apart=False)
+    return made[0] if results is None else None
 
 
 # ---- gradients ------------------------------------------------------------------------------------------

@@ -6,16 +6,16 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from cutekernels import rates
+from cutekernels.errors import UnsupportedProblem
 from cutekernels.kernels.activations import activated
-from cutekernels.op import Op, Work
+from cutekernels.op import Work
 from cutekernels.ops.gemm import skinny, skinny_warpgroup
-from cutekernels.ops.gemm.epilogue import bias_bytes, draw_bias
+from cutekernels.ops.gemm.epilogue import bias_bytes
 from cutekernels.ops.gemm.multistage import MULTISTAGE
 from cutekernels.ops.gemm.problem import (
     ELEMENT_BYTES,
     MOST_TOKENS,
     VENDOR,
-    WIDEST,
     GemmConfig,
     GemmProblem,
     foreign,
@@ -26,9 +26,12 @@ from cutekernels.ops.gemm.schedule import GemmSchedule, extras_of
 from cutekernels.ops.gemm.skinny import SKINNY
 from cutekernels.ops.gemm.skinny_warpgroup import SKINNY_WARPGROUP
 from cutekernels.ops.gemm.warpgroup import WARPGROUP
-from cutekernels.ops.shared.dtypes import DTYPES
+from cutekernels.ops.shared.cute_op import CuteOp
+from cutekernels.ops.shared.operands import Array, Leads, Looks, Named, Sizes, Vector
+from cutekernels.ops.shared.strides import span_bytes
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from cutekernels.backends import Artifact
@@ -39,8 +42,8 @@ SCHEDULES: dict[str, GemmSchedule] = {
 }
 
 
-class Gemm(Op[GemmProblem, GemmConfig]):
-    """Arguments: a, b, c or None, bias or None, alpha, beta. Result: out."""
+class Gemm(CuteOp[GemmProblem, GemmConfig]):
+    """Of a and b alone one may have the batch; c, which is read where ``beta`` is not 0, is as the result."""
 
     name = "gemm"
     revision = 2
@@ -62,6 +65,15 @@ class Gemm(Op[GemmProblem, GemmConfig]):
         "m=77 n=129 k=131 a_align=1 b_align=1 out_align=1 c=n c_align=1 bias=same dtype=fp16",
         "m=130 n=200 k=64 batch=7 batched=1",
     )
+
+    in_place_pairs = frozenset((("out", "c"),))
+    out = Array("batch?", "m", "n", result=True, align="out_align", major="out_major")
+    a = Array("batch?", "m", "k", align="a_align", major="a_major")
+    b = Array("batch?", "k", "n", align="b_align", major="b_major")
+    c = Array("batch?", "m", "n", optional=True, align="c_align", major="c")
+    bias = Vector("n", dtype="bias", strides=(), optional=True)
+    options = ("activation", "accumulate")
+    scalar_types = {"alpha": "fp32", "beta": "fp32"}
 
     # -- rules
 
@@ -94,42 +106,23 @@ class Gemm(Op[GemmProblem, GemmConfig]):
             from cutekernels.backends.chained import Chained
 
             return Chained()
-        import cutlass
-        from cutlass.cute.runtime import make_fake_tensor
+        if p.addressed and not SCHEDULES[c.body].shares_tiles(c):
+            return self._build_addressed(p, self.body(p, c, gpu), gpu)
+        return super().build(p, c, gpu)
 
-        from cutekernels.backends import cute as backend
+    def body(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec) -> Any:
+        return SCHEDULES[c.body].body(p, c, gpu)
 
-        schedule = SCHEDULES[c.body]
-        body = schedule.body(p, c, gpu)
-        dtype = backend.type_of(p.dtype)
-        if p.addressed and not schedule.shares_tiles(c):
-            return self._build_addressed(p, body, dtype, gpu)
-        cute = cutlass.cute
-        extents = {name: cute.sym_int(divisibility=p.divisibility(name)) for name in "mnk"}
-        batch = cute.sym_int()
+    def divisors(self, p: GemmProblem, c: GemmConfig) -> dict[str, int]:
+        return {name: p.divisibility(name) for name in "mnk"}
 
-        def operand(first: str, second: str, major: str, align: int) -> Any:
-            pitch = cute.sym_int(64 if p.wide else 32, divisibility=align)
-            stride: tuple[Any, ...] = (pitch, 1) if major == second else (1, pitch)
-            shape: tuple[Any, ...] = (extents[first], extents[second])
-            if p.batched:
-                shape, stride = (batch, *shape), (cute.sym_int(64 if p.wide else 32, divisibility=align), *stride)
-            return make_fake_tensor(dtype, shape, stride=stride, assumed_align=align * ELEMENT_BYTES)
+    def further(self, p: GemmProblem, c: GemmConfig) -> list[Any]:
+        return [*super().further(p, c), *SCHEDULES[c.body].workspace_types(c)]
 
-        return backend.compile(
-            body,
-            operand("m", "n", p.out_major, p.out_align),
-            operand("m", "k", p.a_major, p.a_align),
-            operand("k", "n", p.b_major, p.b_align),
-            None if p.c == "none" else operand("m", "n", p.c, p.c_align),
-            backend.bias(p.bias, dtype, extents["n"]),
-            cutlass.Float32(1.0),
-            cutlass.Float32(0.0),
-            *schedule.workspace_types(c),
-            gpu=gpu,
-        )
+    def missing(self, p: GemmProblem) -> tuple[str, ...]:
+        return () if p.batched else ("batch",)
 
-    def _build_addressed(self, p: GemmProblem, body: Any, dtype: Any, gpu: GpuSpec) -> Artifact:
+    def _build_addressed(self, p: GemmProblem, body: Any, gpu: GpuSpec) -> Artifact:
         from cutlass import Float32, Int32
         from cutlass.cute import AddressSpace
         from cutlass.cute.runtime import make_ptr
@@ -137,7 +130,7 @@ class Gemm(Op[GemmProblem, GemmConfig]):
         from cutekernels.backends import cute as backend
         from cutekernels.kernels.cute.addressed import Addressed, Operand
 
-        aligns = (p.out_align, p.a_align, p.b_align)
+        dtype, aligns = backend.type_of(p.dtype), (p.out_align, p.a_align, p.b_align)
         out, a, b = (Operand(along, align) for along, align in zip(p.along, aligns, strict=True))
         m, n, k = (p.divisibility(name) for name in "mnk")
 
@@ -175,37 +168,43 @@ class Gemm(Op[GemmProblem, GemmConfig]):
 
         return launch
 
-    # -- mathematics
+    # -- from tensors to problems, and back
 
-    def outputs(self, p: GemmProblem, *args: Any) -> tuple[Tensor, ...]:
-        a = args[0]
-        shape = (p.batch, p.m, p.n) if p.batched else (p.m, p.n)
-        if p.out_major == "n":
-            return (a.new_empty(padded(shape, p.out_align))[..., : p.n],)
-        swapped = (*shape[:-2], p.n, p.m)
-        return (a.new_empty(padded(swapped, p.out_align))[..., : p.m].mT,)
-
-    def sample(self, p: GemmProblem, device: str, seed: int) -> tuple[Any, ...]:
+    def refuse(self, named: Named, sizes: Sizes, **options: Any) -> None:
         import torch
 
-        generator = torch.Generator(device=device).manual_seed(seed)
-        lead = (p.batch,) if p.batched else ()
+        a, b, c = (named[name] for name in "abc")
+        assert a is not None and b is not None
+        if c is not None and c.dim() != max(a.dim(), b.dim()):
+            raise UnsupportedProblem(f"c must have the result's batch; its shape is {tuple(c.shape)}")
+        if options["accumulate"] == "fp16" and a.dtype != torch.float16:
+            raise UnsupportedProblem(f"accumulate='fp16' is for fp16 operands; they are {a.dtype}")
 
-        def operand(first: int, second: int, contiguous_last: bool, align: int) -> Tensor:
-            shape = (*lead, first, second) if contiguous_last else (*lead, second, first)
-            t = torch.randn(padded(shape, align), generator=generator, device=device, dtype=torch.float32)
-            t = t.to(DTYPES[p.dtype])[..., : shape[-1]]
-            return t if contiguous_last else t.mT
+    def result(self, name: str, named: Named, sizes: Sizes, leads: Leads, **options: Any) -> Looks:
+        batch = (sizes["batch"],) if "batch" in sizes else ()
+        return (*batch, sizes["m"], sizes["n"]), (self._dtype(named, options),)
 
-        a = operand(p.m, p.k, p.a_major == "k", p.a_align)
-        b = operand(p.k, p.n, p.b_major == "n", p.b_align)
-        c = None if p.c == "none" else operand(p.m, p.n, p.c == "n", p.c_align)
-        bias = draw_bias(p, generator, p.n)
-        # A scale that keeps results near 1, where an activation is neither linear nor saturated.
-        return a, b, c, bias, (1.0 / max(1, p.k)) ** 0.5, 0.0 if c is None else 0.5
+    def facts(self, named: Named, sizes: Sizes) -> dict[str, Any]:
+        spans = [span_bytes(t) for name, t in named.items() if t is not None and name != "bias"]
+        return {"batched": "batch" in sizes, "wide": max(spans) >= ELEMENT_BYTES * 2**31}
 
-    def reference(self, p: GemmProblem, *args: Any) -> tuple[Tensor, ...]:
-        return (reference(*args, activation=p.activation),)
+    def draw_scalars(self, p: GemmProblem, generator: torch.Generator) -> tuple[float, float]:
+        """A scale that keeps results near 1, where an activation is neither linear nor saturated."""
+        return (1.0 / max(1, p.k)) ** 0.5, 0.0 if p.c == "none" else 0.5
+
+    # -- mathematics
+
+    def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
+        """In fp64: fp32 would leave an error of its own."""
+        a, b, c, bias, alpha, beta = args
+        x = a.double() @ b.double()
+        if alpha != 1.0:
+            x = alpha * x
+        if c is not None and beta != 0.0:
+            x = x + beta * c.double()
+        if bias is not None:
+            x = x + bias.double()
+        return (activated(x, options["activation"]).to(a.dtype),)
 
     def work(self, p: GemmProblem) -> Work:
         outputs = p.batch * p.m * p.n
@@ -237,20 +236,6 @@ def _vendor(
             multiply(out if c is None else c, a, b, alpha=alpha, beta=0.0 if c is None else beta, out=out)
 
 
-def reference(
-    a: Tensor, b: Tensor, c: Tensor | None, bias: Tensor | None, alpha: float, beta: float, *, activation: str
-) -> Tensor:
-    """The same mathematics in plain PyTorch: in fp64 (fp32 would leave an error of its own), rounded once."""
-    x = a.double() @ b.double()
-    if alpha != 1.0:
-        x = alpha * x
-    if c is not None and beta != 0.0:
-        x = x + beta * c.double()
-    if bias is not None:
-        x = x + bias.double()
-    return activated(x, activation).to(a.dtype)
-
-
 @rates.remember
 def _default(p: GemmProblem, gpu: GpuSpec) -> GemmConfig:
     """The first choice that has a config: skinny for the fewest tokens, skinny_warpgroup up to MOST_TOKENS; beyond, and
@@ -268,12 +253,6 @@ def _default(p: GemmProblem, gpu: GpuSpec) -> GemmConfig:
     if found := before or after:
         return found[1]
     raise AssertionError(f"no config for {p} on {gpu.name}")
-
-
-def padded(shape: tuple[int, ...], align: int) -> tuple[int, ...]:
-    """``shape`` with its last extent grown so that its pitch divides by ``align``, and by no more where that is < 8."""
-    pitch = -(-shape[-1] // WIDEST) * WIDEST + (0 if align == WIDEST else align)
-    return (*shape[:-1], pitch)
 
 
 def nothing(*args: Any) -> None:

@@ -30,8 +30,7 @@ from cutekernels.ops.moe.coefficients import PERMUTE
 from cutekernels.ops.shared import tile_rules
 from cutekernels.ops.shared.dtypes import TYPES
 from cutekernels.ops.shared.operands import Array, Sizes
-from cutekernels.ops.shared.tensor_op import Launch
-from cutekernels.ops.shared.triton_op import TritonOp
+from cutekernels.ops.shared.triton_op import Launch, TritonOp
 from cutekernels.rules import of_both, of_config
 
 if TYPE_CHECKING:

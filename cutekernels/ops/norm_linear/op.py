@@ -123,12 +123,12 @@ class NormLinear:
     def elements(self, p: Any, c: NormLinearConfig, name: str) -> int:
         if name in ("bias", "rstd"):
             return 1
-        if name == "y":
+        if name == "out":
             return WIDEST if SCHEDULES[c.body] in (SKINNY_WARPGROUP, WARPGROUP) else 1
         return 4 if name == "norm_weight" and p.weight == "fp32" else WIDEST
 
     def divisors(self, p: Any, c: NormLinearConfig) -> dict[str, int]:
-        n = GATE_ROWS if p.extras.gated else self.elements(p, c, "y")
+        n = GATE_ROWS if p.extras.gated else self.elements(p, c, "out")
         return {"k": WIDEST, "rows": 2 * GATE_ROWS, "n": n}
 
     def further(self, p: Any, c: NormLinearConfig) -> list[Any]:
@@ -255,14 +255,14 @@ class RmsNormLinear(NormLinear, CuteOp[RmsNormLinearProblem, NormLinearConfig]):
         "m=5 n=512 k=1024 layout=inputs",
     )
     Problem = RmsNormLinearProblem
-    y = Matrix("*m", "n", result=True)
+    out = Matrix("*m", "n", result=True)
     x = Matrix("*m", "k")
     norm_weight = Vector("k", dtype="norm_weight", strides=(), optional=True)
     weight = Matrix("n", "k")
     bias = Vector("n", dtype="bias", strides=(), optional=True)
     rstd = Vector("*m", dtype="sums", strides=(), given="rstd=given")
     options = ("activation",)
-    order = ("y", "x", "weight", "bias", "norm_weight", "rstd")
+    order = ("out", "x", "weight", "bias", "norm_weight", "rstd")
 
     def parts(self, p: RmsNormLinearProblem) -> list[Part]:
         norm = [_norm(p)] if p.rstd == "computed" else []  # torch's own kernels multiply by a given rstd
@@ -310,12 +310,12 @@ class LinearSiluMul(NormLinear, CuteOp[LinearSiluMulProblem, NormLinearConfig]):
         "m=3 n=35 k=131 layout=any",
     )
     Problem = LinearSiluMulProblem
-    y = Matrix("*m", "n", result=True)
+    out = Matrix("*m", "n", result=True)
     x = Matrix("*m", "k")
     w_gate_up = Matrix("rows", "k")
     norm_weight = Vector("k", dtype="norm_weight", strides=(), optional=True)
     options = ("norm",)
-    order = ("y", "x", "w_gate_up", "bias", "norm_weight", "rstd")
+    order = ("out", "x", "w_gate_up", "bias", "norm_weight", "rstd")
 
     def derive(self, sizes: Sizes, **options: Any) -> None:
         if sizes.setdefault("rows", 2 * sizes.get("n", 0)) % 2:

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from cutekernels.ops.shared.call_cache import Fire
 from cutekernels.ops.shared.calls import plan_call, run
-from cutekernels.ops.shared.tensor_op import Launch
-from cutekernels.ops.shared.triton_op import TritonOp
+from cutekernels.ops.shared.triton_op import Launch, TritonOp
 
 
 def scratch(like: Tensor, *shape: int) -> Tensor:

@@ -19,6 +19,7 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import C, P, Scalar
 from cutekernels.ops.shared.call_cache import Call, Given, empty_copy, stand_ins
 from cutekernels.ops.shared.checks import check_arguments, check_overlap, check_tensor, pairs_of, present
+from cutekernels.ops.shared.declared_op import DeclaredOp
 from cutekernels.ops.shared.registration import (
     PLAIN,
     define,
@@ -26,7 +27,6 @@ from cutekernels.ops.shared.registration import (
     direct,
     refuse_gradient,
 )
-from cutekernels.ops.shared.tensor_op import TensorOp
 
 # Looked up once: each dotted name costs a call 30 ns.
 traced_by_dynamo = torch.compiler.is_dynamo_compiling
@@ -35,7 +35,7 @@ any_requires_grad = torch_names.any_requires_grad
 
 
 def call(
-    op: TensorOp[Any, Any],
+    op: DeclaredOp[Any, Any],
     inputs: tuple[Tensor | None, ...],
     options: tuple[Scalar, ...] = (),
     scalars: tuple[float, ...] = (),
@@ -87,7 +87,7 @@ def call(
 
 
 def refuse_others(
-    op: TensorOp[Any, Any], inputs: Sequence[object], out: Sequence[object] | None, rest: Sequence[object] = ()
+    op: DeclaredOp[Any, Any], inputs: Sequence[object], out: Sequence[object] | None, rest: Sequence[object] = ()
 ) -> None:
     """Refuses arguments of another kind than ``op`` declares, before torch does so in words of its own."""
     declared = getattr(op, "operands", {})
@@ -101,7 +101,7 @@ def refuse_others(
 
 
 def run(
-    op: TensorOp[P, C],
+    op: DeclaredOp[P, C],
     results: tuple[Tensor, ...] | None,
     inputs: tuple[Tensor | None, ...],
     *,
@@ -118,7 +118,7 @@ def run(
     return op.calls.replay(*call) or op.calls.recall(call) or _first(op, call)
 
 
-def _first(op: TensorOp[Any, Any], call: Given) -> tuple[Tensor, ...]:
+def _first(op: DeclaredOp[Any, Any], call: Given) -> tuple[Tensor, ...]:
     """The first call of its kind: checked, planned, made and cached."""
     results, inputs, options, scalars, config = call
     check_arguments(op.name, op.others, (*options, *scalars))
@@ -131,7 +131,7 @@ def _first(op: TensorOp[Any, Any], call: Given) -> tuple[Tensor, ...]:
 
 
 def plan_call(
-    op: TensorOp[P, C],
+    op: DeclaredOp[P, C],
     inputs: tuple[Tensor | None, ...],
     given: tuple[Tensor, ...] | None = None,
     options: tuple[Scalar, ...] = (),
@@ -175,7 +175,7 @@ def _dense(t: Tensor) -> Tensor:
 # ---- the way through torch ------------------------------------------------------------------------------
 
 
-def register(op: TensorOp[Any, Any], **path: Any) -> None:
+def register(op: DeclaredOp[Any, Any], **path: Any) -> None:
     """Defines ``op.name(schema, str? config=None) -> results`` and ``op.name + "_out"``, and sets ``op.path``.
 
     The second takes the results behind the inputs. ``path``: gradient, remember, autocast and kept, as :class:`Path`
@@ -193,7 +193,7 @@ def register(op: TensorOp[Any, Any], **path: Any) -> None:
     )
 
 
-def register_inplace(op: TensorOp[Any, Any], updated: Sequence[int]) -> None:
+def register_inplace(op: DeclaredOp[Any, Any], updated: Sequence[int]) -> None:
     """Defines ``op.name + "_inplace"``, whose results are the inputs at ``updated``, for GPU, CPU and fakes.
 
     Takes the op's arguments and returns nothing. An absent input stands for an empty result.
@@ -208,7 +208,7 @@ def register_inplace(op: TensorOp[Any, Any], updated: Sequence[int]) -> None:
 
 
 def register_updating(
-    op: TensorOp[Any, Any],
+    op: DeclaredOp[Any, Any],
     arguments: str,
     tensors: int,
     split: Callable[..., tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]],
@@ -232,7 +232,7 @@ def places(inputs: Sequence[Tensor | None], updated: Sequence[int]) -> tuple[Ten
     return tuple([first.new_empty(0) if (t := inputs[i]) is None else t for i in updated])
 
 
-def _implementations(op: TensorOp[Any, Any], given: int) -> tuple[Callable[..., Any], ...]:
+def _implementations(op: DeclaredOp[Any, Any], given: int) -> tuple[Callable[..., Any], ...]:
     """``op`` on the GPU, on the CPU and of fakes: ``(*inputs, *results, *options, *scalars, config)``, with so many
     results ``given``. Torch leaves out a config of None.
     """

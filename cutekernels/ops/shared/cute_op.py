@@ -73,10 +73,12 @@ class CuteOp(DeclaredOp[P, C]):
             operand, kind = self.operands.get(name), name in self.operands and self.kind(p, name)
             if operand is None or not kind:
                 return None
-            element, shape = backend.type_of(kind), tuple(map(extent, operand.axes))
+            axes = [axis for axis in operand.axes if axis.strip("?") not in self.missing(p)]
+            element, shape = backend.type_of(kind), tuple(map(extent, axes))
             align = self.elements(p, c, name)
             apart = align if operand.strides else 1
-            steps = [sym_int(operand.bits, divisibility=apart) for _ in shape]
+            bits = 64 if getattr(p, "wide", False) else operand.bits
+            steps = [sym_int(bits, divisibility=apart) for _ in shape]
             steps[self.contiguous(p, operand)] = 1
             return make_fake_tensor(element, shape, stride=tuple(steps), assumed_align=align * BYTES[kind])
 
@@ -124,16 +126,14 @@ class CuteOp(DeclaredOp[P, C]):
         return lies | {f: max(v for v in declared[f].metadata["values"] if not b % v) for f, b in bits.items()}
 
     def place(self, p: P, name: str, result: Tensor) -> Tensor:
-        operand = self.operands[name]
-        return place_rows(result, getattr(p, operand.align)) if isinstance(operand.align, str) else result
+        return self.arrange(p, name, result) if result.dim() else result
 
     def arrange(self, p: P, name: str, values: Tensor) -> Tensor:
         operand = self.operands[name]
         if not isinstance(operand.align, str):
             return values
-        if self.contiguous(p, operand) == -2:
-            return place_rows(values.mT, getattr(p, operand.align)).mT.copy_(values)
-        return place_rows(values, getattr(p, operand.align)).copy_(values)
+        align, across = getattr(p, operand.align), self.contiguous(p, operand) == -2
+        return (place_rows(values.mT, align).mT if across else place_rows(values, align)).copy_(values)
 
 
 def place_rows(t: Tensor, align: int) -> Tensor:

@@ -7,29 +7,50 @@ it (hooks below, each with what most ops want).
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.op import C, P, Scalar, Work
-from cutekernels.ops.shared.checks import check_dtype, check_tensor
+from cutekernels.op import C, Op, P, Scalar, Work
+from cutekernels.ops.shared.checks import check_dtype, check_tensor, kinds_of
 from cutekernels.ops.shared.dtypes import BYTES, GPU_DTYPES, TYPES, WIDEST_BYTES
 from cutekernels.ops.shared.laid_out import place_as
 from cutekernels.ops.shared.operands import Leads, Looks, Named, Operand, Sizes, bits_of, shape_of, sizes_of
 from cutekernels.ops.shared.strides import overlaps_itself
-from cutekernels.ops.shared.tensor_op import TensorOp
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from cutekernels.ops.shared.call_cache import CallCache
+    from cutekernels.ops.shared.registration import Path
+
 _SCHEMA_TYPES = {"fp32": "float", "i32": "int", "i64": "SymInt"}
 
 
-class DeclaredOp(TensorOp[P, C]):
-    """An op whose tensors are :class:`~cutekernels.ops.shared.operands.Operand` attributes of its class."""
+class DeclaredOp(Op[P, C]):
+    """An op called with tensors, compile-time options and run-time numbers, in this order.
+
+    Its tensors are :class:`~cutekernels.ops.shared.operands.Operand` attributes of its class. Its launch takes
+    ``(*results, *inputs, *scalars)``; an absent optional tensor is None. ``options`` are fields of its Problem.
+
+    A declaration has no state but its cache of calls: any thread may ask it, and call it.
+    """
+
+    results: ClassVar[tuple[str, ...]]
+    inputs: ClassVar[tuple[str, ...]]
+    options: ClassVar[tuple[str, ...]] = ()
+    scalars: ClassVar[tuple[str, ...]] = ()
+    schema: ClassVar[str]
+    in_place: ClassVar[bool] = True
+    """Whether a result may be an input itself, element upon element. No other overlap is ever allowed."""
+    in_place_pairs: ClassVar[frozenset[tuple[str, str]] | None] = None
+    """The results, each with the input that it may be, where ``in_place`` is not for any input."""
+    path: Path
+    """``path(*inputs, *options, *scalars, config)``: the results, differentiable. Set where the op is registered."""
 
     scalar_types: ClassVar[Mapping[str, str]] = {}
     """Numbers of a call and their types."""
@@ -37,7 +58,6 @@ class DeclaredOp(TensorOp[P, C]):
     operands: ClassVar[dict[str, Operand]] = {}
     beyond: ClassVar[tuple[str, ...]] = ()
     """Options that may have values beyond a problem's where no kernel runs."""
-    flattens = False  # each operand says for itself, in ``takes``
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -54,6 +74,17 @@ class DeclaredOp(TensorOp[P, C]):
             words += [f"{_SCHEMA_TYPES[kind]} {name}" for name, kind in cls.scalar_types.items()]
             cls.schema = ", ".join(words)
 
+    def __init__(self) -> None:
+        self.kinds = kinds_of(self.schema)
+        self.others = [kind for kind in self.kinds if not kind[0].startswith("Tensor")]
+
+    @cached_property
+    def calls(self) -> CallCache:
+        """Its calls that repeat."""
+        from cutekernels.ops.shared.call_cache import CallCache
+
+        return CallCache()
+
     # -- hooks
 
     def derive(self, sizes: Sizes, **options: Any) -> None:
@@ -69,6 +100,10 @@ class DeclaredOp(TensorOp[P, C]):
     def draw_scalars(self, p: P, generator: torch.Generator) -> tuple[Any, ...]:
         """A sample's numbers."""
         return tuple([self.scalar_samples[name] for name in self.scalars])
+
+    def missing(self, p: P) -> tuple[str, ...]:
+        """Axes that may be missing and are, in ``p``."""
+        return ()
 
     def leads_in(self, p: P) -> dict[str, tuple[int, ...]]:
         """The leading dimensions that a sample has in the place of flattened axes; by default one for each."""
@@ -96,9 +131,14 @@ class DeclaredOp(TensorOp[P, C]):
         operand = self.operands[name]
         return shape_of(operand, sizes, leads), self._type(operand, self._dtype(named, options))
 
+    @abstractmethod
+    def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
+        """The mathematics in plain PyTorch on ``(*inputs, *scalars)``: in fp32 or better, rounded once."""
+
     # -- from tensors to problems
 
     def takes(self, name: str, t: Tensor) -> bool:
+        """Whether kernels take operand ``name`` as ``t`` lies; else a contiguous copy stands in for it."""
         return self.operands[name].taken(t)
 
     def _by_name(self, inputs: Sequence[Any], results: Sequence[Any] = ()) -> dict[str, Tensor | None]:
@@ -145,6 +185,7 @@ class DeclaredOp(TensorOp[P, C]):
         return TYPES[options["dtype"]] if "dtype" in options else self._main(named).dtype
 
     def admit(self, inputs: Sequence[Tensor | None], results: Sequence[Tensor] = (), **options: Any) -> None:
+        """Raises UnsupportedProblem for operands that pose no problem. Called on the CPU and with fakes too."""
         named = self._by_name(inputs, results)
         named = {name: named[name] for name in (*self.inputs, *named)}  # inputs are looked at first
         for name, t in named.items():
@@ -172,7 +213,7 @@ class DeclaredOp(TensorOp[P, C]):
             shape, types = self.result(name, named, sizes, leads, **options)
             if out.shape != shape or out.dtype not in types:
                 raise UnsupportedProblem(
-                    f"{self.name} writes {name} {tuple(shape)} in {types[0]}; got {tuple(out.shape)} in {out.dtype}"
+                    f"{self.name}: {name} must be {tuple(shape)}, {types[0]}; it is {tuple(out.shape)}, {out.dtype}"
                 )
             if overlaps_itself(out):
                 raise UnsupportedProblem(
@@ -189,6 +230,7 @@ class DeclaredOp(TensorOp[P, C]):
                 raise UnsupportedProblem(f"{self.name}: {name} must be one of {values}; it is {options[name]!r}")
 
     def fresh(self, *inputs: Tensor | None, **options: Any) -> tuple[Tensor, ...]:
+        """New results, contiguous, on the inputs' device (meta included)."""
         named = self._by_name(inputs)
         main = self._main(named)
         sizes, leads = self._pose(named, **options)
@@ -196,6 +238,7 @@ class DeclaredOp(TensorOp[P, C]):
         return tuple([main.new_empty(shape, dtype=types[0]) for shape, types in found])
 
     def problem(self, *operands: Tensor | None, **options: Any) -> P:
+        """The problem that a launch's ``(*results, *inputs)`` pose. Raises UnsupportedProblem."""
         named = dict(zip((*self.results, *self.inputs), operands, strict=True))
         main = self._main(named)
         sizes, _ = self._pose(named, **options)
@@ -257,6 +300,8 @@ class DeclaredOp(TensorOp[P, C]):
             field, _, word = operand.given.partition("=")
             if getattr(p, field) != (word or True):
                 return None
+        if operand.major is not None and getattr(p, operand.major) == "none":
+            return None
         if operand.dtype in TYPES or operand.dtype in ("wide", "sums"):
             return operand.dtype if operand.dtype in TYPES else "fp32"
         value: str = getattr(p, operand.dtype)
@@ -283,7 +328,7 @@ class DeclaredOp(TensorOp[P, C]):
             if kind is None:
                 args.append(None)
                 continue
-            shape = shape_of(operand, sizes, leads)
+            shape = shape_of(operand, sizes, leads, self.missing(p))
             values = self.draw(p, name, shape, generator)
             if values is None:
                 values = torch.randn(shape, generator=generator, device=device, dtype=torch.float32)
@@ -302,3 +347,11 @@ class DeclaredOp(TensorOp[P, C]):
 
     def work(self, p: P) -> Work:
         return Work(flops=0.0, bytes=self.bytes(p))
+
+    def update(self, results: Sequence[Tensor], args: Sequence[Any], **options: Any) -> None:
+        """A launch that writes to ``results``, in plain PyTorch on ``(*inputs, *scalars)``."""
+        for place, value in zip(results, self.evaluate(*args, **options), strict=True):
+            place.copy_(value)
+
+    def reference(self, p: P, *args: Any) -> tuple[Tensor, ...]:
+        return self.evaluate(*args, **{name: getattr(p, name) for name in self.options})

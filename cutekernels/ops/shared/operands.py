@@ -229,22 +229,27 @@ def sizes_of(
     sizes: Sizes = dict(known)
     leads: dict[str, torch.Size] = {}
     there = [(name, operand, t) for name, operand in declared.items() if (t := given.get(name)) is not None]
+    bound: dict[str, str] = {}  # the operand that told an extent
     for name, operand, t in there:
         axes = operand.axes_of(t)
         n = len(axes) - operand.leads
-        fits = t.dim() >= n if operand.leads else t.dim() == n
-        if fits:
-            split = t.dim() - n
-            for axis, size in zip(axes[operand.leads :], t.shape[split:], strict=True):
-                extent = extents_of(axis)[0]
-                if not extent.unit:
-                    fits &= sizes.setdefault(extent.name, size - extent.more) == size - extent.more >= 0
-            if operand.leads:
-                lead = t.shape[:split]
-                fits &= leads.setdefault(operand.axes[0], lead) == lead
-                sizes[operand.names[0]] = math.prod(lead)
-        if not fits:
+        split, wrong = t.dim() - n, ""
+        if split < 0 or (split > 0 and not operand.leads):
             raise misfit(op, declared, given, known, f": {name} does not fit")
+        for axis, size in zip(axes[operand.leads :], t.shape[split:], strict=True):
+            extent = extents_of(axis)[0]
+            if not extent.unit and not sizes.setdefault(extent.name, size - extent.more) == size - extent.more >= 0:
+                wrong = f": its {extent.name} is {size - extent.more}, of {bound.get(extent.name, 'the call')} "
+                wrong += f"{sizes[extent.name]}"
+                break
+            bound.setdefault(extent.name, name)
+        if operand.leads:
+            lead = t.shape[:split]
+            if leads.setdefault(operand.axes[0], lead) != lead:
+                wrong = f": its leading dimensions are {tuple(lead)}"
+            sizes[operand.names[0]] = math.prod(lead)
+        if wrong:
+            raise misfit(op, declared, given, known, f": {name} does not fit{wrong}")
     if derive is not None:
         try:
             derive(sizes)
@@ -274,10 +279,13 @@ def misfit(
     return UnsupportedProblem(f"{op} takes {wanted}{said}, each extent the same wherever it stands; got {got}{why}")
 
 
-def shape_of(operand: Operand, sizes: Mapping[str, int], leads: Leads) -> tuple[int, ...]:
-    """The shape that ``operand`` has; flattened dimensions are one where nobody told them apart."""
+def shape_of(operand: Operand, sizes: Mapping[str, int], leads: Leads, missing: Sequence[str] = ()) -> tuple[int, ...]:
+    """The shape that ``operand`` has without axes that are ``missing``; flattened dimensions are one where nobody told
+    them apart.
+    """
     first = leads.get(operand.axes[0], (sizes[operand.names[0]],)) if operand.leads else ()
-    found = [extents_of(axis)[0].of(sizes) for axis in operand.axes[operand.leads :]]
+    axes = [axis for axis in operand.axes[operand.leads :] if axis.strip("?") not in missing]
+    found = [extents_of(axis)[0].of(sizes) for axis in axes]
     assert None not in found, (operand.axes, sizes)
     return (*first, *[n for n in found if n is not None])
 

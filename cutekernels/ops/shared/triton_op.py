@@ -13,7 +13,6 @@ from cutekernels.op import C, P
 from cutekernels.ops.shared.declared_op import DeclaredOp
 from cutekernels.ops.shared.dtypes import BYTES
 from cutekernels.ops.shared.operands import Named
-from cutekernels.ops.shared.tensor_op import Launch
 from cutekernels.rules import Ruled
 
 if TYPE_CHECKING:
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
 
     from cutekernels.backends import Artifact
     from cutekernels.gpu import GpuSpec
+    from cutekernels.ops.shared.call_cache import Fire
 
 
 class TritonOp(Ruled, DeclaredOp[P, C]):
@@ -136,3 +136,44 @@ class TritonOp(Ruled, DeclaredOp[P, C]):
             return found
 
         return Launch(kernel, grid, len(strided), following)
+
+
+class Launch:
+    """``launch(*results, *inputs, *scalars)`` over one kernel: what most ops' ``bind`` returns.
+
+    The kernel takes the operands' addresses (0 for an absent one), then ``numbers(*operands)``, which follow from
+    their shapes and strides alone, then the scalars.
+    """
+
+    __slots__ = ("_grid", "_kernel", "_numbers", "_operands")
+
+    def __init__(
+        self,
+        kernel: Callable[..., Any],
+        grid: tuple[int, int, int],
+        operands: int,
+        numbers: Callable[..., Sequence[int]],
+    ) -> None:
+        self._kernel = kernel
+        self._grid = grid
+        self._operands = operands
+        self._numbers = numbers
+
+    def __call__(self, *args: Any) -> None:
+        operands = args[: self._operands]
+        addresses = [0 if t is None else t.data_ptr() for t in operands]
+        self._kernel(self._grid, *addresses, *self._numbers(*operands), *args[self._operands :])
+
+    def ending(self, *extras: int) -> Launch:
+        """The same with ``extras`` behind the numbers, of an op without scalars."""
+        numbers = self._numbers
+        return Launch(self._kernel, self._grid, self._operands, lambda *operands: [*numbers(*operands), *extras])
+
+    def settle(self, operands: Sequence[Tensor | None], scalars: int) -> Fire:
+        """The launch by addresses, for operands that lie as these do, on the current device."""
+        numbers = self._numbers(*operands)
+        settle = getattr(self._kernel, "settle", None)
+        if settle is not None:
+            return settle(self._grid, numbers, len(operands) + scalars)  # type: ignore[no-any-return]
+        kernel, grid = self._kernel, self._grid
+        return lambda addresses, scalars: kernel(grid, *addresses, *numbers, *scalars)
