@@ -4,7 +4,7 @@ The folder is what ``examples/new_op`` is: ``op.py`` and ``api.py`` that import 
 ``cutekernels.ops.<family>``, ``__init__.py`` with ``OPS``, and ``kernel.py``. The script copies it, and writes the
 names where they must stand:
 
-- ``cutekernels/ops/<family>/`` and ``cutekernels/kernels/triton/<family>.py``: the files themselves;
+- ``cutekernels/ops/<family>/`` and ``cutekernels/kernels/{triton,cute}/<family>.py``: the files themselves;
 - ``cutekernels/ops/registry.py``: the family and its ops;
 - ``cutekernels/__init__.pyi``: the public functions of ``api.py``;
 - ``README.md``: the functions, in the table of ops.
@@ -64,7 +64,8 @@ def insert(path: Path, before: str, lines: str) -> None:
 def join(folder: Path, root: Path = ROOT) -> str:
     """Write the op of ``folder`` into the tree at ``root``; the family's name."""
     family, ops, functions = family_of(folder), names_of_ops(folder), functions_of(folder)
-    home, kernel = root / "cutekernels/ops" / family, root / f"cutekernels/kernels/triton/{family}.py"
+    language = "cute" if "import cutlass" in (folder / "kernel.py").read_text() else "triton"
+    home, kernel = root / "cutekernels/ops" / family, root / f"cutekernels/kernels/{language}/{family}.py"
     for place in (home, kernel):
         if place.exists():
             raise SystemExit(f"{place} is there already")

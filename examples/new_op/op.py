@@ -75,9 +75,6 @@ class Softcap(TritonOp[SoftcapProblem, SoftcapConfig]):
     def no_idle_columns(self, p: SoftcapProblem, c: SoftcapConfig, gpu: GpuSpec) -> str | None:
         return tile_rules.idles("block", c.block, max(256, power_of_two(p.cols)), f"rows of {p.cols}")
 
-    def default(self, p: SoftcapProblem, gpu: GpuSpec) -> SoftcapConfig:
-        return min(self.valid(p, gpu), key=lambda c: (self.estimate_us(p, c, gpu), str(c)))
-
     def estimate_us(self, p: SoftcapProblem, c: SoftcapConfig, gpu: GpuSpec) -> float:
         tile = c.block * p.itemsize
         return streaming.estimate_us(

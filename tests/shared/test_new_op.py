@@ -1,4 +1,4 @@
-"""``examples/new_op`` joins a copy of the package by ``docs/add_op.py``, and works."""
+"""``examples/new_op`` and ``examples/new_cute_op`` join a copy of the package by ``docs/add_op.py``, and work."""
 
 from __future__ import annotations
 
@@ -74,6 +74,48 @@ print(json.dumps([*found, sorted(narrow(op, aligned(op).replace(dtype="fp16")))]
 """
 
 
+IN_CUTE = """
+import json
+import torch
+import cutekernels as ck
+from cutekernels import gpu
+from cutekernels.errors import UnsupportedProblem
+from cutekernels.ops import registry
+from cutekernels.ops.scale_rows.op import SCALE_ROWS as op
+
+assert registry.get("scale_rows") is op
+x, scale = torch.randn(5, 24).bfloat16(), torch.randn(5)
+exact = (x.double() * scale.double()[:, None]).to(x.dtype)
+report = {"right": torch.equal(ck.scale_rows(x, scale), exact), "stack": []}
+for spec in map(gpu.lookup, ("a100", "l40s", "h200", "rtx5090")):
+    p = op.Problem.parse("rows=7 cols=24")
+    report["stack"].append(op.build(p, op.default(p, spec), spec).facts.stack_bytes)
+problem = op.Problem.parse("rows=5 cols=26 align=2")
+args = op.sample(problem, "cpu", 0)
+report["posed"] = str(op.problem(*op.outputs(problem, *args), *args)) == str(problem)
+report["refused"] = []
+for bad in ((x, scale[:4]), (x, scale.double()), (x.int(), scale)):
+    try:
+        ck.scale_rows(*bad)
+    except UnsupportedProblem as error:
+        report["refused"].append(str(error))
+print(json.dumps(report))
+"""
+ON_A_GPU = """
+import json
+import torch
+import cutekernels as ck
+
+found = []
+for dtype in (torch.bfloat16, torch.float16, torch.float32):
+    for rows, cols in ((1, 8), (33, 1001), (257, 4096), (0, 8), (3, 0)):
+        x, scale = torch.randn(rows, cols + 3, device="cuda").to(dtype)[:, :cols], torch.randn(rows, device="cuda")
+        exact = (x.double() * scale.double()[:, None]).to(dtype)
+        found.append(torch.equal(ck.scale_rows(x, scale), exact) and torch.equal(ck.scale_rows(x, scale, out=x), exact))
+print(json.dumps(found))
+"""
+
+
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the package with the example in it."""
@@ -87,6 +129,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("bench", "docs"):
         (tree / name).symlink_to(ROOT / name)
     assert add_op.join(ROOT / "examples/new_op", tree) == "softcap"
+    assert add_op.join(ROOT / "examples/new_cute_op", tree) == "scale_rows"
     return tree
 
 
@@ -126,6 +169,24 @@ def test_its_accesses_are_wide_and_narrow_ones_would_be_seen(tree: Path) -> None
     assert reported(tree, WIDTHS) == [[], ["ld", "st"]]
 
 
+def test_one_with_a_kernel_in_cute_is_compiled_and_posed(tree: Path) -> None:
+    report = reported(tree, IN_CUTE)
+    assert report["right"] and report["posed"]
+    assert report["stack"] == [0] * 4
+    assert [said for said in report["refused"] if not said.startswith("scale_rows")] == []
+    assert ["scale does not fit: its rows is 4, of x 5" in report["refused"][0], len(report["refused"])] == [True, 3]
+
+
+def test_a_new_cute_op_takes_120_lines_beside_its_kernel() -> None:
+    files = (ROOT / "examples/new_cute_op").glob("*.py")
+    assert sum(len(f.read_text().splitlines()) for f in files if f.name != "kernel.py") <= 120
+
+
+@pytest.mark.gpu
+def test_the_one_in_cute_is_right_on_a_gpu(tree: Path) -> None:
+    assert all(reported(tree, ON_A_GPU))
+
+
 def test_bad_operands_are_refused_without_a_line_of_its_own(report: dict[str, Any]) -> None:
     none, numbers, integers, sparse = report["refused"]
     assert "x as a torch.Tensor; got None" in none
@@ -143,8 +204,11 @@ def test_its_names_stand_where_they_must(tmp_path: Path) -> None:
     for name in ("README.md", "cutekernels/__init__.pyi", "cutekernels/ops/registry.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
-    (tmp_path / "cutekernels/kernels/triton").mkdir(parents=True)
+    for language in ("triton", "cute"):
+        (tmp_path / "cutekernels/kernels" / language).mkdir(parents=True)
     add_op.join(ROOT / "examples/new_op", tmp_path)
+    add_op.join(ROOT / "examples/new_cute_op", tmp_path)
+    assert (tmp_path / "cutekernels/kernels/cute/scale_rows.py").exists()
     assert "| `softcap`, `" in (tmp_path / "README.md").read_text()
     with pytest.raises(SystemExit, match="is there already"):
         add_op.join(ROOT / "examples/new_op", tmp_path)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from cutekernels.gpu import GpuSpec
     from cutekernels.ops.shared.call_cache import CallCache
     from cutekernels.ops.shared.registration import Path
 
@@ -347,6 +348,10 @@ class DeclaredOp(Op[P, C]):
 
     def work(self, p: P) -> Work:
         return Work(flops=0.0, bytes=self.bytes(p))
+
+    def default(self, p: P, gpu: GpuSpec) -> C:
+        """The model's best of all that are valid: for small spaces."""
+        return min(self.valid(p, gpu), key=lambda c: (self.estimate_us(p, c, gpu), str(c)))
 
     def update(self, results: Sequence[Tensor], args: Sequence[Any], **options: Any) -> None:
         """A launch that writes to ``results``, in plain PyTorch on ``(*inputs, *scalars)``."""
