@@ -167,12 +167,10 @@ def test_operands_pose_what_they_are() -> None:
 
 
 @pytest.mark.parametrize("text", QUANTIZED_GROUPED_GEMM.suite[-2:])
-def test_a_sample_poses_its_problem(text: str) -> None:
+def test_variants_share_weights(text: str) -> None:
     op, problem = QUANTIZED_GROUPED_GEMM, QuantizedGroupedProblem.parse(text)
-    options = {name: getattr(problem, name) for name in op.options}
     for seed in range(3):
         args = op.sample(problem, "cpu", seed)
-        assert op.problem(*op.outputs(problem, *args), *args[:-2], **options) == problem
         other = op.variant(problem, args, seed + 1)
         assert other[1] is args[1] and not torch.equal(other[0], args[0])
 

@@ -12,7 +12,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from cutekernels.ops.shared import calls
-from tests.shared.test_triton_declarations import OPS, posed
+from tests.shared.test_declarations import OPS, posed
 
 pytestmark = pytest.mark.gpu
 every_op = pytest.mark.parametrize("op", [op for op in OPS if op.name != "kv_append"], ids=lambda op: op.name)
