@@ -1,4 +1,4 @@
-"""Every op's declaration: samples of its suite, its op of torch; of Triton ops random problems. No family asks again."""
+"""Declarations: samples of suites, ops of torch; of Triton ops random problems. No family asks these again."""
 
 from __future__ import annotations
 
