@@ -286,8 +286,8 @@ def test_out_is_not_differentiable_and_says_so() -> None:
             "each extent the same wherever it stands; got a (8,), b (8, 6): a does not fit",
         ),
         (lambda a, b: ck.gemm(a.expand(2, 2, 4, 8), b), "got a (2, 2, 4, 8), b (8, 6): a does not fit"),
-        (lambda a, b: ck.gemm(a[:, :7], b), "b does not fit: its k is 8, of a 7"),
-        (lambda a, b: ck.gemm(a.expand(2, 4, 8), b.expand(3, 8, 6)), "b does not fit: its batch is 3, of a 2"),
+        (lambda a, b: ck.gemm(a[:, :7], b), "b does not fit: its k is 8, a's 7"),
+        (lambda a, b: ck.gemm(a.expand(2, 4, 8), b.expand(3, 8, 6)), "b does not fit: its batch is 3, a's 2"),
         (lambda a, b: ck.gemm(a, b, beta=1.0), "beta=1.0 needs c"),
         (lambda a, b: ck.gemm(a, b, randn(6), beta=1.0), "c (6,): c does not fit"),
         (

@@ -174,7 +174,7 @@ def test_one_with_a_kernel_in_cute_is_compiled_and_posed(tree: Path) -> None:
     assert report["right"] and report["posed"]
     assert report["stack"] == [0] * 4
     assert [said for said in report["refused"] if not said.startswith("scale_rows")] == []
-    assert ["scale does not fit: its rows is 4, of x 5" in report["refused"][0], len(report["refused"])] == [True, 3]
+    assert ["scale does not fit: its rows is 4, x's 5" in report["refused"][0], len(report["refused"])] == [True, 3]
 
 
 def test_a_new_cute_op_takes_120_lines_beside_its_kernel() -> None:

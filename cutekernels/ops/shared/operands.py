@@ -239,8 +239,8 @@ def sizes_of(
         for axis, size in zip(axes[operand.leads :], t.shape[split:], strict=True):
             extent = extents_of(axis)[0]
             if not extent.unit and not sizes.setdefault(extent.name, size - extent.more) == size - extent.more >= 0:
-                wrong = f": its {extent.name} is {size - extent.more}, of {bound.get(extent.name, 'the call')} "
-                wrong += f"{sizes[extent.name]}"
+                told = f"{bound.get(extent.name, 'the call')}'s {sizes[extent.name]}"
+                wrong = f": its {extent.name} is {size - extent.more}, {told}"
                 break
             bound.setdefault(extent.name, name)
         if operand.leads:
