@@ -69,6 +69,23 @@ def test_cross_entropy_is_torchs(name: str, classes: int) -> None:
     assert all(torch.allclose(a, b, rtol=1e-9, atol=1e-11) for a, b in zip(found, expected, strict=True))
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", ["plain", "items", "everything", "everything, summed"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16], ids=str)
+def test_in_a_graph_it_is_what_it_is_outside(name: str, dtype: torch.dtype) -> None:
+    torch.compiler.reset()
+    x, weight, bias, targets = operands()
+    x, weight, bias = (t.detach().to(dtype).requires_grad_() for t in (x, weight, bias))
+    given = dict(OPTIONS[name])
+    class_weight = torch.rand(len(weight)).to(dtype) + 0.5 if given.pop("weighted", False) else None
+    graph = torch.compile(ck.linear_cross_entropy, backend="aot_eager", fullgraph=True)
+    both = [f(x, weight, targets, bias, class_weight=class_weight, **given) for f in (graph, ck.linear_cross_entropy)]
+    torch.testing.assert_close(*both, rtol=1e-6 if dtype == torch.float16 else 1e-12, atol=0.0)
+    found, expected = (gradients(value, (x, weight, bias), torch.full_like(value, 0.3)) for value in both)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
 @pytest.mark.parametrize("shaped", [{}, {"softcap": 4.0, "temperature": 0.6}], ids=str)
 def test_logprob_takes_any_upstream_gradient(shaped: dict[str, float]) -> None:
     x, weight, bias, targets = operands()

@@ -26,7 +26,7 @@ from cutekernels.ops.loss.products import (
 from cutekernels.ops.loss.rows import MAXIMUM, SCALE_GRADIENT, SUM, TARGET, TERMS, TOTAL
 from cutekernels.ops.shared.calls import call, register
 from cutekernels.ops.shared.checks import check_number, check_tensor, check_whole
-from cutekernels.ops.shared.registration import Path, define, transformed
+from cutekernels.ops.shared.registration import Path, define, plain, transformed
 
 _unwrap = torch_names.unwrap
 REDUCTIONS = ("mean", "sum", "none")
@@ -150,21 +150,15 @@ def _items(given: int | Tensor | None, reduction: str, x: Tensor) -> Tensor | No
 def _compute(
     x: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, class_weight: Tensor | None, items: Tensor | None,
     mean: bool, ignore_index: int, label_smoothing: float, z_loss: float, softcap: float, scale: float,
-    wide: bool, wants_x: bool, wants_weight: bool, wants_bias: bool,
+    wide: bool, wants_x: bool, wants_weight: bool, wants_bias: bool, *, products: Any = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The loss, its gradients by x, weight and bias (empty tensors for those nobody wants), and the factor that those
     of fp16 still want (else empty).
+
+    ``products``: :func:`_multiply`, or the op that it is in graphs; what is around it a compiler fuses.
     """
-    arguments.check(
-        "linear_cross_entropy", x, weight, targets, bias, class_weight, ignore_index=ignore_index, first=None
-    )
-    x, weight, targets = x.contiguous(), arguments.rows_contiguous(weight), targets.contiguous()
-    bias = None if bias is None else bias.contiguous()
-    smoothed = label_smoothing != 0.0
-    of = Classifier(
-        weight, bias, class_weight if smoothed else None, 0, ignore_index, scale, softcap, moments=False,
-        totals=smoothed,
-    )  # fmt: skip
+    _check(x, weight, targets, bias, class_weight, ignore_index)
+    targets = targets.contiguous()
     counted = targets != ignore_index
     sums = torch.promote_types(x.dtype, torch.float32)
     of_class = arguments.class_weights(class_weight, targets, len(weight), sums)  # w[t]; NaN outside the classes
@@ -181,6 +175,50 @@ def _compute(
     shift = divisor.to(sums).clamp_min(1.0).log2().floor().exp2() if shrunk else None
     grown = factor if shift is None else factor * shift
 
+    smoothed = label_smoothing != 0.0
+    factors: Any = (None,) * 4
+    if wants_x or wants_weight or wants_bias:
+        of_target = (1 - label_smoothing) * grown * of_class
+        factors = (
+            torch.where(counted, of_target + share * grown * every, 0.0),
+            torch.where(counted, -of_target, 0.0),
+            torch.where(counted, -share * grown, 0.0) if smoothed else None,
+            None if z_loss == 0.0 else 2 * z_loss * (factor_z if shift is None else shift * factor_z),
+        )
+    multiply: Any = products or _multiply
+    state, *gradients = multiply(
+        x, weight, targets, bias, class_weight if smoothed else None, *factors, ignore_index, softcap, scale, smoothed,
+        wide, wants_x, wants_weight, wants_bias,
+    )  # fmt: skip
+
+    maximum, log_sum, at_target = state[:, MAXIMUM], state[:, SUM].log(), state[:, TARGET]
+    by = scale * (softcap or 1.0)
+    losses = (1 - label_smoothing) * of_class * (log_sum - (at_target - maximum) * by)
+    if smoothed:
+        losses = losses + share * (every * log_sum - state[:, TOTAL])
+    loss = torch.where(counted, losses, 0.0).sum() * factor
+    if z_loss != 0.0:
+        lse = torch.where(counted, maximum * by + log_sum, 0.0)
+        loss = loss + factor_z * (z_loss**0.5 * lse).square().sum()
+    unit = x.new_empty(0, dtype=sums) if shift is None else shift.reciprocal()
+    return loss, *gradients, unit
+
+
+@torch.no_grad()
+def _multiply(
+    x: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, class_weight: Tensor | None,
+    a: Tensor | None, t: Tensor | None, s: Tensor | None, slope: Tensor | None, ignore_index: int, softcap: float,
+    scale: float, totals: bool, wide: bool, wants_x: bool, wants_weight: bool, wants_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The rows' states, and the gradients by x, weight and bias: empty tensors for those nobody wants.
+
+    ``a``, ``t`` and ``s``: factors of the rows, None where no gradient is wanted. ``slope``: by which a row's
+    log-sum-exp is in its ``a``, a number on the device.
+    """
+    x, weight, targets = x.contiguous(), arguments.rows_contiguous(weight), targets.contiguous()
+    bias = None if bias is None else bias.contiguous()
+    of = Classifier(weight, bias, class_weight, 0, ignore_index, scale, softcap, moments=False, totals=totals)
+    sums = torch.promote_types(x.dtype, torch.float32)
     into = Gradients(
         torch.empty_like(x) if wants_x else None,
         torch.empty_like(weight, dtype=sums if wide else weight.dtype) if wants_weight else None,
@@ -190,49 +228,43 @@ def _compute(
     for begin, end in chunks(len(x)):
         some, own, its_state = x[begin:end], targets[begin:end], state[begin:end]
         kept = read(some, own, of, its_state, into.wanted)
-        if not into.wanted:
+        if a is None or t is None:
             continue
-        maximum, log_sum = its_state[:, MAXIMUM], its_state[:, SUM].log()
-        of_target = (1 - label_smoothing) * grown * of_class[begin:end]
-        a = of_target + share * grown * every
-        if z_loss != 0.0:
-            a = a + 2 * z_loss * (factor_z if shift is None else shift * factor_z) * (maximum * of.factor + log_sum)
-        factors = state.new_zeros((end - begin, TERMS))
-        where = counted[begin:end]
-        factors[:, 0], factors[:, 1] = maximum, log_sum
-        factors[:, 2] = torch.where(where, a, 0.0)
-        factors[:, 4] = torch.where(where, -of_target, 0.0)
-        if smoothed:
-            factors[:, 5] = torch.where(where, -share * grown, 0.0)
+        factors = its_state.clone()  # MAXIMUM is its first
+        log_sum = torch.log(its_state[:, SUM], out=factors[:, 1])
+        factors[:, 2], factors[:, 4] = a[begin:end], t[begin:end]
+        if s is not None:
+            factors[:, 5] = s[begin:end]
+        if slope is not None:
+            lse = its_state[:, MAXIMUM] * of.factor + log_sum  # of a row that does not count none
+            factors[:, 2] += torch.where(own != ignore_index, slope * lse, 0.0)
         its_dx = None if into.dx is None else into.dx[begin:end]
         differentiate(some, own, of, factors, Gradients(its_dx, into.dweight, into.dbias), begin == 0, kept)
     if into.dweight is not None and not len(x):
         into.dweight.zero_()
-
-    maximum, log_sum = state[:, MAXIMUM], state[:, SUM].log()
-    losses = (1 - label_smoothing) * of_class * (log_sum - (state[:, TARGET] - maximum) * of.factor)
-    if smoothed:
-        losses = losses + share * (every * log_sum - state[:, TOTAL])
-    loss = torch.where(counted, losses, 0.0).sum() * factor
-    if z_loss != 0.0:
-        lse = torch.where(counted, maximum * of.factor + log_sum, 0.0)
-        loss = loss + factor_z * (z_loss**0.5 * lse).square().sum()
     dx = x.new_empty(0) if into.dx is None else into.dx
     dweight = x.new_empty(0) if into.dweight is None else into.dweight.to(weight.dtype)
     dbias = x.new_empty(0) if into.dbias is None or bias is None else into.dbias.to(bias.dtype)
-    return loss, dx, dweight, dbias, x.new_empty(0, dtype=sums) if shift is None else shift.reciprocal()
+    return state, dx, dweight, dbias
+
+
+def _check(x: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, shares: Tensor | None, ignore: int) -> None:
+    arguments.check("linear_cross_entropy", x, weight, targets, bias, shares, ignore_index=ignore, first=None)
+
+
+def _checked(*args: Any) -> Any:
+    x, weight, targets, bias, class_weight, _, _, _, _, ignore_index = args[:10]
+    _check(x, weight, targets, bias, class_weight, ignore_index)
+    return _multiply(*args)
 
 
 def _fake(*args: Any) -> tuple[Tensor, ...]:
-    x, weight, targets, bias, class_weight, _, _, ignore_index = args[:8]
-    arguments.check(
-        "linear_cross_entropy", x, weight, targets, bias, class_weight, ignore_index=ignore_index, first=None
-    )
-    wide, shrunk = torch.promote_types(x.dtype, torch.float32), args[6] and x.dtype == torch.float16
-    made = [x.new_empty((), dtype=wide)]
+    x, weight, targets, bias, class_weight, _, _, _, _, ignore_index = args[:10]
+    _check(x, weight, targets, bias, class_weight, ignore_index)
+    made = [x.new_empty((len(x), TERMS), dtype=torch.promote_types(x.dtype, torch.float32))]
     for t, wanted in zip((x, weight, bias), args[-3:], strict=True):
         made.append(torch.empty_like(t, memory_format=torch.contiguous_format) if wanted else x.new_empty(0))
-    return (*made, x.new_empty(() if shrunk else 0, dtype=wide))
+    return tuple(made)
 
 
 def _remember(ctx: Any, args: tuple[Any, ...], made: tuple[Tensor, ...]) -> None:
@@ -246,10 +278,11 @@ def _remember(ctx: Any, args: tuple[Any, ...], made: tuple[Tensor, ...]) -> None
 
 
 def _gradient(ctx: Any, dloss: Tensor | None, *_: Any) -> tuple[Any, ...]:
-    """The gradients of the forward times the loss's own, in place: the memory of a weight is not taken twice."""
+    """The gradients of the forward times the loss's own; in place outside of graphs, or memory is taken twice."""
     found: list[Tensor | None] = [None, None, None]
     if dloss is not None:
-        in_place = not (torch.compiler.is_compiling() or transformed() or ctx.transformed)
+        within = transformed() or ctx.transformed
+        in_place = not within and plain((dloss,)) is not None
         if in_place and torch.is_grad_enabled():
             raise UnsupportedProblem(
                 "linear_cross_entropy has no second derivative (create_graph=True): write the loss out in torch"
@@ -264,18 +297,32 @@ def _gradient(ctx: Any, dloss: Tensor | None, *_: Any) -> tuple[Any, ...]:
         *gradients, unit = map(_unwrap, saved) if ctx.transformed else saved  # wrappers have no address
         factor = (dloss * unit if unit.numel() else dloss).reshape(1)
         for i, (t, wanted) in enumerate(zip(gradients, ctx.wants, strict=True)):
-            if wanted:
-                out = (t,) if in_place else None
-                found[i] = call(SCALE_GRADIENT, (t, factor), (), (1.0,), out=out)[0]
+            if wanted and (in_place or within):
+                found[i] = call(SCALE_GRADIENT, (t, factor), (), (1.0,), out=(t,) if in_place else None)[0]
+            elif wanted:  # traced: a compiler fuses it with what is added, from another use of a tied weight
+                found[i] = (t.to(factor.dtype) * factor).to(t.dtype)
     return found[0], found[1], None, found[2], *[None] * 12
 
 
 register(SCALE_GRADIENT)
-_SCHEMA = f"linear_cross_entropy({_TENSORS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+_PRODUCTS = define(
+    "_linear_cross_entropy(Tensor x, Tensor weight, Tensor targets, Tensor? bias, Tensor? class_weight, "
+    "Tensor? a, Tensor? t, Tensor? s, Tensor? slope, SymInt ignore_index, float softcap, float scale, bool totals, "
+    "bool wide, bool wants_x, bool wants_weight, bool wants_bias) -> (Tensor, Tensor, Tensor, Tensor)",
+    _checked,
+    _checked,
+    _fake,
+)
+
+
+def _compute_in_graph(*args: Any) -> Any:
+    return _compute(*args, products=_PRODUCTS)
+
+
 PATH = Path(
-    _SCHEMA,
+    f"linear_cross_entropy({_TENSORS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     (_compute, _compute),
-    define(f"_{_SCHEMA}", _compute, _compute, _fake),
+    _compute_in_graph,
     remember=_remember,
     gradient=_gradient,
     autocast="lower",
