@@ -4,12 +4,12 @@ The joined weight is memory that the parameters share (:mod:`cutekernels.nn.pack
 a Function takes the parameters too, so that their gradients, rows of one product, and their versions are autograd's.
 
 In graphs (``torch.compile``) the Function is the body of a composite op, which AOTAutograd opens. Its products are
-private ops, which look at each call whether the parameters still lie in the joined weight: graphs do not see that.
+private ops of the parameters alone, which look at each call whether these lie side by side: graphs do not see that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,21 +18,23 @@ from torch.autograd import Function
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.nn.mlp import Gate, gate_mul
+from cutekernels.nn.packing import together
 from cutekernels.ops.activations import api as activations
 from cutekernels.ops.gemm.api import gemm, launch_into, linear
 from cutekernels.ops.shared.registration import LIBRARY, define, transformed
+from cutekernels.torch_names import unsafe_view
 
 
 def projections(
     x: Tensor, joined: Tensor, bias: Tensor | None, weights: Sequence[Tensor], biases: Sequence[Tensor]
 ) -> Any:
-    """``x @ weight.T + bias`` of each of ``weights``, by one product with ``joined``, their rows side by side.
+    """``x @ weight.T + bias`` of all ``weights``, side by side, by one product with ``joined``, which has their rows.
 
     ``bias`` are the ``biases`` side by side, or None and no biases.
     """
     if torch.compiler.is_compiling():
-        return torch.ops.cutekernels.projections(x, joined, bias, weights, biases)
-    return _project(x, joined, bias, len(weights), False, *weights, *biases)
+        return torch.ops.cutekernels.projections(x, weights, biases)
+    return _project(x, joined, bias, len(weights), *weights, *biases)
 
 
 def mlp(x: Tensor, gate: Gate, joined: Tensor, gate_weight: Tensor, up_weight: Tensor, down: Tensor) -> Any:
@@ -40,56 +42,47 @@ def mlp(x: Tensor, gate: Gate, joined: Tensor, gate_weight: Tensor, up_weight: T
     gate and up that it needs anyway, so that it is not saved.
     """
     if torch.compiler.is_compiling():
-        return torch.ops.cutekernels.trained_mlp(x, gate, joined, gate_weight, up_weight, down)
-    return _multiply(x, gate, joined, gate_weight, up_weight, down, False)
+        return torch.ops.cutekernels.trained_mlp(x, gate, gate_weight, up_weight, down)
+    return _multiply(x, gate, joined, gate_weight, up_weight, down)
 
 
 class _Projections(Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, joined: Tensor, bias: Tensor | None, n: int, graph: bool, *parameters: Tensor
-    ) -> Any:
+    def forward(ctx: Any, x: Tensor, joined: Tensor | None, bias: Tensor | None, n: int, *parameters: Tensor) -> Any:
         weights, biases = parameters[:n], parameters[n:]
-        ctx.joined, ctx.graph, ctx.sizes = joined, graph, [len(weight) for weight in weights]
+        ctx.joined, ctx.sizes = joined, list(map(len, weights))
         ctx.save_for_backward(x, *parameters)  # the parameters for their versions: joined has one of its own
-        y = _product(_rows(x), joined, bias, weights, biases) if graph else linear(x, joined, bias)
-        return y.view(*x.shape[:-1], len(joined)).split(ctx.sizes, dim=-1)
+        y = _product(_rows(x), weights, biases) if joined is None else linear(x, joined, bias)
+        return unsafe_view(y, (*x.shape[:-1], sum(ctx.sizes)))
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> Any:
+    def backward(ctx: Any, upstream: Tensor) -> Any:
         _refuse_second("projections")
         x, *parameters = ctx.saved_tensors
         n, needs = len(ctx.sizes), ctx.needs_input_grad
-        d = torch.cat([_rows(g) for g in upstream], dim=1)
+        d = _rows(upstream)
         dx = _back(ctx, d, parameters[:n]).view(x.shape) if needs[0] else None
         dweights: Sequence[Tensor | None] = [None] * n
         dbiases: Sequence[Tensor | None] = [None] * (len(parameters) - n)
-        if all(needs[5 : 5 + n]):
+        if all(needs[4 : 4 + n]):
             dweights = gemm(d.t(), _rows(x)).split(ctx.sizes)
-        elif any(needs[5 : 5 + n]):  # each in memory of its own, and no other
-            parts = zip(d.split(ctx.sizes, dim=1), needs[5 : 5 + n], strict=True)
+        elif any(needs[4 : 4 + n]):  # each in memory of its own, and no other
+            parts = zip(d.split(ctx.sizes, dim=1), needs[4 : 4 + n], strict=True)
             dweights = [gemm(part.t(), _rows(x)) if need else None for part, need in parts]
-        if any(needs[5 + n :]):
+        if any(needs[4 + n :]):
             dbiases = d.sum(0, dtype=parameters[-1].dtype).split(ctx.sizes)
-        wanted = [t if need else None for t, need in zip([*dweights, *dbiases], needs[5:], strict=True)]
-        return dx, None, None, None, None, *wanted
+        wanted = [t if need else None for t, need in zip([*dweights, *dbiases], needs[4:], strict=True)]
+        return dx, None, None, None, *wanted
 
 
 class _Mlp(Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        gate: Gate,
-        joined: Tensor,
-        gate_weight: Tensor,
-        up_weight: Tensor,
-        down: Tensor,
-        graph: bool,
+        ctx: Any, x: Tensor, gate: Gate, joined: Tensor | None, gate_weight: Tensor, up_weight: Tensor, down: Tensor
     ) -> Tensor:
         rows, weights = _rows(x), (gate_weight, up_weight)
-        gate_up = _product(rows, joined, None, weights, ()) if graph else linear(rows, joined)
-        ctx.gate, ctx.joined, ctx.graph = gate, joined, graph
+        gate_up = _product(rows, weights, ()) if joined is None else linear(rows, joined)
+        ctx.gate, ctx.joined = gate, joined
         ctx.save_for_backward(x, gate_up, gate_weight, up_weight, down)
         hidden = gate_mul(gate, gate_up).view(*x.shape[:-1], len(gate_weight))
         return linear(hidden, down)  # no view, which callers could not change in place
@@ -98,7 +91,7 @@ class _Mlp(Function):
     def backward(ctx: Any, upstream: Tensor) -> Any:
         _refuse_second("an MLP")
         x, gate_up, gate_weight, up_weight, down = ctx.saved_tensors
-        needs_x, _, _, needs_gate, needs_up, needs_down, _ = ctx.needs_input_grad
+        needs_x, _, _, needs_gate, needs_up, needs_down = ctx.needs_input_grad
         d = _rows(upstream)
         ddown = gemm(d.t(), gate_mul(ctx.gate, gate_up)) if needs_down else None
         dgate_up = _through_gate(ctx.gate, gemm(d, down), gate_up)
@@ -106,7 +99,7 @@ class _Mlp(Function):
         dgate = dup = None
         if needs_gate or needs_up:
             dgate, dup = gemm(dgate_up.t(), _rows(x)).split(len(gate_weight))
-        return dx, None, None, dgate if needs_gate else None, dup if needs_up else None, ddown, None
+        return dx, None, None, dgate if needs_gate else None, dup if needs_up else None, ddown
 
 
 _project: Any = _Projections.apply
@@ -116,86 +109,73 @@ _multiply: Any = _Mlp.apply
 # ---- in graphs ------------------------------------------------------------------------------------------
 
 
-def _whole(joined: Tensor, parts: Sequence[Tensor]) -> Tensor:
-    """The parameters' values side by side: ``joined``, where they lie in it."""
-    at = joined.data_ptr()
-    for t in parts:
-        if t.data_ptr() != at:
-            return torch.cat(list(parts))
-        at += t.nbytes
-    return joined
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """The parameters' values side by side: the memory that they share, while they lie in it."""
+    whole = together(parts)
+    return torch.cat(list(parts)) if whole is None else whole
 
 
-def _multiply_into(
-    x: Tensor, joined: Tensor, bias: Tensor | None, weights: Sequence[Tensor], biases: Sequence[Tensor], out: Tensor
-) -> None:
-    whole = None if bias is None else _whole(bias, biases)
-    launch_into(x, _whole(joined, weights).t(), None, whole, out)
+def _multiply_into(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], out: Tensor) -> None:
+    launch_into(x, _joined(weights).t(), None, _joined(biases) if biases else None, out)
 
 
-def _multiplied(
-    x: Tensor, joined: Tensor, bias: Tensor | None, weights: Sequence[Tensor], biases: Sequence[Tensor]
-) -> Tensor:
-    return linear(x, _whole(joined, weights), None if bias is None else _whole(bias, biases))
+def _multiplied(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
+    return linear(x, _joined(weights), _joined(biases) if biases else None)
 
 
-def _return_into(d: Tensor, joined: Tensor, weights: Sequence[Tensor], out: Tensor) -> None:
-    launch_into(d, _whole(joined, weights), None, None, out)
+def _return_into(d: Tensor, weights: Sequence[Tensor], out: Tensor) -> None:
+    launch_into(d, _joined(weights), None, None, out)
 
 
-def _product_dx(d: Tensor, joined: Tensor, weights: Sequence[Tensor]) -> Tensor:
-    return gemm(d, _whole(joined, weights))
+def _product_dx(d: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    return gemm(d, _joined(weights))
 
 
-def _product_of(inputs: str, into: Any, made: Any, width: int) -> Any:
-    """The private op with these ``inputs``, of which the second is the joined weight; ``width``: its dimension that
-    the result's columns are. Inductor plans the result's memory.
+def _product_of(inputs: str, into: Any, made: Any, width: Callable[[Sequence[Tensor]], int]) -> Any:
+    """The private op with these ``inputs``, of which the second are the weights; ``width``: the result's columns.
+    Inductor plans the result's memory.
     """
     name, n = inputs.partition("(")[0], inputs.count(",") + 1
 
     def made_into(*args: Any) -> None:
         args[n].copy_(made(*args[:n]))
 
-    def fake(x: Tensor, joined: Tensor, *rest: Any) -> Tensor:
-        return x.new_empty((x.shape[0], joined.shape[width]))
+    def fake(x: Tensor, weights: Sequence[Tensor], *rest: Any) -> Tensor:
+        return x.new_empty((x.shape[0], width(weights)))
 
     written = define(f"{name}_out{inputs[len(name) :]}, Tensor(a!) out) -> ()", into, made_into, lambda *args: None)
     return define(f"_{inputs}) -> Tensor", made, made, fake, into=written, inputs=n)
 
 
 _product: Any = _product_of(
-    "projections(Tensor x, Tensor joined, Tensor? bias, Tensor[] weights, Tensor[] biases",
-    _multiply_into, _multiplied, 0,
+    "projections(Tensor x, Tensor[] weights, Tensor[] biases", _multiply_into, _multiplied,
+    lambda weights: sum(map(len, weights)),
 )  # fmt: skip
 _product_back: Any = _product_of(
-    "projections_dx(Tensor d, Tensor joined, Tensor[] weights", _return_into, _product_dx, 1
+    "projections_dx(Tensor d, Tensor[] weights", _return_into, _product_dx, lambda weights: weights[0].shape[1]
 )
 
 
 def _back(ctx: Any, d: Tensor, weights: Sequence[Tensor]) -> Tensor:
     """The gradient of what was multiplied, of ``d``, that of all the results side by side."""
-    return _product_back(d, ctx.joined, weights) if ctx.graph else gemm(d, ctx.joined)
+    return _product_back(d, weights) if ctx.joined is None else gemm(d, ctx.joined)
 
 
-def _projections(
-    x: Tensor, joined: Tensor, bias: Tensor | None, weights: Sequence[Tensor], biases: Sequence[Tensor]
-) -> Any:
+def _projections(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Any:
     if transformed():  # the Function is not written for torch.func
-        return [linear(x, w, biases[i] if biases else None) for i, w in enumerate(weights)]
-    return list(_project(x, joined, bias, len(weights), True, *weights, *biases))
+        return torch.cat([linear(x, w, biases[i] if biases else None) for i, w in enumerate(weights)], dim=-1)
+    return _project(x, None, None, len(weights), *weights, *biases)
 
 
-def _trained_mlp(x: Tensor, gate: Gate, joined: Tensor, gate_weight: Tensor, up_weight: Tensor, down: Tensor) -> Any:
+def _trained_mlp(x: Tensor, gate: Gate, gate_weight: Tensor, up_weight: Tensor, down: Tensor) -> Any:
     if transformed():
         return linear(gate_mul(gate, linear(x, gate_weight), linear(x, up_weight)), down)
-    return _multiply(x, gate, joined, gate_weight, up_weight, down, True)
+    return _multiply(x, gate, None, gate_weight, up_weight, down)
 
 
-LIBRARY.define("projections(Tensor x, Tensor joined, Tensor? bias, Tensor[] weights, Tensor[] biases) -> Tensor[]")
+LIBRARY.define("projections(Tensor x, Tensor[] weights, Tensor[] biases) -> Tensor")
 LIBRARY.impl("projections", _projections, "CompositeImplicitAutograd")
-LIBRARY.define(
-    "trained_mlp(Tensor x, str gate, Tensor joined, Tensor gate_weight, Tensor up_weight, Tensor down) -> Tensor"
-)
+LIBRARY.define("trained_mlp(Tensor x, str gate, Tensor gate_weight, Tensor up_weight, Tensor down) -> Tensor")
 LIBRARY.impl("trained_mlp", _trained_mlp, "CompositeImplicitAutograd")
 
 

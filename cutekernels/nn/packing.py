@@ -18,7 +18,7 @@ def side_by_side(parameters: Sequence[Tensor]) -> Tensor:
     """
     rows = [p.data for p in parameters]
     with torch.inference_mode(False), torch.no_grad():
-        whole = _together(rows)
+        whole = together(rows)
         if whole is None:
             whole = torch.cat(rows)
             memory = whole.untyped_storage()
@@ -49,14 +49,14 @@ def split(whole: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
     ]
 
 
-def _together(rows: Sequence[Tensor]) -> Tensor | None:
+def together(rows: Sequence[Tensor]) -> Tensor | None:
     """The tensor that :func:`side_by_side` made of ``rows``, while they lie there, or None."""
     whole: Tensor | None = getattr(rows[0].untyped_storage(), _WHOLE, None)
     if whole is None or len(whole) != sum(map(len, rows)):
         return None
-    at = whole.data_ptr()
+    at, dtype = whole.data_ptr(), whole.dtype
     for t in rows:
-        if t.data_ptr() != at or t.dtype != whole.dtype or t.shape[1:] != whole.shape[1:] or not t.is_contiguous():
+        if t.data_ptr() != at or t.dtype != dtype or not t.is_contiguous():
             return None
         at += t.nbytes
-    return whole
+    return whole if at == whole.data_ptr() + whole.nbytes else None

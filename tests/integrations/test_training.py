@@ -16,6 +16,7 @@ pytest.importorskip("transformers")
 
 import cutekernels as ck
 from cutekernels.errors import UnsupportedProblem
+from cutekernels.nn import packed_training
 from tests.integrations import tiny
 
 
@@ -242,6 +243,42 @@ def test_compiled_in_training() -> None:
     each = 2 * plain.config.num_hidden_layers  # of attention and of the MLP
     ours = "cutekernels._projections.default", "cutekernels._projections_dx.default"
     assert [products.count(name) for name in ours] == [each, each]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_what_a_graph_of_training_holds() -> None:
+    """Inputs are the model's own parameters; a tied head's gradient is scaled by torch, for Inductor to fuse with the
+    embedding's.
+    """
+    torch.compiler.reset()
+    plain, patched = both("qwen2", tie_word_embeddings=True)
+    ids, labels = labelled()
+    graphs: list[Any] = []
+
+    def kept(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph.graph)
+        return make_boxed_func(graph.forward)
+
+    compiled = torch.compile(patched, backend=aot_autograd(fw_compiler=kept, bw_compiler=kept), fullgraph=True)
+    compiled(ids, labels=labels).loss.backward()
+    plain(ids, labels=labels).loss.backward()
+    close(plain, patched)
+    given = [node.meta["val"] for node in graphs[0].nodes if node.op == "placeholder"]
+    assert sum(t.is_floating_point() for t in given) == len(list(plain.parameters())) + 1  # and rotary frequencies
+    names = [str(node.target) for graph in graphs for node in graph.nodes]
+    assert names.count("cutekernels._linear_cross_entropy.default") == 1
+    assert not any("scale_gradient" in name for name in names)
+
+
+def test_graphs_multiply_by_the_memory_that_parameters_share() -> None:
+    _, patched = both("qwen2")
+    attention = patched.model.layers[0].self_attn
+    weights = [getattr(attention, name).weight for name in attention.parts]
+    shared = packed_training._joined(weights)
+    assert shared.data_ptr() == weights[0].data_ptr() and torch.equal(shared, torch.cat(weights))
+    weights[1].data = weights[1].data.clone()
+    moved = packed_training._joined(weights)
+    assert moved.data_ptr() != weights[0].data_ptr() and torch.equal(moved, shared)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -323,7 +323,7 @@ class PackedMlp(Fused, Mlp):
             (gate_weight, up_weight), down = trained[0], last.weight
             return packed_training.mlp(x, gate, fused[0], gate_weight, up_weight, down)  # type: ignore[no-any-return]
         else:
-            hidden = gate_mul(gate, *packed_training.projections(x, *fused, *trained))
+            hidden = gate_mul(gate, packed_training.projections(x, *fused, *trained))
         return last(hidden)  # type: ignore[no-any-return]
 
 
@@ -402,7 +402,8 @@ class PackedAttention(Fused, Attention):
         if (trained := self.trained(x)) is None:
             sizes = [source.out_features for source in self.sources]
             return project(x, *fused, name="Attention").split(sizes, dim=-1)
-        return packed_training.projections(x, *fused, *trained)
+        sizes = [len(weight) for weight in trained[0]]
+        return packed_training.projections(x, *fused, *trained).split(sizes, dim=-1)
 
 
 class Turned(Patched):
