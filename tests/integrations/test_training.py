@@ -247,8 +247,8 @@ def test_compiled_in_training() -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_what_a_graph_of_training_holds() -> None:
-    """Inputs are the model's own parameters; a tied head's gradient is scaled by torch, for Inductor to fuse with the
-    embedding's.
+    """Inputs are the model's own parameters; residuals' gradients are added by norms; a tied head's is scaled by torch,
+    for Inductor to fuse with the embedding's.
     """
     torch.compiler.reset()
     plain, patched = both("qwen2", tie_word_embeddings=True)
@@ -263,11 +263,17 @@ def test_what_a_graph_of_training_holds() -> None:
     compiled(ids, labels=labels).loss.backward()
     plain(ids, labels=labels).loss.backward()
     close(plain, patched)
+    layers = plain.config.num_hidden_layers
     given = [node.meta["val"] for node in graphs[0].nodes if node.op == "placeholder"]
     assert sum(t.is_floating_point() for t in given) == len(list(plain.parameters())) + 1  # and rotary frequencies
     names = [str(node.target) for graph in graphs for node in graph.nodes]
     assert names.count("cutekernels._linear_cross_entropy.default") == 1
     assert not any("scale_gradient" in name for name in names)
+    norms = [node for node in graphs[1].nodes if str(node.target) == "cutekernels._rms_norm_backward.default"]
+    assert len(norms) == 2 * layers + 1
+    assert [node.args[3] is None for node in norms] == [True] + [False] * (2 * layers)  # the last one has no residual
+    added = [node.meta["val"].shape for node in graphs[1].nodes if str(node.target) == "aten.add.Tensor"]
+    assert plain.model.embed_tokens.weight.shape in added and (*ids.shape, plain.config.hidden_size) not in added
 
 
 def test_graphs_multiply_by_the_memory_that_parameters_share() -> None:

@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 from cutekernels import verify
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops import registry
-from cutekernels.ops.norms.api import add_rms_norm, layer_norm, rms_norm
+from cutekernels.ops.norms.api import add_rms_norm, layer_norm, rms_norm, rms_norm_beside
 from cutekernels.ops.norms.gradients import LAYER_NORM_BACKWARD, RMS_NORM_BACKWARD
 from cutekernels.ops.norms.op import RMS_NORM
 from cutekernels.ops.shared import calls
@@ -211,6 +211,11 @@ def test_gradients() -> None:
     assert checked(add_rms_norm, (x, r, w))
     assert checked(lambda *args: add_rms_norm(*args)[0], (x, r, w))
     assert checked(lambda *args: add_rms_norm(*args)[1], (x, r, w))
+    beside = partial(rms_norm_beside, eps=1e-3, weight_offset=1.0, rounding="once")
+    assert checked(beside, (x, w))
+    assert checked(beside, (x, heads))
+    assert checked(lambda *args: beside(*args)[1], (x, w))
+    assert checked(lambda *args: sum(beside(*args)), (x, w.detach()))
     assert checked(layer_norm, (x, w, b))
     assert checked(layer_norm, (x, heads, more))
     assert checked(layer_norm, (x, None, b))
@@ -242,6 +247,28 @@ def test_traced_numbers(dynamic: bool | None) -> None:
     x, w = torch.randn(4, 6), torch.randn(6)
     for offset in (0.0, 1.0, 0.5):
         torch.testing.assert_close(norm(x, w, weight_offset=offset), rms_norm(x, w, weight_offset=offset))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_norm_beside_its_input() -> None:
+    """Gradients of both are added by the norm's backward pass, in graphs too; autocast is as for the norm alone."""
+    torch._dynamo.reset()
+    x, w = torch.randn(4, 6, requires_grad=True), torch.randn(6, requires_grad=True)
+    options: dict[str, Any] = {"eps": 1e-6, "weight_offset": 0.0, "rounding": "huggingface"}
+
+    def twice(x: Tensor, w: Tensor) -> Tensor:
+        y, same = rms_norm_beside(x, w, **options)
+        return y + same.sin()
+
+    y = rms_norm(x, w, **options)
+    expected = torch.autograd.grad((y + x.sin()).square().sum(), (x, w))
+    for function in (twice, torch.compile(twice, backend="aot_eager", fullgraph=True)):
+        found = torch.autograd.grad(function(x, w).square().sum(), (x, w))
+        torch.testing.assert_close(found, expected)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        torch.testing.assert_close(rms_norm_beside(x, w, **options), (rms_norm(x, w, **options), x))
+    with torch.no_grad():
+        torch.testing.assert_close(rms_norm_beside(x, w, **options), (y.detach(), x.detach()))
 
 
 # ---- the GPU's path, on CPU tensors ---------------------------------------------------------------------

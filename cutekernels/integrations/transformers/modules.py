@@ -25,7 +25,7 @@ from cutekernels.nn.mlp import Gate, gate_mul, gated, has_no_hooks, project
 from cutekernels.nn.packing import side_by_side
 from cutekernels.ops.gemm.api import linear
 from cutekernels.ops.loss.cross_entropy import linear_cross_entropy
-from cutekernels.ops.norms.api import add_rms_norm, layer_norm, rms_norm
+from cutekernels.ops.norms.api import add_rms_norm, layer_norm, rms_norm, rms_norm_beside
 
 # ---- classes that change places -------------------------------------------------------------------------
 
@@ -474,8 +474,9 @@ class Layer(Patched):
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         me: Any = self
-        attended, _ = me.self_attn(hidden_states=me.input_layernorm(hidden_states), **kwargs)
-        normed, residual = added(attended, hidden_states, me.post_attention_layernorm)
+        normed, residual = added(hidden_states, None, me.input_layernorm)
+        attended, _ = me.self_attn(hidden_states=normed, **kwargs)
+        normed, residual = added(attended, residual, me.post_attention_layernorm)
         out = me.mlp(normed)
         return residual + (out[0] if type(out) is tuple else out)  # type: ignore[no-any-return]  # gpt-oss: router's
 
@@ -485,9 +486,10 @@ class ScaledLayer(Patched):
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         me: Any = self
-        attended, _ = me.self_attn(hidden_states=me.input_layernorm(hidden_states), **kwargs)
+        normed, residual = added(hidden_states, None, me.input_layernorm)
+        attended, _ = me.self_attn(hidden_states=normed, **kwargs)
         scaled = attended * me.residual_multiplier
-        normed, residual = added(scaled, hidden_states, me.post_attention_layernorm)
+        normed, residual = added(scaled, residual, me.post_attention_layernorm)
         return residual + me.mlp(normed) * me.residual_multiplier  # type: ignore[no-any-return]
 
 
@@ -497,8 +499,9 @@ class SandwichLayer(Patched):
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         me: Any = self
         before, of_attention, between, of_mlp = (getattr(me, str(name)) for name in self.family.norms)
-        attended, _ = me.self_attn(hidden_states=before(hidden_states), **kwargs)
-        normed, residual = added(of_attention(attended), hidden_states, between)
+        normed, residual = added(hidden_states, None, before)
+        attended, _ = me.self_attn(hidden_states=normed, **kwargs)
+        normed, residual = added(of_attention(attended), residual, between)
         return residual + of_mlp(me.mlp(normed))  # type: ignore[no-any-return]
 
 
@@ -583,11 +586,13 @@ def body_of(model: Any) -> Any:
     return getattr(model, "model", model) if found is model else found  # Llama 4's prefix names no part of it
 
 
-def added(x: Tensor, residual: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
-    """``(norm(x + residual), x + residual)``."""
+def added(x: Tensor, residual: Tensor | None, norm: Any) -> tuple[Tensor, Tensor]:
+    """``(norm(x + residual), x + residual)``, or without a residual ``(norm(x), x)``: gradients meet in the norm's."""
     if isinstance(norm, Norm) and has_no_hooks(norm):
         weight = held(norm, "weight")
-        if x.dtype == residual.dtype == weight.dtype:
+        if residual is not None and x.dtype == residual.dtype == weight.dtype:
             return add_rms_norm(x, residual, weight, **norm.family.norm_options(norm))
-    total = residual + x
+        if residual is None and x.dtype == weight.dtype and torch.is_grad_enabled():
+            return rms_norm_beside(x, weight, **norm.family.norm_options(norm))  # type: ignore[no-any-return]
+    total = x if residual is None else residual + x
     return norm(total), total

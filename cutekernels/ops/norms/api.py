@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from cutekernels.ops.norms.gradients import LAYER_NORM_BACKWARD, RMS_NORM_BACKWARD
@@ -14,6 +15,9 @@ from cutekernels.ops.norms.op import ADD_RMS_NORM, LAYER_NORM, RMS_NORM
 from cutekernels.ops.norms.rows import NormConfig
 from cutekernels.ops.shared.calls import call, register
 from cutekernels.ops.shared.checks import INFINITE, check_eps, check_number
+from cutekernels.ops.shared.registration import Path
+
+_traced = torch.compiler.is_dynamo_compiling
 
 
 def rms_norm(
@@ -109,6 +113,12 @@ def add_rms_norm(
     return y, u
 
 
+def rms_norm_beside(x: Tensor, weight: Tensor | None, *, eps: float, weight_offset: float, rounding: str) -> Any:
+    """``(rms_norm(x), x)`` for a residual: the gradients of both are added in the norm's backward pass."""
+    options = rounding, weight_offset != 0.0, eps, weight_offset, None
+    return torch.ops.cutekernels.rms_norm_beside(x, weight, *options) if _traced() else _BESIDE(x, weight, *options)
+
+
 def layer_norm(
     x: Tensor,
     weight: Tensor | None = None,
@@ -151,6 +161,10 @@ def _add_then_norm(x: Tensor, residual: Tensor, *rest: Any) -> tuple[Tensor, Ten
     return RMS_NORM.path(u, *rest), u
 
 
+def _norm_beside(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return RMS_NORM.path(x, *rest), x.view_as(x)  # no Function saves an input that it returns
+
+
 def _remember_rms_norm(ctx: Any, inputs: tuple[Any, ...], output: Tensor | tuple[Tensor, Tensor]) -> None:
     if len(inputs) == 7:  # x, weight, rounding, offset, eps, weight_offset, config
         ctx.save_for_backward(inputs[0], inputs[1])
@@ -158,7 +172,7 @@ def _remember_rms_norm(ctx: Any, inputs: tuple[Any, ...], output: Tensor | tuple
     else:
         ctx.save_for_backward(output[1], inputs[2])
         ctx.summands = 2
-        ctx.set_materialize_grads(False)
+    ctx.set_materialize_grads(False)
     ctx.scalars = inputs[-3:-1]
 
 
@@ -190,4 +204,13 @@ register(RMS_NORM, gradient=_rms_norm_gradient, remember=_remember_rms_norm, aut
 register(ADD_RMS_NORM, gradient=_rms_norm_gradient, remember=_remember_rms_norm, autocast=_add_then_norm)
 register(LAYER_NORM, gradient=_layer_norm_gradient, remember=_remember_layer_norm, autocast="fp32")
 register(RMS_NORM_BACKWARD)
+_BESIDE = Path(
+    "rms_norm_beside(Tensor x, Tensor? weight, str rounding, bool offset, float eps, float weight_offset, "
+    "str? config=None) -> (Tensor, Tensor)",
+    (_norm_beside, _norm_beside),
+    _norm_beside,
+    remember=_remember_rms_norm,
+    gradient=_rms_norm_gradient,
+    autocast=_norm_beside,
+)
 register(LAYER_NORM_BACKWARD)
