@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from cutekernels.gpu import GpuSpec
 
 _MAX_OPERAND_REGISTERS = 160
+_MOST_COLUMNS = 1.25  # of a row's large tiles, over its own
 GRID_AXIS = 1 << 30
 _EVICT = {"normal": "", "first": "evict_first"}
 
@@ -106,12 +107,14 @@ class TiledOp(TritonOp[T, TileConfig]):
             # Square tiles: whichever dimension is contiguous, neighbouring threads use up the sectors they fetch.
             rows = min(32, power_of_two(p.rows))
             return TileConfig(rows, 32, min(4, rows), "normal")
-        # The tiles of large problems where those fill the GPU well, else 16 bytes of each operand per thread; where
-        # even that leaves SMs idle, smaller blocks.
+        # The tiles of large problems where those fill the GPU well and little of a row's last one is past its end, else
+        # 16 bytes of each operand per thread; where even that leaves SMs idle, smaller blocks.
         wave = gpu.sm_count * (gpu.max_warps // 4)
         for warps, accesses, least in (*self.large, (4, 1, 0.0), (2, 1, 0.0), (1, 1, 0.0)):
             c = self._tile(p, 32 * warps * accesses * WIDEST_BYTES // p.itemsize, warps)
-            if self.tiles(p, c) >= max(gpu.sm_count, least * wave):
+            across = -(-p.cols // c.block_cols)
+            ragged = p.layout == "rows" and across > 1 and across * c.block_cols > _MOST_COLUMNS * p.cols
+            if self.tiles(p, c) >= max(gpu.sm_count, least * wave) and not (least and ragged):
                 break
         return c
 
