@@ -4,7 +4,8 @@ Suites:
 
 - ``step``: models of random bf16 weights and their published sizes, or some of their layers. Wall time, the host's
   included, until the GPU is idle; ``memory_gib`` is the most that was allocated, weights, gradients and moments
-  included. Contenders hold moments of one type, the parameters' own, and take turns;
+  included. Contenders hold moments of one type, the parameters' own, and take turns. CUDA graphs are those of
+  ``torch.compile(mode="reduce-overhead")``;
 - ``loss``: the last layer and its loss alone, forward and backward;
 - ``curve``: ``STEPS`` steps of a small model on one batch, beside plain runs from other seeds' weights: ``error`` is
   the distance of a loss curve from the plain one's over the largest distance of the seeds' from it.
@@ -62,6 +63,7 @@ class TrainingCase:
 CASES = (
     TrainingCase("step", "qwen2.5-0.5b", 4, 512),
     TrainingCase("step", "qwen2.5-0.5b", 1, 256),
+    TrainingCase("step", "qwen2.5-1.5b", 4, 1024),
     TrainingCase("step", "qwen2.5-1.5b", 4, 2048),
     TrainingCase("step", "qwen2.5-7b", 2, 2048, layers=4),
     TrainingCase("step", "qwen3-30b-a3b", 2, 2048, layers=2),
@@ -82,6 +84,7 @@ def _stepping(model: Any, called: Any, optimizer: Any, case: TrainingCase) -> St
     ids = torch.randint(0, model.config.vocab_size, (case.batch, case.tokens), generator=draw, device="cuda")
 
     def step() -> Tensor:
+        torch.compiler.cudagraph_mark_step_begin()
         optimizer.zero_grad()
         loss: Tensor = called(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()
@@ -108,22 +111,25 @@ def _step(
     *,
     change: Callable[[Any], object] = lambda model: None,
     optimizer: Callable[[Any], Any] = _adamw,
-    compiled: bool = False,
+    mode: str | None = None,
 ) -> Step:
     model = build(case.model, torch.device("cuda"), torch.bfloat16, layers=case.layers, seed=seed).train()
     change(model)
-    return _stepping(model, torch.compile(model) if compiled else model, optimizer(model.parameters()), case)
+    called = model if mode is None else torch.compile(model, mode=mode)
+    return _stepping(model, called, optimizer(model.parameters()), case)
 
 
 _fused: Any = lambda p: ck.optim.FusedAdamW(p, lr=1e-4, moments_dtype=torch.bfloat16)  # noqa: E731
 _ours = partial(_step, change=lambda model: ck.patch(model))
 MODELS: dict[str, Callable[[TrainingCase], Step]] = {
     "plain": _step,
-    "plain, compiled": partial(_step, compiled=True),
+    "plain, compiled": partial(_step, mode="default"),
+    "plain, compiled with CUDA graphs": partial(_step, mode="reduce-overhead"),
     "liger": partial(_step, change=_liger),
     "cutekernels": partial(_ours, optimizer=_fused),
     "cutekernels, torch's AdamW": _ours,
-    "cutekernels, compiled": partial(_ours, optimizer=_fused, compiled=True),
+    "cutekernels, compiled": partial(_ours, optimizer=_fused, mode="default"),
+    "cutekernels, compiled with CUDA graphs": partial(_ours, optimizer=_fused, mode="reduce-overhead"),
 }
 
 
