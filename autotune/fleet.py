@@ -74,7 +74,15 @@ DoTask = Callable[[Slot, Runtime, GpuSpec, int], TaskReport]
 
 
 class Fleet(Protocol):
-    """The GPUs of one host, or of a cluster."""
+    """The GPUs of one host, or of a cluster.
+
+    **Ownership.** :func:`hand_out` takes a fleet over: it closes each slot that it opened, and at its end the fleet. A
+    slot owns its lanes, and what was closed is not used again; its seat may be opened anew.
+
+    **Threads.** The main thread asks for ``seats``. A thread for each seat calls ``open``, several at a time. Threads
+    of a slot may close it while others wait for its lanes, and more than once; so may the main thread close the fleet
+    while one is in ``open``, which then raises :class:`SlotLost`.
+    """
 
     patience_s: float
     """Seconds to wait for a GPU while there is none any more; for the first one :data:`FIRST_S` at most."""

@@ -34,7 +34,14 @@ class NotPrepared(ChildFailure):
 
 
 class Runtime(Protocol):
-    """The compile and measurement services that a search uses."""
+    """The compile and measurement services that a search uses.
+
+    **Ownership.** A runtime owns its worker process. Whoever made it closes it, a search never does; its compilers and
+    its GPU may be shared with others.
+
+    **Threads.** One thread at a time calls these methods: the lane's, in which its search runs. Runtimes of one GPU are
+    called side by side and keep to their turns. Futures of ``compile`` end in other threads.
+    """
 
     width: int
     """Compiles that run in parallel."""

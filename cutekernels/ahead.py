@@ -332,9 +332,8 @@ def _place(model: torch.nn.Module | Recorded, calls: object, gpu: GpuSpec) -> Pa
     winners = sorted(repr(row) for each in known for table in each.table.values() for row in table.values())
     digest = hashlib.sha256(repr([made_of, calls, str(gpu), rates.of(gpu), winners]).encode())
     digest.update(compiler.source_fingerprint(Op).encode())
-    for folder in ("integrations", "models", "nn"):
-        for file in sorted(Path(__file__).parent.joinpath(folder).rglob("*.py")):
-            digest.update(file.read_bytes())
+    for file in sorted(Path(__file__).parent.rglob("*.py")):
+        digest.update(file.read_bytes())
     return own_directory(compiler.directory().parent / "choices") / f"{digest.hexdigest()[:32]}.json"
 
 

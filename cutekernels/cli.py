@@ -258,7 +258,8 @@ def lock(
         terminal.say(f"{file}: {len(found.rows)} rows, as they were written")
         if db is not None and (rows := locks.compare(file, db)):
             terminal.write(rows, Format.table)
-            terminal.fail(f"{file} differs from {shown(db)} in {len(rows)} rows; `cutekernels lock` writes it again")
+            other = shown(db) if "://" in db else db
+            terminal.fail(f"{file} differs from {other} in {len(rows)} rows; `cutekernels lock` writes it again")
         return
     digest, count = locks.write(file, _gpus_with_winners(db) if gpu is None else [lookup(gpu).name], db)
     typer.echo(digest)

@@ -30,7 +30,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import cache
@@ -55,6 +55,12 @@ _BACKENDS = {
 _COMPILERS = ("nvidia-cutlass-dsl", "apache-tvm-ffi", "triton")
 _PACKAGE = Path(__file__).parent
 _REACHED = ("ops", "kernels", "backends", "quant")
+# What no build runs: it calls what was built, or a user calls it.
+_CALLS = re.compile(
+    r"(__main__|ahead|cli|compilers|installation|introspection|kv_cache|lock|sdpa|terminal)\.py"
+    r"|ops/(library|\w+/(\w+_)?api|shared/(call_cache|calls|inductor|recording|registration))\.py"
+)
+_FAMILY = re.compile(rb"cutekernels\.ops(?:\.| import )(\w+)")  # named by an import
 
 _STARVED = (errno.ENOMEM, errno.EAGAIN, errno.EMFILE, errno.ENFILE)
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG, errno.EIO)
@@ -128,18 +134,48 @@ def cache_key(op: Op[Any, Any], p: Any, c: Any, gpu: GpuSpec) -> str:
 def source_fingerprint(op: type) -> str:
     """A hash of every source that ``build`` of an ``op`` can reach, and of the compilers' versions.
 
-    That is all of the package below its users (ops, kernels, backends, quant and the modules beside), and the files
-    of the op's classes where they lie elsewhere. It is coarse on purpose: a key that misses one file serves a wrong
-    kernel, one that has too many compiles again.
+    That is all of the package below its users (ops, kernels, backends, quant and the modules beside), but for the path
+    of calls and for families of ops that the op's own does not name, and the files of the op's classes where they lie
+    elsewhere. It is coarse on purpose: a key that misses one file serves a wrong kernel, one that has too many
+    compiles again.
     """
-    homes = {Path(sys.modules[base.__module__].__file__ or "") for base in op.__mro__ if base is not object}
-    own = {file for folder in _REACHED for file in (_PACKAGE / folder).rglob("*.py")} | set(_PACKAGE.glob("*.py"))
     digest = hashlib.sha256()
-    for file in sorted({file for file in homes if file.is_file() and _PACKAGE not in file.parents} | own):
-        digest.update(str(file).removeprefix(str(_PACKAGE)).encode() + b"\0" + file.read_bytes() + b"\0")
+    for file, content in sorted(_sources(op).items()):
+        digest.update(str(file).removeprefix(str(_PACKAGE)).encode() + b"\0" + content + b"\0")
     for compiler in _COMPILERS:
         digest.update(f"{compiler} {package_version(compiler)}\0".encode())
     return digest.hexdigest()
+
+
+def _sources(op: type) -> dict[Path, bytes]:
+    """The files of :func:`source_fingerprint`."""
+    files = {file for folder in _REACHED for file in (_PACKAGE / folder).rglob("*.py")} | set(_PACKAGE.glob("*.py"))
+    found = {file: file.read_bytes() for file in files if not _CALLS.fullmatch(str(file.relative_to(_PACKAGE)))}
+    families = _families(op, found)
+    found = {file: content for file, content in found.items() if _family(file) in families}
+    homes = {Path(sys.modules[base.__module__].__file__ or "") for base in op.__mro__ if base is not object}
+    return found | {file: file.read_bytes() for file in homes - found.keys() if file.is_file()}
+
+
+def _families(op: type, sources: Mapping[Path, bytes]) -> set[str]:
+    """Families of ops that the op's own names, with those that they name; all, of an op from elsewhere."""
+    files: dict[str, list[bytes]] = {}
+    for file, content in sources.items():
+        files.setdefault(_family(file), []).append(content)
+    own = re.match(rf"{__package__}\.ops\.(\w+)\.", op.__module__)
+    if own is None:
+        return set(files)
+    found, left = set[str](), {own[1], "shared", ""}
+    while left:
+        found |= left
+        left = {n.decode() for f in left for text in files.get(f, ()) for n in _FAMILY.findall(text)} - found
+    return found
+
+
+def _family(file: Path) -> str:
+    """The folder of ``ops`` that a file lies in; "" of other files."""
+    parts = file.relative_to(_PACKAGE).parts if _PACKAGE in file.parents else ()
+    return parts[1] if parts[:1] == ("ops",) and len(parts) > 2 else ""
 
 
 def directory() -> Path:

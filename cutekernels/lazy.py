@@ -13,7 +13,7 @@ from typing import Any
 def attach(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """``(__getattr__, __dir__, __all__)`` for ``package``, whose stub lies beside ``file``.
 
-    The stub's imports give each name's module: ``from cutekernels.ops.rope import rope as rope`` is an attribute of
+    The stub's imports give each name's module: ``from cutekernels.dispatch import reload as reload`` is an attribute of
     that module, ``from cutekernels import nn as nn`` a module of this package.
     """
     homes: dict[str, str | None] = {}

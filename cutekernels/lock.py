@@ -99,17 +99,22 @@ def write(target: str, gpus: Iterable[str], database: str | None = None) -> tupl
 
 def compare(file: str, database: str | None = None) -> list[dict[str, Any]]:
     """Differences of a lock from what would be frozen now, from a database and the shipped winners: rows of its GPUs
-    that are in one alone, and those with other values, of which the config is the first.
+    that are in one alone, and those with other values, of which the config is the first. Times and ratios are compared
+    by their first four digits: shipped winners have no more.
     """
     frozen, now = ({row[:5] if row[0] == "winner" else row[:4]: row for row in rows} for rows in _both(file, database))
     found = []
     for key in sorted(frozen.keys() | now.keys(), key=str):
-        mine, other = (tuple(map(str, rows[key][len(key) :])) if key in rows else None for rows in (frozen, now))
+        mine, other = (tuple(map(_told, rows[key][len(key) :])) if key in rows else None for rows in (frozen, now))
         if mine != other:
             state = "only in the lock" if other is None else "only in the database" if mine is None else "other values"
             told = dict(zip(("kind", "gpu", "op", "revision", "problem_text"), (*key, ""), strict=False))
             found.append(told | {"state": state, "lock": " ".join(mine or ()), "database": " ".join(other or ())})
     return found
+
+
+def _told(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _both(file: str, database: str | None) -> tuple[Sequence[tuple[Any, ...]], Sequence[tuple[Any, ...]]]:

@@ -253,6 +253,12 @@ class Op(ABC, Generic[P, C]):
 
     ``args`` below are the op's tensors and scalars in one fixed order, the same for ``outputs``, ``sample``,
     ``reference`` and for the launch: ``launch(*outputs, *args)``. Absent optional tensors are None.
+
+    **Ownership.** An op owns no tensor and no kernel: ``args`` and ``outputs`` are the caller's, and a launch keeps
+    none of them; what ``build`` returns is kept by ``compile.py``, what ``bind`` returns by ``dispatch.py``.
+
+    **Threads.** One instance serves a process, and its methods change nothing in it: any thread may call any of them at
+    any time, ``build`` in compiling processes too. Threads share a launch; each enqueues on its own current stream.
     """
 
     name: ClassVar[str]

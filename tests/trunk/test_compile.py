@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
 import logging
 import os
 import pickle
 import stat
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -30,7 +28,6 @@ from cutekernels.ops import registry
 from cutekernels.ops.gemm.op import GEMM, SCHEDULES
 from cutekernels.ops.gemm.problem import GemmProblem
 from cutekernels.ops.gemm.schedule import extras_of
-from tests.imports import ROOT, file_of, reached
 from tests.tuner.toys import A100, H200, ToyConfig, ToyOp, ToyProblem
 
 PROBLEM = ToyProblem(16, 64)
@@ -200,40 +197,6 @@ class TestKey:
         keys = {compiler.cache_key(GEMM, base.replace(**{name: v}), config, H200) for name, v in values.items()}
         assert len(keys | {compiler.cache_key(GEMM, base, config, H200)}) == 1 + len(base.static())
 
-    @pytest.mark.parametrize(
-        "where", ["kernels/cute/gemm/skinny_gemm.py", "ops/gemm/op.py", "backends/cute.py", "gpu.py"]
-    )
-    def test_a_changed_source_is_another_key(self, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        package = tmp_path / "package"
-        for name in (where, "nn/mlp.py"):
-            (package / name).parent.mkdir(parents=True, exist_ok=True)
-            (package / name).write_text("a = 1\n")
-        monkeypatch.setattr(compiler, "_PACKAGE", package)
-        before = fingerprint(type(GEMM))
-        (package / "nn/mlp.py").write_text("a = 2\n")
-        assert fingerprint(type(GEMM)) == before, "no kernel is built from nn/"
-        (package / where).write_text("a = 2\n")
-        assert fingerprint(type(GEMM)) != before
-
-    def test_an_op_from_elsewhere_brings_its_own_file(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        own = tmp_path / "toy_op_for_the_fingerprint.py"
-        own.write_text("class Toy:\n    pass\n")
-        monkeypatch.syspath_prepend(tmp_path)
-        toy = importlib.import_module(own.stem).Toy
-        before = fingerprint(toy)
-        own.write_text("class Toy:\n    a = 2\n")
-        assert fingerprint(toy) != before
-        del sys.modules[own.stem]
-
-    def test_every_file_that_an_op_imports_is_in_its_key(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        files = {str(file_of(type(op).__module__)) for op in registry.OPS}
-        ours = {file for file in reached(files) if file.startswith("cutekernels/")}
-        assert {"cutekernels/ops/gemm/skinny_warpgroup.py", "cutekernels/kernels/cute/gemm/skinny_gemm.py"} < ours
-        read: set[str] = set()
-        monkeypatch.setattr(Path, "read_bytes", lambda self: read.add(str(self)) or b"")
-        fingerprint(type(GEMM))
-        assert not {file for file in ours if str(ROOT / file) not in read}
-
     def test_a_gpu_that_differs_in_anything_is_another_key(self) -> None:
         """``build`` may read all of a GpuSpec."""
         op = registry.get("rms_norm")
@@ -242,16 +205,6 @@ class TestKey:
         specs = [*gpus.GPUS, gpus.lookup("h200-99kib")]
         specs += [replace(H200, sm_count=131), replace(H200, l2_bytes=1), replace(H200, dram_gbps=1.0)]
         assert len({compiler.cache_key(op, p, c, spec) for spec in specs}) == len(specs)
-
-    def test_another_compiler_is_another_key(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        before = fingerprint(Compiled)
-        monkeypatch.setattr(compiler, "package_version", lambda name: "99.9")
-        assert fingerprint(Compiled) != before
-
-
-def fingerprint(op: type) -> str:
-    """The source fingerprint, computed anew."""
-    return compiler.source_fingerprint.__wrapped__(op)
 
 
 # ---- damage ---------------------------------------------------------------------------------------------
