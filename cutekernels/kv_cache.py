@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.attention import token_scales
-from cutekernels.ops.attention.decode import check_cache_dim, check_page_size
+from cutekernels.ops.attention.cache import check_cache_dim, check_page_size
 from cutekernels.ops.kv_append.api import kv_append
 from cutekernels.ops.kv_append.op import LENGTHS, LOST, KvAppendConfig
 from cutekernels.ops.shared.checks import check_place, check_tensor

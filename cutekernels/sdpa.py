@@ -18,7 +18,6 @@ from torch.overrides import TorchFunctionMode
 from cutekernels import torch_names
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.attention.api import attention
-from cutekernels.ops.attention.calls import check
 
 DEVICES = ("cuda",)  # calls on other devices are passed on, since no kernel of ours runs there
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -79,16 +78,20 @@ class _Router(TorchFunctionMode):
         if func is not scaled_dot_product_attention:
             return func(*args, **kwargs)
         try:
-            call = _pose(*_bind(args, kwargs))
+            q, k, v, options = _pose(*_bind(args, kwargs))
         except UnsupportedProblem as reason:
             self._routing.passed_on[str(reason)] += 1
             return func(*args, **kwargs)
         except (AttributeError, TypeError, RuntimeError):  # arguments that torch itself refuses
             self._routing.passed_on["not for arguments of other kinds"] += 1
             return func(*args, **kwargs)
+        try:
+            made = attention(q, k, v, **options)
+        except UnsupportedProblem as reason:
+            self._routing.passed_on[str(reason)] += 1
+            return func(*args, **kwargs)
         self._routing.routed += 1
-        q, k, v, options = call
-        return attention(q, k, v, **options).transpose(1, 2)
+        return made.transpose(1, 2)
 
 
 def _without_overrides(func: Any) -> Any:
@@ -148,7 +151,6 @@ def _pose(
         raise UnsupportedProblem("not for heads that are broadcast")
     mask = None if attn_mask is None else _mask(attn_mask, q.shape[1], k.shape[1])
     factor = 1.0 / math.sqrt(q.shape[3]) if scale is None else scale
-    check(q, k, v, mask, None, None, None, factor)
     options: dict[str, Any] = {"scale": factor, "mask": mask}
     if is_causal is not False and is_causal is not True:
         raise UnsupportedProblem("not for an is_causal that is no bool")

@@ -60,7 +60,7 @@ def _inputs(case: Case, problem: DecodeProblem, device: str, seed: int) -> Input
     size = problem.page_size or problem.seq_kv
     each = -(-problem.seq_kv // size)
     k, v = (normal((problem.batch * each, size, problem.heads_kv, problem.head_dim)) for _ in range(2))
-    scales: tuple[Tensor, ...] = ()
+    scales: tuple[Tensor | None, ...] = None, None
     if problem.cache == "fp8_tokens":
         (k, k_scale), (v, v_scale) = (token_scales.quantized(t) for t in (k, v))
         scales = token_scales.by_head(k_scale), token_scales.by_head(v_scale)
@@ -69,14 +69,14 @@ def _inputs(case: Case, problem: DecodeProblem, device: str, seed: int) -> Input
         order = torch.randperm(problem.batch * each, generator=draw, device=device)
         table = order.view(problem.batch, each).to(torch.int32)
     args = (q, k, v, lengths, table, None, *scales, problem.head_dim**-0.5, 0.0)
-    operands = (q, k, v, lengths, *scales, *([] if table is None else [table]))
+    operands = tuple([t for t in (q, k, v, lengths, *scales, table) if t is not None])
     return Inputs(operands, (torch.empty_like(q),), args=args)
 
 
 def _ours(case: Case, sets: Sequence[Inputs], config: Any) -> Sequence[Launch]:
     def bind(i: Inputs) -> Launch:
         q, k, v, lengths, table, _, *scales = i.args[:-2]
-        named = dict(zip(("k_scale", "v_scale"), scales, strict=False))
+        named = dict(zip(("k_scale", "v_scale"), scales, strict=True))
         return partial(decode_attention, q, k, v, lengths, page_table=table, **named, out=i.out, config=config)
 
     return [bind(i) for i in sets]

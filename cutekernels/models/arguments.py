@@ -13,7 +13,7 @@ from torch import Tensor
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.models.language import language_of
 from cutekernels.models.sampling import Sampling
-from cutekernels.ops.attention.decode import check_cache_dim, check_page_size
+from cutekernels.ops.attention.cache import check_cache_dim, check_page_size
 from cutekernels.ops.shared.checks import check_tensor, check_whole, quote
 
 # ---- of the decoder

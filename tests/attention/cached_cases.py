@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from cutekernels.gpu import GpuSpec
+from cutekernels.ops.attention.cache import draw_tables
 from cutekernels.ops.attention.cached import CACHE_ATTENTION, CacheProblem
 from cutekernels.ops.attention.config import AttentionConfig
-from cutekernels.ops.attention.decode import draw_tables
 from cutekernels.ops.attention.problem import sample_sinks
 
 ROOMS = (17, 64, 65, 129, 1000)
@@ -56,7 +56,7 @@ def lengths_of(rng: random.Random, p: CacheProblem, device: str = "cpu") -> Tens
 def arguments(p: CacheProblem, lengths: Tensor, seed: int) -> tuple[Any, ...]:
     """The op's, NaN wherever no query sees a token; pages that only such tokens are in do not exist."""
     generator = torch.Generator(device=lengths.device).manual_seed(seed)
-    q, k, v, lengths, table = draw_tables(p, lengths, generator)
+    q, k, v, lengths, table, *scales = draw_tables(p, lengths, generator)
     if p.window == "left":
         for b, length in enumerate(lengths.tolist()):
             gone = max(0, length - p.seq_q - p.window_left)
@@ -69,7 +69,7 @@ def arguments(p: CacheProblem, lengths: Tensor, seed: int) -> tuple[Any, ...]:
                     if gone > whole:
                         t[int(table[b, whole // p.page_size]), : gone - whole] = math.nan
     sinks = sample_sinks(p.sinks, p.dtype, p.heads_q, p.pairs / max(1, p.seq_q), generator)
-    return q, k, v, lengths, table, sinks, p.head_dim**-0.5, 2.0 if p.softcap else 0.0
+    return q, k, v, lengths, table, sinks, *scales, p.head_dim**-0.5, 2.0 if p.softcap else 0.0
 
 
 def without_unseen_pages(p: CacheProblem, args: tuple[Any, ...]) -> tuple[Any, ...]:

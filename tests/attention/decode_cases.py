@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from cutekernels.gpu import GpuSpec
-from cutekernels.ops.attention.decode import DECODE_ATTENTION, DecodeConfig, DecodeProblem, draw_tables
+from cutekernels.ops.attention.cache import draw_tables
+from cutekernels.ops.attention.decode import DECODE_ATTENTION, DecodeConfig, DecodeProblem
 from cutekernels.ops.attention.problem import sample_sinks
 
 ROOMS = (1, 7, 64, 65, 129, 1000)

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.attention import api
-from cutekernels.ops.attention import calls as attend_calls
 from cutekernels.ops.attention.api import attention
-from cutekernels.ops.attention.calls import canonical
 from cutekernels.ops.attention.op import ATTENTION
 from cutekernels.ops.attention.problem import AttentionProblem
 from cutekernels.ops.attention.reference import band
 from cutekernels.ops.shared.call_cache import CallCache
+from cutekernels.ops.shared.calls import ways_of
 from tests.attention.cases import qkv, random_problem, rows, torch_attention, wide
 
 # ---- mathematics ----------------------------------------------------------------------------------------
@@ -118,10 +118,11 @@ def test_errors_name_rule_value_and_remedy() -> None:
     q, k, v = qkv()
     refused(r"q must be \(B, S, H, D\)", q[0], k, v)
     refused(r"q must be \(TOTAL, H, D\)", q, k, v, cu_seqlens_q=torch.zeros(2, dtype=torch.int32))
-    refused("k must have q's dtype", q, k.float(), v.float())
+    refused("takes k in float64; got torch.float32: convert it", q, k.float(), v.float())
     refused("k and v must have one shape", q, k, v[:, :-1])
     refused(r"v_head_dim\), pad them with zeros and drop", q, k, v[..., :-1])
-    refused("agree in head dim and batch", q, k[..., :8], v[..., :8])
+    refused("k does not fit: its head_dim is 8, q's 16", q, k[..., :8], v[..., :8])
+    refused("k does not fit: its batch is 1, q's 2", q, k[:1], v[:1])
     refused("multiple of 8 up to 256; it is 12", q[..., :12], k[..., :12], v[..., :12])
     refused("k's 3 heads must divide q's 4", q, *(t.repeat(1, 1, 3, 1)[:, :, :3] for t in (k, v)))
     refused("scale must be above 0", q, k, v, scale=-1.0)
@@ -129,10 +130,11 @@ def test_errors_name_rule_value_and_remedy() -> None:
     refused("softcap must be above 0", q, k, v, softcap=0.0)
     refused(r"window must be \(left, right\)", q, k, v, window=3)
     refused("write None for no limit", q, k, v, window=(-1, 0))
-    refused("mask must be bool", q, k, v, mask=torch.ones(2, 4, 9, 13))
-    refused("mask must be bool", q, k, v, mask=torch.ones(2, 4, 1, 13, dtype=torch.bool))
+    refused("takes mask in bool; got torch.float32", q, k, v, mask=torch.ones(2, 4, 9, 13))
+    refused("mask does not fit: its seq_q is 1, q's 9", q, k, v, mask=torch.ones(2, 4, 1, 13, dtype=torch.bool))
+    refused(r"= \(2 or 1, 4 or 1, 9, 13\); got \(2, 3, 9, 13\)", q, k, v, mask=torch.ones(2, 3, 9, 13).bool())
     refused("out must be", q, k, v, out=torch.empty(2, 9, 4, 8, dtype=q.dtype))
-    refused("out overlaps an input", q, k, v, out=q)
+    refused("out= overlaps an operand", q, k, v, out=q)
     refused("out must not overlap itself", q, k, v, out=q.new_empty(1, 9, 4, 16).expand(2, -1, -1, -1))
 
 
@@ -140,8 +142,9 @@ def test_packed_errors() -> None:
     q, k, v = rows(4, 2, 16), rows(4, 2, 16), rows(4, 2, 16)
     ends = torch.tensor([0, 4], dtype=torch.int32)
     refused("one is missing", q, k, v, cu_seqlens_q=ends)
-    refused("must be int32", q, k, v, cu_seqlens_q=ends, cu_seqlens_kv=ends.long())
-    refused("of one length", q, k, v, cu_seqlens_q=ends, cu_seqlens_kv=torch.tensor([0, 2, 4], dtype=torch.int32))
+    refused("takes cu_seqlens_kv in int32", q, k, v, cu_seqlens_q=ends, cu_seqlens_kv=ends.long())
+    longer = torch.tensor([0, 2, 4], dtype=torch.int32)
+    refused("its ends is 3, cu_seqlens_q's 2", q, k, v, cu_seqlens_q=ends, cu_seqlens_kv=longer)
     refused("has no sequence", q, k, v, cu_seqlens_q=ends[:1], cu_seqlens_kv=ends[:1])
     refused("take none", q, k, v, cu_seqlens_q=ends, cu_seqlens_kv=ends, mask=torch.ones(1, 1, 4, 4, dtype=torch.bool))
 
@@ -167,6 +170,11 @@ def test_out_is_not_differentiable() -> None:
 def test_canonical_copies_only_what_kernels_cannot_read() -> None:
     fused = rows(2, 8, 3 * 4 * 16, dtype=torch.bfloat16).view(2, 8, 12, 16)
     part = fused[:, :, 4:8]
+
+    def canonical(t: Tensor) -> Tensor:
+        way = ways_of(ATTENTION, dict.fromkeys(ATTENTION.inputs) | dict.fromkeys("qkv", t))[0]
+        return t if way is None else way(t)
+
     assert canonical(part) is part
     assert canonical(part.transpose(1, 2).contiguous().transpose(1, 2)).data_ptr() != part.data_ptr()
     odd = rows(2, 8, 4, 17, dtype=torch.bfloat16)[..., :16]
@@ -227,9 +235,9 @@ def test_torchs_op_looks_a_call_up_before_it_checks_it(monkeypatch: pytest.Monke
     q, k, v = qkv()
     known = q.clone(), q.new_empty(0)
     monkeypatch.setattr(CallCache, "recall", lambda *args: known)
-    monkeypatch.setattr(attend_calls, "check_dtype", unwanted)
+    monkeypatch.setattr(type(ATTENTION), "admit", unwanted)
     inputs = (q, k, v, None, None, None, None)
     assert api._cuda(None, inputs, True, -1, -1, 0.25, 0.0, True) == known
     for scale in (math.nan, math.inf, 0.0, -1.0):
-        with pytest.raises(AssertionError, match="checked"):
+        with pytest.raises(UnsupportedProblem, match="scale must be above 0"):
             api._cuda(None, inputs, True, -1, -1, scale, 0.0, True)

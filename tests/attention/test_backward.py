@@ -181,11 +181,11 @@ def test_errors_name_rule_value_and_remedy() -> None:
     out, lse = attention(q, k, v, return_lse=True)
     rest = (None, None, None, None, False, -1, -1, 0.25, 0.0)
     torch.ops.cutekernels.attention_backward(out, lse, q, k, v, out, lse, *rest)
-    refused("dout must be as q", out[:, :-1], None, q, k, v, out, lse, *rest)
-    refused("out must be as q", out, None, q, k, v, out.float(), lse, *rest)
+    refused(r"dout must be \(2, 9, 4, 16\), .*, as q is", out[:, :-1], None, q, k, v, out, lse, *rest)
+    refused("out must be .* it is .*float32, on cpu, as q is", out, None, q, k, v, out.float(), lse, *rest)
     refused("call attention with return_lse", out, None, q, k, v, out, lse[:0], *rest)
     refused("dlse must be", out, lse.float(), q, k, v, out, lse, *rest)
-    refused("k must have q's dtype", out, None, q, k.float(), v.float(), out, lse, *rest)
+    refused("takes k in float64; got torch.float32", out, None, q, k.float(), v.float(), out, lse, *rest)
 
 
 def test_what_has_no_gradient_says_so() -> None:

@@ -24,7 +24,7 @@ from tests.compiled import area
 
 def asked(p: CacheProblem, args: tuple[Any, ...], **options: Any) -> Any:
     """The public function on an op's arguments."""
-    q, k, v, lengths, table, sinks, scale, softcap = args
+    q, k, v, lengths, table, sinks, _, _, scale, softcap = args
     window = (p.window_left, None) if p.window == "left" else None
     return decode_attention(
         q, k, v, lengths, page_table=table, scale=scale, window=window, softcap=softcap or None, sinks=sinks, **options
@@ -40,7 +40,7 @@ def test_each_sequence_is_attention_of_its_tokens_whatever_the_cache_holds_elsew
     p = random_problem(rng, rooms=(17, 20, 33, 70), queries=(17, 20, 40))
     args = wide(arguments(p, lengths_of(rng, p), seed))
     out, lse = asked(p, without_unseen_pages(p, args), return_lse=True)
-    q, k, v, lengths, table, sinks, scale, softcap = args
+    q, k, v, lengths, table, sinks, _, _, scale, softcap = args
     for b, length in enumerate(lengths.tolist()):
         own = (k[b], v[b]) if table is None else (t[table[b].long()].flatten(0, 1) for t in (k, v))
         window = (p.window_left, None) if p.window == "left" else None

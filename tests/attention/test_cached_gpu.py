@@ -112,7 +112,7 @@ def test_pages_and_one_piece_and_attention_are_the_same() -> None:
 def test_a_captured_graph_is_good_for_any_lengths() -> None:
     p = CacheProblem(3, 100, 1024, 14, 2, page_size=16, lse=True)
     filled = torch.full((3,), 1024, device="cuda", dtype=torch.int32)
-    q, k, v, lengths, table, sinks, scale, cap = arguments(p, filled, 0)
+    q, k, v, lengths, table, sinks, *scales, scale, cap = arguments(p, filled, 0)
 
     def attend() -> Any:
         return decode_attention(q, k, v, lengths, page_table=table, return_lse=True)
@@ -126,7 +126,7 @@ def test_a_captured_graph_is_good_for_any_lengths() -> None:
         q.normal_()
         out.fill_(math.nan)
         graph.replay()
-        judge(p, (q, k, v, lengths, table, sinks, scale, cap), (out, lse))
+        judge(p, (q, k, v, lengths, table, sinks, *scales, scale, cap), (out, lse))
 
 
 @pytest.mark.parametrize("page_size", [0, 64])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from cutekernels.kernels.cute.parts.cache import CacheRows
 from cutekernels.kernels.cute.parts.fragments import span_bytes, swizzled
 from cutekernels.ops.attention.cached import CACHE_ATTENTION
 from cutekernels.ops.attention.decode import DECODE_ATTENTION, DecodeProblem
-from cutekernels.ops.attention.decode_api import decode_attention, readable
+from cutekernels.ops.attention.decode_api import decode_attention
 from tests.attention.cases import rows, wide
 from tests.attention.decode_cases import arguments, left_of, lengths_of, random_problem
 
@@ -28,7 +29,7 @@ def call(seq_q: int = 3, room: int = 20, batch: int = 2) -> Any:
 
 def asked(p: DecodeProblem, args: tuple[Any, ...], **options: Any) -> Any:
     """The public function on an op's arguments."""
-    q, k, v, lengths, table, sinks, scale, softcap = args
+    q, k, v, lengths, table, sinks, _, _, scale, softcap = args
     window = (left_of(p), None) if p.window else None
     return decode_attention(
         q, k, v, lengths, page_table=table, scale=scale, window=window, softcap=softcap or None, sinks=sinks, **options
@@ -45,7 +46,7 @@ def test_agrees_with_torch_in_fp64_whatever_the_cache_holds_elsewhere(seed: int)
     lengths = lengths_of(rng, p)
     args = wide(arguments(p, lengths, seed))
     out, lse = asked(p, args, return_lse=True)
-    q, k, v, _, table, _, scale, _ = args
+    q, k, v, _, table, _, _, _, scale, _ = args
     group = p.heads_q // p.heads_kv
     for b, length in enumerate(lengths.tolist()):
         own = (k[b], v[b]) if table is None else (t[table[b].long()].flatten(0, 1) for t in (k, v))
@@ -133,10 +134,10 @@ def refused(message: str, *args: Any, **options: Any) -> None:
 def test_errors_name_rule_value_and_remedy() -> None:
     q, k, v, n = call()
     refused(r"q must be \(B, HQ, D\)", q[0, 0], k, v, n)
-    refused(r"k_cache must be \(B, T_MAX, HKV, D\)", q, k[0], v[0], n)
-    refused("k_cache must have q's dtype", q, k.float(), v.float(), n)
+    refused("k_cache does not fit: it has 3 dimensions", q, k[0], v[0], n)
+    refused("takes k_cache in float64 or float8_e4m3fn; got torch.float32: convert", q, k.float(), v.float(), n)
     refused("must have one shape", q, k, v[:, :-1], n)
-    refused("agree in head dim and batch.*pages need a page_table", q, k[:1], v[:1], n)
+    refused("of q's 2 sequences; it has 1: pages need a page_table", q, k[:1], v[:1], n)
     refused("multiple of 8 up to 256; it is 12", q[..., :12], k[..., :12], v[..., :12], n)
     refused("k_cache's 2 heads must divide q's 3", q[:, :, :3], k, v, n)
     refused("k_cache's 0 heads must divide q's 4", q, k[:, :, :0], v[:, :, :0], n)
@@ -147,13 +148,13 @@ def test_errors_name_rule_value_and_remedy() -> None:
     refused("window must be", q, k, v, n, window=3)
     refused("no later keys", q, k, v, n, window=(3, 3))
     refused("write None for no limit", q, k, v, n, window=(-1, None))
-    refused(r"cache_seqlens must be int32, \(2,\)", q, k, v, n.long())
-    refused(r"cache_seqlens must be int32, \(2,\)", q, k, v, n[:1])
+    refused("takes cache_seqlens in int32; got torch.int64", q, k, v, n.long())
+    refused("cache_seqlens does not fit: its batch is 1, q's 2", q, k, v, n[:1])
     table = torch.zeros(2, 2, dtype=torch.int32)
-    refused("page_table must be int32", q, k, v, n, page_table=table.long())
+    refused("takes page_table in int32", q, k, v, n, page_table=table.long())
     refused("a page has 16, 32, 64, 128, 256 tokens, not 20", q, k, v, n, page_table=table)
     refused("out must", q, k, v, n, out=q[0])
-    refused("out overlaps an input", q, k, v, n, out=q)
+    refused("out= overlaps an operand", q, k, v, n, out=q)
     refused("out must not overlap itself", q, k, v, n, out=q.new_empty(1, 3, 4, 16).expand(2, -1, -1, -1))
 
 
@@ -178,6 +179,7 @@ def test_gradients_are_refused_clearly() -> None:
 
 def test_only_aligned_rows_are_read_in_place() -> None:
     cache = rows(2, 8, 4, 16, dtype=torch.bfloat16)
+    readable = partial(DECODE_ATTENTION.takes, "out")
     assert readable(cache)
     assert readable(cache[:, :, 1:3])
     assert readable(cache.transpose(1, 2))
@@ -204,7 +206,7 @@ def test_opcheck(options: tuple[Any, ...]) -> None:
 @pytest.mark.parametrize("page_size", [0, 16, 64])
 def test_samples_are_poisoned_wherever_no_sequence_has_a_token(page_size: int) -> None:
     p = DecodeProblem(3, 128, 4, 2, head_dim=32, page_size=page_size)
-    q, k, v, lengths, table, sinks, scale, _ = DECODE_ATTENTION.sample(p, "cpu", 0)
+    q, k, v, lengths, table, sinks, *scales, scale, _ = DECODE_ATTENTION.sample(p, "cpu", 0)
     assert q.isfinite().all()
     for t in (k, v):
         assert int(t.isfinite().sum()) == int(lengths.sum()) * 2 * 32
@@ -214,7 +216,7 @@ def test_samples_are_poisoned_wherever_no_sequence_has_a_token(page_size: int) -
             assert own[length:].isnan().all()
     assert int(lengths.min()) > 0
     assert int(lengths.max()) <= 128
-    (out,) = DECODE_ATTENTION.reference(p, q, k, v, lengths, table, sinks, scale, 0.0)
+    (out,) = DECODE_ATTENTION.reference(p, q, k, v, lengths, table, sinks, *scales, scale, 0.0)
     assert out.isfinite().all()
 
 

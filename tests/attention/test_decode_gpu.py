@@ -142,7 +142,7 @@ def test_splits_and_runs_agree(splits: int, cluster: bool) -> None:
 def test_a_captured_graph_is_good_for_any_lengths(splits: int, cluster: bool) -> None:
     p = DecodeProblem(3, 2048, 28, 4, page_size=16, lse=True)
     filled = torch.full((3,), 2048, device="cuda", dtype=torch.int32)
-    q, k, v, lengths, table, sinks, scale, cap = arguments(p, filled, 0)
+    q, k, v, lengths, table, sinks, *scales, scale, cap = arguments(p, filled, 0)
     config = str(some_config(p, splits=splits, cluster=cluster))
 
     def attend() -> Any:
@@ -157,7 +157,7 @@ def test_a_captured_graph_is_good_for_any_lengths(splits: int, cluster: bool) ->
         q.normal_()
         out.fill_(math.nan)
         graph.replay()
-        judge(p, (q, k, v, lengths, table, sinks, scale, cap), (out, lse))
+        judge(p, (q, k, v, lengths, table, sinks, *scales, scale, cap), (out, lse))
 
 
 def test_pages_give_what_one_piece_does() -> None:

@@ -319,10 +319,10 @@ def test_refusals_say_the_rule() -> None:
         "v_scale belongs to .* is torch.bfloat16, and v_scale is given": lambda: decode_attention(
             q, k, v, torch.ones(2, dtype=torch.int32), v_scale=torch.ones(2)
         ),
-        r"v_scale must be fp32, \(2,\), .*, or uint8, \(2, 2, 64\)": lambda: decode_attention(
+        "v_scale does not fit: its heads_kv is 3, k_cache's 2": lambda: decode_attention(
             q, **given | {"v_scale": torch.ones(3)}
         ),
-        r"v_scale of .* must be uint8 \(2, 2, 64\)": lambda: decode_attention(
+        r"v_scale \(.* = \(2, 2, 64\); got \(2, 2, 60\)": lambda: decode_attention(
             q, **given | {"v_scale": scale[..., :60]}
         ),
         "both of heads, or both of tokens": lambda: decode_attention(q, **given | {"v_scale": torch.ones(2)}),
@@ -332,7 +332,7 @@ def test_refusals_say_the_rule() -> None:
         r"16-byte aligned rows; .* \(130, 65, 1\)": lambda: KVCache(
             cache.k_cache, cache.v_cache, k_scale=scale, v_scale=torch.zeros(2, 2, 65, dtype=torch.uint8)[..., :64]
         ),
-        "k_cache must have q's dtype": lambda: decode_attention(
+        "takes k_cache in bfloat16 or float8_e4m3fn; got torch.float8_e5m2": lambda: decode_attention(
             q, *[t.to(torch.float8_e5m2) for t in (k, v)], given["cache_seqlens"]
         ),
         "must have one dtype": lambda: decode_attention(q, k, v.to(torch.float8_e4m3fn), given["cache_seqlens"]),

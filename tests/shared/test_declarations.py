@@ -64,6 +64,11 @@ def shrunk(op: Any, text: str, most: int = 9) -> Any:
     return changed(few, {name: min(getattr(few, name), 128) for name in few.extent_names()})  # of packed tiles
 
 
+def bits(value: Any) -> Any:
+    """What equals only itself: caches have NaN where nobody reads them."""
+    return value.contiguous().view(torch.uint8).tolist() if isinstance(value, Tensor) and value.dim() else value
+
+
 def parts(op: Any, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Inputs and numbers of a sample."""
     return args[: len(op.inputs)], args[len(op.inputs) :]
@@ -94,12 +99,14 @@ def test_the_default_of_any_problem_is_valid_and_texts_round_trip(
 def test_samples_of_the_suite_pose_their_problem(op: Any, text: str) -> None:
     """Two of one seed are alike, of another are not; references have the results' shapes and types."""
     problem = shrunk(op, text, 40)
+    if "seq_kv" in problem.extent_names() and getattr(problem, "page_size", 0):
+        problem = problem.replace(seq_kv=problem.page_size)
     args = op.sample(problem, "cpu", 3)
     inputs, _ = parts(op, args)
     results = op.outputs(problem, *args)
     assert op.problem(*results, *inputs, **{name: getattr(problem, name) for name in op.options}) == problem
     for again, alike in ((op.sample(problem, "cpu", 3), True), (op.sample(problem, "cpu", 4), False)):
-        same = [torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in zip(args, again, strict=True)]
+        same = [bits(a) == bits(b) for a, b in zip(args, again, strict=True)]
         assert all(same) is alike
     looks = [(t.shape, t.dtype) for t in op.reference(problem, *args)]
     assert looks == [(t.shape, t.dtype) for t in results]

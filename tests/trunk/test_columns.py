@@ -17,7 +17,7 @@ from cutekernels import gpu
 from cutekernels.columns import Columns, among, ceil, gcd, kept, larger, over, pick, round_off, smaller, where
 from cutekernels.op import Config, knob
 from cutekernels.ops import registry
-from cutekernels.ops.attention.problem import AttentionOp
+from cutekernels.ops.attention.operands import AttentionOp
 from cutekernels.ops.gemm.op import SCHEDULES
 from cutekernels.ops.gemm.schedule import extras_of
 from cutekernels.ops.moe.packed_experts import SCHEDULES as EXPERTS

@@ -10,7 +10,7 @@ from cutekernels import gpu
 from cutekernels.columns import Columns, where
 from cutekernels.op import Config, knob
 from cutekernels.ops import registry
-from cutekernels.ops.attention.problem import AttentionOp
+from cutekernels.ops.attention.operands import AttentionOp
 from cutekernels.ops.gemm.op import SCHEDULES
 from cutekernels.ops.moe.grouped_schedules import GROUPED_WARPGROUP
 from cutekernels.ops.norm_linear.fused import FUSED_SCHEDULES

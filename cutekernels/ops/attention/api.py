@@ -8,36 +8,24 @@ import torch
 from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.ops.attention import reference
 from cutekernels.ops.attention.arguments import (
     FOREIGN,
     cap_of,
-    check_ends,
+    check_scale,
     default_scale,
     number,
-    refuse_others,
     sides_of,
     text_of,
 )
-from cutekernels.ops.attention.calls import (
-    canonical,
-    check,
-    check_values,
-    dense,
-    implementations,
-    is_canonical,
-    pose,
-    replay,
-    sides_seen,
-)
+from cutekernels.ops.attention.calls import LIMITS, NO_WINDOW, check_values, declared, replay, tensors_of, window_of
 from cutekernels.ops.attention.config import AttentionConfig
 from cutekernels.ops.attention.gradient import BACKWARD_PATH
 from cutekernels.ops.attention.op import ATTENTION
-from cutekernels.ops.shared.call_cache import CallCache, empty_copy
+from cutekernels.ops.shared.calls import refuse_others
 from cutekernels.ops.shared.checks import check_flag
 from cutekernels.ops.shared.registration import define_with_out, splitting, transformed
 
-_CALLS = CallCache()
+_CALLS = ATTENTION.calls
 _is_compiling = torch.compiler.is_compiling
 
 
@@ -140,10 +128,12 @@ def attention(
         cap = 0.0 if softcap is None else cap_of(softcap)
         text = None if config is None else text_of(config, AttentionConfig)
         operands = (q, k, v, mask, cu_seqlens_q, cu_seqlens_kv, sinks)
+        seen = NO_WINDOW if window is None else (LIMITS[left >= 0, right >= 0], max(left, 0), max(right, 0))
+        options = (causal, *seen, cap > 0.0, return_lse)
         if check is not False:
             check_flag("attention", "check", check)
-            check_values(operands, factor)
-        made = replay(_CALLS, out, operands, (causal, left, right, cap > 0.0, return_lse), (factor, cap), text)
+            check_values(ATTENTION, operands, options, factor)
+        made = replay(_CALLS, out, operands, options, (factor, cap), text)
         if made is not None:
             return made if return_lse else made[0]  # type: ignore[return-value]
         leaves = (q, k, v) if sinks is None else (q, k, v, sinks)
@@ -151,33 +141,20 @@ def attention(
         if out is None:
             # The gradients start from the log-sum-exp. A transform's tensors do not say whether theirs are wanted.
             needed = differentiates or (torch.is_grad_enabled() and transformed())
-            options = (causal, left, right, factor, cap, return_lse or needed, text)
+            arguments = (*operands, causal, left, right, factor, cap, return_lse or needed, text)
             if _is_compiling():
-                result, lse = torch.ops.cutekernels.attention(*operands, *options)
+                result, lse = torch.ops.cutekernels.attention(*arguments)
             else:
-                result, lse = ATTENTION_PATH(*operands, *options)
+                result, lse = ATTENTION_PATH(*arguments)
             return (result, lse) if return_lse else result
         if differentiates or (torch.is_grad_enabled() and out.requires_grad):
             raise UnsupportedProblem("out= is not differentiable: leave it out, or call under torch.no_grad()")
         lse = torch.ops.cutekernels.attention_out(*operands, out, causal, left, right, factor, cap, return_lse, text)
         return (out, lse) if return_lse else out
     except FOREIGN:
-        given = {"mask": mask, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv, "sinks": sinks, "out": out}
-        refuse_others("attention", {"q": q, "k": k, "v": v}, given)
+        operands = (q, k, v, mask, cu_seqlens_q, cu_seqlens_kv, sinks)
+        refuse_others(ATTENTION, operands, None if out is None else (out,))
         raise
-
-
-def _pose(
-    out: Tensor, inputs: Any, causal: bool, left: int, right: int, softcap: float, return_lse: bool
-) -> tuple[Any, Any, list[Tensor | None]]:
-    """The op, the problem that checked GPU tensors pose, and what a launch takes for out and inputs."""
-    q, k, v, mask, cu_q, cu_kv, sinks = inputs
-    problem = pose(q, k, mask, cu_q, causal, left, right, softcap, return_lse, sinks)
-    target = canonical(out) if is_canonical(out) else empty_copy(out)
-    if mask is not None:
-        mask = mask.expand(q.shape[0], q.shape[2], -1, -1)
-    ends = [None if t is None else t.contiguous() for t in (cu_q, cu_kv)]
-    return ATTENTION, problem, [target, canonical(q), canonical(k), canonical(v), mask, *ends, dense(sinks)]
 
 
 # ---- torch.library --------------------------------------------------------------------------------------
@@ -201,21 +178,18 @@ def _gradient(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, 
     return *grads, None, None, None, None if sinks is None else dsinks, *(None,) * 7
 
 
-def _compute(*args: Any) -> tuple[Tensor, Tensor]:
-    """The reference, of ends whose values are right."""
-    q, k, v, mask, cu_q, cu_kv, sinks, causal, left, right, scale, softcap = args
-    if cu_q is not None:
-        check_ends(q, k, cu_q, cu_kv)
-    if mask is not None:
-        mask = mask.expand(q.shape[0], q.shape[2], -1, -1)
-    sides = sides_seen(left, right, causal)
-    return reference.attention(q, k, v, mask, cu_q, cu_kv, sinks, scale, softcap, **sides)
+def _split(
+    causal: bool, left: int, right: int, scale: float, softcap: float, lse: bool, config: str | None = None
+) -> tuple[Any, Any, Any]:
+    """Options, scalars and config."""
+    check_scale(scale)
+    return (causal, *window_of(left, right), softcap > 0.0, lse), (scale, softcap), config
 
 
-_cuda, _cpu, _fake = implementations(_CALLS, 3, check, _pose, _compute)
+_cuda, _cpu, _fake = declared(ATTENTION, _split)
 ATTENTION_PATH = define_with_out(
     "attention",
-    "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? cu_seqlens_q, Tensor? cu_seqlens_kv, Tensor? sinks",
+    tensors_of(ATTENTION),
     "bool causal, int window_left, int window_right, float scale, float softcap, bool return_lse, str? config=None",
     splitting(7, _cuda, _cpu, _fake),
     returns=("(Tensor, Tensor)", "Tensor"),

@@ -20,13 +20,14 @@ from cutekernels.ops.attention.backward_config import (
 from cutekernels.ops.attention.coefficients import MULTISTAGE
 from cutekernels.ops.attention.config import GROUP_ROWS
 from cutekernels.ops.attention.delta import ATTENTION_DELTA
-from cutekernels.ops.attention.op import ATTENTION
-from cutekernels.ops.attention.problem import AttentionOp, TilesSchedule, score_factors, since_revision_1
+from cutekernels.ops.attention.op import ATTENTION, Attention
+from cutekernels.ops.attention.operands import VarlenOp, numbers, rows, workspace
+from cutekernels.ops.attention.problem import TilesSchedule, score_factors, since_revision_1
+from cutekernels.ops.shared.operands import Array, Matrix, Sizes
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from cutekernels.backends import Artifact
     from cutekernels.gpu import GpuSpec
 
 # Registers beside accumulators, owned operands and one per row of the warp, for fragments: addresses, statistics; and
@@ -62,10 +63,9 @@ class MultistageBackward(TilesSchedule[AttentionBackwardProblem, AttentionBackwa
         )  # fmt: skip
 
 
-class AttentionBackward(AttentionOp[AttentionBackwardProblem, AttentionBackwardConfig]):
-    """Arguments: dout, q, k, v, stats, mask or None, cu_seqlens_q or None, cu_seqlens_kv or None, scale, softcap or 0.
+class AttentionBackward(VarlenOp[AttentionBackwardProblem, AttentionBackwardConfig]):
+    """``stats`` is ``attention_delta``'s: ``(2, rows)`` in fp32, each query's log-sum-exp to base 2 and its delta.
 
-    ``stats`` is ``attention_delta``'s: ``(2, rows)`` in fp32, each query's log-sum-exp to base 2 and its delta.
     Results: (dk, dv), (dq,), (dk,) or (dv,).
     """
 
@@ -92,32 +92,39 @@ class AttentionBackward(AttentionOp[AttentionBackwardProblem, AttentionBackwardC
 
     schedules = (MultistageBackward(), WarpgroupBackward())
 
+    dk = dv = Array("batch?", "seq_kv", "heads_kv", "head_dim", result=True, align=16, bits=64)
+    dq = Array("batch?", "seq_q", "heads_q", "head_dim", result=True, align=16, bits=64)
+    dout = q = rows("batch?", "seq_q", "heads_q")
+    k = v = rows("batch?", "seq_kv", "heads_kv")
+    stats = Matrix("statistics", "rows", dtype="fp32", strides=(), flat=True, bits=64)
+    mask = Attention.mask
+    cu_seqlens_q = Attention.cu_seqlens_q
+    cu_seqlens_kv = Attention.cu_seqlens_kv
+    options = ("of", "causal", "window", "window_left", "window_right", "softcap")
+
+    # -- calls
+
+    def results_of(self, **options: Any) -> tuple[str, ...]:
+        return tuple([f"d{name}" for name in options["of"]])
+
+    def derive(self, sizes: Sizes, **options: Any) -> None:
+        sizes |= {"statistics": 2, "rows": sizes.get("batch", 1) * sizes["seq_q"] * sizes["heads_q"]}
+
     # -- kernel
 
-    def build(self, p: AttentionBackwardProblem, c: AttentionBackwardConfig, gpu: GpuSpec) -> Artifact:
-        from cutlass import Float32, Int32
-        from cutlass.cute import sym_int
+    def kind(self, p: AttentionBackwardProblem, name: str) -> str | None:
+        return None if name in self.results and name[1:] not in p.of else super().kind(p, name)
 
-        from cutekernels.backends import cute as backend
-        from cutekernels.ops.attention import fakes
+    def fakes(self, p: AttentionBackwardProblem, c: AttentionBackwardConfig) -> list[Any]:
+        """Behind dK, or dQ in its place, there is dV."""
+        dk, dv, dq, *inputs = super().fakes(p, c)
+        return [dq if dk is None else dk, dv, *inputs]
 
-        batch, number, limit = fakes.Batch(p.dtype, p.head_dim, p.varlen), Float32(1.0), Int32(0)
-        counter = fakes.vector(Int32) if c.grid == "dynamic" else None
-        return backend.compile(
-            self._body(p, c, gpu),
-            None if p.of == "v" else batch.kv() if p.by_keys else batch.q(),
-            batch.kv() if "v" in p.of else None,
-            *(batch.q(), batch.q(), batch.kv(), batch.kv()),
-            fakes.vector(Float32, sym_int(64)),
-            batch.mask() if p.mask else None,
-            *(batch.ends(), batch.ends()),
-            *([counter] if c.body == "warpgroup" else []),
-            *(number, number, number, number),
-            *(limit, limit),
-            gpu=gpu,
-        )
+    def further(self, p: AttentionBackwardProblem, c: AttentionBackwardConfig) -> list[Any]:
+        tickets = workspace(sums=False, tickets=c.grid == "dynamic")[1:]
+        return [*(tickets if c.body == "warpgroup" else []), *numbers(4, 2)]
 
-    def _body(self, p: AttentionBackwardProblem, c: AttentionBackwardConfig, gpu: GpuSpec) -> Any:
+    def body(self, p: AttentionBackwardProblem, c: AttentionBackwardConfig, gpu: GpuSpec) -> Any:
         """The kernel of ``c.body`` with its parts."""
         from cutekernels.kernels.cute.attention.multistage_backward import MultistageAttentionBackward
         from cutekernels.kernels.cute.attention.warpgroup_backward import WarpgroupAttentionBackward
@@ -182,10 +189,6 @@ class AttentionBackward(AttentionOp[AttentionBackwardProblem, AttentionBackwardC
 
     # -- mathematics
 
-    def outputs(self, p: AttentionBackwardProblem, *args: Any) -> tuple[Tensor, ...]:
-        named = dict(zip("qkv", args[1:4], strict=True))
-        return tuple([named[name].new_empty(named[name].shape) for name in p.of])
-
     def sample(self, p: AttentionBackwardProblem, device: str, seed: int) -> tuple[Any, ...]:
         """The forward pass's sample, a random dout, and statistics of what the forward pass would have left."""
         import torch
@@ -199,12 +202,14 @@ class AttentionBackward(AttentionOp[AttentionBackwardProblem, AttentionBackwardC
         k, v, mask, cu_q, cu_kv, _, *factors = rest
         return (dout, q, k, v, stats, mask, cu_q, cu_kv, *factors)
 
-    def reference(self, p: AttentionBackwardProblem, *args: Any) -> tuple[Tensor, ...]:
+    def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
         from cutekernels.ops.attention import reference
 
-        dout, q, k, v, _, *options = args
-        named = dict(zip("qkv", reference.gradients(dout, None, q, k, v, *options, **p.sides), strict=True))
-        return tuple([named[name] for name in p.of])
+        of = options.pop("of")
+        dout, q, k, v, _, *rest = args
+        found = reference.gradients(dout, None, q, k, v, *rest, **problem.sides_of(**options))
+        named = dict(zip("qkv", found, strict=True))
+        return tuple([named[name] for name in of])
 
     def work(self, p: AttentionBackwardProblem) -> Work:
         """The work of this kernel, which computes S and dP again for each of ``of``."""

@@ -1,8 +1,4 @@
-"""Attention of many queries over a cache, as a chunk of a prompt has: the declaration. Public: ``decode_api.py``.
-
-Operands are as ``decode.py`` has them, for any number of queries, which are a sequence's last tokens. Kernels and
-configs are those of ``op.py``; they read lengths and pages on the device.
-"""
+"""``cache_attention``: many queries over a cache, as a chunk of a prompt has, by the kernels of ``op.py``."""
 
 from __future__ import annotations
 
@@ -11,20 +7,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 from cutekernels.op import Work, plain
+from cutekernels.ops.attention.cache import PAGE_SIZES, CachedOp, cache_bytes, check_cache_dim, check_room, elements
 from cutekernels.ops.attention.config import AttentionConfig
-from cutekernels.ops.attention.decode import (
-    PAGE_SIZES,
-    cache_bytes,
-    check_cache_dim,
-    check_room,
-    draw_cache,
-    elements,
-    results,
-)
 from cutekernels.ops.attention.op import PrefillOp
 from cutekernels.ops.attention.problem import (
     CACHES,
-    NO_SCALES,
     AttentionProblem,
     depth,
     launch_blind,
@@ -35,9 +22,6 @@ from cutekernels.ops.attention.problem import (
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from cutekernels.backends import Artifact
-    from cutekernels.gpu import GpuSpec
 
 
 @dataclass(frozen=True)
@@ -60,6 +44,11 @@ class CacheProblem(AttentionProblem):
         return super().bucket().replace(cache=tuned_cache(self.cache))
 
     @property
+    def keys(self) -> float:
+        """Keys that a query sees, on average."""
+        return self.pairs / max(1, self.seq_q)
+
+    @property
     def page(self) -> int | None:
         return self.page_size
 
@@ -75,12 +64,8 @@ class CacheProblem(AttentionProblem):
         return self.bytes_moved - saved + 4 * self.batch + table
 
 
-class CacheAttention(PrefillOp[CacheProblem]):
-    """Arguments: q, k and v caches, lengths int32 (B,), page table int32 or None, sinks or None, scale, softcap or 0.
-    Of a cache in e4m3 its scales stand behind the sinks.
-
-    Results: out, and the rows' log-sum-exp ``(B, HQ, SQ)`` in fp32 where ``lse``.
-    """
+class CacheAttention(CachedOp[CacheProblem, AttentionConfig], PrefillOp[CacheProblem]):
+    """Of the same operands as ``decode_attention``, which plans its calls."""
 
     name = "cache_attention"
     revision = 2
@@ -96,27 +81,12 @@ class CacheAttention(PrefillOp[CacheProblem]):
         "batch=1 seq_q=2048 seq_kv=8192 heads_q=32 heads_kv=8 page_size=64 cache=fp8",
     )
 
+    order = (
+        *("out", "lse", "q", "k_cache", "v_cache", "mask", "cu_seqlens_q"),
+        *("cache_seqlens", "page_table", "sinks", "k_scale", "v_scale"),
+    )
+
     # -- kernel
-
-    def build(self, p: CacheProblem, c: AttentionConfig, gpu: GpuSpec) -> Artifact:
-        from cutlass import Float32, Int32
-
-        from cutekernels.backends import cute as backend
-        from cutekernels.ops.attention import fakes
-
-        given = fakes.Cached(p)
-        number, limit = Float32(1.0), Int32(0)
-        counter = fakes.vector(Int32) if c.dynamic_scheduler else None
-        return backend.compile(
-            self.body(p, c, gpu),
-            *(given.out, given.lse, given.q, given.k, given.v, None, None),
-            *(given.lengths, given.table, given.sinks),
-            *([counter] if c.by_groups else []),
-            *(number, number, number),
-            *(limit, limit),
-            *(() if c.by_groups else given.scales),
-            gpu=gpu,
-        )
 
     def bind(self, p: CacheProblem, c: AttentionConfig, kernel: Callable[..., Any]) -> Callable[..., Any]:
         from cutekernels.ops.shared.per_stream import StreamWorkspace
@@ -128,28 +98,20 @@ class CacheAttention(PrefillOp[CacheProblem]):
 
         def launch(*args: Any) -> None:
             out, lse = args[0], args[1].view(-1) if p.lse else None
-            q, k, v, lengths, table, sinks, *scales, scale, softcap = args[2 if p.lse else 1 :]
+            q, k, v, lengths, table, sinks, *scales, scale, softcap = args[1 + p.lse :]
             if out.numel() == 0:
                 return
             tickets = () if c.body == "multistage" else (None if counter is None else counter.get()[1],)
-            factors, last = score_factors(scale, softcap), () if c.by_groups else scales or NO_SCALES
+            factors, last = score_factors(scale, softcap), () if c.by_groups else scales
             operands = out, lse, q, *elements(k, v), None, None, lengths, table, sinks
             kernel(*operands, *tickets, *factors, *limits, *last)
 
         return launch
 
-    # -- mathematics
-
-    def outputs(self, p: CacheProblem, *args: Any) -> tuple[Tensor, ...]:
-        return results(p, args[0])
-
-    def sample(self, p: CacheProblem, device: str, seed: int) -> tuple[Any, ...]:
-        return draw_cache(p, p.pairs / max(1, p.seq_q), device, seed)
-
-    def reference(self, p: CacheProblem, *args: Any) -> tuple[Tensor, ...]:
-        from cutekernels.ops.attention import reference
-
-        return reference.decode(*args[:6], *args[-2:], *args[6:-2], left=p.sides["left"])[: 1 + p.lse]
+    def problem(self, *operands: Tensor | None, **options: Any) -> CacheProblem:
+        sides = {False: "none", True: "left"}
+        window = sides.get(options["window"], options["window"])
+        return super().problem(*operands, **options | {"window": window})
 
     def work(self, p: CacheProblem) -> Work:
         flops = 4.0 * p.batch * p.heads_q * p.pairs * p.head_dim

@@ -1,16 +1,8 @@
-"""Attention of few queries over a cache: the declaration. Public function in ``decode_api.py``.
-
-Operands are as the caller has them: q and out ``(B, SQ, HQ, D)``, caches ``(B, T_MAX, HKV, D)``, or in pages
-``(PAGES, PAGE_SIZE, HKV, D)`` with a table ``(B, MAX_PAGES)`` of the pages of each sequence. Lengths are on the device.
-The queries are a sequence's last tokens, so they see each other causally. Caches are of q's type, or e4m3 beside scales
-of k and of v: fp32 ``(HKV,)``, one of each head, or bytes ``(PAGES or B, HKV, slots)``, a power of two of each token's
-head (``token_scales.py``). A number is what is stored times its scale.
-"""
+"""Attention of few queries over a cache, whose operands ``cached.py`` has: the declaration."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
@@ -20,41 +12,35 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.kernels.cute.parts.attention_smem import DecodeSmem, padded
 from cutekernels.op import Work, extent, knob, ladder, plain, power_of_two
 from cutekernels.ops.attention import token_scales
+from cutekernels.ops.attention.cache import PAGE_SIZES, CachedOp, cache_bytes, check_cache_dim, check_room, elements
+from cutekernels.ops.attention.cached import CACHE_ATTENTION
 from cutekernels.ops.attention.coefficients import DECODE
+from cutekernels.ops.attention.operands import numbers, workspace
 from cutekernels.ops.attention.problem import (
     CACHES,
-    E4M3_MAX,
     HEAD_DIMS,
-    NO_SCALES,
     SINKS,
     SLACK,
     UNLIMITED,
-    AttentionOp,
     AttentionProblem,
     AttentionSchedule,
     HeadsProblem,
     WarpsConfig,
     depth,
     launch_blind,
-    sample_sinks,
     score_factors,
     tuned_cache,
 )
-from cutekernels.ops.shared.dtypes import DTYPES
 from cutekernels.ops.shared.occupancy import occupancy_rules
 from cutekernels.rules import Broken, of_both, of_config
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
-    from cutekernels.backends import Artifact
     from cutekernels.gpu import GpuSpec
 
 MOST_QUERIES = 16  # per sequence
-PAGE_SIZES = (16, 32, 64, 128, 256)
 TILE_Q = DecodeSmem.ROWS
-MOST_ROOM = 2**28  # keys of a sequence: 32-bit numbers count them, times the splits
 _MOST_CTAS = 2**31 - 1
 
 
@@ -239,12 +225,8 @@ class SplitDecode(AttentionSchedule[DecodeProblem, DecodeConfig]):
         return rate.launch_us - early + larger(busy, dram) + (1.0 - own.hidden) * smaller(busy, dram) + met
 
 
-class DecodeAttention(AttentionOp[DecodeProblem, DecodeConfig]):
-    """Arguments: q, k and v caches, lengths int32 (B,), page table int32 or None, sinks or None, scale, softcap or 0.
-    Of a cache in e4m3 its scales stand behind the sinks.
-
-    Results: out, and the rows' log-sum-exp ``(B, HQ, SQ)`` in fp32 where ``lse``.
-    """
+class DecodeAttention(CachedOp[DecodeProblem, DecodeConfig]):
+    """q, k and v caches, lengths, page table, sinks, and the scales of caches in e4m3."""
 
     name = "decode_attention"
     revision = 1
@@ -270,26 +252,11 @@ class DecodeAttention(AttentionOp[DecodeProblem, DecodeConfig]):
 
     # -- kernel
 
-    def build(self, p: DecodeProblem, c: DecodeConfig, gpu: GpuSpec) -> Artifact:
-        from cutlass import Float32, Int32
+    def further(self, p: DecodeProblem, c: DecodeConfig) -> list[Any]:
+        split = c.splits > 1 and not c.cluster
+        return [*numbers(3, 1), *workspace(sums=split, tickets=split)]
 
-        from cutekernels.backends import cute as backend
-        from cutekernels.ops.attention import fakes
-
-        given = fakes.Cached(p)
-        split, number = c.splits > 1 and not c.cluster, Float32(1.0)
-        return backend.compile(
-            self._body(p, c, gpu),
-            *(given.out, given.lse, given.q, given.k, given.v, given.lengths, given.table, given.sinks),
-            *given.scales,
-            *(number, number, number),
-            Int32(0),
-            fakes.vector(Float32) if split else None,
-            fakes.vector(Int32) if split else None,
-            gpu=gpu,
-        )
-
-    def _body(self, p: DecodeProblem, c: DecodeConfig, gpu: GpuSpec) -> Any:
+    def body(self, p: DecodeProblem, c: DecodeConfig, gpu: GpuSpec) -> Any:
         """The body with its parts."""
         from cutekernels.kernels.cute.attention.decode import DecodeAttentionBody
         from cutekernels.kernels.cute.parts.cache import CacheRows
@@ -332,31 +299,20 @@ class DecodeAttention(AttentionOp[DecodeProblem, DecodeConfig]):
 
         def launch(*args: Any) -> None:
             out, lse = args[0], args[1].view(-1) if p.lse else None
-            q, k, v, lengths, table, sinks, *scales, scale, softcap = args[2 if p.lse else 1 :]
+            q, k, v, lengths, table, sinks, k_scale, v_scale, scale, softcap = args[1 + p.lse :]
             if out.numel() == 0:
                 return
             workspace = (None, None) if shared is None else shared.get()
             kernel(
-                out, lse, q, *elements(k, v), lengths, table, sinks, *(scales or NO_SCALES),
+                out, lse, q, *elements(k, v), lengths, table, sinks, k_scale, v_scale,
                 *score_factors(scale, softcap), left, *workspace,
             )  # fmt: skip
 
         return launch
 
-    # -- mathematics
-
-    def outputs(self, p: DecodeProblem, *args: Any) -> tuple[Tensor, ...]:
-        return results(p, args[0])
-
-    def sample(self, p: DecodeProblem, device: str, seed: int) -> tuple[Any, ...]:
-        return draw_cache(p, p.keys, device, seed)
-
-    def reference(self, p: DecodeProblem, *args: Any) -> tuple[Tensor, ...]:
-        from cutekernels.ops.attention import reference
-
-        return reference.decode(*args[:6], *args[-2:], *args[6:-2], left=p.window_left if p.window else None)[
-            : 1 + p.lse
-        ]
+    def serving(self, inputs: Sequence[Tensor | None]) -> CachedOp[Any, Any]:
+        q = inputs[0]
+        return self if q is None or q.dim() < 2 or q.shape[1] <= MOST_QUERIES else CACHE_ATTENTION
 
     def work(self, p: DecodeProblem) -> Work:
         queries = p.batch * p.seq_q * p.heads_q
@@ -372,117 +328,6 @@ class DecodeAttention(AttentionOp[DecodeProblem, DecodeConfig]):
 
 
 DECODE_ATTENTION = DecodeAttention()
-
-
-def check_room(keys: int) -> None:
-    """Refuses a cache with room for longer sequences than kernels count."""
-    if keys > MOST_ROOM:
-        raise UnsupportedProblem(
-            f"a sequence has room for up to {MOST_ROOM} keys, not {keys}: pass a part of the cache or its table"
-        )
-
-
-def check_cache_dim(cache: str, head_dim: int) -> None:
-    """Refuses head dims whose rows no kernel reads from a cache in FP8."""
-    if cache != "same" and head_dim % 16:
-        raise UnsupportedProblem(
-            f"a cache in FP8 has a head_dim that is a multiple of 16, for aligned rows; it is {head_dim}: keep it in "
-            "fp16 or bf16"
-        )
-
-
-def cache_bytes(cache: str) -> int:
-    """Bytes of an element."""
-    return 2 if cache == "same" else 1
-
-
-def check_page_size(size: int) -> None:
-    """Refuses a number of tokens that no page has."""
-    if size not in PAGE_SIZES:
-        raise UnsupportedProblem(f"a page has {', '.join(map(str, PAGE_SIZES))} tokens, not {size}")
-
-
-def elements(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Caches as kernels take them: e4m3 as 16-bit elements of two numbers."""
-    import torch
-
-    return (k, v) if k.element_size() > 1 else (k.view(torch.int16), v.view(torch.int16))
-
-
-# ---- samples and results of problems over a cache: of a CacheProblem too ---------------------------------
-
-
-def results(p: Any, q: Tensor) -> tuple[Tensor, ...]:
-    """``out`` like ``q``, and with ``lse`` fp32 ``(B, HQ, SQ)``."""
-    import torch
-
-    out = q.new_empty(q.shape)
-    return (out, q.new_empty((p.batch, p.heads_q, p.seq_q), dtype=torch.float32)) if p.lse else (out,)
-
-
-def draw_cache(p: Any, keys: float, device: str, seed: int) -> tuple[Any, ...]:
-    """Sequences that nearly fill the cache, each of its own length; NaN wherever no sequence has a token.
-
-    ``keys``: how many a query sees, for sinks that have a share of the softmax.
-    """
-    import torch
-
-    generator = torch.Generator(device=device).manual_seed(seed)
-    spare = torch.randint(0, min(16, p.seq_kv // 2) + 1, (p.batch,), generator=generator, device=device)
-    lengths = (p.seq_kv - spare).to(torch.int32)
-    sinks = sample_sinks(p.sinks, p.dtype, p.heads_q, keys, generator)
-    operands = draw_tables(p, lengths, generator)
-    return (*operands[:5], sinks, *operands[5:], p.head_dim**-0.5, 2.0 if p.softcap else 0.0)
-
-
-def draw_tables(p: Any, lengths: Tensor, generator: torch.Generator) -> tuple[Any, ...]:
-    """Random ``(q, k, v, lengths, page table or None)``: NaN in the caches wherever no sequence has a token. Behind
-    them the scales of caches in e4m3, whose numbers fill its range; V's of tokens differ by up to 2^16, K's by 2^4.
-
-    Pages lie in a random order. Entries of the table that a sequence does not need name a page of NaN.
-    """
-    import torch
-
-    device = lengths.device
-
-    def normal(*shape: int) -> Tensor:
-        t = torch.empty(shape, device=device, dtype=DTYPES[p.dtype])
-        return t.normal_(generator=generator)
-
-    q = normal(p.batch, p.seq_q, p.heads_q, p.head_dim)
-    size = p.page_size or p.seq_kv
-    entries = -(-p.seq_kv // size) if p.page_size else 1
-    table = None
-    pages = p.batch
-    if p.page_size:
-        pages = p.batch * entries + 1
-        order = torch.randperm(pages - 1, generator=generator, device=device).view(p.batch, entries)
-        needed = torch.arange(entries, device=device) * size < lengths.unsqueeze(-1)
-        table = order.masked_fill(~needed, pages - 1).to(torch.int32)
-    caches = [normal(pages, size, p.heads_kv, p.head_dim) for _ in range(2)]
-    filled = (torch.arange(entries * size, device=device) < lengths.unsqueeze(-1)).view(p.batch, entries, size)
-    tokens = torch.zeros(pages, size, dtype=torch.bool, device=device)
-    if table is None:
-        tokens = filled[:, 0]
-    else:
-        tokens[table.long()[needed]] = filled[needed]
-    for t in caches:
-        t.masked_fill_(~tokens[..., None, None], math.nan)
-    if p.cache == "same":
-        return q, *caches, lengths, table
-    if p.cache == "fp8_tokens":
-        scales = []
-        for i, least in enumerate((-4, -16)):
-            caches[i], found = token_scales.quantized(caches[i])
-            found = found + torch.randint(least, 1, found.shape, generator=generator, device=device).to(torch.uint8)
-            scales.append(token_scales.by_head(found.masked_fill(~tokens[..., None], token_scales.NAN)))
-        return q, *caches, lengths, table, *scales
-    sizes = torch.rand((2, p.heads_kv), generator=generator, device=device)
-    scales = [(0.5 + own) * (4.0 / E4M3_MAX) for own in sizes]
-    for i, own in enumerate(scales):
-        bounded = (caches[i] / own[:, None]).clamp(-E4M3_MAX, E4M3_MAX)
-        caches[i] = bounded.to(torch.float8_e4m3fn)
-    return q, *caches, lengths, table, *scales
 
 
 def registers_per_thread(p: DecodeProblem, c: DecodeConfig) -> int:

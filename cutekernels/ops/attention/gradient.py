@@ -16,17 +16,21 @@ from torch import Tensor
 from cutekernels import dispatch
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.attention import reference
-from cutekernels.ops.attention.arguments import check_ends
+from cutekernels.ops.attention.arguments import check_scale
 from cutekernels.ops.attention.backward import ATTENTION_BACKWARD
 from cutekernels.ops.attention.backward_config import AttentionBackwardProblem, passes
-from cutekernels.ops.attention.calls import canonical, check, pose, sides_seen, way
+from cutekernels.ops.attention.calls import NO_WINDOW, window_of
 from cutekernels.ops.attention.delta import ATTENTION_DELTA
-from cutekernels.ops.attention.problem import LOG2_E, AttentionProblem
+from cutekernels.ops.attention.indices import check_ends
+from cutekernels.ops.attention.op import ATTENTION
+from cutekernels.ops.attention.problem import LOG2_E, AttentionProblem, sides_of
 from cutekernels.ops.shared.call_cache import Call, CallCache, Inputs
-from cutekernels.ops.shared.calls import plan_call
+from cutekernels.ops.shared.calls import plan_call, ways_of
 from cutekernels.ops.shared.registration import Path, define
 
 _CALLS = CallCache()
+_OPERANDS = ("dout", "q", "k", "v", "mask", "cu_seqlens_q", "cu_seqlens_kv")
+_NO_BAND: dict[str, Any] = dict(zip(ATTENTION.options, (False, *NO_WINDOW, False, False), strict=True))
 Results = tuple[Tensor, Tensor, Tensor, Tensor]  # dq, dk, dv, dsinks
 
 
@@ -35,21 +39,20 @@ def _check(
     cu_q: Tensor | None, cu_kv: Tensor | None, sinks: Tensor | None, scale: float,
 ) -> None:  # fmt: skip
     """Raises UnsupportedProblem for arguments that pose no problem."""
-    check(q, k, v, mask, cu_q, cu_kv, sinks, scale)
-    for name, t in (("dout", dout), ("out", out)):
-        if t.shape != q.shape or t.dtype != q.dtype or t.device != q.device:
-            raise UnsupportedProblem(
-                f"{name} must be as q, {tuple(q.shape)}, {q.dtype}, on {q.device}; it is {tuple(t.shape)}, {t.dtype}, "
-                f"on {t.device}"
-            )
+    check_scale(scale)
+    ATTENTION.admit((q, k, v, mask, cu_q, cu_kv, sinks), **_NO_BAND)
     rows = (q.shape[0], q.shape[2], q.shape[1]) if cu_q is None else (q.shape[1], q.shape[0])
-    kind = torch.promote_types(q.dtype, torch.float32)
-    for name, given in (("lse", lse), ("dlse", dlse)):
-        if given is not None and (given.shape != rows or given.dtype != kind or given.device != q.device):
-            raise UnsupportedProblem(
-                f"{name} must be {tuple(rows)}, {kind}, on {q.device}; it is {tuple(given.shape)}, {given.dtype}, on "
-                f"{given.device}: call attention with return_lse"
-            )
+    wide = torch.promote_types(q.dtype, torch.float32)
+    like_q, like_lse = (tuple(q.shape), q.dtype, q.device), (rows, wide, q.device)
+    for name, t, like in (
+        ("dout", dout, like_q),
+        ("out", out, like_q),
+        ("lse", lse, like_lse),
+        ("dlse", dlse, like_lse),
+    ):
+        if t is not None and (found := (tuple(t.shape), t.dtype, t.device)) != like:
+            why = ": call attention with return_lse" if like is like_lse else ", as q is"
+            raise UnsupportedProblem("{} must be {}, {}, on {}; it is {}, {}, on {}{}".format(name, *like, *found, why))
 
 
 @cache
@@ -87,15 +90,13 @@ def _plan(
         return _of_nothing
     with torch.cuda.device(q.device):
         statistics = plan_call(ATTENTION_DELTA, (out, dout, lse, dlse))
-        posed = _problems(pose(q, k, mask, cu_q, causal, left, right, softcap, False))
+        seen = (causal, *window_of(left, right), softcap > 0.0, False)
+        options = dict(zip(ATTENTION.options, seen, strict=True))
         passed = []
-        for problem in posed:
+        for problem in _problems(ATTENTION.problem(q, q, k, v, mask, cu_q, cu_kv, None, **options)):
             plan = dispatch.plan(ATTENTION_BACKWARD, problem, q.get_device(), config if "k" in problem.of else None)
             passed.append((plan.launch, ["qkv".index(name) for name in problem.of]))
-        masked = None if mask is None else mask.expand(q.shape[0], q.shape[2], -1, -1)
-        ends = [None if t is None else t.contiguous() for t in (cu_q, cu_kv)]
-        operands = (dout, q, k, v, mask, cu_q, cu_kv)
-        ways = [way(t, p) for t, p in zip(operands, (*map(canonical, operands[:4]), masked, *ends), strict=True)]
+        ways = ways_of(ATTENTION_BACKWARD, dict(zip(_OPERANDS, (dout, q, k, v, mask, cu_q, cu_kv), strict=True)))
     shape = (2, -1, q.shape[-2], lse.shape[-1])
 
     def launch(*args: Any) -> None:
@@ -169,8 +170,9 @@ def _cpu(*args: Any) -> Results:
     if mask is not None:
         mask = mask.expand(q.shape[0], q.shape[2], -1, -1)
     dq, dk, dv = reference.gradients(
-        dout, dlse, q, k, v, mask, cu_q, cu_kv, scale, softcap, **sides_seen(left, right, causal), sinks=sinks
-    )
+        dout, dlse, q, k, v, mask, cu_q, cu_kv, scale, softcap, sinks=sinks,
+        **sides_of(causal, *window_of(left, right)),
+    )  # fmt: skip
     dsinks = q.new_empty((0,)) if sinks is None else reference.sink_gradients(dout, dlse, out, lse, sinks)
     return dq, dk, dv, dsinks
 

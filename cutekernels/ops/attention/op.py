@@ -13,10 +13,10 @@ from cutekernels.columns import where
 from cutekernels.op import Work
 from cutekernels.ops.attention.coefficients import EAGER, EXPONENTS, MULTISTAGE
 from cutekernels.ops.attention.config import GROUP_ROWS, AttentionConfig, FewForward, WarpgroupForward
+from cutekernels.ops.attention.operands import AttentionOp, VarlenOp, numbers, rows, workspace
 from cutekernels.ops.attention.problem import (
     NO_SCALES,
     SLACK,
-    AttentionOp,
     AttentionProblem,
     Q,
     TilesSchedule,
@@ -24,9 +24,10 @@ from cutekernels.ops.attention.problem import (
     launch_blind,
     sample_sinks,
     score_factors,
+    sides_of,
     since_revision_1,
 )
-from cutekernels.ops.shared.dtypes import DTYPES
+from cutekernels.ops.shared.operands import Array, Vector
 from cutekernels.rules import Broken, of_config
 
 if TYPE_CHECKING:
@@ -79,8 +80,19 @@ class PrefillOp(AttentionOp[Q, AttentionConfig]):
 
     # -- kernel
 
+    def further(self, p: Q, c: AttentionConfig) -> list[Any]:
+        return [*workspace(sums=False, tickets=c.dynamic_scheduler)[1 : 1 + c.by_groups], *numbers(3, 2)]
+
+    def build(self, p: Q, c: AttentionConfig, gpu: GpuSpec) -> Artifact:
+        from cutekernels.backends import cute as backend
+
+        *operands, k_scale, v_scale = self.fakes(p, c)  # scales are the last arguments, of one body
+        scales = () if c.by_groups else (k_scale, v_scale)
+        return backend.compile(self.body(p, c, gpu), *operands, *self.further(p, c), *scales, gpu=gpu)
+
     def body(self, p: Q, c: AttentionConfig, gpu: GpuSpec) -> Any:
         """The kernel of ``c.body`` with its parts."""
+        from cutekernels.backends import cute as backend
         from cutekernels.kernels.cute.attention.multistage_forward import MultistageAttention
         from cutekernels.kernels.cute.attention.warpgroup_forward import WarpgroupAttention
         from cutekernels.kernels.cute.parts.cache import CacheTiles
@@ -90,7 +102,6 @@ class PrefillOp(AttentionOp[Q, AttentionConfig]):
         from cutekernels.kernels.cute.parts.products import warp_products
         from cutekernels.kernels.cute.parts.sequences import HeadOrder, Sequences
         from cutekernels.kernels.cute.parts.softmax import OnlineSoftmax
-        from cutekernels.ops.attention import fakes
 
         shared: dict[str, Any] = {
             "mask": BandMask(c.tile_q, c.tile_kv, p.limited_left, p.limited_right, p.mask),
@@ -118,7 +129,7 @@ class PrefillOp(AttentionOp[Q, AttentionConfig]):
         tile = (c.tile_kv, p.head_dim, p.width, c.stages, c.threads)
         float8 = None
         if p.cached_in != "same":
-            float8 = Float8Load(Float8(gpu.has_fp8), fakes.DTYPES[p.dtype], p.cached_in == "fp8_tokens")
+            float8 = Float8Load(Float8(gpu.has_fp8), backend.type_of(p.dtype), p.cached_in == "fp8_tokens")
         return MultistageAttention(
             rows_q=HeadRows(c.tile_q, p.head_dim, p.width, 1, c.threads),
             rows_kv=HeadRows(*tile) if p.page is None else CacheTiles(*tile, p.page, p.limited_left, float8),
@@ -128,11 +139,8 @@ class PrefillOp(AttentionOp[Q, AttentionConfig]):
         )
 
 
-class Attention(PrefillOp[AttentionProblem]):
-    """Arguments: q, k, v, mask, cu_seqlens_q, cu_seqlens_kv, sinks, each of the four or None, scale, softcap (0: none).
-
-    Results: out, and the rows' log-sum-exp in fp32 where ``lse``: ``(B, HQ, SQ)``, or ``(HQ, TOTAL_Q)`` of varlen ones.
-    """
+class Attention(VarlenOp[AttentionProblem, AttentionConfig], PrefillOp[AttentionProblem]):
+    """Of self-attention and cross-attention, with every option."""
 
     name = "attention"
     revision = 2
@@ -151,29 +159,22 @@ class Attention(PrefillOp[AttentionProblem]):
         "batch=2 seq_q=300 seq_kv=500 heads_q=8 heads_kv=1 head_dim=64 causal=1 window_left=127 window=left sinks=same",
     )
 
+    out = rows("batch?", "seq_q", "heads_q", result=True)
+    lse = Array("batch?", "heads_q", "seq_q", dtype="wide", strides=(), flat=True, result=True, given="lse")
+    q = rows("batch?", "seq_q", "heads_q")
+    k = rows("batch?", "seq_kv", "heads_kv")
+    v = rows("batch?", "seq_kv", "heads_kv")
+    mask = Array("batch|1", "heads_q|1", "seq_q", "seq_kv", dtype="bool", given="mask", bits=64, strided=True)
+    cu_seqlens_q = Vector("ends", "i32", strides=(), given="varlen")
+    cu_seqlens_kv = Vector("ends", "i32", strides=(), given="varlen")
+    sinks = Vector("heads_q", "sinks", optional=True, align=2, canonical=True)
+    order = (
+        *("out", "lse", "q", "k", "v", "mask", "cu_seqlens_q", "cu_seqlens_kv"),
+        *("page_table", "sinks", "k_scale", "v_scale"),
+    )
+    options = ("causal", "window", "window_left", "window_right", "softcap", "lse")
+
     # -- kernel
-
-    def build(self, p: AttentionProblem, c: AttentionConfig, gpu: GpuSpec) -> Artifact:
-        from cutlass import Float32, Int32
-
-        from cutekernels.backends import cute as backend
-        from cutekernels.ops.attention import fakes
-
-        batch, number, limit = fakes.Batch(p.dtype, p.head_dim, p.varlen), Float32(1.0), Int32(0)
-        counter = fakes.vector(Int32) if c.dynamic_scheduler else None
-        return backend.compile(
-            self.body(p, c, gpu),
-            batch.q(),
-            fakes.vector(Float32) if p.lse else None,
-            *(batch.q(), batch.kv(), batch.kv()),
-            batch.mask() if p.mask else None,
-            *(batch.ends(), batch.ends(), None, batch.sinks(p.sinks)),
-            *([counter] if c.by_groups else []),
-            *(number, number, number),
-            *(limit, limit),
-            *(() if c.by_groups else NO_SCALES),
-            gpu=gpu,
-        )
 
     def bind(self, p: AttentionProblem, c: AttentionConfig, kernel: Callable[..., Any]) -> Callable[..., Any]:
         import torch
@@ -187,7 +188,7 @@ class Attention(PrefillOp[AttentionProblem]):
 
         def launch(*args: Any) -> None:
             out, lse = args[0], args[1].view(-1) if p.lse else None
-            q, k, v, mask, cu_q, cu_kv, sinks, scale, softcap = args[2 if p.lse else 1 :]
+            q, k, v, mask, cu_q, cu_kv, sinks, scale, softcap = args[1 + p.lse :]
             if out.numel() == 0:
                 return
             given = None if mask is None else mask.view(torch.uint8)
@@ -201,41 +202,25 @@ class Attention(PrefillOp[AttentionProblem]):
 
     # -- mathematics
 
-    def outputs(self, p: AttentionProblem, *args: Any) -> tuple[Tensor, ...]:
+    def draw(self, p: AttentionProblem, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor | None:
         import torch
 
-        q = args[0]
-        out = q.new_empty(q.shape)
-        if not p.lse:
-            return (out,)
-        rows = (p.heads_q, q.shape[0]) if p.varlen else (p.batch, p.heads_q, p.seq_q)
-        return out, q.new_empty(rows, dtype=torch.float32)
+        if name == "mask":
+            noise = torch.rand((p.batch, 1, p.seq_q, p.seq_kv), generator=generator, device=generator.device)
+            return (noise < 0.7).expand(-1, p.heads_q, -1, -1)
+        if name.startswith("cu_seqlens"):
+            return _ends(p.batch, p.seq_q if name == "cu_seqlens_q" else p.seq_kv, generator)
+        if name == "sinks":
+            return sample_sinks(p.sinks, p.dtype, p.heads_q, p.pairs / max(1, p.seq_q), generator)
+        return None
 
-    def sample(self, p: AttentionProblem, device: str, seed: int) -> tuple[Any, ...]:
-        import torch
-
-        generator = torch.Generator(device=device).manual_seed(seed)
-
-        def rows(seq: int, heads: int) -> Tensor:
-            shape = (p.batch * seq, heads, p.head_dim) if p.varlen else (p.batch, seq, heads, p.head_dim)
-            t = torch.randn(shape, generator=generator, device=device, dtype=torch.float32)
-            return t.to(DTYPES[p.dtype])
-
-        q, k, v = rows(p.seq_q, p.heads_q), rows(p.seq_kv, p.heads_kv), rows(p.seq_kv, p.heads_kv)
-        mask = None
-        if p.mask:
-            noise = torch.rand((p.batch, 1, p.seq_q, p.seq_kv), generator=generator, device=device)
-            mask = (noise < 0.7).expand(-1, p.heads_q, -1, -1)
-        cu_q = cu_kv = None
-        if p.varlen:
-            cu_q, cu_kv = (_ends(p.batch, seq, generator, device) for seq in (p.seq_q, p.seq_kv))
-        sinks = sample_sinks(p.sinks, p.dtype, p.heads_q, p.pairs / max(1, p.seq_q), generator)
-        return q, k, v, mask, cu_q, cu_kv, sinks, p.head_dim**-0.5, 2.0 if p.softcap else 0.0
-
-    def reference(self, p: AttentionProblem, *args: Any) -> tuple[Tensor, ...]:
+    def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
         from cutekernels.ops.attention import reference
 
-        return reference.attention(*args, **p.sides)[: 1 + p.lse]
+        q, k, v, mask, *rest = args
+        if mask is not None:
+            mask = mask.expand(q.shape[0], q.shape[2], -1, -1)
+        return reference.attention(q, k, v, mask, *rest, **sides_of(**options))[: 1 + options["lse"]]
 
     def work(self, p: AttentionProblem) -> Work:
         flops = 4.0 * p.batch * p.heads_q * p.pairs * p.head_dim
@@ -262,10 +247,11 @@ class Attention(PrefillOp[AttentionProblem]):
 ATTENTION = Attention()
 
 
-def _ends(sequences: int, mean: int, generator: torch.Generator, device: str) -> Tensor:
+def _ends(sequences: int, mean: int, generator: torch.Generator) -> Tensor:
     """Ends of ``sequences`` random lengths whose mean is ``mean``, from 0: ``(sequences + 1,)``."""
     import torch
 
+    device = generator.device
     total = sequences * mean
     cuts = torch.randint(0, total + 1, (max(0, sequences - 1),), generator=generator, device=device)
     edges = [torch.zeros(1, device=device), cuts.sort().values, torch.full((1,), total, device=device)]

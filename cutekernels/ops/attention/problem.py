@@ -14,7 +14,7 @@ from cutekernels import rates
 from cutekernels.columns import Columns, among, ceil, larger, pick, smaller, where
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.kernels.cute.parts.attention_smem import padded
-from cutekernels.op import C, Config, Op, P, Problem, extent, ladder, plain, power_of_two, respell
+from cutekernels.op import C, Config, P, Problem, extent, ladder, plain, power_of_two, respell
 from cutekernels.ops.attention.coefficients import EXPONENTS_PER_CLOCK, MULTISTAGE, ORDER
 from cutekernels.ops.shared.dtypes import DTYPES
 from cutekernels.ops.shared.occupancy import occupancy_rules
@@ -44,6 +44,12 @@ class Sides(TypedDict):
 
     left: int | None
     right: int | None
+
+
+def sides_of(causal: bool, window: str, window_left: int, window_right: int, **others: Any) -> Sides:
+    """The sides of a problem, or of a call's options."""
+    right = 0 if causal else window_right if window in ("right", "both") else None
+    return {"left": window_left if window in ("left", "both") else None, "right": right}
 
 
 class HeadsProblem(Problem):
@@ -124,8 +130,7 @@ class AttentionProblem(HeadsProblem):
 
     @property
     def sides(self) -> Sides:
-        right = 0 if self.causal else self.window_right if self.limited_right else None
-        return {"left": self.window_left if self.limited_left else None, "right": right}
+        return sides_of(self.causal, self.window, self.window_left, self.window_right)
 
     @property
     def limits(self) -> tuple[int, int]:
@@ -222,11 +227,6 @@ def score_factors(scale: float, softcap: float) -> tuple[float, float, float]:
     return 1.0, 2 * LOG2_E * scale / softcap, softcap * LOG2_E
 
 
-def sinks_of(sinks: Tensor | None, q: Tensor) -> str:
-    """The field ``sinks`` of a problem."""
-    return "none" if sinks is None else "same" if sinks.dtype == q.dtype else "fp32"
-
-
 def sample_sinks(kind: str, dtype: str, heads: int, keys: float, generator: torch.Generator) -> Tensor | None:
     """Sinks that weigh as much as a row of ``keys`` scores, on average; None where ``kind`` is none."""
     import torch
@@ -279,40 +279,6 @@ class AttentionSchedule(Schedule[P, C, P]):
 
     def foreign_knobs(self, c: C) -> Iterator[str]:
         return foreign(c, self.values())
-
-
-class AttentionOp(Op[P, C]):
-    """An op whose default is its model's best, over all configs that no rule forbids."""
-
-    most_stack_bytes = 0  # at the register limit any stack is spills
-    compile_s = 3.0
-    schedules: ClassVar[tuple[AttentionSchedule[Any, Any], ...]]
-
-    def schedule(self, c: C) -> AttentionSchedule[P, C]:
-        """Rules and model of ``c``."""
-        body = getattr(c, "body", self.schedules[0].name)
-        return next(schedule for schedule in self.schedules if schedule.name == body)
-
-    def why_not(self, p: P, c: C, gpu: GpuSpec) -> str | None:
-        return self.schedule(c).why_not(p, c, gpu, p)
-
-    def valid(self, p: P, gpu: GpuSpec) -> Iterator[C]:
-        for schedule in self.schedules:
-            yield from schedule.valid(p, gpu, p)
-
-    def default(self, p: P, gpu: GpuSpec) -> C:
-        """The model's best."""
-        return _default(self, p, gpu)  # type: ignore[no-any-return]
-
-    def estimate_us(self, p: P, c: C, gpu: GpuSpec) -> float:
-        return float(self.schedule(c).estimate_us(p, c, gpu, p))
-
-
-@rates.remember
-def _default(op: AttentionOp[Any, Any], p: Problem, gpu: GpuSpec) -> Any:
-    found = [choice for s in op.schedules if (choice := s.best(p, gpu, p)) is not None]
-    assert found, f"no config for {p} on {gpu.name}"
-    return min(found, key=lambda choice: (choice[0], str(choice[1])))[1]
 
 
 class WarpsConfig(Config):

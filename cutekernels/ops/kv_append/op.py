@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Scalar, Work, exact, extent, knob, ladder, plain, power_of_two
 from cutekernels.ops.attention import token_scales
-from cutekernels.ops.attention.decode import PAGE_SIZES, check_page_size
+from cutekernels.ops.attention.cache import PAGE_SIZES, check_page_size
 from cutekernels.ops.rope.op import ROPE
 from cutekernels.ops.rope.rotary import DEPTH, MAX_PROGRAMS, Heads, RotaryConfig, RotaryOp, RotaryProblem, Table
 from cutekernels.ops.shared.laid_out import place_as

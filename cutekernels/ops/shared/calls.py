@@ -7,7 +7,7 @@ whose end is :func:`run`, which checks, poses, plans, launches and remembers. :f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -141,25 +141,38 @@ def plan_call(
     """The call of ``inputs``; it allocates its results unless they are ``given``. Refuses what no kernel takes."""
     chosen = dict(zip(op.options, options, strict=True))
     op.admit(inputs, given or (), **chosen)
-    fresh = () if given is not None else op.fresh(*[None if t is None else _dense(t) for t in inputs], **chosen)
-    results = fresh if given is None else given
+    op = op.serving(inputs)
+    written, wanted = given or (), op.results_of(**chosen)
+    fresh: tuple[Tensor, ...] = ()
+    if len(written) < len(wanted):
+        fresh = op.fresh(*[None if t is None else _dense(t) for t in inputs], **chosen)[len(written) :]
+    results, names = (*written, *fresh), (*wanted, *op.inputs)
     pairs = () if given is None else pairs_of(op, given, inputs)
     if all(t.numel() == 0 for t in results):
         return Call.of(None, inputs, fresh, pairs)
     operands, n = (*results, *inputs), len(results)
-    names = (*op.results, *op.inputs)
-    copied = [t is not None and not op.takes(name, t) for name, t in zip(names, operands, strict=True)]
+    ways = ways_of(op, dict(zip(names, operands, strict=True)), **chosen)
+    copied = [way in (empty_copy, _dense_copy) for way in ways]
     posed = [_dense(t) if copy and t is not None else t for t, copy in zip(operands, copied, strict=True)]
     problem = op.problem(*posed, **chosen)
     device = present(inputs)[0].get_device()
     with torch.cuda.device(device):
         launch = dispatch.plan(op, problem, device, config).launch
-        if any(copied):
-            ways = [(empty_copy if i < n else _dense_copy) if copy else None for i, copy in enumerate(copied)]
-            launch = stand_ins(launch, ways, [i for i in range(n) if copied[i]])
+        launch = stand_ins(launch, ways, [i for i in range(n) if copied[i]])
         settle = getattr(launch, "settle", None)
         fire = None if settle is None else settle(operands, scalars)
     return Call.of(launch, inputs, fresh, pairs, fire)
+
+
+def ways_of(
+    op: DeclaredOp[Any, Any], named: Mapping[str, Tensor | None], **options: Any
+) -> list[Callable[[Tensor], Tensor] | None]:
+    """Functions to what stands in for operands that kernels do not take as they are: copies, or views."""
+    views = op.views(named, **options)
+    return [
+        views.get(name) if t is None or op.takes(name, t) else empty_copy if name in op.results else _dense_copy
+        for name, t in named.items()
+    ]
 
 
 def _dense_copy(t: Tensor) -> Tensor:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from operator import methodcaller
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from cutekernels.op import C, P, Scalar
 from cutekernels.ops.shared.declared_op import DeclaredOp
 from cutekernels.ops.shared.dtypes import BYTES
-from cutekernels.ops.shared.operands import Named, Operand, Sizes, binds
+from cutekernels.ops.shared.operands import Named, Operand, Sizes, extents_of
 from cutekernels.ops.shared.strides import alignment
 
 if TYPE_CHECKING:
@@ -64,22 +65,28 @@ class CuteOp(DeclaredOp[P, C]):
         extents: dict[str, Any] = {name: sizes[name] for name in self.fixed}
 
         def extent(axis: str) -> Any:
-            if not binds(axis) or axis.endswith("+1"):
+            first = extents_of(axis)[0]
+            if first.unit or first.more:
                 return sym_int()
-            name = same.get(axis.strip("*?"), axis.strip("*?"))
+            name = same.get(first.name, first.name)
             return extents.setdefault(name, sym_int(divisibility=divisors.get(name, 1)))
 
         def fake(name: str) -> Any:
             operand, kind = self.operands.get(name), name in self.operands and self.kind(p, name)
             if operand is None or not kind:
                 return None
-            axes = [axis for axis in operand.axes if axis.strip("?") not in self.missing(p)]
+            axes = [axis for axis in operand.axes if not axis.endswith("?") or axis[:-1] not in self.missing(p)]
             element, shape = backend.type_of(kind), tuple(map(extent, axes))
+            if operand.flat:
+                shape = (sym_int(operand.bits),)
             align = self.elements(p, c, name)
             apart = align if operand.strides else 1
             bits = 64 if getattr(p, "wide", False) else operand.bits
+            if kind == "fp8":  # two in an element of 16 bits
+                shape, apart = (*shape[:-1], shape[-1] // 2), apart // 2
             steps = [sym_int(bits, divisibility=apart) for _ in shape]
-            steps[self.contiguous(p, operand)] = 1
+            if not operand.strided:
+                steps[self.contiguous(p, operand)] = 1
             return make_fake_tensor(element, shape, stride=tuple(steps), assumed_align=align * BYTES[kind])
 
         return [fake(name) for name in self.order or self.operands]
@@ -106,18 +113,31 @@ class CuteOp(DeclaredOp[P, C]):
 
     def takes(self, name: str, t: Tensor) -> bool:
         operand = self.operands[name]
+        if operand.strided:
+            return True
         if operand.align is None:
             return operand.taken(t)
         if not operand.strides:
             return operand.aligned(t) and t.is_contiguous()
         return operand.aligned(t) and (t.stride(-1) == 1 or (operand.major is not None and t.stride(-2) == 1))
 
+    def views(self, named: Named, **options: Any) -> dict[str, Callable[[Tensor], Tensor]]:
+        found: dict[str, Callable[[Tensor], Tensor]] = {}
+        for name, t in named.items():
+            operand = self.operands[name]
+            spread = any(axis.endswith("|1") for axis in operand.axes)
+            if t is not None and (operand.canonical or spread):
+                seen = operand.seen(t, self._pose(named, **options)[0] if spread else {})
+                if seen != (t.shape, t.stride()):
+                    found[name] = methodcaller("as_strided", *seen)
+        return found
+
     def layout(self, named: Named, sizes: Sizes, found: Mapping[str, Any]) -> dict[str, Scalar]:
         """Contiguous axes, and for each field that tells an alignment the most elements of its values that fit."""
         declared, bits = self.Problem.__dataclass_fields__, dict[str, int]()
         lies: dict[str, Scalar] = {}
         for name, operand in self.operands.items():
-            t = named[name]
+            t = named.get(name)
             if t is not None and isinstance(operand.align, str):
                 bits[operand.align] = bits.get(operand.align, 0) | alignment(t)
             if t is not None and operand.major is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -78,6 +78,7 @@ class DeclaredOp(Op[P, C]):
     def __init__(self) -> None:
         self.kinds = kinds_of(self.schema)
         self.others = [kind for kind in self.kinds if not kind[0].startswith("Tensor")]
+        self._posed: Any = ((), {}, {})
 
     @cached_property
     def calls(self) -> CallCache:
@@ -90,6 +91,9 @@ class DeclaredOp(Op[P, C]):
 
     def derive(self, sizes: Sizes, **options: Any) -> None:
         """Adds extents that follow from others and from options. Raises ValueError where those given contradict."""
+
+    def refuse_shapes(self, named: Named) -> None:
+        """Raises UnsupportedProblem for shapes of which more is to be said than that they do not fit together."""
 
     def refuse(self, named: Named, sizes: Sizes, **options: Any) -> None:
         """Raises UnsupportedProblem for what is special about the op."""
@@ -130,7 +134,7 @@ class DeclaredOp(Op[P, C]):
     def result(self, name: str, named: Named, sizes: Sizes, leads: Leads, **options: Any) -> Looks:
         """The shape of result ``name``, and the types it may have: the first one where it is allocated here."""
         operand = self.operands[name]
-        return shape_of(operand, sizes, leads), self._type(operand, self._dtype(named, options))
+        return shape_of(operand, sizes, leads), self._type(operand.dtype, self._dtype(named, options))
 
     @abstractmethod
     def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
@@ -138,12 +142,24 @@ class DeclaredOp(Op[P, C]):
 
     # -- from tensors to problems
 
+    def results_of(self, **options: Any) -> tuple[str, ...]:
+        """The results of a call: all of them, unless options say otherwise. A call may be given the first ones."""
+        return self.results
+
+    def serving(self, inputs: Sequence[Tensor | None]) -> DeclaredOp[Any, Any]:
+        """The op that plans and launches admitted ``inputs``: this one, or another of the same operands and options."""
+        return self
+
+    def views(self, named: Named, **options: Any) -> Mapping[str, Callable[[Tensor], Tensor]]:
+        """Functions from operands, by their names, to the views that stand in for them."""
+        return {}
+
     def takes(self, name: str, t: Tensor) -> bool:
         """Whether kernels take operand ``name`` as ``t`` lies; else a contiguous copy stands in for it."""
         return self.operands[name].taken(t)
 
-    def _by_name(self, inputs: Sequence[Any], results: Sequence[Any] = ()) -> dict[str, Tensor | None]:
-        names = (*(self.results if results else ()), *self.inputs)
+    def _by_name(self, inputs: Sequence[Any], results: Sequence[Any] = (), **options: Any) -> dict[str, Tensor | None]:
+        names = (*self.results_of(**options)[: len(results)], *self.inputs)
         return dict(zip(names, (*results, *inputs), strict=True))
 
     def _integers(self, options: Mapping[str, Any]) -> Sizes:
@@ -154,32 +170,47 @@ class DeclaredOp(Op[P, C]):
 
     def _pose(self, named: Named, **options: Any) -> tuple[Sizes, dict[str, torch.Size]]:
         """Extents and leading dimensions of the inputs, what follows from them included."""
-        declared = {name: operand for name, operand in self.operands.items() if name in named and not operand.result}
-        derive = partial(self.derive, **options)
-        return sizes_of(self.name, declared, {name: named[name] for name in declared}, self._integers(options), derive)
+        import torch
 
-    def _type(self, operand: Operand, main: torch.dtype) -> tuple[torch.dtype, ...]:
-        """Types that ``operand`` may have."""
-        if operand.dtype in TYPES:
-            return (TYPES[operand.dtype],)
-        if operand.dtype == "dtype":
+        given = {name: named[name] for name in self.inputs if name in named}
+        plain = (torch.Tensor, torch.nn.Parameter)
+        # Each step of a first call asks: the last answer is kept. Comparing extents of fakes would make guards.
+        asked = [(name, None if t is None else t.shape) for name, t in given.items()], options
+        keeps = all(t is None or type(t) in plain for t in given.values())
+        kept = self._posed
+        if not keeps or kept[0] != asked:
+            self.refuse_shapes(named)
+            declared = {name: self.operands[name] for name in given}
+            derive = partial(self.derive, **options)
+            kept = asked, *sizes_of(self.name, declared, given, self._integers(options), derive)
+            self._posed = kept if keeps else self._posed
+        return dict(kept[1]), kept[2]
+
+    def _type(self, dtype: str, main: torch.dtype) -> tuple[torch.dtype, ...]:
+        """Types of an operand's ``dtype``."""
+        if "|" in dtype:
+            return tuple([kind for each in dtype.split("|") for kind in self._type(each, main)])
+        if dtype in TYPES:
+            return (TYPES[dtype],)
+        if dtype == "dtype":
             return (main,)
         import torch
 
         wide = torch.float64 if main == torch.float64 else torch.float32
-        if operand.dtype == "wide":
+        if dtype == "wide":
             return (wide,)
-        if operand.dtype == "sums":
+        if dtype == "sums":
             return (torch.float32, torch.float64)
-        values = self.Problem.__dataclass_fields__[operand.dtype].metadata["values"]
+        values = self.Problem.__dataclass_fields__[dtype].metadata["values"]
         kinds = {"same": (main,), "fp32": (wide, torch.float32)}
         return tuple([t for value in values if value != "none" for t in kinds.get(value) or (TYPES[value],)])
 
     def _main(self, named: Named) -> Tensor:
         """The operand whose type is the op's: the first one declared so, inputs before results, else the first."""
-        given = [(self.operands[name], t) for name, t in named.items() if t is not None]
-        given.sort(key=lambda item: item[0].result)
-        return next((t for o, t in given if o.dtype == "dtype"), given[0][1])
+        names = [name for name in (*self.inputs, *self.results) if named.get(name) is not None]
+        found = named[next((name for name in names if self.operands[name].dtype == "dtype"), names[0])]
+        assert found is not None
+        return found
 
     def _dtype(self, named: Named, options: Mapping[str, Any]) -> torch.dtype:
         """The type of the op: its option ``dtype``, or that of the main operand."""
@@ -187,7 +218,7 @@ class DeclaredOp(Op[P, C]):
 
     def admit(self, inputs: Sequence[Tensor | None], results: Sequence[Tensor] = (), **options: Any) -> None:
         """Raises UnsupportedProblem for operands that pose no problem. Called on the CPU and with fakes too."""
-        named = self._by_name(inputs, results)
+        named = self._by_name(inputs, results, **options)
         named = {name: named[name] for name in (*self.inputs, *named)}  # inputs are looked at first
         for name, t in named.items():
             check_tensor(self.name, name, t, optional=self.operands[name].optional)
@@ -195,10 +226,11 @@ class DeclaredOp(Op[P, C]):
         self._check_options(main, options)
         if "dtype" not in options and any(operand.dtype == "dtype" for operand in self.operands.values()):
             check_dtype(self, main)
+        dtype = self._dtype(named, options)
         for name, t in named.items():
             if t is None:
                 continue
-            allowed = self._type(self.operands[name], self._dtype(named, options))
+            allowed = self._type(self.operands[name].dtype, dtype)
             if self.operands[name].dtype == "sums" and t.is_cuda:
                 allowed = allowed[:1]
             if t.dtype not in allowed:
@@ -210,7 +242,7 @@ class DeclaredOp(Op[P, C]):
                 )
         sizes, leads = self._pose(named, **options)
         self.refuse(named, sizes, **options)
-        for name, out in zip(self.results, results, strict=bool(results)):
+        for name, out in zip(self.results_of(**options), results, strict=False):
             shape, types = self.result(name, named, sizes, leads, **options)
             if out.shape != shape or out.dtype not in types:
                 raise UnsupportedProblem(
@@ -232,15 +264,15 @@ class DeclaredOp(Op[P, C]):
 
     def fresh(self, *inputs: Tensor | None, **options: Any) -> tuple[Tensor, ...]:
         """New results, contiguous, on the inputs' device (meta included)."""
-        named = self._by_name(inputs)
+        named = self._by_name(inputs, **options)
         main = self._main(named)
         sizes, leads = self._pose(named, **options)
-        found = [self.result(name, named, sizes, leads, **options) for name in self.results]
+        found = [self.result(name, named, sizes, leads, **options) for name in self.results_of(**options)]
         return tuple([main.new_empty(shape, dtype=types[0]) for shape, types in found])
 
     def problem(self, *operands: Tensor | None, **options: Any) -> P:
         """The problem that a launch's ``(*results, *inputs)`` pose. Raises UnsupportedProblem."""
-        named = dict(zip((*self.results, *self.inputs), operands, strict=True))
+        named = dict(zip((*self.results_of(**options), *self.inputs), operands, strict=True))
         main = self._main(named)
         sizes, _ = self._pose(named, **options)
         declared = self.Problem.__dataclass_fields__
@@ -252,7 +284,7 @@ class DeclaredOp(Op[P, C]):
                 raise UnsupportedProblem(f"{self.name} on a GPU takes {', '.join(taken)}; got {main.dtype}")
             found["dtype"] = GPU_DTYPES.names[main.dtype]
         for name, operand in self.operands.items():
-            t = named[name]
+            t = named.get(name)
             if operand.given is not None:
                 field, _, word = operand.given.partition("=")
                 found[field] = t is not None if not word else declared[field].default if t is None else word
@@ -316,7 +348,8 @@ class DeclaredOp(Op[P, C]):
 
     def outputs(self, p: P, *args: Any) -> tuple[Tensor, ...]:
         fresh = self.fresh(*args[: len(self.inputs)], **self.options_of(p))
-        return tuple([self.place(p, name, t) for name, t in zip(self.results, fresh, strict=True)])
+        names = self.results_of(**self.options_of(p))
+        return tuple([self.place(p, name, t) for name, t in zip(names, fresh, strict=True)])
 
     def sample(self, p: P, device: str, seed: int) -> tuple[Any, ...]:
         import torch

@@ -9,7 +9,7 @@ An op declares each tensor once, as a class attribute::
 Axes are names of extents. Extents of one name are equal wherever they stand; ``"vocabulary+1"`` has one element more
 than that, ``"seq?"`` may be missing. ``"*rows"`` is any number of leading dimensions, alike in every operand that has
 them, flattened into ``rows``. ``"n/64"`` counts the tiles of 64 that hold ``n``, ``"n^64"`` their elements, and
-``"k/group"`` groups of an extent, one where that is 0; ``"n^64|n/128"`` is either.
+``"k/group"`` groups of an extent, one where that is 0; ``"n^64|n/128"`` is either, and ``"batch|1"`` may be broadcast.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Extent:
 
     def of(self, sizes: Mapping[str, int]) -> int | None:
         """Its value; None where ``sizes`` lack an extent."""
-        size = sizes.get(self.name)
+        size = int(self.name) if self.name.isdigit() else sizes.get(self.name)
         unit = int(self.unit) if self.unit.isdigit() else sizes.get(self.unit, 1 if not self.unit else None)
         if size is None or unit is None:
             return None
@@ -71,7 +71,8 @@ def extents_of(axis: str) -> tuple[Extent, ...]:
 
 def binds(axis: str) -> bool:
     """Whether a tensor's length along ``axis`` tells an extent."""
-    return not extents_of(axis)[0].unit
+    first, *others = extents_of(axis)
+    return not (first.unit or others)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,7 @@ class Operand:
     """A type of ``TYPES``; "wide" for fp32, or fp64 beside fp64 operands; "sums" for fp32, or fp64 beside any where no
     kernel runs; or a field of the problem: ``dtype``, the
     type of the op, or a field whose values are types, "same" for that of the op, and "none" where the operand may be
-    absent."""
+    absent. ``"dtype|fp8"`` is either."""
     strides: tuple[str, ...]
     """The kernel's names for the strides of the outer axes. Axes that it names none of are contiguous."""
     result: bool
@@ -99,6 +100,12 @@ class Operand:
     """Width of its strides in kernels."""
     major: str | None = None
     """The field of the problem that names its contiguous axis, of the last two."""
+    flat: bool = False
+    """Whether CuTe kernels take it as one run of elements."""
+    strided: bool = False
+    """Whether CuTe kernels take any stride along the last axis too."""
+    canonical: bool = False
+    """Whether CuTe kernels are handed 0 as the stride of an axis of one element, 1 of a last one."""
 
     @property
     def leads(self) -> bool:
@@ -135,6 +142,15 @@ class Operand:
             return steps
         there = dict(zip(axes, steps, strict=True))
         return tuple([there.get(axis, 0) for axis in self.axes])
+
+    def seen(self, t: Tensor, sizes: Mapping[str, int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Shape and strides of the view of ``t`` that kernels are handed: axes that may be broadcast are expanded."""
+        axes = zip(t.shape, self.axes_of(t), strict=True)
+        shape = tuple([sizes[extents_of(axis)[0].name] if axis.endswith("|1") else n for n, axis in axes])
+        steps = [s if n == m else 0 for n, m, s in zip(t.shape, shape, t.stride(), strict=True)]
+        if self.canonical:
+            steps = [s if n != 1 else int(i == t.dim() - 1) for i, (n, s) in enumerate(zip(shape, steps, strict=True))]
+        return shape, tuple(steps)
 
     def taken(self, t: Tensor) -> bool:
         """Whether kernels take ``t`` as it lies; else a contiguous copy stands in for it."""
@@ -173,6 +189,7 @@ def Array(
     align: str | int | None = None,
     bits: int = 32,
     major: str | None = None,
+    **more: bool,
 ) -> Operand:
     """A tensor of any rank. ``strides=()`` for one that kernels take contiguous; by default they are named as the axes.
 
@@ -180,7 +197,7 @@ def Array(
     """
     steps = tuple(axis.strip("*?") for axis in axes) if strides is None else tuple(strides)
     laid = dtype == "dtype" if laid is None else laid
-    return Operand(axes, dtype, steps, result, given, optional or given is not None, laid, align, bits, major)
+    return Operand(axes, dtype, steps, result, given, optional or given is not None, laid, align, bits, major, **more)
 
 
 def Matrix(
@@ -235,10 +252,10 @@ def sizes_of(
         n = len(axes) - operand.leads
         split, wrong = t.dim() - n, ""
         if split < 0 or (split > 0 and not operand.leads):
-            raise misfit(op, declared, given, known, f": {name} does not fit")
+            raise misfit(op, declared, given, known, f": {name} does not fit: it has {t.dim()} dimensions")
         for axis, size in zip(axes[operand.leads :], t.shape[split:], strict=True):
             extent = extents_of(axis)[0]
-            if not extent.unit and not sizes.setdefault(extent.name, size - extent.more) == size - extent.more >= 0:
+            if binds(axis) and not sizes.setdefault(extent.name, size - extent.more) == size - extent.more >= 0:
                 told = f"{bound.get(extent.name, 'the call')}'s {sizes[extent.name]}"
                 wrong = f": its {extent.name} is {size - extent.more}, {told}"
                 break
@@ -257,8 +274,11 @@ def sizes_of(
             raise misfit(op, declared, given, known, f": {error}") from None
     for name, operand, t in there:
         axes = operand.axes_of(t)[operand.leads :]
-        expected = [[extent.of(sizes) for extent in extents_of(axis)] for axis in axes]
-        if any(size not in values for size, values in zip(t.shape[t.dim() - len(axes) :], expected, strict=True)):
+        if any(
+            size != extents_of(axis)[0].of(sizes) and all(size != e.of(sizes) for e in extents_of(axis)[1:])
+            for size, axis in zip(t.shape[t.dim() - len(axes) :], axes, strict=True)
+        ):
+            expected = [[extent.of(sizes) for extent in extents_of(axis)] for axis in axes]
             shape = ", ".join(" or ".join(map(str, dict.fromkeys(values))) for values in expected)
             beside = [f"{other} {tuple(u.shape)}" for other, _, u in there if other != name]
             beside += [f"{word} = {value}" for word, value in known.items()]
@@ -280,12 +300,13 @@ def misfit(
 
 
 def shape_of(operand: Operand, sizes: Mapping[str, int], leads: Leads, missing: Sequence[str] = ()) -> tuple[int, ...]:
-    """The shape that ``operand`` has without axes that are ``missing``; flattened dimensions are one where nobody told
-    them apart.
+    """The shape that ``operand`` has without axes that may be missing and are ``missing``, or that ``sizes`` lack;
+    flattened dimensions are one where nobody told them apart.
     """
     first = leads.get(operand.axes[0], (sizes[operand.names[0]],)) if operand.leads else ()
-    axes = [axis for axis in operand.axes[operand.leads :] if axis.strip("?") not in missing]
-    found = [extents_of(axis)[0].of(sizes) for axis in axes]
+    axes = [axis for axis in operand.axes[operand.leads :] if not axis.endswith("?") or axis[:-1] not in missing]
+    sized = [(extents_of(axis)[0].of(sizes), axis) for axis in axes]
+    found = [n for n, axis in sized if n is not None or not axis.endswith("?")]
     assert None not in found, (operand.axes, sizes)
     return (*first, *[n for n in found if n is not None])
 
