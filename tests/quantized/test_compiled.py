@@ -19,7 +19,8 @@ from tests import sass
 from tests.compiled import cubin
 
 GPUS = ("a100-sxm-80gb", "l40s", "h200", "rtx5090")
-# One of each way through the warpgroup body: sums of groups, two batches under way, scales of both kinds, shared tiles.
+# One of each way through the warpgroup body: sums of groups, two batches under way, scales of both kinds, shared tiles,
+# clusters, two CTAs to an SM.
 WARPGROUP = (
     (
         "m=512 n=4096 k=4096 zeros=1",
@@ -41,6 +42,14 @@ WARPGROUP = (
     (
         "m=512 n=4096 k=4096 code=int8 group=0 scale=fp32 bias=fp32",
         "tile_m=256 tile_n=128 tile_k=64 stages=5 stream_k=0 scaled=accumulators raster=8",
+    ),
+    (
+        "m=96 n=2560 k=6912 group=64 bias=same",
+        "tile_m=96 tile_n=128 tile_k=128 stages=4 stream_k=0 scaled=accumulators raster=1 split_k=5",
+    ),
+    (
+        "m=64 n=2560 k=6912 code=e4m3 group=0 scale=fp32",
+        "tile_m=64 tile_n=64 tile_k=128 stages=3 stream_k=0 scaled=accumulators raster=1 ctas_per_sm=2 split_k=5",
     ),
 )
 
@@ -64,7 +73,8 @@ def test_defaults_compile_without_spills_in_the_shared_memory_that_rules_count(n
 def test_ways_through_the_warpgroup_body_compile(text: str, knobs: str, tmp_path: Path) -> None:
     """No register is written that a product under way still reads."""
     spec, p = gpu.lookup("h200"), QuantizedProblem.parse(text)
-    c = QuantizedConfig.parse(f"body=warpgroup {knobs} pdl=1 warps_n=1 warps_k=1 ctas_per_sm=1 prefetch_l2=0")
+    ctas = "" if "ctas_per_sm" in knobs else "ctas_per_sm=1"
+    c = QuantizedConfig.parse(f"body=warpgroup {knobs} {ctas} pdl=1 warps_n=1 warps_k=1 prefetch_l2=0")
     assert QUANTIZED_LINEAR.why_not(p, c, spec) is None
     built = QUANTIZED_LINEAR.build(p, c, spec)
     assert built.facts.stack_bytes == 0
@@ -86,7 +96,8 @@ def test_grids_deal_out_all_units_once() -> None:
                 assert c.stream_k or share % k_tiles == 0, "whole tiles alone"
             else:
                 ctas, rounds, share = PACKED_WARPGROUP.grid(p, c, spec)
-                assert ctas <= spec.sm_count
+                assert ctas <= spec.sm_count * c.ctas_per_sm
+                assert c.split_k == 1 or ctas == tiles * c.split_k, "a cluster has one tile"
                 rest = tiles - rounds * ctas
                 assert not c.stream_k or (rest >= 0 and rest * k_tiles <= ctas * share)
 

@@ -16,6 +16,7 @@ from cutekernels.kernels.activations import ACTIVATIONS
 from cutekernels.kernels.cute.parts.smem import WarpgroupPackedSmem, WarpgroupSmem
 from cutekernels.op import Problem, extent, ladder, plain
 from cutekernels.ops.gemm.epilogue import GATED
+from cutekernels.ops.moe.coefficients import PACKED_GROUPED
 from cutekernels.ops.moe.grouped_schedules import expected_hit, row_tiles
 from cutekernels.ops.moe.permute import check_extents
 from cutekernels.ops.quantized.packed_skinny import TILES_M, PackedSkinnySchedule
@@ -175,7 +176,9 @@ class GroupedSkinnySchedule(_Grouped, PackedSkinnySchedule):
 class GroupedWarpgroupSchedule(_Grouped, PackedWarpgroupSchedule):
     """Warpgroup, over the rows of each expert: whole tiles, of gates and up 64 rows each."""
 
+    costs = PACKED_GROUPED
     waves = None  # type: ignore[assignment]
+    cluster = None  # type: ignore[assignment]
 
     @of_problem
     def no_gate(self, p: QuantizedProblem, gpu: GpuSpec, x: Any) -> str | None:
@@ -184,6 +187,8 @@ class GroupedWarpgroupSchedule(_Grouped, PackedWarpgroupSchedule):
     @of_config
     def whole_tiles(self, c: QuantizedConfig, gpu: GpuSpec, x: Any) -> Broken:
         yield c.stream_k, "stream_k=1: warpgroup gives each CTA whole tiles of experts; take 0"
+        yield c.split_k > 1, "split_k={}: warpgroup gives each CTA whole tiles of experts; take 1", c.split_k
+        yield c.ctas_per_sm > 1, "ctas_per_sm={}: warpgroup has an SM to itself; take 1", c.ctas_per_sm
 
     @of_config
     def depth(self, c: QuantizedConfig, gpu: GpuSpec, x: Any) -> Broken:
@@ -208,7 +213,7 @@ class GroupedWarpgroupSchedule(_Grouped, PackedWarpgroupSchedule):
         yield 4 * c.tile_m < min(x.mean, 64), "tile_m={} reads weights too often for {} rows of {} experts", *own
 
     def usual(self, p: QuantizedProblem, gpu: GpuSpec, x: Any) -> Among:
-        return {"pdl": (True,), "stream_k": (False,)}
+        return {"pdl": (True,), "stream_k": (False,), "split_k": (1,), "ctas_per_sm": (1,)}
 
     def smem(self, p: QuantizedProblem, c: QuantizedConfig) -> WarpgroupPackedSmem:
         exchanged = c.tile_m // 2 if p.gated else 0

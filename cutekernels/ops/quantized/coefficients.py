@@ -33,21 +33,24 @@ class PackedSkinnyCosts:
 class PackedWarpgroupCosts:
     """Warpgroup MMA."""
 
-    beside: float = 1.8  # instructions: beside decoding, for eight weights
-    scaled: float = 11.3  # instructions: to scale eight weights
+    beside: float = 2.39  # instructions: beside decoding, for eight weights
+    scaled: float = 13.2  # instructions: to scale eight weights
     exact: float = 6.5  # instructions: to scale eight weights where scales have the activations' type
-    issue: float = 0.41  # share of a scheduler's cycles that issue one
-    alone: float = 0.4  # share of decoding that one group alone does not hide
-    mma: float = 1.01  # warpgroup_flops_per_us: what a steady mainloop reaches
-    port: float = 0.93  # sm_bytes_per_us: what an SM loads
-    dram: float = 1.5  # dram_share: what the loads reach
-    half_us: float = 0.023  # us: each 64 of K
-    end_us: float = 0.011  # us: a group's end
-    fixed: float = 2.6  # launch_us: a launch, with its first and last CTA
-    shared: float = 4.1  # exchange_us: a shared tile, whatever its size
-    parts: float = 7.7  # exchange_us: 128 x 128 partial sums of a shared tile
-    sharpness: float = 4.9  # exponent of the mean of a k-tile's three times
-    hidden: float = 3.3  # exponent of the mean of the busiest SM's time and DRAM's
+    issue: float = 0.58  # share of a scheduler's cycles that issue one
+    alone: float = 0.15  # share of decoding that one group alone does not hide
+    mma: float = 1.05  # warpgroup_flops_per_us: what a steady mainloop reaches
+    port: float = 1.8  # sm_bytes_per_us: what an SM loads
+    dram: float = 1.59  # dram_share: what the loads reach
+    half_us: float = 0.043  # us: each 64 of K
+    end_us: float = 0.044  # us: a group's end
+    fixed: float = 1.71  # launch_us: a launch, with its first and last CTA
+    shared: float = 3.7  # exchange_us: a shared tile, whatever its size
+    parts: float = 9  # exchange_us: 128 x 128 partial sums of a shared tile
+    met: float = 0.2  # exchange_us: the CTAs of a cluster that shares a tile, whatever its size
+    sent: float = 4  # exchange_us: 128 x 128 partial sums that they send
+    latency: float = 1.16  # dram_latency_us: a load, which all stages but one hide
+    sharpness: float = 3.9  # exponent of the mean of a k-tile's four times
+    hidden: float = 2.26  # exponent of the mean of the busiest SM's time and DRAM's
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from cutekernels.gpu import GpuSpec
 
 SCHEDULES: dict[str, QuantizedSchedule] = {s.name: s for s in (PACKED_SKINNY, PACKED_WARPGROUP)}
-_FEW = 16  # tokens: warp groups are not asked up to here
 
 
 class PackedProduct:
@@ -156,9 +155,6 @@ class QuantizedLinear(PackedProduct, CuteOp[QuantizedProblem, QuantizedConfig]):
         from cutlass import Int32
 
         return [Int32(1)] * (2 if c.body == PACKED_SKINNY.name else 3)
-
-    def candidates(self, p: QuantizedProblem) -> Iterable[QuantizedSchedule]:
-        return [PACKED_SKINNY, PACKED_WARPGROUP][: 1 + (p.m > _FEW)]
 
     def bind(self, p: QuantizedProblem, c: QuantizedConfig, kernel: Callable[..., Any]) -> Callable[..., Any]:
         from cutekernels.gpu import detect

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from cutekernels import rates
 from cutekernels.columns import larger, pick, smaller, where
 from cutekernels.kernels.cute.parts.smem import WarpgroupPackedSmem
-from cutekernels.ops.quantized.coefficients import WARPGROUP
+from cutekernels.ops.quantized.coefficients import WARPGROUP, PackedWarpgroupCosts
 from cutekernels.ops.quantized.problem import (
+    BODIES,
     DECODE_INSTRUCTIONS,
     SCALE_BYTES,
     QuantizedConfig,
@@ -23,14 +24,20 @@ if TYPE_CHECKING:
 NAME = "warpgroup"
 ROWS = 64  # of a consumer group
 _REGISTERS = {1: 232, 2: 232, 3: 160}  # of a consumer's thread, by groups
+_WIDEST_SHARED = {1: 192, 2: 192, 3: 96}  # tokens of a tile that a cluster shares, likewise
+_REGISTERS_OF_TWO = 216  # where two CTAs of one group share an SM
 _BOXES = 1  # buffers of results of a consumer group
 _BESIDE_REGISTERS = 76  # decoded weights twice, addresses, scales
+# Clusters that ran at once on 132 SMs, by CTAs of each (H200, 2026-11-29), with one CTA to an SM and with two.
+_CLUSTERS = {1: 132, 2: 66, 3: 38, 4: 30, 5: 22, 6: 16, 8: 15}
+_CLUSTERS_OF_TWO = {1: 264, 2: 132, 3: 72, 4: 56, 5: 40, 6: 36, 8: 15}
 
 
 class PackedWarpgroupSchedule(QuantizedSchedule):
     """TMA and warpgroup MMA; weights are decoded in registers."""
 
     name = NAME
+    costs: ClassVar[PackedWarpgroupCosts] = WARPGROUP
 
     @of_problem
     def warpgroup_mma(self, p: QuantizedProblem, gpu: GpuSpec, x: None) -> str | None:
@@ -50,9 +57,12 @@ class PackedWarpgroupSchedule(QuantizedSchedule):
     def registers(self, c: QuantizedConfig, gpu: GpuSpec, x: QuantizedProblem) -> Broken:
         twice = (c.scaled == "accumulators") & (x.group > 0)
         need = c.tile_m // 2 * where(twice, 2, 1) + _BESIDE_REGISTERS  # about
-        most = pick(self.groups(c), _REGISTERS)
+        most = where(c.ctas_per_sm > 1, _REGISTERS_OF_TWO, pick(self.groups(c), _REGISTERS))
         why = "tile_m={} scaled={} needs about {} registers of a thread's {}"
         yield need > most, why, c.tile_m, c.scaled, need, most
+        widest = pick(self.groups(c), _WIDEST_SHARED)
+        why = "split_k={}: a thread that sends sums of tile_m={} spills: take {} or less"
+        yield (c.split_k > 1) & (c.tile_m > widest), why, c.split_k, c.tile_m, widest
 
     @of_config
     def scaled(self, c: QuantizedConfig, gpu: GpuSpec, x: QuantizedProblem) -> Broken:
@@ -66,17 +76,29 @@ class PackedWarpgroupSchedule(QuantizedSchedule):
 
     @of_config
     def shared_memory(self, c: QuantizedConfig, gpu: GpuSpec, x: QuantizedProblem) -> Broken:
-        frame, most = self.smem(x, c), gpu.smem_per_block_bytes
-        need = frame.total_bytes
+        frame, need = self.smem(x, c), self.smem(x, c).total_bytes
+        most = smaller(gpu.smem_per_block_bytes, gpu.smem_per_sm_bytes // c.ctas_per_sm - gpu.SMEM_RESERVED_BYTES)
         yield need > most, "{} bytes of shared memory are more than a block's {}", need, most
         room = (c.stages < 8) & (need + frame.x_bytes + frame.packed_bytes <= most)
         yield room, "stages={} leaves room for {}", c.stages, c.stages + 1
 
+    @of_config
+    def two_ctas(self, c: QuantizedConfig, gpu: GpuSpec, x: QuantizedProblem) -> Broken:
+        two = c.ctas_per_sm > 1
+        yield two & (c.tile_n > ROWS), "ctas_per_sm={} takes one consumer group each, tile_n=64", c.ctas_per_sm
+        yield two & c.stream_k, "ctas_per_sm={}: stream_k=1 has one CTA to an SM", c.ctas_per_sm
+
+    @of_config
+    def registers_under_way(self, c: QuantizedConfig, gpu: GpuSpec, x: QuantizedProblem) -> Broken:
+        # As within a loop over experts' tiles, of some such tiles: docs/notes/quantized.md.
+        changed = (c.split_k > 1) | (c.ctas_per_sm > 1)
+        read = (c.tile_k == 64) & ((c.scaled == "weights") | (x.group == 0)) & changed
+        yield read, "tile_k=64 decodes into registers that products under way still read; take 128"
+
     @of_both
     def tile_of_tokens(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec, x: Any) -> Broken:
-        yield c.tile_m > max(16, 2 * p.m), "tile_m={} idles most of a tile over {} tokens", c.tile_m, p.m
-        often = 4 * c.tile_m < min(p.m, 64)
-        yield often, "tile_m={} reads the weight too often for {} tokens", c.tile_m, p.m
+        yield _idles(c.tile_m, p.m), "tile_m={} idles most of a tile over {} tokens", c.tile_m, p.m
+        yield _reads_often(c.tile_m, p.m), "tile_m={} reads the weight too often for {} tokens", c.tile_m, p.m
 
     @of_both
     def waves(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec, x: Any) -> Broken:
@@ -85,35 +107,55 @@ class PackedWarpgroupSchedule(QuantizedSchedule):
         lone = (c.raster > 1) & (p.m <= c.tile_m)
         yield lone, "raster={} does not suit one column of tiles: take 1", c.raster
 
+    @of_both
+    def cluster(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec, x: Any) -> Broken:
+        shared = c.split_k > 1
+        yield shared & c.stream_k, "split_k={} and stream_k=1 are two ways to share a tile: take one", c.split_k
+        yield shared & (c.raster > 1), "raster={}: clusters have one tile each; take 1", c.raster
+        little = shared & (2 * c.split_k > -(-p.k // c.tile_k))
+        yield little, "split_k={} leaves less than two k-tiles of {} to each", c.split_k, c.tile_k
+        many = shared & (self.tiles(p, c) > clusters(c, gpu))
+        yield many, "split_k={}: {} tiles are more than the clusters that run at once", c.split_k, self.tiles(p, c)
+
     # -- choice
 
     def usual(self, p: QuantizedProblem, gpu: GpuSpec, x: Any) -> Among:
-        return {"pdl": (True,)}
+        tiles = BODIES[NAME]["tile_m"]
+        return {"pdl": (True,), "tile_m": tuple([t for t in tiles if not _idles(t, p.m) and not _reads_often(t, p.m)])}
 
     def times_us(self, p: QuantizedProblem, c: Any, gpu: GpuSpec, x: Any) -> Any:
         ctas, rounds, share = self.grid(p, c, gpu)
         k_tiles = -(-p.k // c.tile_k)
-        steps = where(c.stream_k, rounds * k_tiles + share, -(-self.tiles(p, c) // ctas) * k_tiles)
-        return self.steps_us(p, c, gpu, steps, p.weight_bytes + 2.0 * p.m * (p.k + p.n))
+        whole = where(c.split_k > 1, -(-k_tiles // c.split_k), -(-self.tiles(p, c) // ctas) * k_tiles)
+        steps = where(c.stream_k, rounds * k_tiles + share, whole)
+        together = smaller(c.ctas_per_sm, -(-ctas // gpu.sm_count))
+        own, moved = self.costs, p.weight_bytes + 2.0 * p.m * (p.k + p.n)
+        halves = c.tile_m * self.groups(c) / 256  # of 128 x 128 sums
+        met = where(c.stream_k, own.shared + own.parts * halves, 0.0)
+        met = met + where(c.split_k > 1, own.met + own.sent * (1 - 1 / c.split_k) * halves, 0.0)
+        return met * rates.of(gpu).exchange_us + self.steps_us(p, c, gpu, steps, moved, together)
 
-    def steps_us(self, p: QuantizedProblem, c: Any, gpu: GpuSpec, steps: Any, moved: float) -> Any:
-        """``steps`` k-tiles of the busiest SM, bound by MMAs, decoding or loads; DRAM beside; fixed costs."""
-        rate, own, count = rates.of(gpu), WARPGROUP, self.groups(c)
+    def steps_us(self, p: QuantizedProblem, c: Any, gpu: GpuSpec, steps: Any, moved: float, together: Any = 1) -> Any:
+        """``steps`` k-tiles of each of the CTAs that share the busiest SM, bound by MMAs, decoding, loads or their
+        latency; DRAM beside; fixed costs.
+        """
+        rate, own, count = rates.of(gpu), self.costs, self.groups(c) * together
         scaling = 0.0 if p.code == "e2m1" else own.exact if p.scale == p.dtype else own.scaled
         instructions = float(DECODE_INSTRUCTIONS[p.code]) + own.beside + where(c.scaled == "weights", scaling, 0.0)
         ends = where(c.scaled == "accumulators", c.tile_k / smaller(p.group, c.tile_k), 0.0) if p.group else 0.0
         instructions = instructions * (c.tile_k / 64 * 4) + ends * c.tile_m / 2
         decode = instructions / (own.issue * rate.clock_mhz)  # of one group
-        multiply = 2.0 * c.tile_n * c.tile_m * c.tile_k / (own.mma * rate.warpgroup_flops_per_us) + own.end_us * ends
+        flops = 2.0 * c.tile_n * c.tile_m * c.tile_k * together
+        multiply = flops / (own.mma * rate.warpgroup_flops_per_us) + own.end_us * ends
         multiply = multiply + where(count == 1, own.alone * decode, 0.0)
-        fetch = (c.tile_m * c.tile_k * 2 + c.tile_n * c.tile_k * p.bits / 8) / (own.port * rate.sm_bytes_per_us)
+        loaded = together * c.tile_k * (c.tile_m * 2 + c.tile_n * p.bits / 8)
+        fetch, wait = loaded / (own.port * rate.sm_bytes_per_us), own.latency * rate.dram_latency_us / (c.stages - 1)
         sharp = own.sharpness
-        step = sum(us**sharp for us in (multiply, count * decode, fetch)) ** (1 / sharp)
+        step = sum(us**sharp for us in (multiply, count * decode, fetch, wait)) ** (1 / sharp)
         busy = steps * (step + own.half_us * c.tile_k / 64)
         dram = moved / (own.dram * rate.dram_share * gpu.dram_gbps * 1e3)
         fixed = own.fixed * rate.launch_us + where(c.pdl, 0.0, rate.dependent_us)
-        met = (own.shared + own.parts * c.tile_m * count / 256) * rate.exchange_us
-        return fixed + where(c.stream_k, met, 0.0) + rates.both_us(busy, dram, own.hidden)
+        return fixed + rates.both_us(busy, dram, own.hidden)
 
     def preference(self, p: QuantizedProblem, c: Any, x: Any) -> tuple[Any, ...]:
         return c.stream_k, -c.stages, c.raster != 8
@@ -127,7 +169,7 @@ class PackedWarpgroupSchedule(QuantizedSchedule):
     def smem(self, p: QuantizedProblem, c: QuantizedConfig) -> WarpgroupPackedSmem:
         return WarpgroupPackedSmem(
             self.groups(c), c.tile_m, c.tile_k, c.stages, _BOXES, p.bias != "none", p.bits, SCALE_BYTES[p.scale],
-            p.step, p.scale_rows, p.zeros,
+            p.step, p.scale_rows, p.zeros, received=(c.split_k - 1) * (c.tile_m // 2 // owners(c)),
         )  # fmt: skip
 
     def grid(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec) -> tuple[int, int, int]:
@@ -136,14 +178,22 @@ class PackedWarpgroupSchedule(QuantizedSchedule):
         rounds, rest = divmod(count, gpu.sm_count)
         share = -(-rest * k_tiles // gpu.sm_count)
         sharing = where(rounds > 0, gpu.sm_count, -(-rest * k_tiles // larger(1, share)))
-        ctas = where(c.stream_k, sharing, smaller(count, gpu.sm_count))
+        whole = where(c.split_k > 1, count * c.split_k, smaller(count, gpu.sm_count * c.ctas_per_sm))
+        ctas = where(c.stream_k, sharing, whole)
         return ctas, where(c.stream_k, rounds, 0), where(c.stream_k, share, 0)
 
     def body(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec) -> Any:
         from cutekernels.kernels.cute.parts.boxes import ResultBoxes
         from cutekernels.kernels.cute.quantized.warpgroup_packed import WarpgroupPacked
 
-        return WarpgroupPacked(**self.parts(p, c), results=ResultBoxes(**self.boxes(p, c)), split=c.stream_k)
+        return WarpgroupPacked(
+            **self.parts(p, c),
+            results=ResultBoxes(**self.boxes(p, c)),
+            split=c.stream_k,
+            cluster=c.split_k,
+            owners=owners(c),
+            ctas_per_sm=c.ctas_per_sm,
+        )
 
     def boxes(self, p: QuantizedProblem, c: QuantizedConfig) -> dict[str, Any]:
         """TMA boxes of the results."""
@@ -152,7 +202,7 @@ class PackedWarpgroupSchedule(QuantizedSchedule):
 
         return {
             "dtype": backend.type_of(p.dtype),
-            "columns": c.tile_m,
+            "columns": c.tile_m // owners(c),
             "panels": 1,
             "pitch": ROWS,
             "boxes": _BOXES,
@@ -190,3 +240,25 @@ class PackedWarpgroupSchedule(QuantizedSchedule):
 
 
 PACKED_WARPGROUP = PackedWarpgroupSchedule()
+
+
+def _idles(tile: Any, tokens: int) -> Any:
+    return tile > max(16, 2 * tokens)
+
+
+def _reads_often(tile: Any, tokens: int) -> Any:
+    return 4 * tile < min(tokens, 64)
+
+
+def owners(c: Any) -> Any:
+    """CTAs of a cluster that have a share of its tile's results, 16 tokens or a multiple: as many as divide them."""
+    found, sixteens = 1, c.tile_m // 16
+    for count in range(2, 9):
+        found = where((count <= c.split_k) & (sixteens % count == 0), count, found)
+    return found
+
+
+def clusters(c: Any, gpu: GpuSpec) -> Any:
+    """Clusters of ``split_k`` CTAs that run at once."""
+    found = where(c.ctas_per_sm > 1, pick(c.split_k, _CLUSTERS_OF_TWO), pick(c.split_k, _CLUSTERS))
+    return found * gpu.sm_count // 132

@@ -107,7 +107,8 @@ class QuantizedConfig(Config):
     """The knobs of both schedules; ``body`` names the one that gives them a meaning.
 
     ``tile_m`` are tokens, ``tile_n`` weight rows. ``stream_k``: CTAs share the k-tiles of tiles that would not fill
-    the GPU's last wave. ``scaled``: whether scales multiply fp32 accumulators or decoded weights.
+    the GPU's last wave. ``split_k``: CTAs of a cluster that share a tile's K. ``scaled``: whether scales multiply fp32
+    accumulators or decoded weights.
     """
 
     body: str = knob("skinny", "warpgroup")
@@ -123,6 +124,7 @@ class QuantizedConfig(Config):
     prefetch_l2: int = knob(0, 2, 4)
     scaled: str = knob("accumulators", "weights")
     raster: int = knob(1, 8)
+    split_k: int = knob(1, 2, 3, 4, 5, 6, 8, added=True)
 
     @classmethod
     def every(cls) -> Iterator[QuantizedConfig]:
@@ -153,6 +155,8 @@ BODIES: dict[str, dict[str, tuple[Any, ...]]] = {
         "pdl": (False, True),
         "scaled": ("accumulators", "weights"),
         "raster": (1, 8),
+        "split_k": (1, 2, 3, 4, 5, 6, 8),
+        "ctas_per_sm": (1, 2),
     },
 }
 _VALUES = {body: rules.values_of(QuantizedConfig, **own, body=(body,)) for body, own in BODIES.items()}

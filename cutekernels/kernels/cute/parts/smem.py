@@ -373,6 +373,7 @@ class WarpgroupPackedSmem:
     zeros: bool
     places: int = 0  # of a ring, for tiles that are found on the device
     exchanged: int = 0  # accumulators of a thread that one group leaves for another
+    received: int = 0  # accumulators of a thread that a cluster's other CTAs send it
     TILE = 64
     BIASES = 256
     PLACE_BYTES = 32  # two barriers and four numbers
@@ -451,7 +452,7 @@ class WarpgroupPackedSmem:
 
     @property
     def total_bytes(self) -> int:
-        return self.exchange_at + self.exchanged * 128 * 4
+        return self.inbox_at + self.groups * self.received * 128 * 4
 
     @property
     def ring_at(self) -> int:
@@ -460,3 +461,11 @@ class WarpgroupPackedSmem:
     @property
     def exchange_at(self) -> int:
         return self.ring_at + self.places * WarpgroupSmem.PLACE_BYTES
+
+    @property
+    def inbox_barriers_at(self) -> int:
+        return self.exchange_at + self.exchanged * 128 * 4
+
+    @property
+    def inbox_at(self) -> int:
+        return self.inbox_barriers_at + where(self.received > 0, 32, 0)

@@ -212,3 +212,64 @@ class TileOwner(Meeting):
             cute.make_tensor(counter, cute.make_layout(1))[0] = Int32(0)  # for the next launch
         # All threads see what thread 0 has acquired.
         self.meet(group)
+
+
+@dataclass(frozen=True)
+class ClusterSums:
+    """The ``ctas`` of a cluster have a part of a tile's K each; the first ``owners`` add up equal shares of its sums.
+
+    Each sends every owner its accumulators of that one's columns, through shared memory there. The stores arrive on the
+    owner's mbarrier, which has one arrival and one phase: a CTA has one tile. An owner adds in a fixed order, so the
+    result is the same each time.
+    """
+
+    ctas: int
+    owners: int
+    threads: int  # of a group, which has an inbox and a barrier of its own
+    count: int  # accumulators of a thread
+
+    @property
+    def share(self) -> int:
+        """Accumulators of a thread that an owner adds up."""
+        return self.count // self.owners
+
+    @property
+    def received(self) -> int:
+        """Accumulators that a thread receives."""
+        return (self.ctas - 1) * self.share
+
+    @cute.jit
+    def send(self, acc: cute.Tensor, inbox: cute.Pointer, full: cute.Pointer, thread: Int32, rank: Int32):
+        """Sends the owners their columns; behind the wait for the cluster, whose barriers are initialized then."""
+        bits = cute.recast_tensor(acc, Int32)
+        for owner in cutlass.range_constexpr(self.owners):
+            if rank != owner:
+                # As seen from there, this CTA is so many behind it.
+                slot = (rank + const_expr(self.ctas - 1 - owner)) % self.ctas
+                for i in cutlass.range_constexpr(0, self.share, VECTOR):
+                    four = tuple([bits[owner * self.share + i + j] for j in range(VECTOR)])
+                    cute.arch.store_async_dsmem(self.place(inbox, thread, slot, i), four, full, owner)
+
+    @cute.jit
+    def add_up(self, acc: cute.Tensor, inbox: cute.Pointer, full: cute.Pointer, thread: Int32, rank: Int32):
+        """The first of ``acc`` = an owner's columns of it plus what the others send; for all threads of a group."""
+        if thread == 0:
+            cute.arch.mbarrier_arrive_and_expect_tx(full, const_expr(4 * self.threads * self.received))
+        for owner in cutlass.range_constexpr(1, self.owners):
+            if rank == owner:
+                for i in cutlass.range_constexpr(self.share):
+                    acc[i] = acc[owner * self.share + i]
+        # Wait for all that the other CTAs send to this one's group.
+        cute.arch.mbarrier_wait(full, 0)
+        theirs = cute.make_rmem_tensor(VECTOR, Float32)
+        for slot in cutlass.range_constexpr(self.ctas - 1):
+            for i in cutlass.range_constexpr(0, self.share, VECTOR):
+                left = self.place(inbox, thread, slot, i)
+                cute.autovec_copy(cute.make_tensor(left, cute.make_layout(VECTOR)), theirs)
+                for j in cutlass.range_constexpr(VECTOR):
+                    acc[i + j] = acc[i + j] + theirs[j]
+
+    @cute.jit
+    def place(self, inbox: cute.Pointer, thread: Int32, slot: Int32 | int, i: cutlass.Constexpr[int]) -> cute.Pointer:
+        """A thread's accumulators ``i`` to ``i + 4`` from the CTA that is ``slot + 1`` behind this one."""
+        return (inbox + self.threads * (self.share * slot + i) + VECTOR * thread).align(16)

@@ -246,9 +246,12 @@ class SkinnyPacked:
         storage = SmemAllocator().allocate(self.smem.total_bytes, byte_alignment=128)
         at = self.unit(of, first)
         if const_expr(self.dependent):
-            if const_expr(self.prefetch_tiles > 0):  # noqa: SIM102  known when compiled
+            if const_expr(self.prefetch_tiles > 0):
                 if tid < self.prefetch_tiles and at.k_tile + tid < of.k_tiles:
                     self.prefetch(given, of, Unit(at.n, at.m, at.k_tile + tid))
+                if const_expr(self.group == 0):  # noqa: SIM102  known when compiled
+                    if tid == self.prefetch_tiles:
+                        self.prefetch_scales(given, of, at)
             pdl_wait()
         self.walk(tid, run, storage, given, of, at, first, end)
 
@@ -514,6 +517,15 @@ class SkinnyPacked:
                 row = in_half + block // self.smem.half_blocks * of.n
                 at = (Int64(row // TILE) * of.tiles_k + first) * self.smem.tile_bytes
                 prefetch_bulk(given.mW.iterator.toint() + at, count)
+
+    @cute.jit
+    def prefetch_scales(self, given: Operands, of: Extents, unit: Unit):
+        """Scales of all of K of the tile's rows into the L2, by one thread."""
+        size = const_expr(self.scale.width // 8)
+        first = unit.n * self.rows
+        count = cutlass.min(cute.ceil_div(of.n, TILE) * TILE - first, Int32(self.rows)) * size
+        for half in cutlass.range_constexpr(self.halves):
+            prefetch_bulk(given.mS.iterator.toint() + Int64(first + half * of.n) * size, count)
 
     # ---- products
 

@@ -11,11 +11,16 @@ Work:
     Whole tiles, dealt out round robin in bands of rows (``raster``). With ``split`` only ``rounds`` of them, as many as
     all CTAs have; the k-tiles of the others are dealt out in equal runs, so no CTA waits for another's last tile. A
     tile whose k-tiles lie in several CTAs is added up by the last of them to arrive, in their order, so the result is
-    the same each time.
+    the same each time. With ``cluster`` > 1 every cluster has one tile, and its CTAs equal parts of K: where tiles are
+    few. They exchange sums through shared memory, and the first ``owners`` store equal shares of the tokens.
+    Two CTAs of one group may share an SM: one's products run behind the other's decoding, and the next kernel's CTAs
+    find room before this one's have ended.
 
 Barriers (mbarriers, one phase bit each):
     full[stage]: 1 arrival, the producer's with the stage's bytes; the copies complete it. The consumers wait.
     empty[stage]: 1 arrival of each consumer group. The producer waits.
+    inbox[group]: 1 arrival, of the group's first thread with the bytes that the cluster's other CTAs send.
+    Cluster: all threads arrive when their CTA's mbarriers are initialized, and wait before they send.
     Named barriers 1, 2, ...: the 128 threads of a consumer group, around its boxes and its ticket.
 
 One k-tile, consumer, with sums of groups (``multiply_in_groups``), for 64 of K at a time: wait full[stage]; read packed
@@ -38,7 +43,7 @@ Source:
     accumulators is DeepGEMM's; boxes of results are ``parts/boxes.py``.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -57,7 +62,15 @@ from cutekernels.kernels.cute.parts.prefetch import prefetch_bulk
 from cutekernels.kernels.cute.parts.ptx import copy_bulk, kept_move
 from cutekernels.kernels.cute.parts.schedule import Raster
 from cutekernels.kernels.cute.parts.smem import ALIGNMENT, WarpgroupPackedSmem
-from cutekernels.kernels.cute.parts.tile_share import LastArrival, Others, Ticket, Workspace, add_up, leave
+from cutekernels.kernels.cute.parts.tile_share import (
+    ClusterSums,
+    LastArrival,
+    Others,
+    Ticket,
+    Workspace,
+    add_up,
+    leave,
+)
 from cutekernels.kernels.cute.parts.warp_groups import GROUP, ROWS, TmaTensor, WarpGroupBody, wgmma
 
 TILE = 64  # rows, and elements of K, of a packed tile
@@ -88,6 +101,7 @@ class Extents:
     ctas: Int32
     rounds: Int32  # whole tiles of each CTA, where CTAs share the others
     share: Int32  # k-tiles of each CTA in those
+    rank: Int32 | None = None  # of this CTA in a cluster that shares a tile; ``ctas`` are clusters then
 
 
 @dataclass(frozen=True)
@@ -144,6 +158,22 @@ class WarpgroupPacked(WarpGroupBody):
     raster: Raster
     results: ResultBoxes
     dependent: bool  # launched under programmatic dependent launch
+    cluster: int = 1  # CTAs that share a tile's K
+    owners: int = 1  # of them, which have equal shares of its results
+    ctas_per_sm: int = 1
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        return (40, 216) if self.ctas_per_sm > 1 else self.REGISTERS[self.groups]
+
+    @property
+    def sums(self) -> ClusterSums:
+        return ClusterSums(self.cluster, self.owners, GROUP, self.tile_n // 2)
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether rows have factors: scales of all of K, or those beside scales of groups."""
+        return self.group == 0 or self.factors
 
     @property
     def interval(self) -> int:
@@ -164,6 +194,7 @@ class WarpgroupPacked(WarpGroupBody):
             self.group,
             self.scale_rows,
             self.zeros,
+            received=self.sums.received,
         )
 
     @property
@@ -203,7 +234,8 @@ class WarpgroupPacked(WarpGroupBody):
         self.kernel(tokens, outputs, weight, workspace, self.mma(mX.element_type), layout, rounds, share).launch(
             grid=[ctas, 1, 1],
             block=[self.threads, 1, 1],
-            min_blocks_per_mp=1,
+            cluster=[self.cluster, 1, 1] if const_expr(self.cluster > 1) else None,
+            min_blocks_per_mp=self.ctas_per_sm,
             preferred_smem_carveout=100,  # percent
             use_pdl=self.dependent,
             stream=stream,
@@ -248,9 +280,15 @@ class WarpgroupPacked(WarpGroupBody):
         # -- setup
         storage = SmemAllocator().allocate(self.smem.total_bytes, byte_alignment=ALIGNMENT)
         shared = self.allocate(storage, layout)
-        self.initialize(warp, (tokens.tma, outputs.tma_d), lambda: self.pipeline.init(shared.full, shared.empty))
+        self.initialize(warp, (tokens.tma, outputs.tma_d), lambda: self.init_barriers(shared))
         # Nobody touches the barriers before they are initialized.
         cute.arch.sync_threads()
+        rank = None
+        if const_expr(self.cluster > 1):
+            # Tells the cluster that this CTA's barriers are initialized; who sends waits for the others' word.
+            cute.arch.cluster_arrive_relaxed()
+            rank = cta % self.cluster
+            cta, ctas = cta // self.cluster, ctas // self.cluster
         (m, k), n = tokens.coordinates.shape, cute.size(outputs.tD, mode=[0])
         of = Extents(
             n=n,
@@ -262,6 +300,7 @@ class WarpgroupPacked(WarpGroupBody):
             ctas=ctas,
             rounds=rounds,
             share=share,
+            rank=rank,
         )
         count = self.segments(of, cta)
         if const_expr(self.dependent):
@@ -277,6 +316,8 @@ class WarpgroupPacked(WarpGroupBody):
                     at = self.produce(tokens, weight, shared, of, self.segment(of, cta, i), at)
                 if const_expr(self.dependent):
                     pdl_launch()
+            if const_expr(self.cluster > 1):
+                cute.arch.cluster_wait()  # pairs this warp's arrival
         else:
             # -- consumers
             cute.arch.setmaxregister_increase(self.registers[1])
@@ -287,17 +328,35 @@ class WarpgroupPacked(WarpGroupBody):
                 segment = self.segment(of, cta, i)
                 corner = self.results.corner(buffers, segment.corner)
                 self.results.load_inputs(buffers, outputs, segment.corner, corner, boxes_used)
+                factors = None
+                if const_expr(self.by_rows):
+                    factors = self.row_factors(consumer, weight, of, corner.row)
                 consumer.acc.fill(0.0)
                 at = self.multiply(consumer, weight, shared, of, segment, at)
-                whole = Boolean(True)
+                whole, results = Boolean(True), consumer.acc
                 if const_expr(self.split):
                     whole = self.share_tile(consumer, storage, workspace, of, segment, cta)
+                elif const_expr(self.cluster > 1):
+                    if const_expr(self.by_rows):
+                        self.scale_by(consumer, factors)
+                    whole = self.share_in_cluster(consumer, storage, rank)
+                    results = cute.make_tensor(consumer.acc.iterator, cute.make_layout(self.sums.share))
+                    corner = replace(corner, column=corner.column + rank * self.results.columns)
                 if whole:
-                    if const_expr(self.group == 0 or self.factors):
-                        self.scale_rows_of(consumer, weight, of, corner.row)
-                    self.results.store_tile(buffers, outputs, consumer.acc, corner, boxes_used)
+                    if const_expr(self.by_rows and self.cluster == 1):
+                        self.scale_by(consumer, factors)
+                    self.results.store_tile(buffers, outputs, results, corner, boxes_used)
                     boxes_used = boxes_used + self.results.count
             self.results.drain(consumer.thread)
+
+    @cute.jit
+    def init_barriers(self, shared: Shared):
+        """One thread's work."""
+        self.pipeline.init(shared.full, shared.empty)
+        if const_expr(self.cluster > 1):
+            inboxes = cute.recast_ptr(shared.storage + self.smem.inbox_barriers_at, dtype=Int64)
+            for group in cutlass.range_constexpr(self.groups):
+                cute.arch.mbarrier_init(inboxes + group, 1)
 
     # ---- work
 
@@ -323,13 +382,15 @@ class WarpgroupPacked(WarpGroupBody):
     def segment(self, of: Extents, cta: Int32, i: Int32) -> Segment:
         """The ``i``-th segment of this CTA: its whole tiles come first."""
         tile, begin, end = cta + i * of.ctas, Int32(0), of.k_tiles
-        if const_expr(self.split):  # noqa: SIM102  known when compiled
+        if const_expr(self.split):
             if i >= of.rounds:
                 first, last = self.run(of, cta)
                 shared = first // of.k_tiles + (i - of.rounds)
                 tile = of.rounds * of.ctas + shared
                 begin = cutlass.max(first - shared * of.k_tiles, Int32(0))
                 end = cutlass.min(last - shared * of.k_tiles, of.k_tiles)
+        elif const_expr(self.cluster > 1):
+            begin, end = of.rank * of.k_tiles // self.cluster, (of.rank + 1) * of.k_tiles // self.cluster
         place = self.raster.place(tile, of.tiles_n, of.tiles_m)
         corner = Corner(place.m * (ROWS * self.groups), place.n * self.tile_n, Int32(0))
         return Segment(tile, corner, begin, end)
@@ -706,18 +767,25 @@ class WarpgroupPacked(WarpGroupBody):
                     consumer.acc[at] = consumer.acc[at] + factors[r] * consumer.part[at]
 
     @cute.jit
-    def scale_rows_of(self, consumer: Consumer, weight: Weight, of: Extents, first: Int32):
-        """Scales of all of K, or factors, on the tile's accumulators, whose first row is ``first``."""
-        mS = weight.mF if const_expr(self.factors) else weight.mS
+    def row_factors(self, consumer: Consumer, weight: Weight, of: Extents, first: Int32) -> cute.Tensor:
+        """Scales of all of K, or factors, of rows r and r + 8 of a group's, which begin with row ``first``."""
+        table = weight.mF if const_expr(self.factors) else weight.mS
+        factors = cute.make_rmem_tensor(2, Float32)
+        factors.fill(0.0)
         for r in cutlass.range_constexpr(2):
             row = first + self.own_row(consumer) + 8 * r
-            factor = Float32(0.0)
             if row < self.all_rows(weight, of, 1):
-                factor = mS[0, row].to(Float32)
+                factors[r] = table[0, row].to(Float32)
+        return factors
+
+    @cute.jit
+    def scale_by(self, consumer: Consumer, factors: cute.Tensor):
+        """Those on the tile's accumulators."""
+        for r in cutlass.range_constexpr(2):
             for j in cutlass.range_constexpr(self.tile_n // 8):
                 for i in cutlass.range_constexpr(2):
                     at = const_expr(4 * j + 2 * r + i)
-                    consumer.acc[at] = consumer.acc[at] * factor
+                    consumer.acc[at] = consumer.acc[at] * factors[r]
 
     @cute.jit
     def share_tile(
@@ -752,3 +820,17 @@ class WarpgroupPacked(WarpGroupBody):
                 others = Others((group, 0), first_cta + 1, last_cta + 1)
                 add_up(consumer.acc, sums, thread, (group, 1, first_cta), others)
         return whole
+
+    @cute.jit
+    def share_in_cluster(self, consumer: Consumer, storage: cute.Pointer, rank: Int32) -> Boolean:
+        """Whether this CTA has a share of the tile's results, which are then the first accumulators."""
+        thread, group = consumer.thread, consumer.group
+        full = cute.recast_ptr(storage + self.smem.inbox_barriers_at, dtype=Int64) + group
+        inbox = cute.recast_ptr(storage + self.smem.inbox_at, dtype=Float32) + group * (GROUP * self.sums.received)
+        # Wait until all CTAs have initialized their barriers, on which this thread's stores arrive.
+        cute.arch.cluster_wait()
+        self.sums.send(consumer.acc, inbox, full, thread, rank)
+        own = rank < self.owners
+        if own:
+            self.sums.add_up(consumer.acc, inbox, full, thread, rank)
+        return own

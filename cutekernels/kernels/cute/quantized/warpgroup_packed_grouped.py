@@ -262,8 +262,9 @@ class WarpgroupPackedGrouped(WarpgroupPacked):
             self.results.load_inputs(buffers, own, corner, of_group, boxes_used)
             consumer.acc.fill(0.0)
             at = self.multiply(consumer, weight, shared, of, segment, at)
-            if const_expr(self.group == 0 or self.factors):
-                self.scale_rows_of(consumer, weight, of, self.first_row(of, segment, consumer.group))
+            if const_expr(self.by_rows):
+                first = self.first_row(of, segment, consumer.group)
+                self.scale_by(consumer, self.row_factors(consumer, weight, of, first))
             if const_expr(self.gated):
                 self.meet(consumer, of, segment, shared, outputs.mBias, clamp)
             # Gated, the first group has all results.
