@@ -134,7 +134,7 @@ def _ours_gradient(case: Case, sets: Sequence[Inputs], config: Any) -> Sequence[
 
     def gradient(i: Inputs) -> Launch:
         dy, packed, scales = i.operands
-        return partial(backward.BACKWARD_PATH, dy, packed, scales, None, p.code, p.group, p.n, p.k)
+        return partial(backward.BACKWARD_PATH, dy, packed, scales, None, None, p.code, p.group, p.n, p.k)
 
     return [gradient(i) for i in sets]
 

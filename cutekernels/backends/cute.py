@@ -53,14 +53,15 @@ _LAUNCH_SMEM = re.compile(
 
 
 def type_of(name: str) -> Any:
-    """The DSL's type of elements by their name in problems; ``"e8m0"`` is a byte, the exponent of a power of two;
-    ``"fp8"`` are two numbers in 16 bits.
+    """The DSL's type of elements by their name in problems; ``"e8m0"`` is a byte, ``"ue5m3"`` a word, ``"fp8"`` two
+    numbers in 16 bits.
     """
     import cutlass
 
     return {
         "bf16": cutlass.BFloat16, "fp16": cutlass.Float16, "fp32": cutlass.Float32, "i32": cutlass.Int32,
-        "i64": cutlass.Int64, "u8": cutlass.Uint8, "e8m0": cutlass.Uint8, "bool": cutlass.Uint8, "fp8": cutlass.Int16,
+        "i64": cutlass.Int64, "u8": cutlass.Uint8, "e8m0": cutlass.Uint8, "ue5m3": cutlass.Int32,
+        "bool": cutlass.Uint8, "fp8": cutlass.Int16,
     }[name]  # fmt: skip
 
 

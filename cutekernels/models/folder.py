@@ -15,6 +15,7 @@ from cutekernels.models.safetensors import Entry, TensorFile
 from cutekernels.ops.shared.checks import quote
 
 _CONFIG, _GENERATION = "config.json", "generation_config.json"
+_MODELOPT = "hf_quant_config.json"  # of NVIDIA's older checkpoints, in the place of quantization_config
 _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _MOST_JSON = 2**28  # bytes of a JSON file; an index of 100,000 tensors has 10 MB
 
@@ -50,6 +51,9 @@ class Folder:
                 "none: download the model first (hf download NAME --local-dir FOLDER) and pass the folder"
             )
         self.config = read_json(self.path / _CONFIG)
+        quantizer = self.path / _MODELOPT
+        if not self.config.get("quantization_config") and quantizer.exists():
+            self.config["quantization_config"] = {"quant_method": "modelopt", **read_json(quantizer)}
         generation = self.path / _GENERATION
         self.generation = read_json(generation) if generation.exists() else None
         self._files, self.surplus = self._open()

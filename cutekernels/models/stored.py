@@ -18,7 +18,8 @@ from cutekernels.quant.layout import TILE
 
 PLAIN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _MARKS = (  # of quantized layers
-    "qweight", "qzeros", "weight_packed", "weight_scale", "weight_scale_inv", "weight.absmax", "_weight_qdata",
+    "qweight", "qzeros", "weight_packed", "weight_scale", "weight_scale_inv", "weight_scale_2", "weight.absmax",
+    "_weight_qdata",
 )  # fmt: skip
 
 

@@ -15,16 +15,15 @@ from cutekernels.ops.shared.checks import check_tensor, quote
 from cutekernels.quant import Scheme, quantize, read, read_config, write_config
 from cutekernels.quant.formats import own
 from cutekernels.quant.formats.nibbles import check
-from cutekernels.quant.weight import FLOATS, QuantizedWeight
+from cutekernels.quant.weight import FLOATS, TENSORS, QuantizedWeight
 
-_HELD = ("packed", "scales", "zeros", "order")
-_ALL = (*_HELD, "offsets")
+_HELD = tuple(name for name in TENSORS if name != "offsets")
 
 
 class QuantizedLinear(torch.nn.Module):
     """``x @ weight.T + bias`` by :func:`cutekernels.linear`, over a weight that stays packed and has no gradient.
 
-    Buffers ``packed``, ``scales``, ``zeros`` and ``order`` (None where the weight has none) are those of ``weight``.
+    Buffers ``packed``, ``scales``, ``zeros``, ``order`` and ``factors`` (None where it has none) are ``weight``'s.
     ``to(device)`` moves them; another dtype is that of activations and of the bias, and changes nothing that is stored.
     The state dict has the checkpoint's tensors in the format that the weight came from, under their own names
     (``qweight``, ``scales``, ...), so that a model with such layers, saved with the ``quantization_config`` that
@@ -46,6 +45,7 @@ class QuantizedLinear(torch.nn.Module):
     scales: Tensor
     zeros: Tensor | None
     order: Tensor | None
+    factors: Tensor | None
     bias: torch.nn.Parameter | None
 
     def __init__(self, weight: QuantizedWeight, bias: Tensor | None = None) -> None:
@@ -96,6 +96,7 @@ class QuantizedLinear(torch.nn.Module):
             or buffers["scales"] is not whole.scales
             or buffers["zeros"] is not whole.zeros
             or buffers["order"] is not whole.order
+            or buffers["factors"] is not whole.factors
         ):  # replaced, by functional_call say
             whole = self._whole = replaced(whole, {name: buffers[name] for name in _HELD})
         return whole
@@ -166,7 +167,7 @@ def applied(weight: QuantizedWeight, fn: Callable[[Tensor], Tensor]) -> Quantize
         raw = fn(t.view(torch.uint8))
         return raw.view(t.dtype) if raw.dtype == torch.uint8 else t.to(raw.device)  # Module.type casts all
 
-    tensors = {name: moved(t) for name in _ALL if (t := getattr(weight, name)) is not None}
+    tensors = {name: moved(t) for name in TENSORS if (t := getattr(weight, name)) is not None}
     asked = fn(torch.empty(0, dtype=weight.dtype, device=weight.device)).dtype
     return replaced(weight, tensors, asked if asked in FLOATS else torch.float32 if asked == torch.float64 else None)
 
@@ -209,11 +210,11 @@ def loaded(
     except UnsupportedProblem as error:
         error_msgs.append(f"{prefix}weight: {error}")
         return None
-    old = {name: getattr(weight, name) for name in _ALL}
-    given = {name: getattr(new, name) for name in _ALL}
+    old = {name: getattr(weight, name) for name in TENSORS}
+    given = {name: getattr(new, name) for name in TENSORS}
     if assign:
         return new
-    if any(_look(old[name]) != _look(given[name]) for name in _ALL):
+    if any(_look(old[name]) != _look(given[name]) for name in TENSORS):
         return replaced(new, {name: t if t is None else t.clone() for name, t in given.items()})
     with torch.no_grad():
         for name, t in old.items():
@@ -243,6 +244,6 @@ def _own(weight: QuantizedWeight, tensors: dict[str, Tensor]) -> QuantizedWeight
     if absent:
         raise UnsupportedProblem(f"the state dict lacks {own.PREFIX}{absent[0]}: load a whole one")
     held["packed"] = own.bytes_of(held["packed"], weight.code)
-    new = replaced(weight, {name: held.get(name) for name in _ALL})
+    new = replaced(weight, {name: held.get(name) for name in TENSORS})
     own.check_values(new)
     return new

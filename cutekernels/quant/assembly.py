@@ -12,7 +12,8 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.quant import layout
 from cutekernels.quant.weight import BITS, EXPONENTS, FLOATS, GROUPS, NF4_ZERO, QuantizedWeight, scales_shape
 
-MOST_EXPONENT = 152  # of e2m1: a scale of 2 ** 25; decoding holds a weight times 2 ** -24 in bf16
+MOST_EXPONENT = 152  # of MXFP4: a scale of 2 ** 25; decoding holds a weight times 2 ** -24 in bf16
+MOST_UE5M3 = 190  # e4m3's 448
 
 
 def packed_group(group: int, k: int) -> tuple[int, int]:
@@ -49,6 +50,7 @@ def assemble(
     offsets: Tensor | None = None,
     order: Tensor | None = None,
     block: tuple[int, int] | None = None,
+    factors: Tensor | None = None,
     dtype: torch.dtype,
     format: str,
     details: Mapping[str, Any],
@@ -61,10 +63,11 @@ def assemble(
         group: of the format: any size that :func:`packed_group` takes, 0 or -1 for all of K.
         zeros, offsets: ``(groups, N)``.
         block: ``(rows, columns)`` that share a scale, multiples of 128.
+        factors: ``(2, N)``, of groups of 16.
     """
     n, k = codes.shape
     shape = (n, k)
-    check_scales(scales, code)
+    check_scales(scales, code, group)
     if code == "e4m3" and bool(((codes & 0x7F) == 0x7F).any()):
         raise UnsupportedProblem(
             "e4m3 weights hold numbers, not the NaN codes 0x7f and 0xff; download the checkpoint again or quantize anew"
@@ -99,7 +102,8 @@ def assemble(
     def strip(table: Tensor) -> Tensor:
         """``table`` repeated to the packed groups, rows padded to 64 with 0."""
         table = table if repeats == 1 else table.repeat_interleave(repeats, 0)[:count]
-        return layout.dense(torch.nn.functional.pad(table, (0, -n % layout.TILE)))
+        table = layout.dense(torch.nn.functional.pad(table, (0, -n % layout.TILE)))
+        return layout.pack_scales(table) if group == 16 and code == "e2m1" else table
 
     if zeros is not None and bool((zeros == 8).all()):
         zeros = None
@@ -123,18 +127,22 @@ def assemble(
         format,
         kept,
         None if offsets is None else strip(offsets),
+        None if factors is None else layout.dense(torch.nn.functional.pad(factors, (0, -n % layout.TILE), value=1)),
     )
 
 
-def check_scales(scales: Tensor, code: str) -> None:
-    """Scales are finite fp16, bf16 or fp32; of e2m1 exponents up to ``MOST_EXPONENT``."""
+def check_scales(scales: Tensor, code: str, group: int) -> None:
+    """Scales are finite fp16, bf16 or fp32; of e2m1 bytes up to ``MOST_EXPONENT``, or ``MOST_UE5M3``."""
     if not scales.numel():
         raise UnsupportedProblem("a weight has scales, and here are none; download the checkpoint again")
     if code == "e2m1":
-        if scales.dtype != EXPONENTS or int(scales.amax()) > MOST_EXPONENT:
+        if group == 16 and scales.dtype == torch.int32:
+            scales = layout.unpack_scales(scales)
+        most, what = (MOST_UE5M3, "448") if group == 16 else (MOST_EXPONENT, "2 ** 25")
+        if scales.dtype != EXPONENTS or int(scales.amax()) > most:
             found = f"{int(scales.amax())}" if scales.dtype == EXPONENTS else f"{scales.dtype}"
             raise UnsupportedProblem(
-                f"scales of e2m1 are exponents, bytes of up to {MOST_EXPONENT} for 2 ** 25, not {found}; "
+                f"scales of e2m1 are bytes of up to {most} for {what}, not {found}; "
                 "download the checkpoint again, or take its weights in bf16"
             )
         return
@@ -153,9 +161,11 @@ def unassemble(weight: QuantizedWeight) -> tuple[Tensor, Tensor, Tensor | None, 
         rows, columns = details.get("block", (128, 128))
         return codes, weight.scales.t()[:: rows // 128, :: columns // 128].contiguous(), None, None
     group = details.get("group", weight.group)
-    repeats = packed_group(group, k)[1]
+    repeats = 1 if weight.code == "e2m1" else packed_group(group, k)[1]
 
     def strip(table: Tensor | None) -> Tensor | None:
+        if table is not None and weight.group == 16:
+            table = layout.unpack_scales(table)[: k // 16]
         return None if table is None else table[::repeats, :n].contiguous()
 
     zeros, offsets = strip(weight.zeros), strip(weight.offsets)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.quant.formats import awq, bitsandbytes, compressed_tensors, gptq, mxfp4, own, plain, torchao
+from cutekernels.quant.formats import awq, bitsandbytes, compressed_tensors, gptq, mxfp4, nvfp4, own, plain, torchao
 from cutekernels.quant.formats.nibbles import check, known_only, short, take
 from cutekernels.quant.scheme import Scheme, read_config
 from cutekernels.quant.weight import QuantizedWeight
@@ -66,6 +66,8 @@ def _by_tensors(scheme: Scheme, tensors: Mapping[str, Tensor]) -> Scheme:
         return scheme
     weight = tensors.get("weight")
     for each in scheme.schemes:
+        if each.code == "e2m1" and not tensors.keys().isdisjoint(each.marks):
+            return each
         wanted = plain.DTYPES.get(each.code) if weight is not None else None
         if weight is None and "weight_packed" in each.marks and _width(tensors) == each.bits:
             return each
@@ -130,6 +132,11 @@ def _read_mxfp4(tensors: Mapping[str, Tensor], scheme: Scheme, dtype: torch.dtyp
     return mxfp4.from_mxfp4(blocks, scales, dtype=dtype)
 
 
+def _read_modelopt(tensors: Mapping[str, Tensor], scheme: Scheme, dtype: torch.dtype | None) -> QuantizedWeight:
+    held = {name: tensor for name, tensor in tensors.items() if name != "bias"}
+    return nvfp4.from_nvfp4(held, scheme.format, dtype=dtype)
+
+
 def _read_own(tensors: Mapping[str, Tensor], scheme: Scheme, dtype: torch.dtype | None) -> QuantizedWeight:
     held = {name: tensor for name, tensor in tensors.items() if name != "bias"}
     return own.from_own(held, (scheme.detail or {})["scheme"], dtype=dtype)
@@ -143,5 +150,6 @@ _READERS: dict[str, Callable[[Mapping[str, Tensor], Scheme, torch.dtype | None],
     "bitsandbytes": _read_bitsandbytes,
     "torchao": _read_torchao,
     "mxfp4": _read_mxfp4,
+    "modelopt": _read_modelopt,
     "cutekernels": _read_own,
 }

@@ -76,6 +76,9 @@ def _gptq(weight: QuantizedWeight) -> dict[str, Any]:
 
 def _compressed_tensors(weight: QuantizedWeight) -> dict[str, Any]:
     details, size = weight.details, _size(weight)
+    if weight.code == "e2m1":
+        four = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "symmetric": True, "group_size": size}
+        return _group_config("nvfp4-pack-quantized", four)
     packed = "bits" in details
     strategy = "block" if "block" in details else "group" if size > 0 else "tensor" if details.get("one") else "channel"
     weights: dict[str, Any] = {
@@ -89,6 +92,10 @@ def _compressed_tensors(weight: QuantizedWeight) -> dict[str, Any]:
     elif strategy == "group":
         weights["group_size"] = size
     form = "pack-quantized" if packed else "float-quantized" if weight.code == "e4m3" else "int-quantized"
+    return _group_config(form, weights)
+
+
+def _group_config(form: str, weights: dict[str, Any]) -> dict[str, Any]:
     return {
         "quantization_status": "compressed",
         "format": form,
@@ -123,6 +130,10 @@ def _mxfp4(weight: QuantizedWeight) -> dict[str, Any]:
     return {"modules_to_not_convert": []}
 
 
+def _modelopt(weight: QuantizedWeight) -> dict[str, Any]:
+    return {"quant_algo": "NVFP4", "group_size": weight.group, "ignore": []}
+
+
 def _own(weight: QuantizedWeight) -> dict[str, Any]:
     kind = weight.code, weight.group, weight.scale_rows
     scheme = weight.details.get("scheme") or next((name for name, its in SCHEMES.items() if its == kind), None)
@@ -142,5 +153,6 @@ _CONFIGS: dict[str, Callable[[QuantizedWeight], dict[str, Any]]] = {
     "bitsandbytes": _bitsandbytes,
     "torchao": _torchao,
     "mxfp4": _mxfp4,
+    "modelopt": _modelopt,
     "cutekernels": _own,
 }

@@ -37,6 +37,7 @@ def concatenate(weights: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
         scales=torch.cat([w.scales for w in weights], dim=1),
         zeros=_side_by_side([w.zeros for w in weights], [w.scales for w in weights], 8, torch.uint8),
         offsets=_side_by_side([w.offsets for w in weights], [w.scales for w in weights], 0, first.scales.dtype),
+        factors=None if first.factors is None else torch.cat([w.factors for w in weights if w.factors is not None], 1),
         format="cutekernels",
         details={},
     )
@@ -68,10 +69,10 @@ def padded(w: QuantizedWeight, n: int, k: int) -> QuantizedWeight:
     tiles, held = layout.tiles(shape), w.packed.shape
     groups, rows = scales_shape(w.group, w.scale_rows, shape)
 
-    def wider(table: Tensor | None) -> Tensor | None:
+    def wider(table: Tensor | None, down: int = groups - w.scales.shape[0], value: int = 0) -> Tensor | None:
         if table is None:
             return None
-        return torch.nn.functional.pad(table, (0, rows - table.shape[1], 0, groups - table.shape[0]))
+        return torch.nn.functional.pad(table, (0, rows - table.shape[1], 0, down), value=value)
 
     scales, order = wider(w.scales), w.order
     assert scales is not None
@@ -84,6 +85,7 @@ def padded(w: QuantizedWeight, n: int, k: int) -> QuantizedWeight:
         scales=scales,
         zeros=wider(w.zeros),
         offsets=wider(w.offsets),
+        factors=wider(w.factors, 0, 1),
         order=order,
         format="cutekernels",
         details={},

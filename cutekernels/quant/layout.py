@@ -10,6 +10,9 @@ k ``2 (l % 4) + 8 c + e``, where ``h``, ``c`` and ``e`` are 0 or 1. Bytes of a t
 e2m1 spreads the bits of each 16, four codes of (sign, exponent, mantissa), so that decoding moves most codes at once:
 of codes 0, 1 and 2 exponent and mantissa to bits 0, 3 and 6 and up, signs to 9, 12 and 15; of code 3 to what is left.
 
+Scales of 16 elements (NVFP4's, a byte each: :func:`pack_scales`) stand four to a word, that of 64 of K: of rows r and
+r + 8 and two neighbours of K, words of a strip as ``[r 8][pair 2]``, so that two rows' are one run of eight bytes.
+
 So a lane's share of a strip (4 bits) or of half a strip (8 bits) is one run of 16 bytes, and a warp reads 512 in a row.
 """
 
@@ -39,6 +42,11 @@ _SPLIT = (4, 2, 8, 4, 2, 4, 2)
 def tiles(shape: tuple[int, int]) -> tuple[int, int]:
     """The number of tiles along N and along K of a weight of ``shape``."""
     return -(-shape[0] // TILE), -(-shape[1] // TILE)
+
+
+def step_of(group: int) -> int:
+    """The elements of K that a number of a table of scales in groups of ``group`` is for: of 16 four share a word."""
+    return TILE if group == 16 else group
 
 
 def packed_shape(shape: tuple[int, int], bits: int) -> tuple[int, int, int]:
@@ -105,6 +113,29 @@ def unpack(packed: Tensor, bits: int, n: int, k: int, *, spread: bool = False) -
         chunk = _unpack_tiles(_looked_up(part, _NIBBLES) if spread else part, last - first, columns, bits)
         codes[first * TILE : last * TILE] = chunk[: n - first * TILE, :k]
     return codes
+
+
+def pack_scales(scales: Tensor) -> Tensor:
+    """Bytes ``(K / 16, N)``, 64 dividing N, as int32 ``(K / 64, N)``.
+
+    Words have bytes (row h, k-block b) in the order ``2 h + b``, 4 bits to the left and round, so that those of b = 0
+    are four bits above the ends of both halves.
+    """
+    import torch
+
+    groups, rows = scales.shape
+    whole = torch.nn.functional.pad(scales, (0, 0, 0, -groups % 4)).reshape(-1, 2, 2, rows // 16, 2, 8)
+    words = dense(whole.permute(0, 3, 5, 1, 4, 2).flatten(-2)).view(torch.int32).reshape(-1, rows)
+    return (words << 4) | (words >> 28 & 15)
+
+
+def unpack_scales(words: Tensor) -> Tensor:
+    """The bytes that :func:`pack_scales` was given, those of whole words."""
+    import torch
+
+    rows = words.shape[1]
+    whole = dense((words >> 4 & 0x0FFFFFFF) | (words << 28)).view(torch.uint8).reshape(-1, rows // 16, 8, 2, 2, 2)
+    return whole.permute(0, 3, 5, 1, 4, 2).reshape(-1, rows)
 
 
 def dense(tensor: Tensor) -> Tensor:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import fnmatch
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cutekernels.errors import UnsupportedProblem, near
-from cutekernels.quant.formats import awq, bitsandbytes, compressed_tensors, gptq, mxfp4, own, plain, torchao
+from cutekernels.quant.formats import awq, bitsandbytes, compressed_tensors, gptq, mxfp4, nvfp4, own, plain, torchao
 from cutekernels.quant.support import REFUSED
 from cutekernels.quant.weight import BITS
 
@@ -287,9 +288,13 @@ def _precedence(target: tuple[str, int]) -> tuple[int, str]:
 
 
 def _config_group(group: Mapping[str, Any], weights: Mapping[str, Any], form: str, config: Mapping[str, Any]) -> Scheme:
-    forms = ("pack-quantized", "float-quantized", "int-quantized", "naive-quantized")
+    forms = ("pack-quantized", "float-quantized", "int-quantized", "naive-quantized", "nvfp4-pack-quantized")
     _only(config, "format", form, forms, REFUSED.get(form, "take a checkpoint in one of these formats"))
     bits, kind = int(weights.get("num_bits", 8)), str(weights.get("type", "int"))
+    if form == "nvfp4-pack-quantized":
+        found, wanted = (kind, bits, weights.get("group_size")), ("float", 4, nvfp4.GROUP)
+        _only(config, "weights of nvfp4-pack-quantized", found, (wanted,), "quantize with NVFP4A16")
+        return _nvfp4("compressed-tensors")
     packed = form == "pack-quantized"
     code = {("int", 4): "int4" if packed else "int8", ("int", 8): "int8", ("float", 8): "e4m3"}.get((kind, bits))
     if code is None or (packed and kind != "int"):
@@ -313,6 +318,28 @@ def _config_group(group: Mapping[str, Any], weights: Mapping[str, Any], form: st
         marks=() if _is_decompressed(config) and not packed else (mark,),
         detail={**weights, "block_structure": None if shape is None else list(shape)},
     )
+
+
+def _nvfp4(format: str) -> Scheme:
+    return Scheme(
+        format,
+        "e2m1",
+        nvfp4.GROUP,
+        tensors=(*nvfp4.NAMES[format], *nvfp4.BESIDE),
+        marks=nvfp4.NAMES[format][2:],
+        ignored=nvfp4.BESIDE,
+    )
+
+
+def _modelopt(config: Mapping[str, Any]) -> Scheme:
+    """NVIDIA's, as ``config.json`` has it, or ``hf_quant_config.json``. Names that it leaves out are shell patterns."""
+    said = config.get("quantization") or config
+    remedy = "take the same model in NVFP4, in compressed-tensors or in FP8"
+    _only(config, "quant_algo", said.get("quant_algo"), ("NVFP4", "W4A16_NVFP4"), remedy)
+    size = said.get("group_size", nvfp4.GROUP)
+    _only(config, "group_size", size, (nvfp4.GROUP,), remedy)
+    names = _either(said, ("ignore", "exclude_modules"), None) or ()
+    return replace(_nvfp4("modelopt"), rules=(*[(_PATTERN + fnmatch.translate(name), -1) for name in names], *_ANY))
 
 
 def _fp8(config: Mapping[str, Any]) -> Scheme:
@@ -412,5 +439,6 @@ _CONFIGS: dict[str, Callable[[Mapping[str, Any]], Scheme]] = {
     "bitsandbytes": _bitsandbytes,
     "torchao": _torchao,
     "mxfp4": _mxfp4,
+    "modelopt": _modelopt,
     "cutekernels": _own,
 }

@@ -45,12 +45,10 @@ REFUSED = {  # quant_method of a config, or format of compressed-tensors: what t
     "higgs": _OTHER,
     "hqq": _OTHER,
     "marlin-24": "decompress it with compressed-tensors, and quantize anew",
-    "modelopt": "take the same model in compressed-tensors or FP8",
     "mxfp4-pack-quantized": _OTHER,
     "mxfp6-pack-quantized": _OTHER,
     "mxfp8-quantized": _OTHER,
     "nvfp4": _OTHER,
-    "nvfp4-pack-quantized": _OTHER,
     "quanto": _OTHER,
     "quark": _OTHER,
     "quip": _OTHER,
@@ -62,11 +60,12 @@ REFUSED = {  # quant_method of a config, or format of compressed-tensors: what t
 READS = {  # format: the elements that its weights may have
     "awq": ("int4",),
     "gptq": ("int4",),
-    "compressed-tensors": ("int4", "int8", "e4m3"),
+    "compressed-tensors": ("int4", "int8", "e4m3", "e2m1"),
     "fp8": ("e4m3",),
     "bitsandbytes": ("nf4",),
     "torchao": ("int4", "e4m3"),
     "mxfp4": ("e2m1",),
+    "modelopt": ("e2m1",),
     "cutekernels": ("int4", "int8", "e4m3", "e2m1"),
 }
 

@@ -23,15 +23,18 @@ FORMATS = {  # each with its file in formats/, whose write() gives the checkpoin
     "bitsandbytes": "bitsandbytes",
     "torchao": "torchao",
     "mxfp4": "mxfp4",
+    "modelopt": "nvfp4",
     "cutekernels": "own",
 }
 GROUPS = (0, 32, 64, 128)  # 0: all of K
+GROUPS_E2M1 = (16, 32)  # NVFP4's and MXFP4's
 SCALE_ROWS = (1, 128)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
-EXPONENTS = torch.uint8  # scales of e2m1: byte b is 2 ** (b - 127)
+EXPONENTS = torch.uint8  # scales of MXFP4: byte b is 2 ** (b - 127)
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 NF4_ZERO = NF4.index(0.0)
 _TABLES = {"nf4": NF4, "e2m1": E2M1}
+TENSORS = ("packed", "scales", "zeros", "order", "offsets", "factors")
 _CHUNK_ELEMENTS = 8 << 20  # fp32 temporaries of dequantize: 32 MB each
 
 
@@ -41,22 +44,26 @@ class QuantizedWeight:
 
     An element is worth ``s * (q - z)`` (int4), ``s * q`` (int8 and e4m3), ``s * NF4[q]`` or (MXFP4, whose scales are
     exponents) ``2 ** (s - 127) * E2M1[q]``, computed in fp32 and rounded once to ``dtype``: with scales of 16 bits of
-    integers and of e4m3, the exact product rounded; e2m1 is exact in bf16.
+    integers and of e4m3, the exact product rounded; MXFP4 is exact in bf16. NVFP4 has a factor besides, of rows:
+    ``fp32(s * f) * E2M1[q]``, or ``fp32(s / d) * E2M1[q]`` where a checkpoint has a divisor.
 
     Attributes:
         code: what an element is: ``"int4"``, ``"int8"``, ``"e4m3"``, ``"e2m1"`` or ``"nf4"``.
-        group: the elements along K that share a scale: 32, 64, 128, or 0 for all of K; of e2m1 32.
+        group: the elements along K that share a scale: 32, 64, 128, or 0 for all of K; of e2m1 32, or 16 (NVFP4).
         scale_rows: the rows that share a scale: 1, or 128 with groups of 128 (blocks).
         shape: ``(N, K)``.
         packed: the codes, as :func:`cutekernels.quant.layout.pack` lays them out.
         scales: ``(groups, N rounded up to 64)``, or ``(ceil(K / 128), ceil(N / 128))`` for blocks, in the format's own
-            dtype; of e2m1 exponents, uint8. Of rows that are padding: 0.
+            dtype; of MXFP4 exponents, uint8. Of rows that are padding: 0. Of groups of 16 :func:`ue5m3`, as
+            ``layout.pack_scales`` has them: int32 ``(ceil(K / 64), N rounded up to 64)``.
         zeros: of int4: z, 0 to 16, uint8, of the shape of ``scales``. None: 8 everywhere.
         order: int32 ``(K,)``: column j of ``packed`` is column ``order[j]`` of the weight (GPTQ's act-order).
         offsets: of int4 from torchao: added behind the product, of shape and dtype of ``scales``. None: 0 everywhere.
         dtype: what :meth:`dequantize` returns: fp16, bf16 or fp32.
         format: where the weight came from, one of ``FORMATS``.
         details: what :meth:`tensors` needs to write the format back; its tensors are small and stay on the CPU.
+        factors: of groups of 16, fp32 ``(2, N rounded up to 64)``: of each row f, and d or 1 where none divides; f is
+            1 / d where one does.
 
     Raises:
         UnsupportedProblem: fields that contradict each other. Values of tensors are not looked at here: readers do.
@@ -74,6 +81,7 @@ class QuantizedWeight:
     format: str = "cutekernels"
     details: Mapping[str, Any] = field(default_factory=dict)
     offsets: Tensor | None = None
+    factors: Tensor | None = None
 
     def __post_init__(self) -> None:
         _check_fields(self)
@@ -91,7 +99,7 @@ class QuantizedWeight:
     @property
     def nbytes(self) -> int:
         """The memory of all tensors that a product reads."""
-        return sum(t.nbytes for t in (self.packed, self.scales, self.zeros, self.order, self.offsets) if t is not None)
+        return sum(t.nbytes for name in TENSORS if (t := getattr(self, name)) is not None)
 
     def __repr__(self) -> str:
         group = "channel" if self.group == 0 else f"g{self.group}" if self.scale_rows == 1 else "block 128x128"
@@ -114,7 +122,7 @@ class QuantizedWeight:
             device, dtype = None, device
         changed: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
         if device is not None:
-            for name in ("packed", "scales", "zeros", "order", "offsets"):
+            for name in TENSORS:
                 tensor = getattr(self, name)
                 if tensor is not None:
                     changed[name] = tensor.to(device, non_blocking=non_blocking)
@@ -166,11 +174,17 @@ class QuantizedWeight:
 
     def _spread(self, table: Tensor, first: int, rows: int) -> Tensor:
         """``table`` for each element of ``rows`` rows from ``first``, fp32: ``(rows, K)`` or ``(rows, 1)``."""
-        if self.scale_rows == 1:
+        if self.group == 16:
+            part = layout.unpack_scales(table[:, first : first + -(-rows // layout.TILE) * layout.TILE])[:, :rows]
+        elif self.scale_rows == 1:
             part = table[:, first : first + rows]
         else:
             part = table[:, first // 128 : -(-(first + rows) // 128)].repeat_interleave(128, 1)[:, :rows]
-        part = powers_of_two(part.t()) if self.code == "e2m1" else part.t().float()
+        if self.factors is not None:
+            (factor, divisor), part = self.factors[:, first : first + rows, None], ue5m3(part.t())
+            part = torch.where(divisor == 1, part * factor, part / divisor)
+        else:
+            part = powers_of_two(part.t()) if self.code == "e2m1" else part.t().float()
         return part if self.group == 0 else part.repeat_interleave(self.group, 1)[:, : self.shape[1]]
 
 
@@ -178,6 +192,11 @@ def powers_of_two(scales: Tensor) -> Tensor:
     """``2 ** (b - 127)`` of bytes b, fp32; of 0 a subnormal number. Byte 255 is NaN, which readers refuse."""
     bits = scales.int()
     return torch.where(bits == 0, 1 << 22, bits << 23).view(torch.float32)
+
+
+def ue5m3(scales: Tensor) -> Tensor:
+    """The numbers of bytes of five bits of exponent and three of mantissa, fp32: all are normal, 0 is 2 ** -15."""
+    return ((scales.int() + (112 << 3)) << 20).view(torch.float32)
 
 
 def _values(code: str, codes: Tensor, table: Tensor | None) -> Tensor:
@@ -194,14 +213,14 @@ def scales_shape(group: int, scale_rows: int, shape: tuple[int, int]) -> tuple[i
     n, k = shape
     if scale_rows == 128:
         return -(-k // 128), -(-n // 128)
-    return (1 if group == 0 else -(-k // group)), -(-n // layout.TILE) * layout.TILE
+    return (1 if group == 0 else -(-k // layout.step_of(group))), -(-n // layout.TILE) * layout.TILE
 
 
 def _check_fields(w: QuantizedWeight) -> None:
     """One sentence for the first rule that ``w`` breaks."""
     for name, value, known in (
         ("code", w.code, tuple(BITS)),
-        ("group", w.group, GROUPS),
+        ("group", w.group, GROUPS_E2M1 if w.code == "e2m1" else GROUPS),
         ("scale_rows", w.scale_rows, SCALE_ROWS),
         ("format", w.format, FORMATS),
         ("dtype", w.dtype, FLOATS),
@@ -220,15 +239,16 @@ def _check_fields(w: QuantizedWeight) -> None:
             f"scales of 128 rows are those of 128 x 128 blocks of e4m3, not of {w.code} in groups of {w.group}; "
             "repeat them to rows"
         )
-    if w.code == "e2m1" and w.group != 32:
-        raise UnsupportedProblem(f"e2m1 has groups of 32, not of {w.group}; quantize the weight to int4 instead")
+    if (w.factors is not None) != (w.group == 16):
+        raise UnsupportedProblem("factors are of groups of 16 elements, which all have them; pass both, or neither")
     table = scales_shape(w.group, w.scale_rows, w.shape)
     expected: dict[str, tuple[tuple[int, ...], tuple[torch.dtype, ...]]] = {
         "packed": (layout.packed_shape(w.shape, w.bits), (torch.uint8,)),
-        "scales": (table, (EXPONENTS,) if w.code == "e2m1" else FLOATS),
+        "scales": (table, (torch.int32,) if w.group == 16 else (EXPONENTS,) if w.code == "e2m1" else FLOATS),
         "zeros": (table, (torch.uint8,)),
         "order": ((w.shape[1],), (torch.int32,)),
         "offsets": (table, (w.scales.dtype,)),
+        "factors": ((2, table[1]), (torch.float32,)),
     }
     for name, (shape, dtypes) in expected.items():
         tensor = getattr(w, name)

@@ -72,10 +72,10 @@ def test_the_suites_are_ten_weights_of_four_models_in_three_formats() -> None:
 def test_operands_pose_the_case(form: str) -> None:
     _, p, i = small("quantized_linear", form)
     options = {"code": p.code, "group": p.group, "n": p.n, "activation": "none"}
-    assert QUANTIZED_LINEAR.problem(i.out, *i.operands, None, None, **options) == p
+    assert QUANTIZED_LINEAR.problem(i.out, *i.operands, None, None, None, **options) == p
     _, d, i = small("dequantize", form)
     options = {name: getattr(d, name) for name in DEQUANTIZE.options}
-    assert DEQUANTIZE.problem(i.out, *i.operands, None, **options) == d
+    assert DEQUANTIZE.problem(i.out, *i.operands, None, None, **options) == d
     assert i.bytes == pytest.approx(DEQUANTIZE.work(d).bytes, rel=1e-3)
 
 

@@ -73,6 +73,24 @@ def own(n: int, k: int) -> Tensors:
     return dict(quant.quantize(torch.randn(n, k) * 0.1, "int4_g32").tensors())
 
 
+def nvfp4(n: int, k: int) -> Tensors:
+    """ModelOpt's; the factor is the layer's own."""
+    codes, scales = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8), torch.randint(64, 120, (n, k // 16)).byte()
+    return {
+        "weight": codes, "weight_scale": scales.view(torch.float8_e4m3fn), "weight_scale_2": small(1)[0].float() / 1e3,
+        "input_scale": torch.ones(()),
+    }  # fmt: skip
+
+
+def nvfp4_packed(n: int, k: int) -> Tensors:
+    """compressed-tensors', whose factor divides."""
+    codes, scale, factor, _ = nvfp4(n, k).values()
+    return {
+        "weight_packed": codes, "weight_scale": scale, "weight_global_scale": 1 / factor.reshape(1),
+        "input_global_scale": torch.ones(1),
+    }  # fmt: skip
+
+
 _WEIGHTS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP}
 FORMATS: dict[str, tuple[Callable[[int, int], Tensors], dict[str, Any]]] = {
     "gptq": (gptq, {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": True, "sym": False}),
@@ -92,6 +110,19 @@ FORMATS: dict[str, tuple[Callable[[int, int], Tensors], dict[str, Any]]] = {
             "quant_method": "compressed-tensors", "format": "float-quantized", "ignore": ["lm_head"],
             "config_groups": {
                 "group_0": {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}
+            },
+        },
+    ),
+    "modelopt": (nvfp4, {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}),
+    "compressed-tensors-nvfp4": (
+        nvfp4_packed,
+        {
+            "quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "ignore": ["lm_head"],
+            "config_groups": {
+                "group_0": {
+                    "targets": ["Linear"],
+                    "weights": {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16},
+                }
             },
         },
     ),
@@ -133,6 +164,16 @@ def test_a_language_model_among_towers(tmp_path: Path, monkeypatch: pytest.Monke
     tokens, found = logits(Decoder.from_pretrained(tmp_path, **SIZES), monkeypatch)
     assert tokens == expected[0]
     torch.testing.assert_close(found, expected[1])
+
+
+def test_a_quantizer_s_own_file_stands_for_the_config(tmp_path: Path) -> None:
+    model = llama()
+    quantized("modelopt", tmp_path, model)
+    said = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4", "exclude_modules": ["lm_head"]}}
+    edit(tmp_path / "config.json", lambda c: c.pop("quantization_config"))
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(said))
+    found = load(tmp_path, device="cpu").get_submodule("model.layers.0.mlp.down_proj").weight
+    assert torch.equal(found.dequantize(), model.get_submodule("model.layers.0.mlp.down_proj").weight)
 
 
 @pytest.mark.parametrize("name", FORMATS)

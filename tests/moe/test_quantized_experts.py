@@ -73,7 +73,7 @@ def test_gradients_of_rows_and_biases() -> None:
 
         def f(x: Any, b: Any, options: Any = options) -> Any:
             own = weight.weight
-            return QUANTIZED_GROUPED_GEMM.path(x, own.packed, own.scales, None, OFFSETS, b, *options, None)
+            return QUANTIZED_GROUPED_GEMM.path(x, own.packed, own.scales, None, None, OFFSETS, b, *options, None)
 
         y = f(x, bias)
         dense = weight.dequantize(torch.float32).double()
@@ -99,9 +99,9 @@ def test_gradients_of_rows_and_biases() -> None:
 def test_opcheck_and_compile() -> None:
     weight, x = experts(5, 128, 64, "int4_g32 zeros"), torch.randn(13, 64).bfloat16().requires_grad_()
     own = weight.weight
-    args = (x, own.packed, own.scales, own.zeros, OFFSETS, None, "int4", 32, "silu", 1.0, 1.0)
+    args = (x, own.packed, own.scales, own.zeros, own.factors, OFFSETS, None, "int4", 32, "silu", 1.0, 1.0)
     torch.library.opcheck(torch.ops.cutekernels.quantized_grouped_gemm, args)
-    back = (torch.randn(13, 128).bfloat16(), own.packed, own.scales, own.zeros, OFFSETS, "int4", 32, 64)
+    back = (torch.randn(13, 128).bfloat16(), own.packed, own.scales, own.zeros, own.factors, OFFSETS, "int4", 32, 64)
     torch.library.opcheck(torch.ops.cutekernels.quantized_grouped_gemm_backward, back)
     made = torch.compile(lambda x: ck.grouped_gemm(x, weight, OFFSETS), backend="aot_eager", fullgraph=True)
     assert torch.equal(made(x), ck.grouped_gemm(x, weight, OFFSETS))
@@ -158,7 +158,7 @@ def test_a_clamped_gate_of_plain_experts_has_the_same_limits(changed: dict[str, 
 
 def test_operands_pose_what_they_are() -> None:
     op, x, own = QUANTIZED_GROUPED_GEMM, torch.randn(13, 160).bfloat16(), experts(5, 256, 160, "fp8_block").weight
-    inputs = (x, own.packed, own.scales, None, OFFSETS, torch.zeros(5, 256))
+    inputs = (x, own.packed, own.scales, None, None, OFFSETS, torch.zeros(5, 256))
     options = {"code": "e4m3", "group": 128, "activation": "silu_mul"}
     op.admit(inputs, **options)
     assert str(op.problem(*op.fresh(*inputs, **options), *inputs, **options)) == (

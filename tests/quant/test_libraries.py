@@ -66,6 +66,23 @@ def test_compressed_tensors_plain(n: int, k: int, strategy: str, kind: str, dtyp
     golden.same(weight.tensors(), tensors)
 
 
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_compressed_tensors_nvfp4(n: int, k: int) -> None:
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors.nvfp4.base import NVFP4PackedCompressor
+    from compressed_tensors.quantization import QuantizationScheme
+
+    from tests.quant.test_nvfp4 import WEIGHTS, tensors
+
+    how = QuantizationScheme(targets=["Linear"], weights=WEIGHTS)
+    for seed in range(10):
+        given = tensors(n, k, "compressed-tensors", seed)
+        expected = NVFP4PackedCompressor.decompress(given, how)["weight"]
+        weight = quant.from_compressed_tensors(given, how.weights.model_dump())
+        assert weight.dtype == expected.dtype
+        assert torch.equal(weight.dequantize(), expected)
+
+
 def test_compressed_tensors_groups() -> None:
     """Which group a module is of: names, regular expressions, classes, groups without weights, what is left out."""
     pytest.importorskip("compressed_tensors")

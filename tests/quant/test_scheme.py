@@ -138,7 +138,7 @@ def test_names_match_as_in_transformers() -> None:
     [
         ({}, "quant_method is one of awq, gptq"),
         ({"quant_method": "awk"}, "Did you mean 'awq'"),
-        ({"quant_method": "modelopt"}, "compressed-tensors or FP8"),
+        ({"quant_method": "modelopt"}, "quant_algo of modelopt is NVFP4 or W4A16_NVFP4, not None"),
         ({"quant_method": "gguf"}, "take the safetensors checkpoint"),
         (AWQ | {"bits": 8}, "bits of awq is 4, not 8"),
         (AWQ | {"version": "gemv"}, "version of awq is gemm, not 'gemv'"),
@@ -151,7 +151,8 @@ def test_names_match_as_in_transformers() -> None:
             GPTQ | {"dynamic": {"+:.*": {"bits": 8}}},
             "bits of .* of gptq is 4, not 8; quantize all layers with four bits",
         ),
-        (PACKED | {"format": "nvfp4-pack-quantized"}, "format of compressed-tensors is pack-quantized or"),
+        (PACKED | {"format": "mxfp4-pack-quantized"}, "format of compressed-tensors is pack-quantized or"),
+        (PACKED | {"format": "nvfp4-pack-quantized"}, "quantize with NVFP4A16"),
         (PACKED | {"sparsity_config": {"format": "sparse-24"}}, "has sparsity_config"),
         (PACKED | {"transform_config": {"config_groups": {"a": {}}}}, "has transform_config"),
         (PACKED | {"config_groups": {"a": group(["Linear"], num_bits=3, type="int")}}, "not int of 3"),

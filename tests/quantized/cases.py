@@ -15,7 +15,7 @@ from cutekernels.quant import QuantizedWeight, layout
 from cutekernels.quant.weight import BITS, E2M1, scales_shape
 from cutekernels.verify import worst_error
 
-BF16, FP16, FP32, E8M0 = torch.bfloat16, torch.float16, torch.float32, torch.uint8
+BF16, FP16, FP32, E8M0, UE5M3 = torch.bfloat16, torch.float16, torch.float32, torch.uint8, torch.int32
 _SIZE = {"int4": 5.0, "int8": 74.0, "e4m3": 130.0, "nf4": 0.5, "e2m1": 2.9}  # the root mean square of codes
 
 
@@ -41,26 +41,30 @@ _OTHERS = [
     Kind(code, g, scale=s) for code, g, s in product(("int8", "e4m3", "nf4"), (0, 32, 64, 128), (FP16, BF16, FP32))
 ]
 _BLOCKS = [Kind("e4m3", 128, 128, scale=s) for s in (FP32, BF16, FP16)]
-_MXFP4 = Kind("e2m1", 32, scale=E8M0)
-KINDS = {str(kind): kind for kind in (*_INT4, *_OTHERS, *_BLOCKS, _MXFP4)}
+_MXFP4, _NVFP4 = Kind("e2m1", 32, scale=E8M0), Kind("e2m1", 16, scale=UE5M3)
+KINDS = {str(kind): kind for kind in (*_INT4, *_OTHERS, *_BLOCKS, _MXFP4, _NVFP4)}
 COMMON = {  # one of each code and way of scaling
     str(kind): kind
     for kind in (
         Kind(), Kind(group=32, zeros=True, scale=FP32), Kind("e4m3", 0, scale=FP32), Kind("e4m3", 128, 128, scale=FP32),
-        Kind("int8", 64, scale=BF16), Kind("nf4", 64, scale=FP32), _MXFP4,
+        Kind("int8", 64, scale=BF16), Kind("nf4", 64, scale=FP32), _MXFP4, _NVFP4,
     )
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Made:
-    """A weight as its codes, zeros and scales, columns as packed: ``(N, K)`` codes, others ``scales_shape``."""
+    """A weight as its codes, zeros and scales, columns as packed: ``(N, K)`` codes, others ``scales_shape``.
+
+    Scales of groups of 16 are bytes ``(groups, N)``, and ``factors`` those of rows, and what divides.
+    """
 
     kind: Kind
     codes: Tensor
     scales: Tensor
     zeros: Tensor | None
     order: Tensor | None
+    factors: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -74,7 +78,8 @@ class Made:
         return QuantizedWeight(
             kind.code, kind.group, kind.scale_rows, self.shape,
             layout.pack(self.codes, BITS[kind.code], fill, spread=kind.code == "e2m1"),
-            self.scales, self.zeros, self.order,
+            layout.pack_scales(self.scales) if kind.scale == UE5M3 else self.scales, self.zeros, self.order,
+            factors=self.factors,
         )  # fmt: skip
 
     def exact(self) -> Tensor:
@@ -96,6 +101,10 @@ class Made:
         scales = self.scales.double()
         if kind.scale == E8M0:
             scales = torch.exp2(scales - 127)
+        if self.factors is not None:
+            factor, divisor = self.factors
+            scales = torch.exp2(scales.div(8).floor() - 15) * (1 + scales % 8 / 8)
+            scales = torch.where(divisor == 1, scales.float() * factor, scales.float() / divisor).double()
         values = values * scales[group, row]
         if self.order is None:
             return values
@@ -110,7 +119,14 @@ def make(n: int, k: int, kind: Kind = Kind(), device: str = "cpu", seed: int = 0
         codes = torch.where(codes % 128 == 127, codes - 1, codes)  # no NaN
     shape = scales_shape(kind.group, kind.scale_rows, (n, k))
     scales = (torch.rand(shape, generator=draw) + 0.5) / (_SIZE[kind.code] * k**0.5)
-    scales = (scales.log2().round() + 127).to(E8M0) if kind.scale == E8M0 else scales.to(kind.scale)
+    factors = None
+    if kind.scale == UE5M3:
+        factor = scales[0] / 128
+        divisor = torch.where(torch.arange(shape[1]) % 2 == 0, 1.0, 1 / factor)
+        factors = torch.stack((torch.where(divisor == 1, factor, 1 / divisor), divisor))
+        scales = torch.randint(128, 191, (4 * shape[0], shape[1]), generator=draw).to(torch.uint8)  # 2 to 448
+    else:
+        scales = (scales.log2().round() + 127).to(E8M0) if kind.scale == E8M0 else scales.to(kind.scale)
     zeros = torch.randint(0, 17, shape, generator=draw).to(torch.uint8) if kind.zeros else None
     order = torch.randperm(k, generator=draw).to(torch.int32) if kind.order else None
     if kind.scale_rows == 1:  # rows that are padding
@@ -121,6 +137,7 @@ def make(n: int, k: int, kind: Kind = Kind(), device: str = "cpu", seed: int = 0
         scales.to(device),
         None if zeros is None else zeros.to(device),
         None if order is None else order.to(device),
+        None if factors is None else factors.contiguous().to(device),
     )
 
 
@@ -166,7 +183,7 @@ def swapped_scales(made: Made, row: int) -> Made:
 
 def shifted_edge(made: Made, by: int) -> Made:
     """Every element of the last ``by`` columns of a group decoded with the next group's scale and zero, in fp64."""
-    return _Shifted(made.kind, made.codes, made.scales, made.zeros, made.order, by)
+    return _Shifted(made.kind, made.codes, made.scales, made.zeros, made.order, made.factors, by)
 
 
 @dataclass(frozen=True)
@@ -178,7 +195,7 @@ class _Shifted(Made):
         n, k = self.shape
         column = (torch.arange(k, device=self.codes.device) + self.by).clamp(max=k - 1)
         codes = self.codes.clone().index_copy_(1, column, self.codes)
-        values = Made(self.kind, codes, self.scales, self.zeros, None).exact()[:, column]
-        plain = Made(self.kind, self.codes, self.scales, self.zeros, None).exact()
+        values = Made(self.kind, codes, self.scales, self.zeros, None, self.factors).exact()[:, column]
+        plain = Made(self.kind, self.codes, self.scales, self.zeros, None, self.factors).exact()
         whole = torch.arange(k, device=self.codes.device) < k - self.by  # the clamped columns share a place
         return torch.where(whole[None].expand(n, k), values, plain)

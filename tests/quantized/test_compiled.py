@@ -32,6 +32,10 @@ WARPGROUP = (
     ),
     ("m=512 n=4096 k=4096 scale=bf16", "tile_m=256 tile_n=128 tile_k=64 stages=5 stream_k=1 scaled=weights raster=1"),
     (
+        "m=512 n=4096 k=4096 code=e2m1 group=16 scale=ue5m3 factors=1",
+        "tile_m=192 tile_n=128 tile_k=128 stages=3 stream_k=1 scaled=weights raster=1",
+    ),
+    (
         "m=512 n=4096 k=4096 code=e4m3 scale_rows=128 scale=fp32",
         "tile_m=160 tile_n=192 tile_k=128 stages=3 stream_k=1 scaled=weights raster=8",
     ),
@@ -55,7 +59,7 @@ def frame(p: QuantizedProblem, c: QuantizedConfig) -> int:
 
 
 @pytest.mark.parametrize(
-    ("name", "text"), [(GPUS[i % len(GPUS)], QUANTIZED_LINEAR.suite[n]) for i, n in enumerate((1, 4, 6, 7, 8, 10))]
+    ("name", "text"), [(GPUS[i % len(GPUS)], QUANTIZED_LINEAR.suite[n]) for i, n in enumerate((1, 4, 6, 7, 8, 10, 11))]
 )
 def test_defaults_compile_without_spills_in_the_shared_memory_that_rules_count(name: str, text: str) -> None:
     spec, p = gpu.lookup(name), QuantizedProblem.parse(text)
@@ -113,6 +117,19 @@ def test_powers_of_two_times_e2m1_are_exact_in_registers() -> None:
                     rows, k = torch.arange(4) * 16 + lane // 4 + p % 2 * 8, torch.arange(4) * 16 + lane % 4 * 2 + e
                     expected = torch.tensor(E2M1).double()[codes[rows][:, k + p // 2 * 8].long()]
                     assert torch.equal(found[:, lane], expected)
+    scales = 48 + torch.arange(4 * 64, dtype=torch.uint8).view(4, 64) % 143  # e4m3 above 0
+    numbers = torch.exp2(scales.double().div(8).floor() - 15) * (1 + scales % 8 / 8)
+    words = layout.pack_scales(scales).view(4, 8, 2).long() & 0xFFFFFFFF  # (strip, lane // 4, pair of k-blocks)
+    assert torch.equal(layout.unpack_scales(layout.pack_scales(scales)), scales)
+    for dtype, left, mask, magic, bias in (
+        (torch.bfloat16, 0, 0x0FF00FF0, 0x70007000, -112), (torch.float16, 3, 0x7F807F80, 0, 0),
+    ):  # fmt: skip
+        for kb in range(4):
+            by = (left - 8 * (kb % 2)) % 32
+            word = (words[:, :, kb // 2] << by | words[:, :, kb // 2] >> 32 - by) & mask | magic
+            for h in range(2):
+                found = (word >> 16 * h & 0xFFFF).to(torch.uint16).view(dtype).double() * 2.0**bias
+                assert torch.equal(found, numbers[kb].view(4, 2, 8)[:, h])
     for byte in range(153):
         power = torch.tensor([byte * 0x00800080 + 0x33003300], dtype=torch.uint32).view(torch.bfloat16)
         assert power.double().tolist() == [2.0 ** (byte - 25)] * 2

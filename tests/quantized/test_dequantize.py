@@ -27,9 +27,8 @@ SUITE = [DequantizeProblem.parse(text) for text in DEQUANTIZE.suite]
 def test_the_reference_is_the_definition(kind: cases.Kind) -> None:
     made = make(129, 200, kind)
     weight = made.weight()
-    found = DEQUANTIZE.path(
-        weight.packed, weight.scales, weight.zeros, kind.code, kind.group, 129, 200, 72, "bf16", 64, None
-    )
+    held = weight.packed, weight.scales, weight.zeros, weight.factors
+    found = DEQUANTIZE.path(*held, kind.code, kind.group, 129, 200, 72, "bf16", 64, None)
     assert torch.equal(found, made.exact()[:, 64:136].float().bfloat16())
     assert torch.equal(weight.dequantize(torch.float32), made.exact().float())
 
@@ -38,7 +37,7 @@ def test_the_reference_is_the_definition(kind: cases.Kind) -> None:
 @pytest.mark.parametrize("kind", [cases.Kind(group=64, zeros=True), cases.Kind("e4m3", 128, 128)], ids=str)
 def test_opcheck(kind: cases.Kind) -> None:
     weight = make(40, 136, kind).weight()
-    given = weight.packed, weight.scales, weight.zeros
+    given = weight.packed, weight.scales, weight.zeros, weight.factors
     options = kind.code, kind.group, 40, 136, 72, "fp16", 64
     torch.library.opcheck(torch.ops.cutekernels.dequantize.default, (*given, *options))
     out = torch.empty(40, 72, dtype=torch.float16)
@@ -49,7 +48,7 @@ def test_refusals() -> None:
     weight = make(40, 136).weight()
 
     def called(packed: torch.Tensor, scales: torch.Tensor, *options: object) -> None:
-        DEQUANTIZE.path(packed, scales, None, *options, None)
+        DEQUANTIZE.path(packed, scales, None, None, *options, None)
 
     good = "int4", 128, 40, 136, 72, "bf16", 64
     called(weight.packed, weight.scales, *good)
@@ -86,7 +85,9 @@ def test_out_of_any_alignment_poses_a_problem() -> None:
     options = {"code": "int4", "group": 128, "n": 40, "k": 136, "columns": 72, "dtype": "bf16"}
     memory = torch.empty(40, 90, dtype=BF16)
     for out, align in ((torch.empty(40, 72, dtype=BF16), 8), (memory[:, 8:80], 1), (memory.view(-1)[1:2881], 1)):
-        p = DEQUANTIZE.problem(out.view(40, 72) if out.dim() == 1 else out, given.packed, given.scales, None, **options)
+        p = DEQUANTIZE.problem(
+            out.view(40, 72) if out.dim() == 1 else out, given.packed, given.scales, None, None, **options
+        )
         assert p.out_align == align
         assert p.columns == 72
 
@@ -181,7 +182,7 @@ def test_a_weight_of_very_many_rows_is_decoded_a_tile_at_a_time() -> None:
 def test_the_gradient_op(dtype: torch.dtype) -> None:
     made = make(72, 200, cases.Kind(group=64, zeros=True))
     weight, dout = made.weight(), torch.randn(5, 72).to(dtype)
-    given = dout, weight.packed, weight.scales, weight.zeros
+    given = dout, weight.packed, weight.scales, weight.zeros, weight.factors
     options = "int4", 64, 72, 200
     dx = backward.BACKWARD_PATH(*given, *options)
     dense = made.exact().to(dtype).double()
@@ -195,7 +196,7 @@ def test_the_gradient_op(dtype: torch.dtype) -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_opcheck_of_the_gradient() -> None:
     weight = make(40, 136, cases.Kind("e4m3", 128, 128)).weight()
-    given = torch.randn(3, 40).bfloat16(), weight.packed, weight.scales, None
+    given = torch.randn(3, 40).bfloat16(), weight.packed, weight.scales, None, None
     torch.library.opcheck(torch.ops.cutekernels.quantized_linear_backward.default, (*given, "e4m3", 128, 40, 136))
 
 
@@ -212,7 +213,7 @@ def test_a_graph_sees_one_op() -> None:
 
 def test_refusals_of_the_gradient() -> None:
     weight = make(40, 136).weight()
-    held = weight.packed, weight.scales, None, "int4", 128
+    held = weight.packed, weight.scales, None, None, "int4", 128
     dout = torch.randn(3, 40).bfloat16()
     for given, options, message in (
         (dout[:, 1:], (40, 136), "dout must be"),
@@ -224,7 +225,7 @@ def test_refusals_of_the_gradient() -> None:
             backward.BACKWARD_PATH(given, *held, *options)
     with pytest.raises(UnsupportedProblem, match="dx must be"):
         torch.ops.cutekernels.quantized_linear_backward_out(
-            dout, *held[:3], torch.empty(3, 135, dtype=BF16), *held[3:], 40, 136
+            dout, *held[:4], torch.empty(3, 135, dtype=BF16), *held[4:], 40, 136
         )
     x = dout.clone().requires_grad_()
     with pytest.raises(UnsupportedProblem, match="no gradient"):

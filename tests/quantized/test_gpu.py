@@ -31,6 +31,7 @@ from tests.quantized.cases import (
     FP16,
     FP32,
     KINDS,
+    UE5M3,
     Kind,
     Made,
     error,
@@ -61,7 +62,7 @@ def skinny(m: int, **changes: Any) -> QuantizedConfig:
 def warpgroup(m: int, kind: Kind, **changes: Any) -> QuantizedConfig:
     tile = 16 if m <= 32 else 64
     knobs = {"tile_m": tile, "tile_n": 128, "tile_k": 128 if kind.group in (0, 128) else 64, "stages": 4}
-    if kind.scale == E8M0:
+    if kind.code == "e2m1":
         knobs["scaled"] = "weights"
     return QuantizedConfig(**{**_first(knobs), "body": "warpgroup", **changes})
 
@@ -72,10 +73,10 @@ def _first(knobs: dict[str, Any]) -> dict[str, Any]:
 
 
 def posed(m: int, n: int, k: int, kind: Kind, out_align: int = 8) -> QuantizedProblem:
-    scale = {FP16: "fp16", BF16: "bf16", FP32: "fp32", E8M0: "e8m0"}[kind.scale]
+    scale = {FP16: "fp16", BF16: "bf16", FP32: "fp32", E8M0: "e8m0", UE5M3: "ue5m3"}[kind.scale]
     return QuantizedProblem(
         m=m, n=n, k=k, code=kind.code, group=kind.group, scale_rows=kind.scale_rows, scale=scale, zeros=kind.zeros,
-        out_align=out_align,
+        factors=scale == "ue5m3", out_align=out_align,
     )  # fmt: skip
 
 
@@ -520,7 +521,7 @@ def test_compiled() -> None:
 def test_opcheck() -> None:
     weight: QuantizedWeight = make(136, 200, ASYMMETRIC, "cuda").weight()
     x = tokens(5, 200).requires_grad_()
-    held_by = weight.packed, weight.scales, weight.zeros
+    held_by = weight.packed, weight.scales, weight.zeros, weight.factors
     given = (x, *held_by, None, weight.code, weight.group, 136, "none")
     torch.library.opcheck(torch.ops.cutekernels.quantized_linear.default, given)
     options = weight.code, weight.group, 136, 200, 72, "bf16", 64

@@ -12,9 +12,10 @@ from torch import Tensor
 
 import cutekernels as ck
 from cutekernels import gpu
-from cutekernels.ops.quantized import backward
+from cutekernels.ops.quantized import api, backward
 from tests.quantized.cases import BF16, COMMON, FP16, FP32, KINDS, Kind, error, make
 
+assert api, "it registers the op"
 on_gpu = pytest.mark.gpu
 shared = pytest.mark.usefixtures("one_cache_one_seed")
 ASYMMETRIC = Kind(group=64, zeros=True)
@@ -42,10 +43,9 @@ def test_dequantize(kind: Kind) -> None:
     """The gradient's kernel: fp32 values rounded once, in every bit, at an offset and at the ends."""
     made = make(129, 200, kind, "cuda")
     weight = made.weight()
+    held = weight.packed, weight.scales, weight.zeros, weight.factors
     for first, columns in ((0, 200), (64, 72), (192, 8)):
-        found = torch.ops.cutekernels.dequantize(
-            weight.packed, weight.scales, weight.zeros, kind.code, kind.group, 129, 200, columns, "bf16", first
-        )
+        found = torch.ops.cutekernels.dequantize(*held, kind.code, kind.group, 129, 200, columns, "bf16", first)
         assert torch.equal(found, weight.dequantize(FP32)[:, first : first + columns].to(BF16))
 
 
@@ -63,8 +63,8 @@ def test_dequantize_into_slices(kind: Kind, tiles: int) -> None:
             memory = torch.full((n + 2, 480), math.nan, device="cuda", dtype=dtype)
             out = memory[1:-1, at : at + columns]
             torch.ops.cutekernels.dequantize_out(
-                weight.packed, weight.scales, weight.zeros, out, kind.code, kind.group, n, k, columns, name, first,
-                f"tiles={tiles} pdl={int(pdl and gpu.detect().has_pdl)}",
+                weight.packed, weight.scales, weight.zeros, weight.factors, out, kind.code, kind.group, n, k, columns,
+                name, first, f"tiles={tiles} pdl={int(pdl and gpu.detect().has_pdl)}",
             )  # fmt: skip
             assert torch.equal(out, weight.dequantize(FP32)[:, first : first + columns].to(dtype))
             out.fill_(math.nan)
@@ -82,7 +82,9 @@ def test_dequantize_small_and_large_numbers(code: str) -> None:
     scales = torch.logspace(-44, 38, 64, device="cuda")[None].to(FP32)
     weight = replace(made, codes=codes, scales=scales).weight()
     for dtype, name in ((BF16, "bf16"), (FP16, "fp16")):
-        found = torch.ops.cutekernels.dequantize(weight.packed, weight.scales, None, code, 0, 64, 256, 256, name, 0)
+        found = torch.ops.cutekernels.dequantize(
+            weight.packed, weight.scales, None, None, code, 0, 64, 256, 256, name, 0
+        )
         assert torch.equal(found, weight.dequantize(FP32).to(dtype))
 
 
@@ -112,7 +114,7 @@ def test_a_gradient_of_several_parts(
     assert len(list(backward.parts(n, k, m, gpu.detect()))) > 1
     made, dy = make(n, k, ASYMMETRIC, "cuda"), tokens(m, n, dtype=dtype)
     weight = made.weight()
-    given = weight.packed, weight.scales, weight.zeros, "int4", 64, n, k
+    given = weight.packed, weight.scales, weight.zeros, weight.factors, "int4", 64, n, k
     dx = backward.BACKWARD_PATH(dy, *given)
     assert error(dx, (dy.double() @ made.exact().to(dtype).double()).to(dtype), n) <= 1
     assert all(torch.equal(backward.BACKWARD_PATH(dy, *given), dx) for _ in range(5))
@@ -143,7 +145,7 @@ def test_a_backward_decodes_no_whole_weight() -> None:
     weight = make(n, k, Kind(), "cuda").weight()
     dy = tokens(m, n)
     op = torch.ops.cutekernels.quantized_linear_backward
-    given = dy, weight.packed, weight.scales, weight.zeros, weight.code, weight.group, n, k
+    given = dy, weight.packed, weight.scales, weight.zeros, weight.factors, weight.code, weight.group, n, k
     op(*given)  # compiles
     used = _memory_of(lambda: op(*given)) - m * k * 2
     assert used < n * k * 2 / 3, f"{used / 1e6:.0f} MB, of a weight of {n * k * 2 / 1e6:.0f} decoded"

@@ -18,7 +18,6 @@ from cutekernels.quant import QuantizedWeight
 from tests.quantized.cases import (
     BF16,
     COMMON,
-    E8M0,
     FP16,
     FP32,
     KINDS,
@@ -53,7 +52,7 @@ def test_every_kind_of_weight(kind: Kind) -> None:
 def test_ragged_extents(kind: Kind, n: int, k: int) -> None:
     """K that 8 does not divide too, which kernels refuse."""
     made = make(
-        n, k, kind if k > kind.group or kind.scale == E8M0 else Kind(kind.code, 0, zeros=kind.zeros, scale=kind.scale)
+        n, k, kind if k > kind.group or kind.code == "e2m1" else Kind(kind.code, 0, zeros=kind.zeros, scale=kind.scale)
     )
     x = torch.randn(3, k).bfloat16()
     assert error(ck.linear(x, made.weight()), product_of(x, made.exact()), k) <= 1
@@ -269,7 +268,7 @@ def test_transforms() -> None:
 def test_opcheck(kind: Kind, activation: str) -> None:
     weight = make(40, 136, kind).weight()
     x, b = torch.randn(3, 136), torch.randn(40)
-    held = weight.packed, weight.scales, weight.zeros
+    held = weight.packed, weight.scales, weight.zeros, weight.factors
     options = weight.code, weight.group, 40, activation
     op, checked = torch.ops.cutekernels.quantized_linear, torch.library.opcheck
     checked(op.default, (x, *held, None, *options))
@@ -278,7 +277,9 @@ def test_opcheck(kind: Kind, activation: str) -> None:
     checked(torch.ops.cutekernels.quantized_linear_out.default, (x.detach(), *held, b.detach(), out, *options))
 
 
-@pytest.mark.parametrize("kind", [ASYMMETRIC, Kind(group=32, order=True), Kind("nf4", 64)], ids=str)
+@pytest.mark.parametrize(
+    "kind", [ASYMMETRIC, Kind(group=32, order=True), Kind("nf4", 64), COMMON["e2m1 g16 int32"]], ids=str
+)
 def test_compiled_and_exported(kind: Kind) -> None:
     weight, norm = make(72, 136, kind).weight(), torch.rand(136)
 
@@ -378,7 +379,7 @@ def test_a_gate_behind_a_packed_weight_is_that_of_its_halves(tokens: int) -> Non
     torch.testing.assert_close(ck.linear_silu_mul(x, weight), want, rtol=1e-4, atol=1e-3)
     leaf = x.clone().requires_grad_()
     op = torch.ops.cutekernels.quantized_linear
-    y = op(leaf, weight.packed, weight.scales, weight.zeros, None, weight.code, weight.group, 256, "silu_mul")
+    y = op(leaf, weight.packed, weight.scales, None, None, None, weight.code, weight.group, 256, "silu_mul")
     torch.testing.assert_close(y, want, rtol=1e-4, atol=1e-3)
     y.sum().backward()
     plain = x.clone().requires_grad_()

@@ -36,7 +36,10 @@ _GPTQMODEL = {  # kernels of gptqmodel that keep the checkpoint's tensors
     "AwqGEMMTritonLinear": "awq",
 }
 _STORED = (torch.float8_e4m3fn, torch.int8)  # as compressed-tensors keeps a weight that it has not decompressed
-_COMPRESSED = ("weight", "weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")
+_COMPRESSED = (
+    "weight", "weight_packed", "weight_scale", "weight_global_scale", "weight_shape", "weight_zero_point",
+    "weight_g_idx",
+)  # fmt: skip
 _LIBRARIES = {  # parts of the module's name of a class whose weights are quantized
     "aqlm", "auto_gptq", "autoawq", "awq", "bitnet", "bitsandbytes", "compressed_tensors", "eetq", "fbgemm_fp8",
     "finegrained_fp8", "fp_quant", "ggml", "gguf", "gptqmodel", "higgs", "hqq", "mxfp4", "quanto",

@@ -49,10 +49,11 @@ class QuantizedGroupedProblem(Problem):
     experts: int = extent()
     dtype: str = plain("bf16", "fp16")
     code: str = plain("int4", "int8", "e4m3", "nf4", "e2m1")
-    group: int = plain(128, 64, 32, 0)
+    group: int = plain(128, 64, 32, 0, 16)
     scale_rows: int = plain(1, 128)
-    scale: str = plain("fp16", "bf16", "fp32", "e8m0")
+    scale: str = plain("fp16", "bf16", "fp32", "e8m0", "ue5m3")
     zeros: bool = plain(False, True)
+    factors: bool = plain(False, True)
     bias: str = plain("none", "same", "fp32")
     activation: str = plain(*ACTIVATIONS, *GATES)
     out_align: int = plain(8, 1)
@@ -87,7 +88,8 @@ class QuantizedGroupedProblem(Problem):
         """The product of one expert with all rows."""
         return QuantizedProblem(
             self.rows, self.weight_rows, self.k, self.dtype, self.code, self.group, self.scale_rows, self.scale,
-            self.zeros, "none" if self.gated else self.bias, GATED if self.gated else self.activation, self.out_align,
+            self.zeros, self.factors, "none" if self.gated else self.bias, GATED if self.gated else self.activation,
+            self.out_align,
         )  # fmt: skip
 
     @property

@@ -10,7 +10,7 @@ from cutekernels.ops.gemm.epilogue import activate
 from cutekernels.ops.moe.grouped import SPREADS, groups_of, sample_offsets, sampled_experts
 from cutekernels.ops.moe.packed_experts import CLAMPED, GATES, SCHEDULES, TILE, QuantizedGroupedProblem
 from cutekernels.ops.moe.permute import check_extents
-from cutekernels.ops.quantized.decode import decode_codes, rows_of_scale, tile_bytes
+from cutekernels.ops.quantized.decode import decode_codes, rows_of_scale, steps
 from cutekernels.ops.quantized.op import PackedProduct
 from cutekernels.ops.quantized.problem import QuantizedConfig
 from cutekernels.ops.shared.cute_op import CuteOp
@@ -27,7 +27,7 @@ ALPHA, LIMIT = 1.702, 7.0  # of gpt-oss
 
 
 class QuantizedGroupedGemm(PackedProduct, CuteOp[QuantizedGroupedProblem, QuantizedConfig]):
-    """Rows in groups times packed, scales and zeros of all experts' rows, ``total``; ``alpha`` and ``limit`` are of
+    """Rows in groups times the packed weight of all experts' rows, ``total``; ``alpha`` and ``limit`` are of
     ``swiglu_oai``.
     """
 
@@ -46,13 +46,15 @@ class QuantizedGroupedGemm(PackedProduct, CuteOp[QuantizedGroupedProblem, Quanti
         "rows=32 n=14336 k=4096 experts=8 activation=silu_mul",
         "rows=128 n=2048 k=768 experts=128 code=e4m3 scale_rows=128 scale=fp32",
         "rows=77 n=192 k=200 experts=5 code=e4m3 group=0 scale=fp32 dtype=fp16 bias=fp32 activation=gelu",
+        "rows=64 n=768 k=2048 experts=128 code=e2m1 group=16 scale=ue5m3 factors=1 activation=silu_mul",
         "rows=300 n=64 k=136 experts=40 group=32 zeros=1 scale=bf16 activation=silu_mul bias=same",
     )
     out = Matrix("rows", "n", result=True, align="out_align")
     x = Matrix("rows", "k", align=16)
     packed = Array("tiles", "k/64", "tile_bytes", dtype="u8", strides=(), align=16)
-    scales = Array("k/group", "total^64|total/128", dtype="scale", strides=(), align=16)
-    zeros = Array("k/group", "total^64", dtype="u8", given="zeros", strides=(), align=16)
+    scales = Array("k/step", "total^64|total/128", dtype="scale", strides=(), align=16)
+    zeros = Array("k/step", "total^64", dtype="u8", given="zeros", strides=(), align=16)
+    factors = Array("pair", "total^64", dtype="fp32", given="factors", strides=(), align=16)
     offsets = Array("experts+1", dtype="i32", strides=())
     bias = Array("experts", "weight_rows", dtype="bias", optional=True, align=1)
     options = ("code", "group", "activation")
@@ -96,7 +98,7 @@ class QuantizedGroupedGemm(PackedProduct, CuteOp[QuantizedGroupedProblem, Quanti
             raise ValueError(f"a stack of {total} rows is not of {experts} experts: pass offsets of the stack's")
         rows = total // experts
         sizes |= {"total": total, "rows_of_weight": total, "weight_rows": rows}
-        sizes |= {"n": rows // (1 + (options["activation"] in GATES)), "tile_bytes": tile_bytes(options["code"])}
+        sizes |= {"n": rows // (1 + (options["activation"] in GATES)), **steps(options)}
 
     def refuse(self, named: Named, sizes: Sizes, **options: Any) -> None:
         super().refuse(named, sizes, **options)
@@ -123,13 +125,13 @@ class QuantizedGroupedGemm(PackedProduct, CuteOp[QuantizedGroupedProblem, Quanti
     def variant(self, p: QuantizedGroupedProblem, args: tuple[Any, ...], seed: int) -> tuple[Any, ...]:
         import torch
 
-        x, packed, scales, zeros, offsets, *rest = args
+        x, *weight, offsets, bias, alpha, limit = args
         draw = torch.Generator(device=offsets.device).manual_seed(seed)
         x = torch.randn((p.rows, p.k), generator=draw, device=draw.device).to(DTYPES[p.dtype])
-        return x, packed, scales, zeros, self.draw(p, "offsets", (), draw), *rest
+        return x, *weight, self.draw(p, "offsets", (), draw), bias, alpha, limit
 
     def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
-        x, packed, scales, zeros, offsets, bias, alpha, limit = args
+        x, packed, scales, zeros, factors, offsets, bias, alpha, limit = args
         activation, total = options["activation"], packed.shape[0] * 64
         scale_rows, experts = rows_of_scale(scales, total), offsets.shape[0] - 1
         n = total // experts
@@ -138,9 +140,9 @@ class QuantizedGroupedGemm(PackedProduct, CuteOp[QuantizedGroupedProblem, Quanti
             if begin == end:
                 continue
             own = slice(e * n // scale_rows, (e + 1) * n // scale_rows)
-            weight = (packed[e * n // 64 : (e + 1) * n // 64], scales[:, own].contiguous())
-            points = None if zeros is None else zeros[:, own].contiguous()
-            whole = decode_codes(*weight, points, options["code"], options["group"], n, x.shape[1])
+            tables = [None if t is None else t[:, own].contiguous() for t in (scales, zeros, factors)]
+            weight = packed[e * n // 64 : (e + 1) * n // 64], *tables
+            whole = decode_codes(weight, options["code"], options["group"], n, x.shape[1])
             y = x[begin:end].double() @ whole.double().t()
             if bias is not None:
                 y = y + bias[e].double()

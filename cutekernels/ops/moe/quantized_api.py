@@ -47,7 +47,7 @@ def quantized_grouped_gemm(
     if reason is not None:
         raise UnsupportedProblem(reason)
     own = weight.weight
-    inputs = (x, own.packed, own.scales, own.zeros, offsets, bias)
+    inputs = (x, own.packed, own.scales, own.zeros, own.factors, offsets, bias)
     options = (own.code, own.group, "none" if activation is None else activation)
     results = None if out is None else (out,)
     return call(QUANTIZED_GROUPED_GEMM, inputs, options, (float(alpha), float(limit)), config=config, out=results)[0]
@@ -62,26 +62,27 @@ def clamped_swiglu(y: Tensor, alpha: float = ALPHA, limit: float = LIMIT) -> Ten
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, packed, scales, zeros, offsets, bias, *ctx.options, ctx.alpha, ctx.limit, _ = inputs
+    x, *weight, offsets, bias = inputs[:7]
+    *ctx.options, ctx.alpha, ctx.limit, _ = inputs[7:]
     ctx.bias_dtype = None if bias is None else bias.dtype
     ctx.k, ctx.dtype = x.shape[1], x.dtype
-    ctx.save_for_backward(packed, scales, zeros, offsets, *saved_for(ctx.options[-1], x, output, bias))
+    ctx.save_for_backward(*weight, offsets, *saved_for(ctx.options[-1], x, output, bias))
 
 
 def _gradient(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
     """dz = dout * activation'(z); dx = dz weight, an op of its own; dbias = sums of dz. Weights have no gradient."""
-    packed, scales, zeros, offsets, first, bias = ctx.saved_tensors
+    *weight, offsets, first, bias = ctx.saved_tensors
     code, group, activation = ctx.options
-    operands = (first, packed, scales, zeros, offsets, bias, code, group, "none", ctx.alpha, ctx.limit, None)
+    operands = (first, *weight, offsets, bias, code, group, "none", ctx.alpha, ctx.limit, None)
     products = partial(QUANTIZED_GROUPED_GEMM.path, *operands)
     if activation == CLAMPED:
         dz = _through_clamped(dout, products(), ctx.alpha, ctx.limit)
     else:
         dz = before_activation(dout, first, activation, products)
     needs = ctx.needs_input_grad
-    dx = BACKWARD_PATH(dz, packed, scales, zeros, offsets, code, group, ctx.k) if needs[0] else None
-    dbias = group_sums(dz, offsets, ctx.bias_dtype) if needs[5] and ctx.bias_dtype is not None else None
-    return dx, None, None, None, None, dbias, None, None, None, None, None, None
+    dx = BACKWARD_PATH(dz, *weight, offsets, code, group, ctx.k) if needs[0] else None
+    dbias = group_sums(dz, offsets, ctx.bias_dtype) if needs[6] and ctx.bias_dtype is not None else None
+    return dx, None, None, None, None, None, dbias, None, None, None, None, None, None
 
 
 def _through_clamped(dout: Tensor, z: Tensor, alpha: float, limit: float) -> Tensor:
@@ -95,4 +96,4 @@ def _through_clamped(dout: Tensor, z: Tensor, alpha: float, limit: float) -> Ten
     return torch.cat((dgate, dup), dim=-1).to(z.dtype)
 
 
-register(QUANTIZED_GROUPED_GEMM, gradient=_gradient, remember=_remember, autocast="lower", kept=(2, 5))
+register(QUANTIZED_GROUPED_GEMM, gradient=_gradient, remember=_remember, autocast="lower", kept=(2, 4, 6))

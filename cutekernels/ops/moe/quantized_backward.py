@@ -6,6 +6,8 @@ multiplied into their columns of dx.
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
@@ -15,13 +17,12 @@ from cutekernels.ops.shared.calls import run
 from cutekernels.quant.layout import TILE
 
 
-def _rows(
-    dout: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor | None, offsets: Tensor, code: str, group: int, k: int
-) -> int:
+def _rows(dout: Tensor, *given: Any) -> int:
     """Rows of all experts' weights."""
+    weight, (offsets, code, group, k) = given[:4], given[4:]
     check_offsets(offsets, dout)
-    total: int = packed.shape[0] * TILE
-    check_weight(packed, scales, zeros, code, group, total, k)
+    total: int = weight[0].shape[0] * TILE
+    check_weight(weight, code, group, total, k)
     if dout.dim() != 2 or dout.shape[1] * (offsets.shape[0] - 1) != total:
         raise UnsupportedProblem(
             f"dout must be (T, N) for {total} rows of {offsets.shape[0] - 1} experts; its shape is {tuple(dout.shape)}"

@@ -83,7 +83,7 @@ def _call(
     if weight.order is not None:
         x = x.index_select(-1, weight.order)
     flat = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), k)
-    inputs = (flat, weight.packed, weight.scales, weight.zeros, bias)
+    inputs = (flat, weight.packed, weight.scales, weight.zeros, weight.factors, bias)
     options = (weight.code, weight.group, n, activation)
     made = call(QUANTIZED_LINEAR, inputs, options, config=config, out=None if out is None else (out,))[0]
     return made if x.dim() == 2 or out is not None else made.view(*x.shape[:-1], made.shape[-1])
@@ -97,25 +97,26 @@ def check_kernels(x: Tensor, weight: QuantizedWeight) -> None:
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, packed, scales, zeros, bias, *ctx.options, _ = inputs
+    x, *weight, bias = inputs[:6]
+    ctx.options = inputs[6:-1]
     ctx.bias_dtype = None if bias is None else bias.dtype
     ctx.k = x.shape[1]
-    ctx.save_for_backward(packed, scales, zeros, *backward.saved_for(ctx.options[-1], x, output, bias))
+    ctx.save_for_backward(*weight, *backward.saved_for(ctx.options[-1], x, output, bias))
 
 
 def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """dz = grad * activation'(z); dx = dz weight, an op of its own; dbias = sum of dz. The weight has no gradient."""
-    packed, scales, zeros, first, bias = ctx.saved_tensors
+    *weight, first, bias = ctx.saved_tensors
     code, group, n, activation = ctx.options
-    operands = (first, packed, scales, zeros, bias, code, group, n, "none", None)
+    operands = (first, *weight, bias, code, group, n, "none", None)
     dz = backward.before_activation(grad, first, activation, partial(QUANTIZED_LINEAR.path, *operands))
     dx = dbias = None
     if ctx.needs_input_grad[0]:
-        dx = backward.BACKWARD_PATH(dz, packed, scales, zeros, code, group, n, ctx.k)
-    if ctx.needs_input_grad[4] and ctx.bias_dtype is not None:
+        dx = backward.BACKWARD_PATH(dz, *weight, code, group, n, ctx.k)
+    if ctx.needs_input_grad[5] and ctx.bias_dtype is not None:
         dbias = dz.sum(0, dtype=ctx.bias_dtype)
-    return dx, None, None, None, dbias, None, None, None, None, None
+    return dx, None, None, None, None, dbias, None, None, None, None, None
 
 
 register(DEQUANTIZE)
-register(QUANTIZED_LINEAR, gradient=_gradient, remember=_remember, autocast="lower", kept=(2, 4))
+register(QUANTIZED_LINEAR, gradient=_gradient, remember=_remember, autocast="lower", kept=(2, 4, 5))

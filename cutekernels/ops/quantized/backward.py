@@ -19,7 +19,7 @@ from cutekernels.ops.activations.api import JOINED_BACKWARD
 from cutekernels.ops.gemm.api import gemm
 from cutekernels.ops.gemm.epilogue import GATED
 from cutekernels.ops.gemm.slopes import reads_value, through_activation
-from cutekernels.ops.quantized.decode import DEQUANTIZE, decode_codes
+from cutekernels.ops.quantized.decode import DEQUANTIZE, Packed, decode_codes
 from cutekernels.ops.shared.calls import run
 from cutekernels.ops.shared.checks import check_results
 from cutekernels.ops.shared.dtypes import GPU_DTYPES
@@ -55,7 +55,7 @@ def parts(n: int, k: int, m: int, gpu: GpuSpec) -> Iterator[tuple[int, int]]:
 
 
 def decoded_parts(
-    dout: Tensor, weight: tuple[Tensor, Tensor, Tensor | None], code: str, group: int, n: int, k: int
+    dout: Tensor, weight: Packed, code: str, group: int, n: int, k: int
 ) -> Iterator[tuple[int, int, Tensor]]:
     """Columns from ``begin`` to ``end`` of a packed weight in ``dout``'s type, part by part in one workspace."""
     dtype = GPU_DTYPES.names[dout.dtype]
@@ -64,13 +64,13 @@ def decoded_parts(
     for begin, end in ranges:
         width = end - begin
         part = workspace if width == workspace.shape[1] else workspace[:, :width]
-        run(DEQUANTIZE, (part,), weight, options=(code, group, n, k, width, dtype), scalars=(begin,))
+        run(DEQUANTIZE, (part,), tuple(weight), options=(code, group, n, k, width, dtype), scalars=(begin,))
         yield begin, end, part
 
 
-def check_weight(packed: Tensor, scales: Tensor, zeros: Tensor | None, code: str, group: int, n: int, k: int) -> None:
+def check_weight(weight: Packed, code: str, group: int, n: int, k: int) -> None:
     """Raises UnsupportedProblem for tensors that are no packed weight of ``(n, k)``."""
-    DEQUANTIZE.admit((packed, scales, zeros), code=code, group=group, n=n, k=k, columns=k, dtype="bf16")
+    DEQUANTIZE.admit(weight, code=code, group=group, n=n, k=k, columns=k, dtype="bf16")
 
 
 def saved_for(activation: str, first: Tensor, value: Tensor, bias: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -112,7 +112,7 @@ def define(
     """
 
     def check(given: Tensors | None, inputs: tuple[Any, ...], *options: Any) -> int:
-        dout, packed, _, _, *_ = inputs
+        dout, packed, *_ = inputs
         n, k = rows(*inputs, *options), options[-1]
         if not dout.is_floating_point() or (dout.is_cuda and dout.dtype not in _HALVES):
             raise UnsupportedProblem(f"dout must be fp16 or bf16 (on the CPU fp32 and fp64 too); it is {dout.dtype}")
@@ -130,20 +130,20 @@ def define(
     @torch.no_grad()
     def cuda(given: Tensors | None, inputs: tuple[Any, ...], *options: Any) -> Tensor | None:
         n, (code, group, *_, k) = check(given, inputs, *options), options
-        dout, packed, scales, zeros = inputs[:4]
+        dout, weight, rest = inputs[0], inputs[1:5], inputs[5:]
         dx = dout.new_empty((dout.shape[0], k)) if given is None else given[0]
         if dx.numel():
             dout = dout if dout.stride(1) == 1 else dout.contiguous()  # once, not for each part
-            for begin, end, part in decoded_parts(dout, (packed, scales, zeros), code, group, n, k):
-                multiply(dout, part, dx if end - begin == k else dx[:, begin:end], *inputs[4:])
+            for begin, end, part in decoded_parts(dout, weight, code, group, n, k):
+                multiply(dout, part, dx if end - begin == k else dx[:, begin:end], *rest)
         return dx if given is None else None
 
     def cpu(given: Tensors | None, inputs: tuple[Any, ...], *options: Any) -> Tensor | None:
         n, (code, group, *_, k) = check(given, inputs, *options), options
-        dout, packed, scales, zeros = inputs[:4]
+        dout, weight, rest = inputs[0], inputs[1:5], inputs[5:]
         wide = torch.float32 if dout.dtype in _HALVES else dout.dtype
-        whole = decode_codes(packed, scales, zeros, code, group, n, k).to(dout.dtype)
-        dx = exact(dout.to(wide), whole.to(wide), *inputs[4:]).to(dout.dtype)
+        whole = decode_codes(weight, code, group, n, k).to(dout.dtype)
+        dx = exact(dout.to(wide), whole.to(wide), *rest).to(dout.dtype)
         if given is None:
             return dx
         given[0].copy_(dx)
@@ -154,20 +154,19 @@ def define(
         dout: Tensor = inputs[0]
         return dout.new_empty((dout.shape[0], options[-1])) if given is None else None
 
-    operands = f"Tensor dout, Tensor packed, Tensor scales, Tensor? zeros{inputs}"
+    operands = f"Tensor dout, Tensor packed, Tensor scales, Tensor? zeros, Tensor? factors{inputs}"
     count = operands.count("Tensor")
     return define_with_out(
         name, operands, f"str code, int group, {options}", splitting(count, cuda, cpu, fake), results=("dx",)
     )
 
 
-def _rows(
-    dout: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor | None, code: str, group: int, n: int, k: int
-) -> int:
-    check_weight(packed, scales, zeros, code, group, n, k)
+def _rows(dout: Tensor, *given: Any) -> int:
+    code, group, n, k = given[4:]
+    check_weight(given[:4], code, group, n, k)
     if dout.dim() != 2 or dout.shape[1] != n:
         raise UnsupportedProblem(f"dout must be (M, {n}); its shape is {tuple(dout.shape)}")
-    return n
+    return int(n)
 
 
 def _multiply(dout: Tensor, part: Tensor, dx: Tensor) -> None:

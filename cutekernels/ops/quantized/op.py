@@ -11,7 +11,7 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Work
 from cutekernels.ops.gemm.epilogue import GATED, activate, bias_bytes
 from cutekernels.ops.gemm.problem import ELEMENT_BYTES
-from cutekernels.ops.quantized.decode import check_scales, decode_codes, draw_packed, rows_of_scale, tile_bytes
+from cutekernels.ops.quantized.decode import check_scales, decode_codes, draw_packed, rows_of_scale, steps
 from cutekernels.ops.quantized.packed_skinny import PACKED_SKINNY
 from cutekernels.ops.quantized.packed_warpgroup import PACKED_WARPGROUP
 from cutekernels.ops.quantized.problem import QuantizedConfig, QuantizedProblem, since_revision_1
@@ -79,7 +79,7 @@ class PackedProduct:
     # -- calls
 
     def refuse(self, named: Named, sizes: Sizes, **options: Any) -> None:
-        check_scales(named["scales"], options["code"])
+        check_scales(named, options)
 
     def facts(self, named: Named, sizes: Sizes) -> dict[str, Any]:
         if sizes["k"] % 8 or not sizes["k"]:
@@ -113,7 +113,7 @@ def _default(op: PackedProduct, p: Any, gpu: GpuSpec) -> QuantizedConfig:
 
 
 class QuantizedLinear(PackedProduct, CuteOp[QuantizedProblem, QuantizedConfig]):
-    """x and a QuantizedWeight's packed, scales and zeros, with a bias; ``columns`` are half of ``n`` where gated."""
+    """x and a QuantizedWeight's tensors, with a bias; ``columns`` are half of ``n`` where gated."""
 
     name = "quantized_linear"
     revision = 2
@@ -132,12 +132,14 @@ class QuantizedLinear(PackedProduct, CuteOp[QuantizedProblem, QuantizedConfig]):
         "m=5 n=129 k=200 group=64 code=nf4 scale=fp32 out_align=1",
         "m=300 n=1160 k=520 group=64 scale=bf16 activation=relu",
         "m=16 n=2880 k=2880 code=e2m1 group=32 scale=e8m0 bias=same",
+        "m=16 n=4096 k=4096 code=e2m1 group=16 scale=ue5m3 factors=1",
     )
     out = Matrix("m", "columns", result=True, align="out_align")
     x = Matrix("m", "k", align=16)
     packed = Array("n/64", "k/64", "tile_bytes", dtype="u8", strides=(), align=16)
-    scales = Array("k/group", "n^64|n/128", dtype="scale", strides=(), align=16)
-    zeros = Array("k/group", "n^64", dtype="u8", given="zeros", strides=(), align=16)
+    scales = Array("k/step", "n^64|n/128", dtype="scale", strides=(), align=16)
+    zeros = Array("k/step", "n^64", dtype="u8", given="zeros", strides=(), align=16)
+    factors = Array("pair", "n^64", dtype="fp32", given="factors", strides=(), align=16)
     bias = Vector("columns", dtype="bias", strides=(), optional=True)
     options = ("code", "group", "n", "activation")
 
@@ -175,7 +177,7 @@ class QuantizedLinear(PackedProduct, CuteOp[QuantizedProblem, QuantizedConfig]):
         gated = options["activation"] == GATED
         if gated and rows % 2:
             raise ValueError(f"activation={GATED} takes the gate's rows and as many of up's; there are {rows}")
-        sizes |= {"columns": rows // (1 + gated), "tile_bytes": tile_bytes(options["code"])}
+        sizes |= {"columns": rows // (1 + gated), **steps(options)}
 
     def refuse(self, named: Named, sizes: Sizes, **options: Any) -> None:
         super().refuse(named, sizes, **options)
@@ -185,8 +187,8 @@ class QuantizedLinear(PackedProduct, CuteOp[QuantizedProblem, QuantizedConfig]):
     # -- mathematics
 
     def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
-        x, packed, scales, zeros, bias = args
-        weight = decode_codes(packed, scales, zeros, options["code"], options["group"], options["n"], x.shape[1])
+        x, *packed, bias = args
+        weight = decode_codes(packed, options["code"], options["group"], options["n"], x.shape[1])
         y = x.double() @ weight.double().t()
         if bias is not None:
             y = y + bias.double()

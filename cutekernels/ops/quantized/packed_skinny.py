@@ -142,7 +142,7 @@ class PackedSkinnySchedule(QuantizedSchedule):
     @kept
     def smem(self, p: QuantizedProblem, c: QuantizedConfig) -> SkinnyPackedSmem:
         return SkinnyPackedSmem(
-            c.tile_m, c.tile_n, c.tile_k, c.stages, c.warps_k, p.bits, SCALE_BYTES[p.scale], p.group, p.scale_rows,
+            c.tile_m, c.tile_n, c.tile_k, c.stages, c.warps_k, p.bits, SCALE_BYTES[p.scale], p.step, p.scale_rows,
             p.zeros, 2 if p.gated else 1,
         )  # fmt: skip
 
@@ -169,13 +169,16 @@ class PackedSkinnySchedule(QuantizedSchedule):
         from cutekernels.kernels.cute.parts.epilogue import Activation, Epilogue
         from cutekernels.kernels.cute.parts.packed import PackedWeights
 
-        epilogue = ColumnScale if p.group == 0 else Epilogue
+        epilogue = ColumnScale if p.group == 0 or p.factors else Epilogue
         return {
-            "weights": PackedWeights(p.code, backend.type_of(p.dtype), folded=p.code == "e2m1" and p.dtype == "bf16"),
+            "weights": PackedWeights(
+                p.code, backend.type_of(p.dtype), p.code == "e2m1" and (p.factors or p.dtype == "bf16"), p.scale
+            ),
             "scale": backend.type_of(p.scale),
-            "group": p.group,
+            "group": p.step,
             "scale_rows": p.scale_rows,
             "zeros": p.zeros,
+            "factors": p.factors,
             "tile_m": c.tile_m,
             "tile_n": c.tile_n,
             "tile_k": c.tile_k,

@@ -169,7 +169,7 @@ class PackedWarpgroupSchedule(QuantizedSchedule):
     def smem(self, p: QuantizedProblem, c: QuantizedConfig) -> WarpgroupPackedSmem:
         return WarpgroupPackedSmem(
             self.groups(c), c.tile_m, c.tile_k, c.stages, _BOXES, p.bias != "none", p.bits, SCALE_BYTES[p.scale],
-            p.group, p.scale_rows, p.zeros, received=(c.split_k - 1) * (c.tile_m // 2 // owners(c)),
+            p.step, p.scale_rows, p.zeros, received=(c.split_k - 1) * (c.tile_m // 2 // owners(c)),
         )  # fmt: skip
 
     def grid(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec) -> tuple[int, int, int]:
@@ -221,11 +221,14 @@ class PackedWarpgroupSchedule(QuantizedSchedule):
 
         floats = p.code == "e2m1" or (p.code == "e4m3" and c.scaled == "weights" and p.scale != p.dtype)
         return {
-            "weights": PackedWeights(p.code, backend.type_of(p.dtype), folded=floats and p.dtype == "bf16"),
+            "weights": PackedWeights(
+                p.code, backend.type_of(p.dtype), p.factors or (floats and p.dtype == "bf16"), p.scale
+            ),
             "scale": backend.type_of(p.scale),
-            "group": p.group,
+            "group": p.step,
             "scale_rows": p.scale_rows,
             "zeros": p.zeros,
+            "factors": p.factors,
             "scaled": c.scaled,
             "groups": self.groups(c),
             "tile_n": c.tile_m,

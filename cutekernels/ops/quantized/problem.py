@@ -12,18 +12,22 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.kernels.activations import ACTIVATIONS
 from cutekernels.op import Config, Problem, extent, knob, ladder, plain, respell
 from cutekernels.ops.gemm.epilogue import GATED
+from cutekernels.quant import layout
 
 BITS = {"int4": 4, "int8": 8, "e4m3": 8, "nf4": 4, "e2m1": 4}
-SCALE_BYTES = {"fp16": 2, "bf16": 2, "fp32": 4, "e8m0": 1}
+SCALE_BYTES = {"fp16": 2, "bf16": 2, "fp32": 4, "e8m0": 1, "ue5m3": 4}
+E2M1 = {("e8m0", 32, 1, False), ("ue5m3", 16, 1, True)}  # scale, group, scale_rows, factors: MXFP4, NVFP4
 DECODE_INSTRUCTIONS = {"int4": 11, "int8": 14, "e4m3": 18, "nf4": 30, "e2m1": 17}  # of a thread, for 8 weights
 
 
 def check_scaling(p: Any) -> None:
     """Raises UnsupportedProblem for scales and zero points that no weight has."""
     code, group, scale_rows, zeros = p.code, p.group, p.scale_rows, p.zeros
-    if (code == "e2m1") != (p.scale == "e8m0") or (code == "e2m1" and (group, scale_rows) != (32, 1)):
+    own = (p.scale, group, scale_rows, p.factors)
+    if own not in E2M1 if code == "e2m1" else p.scale in ("e8m0", "ue5m3") or group == 16 or p.factors:
         raise UnsupportedProblem(
-            f"code=e2m1 goes with scale=e8m0 group=32 scale_rows=1; got code={code} scale={p.scale} group={group}"
+            "code=e2m1 goes with scale=e8m0 group=32 scale_rows=1, or scale=ue5m3 group=16 scale_rows=1 factors=1; got "
+            f"code={code} scale={p.scale} group={group} factors={int(p.factors)}"
         )
     if zeros and code != "int4":
         raise UnsupportedProblem(f"zero points are of int4 weights; code={code}")
@@ -36,8 +40,8 @@ class QuantizedProblem(Problem):
     """``m`` tokens of ``k`` elements times a packed weight of ``n`` rows.
 
     ``code``, ``group`` (0: all of K) and ``scale_rows`` are those of :class:`cutekernels.quant.QuantizedWeight`;
-    ``scale`` is the type of its scales, ``zeros`` whether it has zero points. ``out_align``: elements that divide the
-    address, the pitch and the columns of out.
+    ``scale`` is the type of its scales, ``zeros`` whether it has zero points, ``factors`` whether its rows have
+    factors. ``out_align``: elements that divide the address, the pitch and the columns of out.
     """
 
     m: int = extent(ladder)
@@ -45,10 +49,11 @@ class QuantizedProblem(Problem):
     k: int = extent()
     dtype: str = plain("bf16", "fp16")
     code: str = plain("int4", "int8", "e4m3", "nf4", "e2m1")
-    group: int = plain(128, 64, 32, 0)
+    group: int = plain(128, 64, 32, 0, 16)
     scale_rows: int = plain(1, 128)
-    scale: str = plain("fp16", "bf16", "fp32", "e8m0")
+    scale: str = plain("fp16", "bf16", "fp32", "e8m0", "ue5m3")
     zeros: bool = plain(False, True)
+    factors: bool = plain(False, True)
     bias: str = plain("none", "same", "fp32")
     activation: str = plain(*ACTIVATIONS, GATED)
     out_align: int = plain(8, 1)
@@ -85,9 +90,14 @@ class QuantizedProblem(Problem):
         return BITS[self.code]
 
     @property
+    def step(self) -> int:
+        """Elements of K that a number of the table of scales is for."""
+        return layout.step_of(self.group)
+
+    @property
     def weight_bytes(self) -> float:
         """Codes, scales and zero points."""
-        groups = -(-self.k // self.group) if self.group else 1
+        groups = -(-self.k // self.step) if self.step else 1
         rows = self.n if self.scale_rows == 1 else -(-self.n // self.scale_rows)
         return self.n * self.k * self.bits / 8 + groups * rows * (SCALE_BYTES[self.scale] + self.zeros)
 

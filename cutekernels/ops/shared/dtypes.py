@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "i32": 4, "i64": 8, "fp8": 1, "u8": 1, "e8m0": 1, "bool": 1}
+BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "i32": 4, "i64": 8, "fp8": 1, "u8": 1, "ue5m3": 4, "e8m0": 1, "bool": 1}
 _TORCH = {
     "bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "i32": "int32", "i64": "int64", "fp8": "float8_e4m3fn",
-    "u8": "uint8", "e8m0": "uint8", "bool": "bool",
+    "u8": "uint8", "ue5m3": "int32", "e8m0": "uint8", "bool": "bool",
 }  # fmt: skip
 WIDEST_BYTES = 16  # one thread's widest access; alignment beyond it gains nothing
 
@@ -50,6 +50,7 @@ class Dtypes(Mapping[str, "torch.dtype"]):
         return len(self._known)
 
 
-TYPES = Dtypes("bf16", "fp16", "fp32", "i32", "i64", "fp8", "u8", "e8m0", "bool")  # e8m0: a power of two's exponent
+# e8m0: a power of two, its exponent; ue5m3: four numbers in a word, each with five bits of exponent, three of mantissa
+TYPES = Dtypes("bf16", "fp16", "fp32", "ue5m3", "i32", "i64", "fp8", "u8", "e8m0", "bool")
 GPU_DTYPES = Dtypes("bf16", "fp16", "fp32")
 DTYPES = Dtypes("bf16", "fp16")  # of products and attention

@@ -1,4 +1,5 @@
-"""compressed-tensors: ``pack-quantized`` int4 and int8, ``float-quantized``, ``int-quantized`` and ``naive-quantized``.
+"""compressed-tensors: ``pack-quantized`` int4 and int8, ``float-quantized``, ``int-quantized`` and ``naive-quantized``;
+``nvfp4-pack-quantized`` is in ``nvfp4.py``.
 
 Packed: ``weight_packed`` int32 ``(N, ceil(K / 8))`` (int8: ``ceil(K / 4)``), element i of a word at bits ``bits * i``,
 stored ``q + 2 ** (bits - 1)``; ``weight_scale`` ``(N, groups)``; ``weight_shape`` ``(2,)``; asymmetric ones have
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.quant.assembly import assemble, groups_of, unassemble
+from cutekernels.quant.formats import nvfp4
 from cutekernels.quant.formats.gptq import order_of, unordered
 from cutekernels.quant.formats.nibbles import expect, extents, known_only, matrix, of_words, take, to_words
 from cutekernels.quant.formats.plain import ACTIVATIONS, extras, kept, read_plain, write_plain
@@ -43,6 +45,8 @@ def from_compressed_tensors(
     Raises:
         UnsupportedProblem: tensors that contradict each other or ``weights``.
     """
+    if "weight_global_scale" in tensors:
+        return nvfp4.from_nvfp4(tensors, _BY, dtype=dtype)
     scale = take(tensors, "weight_scale", by=_BY)
     dtype = scale.dtype if dtype is None else dtype
     extra = {name: tensors[name] for name in ("weight_shape", *ACTIVATIONS) if name in tensors}
@@ -162,6 +166,8 @@ def _columns(tensors: Mapping[str, Tensor], n: int, columns: int, lanes: int) ->
 def write(weight: QuantizedWeight) -> dict[str, Tensor]:
     """The tensors that :func:`from_compressed_tensors` read."""
     details = weight.details
+    if weight.code == "e2m1":
+        return nvfp4.write(weight)
     if "bits" not in details:
         data, scale = write_plain(weight)
         return {"weight": data, "weight_scale": scale, **extras(weight)}

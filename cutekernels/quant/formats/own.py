@@ -13,10 +13,10 @@ from torch import Tensor
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.quant.assembly import check_scales
 from cutekernels.quant.formats.nibbles import extents, known_only, take
-from cutekernels.quant.weight import FLOATS, QuantizedWeight
+from cutekernels.quant.weight import FLOATS, TENSORS, QuantizedWeight
 
 PREFIX = "weight."
-NAMES = tuple(PREFIX + name for name in ("packed", "scales", "zeros", "order", "offsets", "shape"))
+NAMES = tuple(PREFIX + name for name in (*TENSORS, "shape"))
 SCHEMES = {  # code, group, scale_rows
     "int4": ("int4", 0, 1),
     "int4_g32": ("int4", 32, 1),
@@ -41,7 +41,7 @@ def from_own(tensors: Mapping[str, Tensor], scheme: str, *, dtype: torch.dtype |
     known_only(tensors, NAMES, by="cutekernels")
     packed, scales, shape = (take(tensors, PREFIX + name, by="cutekernels") for name in ("packed", "scales", "shape"))
     packed = bytes_of(packed, code)
-    check_scales(scales, code)
+    check_scales(scales, code, group)
     said = extents("weight.shape", shape, by="cutekernels")
     if len(said) != 2:
         raise UnsupportedProblem(f"weight.shape is (N, K), not {said}; download the checkpoint again")
@@ -60,6 +60,7 @@ def from_own(tensors: Mapping[str, Tensor], scheme: str, *, dtype: torch.dtype |
         "cutekernels",
         {"scheme": scheme},
         tensors.get(PREFIX + "offsets"),
+        tensors.get(PREFIX + "factors"),
     )
     check_values(weight)
     return weight
@@ -82,7 +83,7 @@ def _stored_type(code: str) -> torch.dtype:
 
 def check_values(weight: QuantizedWeight) -> None:
     """Raises UnsupportedProblem for values that no weight has."""
-    check_scales(weight.scales, weight.code)
+    check_scales(weight.scales, weight.code, weight.group)
     order, k = weight.order, weight.shape[1]
     if order is not None and not torch.equal(order.long().sort().values, torch.arange(k, device=order.device)):
         raise UnsupportedProblem(f"weight.order is a permutation of {k} columns, and here it is not; download it again")
@@ -101,6 +102,6 @@ def write(weight: QuantizedWeight) -> dict[str, Tensor]:
         "scales": weight.scales,
         "shape": torch.tensor(weight.shape),
     }
-    held = {name: getattr(weight, name) for name in ("zeros", "order", "offsets")}
+    held = {name: getattr(weight, name) for name in TENSORS[2:]}
     tensors |= {name: t for name, t in held.items() if t is not None}
     return {PREFIX + name: tensor for name, tensor in tensors.items()}

@@ -8,7 +8,8 @@ Of 8-bit codes two words are one k-block: word i has pair 2i in bytes 0 and 2, p
 Decoding is exact: integers, e4m3 and e2m1 are numbers of both 16-bit types. Only nf4's table is rounded to them, once.
 Instructions for 8 weights: int4 11 (fp16 9), int8 14, e4m3 18, e2m1 15 with its scale, nf4 about 30.
 
-e2m1 has a power of two for each 32 of K (MXFP4), which multiplies decoded weights: in bf16 exactly.
+e2m1 has a power of two for each 32 of K (MXFP4), which multiplies decoded weights: in bf16 exactly. Or for each 16 of K
+a number of ue5m3 (NVFP4), which has no subnormal ones: exactly too, in both types, always folded.
 """
 
 from dataclasses import dataclass
@@ -37,11 +38,12 @@ class PackedWeights:
     code: str
     dtype: type[cutlass.Numeric]
     folded: bool = False  # floats in bf16, times scales: the power of two that an exponent wants is part of the scale
+    scales: str = ""  # of e2m1: "e8m0" or "ue5m3"
 
     @property
     def undone(self) -> float:
         """The factor of products of folded weights: a part of the power, so scales may be large."""
-        return 2.0**24 if self.folded else 1.0
+        return 1.0 if not self.folded else 2.0**14 if self.scales == "ue5m3" else 2.0**24
 
     @property
     def bits(self) -> int:
@@ -78,6 +80,8 @@ class PackedWeights:
         """A constant in a register of its own: an instruction takes one immediate operand, and a second would be moved
         to a register each time. ``count`` is any number that is not negative.
         """
+        if const_expr(self.scales == "ue5m3"):
+            return held(0x70007000, count)
         return held(0x000F000F if self.code == "int4" else self.magic, count)
 
     @cute.jit
@@ -206,6 +210,27 @@ class PackedWeights:
                 pairs[p] = product16(pairs[p], powers[p % 2], self.dtype)
 
     @cute.jit
+    def times_scales(self, words: cute.Tensor, kb: cutlass.Constexpr[int], magic: Int32, pairs: cute.Tensor):
+        """A k-block of 64 of K times the ue5m3 scales of its rows r and r + 8, which a word of ``words`` (2,) has.
+
+        A byte between an exponent's high bits and zeros is its scale times 2^112; in fp16 it is the scale itself.
+        """
+        left = const_expr((3 if self.halves else 0) - 8 * (kb % 2))
+        word = words[kb // 2]
+        if const_expr(left != 0):
+            word = pure("shf.l.wrap.b32 $0, $1, $1, $2;", word, Int32(left % 32))
+        both = word & 0x7F807F80 if const_expr(self.halves) else (word & 0x0FF00FF0) | magic
+        for p in cutlass.range_constexpr(4):
+            # A half for both: an instruction's own choice.
+            pairs[p] = pure(
+                "{ .reg .b16 l, h; .reg .b32 t; mov.b32 {l, h}, $2; "
+                f"mov.b32 t, {'{h, h}' if p % 2 else '{l, l}'}; fma.rn.{kind_of(self.dtype)}x2 $0, $1, t, $3; }}",
+                pairs[p],
+                both,
+                Int32(-0x7FFF8000),
+            )
+
+    @cute.jit
     def decode_nf4(self, word: Int32, pairs: cute.Tensor):
         """A byte permutation looks 4 nibbles up among 8 bytes: twice for 16 values, for low and high bytes."""
         table = [bits16(value, self.halves) for value in NF4]
@@ -243,6 +268,12 @@ def shifted(word: Int32, by: int) -> Int32:
 def power_of_two(byte: Int32) -> Int32:
     """The bits of 2 ** (byte - 127) in fp32, of byte 0 a subnormal number."""
     return cutlass.max(byte << 23, Int32(0x00400000))
+
+
+def ue5m3(word: Int32, number: int) -> Int32:
+    """The bits in fp32 of a word's scale ``number``: 2 for row r + 8, and 1 for the second k-block."""
+    byte = pure("shf.r.wrap.b32 $0, $1, $1, $2;", word, Int32((4 + 8 * number) % 32)) & 255
+    return byte * 0x00100000 + 0x38000000
 
 
 def kind_of(dtype: type[cutlass.Numeric]) -> str:

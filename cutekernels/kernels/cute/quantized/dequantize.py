@@ -36,7 +36,7 @@ from cutlass.memory import SmemAllocator
 
 from cutekernels.kernels.cute.parts.dependent import pdl_launch, pdl_wait
 from cutekernels.kernels.cute.parts.nf4 import NF4
-from cutekernels.kernels.cute.parts.packed import PackedWeights, kind_of, power_of_two, product16
+from cutekernels.kernels.cute.parts.packed import PackedWeights, kind_of, power_of_two, product16, ue5m3
 from cutekernels.kernels.cute.parts.ptx import pure
 from cutekernels.kernels.cute.parts.results import store_16
 from cutekernels.kernels.cute.parts.smem import DequantizeSmem
@@ -71,9 +71,10 @@ class Dequantize:
 
     code: str  # "int4", "int8", "e4m3", "e2m1", "nf4"
     scale: type[cutlass.Numeric]  # of e2m1 a byte, an exponent
-    group: int  # elements of K that share a scale: 32, 64, 128; 0: all
+    group: int  # elements of K that share a scale: 16 to 128; 0: all
     scale_rows: int  # rows that share a scale: 1, or 128
     zeros: bool
+    factors: bool  # scales are ue5m3, times a row's factor or over its divisor
     tiles: int
     out_align: int  # elements
     dependent: bool
@@ -95,7 +96,7 @@ class Dequantize:
     @property
     def tile_groups(self) -> int:
         """Groups of a tile."""
-        return 2 if self.group == 32 else 1
+        return TILE // self.group if 0 < self.group < TILE else 1
 
     @cute.jit
     def __call__(
@@ -104,11 +105,12 @@ class Dequantize:
         mW: cute.Tensor,  # (N / 64, K / 64, bytes)
         mS: cute.Tensor,  # (groups, N padded to 64), or of 128 x 128 blocks
         mZ: cute.Tensor | None,  # bytes, as the scales
+        mF: cute.Tensor | None,  # (2, N padded to 64): factors, and divisors or 1
         first: Int32,  # column of the weight, a multiple of 64
         stream: cuda.CUstream,
     ):
         n, columns = mD.shape
-        self.kernel(mD, mW, mS, mZ, first).launch(
+        self.kernel(mD, mW, mS, mZ, mF, first).launch(
             grid=[cute.ceil_div(columns, TILE * self.tiles), cute.ceil_div(n, TILE), 1],
             block=[THREADS, 1, 1],
             preferred_smem_carveout=100,  # percent
@@ -117,7 +119,15 @@ class Dequantize:
         )
 
     @cute.kernel
-    def kernel(self, mD: cute.Tensor, mW: cute.Tensor, mS: cute.Tensor, mZ: cute.Tensor | None, first: Int32):
+    def kernel(
+        self,
+        mD: cute.Tensor,
+        mW: cute.Tensor,
+        mS: cute.Tensor,
+        mZ: cute.Tensor | None,
+        mF: cute.Tensor | None,
+        first: Int32,
+    ):
         tid, _, _ = cute.arch.thread_idx()
         cta_k, cta_n, _ = cute.arch.block_idx()
         warp, lane = cute.arch.make_warp_uniform(tid // 32), tid % 32
@@ -143,11 +153,15 @@ class Dequantize:
                 own = cute.make_tensor(words[None, t].iterator + 4 * i, cute.make_layout(4))
                 cute.autovec_copy(cute.make_tensor(place, cute.make_layout(4)), own)
             for g in cutlass.range_constexpr(self.tile_groups):
-                group = self.group_of(tile, g, groups)
+                group = tile if const_expr(self.factors) else self.group_of(tile, g, groups)
                 # A lane has rows r and r + 8.
                 for h in cutlass.range_constexpr(2):
                     at = (row + lane // 4 + 8 * h) >> (self.scale_rows.bit_length() - 1)
-                    if const_expr(self.code == "e2m1"):
+                    if const_expr(self.factors):
+                        word = mS[group, row + lane // 4 * 2 + g // 2]
+                        scale = ue5m3(word, 2 * h + g % 2).bitcast(Float32)
+                        factors[h, g, t] = (scale * (mF[0, at] if mF[1, at] == 1.0 else Float32(1.0))) / mF[1, at]
+                    elif const_expr(self.code == "e2m1"):
                         cute.recast_tensor(factors, Int32)[h, g, t] = power_of_two(mS[group, at].to(Int32))
                     else:
                         factors[h, g, t] = mS[group, at].to(Float32)

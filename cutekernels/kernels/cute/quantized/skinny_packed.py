@@ -27,7 +27,8 @@ Tile's end: groups of warps leave accumulators in shared memory and the first ad
 
 Numbers: codes less their zero points are exact in the activations' type, products and sums are fp32, and scales
     multiply fp32 sums, a group of K at a time: a weight is never rounded. (nf4's table is, to the activations' type.)
-    e2m1 is multiplied by its powers of two where it is decoded, exactly in bf16; fp32 sums have no part in it.
+    e2m1 is multiplied by its powers of two where it is decoded, exactly in bf16; fp32 sums have no part in it. NVFP4's
+    scales likewise; its factors of rows are those of a ColumnScale.
 
 Gated, W has the gates' rows before up's, half of a CTA's rows are gates and half what they multiply, and a warp has
     equally many strips of both, so that one thread holds a pair: ``out = silu(gate) * up``.
@@ -78,6 +79,7 @@ class Operands:
     mW: cute.Tensor  # (N / 64, K / 64, bytes)
     mS: cute.Tensor  # (groups, N padded to 64), or of 128 x 128 blocks
     mZ: cute.Tensor | None  # bytes, as the scales
+    mF: cute.Tensor | None  # (2, N padded to 64), of which the first factors of rows
     mBias: cute.Tensor | None  # (N,)
     mPartials: cute.Tensor  # a tile of accumulators a run
     mCounters: cute.Tensor  # (tiles,), zero before and after
@@ -143,16 +145,17 @@ class SkinnyPacked:
 
     weights: PackedWeights
     scale: type[cutlass.Numeric]
-    group: int  # elements of K that share a scale: 32, 64, 128; 0: all
+    group: int  # elements of K that share a scale: 16 to 128; 0: all
     scale_rows: int  # rows that share a scale: 1, or 128
     zeros: bool
+    factors: bool
     tile_m: int  # tokens
     tile_n: int  # weight rows
     tile_k: int
     warps_n: int
     warps_k: int
     stages: int
-    epilogue: Epilogue  # with scales of all of K a ColumnScale
+    epilogue: Epilogue  # with scales of all of K, or factors, a ColumnScale
     dependent: bool
     prefetch_tiles: int  # units of W prefetched before pdl_wait
     ctas_per_sm: int
@@ -216,6 +219,7 @@ class SkinnyPacked:
         mW: cute.Tensor,  # (N / 64, K / 64, bytes)
         mS: cute.Tensor,  # (groups, N padded to 64), or of 128 x 128 blocks
         mZ: cute.Tensor | None,  # bytes, as the scales
+        mF: cute.Tensor | None,  # (2, N padded to 64)
         mBias: cute.Tensor | None,  # (N,)
         mPartials: cute.Tensor,
         mCounters: cute.Tensor,
@@ -223,7 +227,7 @@ class SkinnyPacked:
         share: Int32,  # units of each
         stream: cuda.CUstream,
     ):
-        self.kernel(Operands(mD, mX, mW, mS, mZ, mBias, mPartials, mCounters), share).launch(
+        self.kernel(Operands(mD, mX, mW, mS, mZ, mF, mBias, mPartials, mCounters), share).launch(
             grid=[ctas, 1, 1],
             block=[self.threads, 1, 1],
             min_blocks_per_mp=self.ctas_per_sm,
@@ -358,8 +362,8 @@ class SkinnyPacked:
         return of.m
 
     def row_scales(self, given: Operands, of: Extents, unit: Unit) -> cute.Tensor:
-        """Scales of all of K: a factor for each of out's columns."""
-        return given.mS[0, None]
+        """Scales of all of K, or factors: one for each of out's columns."""
+        return (given.mF if self.factors else given.mS)[0, None]
 
     def bias(self, given: Operands, unit: Unit) -> cute.Tensor | None:
         """The bias of the weight's rows."""
@@ -574,7 +578,10 @@ class SkinnyPacked:
             if const_expr(self.zeros and (kb == 0 or (self.interval > 0 and kb * 16 % self.interval == 0))):
                 self.load_shifts(stage + self.smem.zeros_at, lane, warp_k * self.chunk + kb * 16, strip, shifts)
             if const_expr(self.weights.code == "e2m1" and kb * 16 % self.group == 0):
-                self.load_powers(stage + self.smem.scales_at, lane, warp_k * self.chunk + kb * 16, strip, powers)
+                if const_expr(self.factors):
+                    self.load_words_of_scales(stage, lane, warp_k * self.chunk + kb * 16, strip, powers)
+                else:
+                    self.load_powers(stage + self.smem.scales_at, lane, warp_k * self.chunk + kb * 16, strip, powers)
             if const_expr(kb % 2 == 0):
                 # -- tokens of two k-blocks: four matrices of 8 x 8 for each 8 tokens
                 for t in cutlass.range_constexpr(tokens):
@@ -588,7 +595,9 @@ class SkinnyPacked:
                 )
                 of_pairs = cute.make_tensor(pairs.iterator + 4 * s, cute.make_layout(4))
                 self.weights.decode(of_block, shifts[None, s], constant, of_pairs)
-                if const_expr(self.weights.code == "e2m1"):
+                if const_expr(self.factors):
+                    self.weights.times_scales(powers[None, s], kb % 4, constant, of_pairs)
+                elif const_expr(self.weights.code == "e2m1"):
                     self.weights.times_powers(powers[None, s], of_pairs)
             cute.gemm(tiled_mma, part, rA[None, None, 0], rB[None, None, kb % 2], part)
             if const_expr(self.interval > 0 and (kb + 1) * 16 % self.interval == 0):
@@ -602,9 +611,9 @@ class SkinnyPacked:
 
     @cute.jit
     def load_words(self, address: Int32, words: cute.Tensor):
-        """16 bytes of shared memory."""
-        place = cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=VECTOR)
-        cute.autovec_copy(cute.make_tensor(place, cute.make_layout(4)), words)
+        """Two or four words of shared memory."""
+        place = cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=4 * cute.size(words))
+        cute.autovec_copy(cute.make_tensor(place, cute.make_layout(cute.size(words))), words)
 
     @cute.jit
     def load_shifts(self, zeros: Int32, lane: Int32, k: Int32, strip: Int32, shifts: cute.Tensor):
@@ -616,6 +625,14 @@ class SkinnyPacked:
     def load_powers(self, scales: Int32, lane: Int32, k: Int32, strip: Int32, powers: cute.Tensor):
         """Powers of two of rows r and r + 8 of each strip."""
         self.load_bytes(scales + k // self.group * self.tile_n, lane, strip, powers, self.weights.power)
+
+    @cute.jit
+    def load_words_of_scales(self, stage: Int32, lane: Int32, k: Int32, strip: Int32, words: cute.Tensor):
+        """Two words of rows r and r + 8 of each strip: scales of 64 of K."""
+        first = stage + self.smem.scales_at + (k // self.group * self.tile_n + lane // 4 * 2) * 4
+        for s in cutlass.range_constexpr(self.strips):
+            half, own = self.half_of(s)
+            self.load_words(first + (half * self.rows + (strip + own) * STRIP) * 4, words[None, s])
 
     @cute.jit
     def load_bytes(
@@ -706,7 +723,7 @@ class SkinnyPacked:
         operands = EpilogueOperands(
             mBias=self.bias(given, at),
             alpha=Float32(self.weights.undone) if const_expr(self.weights.folded) else None,
-            own=self.row_scales(given, of, at) if const_expr(self.group == 0) else None,
+            own=self.row_scales(given, of, at) if const_expr(self.group == 0 or self.factors) else None,
             clamp=given.clamp,
         )
         x = self.epilogue.apply(acc.load(), coordinates, operands)

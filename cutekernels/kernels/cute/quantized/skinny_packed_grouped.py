@@ -62,6 +62,7 @@ class SkinnyPackedGrouped(SkinnyPacked):
         mW: cute.Tensor,  # (E * rows / 64, K / 64, bytes)
         mS: cute.Tensor,  # (groups, E * rows), or of 128 x 128 blocks
         mZ: cute.Tensor | None,  # bytes, as the scales
+        mF: cute.Tensor | None,  # (2, E * rows)
         mEnds: cute.Tensor,  # (E + 1,)
         mBias: cute.Tensor | None,  # (E, rows)
         mPartials: cute.Tensor,
@@ -72,7 +73,7 @@ class SkinnyPackedGrouped(SkinnyPacked):
         stream: cuda.CUstream,
     ):
         clamp = (alpha, limit) if const_expr(self.clamped) else None
-        self.kernel(Operands(mD, mX, mW, mS, mZ, mBias, mPartials, mCounters, mEnds, clamp)).launch(
+        self.kernel(Operands(mD, mX, mW, mS, mZ, mF, mBias, mPartials, mCounters, mEnds, clamp)).launch(
             grid=[ctas, 1, 1],
             block=[self.threads, 1, 1],
             min_blocks_per_mp=self.ctas_per_sm,
@@ -172,7 +173,7 @@ class SkinnyPackedGrouped(SkinnyPacked):
         return unit.end
 
     def row_scales(self, given: Operands, of: Extents, unit: GroupUnit) -> cute.Tensor:
-        return cute.domain_offset((self.first_row(of, unit),), given.mS[0, None])
+        return cute.domain_offset((self.first_row(of, unit),), super().row_scales(given, of, unit))
 
     def bias(self, given: Operands, unit: GroupUnit) -> cute.Tensor | None:
         return None if given.mBias is None else given.mBias[unit.group, None]

@@ -85,6 +85,7 @@ class Weight:
     mW: cute.Tensor  # (N / 64, K / 64, bytes)
     mS: cute.Tensor  # (groups, N padded to 64), or of 128 x 128 blocks
     mZ: cute.Tensor | None  # bytes, as the scales
+    mF: cute.Tensor | None  # (2, N padded to 64), of which the first factors of rows
 
 
 @dataclass(frozen=True)
@@ -144,9 +145,10 @@ class WarpgroupPacked(WarpGroupBody):
 
     weights: PackedWeights
     scale: type[cutlass.Numeric]
-    group: int  # elements of K that share a scale: 32, 64, 128; 0: all
+    group: int  # elements of K that share a scale: 16 to 128; 0: all
     scale_rows: int  # rows that share a scale: 1, or 128
     zeros: bool
+    factors: bool
     scaled: str  # "accumulators" or "weights"
     groups: int  # consumer warp groups
     tile_n: int
@@ -167,6 +169,11 @@ class WarpgroupPacked(WarpGroupBody):
     @property
     def sums(self) -> ClusterSums:
         return ClusterSums(self.cluster, self.owners, GROUP, self.tile_n // 2)
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether rows have factors: scales of all of K, or those beside scales of groups."""
+        return self.group == 0 or self.factors
 
     @property
     def interval(self) -> int:
@@ -211,6 +218,7 @@ class WarpgroupPacked(WarpGroupBody):
         mW: cute.Tensor,  # (N / 64, K / 64, bytes)
         mS: cute.Tensor,  # (groups, N padded to 64), or of 128 x 128 blocks
         mZ: cute.Tensor | None,  # bytes, as the scales
+        mF: cute.Tensor | None,  # (2, N padded to 64)
         mBias: cute.Tensor | None,  # (N,)
         mPartials: cute.Tensor,
         mTickets: cute.Tensor,  # (tiles * groups,), zero before and after
@@ -222,7 +230,7 @@ class WarpgroupPacked(WarpGroupBody):
         tokens, out, layout = self.tma_of(mX, mD)
         alpha = Float32(self.weights.undone if const_expr(self.scaled == "weights") else 1.0)
         outputs = BoxOperands(out.tma, out.coordinates, None, None, mBias, alpha, Float32(0.0))
-        weight, workspace = Weight(mW, mS, mZ), Workspace(mPartials, mTickets)
+        weight, workspace = Weight(mW, mS, mZ, mF), Workspace(mPartials, mTickets)
         self.kernel(tokens, outputs, weight, workspace, self.mma(mX.element_type), layout, rounds, share).launch(
             grid=[ctas, 1, 1],
             block=[self.threads, 1, 1],
@@ -321,7 +329,7 @@ class WarpgroupPacked(WarpGroupBody):
                 corner = self.results.corner(buffers, segment.corner)
                 self.results.load_inputs(buffers, outputs, segment.corner, corner, boxes_used)
                 factors = None
-                if const_expr(self.group == 0):
+                if const_expr(self.by_rows):
                     factors = self.row_factors(consumer, weight, of, corner.row)
                 consumer.acc.fill(0.0)
                 at = self.multiply(consumer, weight, shared, of, segment, at)
@@ -329,13 +337,13 @@ class WarpgroupPacked(WarpGroupBody):
                 if const_expr(self.split):
                     whole = self.share_tile(consumer, storage, workspace, of, segment, cta)
                 elif const_expr(self.cluster > 1):
-                    if const_expr(self.group == 0):
+                    if const_expr(self.by_rows):
                         self.scale_by(consumer, factors)
                     whole = self.share_in_cluster(consumer, storage, rank)
                     results = cute.make_tensor(consumer.acc.iterator, cute.make_layout(self.sums.share))
                     corner = replace(corner, column=corner.column + rank * self.results.columns)
                 if whole:
-                    if const_expr(self.group == 0 and self.cluster == 1):
+                    if const_expr(self.by_rows and self.cluster == 1):
                         self.scale_by(consumer, factors)
                     self.results.store_tile(buffers, outputs, results, corner, boxes_used)
                     boxes_used = boxes_used + self.results.count
@@ -626,6 +634,8 @@ class WarpgroupPacked(WarpGroupBody):
             self.weights.decode(of_block, shifts, consumer.constant, four)
             if const_expr(self.scaled == "weights" and self.scale is self.weights.dtype):
                 self.weights.scale16(factors[None, strip], four)
+            elif const_expr(self.factors):
+                self.weights.times_scales(cute.recast_tensor(factors, Int32)[None, strip], kb, consumer.constant, four)
             elif const_expr(self.weights.code == "e2m1"):
                 self.weights.times_powers(cute.recast_tensor(factors, Int32)[None, strip], four)
             elif const_expr(self.scaled == "weights"):
@@ -703,9 +713,9 @@ class WarpgroupPacked(WarpGroupBody):
 
     @cute.jit
     def load_words(self, address: Int32, words: cute.Tensor):
-        """16 bytes of shared memory."""
-        place = cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=VECTOR)
-        cute.autovec_copy(cute.make_tensor(place, cute.make_layout(4)), words)
+        """Two or four words of shared memory."""
+        place = cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=4 * cute.size(words))
+        cute.autovec_copy(cute.make_tensor(place, cute.make_layout(cute.size(words))), words)
 
     @cute.jit
     def own_row(self, consumer: Consumer) -> Int32:
@@ -714,11 +724,14 @@ class WarpgroupPacked(WarpGroupBody):
 
     @cute.jit
     def load_factors(self, consumer: Consumer, stage: Int32, factors: cute.Tensor):
-        """Scales of rows r and r + 8, for each group of K in the stage; of e2m1 the bits of its powers of two."""
+        """Scales of rows r and r + 8, for each group of K in the stage; of e2m1 bits, two words or of ``power``."""
         size = const_expr(self.scale.width // 8)
         first = stage + self.smem.scales_at + consumer.group * (self.smem.strips * TILE * size)
         for i in cutlass.range_constexpr(self.smem.strips):
-            for r in cutlass.range_constexpr(2):
+            if const_expr(self.factors):
+                at = first + (i * TILE + self.own_row(consumer) + consumer.thread % 32 // 4) * size
+                self.load_words(at, cute.recast_tensor(factors, Int32)[None, i])
+            for r in cutlass.range_constexpr(0 if self.factors else 2):
                 at = first + (i * TILE + self.own_row(consumer) + 8 * r) * size
                 place = cute.make_ptr(self.scale, at, cute.AddressSpace.smem, assumed_align=size)
                 found = cute.make_tensor(place, cute.make_layout(1))[0]
@@ -755,18 +768,19 @@ class WarpgroupPacked(WarpGroupBody):
 
     @cute.jit
     def row_factors(self, consumer: Consumer, weight: Weight, of: Extents, first: Int32) -> cute.Tensor:
-        """Scales of all of K of rows r and r + 8 of a group's, which begin with row ``first``."""
+        """Scales of all of K, or factors, of rows r and r + 8 of a group's, which begin with row ``first``."""
+        table = weight.mF if const_expr(self.factors) else weight.mS
         factors = cute.make_rmem_tensor(2, Float32)
         factors.fill(0.0)
         for r in cutlass.range_constexpr(2):
             row = first + self.own_row(consumer) + 8 * r
             if row < self.all_rows(weight, of, 1):
-                factors[r] = weight.mS[0, row].to(Float32)
+                factors[r] = table[0, row].to(Float32)
         return factors
 
     @cute.jit
     def scale_by(self, consumer: Consumer, factors: cute.Tensor):
-        """Scales of all of K on the tile's accumulators."""
+        """Those on the tile's accumulators."""
         for r in cutlass.range_constexpr(2):
             for j in cutlass.range_constexpr(self.tile_n // 8):
                 for i in cutlass.range_constexpr(2):

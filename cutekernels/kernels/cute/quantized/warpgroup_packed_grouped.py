@@ -114,6 +114,7 @@ class WarpgroupPackedGrouped(WarpgroupPacked):
         mW: cute.Tensor,  # (E * rows / 64, K / 64, bytes)
         mS: cute.Tensor,  # (groups, E * rows), or of 128 x 128 blocks
         mZ: cute.Tensor | None,  # bytes, as the scales
+        mF: cute.Tensor | None,  # (2, E * rows)
         mEnds: cute.Tensor,  # (E + 1,)
         mBias: cute.Tensor | None,  # (E, rows)
         mPartials: cute.Tensor,  # of the skinny body
@@ -129,7 +130,7 @@ class WarpgroupPackedGrouped(WarpgroupPacked):
         outputs = BoxOperands(out.tma, out.coordinates, None, None, mBias, factor, Float32(0.0), mD, None)
         clamp = (alpha, limit) if const_expr(self.clamped) else None
         tiled_mma = self.mma(mX.element_type)
-        self.kernel(tokens, outputs, Weight(mW, mS, mZ), mEnds, clamp, tiled_mma, layout).launch(
+        self.kernel(tokens, outputs, Weight(mW, mS, mZ, mF), mEnds, clamp, tiled_mma, layout).launch(
             grid=[ctas, 1, 1],
             block=[self.threads, 1, 1],
             min_blocks_per_mp=1,
@@ -261,7 +262,7 @@ class WarpgroupPackedGrouped(WarpgroupPacked):
             self.results.load_inputs(buffers, own, corner, of_group, boxes_used)
             consumer.acc.fill(0.0)
             at = self.multiply(consumer, weight, shared, of, segment, at)
-            if const_expr(self.group == 0):
+            if const_expr(self.by_rows):
                 first = self.first_row(of, segment, consumer.group)
                 self.scale_by(consumer, self.row_factors(consumer, weight, of, first))
             if const_expr(self.gated):
