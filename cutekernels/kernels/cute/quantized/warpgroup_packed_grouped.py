@@ -37,15 +37,8 @@ from cutekernels.kernels.cute.parts.schedule import RingTile, TileRing
 from cutekernels.kernels.cute.parts.smem import ALIGNMENT, WarpgroupPackedSmem, WarpgroupSmem
 from cutekernels.kernels.cute.parts.walk import GroupWalk
 from cutekernels.kernels.cute.parts.warp_groups import GROUP, ROWS, TmaTensor
-from cutekernels.kernels.cute.quantized.warpgroup_packed import (
-    TILE,
-    Consumer,
-    Extents,
-    Segment,
-    Shared,
-    WarpgroupPacked,
-    Weight,
-)
+from cutekernels.kernels.cute.quantized.values import Consumer, Extents, Segment, Shared, Weight
+from cutekernels.kernels.cute.quantized.warpgroup_packed import TILE, WarpgroupPacked
 
 TAKEN, LEFT = FIRST_BARRIER + 2, FIRST_BARRIER + 3  # named barriers, behind those of two groups
 
