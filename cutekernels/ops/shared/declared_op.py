@@ -258,7 +258,8 @@ class DeclaredOp(Op[P, C]):
             declared = self.Problem.__dataclass_fields__[name].metadata
             if "values" not in declared or (name in self.beyond and not main.is_cuda):
                 continue
-            if not any(options[name] == v and type(options[name]) is type(v) for v in declared["values"]):
+            given = options[name]
+            if not any(given == v and (isinstance(v, str) or type(given) is type(v)) for v in declared["values"]):
                 values = ", ".join(map(str, declared["values"]))
                 raise UnsupportedProblem(f"{self.name}: {name} must be one of {values}; it is {options[name]!r}")
 
@@ -290,7 +291,9 @@ class DeclaredOp(Op[P, C]):
                 found[field] = t is not None if not word else declared[field].default if t is None else word
             elif operand.dtype in declared and operand.dtype != "dtype":
                 found[operand.dtype] = self._type_word(operand, t, dtype)
-        found |= {**self.facts(named, sizes), **options}
+        # The words of an enum are those of its values.
+        words = {name: str.__str__(option) for name, option in options.items() if isinstance(option, str)}
+        found |= {**self.facts(named, sizes), **options, **words}
         return self.Problem(**found, **self.layout(named, sizes, found))
 
     def _type_word(self, operand: Operand, t: Tensor | None, main: torch.dtype) -> str:
