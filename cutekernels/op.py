@@ -257,8 +257,9 @@ class Op(ABC, Generic[P, C]):
     **Ownership.** An op owns no tensor and no kernel: ``args`` and ``outputs`` are the caller's, and a launch keeps
     none of them; what ``build`` returns is kept by ``compile.py``, what ``bind`` returns by ``dispatch.py``.
 
-    **Threads.** One instance serves a process, and its methods change nothing in it: any thread may call any of them at
-    any time, ``build`` in compiling processes too. Threads share a launch; each enqueues on its own current stream.
+    **Threads.** One instance serves a process, and its methods change nothing in it but caches: any thread may call any
+    of them at any time, ``build`` in compiling processes too. Threads share a launch; each enqueues on its own current
+    stream.
     """
 
     name: ClassVar[str]

@@ -34,6 +34,8 @@ def projections(
     """
     if torch.compiler.is_compiling():
         return torch.ops.cutekernels.projections(x, weights, biases)
+    if transformed():
+        return _projections(x, weights, biases)
     return _project(x, joined, bias, len(weights), *weights, *biases)
 
 
@@ -43,6 +45,8 @@ def mlp(x: Tensor, gate: Gate, joined: Tensor, gate_weight: Tensor, up_weight: T
     """
     if torch.compiler.is_compiling():
         return torch.ops.cutekernels.trained_mlp(x, gate, gate_weight, up_weight, down)
+    if transformed():
+        return _trained_mlp(x, gate, gate_weight, up_weight, down)
     return _multiply(x, gate, joined, gate_weight, up_weight, down)
 
 

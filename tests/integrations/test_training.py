@@ -276,6 +276,13 @@ def test_what_a_graph_of_training_holds() -> None:
     assert plain.model.embed_tokens.weight.shape in added and (*ids.shape, plain.config.hidden_size) not in added
 
 
+def test_func_differentiates_with_respect_to_embeddings() -> None:
+    plain, patched = both("llama")
+    x = plain.get_input_embeddings()(tiny.tokens()).detach()
+    grads = [torch.func.grad(lambda x, m=m: m(inputs_embeds=x).logits.square().mean())(x) for m in (plain, patched)]
+    assert (grads[0] - grads[1]).norm() <= 1e-5 * grads[0].norm()
+
+
 def test_graphs_multiply_by_the_memory_that_parameters_share() -> None:
     _, patched = both("qwen2")
     attention = patched.model.layers[0].self_attn

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from enum import StrEnum
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -209,6 +210,19 @@ def test_a_call_on_a_gpu_poses_what_its_operands_are() -> None:
         "grouped_gemm rows=13 n=7 k=4 experts=5 bias=same align=1",
         "grouped_gemm_wgrad rows=13 n=8 k=8 experts=5",
     ]
+
+
+def test_an_activation_may_be_an_enum_of_strings() -> None:
+    class Name(StrEnum):
+        silu = "silu"
+
+    x, w, _ = posed(dtype=torch.bfloat16, grad=False)
+    y = ck.grouped_gemm(x, w, OFFSETS, activation=Name.silu)  # type: ignore[arg-type]
+    assert torch.equal(y, ck.grouped_gemm(x, w, OFFSETS, activation="silu"))
+    with recorded() as seen:
+        for name in (Name.silu, "silu"):
+            calls.run(GROUPED_GEMM, None, (x, w, OFFSETS, None), options=(name,))
+    assert seen[0] == seen[1] and seen[0].endswith("activation=silu align=1")
 
 
 # ---- the declaration ------------------------------------------------------------------------------------

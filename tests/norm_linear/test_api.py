@@ -239,6 +239,14 @@ def test_what_the_skinny_warpgroup_body_refuses() -> None:
     assert "no warpgroup MMA" in str(RMS_NORM_LINEAR.why_not(few, config, gpu.lookup("a100")))
 
 
+def test_one_row_without_leading_dimensions_is_posed_into_any_memory() -> None:
+    x, weight = torch.zeros(64, dtype=BF16), torch.zeros(16, 64, dtype=BF16)
+    y = torch.empty(32, dtype=BF16)[::2]
+    posed = RMS_NORM_LINEAR.problem(y, x, None, weight, None, None, activation="none")
+    gated = LINEAR_SILU_MUL.problem(y[:8], x, weight, None, norm=False)
+    assert [posed.layout, gated.layout] == ["any", "any"]
+
+
 @pytest.mark.parametrize(("n", "pitch", "layout"), [(256, 256, "aligned"), (256, 300, "inputs"), (255, 300, "aligned")])
 def test_a_result_whose_rows_are_not_aligned_is_for_the_skinny_body(n: int, pitch: int, layout: str) -> None:
     def empty(*shape: int) -> Tensor:

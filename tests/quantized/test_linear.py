@@ -331,6 +331,10 @@ REFUSED: dict[str, tuple[Callable[[QuantizedWeight], Any], str]] = {
     "a weight of experts": (lambda w: ck.rms_norm_linear(X, X[0, :3], w), r"norm_weight must be \(K,\)"),
     "a config of the fused op": (lambda w: ck.rms_norm_linear(X, None, w, config="body=skinny"), "config= is for one"),
     "a config of the gate": (lambda w: ck.linear_silu_mul(X, w, config="body=skinny"), "config= is for one"),
+    "out that is no tensor": (
+        lambda w: ck.linear_silu_mul(X, make(128, 136).weight(), out=3),  # type: ignore[arg-type]
+        "takes out as a torch.Tensor",
+    ),
     "a norm of another K": (lambda w: ck.rms_norm_linear(X[:, :64], None, w), r"x must be \(\.\.\., K\)"),
     "a norm of no tensor": (lambda w: ck.rms_norm_linear(3.0, None, w), "takes x as a torch.Tensor"),  # type: ignore[call-overload]
     "no norm with a weight": (

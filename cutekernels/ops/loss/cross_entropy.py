@@ -282,17 +282,16 @@ def _gradient(ctx: Any, dloss: Tensor | None, *_: Any) -> tuple[Any, ...]:
     found: list[Tensor | None] = [None, None, None]
     if dloss is not None:
         within = transformed() or ctx.transformed
-        in_place = not within and plain((dloss,)) is not None
-        if in_place and torch.is_grad_enabled():
+        if not within and torch.is_grad_enabled():
             raise UnsupportedProblem(
                 "linear_cross_entropy has no second derivative (create_graph=True): write the loss out in torch"
             )
-        if in_place and ctx.spent:
+        if ctx.spent:
             raise RuntimeError(
                 "linear_cross_entropy runs backward once: its gradients, formed in the forward, have been handed out. "
                 "Call it again, or with reduction='none', which forms them in each backward"
             )
-        ctx.spent = in_place
+        ctx.spent = in_place = not within and plain((dloss,)) is not None
         saved = ctx.saved_tensors
         *gradients, unit = map(_unwrap, saved) if ctx.transformed else saved  # wrappers have no address
         factor = (dloss * unit if unit.numel() else dloss).reshape(1)

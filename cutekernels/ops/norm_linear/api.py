@@ -186,6 +186,7 @@ def linear_silu_mul(
     if isinstance(w_gate_up, QuantizedWeight):
         if config is not None:
             raise UnsupportedProblem("config= is for one kernel; with a packed weight several run: leave it out")
+        _check_tensors("linear_silu_mul", optional=True, out=out)
         with _uncast(x, out):
             if not _differentiates(x, norm_weight):
                 from cutekernels.ops.quantized.api import gated

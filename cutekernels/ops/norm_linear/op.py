@@ -185,8 +185,8 @@ class NormLinear:
                 and (norm_weight is None or norm_weight.data_ptr() % 16 == 0)
                 and max(map(span_bytes, (flat, weight, y))) < 2 * 2**31
             )
-        whole = n % WIDEST > 0 or alignment(y) == WIDEST
-        return {"layout": "any" if not aligned else "aligned" if whole else "inputs"}
+        whole = aligned and (n % WIDEST > 0 or alignment(y) == WIDEST)
+        return {"layout": "aligned" if whole else "inputs" if aligned else "any"}
 
     def place(self, p: Any, name: str, result: Tensor) -> Tensor:
         # an odd pitch, so that few rows of the result are aligned

@@ -38,7 +38,8 @@ class DeclaredOp(Op[P, C]):
     Its tensors are :class:`~cutekernels.ops.shared.operands.Operand` attributes of its class. Its launch takes
     ``(*results, *inputs, *scalars)``; an absent optional tensor is None. ``options`` are fields of its Problem.
 
-    A declaration has no state but its cache of calls: any thread may ask it, and call it.
+    A declaration has no state but its cache of calls and the extents of the last one, which is replaced whole: any
+    thread may ask it, and call it.
     """
 
     results: ClassVar[tuple[str, ...]]
@@ -78,7 +79,7 @@ class DeclaredOp(Op[P, C]):
     def __init__(self) -> None:
         self.kinds = kinds_of(self.schema)
         self.others = [kind for kind in self.kinds if not kind[0].startswith("Tensor")]
-        self._posed: Any = ((), {}, {})
+        self._last_pose: Any = ((), {}, {})
 
     @cached_property
     def calls(self) -> CallCache:
@@ -177,13 +178,13 @@ class DeclaredOp(Op[P, C]):
         # Each step of a first call asks: the last answer is kept. Comparing extents of fakes would make guards.
         asked = [(name, None if t is None else t.shape) for name, t in given.items()], options
         keeps = all(t is None or type(t) in plain for t in given.values())
-        kept = self._posed
+        kept = self._last_pose
         if not keeps or kept[0] != asked:
             self.refuse_shapes(named)
             declared = {name: self.operands[name] for name in given}
             derive = partial(self.derive, **options)
             kept = asked, *sizes_of(self.name, declared, given, self._integers(options), derive)
-            self._posed = kept if keeps else self._posed
+            self._last_pose = kept if keeps else self._last_pose
         return dict(kept[1]), kept[2]
 
     def _type(self, dtype: str, main: torch.dtype) -> tuple[torch.dtype, ...]:
@@ -258,7 +259,8 @@ class DeclaredOp(Op[P, C]):
             declared = self.Problem.__dataclass_fields__[name].metadata
             if "values" not in declared or (name in self.beyond and not main.is_cuda):
                 continue
-            if not any(options[name] == v and type(options[name]) is type(v) for v in declared["values"]):
+            given = options[name]
+            if not any(given == v and (isinstance(v, str) or type(given) is type(v)) for v in declared["values"]):
                 values = ", ".join(map(str, declared["values"]))
                 raise UnsupportedProblem(f"{self.name}: {name} must be one of {values}; it is {options[name]!r}")
 
@@ -290,7 +292,9 @@ class DeclaredOp(Op[P, C]):
                 found[field] = t is not None if not word else declared[field].default if t is None else word
             elif operand.dtype in declared and operand.dtype != "dtype":
                 found[operand.dtype] = self._type_word(operand, t, dtype)
-        found |= {**self.facts(named, sizes), **options}
+        # The words of an enum are those of its values.
+        words = {name: str.__str__(option) for name, option in options.items() if isinstance(option, str)}
+        found |= {**self.facts(named, sizes), **options, **words}
         return self.Problem(**found, **self.layout(named, sizes, found))
 
     def _type_word(self, operand: Operand, t: Tensor | None, main: torch.dtype) -> str:

@@ -47,7 +47,7 @@ class TritonOp(Ruled, DeclaredOp[P, C]):
         raise NotImplementedError
 
     def numbers(self, p: P, c: C) -> tuple[int, ...]:
-        """The values of ``sizes``: the problem's fields of those names. But for those :meth:`measured`."""
+        """The values of ``sizes``: the problem's fields of those names. But for those of :meth:`measure_sizes`."""
         return tuple([getattr(p, name) for name in self.sizes])
 
     def measure_sizes(self, named: Named) -> tuple[int, ...]:
