@@ -261,7 +261,7 @@ def test_refusals_and_copies_when_warm(general: list[str]) -> None:
     for _ in range(2):
         function(**given, out=out)
         function(**given)
-    with pytest.raises(UnsupportedProblem, match="out overlaps an input"):
+    with pytest.raises(UnsupportedProblem, match="out= overlaps an operand"):
         function(**given, out=given["q"])
     with pytest.raises(UnsupportedProblem, match="scale must be above 0"):
         function(**given, scale=-1.0)

@@ -80,6 +80,9 @@ def posed(m: int, n: int, k: int, kind: Kind, out_align: int = 8) -> QuantizedPr
     )  # fmt: skip
 
 
+CLUSTERED = {name: kind for name, kind in COMMON.items() if kind.scale != UE5M3}  # a rule refuses factors of rows
+
+
 def chosen(body: str, m: int, n: int, k: int, kind: Kind, spec: gpu.GpuSpec, **changes: Any) -> str:
     """A config that no rule refuses: the stages of a warpgroup are as many as fit."""
     if body == "skinny":
@@ -110,7 +113,7 @@ def test_a_config_of_each_body_suits_what_is_tested_here(name: str) -> None:
         for pdl in (False, True):
             chosen(body, m, 1000, K, kind, spec, pdl=pdl)
         chosen(body, m, 1000, K, kind, spec, stream_k=True)
-    for kind, (tile_m, split, ctas) in product(COMMON.values(), ((16, 8, 1), (64, 4, 2), (64, 5, 1), (96, 6, 1))):
+    for kind, (tile_m, split, ctas) in product(CLUSTERED.values(), ((16, 8, 1), (64, 4, 2), (64, 5, 1), (96, 6, 1))):
         knobs = {"tile_m": tile_m, "tile_n": 64, "tile_k": 128, "split_k": split, "ctas_per_sm": ctas}
         chosen("warpgroup", tile_m, 840, 4104, kind, spec, **knobs)
 
@@ -237,7 +240,7 @@ def test_shared_tiles(body: str) -> None:
 
 @on_gpu
 @shared
-@pytest.mark.parametrize("kind", COMMON.values(), ids=str)
+@pytest.mark.parametrize("kind", CLUSTERED.values(), ids=str)
 def test_clusters(kind: Kind) -> None:
     """A tile's K in the CTAs of a cluster, one or two of them to an SM; the same bits every time."""
     narrow = {"tile_n": 64, "tile_k": 128}
@@ -369,9 +372,9 @@ def test_refusals() -> None:
     x, weight = tokens(5, 136), make(72, 136, device="cuda").weight()
     for call, message in (
         (lambda: ck.linear(x.float(), weight), "fp16|float16"),
-        (lambda: ck.linear(x, weight.to("cpu")), "x's device"),
+        (lambda: ck.linear(x, weight.to("cpu")), "weight|packed is on cpu, not cuda"),
         (lambda: ck.linear(x[:, :132].contiguous(), make(72, 132, device="cuda").weight()), "K is a multiple of 8"),
-        (lambda: ck.linear(x, weight, x[0, :72].cpu()), "bias must be on x's device"),
+        (lambda: ck.linear(x, weight, x[0, :72].cpu()), "bias is on cpu, not cuda"),
     ):
         with pytest.raises(UnsupportedProblem, match=message) as error:
             call()

@@ -141,7 +141,7 @@ def reported(tree: Path, script: str, **variables: str) -> Any:
         text=True,
         timeout=200,
         cwd=tree,
-        env=os.environ | variables | {"PYTHONPATH": str(tree)},
+        env=os.environ | variables | {"PYTHONPATH": os.pathsep.join([str(tree), os.environ.get("PYTHONPATH", "")])},
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
