@@ -95,12 +95,6 @@ class PackedWarpgroupSchedule(QuantizedSchedule):
         read = (c.tile_k == 64) & ((c.scaled == "weights") | (x.group == 0)) & changed
         yield read, "tile_k=64 decodes into registers that products under way still read; take 128"
 
-    @of_config
-    def factors_of_rows(self, c: QuantizedConfig, gpu: GpuSpec, x: QuantizedProblem) -> Broken:
-        changed = ((c.split_k > 1) | (c.ctas_per_sm > 1)) & x.factors
-        why = "split_k={} ctas_per_sm={}: with factors of rows (NVFP4) nothing but 1 has run on a GPU: take 1"
-        yield changed, why, c.split_k, c.ctas_per_sm
-
     @of_both
     def tile_of_tokens(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec, x: Any) -> Broken:
         yield _idles(c.tile_m, p.m), "tile_m={} idles most of a tile over {} tokens", c.tile_m, p.m
