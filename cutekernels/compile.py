@@ -55,7 +55,7 @@ _BACKENDS = {
 _COMPILERS = ("nvidia-cutlass-dsl", "apache-tvm-ffi", "triton")
 _PACKAGE = Path(__file__).parent
 _REACHED = ("ops", "kernels", "backends", "quant")
-# What no build runs: it calls what was built, or a user calls it.
+# Files that no build runs: they call what was built, or users call them.
 _CALLS = re.compile(
     r"(__main__|ahead|cli|compilers|installation|introspection|kv_cache|lock|sdpa|terminal)\.py"
     r"|ops/(library|\w+/(\w+_)?api|shared/(call_cache|calls|inductor|recording|registration))\.py"

@@ -113,26 +113,26 @@ _multiply: Any = _Mlp.apply
 # ---- in graphs ------------------------------------------------------------------------------------------
 
 
-def _joined(parts: Sequence[Tensor]) -> Tensor:
+def _side_by_side(parts: Sequence[Tensor]) -> Tensor:
     """The parameters' values side by side: the memory that they share, while they lie in it."""
     whole = together(parts)
     return torch.cat(list(parts)) if whole is None else whole
 
 
 def _multiply_into(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], out: Tensor) -> None:
-    launch_into(x, _joined(weights).t(), None, _joined(biases) if biases else None, out)
+    launch_into(x, _side_by_side(weights).t(), None, _side_by_side(biases) if biases else None, out)
 
 
-def _multiplied(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
-    return linear(x, _joined(weights), _joined(biases) if biases else None)
+def _product(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
+    return linear(x, _side_by_side(weights), _side_by_side(biases) if biases else None)
 
 
 def _return_into(d: Tensor, weights: Sequence[Tensor], out: Tensor) -> None:
-    launch_into(d, _joined(weights), None, None, out)
+    launch_into(d, _side_by_side(weights), None, None, out)
 
 
 def _product_dx(d: Tensor, weights: Sequence[Tensor]) -> Tensor:
-    return gemm(d, _joined(weights))
+    return gemm(d, _side_by_side(weights))
 
 
 def _product_of(inputs: str, into: Any, made: Any, width: Callable[[Sequence[Tensor]], int]) -> Any:
@@ -152,7 +152,7 @@ def _product_of(inputs: str, into: Any, made: Any, width: Callable[[Sequence[Ten
 
 
 _product: Any = _product_of(
-    "projections(Tensor x, Tensor[] weights, Tensor[] biases", _multiply_into, _multiplied,
+    "projections(Tensor x, Tensor[] weights, Tensor[] biases", _multiply_into, _product,
     lambda weights: sum(map(len, weights)),
 )  # fmt: skip
 _product_back: Any = _product_of(

@@ -287,10 +287,10 @@ def test_graphs_multiply_by_the_memory_that_parameters_share() -> None:
     _, patched = both("qwen2")
     attention = patched.model.layers[0].self_attn
     weights = [getattr(attention, name).weight for name in attention.parts]
-    shared = packed_training._joined(weights)
+    shared = packed_training._side_by_side(weights)
     assert shared.data_ptr() == weights[0].data_ptr() and torch.equal(shared, torch.cat(weights))
     weights[1].data = weights[1].data.clone()
-    moved = packed_training._joined(weights)
+    moved = packed_training._side_by_side(weights)
     assert moved.data_ptr() != weights[0].data_ptr() and torch.equal(moved, shared)
 
 

@@ -474,9 +474,9 @@ class Layer(Patched):
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         me: Any = self
-        normed, residual = added(hidden_states, None, me.input_layernorm)
+        normed, residual = norm_with_sum(hidden_states, None, me.input_layernorm)
         attended, _ = me.self_attn(hidden_states=normed, **kwargs)
-        normed, residual = added(attended, residual, me.post_attention_layernorm)
+        normed, residual = norm_with_sum(attended, residual, me.post_attention_layernorm)
         out = me.mlp(normed)
         return residual + (out[0] if type(out) is tuple else out)  # type: ignore[no-any-return]  # gpt-oss: router's
 
@@ -486,10 +486,10 @@ class ScaledLayer(Patched):
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         me: Any = self
-        normed, residual = added(hidden_states, None, me.input_layernorm)
+        normed, residual = norm_with_sum(hidden_states, None, me.input_layernorm)
         attended, _ = me.self_attn(hidden_states=normed, **kwargs)
         scaled = attended * me.residual_multiplier
-        normed, residual = added(scaled, residual, me.post_attention_layernorm)
+        normed, residual = norm_with_sum(scaled, residual, me.post_attention_layernorm)
         return residual + me.mlp(normed) * me.residual_multiplier  # type: ignore[no-any-return]
 
 
@@ -499,9 +499,9 @@ class SandwichLayer(Patched):
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         me: Any = self
         before, of_attention, between, of_mlp = (getattr(me, str(name)) for name in self.family.norms)
-        normed, residual = added(hidden_states, None, before)
+        normed, residual = norm_with_sum(hidden_states, None, before)
         attended, _ = me.self_attn(hidden_states=normed, **kwargs)
-        normed, residual = added(of_attention(attended), residual, between)
+        normed, residual = norm_with_sum(of_attention(attended), residual, between)
         return residual + of_mlp(me.mlp(normed))  # type: ignore[no-any-return]
 
 
@@ -586,7 +586,7 @@ def body_of(model: Any) -> Any:
     return getattr(model, "model", model) if found is model else found  # Llama 4's prefix names no part of it
 
 
-def added(x: Tensor, residual: Tensor | None, norm: Any) -> tuple[Tensor, Tensor]:
+def norm_with_sum(x: Tensor, residual: Tensor | None, norm: Any) -> tuple[Tensor, Tensor]:
     """``(norm(x + residual), x + residual)``, or without a residual ``(norm(x), x)``: gradients meet in the norm's."""
     if isinstance(norm, Norm) and has_no_hooks(norm):
         weight = held(norm, "weight")

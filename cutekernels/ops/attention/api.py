@@ -17,7 +17,15 @@ from cutekernels.ops.attention.arguments import (
     sides_of,
     text_of,
 )
-from cutekernels.ops.attention.calls import LIMITS, NO_WINDOW, check_values, declared, replay, tensors_of, window_of
+from cutekernels.ops.attention.calls import (
+    LIMITS,
+    NO_WINDOW,
+    check_values,
+    implementations,
+    replay,
+    tensors_of,
+    window_of,
+)
 from cutekernels.ops.attention.config import AttentionConfig
 from cutekernels.ops.attention.gradient import BACKWARD_PATH
 from cutekernels.ops.attention.op import ATTENTION
@@ -186,7 +194,7 @@ def _split(
     return (causal, *window_of(left, right), softcap > 0.0, lse), (scale, softcap), config
 
 
-_cuda, _cpu, _fake = declared(ATTENTION, _split)
+_cuda, _cpu, _fake = implementations(ATTENTION, _split)
 ATTENTION_PATH = define_with_out(
     "attention",
     tensors_of(ATTENTION),

@@ -65,7 +65,7 @@ class CacheProblem(AttentionProblem):
 
 
 class CacheAttention(CachedOp[CacheProblem, AttentionConfig], PrefillOp[CacheProblem]):
-    """Of the same operands as ``decode_attention``, which plans its calls."""
+    """Attention of many queries over a cache; ``decode_attention``, of the same operands, plans calls of either."""
 
     name = "cache_attention"
     revision = 2

@@ -55,7 +55,7 @@ def check_values(op: AttentionOp[Any, Any], operands: Any, options: Any, scale: 
     op.check_indices(operands, on_gpu=True, **chosen)
 
 
-def declared(
+def implementations(
     op: AttentionOp[Any, Any], split: Callable[..., tuple[Any, Any, Any]]
 ) -> tuple[Implementation, Implementation, Implementation]:
     """``op`` on a GPU, on the CPU and of fakes. It returns an empty lse where none is wanted, and that alone with out.
@@ -70,7 +70,7 @@ def declared(
         lse = made[1] if len(made) > 1 else q.new_empty((0,), dtype=wide)
         return (made[0], lse) if given is None else lse
 
-    def admitted(given: tuple[Tensor] | None, inputs: Any, rest: Any) -> tuple[dict[str, Any], Any]:
+    def admit(given: tuple[Tensor] | None, inputs: Any, rest: Any) -> tuple[dict[str, Any], Any]:
         options, scalars, _ = split(*rest)
         chosen = dict(zip(op.options, options, strict=True))
         op.admit(inputs, given or (), **chosen)
@@ -82,7 +82,7 @@ def declared(
         return returned(given, inputs[0], made)
 
     def cpu(given: tuple[Tensor] | None, inputs: Any, *rest: Any) -> Any:
-        chosen, scalars = admitted(given, inputs, rest)
+        chosen, scalars = admit(given, inputs, rest)
         check_overlap(op, given or (), inputs)
         op.check_indices(inputs, **chosen)
         made = op.evaluate(*inputs, *scalars, **chosen)
@@ -91,7 +91,7 @@ def declared(
         return returned(given, inputs[0], made)
 
     def fake(given: tuple[Tensor] | None, inputs: Any, *rest: Any) -> Any:
-        chosen, _ = admitted(given, inputs, rest)
+        chosen, _ = admit(given, inputs, rest)
         return returned(given, inputs[0], op.fresh(*inputs, **chosen))
 
     return cuda, cpu, fake

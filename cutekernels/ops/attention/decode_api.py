@@ -17,7 +17,7 @@ from cutekernels.ops.attention.arguments import (
     sides_of,
     text_of,
 )
-from cutekernels.ops.attention.calls import check_values, declared, replay, tensors_of
+from cutekernels.ops.attention.calls import check_values, implementations, replay, tensors_of
 from cutekernels.ops.attention.config import AttentionConfig
 from cutekernels.ops.attention.decode import DECODE_ATTENTION, DecodeConfig
 from cutekernels.ops.shared.calls import refuse_others
@@ -183,7 +183,7 @@ def _split(left: int, scale: float, softcap: float, lse: bool, config: str | Non
     return (left >= 0, max(left, 0), softcap > 0.0, lse), (scale, softcap), config
 
 
-_cuda, _cpu, _fake = declared(DECODE_ATTENTION, _split)
+_cuda, _cpu, _fake = implementations(DECODE_ATTENTION, _split)
 DECODE_PATH = define_with_out(
     "decode_attention",
     tensors_of(DECODE_ATTENTION),

@@ -140,7 +140,7 @@ class PrefillOp(AttentionOp[Q, AttentionConfig]):
 
 
 class Attention(VarlenOp[AttentionProblem, AttentionConfig], PrefillOp[AttentionProblem]):
-    """Of self-attention and cross-attention, with every option."""
+    """Problems of self-attention and cross-attention, with every option."""
 
     name = "attention"
     revision = 2

@@ -119,7 +119,7 @@ class AttentionOp(CuteOp[P, C]):
 
 
 class VarlenOp(AttentionOp[P, C]):
-    """Of a batch of one length, or of varlen sequences, whose tensors have no batch but all rows."""
+    """An op over a batch of one length, or over varlen sequences, whose tensors have no batch but all rows."""
 
     def refuse_shapes(self, named: Named) -> None:
         ends = [named["cu_seqlens_q"] is not None, named["cu_seqlens_kv"] is not None]

@@ -43,7 +43,7 @@ SCHEDULES: dict[str, GemmSchedule] = {
 
 
 class Gemm(CuteOp[GemmProblem, GemmConfig]):
-    """Of a and b alone one may have the batch; c, which is read where ``beta`` is not 0, is as the result."""
+    """One of a and b may have the batch alone; c, which is read where ``beta`` is not 0, is as the result."""
 
     name = "gemm"
     revision = 2

@@ -252,7 +252,7 @@ def _check(x: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, shar
     arguments.check("linear_cross_entropy", x, weight, targets, bias, shares, ignore_index=ignore, first=None)
 
 
-def _checked(*args: Any) -> Any:
+def _check_and_multiply(*args: Any) -> Any:
     x, weight, targets, bias, class_weight, _, _, _, _, ignore_index = args[:10]
     _check(x, weight, targets, bias, class_weight, ignore_index)
     return _multiply(*args)
@@ -308,8 +308,8 @@ _PRODUCTS = define(
     "_linear_cross_entropy(Tensor x, Tensor weight, Tensor targets, Tensor? bias, Tensor? class_weight, "
     "Tensor? a, Tensor? t, Tensor? s, Tensor? slope, SymInt ignore_index, float softcap, float scale, bool totals, "
     "bool wide, bool wants_x, bool wants_weight, bool wants_bias) -> (Tensor, Tensor, Tensor, Tensor)",
-    _checked,
-    _checked,
+    _check_and_multiply,
+    _check_and_multiply,
     _fake,
 )
 

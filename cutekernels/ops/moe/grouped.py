@@ -90,7 +90,7 @@ class GroupedProblem(Problem):
 
 
 class GroupedProduct:
-    """What both have in common: one product's rules and model are those of gemm's schedules."""
+    """Rules, choice and body of both: one product's rules and model are those of gemm's schedules."""
 
     Problem = GroupedProblem
     Config = GemmConfig

@@ -10,7 +10,7 @@ from cutekernels.ops.gemm.epilogue import activate
 from cutekernels.ops.moe.grouped import SPREADS, groups_of, sample_offsets, sampled_experts
 from cutekernels.ops.moe.packed_experts import CLAMPED, GATES, SCHEDULES, TILE, QuantizedGroupedProblem
 from cutekernels.ops.moe.permute import check_extents
-from cutekernels.ops.quantized.decode import decode_codes, rows_of_scale, steps
+from cutekernels.ops.quantized.decode import decode_codes, rows_of_scale, steps, weight_operands
 from cutekernels.ops.quantized.op import PackedProduct
 from cutekernels.ops.quantized.problem import QuantizedConfig
 from cutekernels.ops.shared.cute_op import CuteOp
@@ -51,10 +51,7 @@ class QuantizedGroupedGemm(PackedProduct, CuteOp[QuantizedGroupedProblem, Quanti
     )
     out = Matrix("rows", "n", result=True, align="out_align")
     x = Matrix("rows", "k", align=16)
-    packed = Array("tiles", "k/64", "tile_bytes", dtype="u8", strides=(), align=16)
-    scales = Array("k/step", "total^64|total/128", dtype="scale", strides=(), align=16)
-    zeros = Array("k/step", "total^64", dtype="u8", given="zeros", strides=(), align=16)
-    factors = Array("pair", "total^64", dtype="fp32", given="factors", strides=(), align=16)
+    packed, scales, zeros, factors = weight_operands("total", "tiles")
     offsets = Array("experts+1", dtype="i32", strides=())
     bias = Array("experts", "weight_rows", dtype="bias", optional=True, align=1)
     options = ("code", "group", "activation")
@@ -97,7 +94,7 @@ class QuantizedGroupedGemm(PackedProduct, CuteOp[QuantizedGroupedProblem, Quanti
         if not experts or total % experts:
             raise ValueError(f"a stack of {total} rows is not of {experts} experts: pass offsets of the stack's")
         rows = total // experts
-        sizes |= {"total": total, "rows_of_weight": total, "weight_rows": rows}
+        sizes |= {"total": total, "weight_rows": rows}
         sizes |= {"n": rows // (1 + (options["activation"] in GATES)), **steps(options)}
 
     def refuse(self, named: Named, sizes: Sizes, **options: Any) -> None:

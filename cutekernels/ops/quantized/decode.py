@@ -14,7 +14,7 @@ from cutekernels.ops.quantized import coefficients
 from cutekernels.ops.quantized.problem import BITS, SCALE_BYTES, check_scaling
 from cutekernels.ops.shared.cute_op import CuteOp
 from cutekernels.ops.shared.dtypes import DTYPES, TYPES
-from cutekernels.ops.shared.operands import Array, Matrix, Named, Sizes
+from cutekernels.ops.shared.operands import Array, Matrix, Named, Operand, Sizes
 from cutekernels.quant import layout
 from cutekernels.rules import Ruled, of_both, of_config
 
@@ -60,6 +60,17 @@ class DequantizeConfig(Config):
     pdl: bool = knob(False, True)
 
 
+def weight_operands(rows: str, tiles: str) -> tuple[Operand, Operand, Operand, Operand]:
+    """Packed codes, scales, zeros and factors of a weight of so many ``rows``, whose ``tiles`` of 64 lie packed."""
+    own = dict[str, Any](strides=(), align=16)
+    return (
+        Array(tiles, "k/64", "tile_bytes", dtype="u8", **own),
+        Array("k/step", f"{rows}^64|{rows}/128", dtype="scale", **own),
+        Array("k/step", f"{rows}^64", dtype="u8", given="zeros", **own),
+        Array("pair", f"{rows}^64", dtype="fp32", given="factors", **own),
+    )
+
+
 class Dequantize(Ruled, CuteOp[DequantizeProblem, DequantizeConfig]):
     """A QuantizedWeight's packed, scales, zeros and factors; ``first`` is the first column, a multiple of 64."""
 
@@ -78,10 +89,7 @@ class Dequantize(Ruled, CuteOp[DequantizeProblem, DequantizeConfig]):
         "n=192 columns=256 k=256 code=e2m1 group=16 scale=ue5m3 factors=1",
     )
     out = Matrix("n", "columns", result=True, align="out_align")
-    packed = Array("n/64", "k/64", "tile_bytes", dtype="u8", strides=(), align=16)
-    scales = Array("k/step", "n^64|n/128", dtype="scale", strides=(), align=16)
-    zeros = Array("k/step", "n^64", dtype="u8", given="zeros", strides=(), align=16)
-    factors = Array("pair", "n^64", dtype="fp32", given="factors", strides=(), align=16)
+    packed, scales, zeros, factors = weight_operands("n", "n/64")
     options = ("code", "group", "n", "k", "columns", "dtype")
     scalar_types = {"first": "i32"}
     in_place = False

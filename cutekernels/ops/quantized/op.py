@@ -11,13 +11,20 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Work
 from cutekernels.ops.gemm.epilogue import GATED, activate, bias_bytes
 from cutekernels.ops.gemm.problem import ELEMENT_BYTES
-from cutekernels.ops.quantized.decode import check_scales, decode_codes, draw_packed, rows_of_scale, steps
+from cutekernels.ops.quantized.decode import (
+    check_scales,
+    decode_codes,
+    draw_packed,
+    rows_of_scale,
+    steps,
+    weight_operands,
+)
 from cutekernels.ops.quantized.packed_skinny import PACKED_SKINNY
 from cutekernels.ops.quantized.packed_warpgroup import PACKED_WARPGROUP
 from cutekernels.ops.quantized.problem import QuantizedConfig, QuantizedProblem, since_revision_1
 from cutekernels.ops.quantized.schedule import QuantizedSchedule
 from cutekernels.ops.shared.cute_op import CuteOp
-from cutekernels.ops.shared.operands import Array, Matrix, Named, Sizes, Vector
+from cutekernels.ops.shared.operands import Matrix, Named, Sizes, Vector
 from cutekernels.ops.shared.tolerance import rounded_operand_depth
 
 if TYPE_CHECKING:
@@ -30,7 +37,7 @@ SCHEDULES: dict[str, QuantizedSchedule] = {s.name: s for s in (PACKED_SKINNY, PA
 
 
 class PackedProduct:
-    """What products with packed weights have in common: of one, or of experts (``moe/quantized.py``).
+    """Rules, choice and checks of products with packed weights: of one, or of experts (``moe/quantized.py``).
 
     Their problems have ``one``, the product of one weight, which schedules read, and what they read ``beside`` it.
     """
@@ -84,7 +91,7 @@ class PackedProduct:
     def facts(self, named: Named, sizes: Sizes) -> dict[str, Any]:
         if sizes["k"] % 8 or not sizes["k"]:
             raise UnsupportedProblem(f"K={sizes['k']} must be a multiple of 8: pad x with zeros")
-        return {"scale_rows": rows_of_scale(named["scales"], sizes["rows_of_weight"])}
+        return {"scale_rows": rows_of_scale(named["scales"], sizes.get("total", sizes["n"]))}
 
     # -- mathematics
 
@@ -136,10 +143,7 @@ class QuantizedLinear(PackedProduct, CuteOp[QuantizedProblem, QuantizedConfig]):
     )
     out = Matrix("m", "columns", result=True, align="out_align")
     x = Matrix("m", "k", align=16)
-    packed = Array("n/64", "k/64", "tile_bytes", dtype="u8", strides=(), align=16)
-    scales = Array("k/step", "n^64|n/128", dtype="scale", strides=(), align=16)
-    zeros = Array("k/step", "n^64", dtype="u8", given="zeros", strides=(), align=16)
-    factors = Array("pair", "n^64", dtype="fp32", given="factors", strides=(), align=16)
+    packed, scales, zeros, factors = weight_operands("n", "n/64")
     bias = Vector("columns", dtype="bias", strides=(), optional=True)
     options = ("code", "group", "n", "activation")
 
@@ -173,7 +177,7 @@ class QuantizedLinear(PackedProduct, CuteOp[QuantizedProblem, QuantizedConfig]):
     # -- calls
 
     def derive(self, sizes: Sizes, **options: Any) -> None:
-        rows = sizes["rows_of_weight"] = sizes["n"]
+        rows = sizes["n"]
         gated = options["activation"] == GATED
         if gated and rows % 2:
             raise ValueError(f"activation={GATED} takes the gate's rows and as many of up's; there are {rows}")

@@ -147,7 +147,7 @@ def check_dtype(op: Op[Any, Any], t: Tensor) -> None:
     """Refuses a type that neither a kernel takes nor, on the CPU, the reference."""
     import torch
 
-    field = getattr(op, "Problem", None) and op.Problem.__dataclass_fields__.get("dtype")
+    field = op.Problem.__dataclass_fields__.get("dtype")
     kinds = [GPU_DTYPES[name] for name in (field.metadata["values"] if field and t.is_cuda else GPU_DTYPES)]
     allowed = [*kinds, *([torch.float64] if t.device.type == "cpu" else [])]
     if t.dtype not in allowed:

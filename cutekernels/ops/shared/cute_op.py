@@ -39,7 +39,7 @@ class CuteOp(DeclaredOp[P, C]):
         """The kernel body with its parts."""
 
     def divisors(self, p: P, c: C) -> Mapping[str, int]:
-        """What divides extents, by their names."""
+        """Divisors of extents, by their names."""
         return {}
 
     def same_extents(self, p: P, c: C) -> Mapping[str, str]:
@@ -118,8 +118,8 @@ class CuteOp(DeclaredOp[P, C]):
         if operand.align is None:
             return operand.taken(t)
         if not operand.strides:
-            return operand.aligned(t) and t.is_contiguous()
-        return operand.aligned(t) and (t.stride(-1) == 1 or (operand.major is not None and t.stride(-2) == 1))
+            return operand.is_aligned(t) and t.is_contiguous()
+        return operand.is_aligned(t) and (t.stride(-1) == 1 or (operand.major is not None and t.stride(-2) == 1))
 
     def views(self, named: Named, **options: Any) -> dict[str, Callable[[Tensor], Tensor]]:
         found: dict[str, Callable[[Tensor], Tensor]] = {}

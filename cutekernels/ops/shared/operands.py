@@ -89,12 +89,12 @@ class Operand:
     """The kernel's names for the strides of the outer axes. Axes that it names none of are contiguous."""
     result: bool
     given: str | None
-    """What in the problem says whether an optional operand is there: a bool field, or ``field=value``."""
+    """The field of the problem that says whether an optional operand is there: a bool one, or ``field=value``."""
     optional: bool
     laid: bool
     """Whether its address, strides and last axis take part in the problem's layout and alignment."""
     align: str | int | None = None
-    """What divides its address and the strides of its outer axes: so many bytes, without which a copy stands in for it,
+    """Divisor of its address and of the strides of its outer axes: bytes, without which a copy stands in for it,
     or elements, which a field of the problem tells. None where kernels take it as it lies."""
     bits: int = 32
     """Width of its strides in kernels."""
@@ -160,7 +160,7 @@ class Operand:
             return len(self.strides) == len(self.axes) or self.walk(t)[-1] == 1
         return len(self.axes) > 2 or self._matrix(t) is not None
 
-    def aligned(self, t: Tensor) -> bool:
+    def is_aligned(self, t: Tensor) -> bool:
         """Whether ``align`` bytes divide the address of ``t`` and its outer strides."""
         if not isinstance(self.align, int):
             return True
