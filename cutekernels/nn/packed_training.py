@@ -123,7 +123,7 @@ def _multiply_into(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor
     launch_into(x, _side_by_side(weights).t(), None, _side_by_side(biases) if biases else None, out)
 
 
-def _product(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
+def _multiply_all(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
     return linear(x, _side_by_side(weights), _side_by_side(biases) if biases else None)
 
 
@@ -152,7 +152,7 @@ def _product_of(inputs: str, into: Any, made: Any, width: Callable[[Sequence[Ten
 
 
 _product: Any = _product_of(
-    "projections(Tensor x, Tensor[] weights, Tensor[] biases", _multiply_into, _product,
+    "projections(Tensor x, Tensor[] weights, Tensor[] biases", _multiply_into, _multiply_all,
     lambda weights: sum(map(len, weights)),
 )  # fmt: skip
 _product_back: Any = _product_of(
