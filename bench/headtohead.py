@@ -1,5 +1,5 @@
-"""Suites ``headtohead``: an op's bodies beside each other, each by the fastest of its valid configs. ``silu_mul``'s
-in CuTe is none of the op's but ``examples/silu_mul_cute.py``.
+"""Suites ``headtohead``: an op's bodies beside each other, each by the fastest of its valid configs. Those of
+``silu_mul`` and ``rope`` in CuTe are none of the ops' but examples: ``examples/silu_mul_cute.py``, ``rope_cute.py``.
 
 All of a body's configs are timed, one after the other; the fastest few then interleaved. Rows of the suite are of the
 one that is left, timed again beside everything else.

@@ -297,9 +297,9 @@ def _peer(case: Case) -> str:
 def _bodies() -> str:
     """Kernels in Triton and in CuTe for one op, each at its fastest config."""
     parts = [
-        "`rms_norm` and `rope` have a body in Triton and one in CuTe; that of `silu_mul` in CuTe is an example,\n"
-        "`examples/silu_mul_cute.py`. Each ran with its fastest config. A ratio above 1 means that CuTe's is faster.\n"
-        "The shapes are those of published comparisons, in fp16.\n"
+        "`rms_norm` has a body in Triton and one in CuTe; those of `silu_mul` and `rope` in CuTe are examples,\n"
+        "`examples/silu_mul_cute.py` and `rope_cute.py`. Each ran with its fastest config. A ratio above 1 means that\n"
+        "CuTe's is faster. The shapes are those of published comparisons, in fp16.\n"
     ]
     for op, card in product(("rms_norm", "silu_mul", "rope"), CARDS):
         if rows := [row for cards in suites([f"{op}_headtohead"]).values() for row in cards.get(card, [])]:

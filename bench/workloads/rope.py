@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from importlib import import_module
+from itertools import product
 from typing import Any
 
 import torch
@@ -150,6 +152,24 @@ def _liger(case: Case) -> Callable[..., Launch]:
     return bind
 
 
+def _cute(case: Case, sets: Sequence[Inputs]) -> Mapping[str, Sequence[Launch]]:
+    """The example's kernel with as many heads a tile as there are, or fewer; compiled at its first launch."""
+    problem = RopeProblem.parse(case.problem)
+    if problem.inverse or problem.positions != "start":
+        raise Absent("examples/rope_cute.py turns forward, from position 0")
+    example = import_module("examples.rope_cute").rope
+
+    def bind(i: Inputs, heads: int, warps: int) -> Launch:
+        q, k, cos, sin, _ = i.operands
+        call = partial(example, q, k if k.shape[2] else None, cos, sin, interleaved=problem.interleaved)
+        return lambda: tuple([t for t in call(heads=heads, warps=warps) if t is not None])
+
+    return {
+        f"tokens=1 heads={heads} warps={warps}": [bind(i, heads, warps) for i in sets]
+        for heads, warps in product((8, 16, 32), (1, 4))
+    }
+
+
 def _at(q: Tensor, cos: Tensor, sin: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
     """The tables' rows of each token of ``q``."""
     if not starts.numel():
@@ -167,4 +187,4 @@ _PEERS = (
     each("liger (in place)", _liger),
     Contender("cutekernels (in place)", _in_place),
 )
-WORKLOADS = (Workload("rope", _SUITES, _inputs, _truth, _ours, _PEERS, streams=lambda case: (1, 1)),)
+WORKLOADS = (Workload("rope", _SUITES, _inputs, _truth, _ours, _PEERS, streams=lambda case: (1, 1), cute=_cute),)

@@ -10,7 +10,7 @@ import torch
 from bench import headtohead, run, workloads
 from bench.baselines import Absent, absent
 from bench.suites import Case
-from cutekernels import compilers
+from cutekernels import compilers, rope
 from cutekernels.errors import CompileError
 from cutekernels.gpu import lookup
 from cutekernels.ops import registry
@@ -75,13 +75,14 @@ def test_the_suite_has_the_references_shapes(op: str, monkeypatch: pytest.Monkey
     small = {"rope": {"seq": 6, "batch": 2}}.get(op, {"rows": 24, "cols": 64})
     registered, problem = run.posed(cases[0])
     case = Case(op, str(problem.replace(**small)), cases[0].label)
+    in_cute = {"rms_norm": "", "rope": "tokens=1 heads=8 warps=1", "silu_mul": "block=256 warps=1"}
     bodies = [("triton", registered.default(run.posed(case)[1], H200), "fastest of 1"), ("cute", None, "no")]
     monkeypatch.setattr(headtohead, "chosen", lambda op, *_: bodies[: len(op.Config.space().get("body", [op]))])
     monkeypatch.setattr(headtohead, "fastest", lambda configs, *_: configs[0])
     plan = run.RunPlan(headtohead.SUITE, H200, {}, device="cpu", alone=True)
     ours = run.contenders(case, plan)
     assert [w.name for w in ours] == ["cutekernels (triton)", "cutekernels (cute)"]
-    assert [w.config for w in ours] == [str(bodies[0][1]), "block=256 warps=1" if op == "silu_mul" else ""]
+    assert [w.config for w in ours] == [str(bodies[0][1]), in_cute[op]]
 
 
 @pytest.mark.parametrize(("layout", "vec", "shape"), [("dense", 8, (1, 24 * 66)), ("rows", 2, (24, 66))])
@@ -104,3 +105,32 @@ def test_the_example_takes_rows_as_they_lie(
     (launch,) = workload.cute(case, sets)["block=2048 warps=4"]
     torch.testing.assert_close(launch(), workload.truth(case, sets[0])[0].to(torch.bfloat16), rtol=0.02, atol=0.02)
     assert seen == [("bf16", vec, 2048, 4, -1), shape]
+
+
+@pytest.mark.parametrize(("rotary", "interleaved", "vec"), [(64, False, 8), (64, True, 8), (20, False, 2)])
+def test_the_example_turns_what_the_op_turns(
+    rotary: int, interleaved: bool, vec: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Accesses divide runs that turn and runs that stay; the launch gets every operand in its place."""
+    example = pytest.importorskip("examples.rope_cute")
+    heads = "heads_q=4 heads_kv=2 head_dim=80"
+    text = f"batch=2 seq=6 {heads} rotary={rotary} interleaved={int(interleaved)} align={2 * vec}"
+    case, seen = Case("rope", text, ""), []
+    workload, (_, problem) = workloads.get("rope"), run.posed(case)
+    sets = [workload.inputs(case, problem, "cpu", 0)]
+
+    def launcher(dtype: str, table: str, tile: Any, *words: Any) -> Any:
+        seen.append((dtype, table, tile.vec, tile.block, *words))
+
+        def launch(out_q: Any, out_k: Any, q: Any, k: Any, cos: Any, sin: Any) -> None:
+            for out, turned in zip((out_q, out_k), rope(q, k, cos, sin, interleaved=interleaved), strict=True):
+                out.copy_(turned)
+
+        return launch
+
+    monkeypatch.setattr(example, "launcher", launcher)
+    assert workload.cute is not None
+    (launch,) = workload.cute(case, sets)["tokens=1 heads=16 warps=4"]
+    for turned, exact in zip(launch(), workload.truth(case, sets[0]), strict=True):
+        torch.testing.assert_close(turned, exact.to(torch.bfloat16), rtol=0.02, atol=0.02)
+    assert seen == [("bf16", "fp32", vec, 32 if rotary == 64 else 16, interleaved, True, -1)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -44,9 +43,7 @@ def test_every_static_field_was_among_the_cases(interpreted: dict[str, dict[str,
 
 def test_there_are_few_configs() -> None:
     for text in ROPE.suite:
-        bodies = Counter(c.body for c in ROPE.valid(RopeProblem.parse(text), H200))
-        assert 8 <= bodies["triton"] <= 80, text
-        assert bodies["cute"] <= 24, text
+        assert 8 <= len(list(ROPE.valid(RopeProblem.parse(text), H200))) <= 80, text
 
 
 def test_work_is_what_must_be_moved() -> None:

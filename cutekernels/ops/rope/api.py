@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.ops.rope.op import ROPE, RopeConfig
+from cutekernels.ops.rope.op import ROPE
+from cutekernels.ops.rope.rotary import RotaryConfig
 from cutekernels.ops.shared.calls import call, refuse_others, register, register_inplace
 from cutekernels.ops.shared.checks import check_flag, quote
 
@@ -21,7 +22,7 @@ class _Options(TypedDict, total=False):
     interleaved: bool
     positions: Tensor | int | None
     inplace: bool
-    config: RopeConfig | str | None
+    config: RotaryConfig | str | None
 
 
 # fmt: off
@@ -43,7 +44,7 @@ def rope(
     interleaved: bool = False,
     positions: Tensor | int | None = None,
     inplace: bool = False,
-    config: RopeConfig | str | None = None,
+    config: RotaryConfig | str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Turns each pair ``(x1, x2)`` of channels into ``(x1 cos - x2 sin, x2 cos + x1 sin)``: in fp32, rounded once.
 
@@ -62,7 +63,7 @@ def rope(
             entry; ``(B, S)``: of each token. Tensors are int32 or int64 on q's device and are not waited for: a
             position outside of the table gives NaN on a GPU, and raises on the CPU.
         inplace: write to ``q`` and ``k`` themselves. Not differentiable.
-        config: overrides the tuned choice, as a :class:`RopeConfig` or its text. Ignored on the CPU.
+        config: overrides the tuned choice, as a :class:`RotaryConfig` or its text. Ignored on the CPU.
 
     Returns:
         Contiguous ``(B, S, Hq, D)`` and ``(B, S, Hkv, D)``, or ``q`` and ``k``; None in the place of None.

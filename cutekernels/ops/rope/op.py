@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.op import Scalar, Work, exact, extent, knob, ladder, plain
-from cutekernels.ops.rope.cute import CuteRope
+from cutekernels.op import Scalar, Work, exact, extent, ladder, plain
 from cutekernels.ops.rope.rotary import (
     DEPTH,
     Heads,
@@ -19,7 +18,6 @@ from cutekernels.ops.rope.rotary import (
     turned,
 )
 from cutekernels.ops.shared.operands import Array, Sizes
-from cutekernels.ops.shared.two_bodies import BODIES, TwoBodies
 
 if TYPE_CHECKING:
     import torch
@@ -60,21 +58,13 @@ class RopeProblem(RotaryProblem):
             raise UnsupportedProblem("positions=start has no index tensor: leave index out")
 
 
-@dataclass(frozen=True)
-class RopeConfig(RotaryConfig):
-    """One tile of ``tokens`` x ``heads`` x ``block`` pairs of channels per program; ``body``: in Triton or in CuTe."""
-
-    body: str = knob(*BODIES, added=True)
-
-
-class Rope(TwoBodies[RopeProblem, RopeConfig], RotaryOp[RopeProblem, RopeConfig]):
+class Rope(RotaryOp[RopeProblem, RotaryConfig]):
     """``(x1 cos - x2 sin, x2 cos + x1 sin)`` over pairs. ``k`` may have no heads."""
 
     name = "rope"
     revision = 1
     Problem = RopeProblem
-    Config = RopeConfig
-    cute = CuteRope()
+    Config = RotaryConfig
     suite = (
         "batch=1 seq=1 heads_q=32 head_dim=128 rotary=128 heads_kv=8",
         "batch=16 seq=1 heads_q=28 head_dim=128 rotary=128 heads_kv=4 positions=batch",
@@ -130,13 +120,13 @@ class Rope(TwoBodies[RopeProblem, RopeConfig], RotaryOp[RopeProblem, RopeConfig]
 
     # -- configs
 
-    def default(self, p: RopeProblem, gpu: GpuSpec) -> RopeConfig:
+    def default(self, p: RopeProblem, gpu: GpuSpec) -> RotaryConfig:
         # Where a tile reads its tokens in part, all heads of a token, which lie together: docs/notes/rope.md.
         if p.rotary < p.head_dim and p.layout == "rows":
             return self.tile(p, gpu, _WASTE_TORN, taller=2)
         return self.tile(p, gpu, _WASTE)
 
-    def grid(self, p: RopeProblem, c: RopeConfig) -> tuple[int, int, int]:
+    def grid(self, p: RopeProblem, c: RotaryConfig) -> tuple[int, int, int]:
         return p.batch * -(-p.seq // c.tokens) * p.parts, self.blocks(p, c.heads), 1
 
     def work(self, p: RopeProblem) -> Work:
@@ -155,7 +145,7 @@ class Rope(TwoBodies[RopeProblem, RopeConfig], RotaryOp[RopeProblem, RopeConfig]
         assert cos is not None
         return (cos.shape[-2],)
 
-    def constants(self, p: RopeProblem, c: RopeConfig) -> dict[str, int | bool | str]:
+    def constants(self, p: RopeProblem, c: RotaryConfig) -> dict[str, int | bool | str]:
         return super().constants(p, c) | {"POSITIONS": p.positions, "INVERSE": p.inverse}
 
     # -- samples
