@@ -43,21 +43,28 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 @dataclass(frozen=True)
 class TrainingCase:
-    """``batch`` sequences of ``tokens``; ``layers`` of a model, 0 for all. Of the loss: ``tokens`` x K x V."""
+    """``batch`` sequences of ``tokens``; ``layers`` of a model, 0 for all. Of the loss: ``tokens`` x K x V.
+
+    ``checkpointing``: each layer's activations are recomputed in the backward pass. ``documents``: so many texts of
+    one length stand side by side in a sequence, and ``position_ids`` tell them apart; 0 for none.
+    """
 
     suite: str
     model: str
     batch: int
     tokens: int
     layers: int = 0
+    checkpointing: bool = False
+    documents: int = 0
     k: int = 0
     classes: int = 0
 
     def __str__(self) -> str:
         if self.suite == "loss":
             return f"{self.tokens} x {self.k} x {self.classes}"
-        some = f", {self.layers} layers" if self.layers else ""
-        return f"{self.model}{some}, {self.batch} x {self.tokens}"
+        words = [self.model, f"{self.layers} layers" if self.layers else "", f"{self.batch} x {self.tokens}"]
+        words += [f"{self.documents} documents" if self.documents else "", "checkpointing" * self.checkpointing]
+        return ", ".join(filter(None, words))
 
 
 CASES = (
@@ -67,6 +74,12 @@ CASES = (
     TrainingCase("step", "qwen2.5-1.5b", 4, 2048),
     TrainingCase("step", "qwen2.5-7b", 2, 2048, layers=4),
     TrainingCase("step", "qwen3-30b-a3b", 2, 2048, layers=2),
+    *[
+        TrainingCase("step", "qwen2.5-1.5b", 1, tokens, checkpointing=checkpointing)
+        for tokens in (16384, 32768)
+        for checkpointing in (False, True)
+    ],
+    TrainingCase("step", "qwen2.5-1.5b", 1, 16384, documents=16),
     TrainingCase("loss", "", 1, 4096, k=4096, classes=128256),
     TrainingCase("loss", "", 1, 8192, k=3584, classes=152064),
     TrainingCase("loss", "", 1, 2048, k=896, classes=151936),
@@ -82,11 +95,14 @@ Step = Callable[[], Tensor]  # returns the loss, which the GPU may still compute
 def _stepping(model: Any, called: Any, optimizer: Any, case: TrainingCase) -> Step:
     draw = torch.Generator("cuda").manual_seed(7)
     ids = torch.randint(0, model.config.vocab_size, (case.batch, case.tokens), generator=draw, device="cuda")
+    words = {"input_ids": ids, "labels": ids, "use_cache": False}
+    if case.documents:
+        words["position_ids"] = torch.arange(case.tokens, device="cuda")[None] % (case.tokens // case.documents)
 
     def step() -> Tensor:
         torch.compiler.cudagraph_mark_step_begin()
         optimizer.zero_grad()
-        loss: Tensor = called(input_ids=ids, labels=ids, use_cache=False).loss
+        loss: Tensor = called(**words).loss
         loss.backward()
         optimizer.step()
         return loss.detach()
@@ -115,6 +131,8 @@ def _step(
 ) -> Step:
     model = build(case.model, torch.device("cuda"), torch.bfloat16, layers=case.layers, seed=seed).train()
     change(model)
+    if case.checkpointing:
+        model.gradient_checkpointing_enable()
     called = model if mode is None else torch.compile(model, mode=mode)
     return _stepping(model, called, optimizer(model.parameters()), case)
 
