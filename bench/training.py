@@ -233,7 +233,7 @@ def run(case: TrainingCase, rounds: int, stamp: dict[str, str], skip: str = "") 
                 memory[name] = (torch.cuda.max_memory_allocated() - before) / 2**30
             except Exception as error:  # noqa: BLE001 - another project's failure is a row
                 steps.pop(name, None)
-                failed[name] = error
+                failed[name] = error.with_traceback(None)  # whose frames would keep the model
         for _ in range(rounds):
             for name, step in steps.items():
                 times.setdefault(name, []).append(_time(step))

@@ -231,7 +231,9 @@ def rope(
     reach = [2 * half if interleaved else half, q.shape[3] - 2 * half, WIDEST_BYTES // size]
     vec = math.gcd(*reach, *[s for t in tensors for s in t.stride()[:3]], *[t.data_ptr() // size for t in tensors])
     block = max(8, 1 << (half - 1).bit_length())
-    tile = Tile(1, heads, block, warps, vec)
+    units = block // (max(1, vec // 2) if interleaved else vec)  # threads of a head: a warp has whole heads, or parts
+    heads = max(heads, 32 // units)
+    tile = Tile(1, heads, block, max(1, units // 32, min(warps, heads * units // 32)), vec)
     run = launcher(TYPES[q.dtype], TYPES[cos.dtype], tile, interleaved, k is not None, q.get_device())
     run(out[0], out[1], q, k, cos, sin)
     return out
