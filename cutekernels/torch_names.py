@@ -119,6 +119,11 @@ increment_version: Callable[[Sequence[Tensor]], None] = _find(
 unwrap: Callable[[Tensor], Tensor] = _find("_C._functorch.unwrap_if_dead", lambda t: t.view_as(t), _HOST)
 """The tensor in a wrapper whose transform has ended, of the same memory."""
 
+keeps_graph: Callable[[], bool] = _find(
+    "_C._autograd._get_current_graph_task_keep_graph", lambda: True, "an MLP's gradients take memory of their own"
+)
+"""Whether the backward pass that runs may be followed by another over the same graph; True where torch does not say."""
+
 _apply = _find("_C._FunctionBase.apply", None, "a call with a gradient goes through torch.func")
 
 

@@ -20,9 +20,11 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.nn.mlp import Gate, gate_mul
 from cutekernels.nn.packing import together
 from cutekernels.ops.activations import api as activations
+from cutekernels.ops.activations.op import GELU_MUL_BACKWARD, SILU_MUL_BACKWARD
 from cutekernels.ops.gemm.api import gemm, launch_into, linear
+from cutekernels.ops.shared.calls import call
 from cutekernels.ops.shared.registration import LIBRARY, define, transformed
-from cutekernels.torch_names import unsafe_view
+from cutekernels.torch_names import keeps_graph, unsafe_view
 
 
 def projections(
@@ -98,7 +100,7 @@ class _Mlp(Function):
         needs_x, _, _, needs_gate, needs_up, needs_down = ctx.needs_input_grad
         d = _rows(upstream)
         ddown = gemm(d.t(), gate_mul(ctx.gate, gate_up)) if needs_down else None
-        dgate_up = _through_gate(ctx.gate, gemm(d, down), gate_up)
+        dgate_up = _through_gate(ctx.gate, gemm(d, down), gate_up, last=ctx.joined is not None and not keeps_graph())
         dx = _back(ctx, dgate_up, (gate_weight, up_weight)).view(x.shape) if needs_x else None
         dgate = dup = None
         if needs_gate or needs_up:
@@ -186,11 +188,15 @@ LIBRARY.impl("trained_mlp", _trained_mlp, "CompositeImplicitAutograd")
 # ---- pieces ---------------------------------------------------------------------------------------------
 
 
-def _through_gate(gate: Gate, dhidden: Tensor, gate_up: Tensor) -> Tensor:
-    if gate == "silu":
-        return activations.JOINED_BACKWARD["silu_mul"](dhidden, gate_up, None)  # type: ignore[no-any-return]
-    approximate = "tanh" if gate == "gelu_tanh" else "none"
-    return activations.JOINED_BACKWARD["gelu_mul"](dhidden, gate_up, approximate, None)  # type: ignore[no-any-return]
+def _through_gate(gate: Gate, dhidden: Tensor, gate_up: Tensor, *, last: bool) -> Tensor:
+    """The gradient of gate and up side by side, in their place where the ``last`` backward pass reads them."""
+    options = () if gate == "silu" else ("tanh" if gate == "gelu_tanh" else "none",)
+    if not last:
+        path = activations.JOINED_BACKWARD["gelu_mul" if options else "silu_mul"]
+        return path(dhidden, gate_up, *options, None)  # type: ignore[no-any-return]
+    places = gate_up.chunk(2, dim=-1)
+    call(GELU_MUL_BACKWARD if options else SILU_MUL_BACKWARD, (dhidden, *places), options, out=places)
+    return gate_up
 
 
 def _rows(t: Tensor) -> Tensor:

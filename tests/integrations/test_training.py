@@ -198,6 +198,33 @@ def test_tied_embeddings_and_checkpointing() -> None:
     close(plain, patched)
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_last_backward_pass_alone_writes_over_what_was_saved(
+    checkpointing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, patched = both("llama")
+    last: list[bool] = []
+    through = packed_training._through_gate
+
+    def seen(gate: Any, dhidden: torch.Tensor, gate_up: torch.Tensor, **how: bool) -> torch.Tensor:
+        found = through(gate, dhidden, gate_up, **how)
+        assert (found is gate_up) is how["last"]
+        last.append(how["last"])
+        return found
+
+    monkeypatch.setattr(packed_training, "_through_gate", seen)
+    layers = plain.config.num_hidden_layers
+    for model in (plain, patched):
+        if checkpointing:
+            enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+            enable({"use_reentrant": False})
+        hidden = model.model(labelled()[0]).last_hidden_state
+        for retained in (True, True, False):
+            torch.autograd.backward(hidden.square().mean(), retain_graph=retained)
+    close(plain, patched)
+    assert last == [False] * layers * 2 + [True] * layers
+
+
 def test_what_down_multiplies_is_not_saved() -> None:
     plain, patched = both("llama")
     ids, labels = labelled()

@@ -168,6 +168,10 @@ def view(names: ModuleType) -> None:
     assert x.grad is not None and x.grad.tolist() == [2] * 6
 
 
+def graphs(names: ModuleType) -> None:
+    assert names.keeps_graph()
+
+
 def fakes(names: ModuleType) -> None:
     assert names.fake_tensors is None
 
@@ -193,6 +197,7 @@ TAKEN: dict[str, Callable[[ModuleType], None]] = {
     "_C._FunctionBase.apply": function,
     "_C.DisableTorchFunction": overrides,
     "ops.aten._unsafe_view": view,
+    "_C._autograd._get_current_graph_task_keep_graph": graphs,
     "_subclasses.fake_tensor": fakes,
     "_C._dynamo.guards.TensorGuards": guards,
 }
