@@ -173,12 +173,8 @@ def run_name(
 ) -> str:  # fmt: skip
     """The file name of a run: one per suite and conditions, so that a later run replaces exactly its predecessor."""
     words = [op, suite, dtype * (dtype != "bf16"), f"acc{accumulate}" * (accumulate != "fp32")]
-    words += [
-        "".join(c if c.isalnum() else "-" for c in match),
-        "alone" * alone,
-        "warm" * warm,
-        "rested" * bool(rest_ms),
-    ]
+    words += ["".join(c if c.isalnum() else "-" for c in match)]
+    words += ["alone" * alone, "warm" * warm, "rested" * bool(rest_ms)]
     return "_".join(filter(None, words))
 
 

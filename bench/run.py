@@ -77,8 +77,8 @@ def run(cases: Sequence[Case], plan: RunPlan, path: Path, timer: Timer, say: Cal
 
 def contenders(case: Case, plan: RunPlan, timer: Timer | None = None) -> list[Contender]:
     """Contenders of a case: the peers, baseline first; streaming kernels; then ours as dispatched, the default config
-    where that differs. A winner that is the vendor's call is none of our kernels: the default takes its place. Peers of a
-    stand-in are those that keep to what the GPU has for which it stands; the others are absent. Of a suite ``headtohead`` ours are each body's fastest by ``timer``.
+    where that differs. A winner that is the vendor's call is none of our kernels: the default takes its place. Of a
+    suite ``headtohead`` ours are each body's fastest by ``timer``.
     """
     workload = workloads.get(case.op)
     if plan.suite == headtohead.SUITE:
@@ -93,6 +93,7 @@ def contenders(case: Case, plan: RunPlan, timer: Timer | None = None) -> list[Co
 
 
 def _peers(workload: Workload, gpu: GpuSpec) -> Sequence[Contender]:
+    """Of a stand-in, those that keep to what the GPU has for which it stands; the others are absent."""
     if gpu.confined_to is None:
         return workload.peers
     kept, why = {peer.name for peer in workload.confined}, f"its kernels are not known to keep to what {gpu.name} has"

@@ -148,7 +148,7 @@ def read_from(url: str) -> Iterator[None]:
 
 
 def rates_for(gpu: GpuSpec) -> dict[str, tuple[float, str | None]]:
-    """Rates that the database of calls has for ``gpu``, or for the one it is a stand-in of; each with why it is refused."""
+    """Rates that the database of calls has for ``gpu``, or the one that it confines; each with why it is refused."""
     own, found = scaled(gpu), {}
     known = snapshot.held(gpu.base_name) if _elsewhere is None else snapshot.load(gpu.base_name, _elsewhere)
     for (name, revision), value in sorted(known.rates.items()):
@@ -165,7 +165,7 @@ NAMES = tuple(f.name for f in fields(Rates) if f.name != "measured")
 
 @cache
 def scaled(gpu: GpuSpec) -> Rates:
-    """The row fitted for ``gpu``, where there is one, else the H200's, scaled; a stand-in's lacks what it may not use."""
+    """The row fitted for ``gpu``, where there is one, else the H200's, scaled; less what a stand-in may not use."""
     fitted = _MEASURED.get(gpu.base_name)
     if fitted is not None:
         return replace(

@@ -24,7 +24,6 @@ from bench.workloads import gemm as gemm_workload
 from cutekernels import dispatch
 from cutekernels.gpu import GpuSpec, lookup
 from cutekernels.measure import Samples
-from cutekernels.ops.gemm.op import SCHEDULES
 from tests.db.trials import trial as db_trial
 
 H200 = lookup("h200")

@@ -127,12 +127,9 @@ def test_there_is_no_fifth_variable() -> None:
         for path in (root / folder).rglob("*.py"):
             text = path.read_text()
             named = set(re.findall(r"CUTEKERNELS_[A-Z_]+", text))
-            assert named <= {"CUTEKERNELS_DB", "CUTEKERNELS_CACHE", "CUTEKERNELS_LOG", "CUTEKERNELS_GPU_AS"}, (
-                f"{path}: {named}"
-            )
-            reads = re.search(
-                r"(getenv|environ\.get|environ)[(\[]\W*(settings|CUTEKERNELS|DB_V|CACHE_V|LOG_V|GPU_AS_V)", text
-            )
+            assert named <= {f"CUTEKERNELS_{name}" for name in ("DB", "CACHE", "LOG", "GPU_AS")}, f"{path}: {named}"
+            names = "settings|CUTEKERNELS|DB_V|CACHE_V|LOG_V|GPU_AS_V"
+            reads = re.search(rf"(getenv|environ\.get|environ)[(\[]\W*({names})", text)
             assert not reads or path.name == "settings.py", f"{path} reads it; settings.load() does"
 
 
