@@ -111,12 +111,10 @@ def page_of(spec: GpuSpec, report: TuneReport, checked: Checked, winners: Sequen
     if spec.confined_to is not None:
         card = gpus.STOOD_FOR[spec.confined_to]
         lines += [f"It stood in for {card}: its times are no {card}'s; which configs are fast may be.", ""]
-    lines += [f"- {misfit}" for misfit in checked.misfits]
-    lines += [
-        f"- {checked}.",
-        f"- {len(winners)} problems have a winner, {len(gained)} of them faster than the default.",
-    ]
-    lines += [f"- {len(failed)} problems failed; {left} are left to the next run of the same command.", ""]
+    lines += [f"- {misfit}" for misfit in checked.misfits] + [f"- {checked}."]
+    lines.append(f"- {done} of the models' {len(wanted)} problems are tuned; the same command goes on with the others.")
+    lines.append(f"- {len(gained)} of all {len(winners)} winners are faster than the default.")
+    lines.append(f"- {len(failed)} problems failed.")
     lines += [f"- {_seen(winners, name, unit)}" for name, unit in _CONDITIONS]
     lines += ["", *_table("What gained most", [_gain(w) for w in gained[:_SHOWN]])]
     lines += _table("Ops that are wrong, or were not reached", [_brief(row) for row in checked.bad])
