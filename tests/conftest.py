@@ -87,8 +87,7 @@ def _own_database_and_cache(
     own.mkdir(exist_ok=asked)
     monkeypatch.setenv("CUTEKERNELS_DB", str(own / "tuned.db"))
     monkeypatch.setenv("CUTEKERNELS_CACHE", str(own / "cache"))
-    for name in ("CUTEKERNELS_LOG", "CUTEKERNELS_GPU_AS"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("CUTEKERNELS_LOG", raising=False)
 
 
 @pytest.fixture(scope="module")
