@@ -104,8 +104,9 @@ def command(
 
     Where the GPU is present, candidates are measured on it; else they are compiled and ranked by a model.
 
-    An interrupted run resumes when started again. `tune grid` begins with what removes most expected regret. `tune
-    card` checks this GPU and every op on it, tunes what popular models call, and writes a page and a file to send.
+    An interrupted run resumes when started again. `tune grid` begins with what removes most expected regret.
+
+    `tune card` checks this GPU and every op on it, tunes what models call, and writes a page and a file to send.
     """
     from cutekernels.autotune import card, grid
     from cutekernels.errors import CuteKernelsError, JobError, StoreUnreachable, UnknownGpu
