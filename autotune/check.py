@@ -106,7 +106,7 @@ def check_ops(
     from cutekernels.isolate import ChildFailure
 
     end, begun = clock() + budget_s, []
-    for op in ops:
+    for op in sorted(ops, key=lambda op: op.compile_s):  # long compiles run while others are launched
         problem = min(map(op.Problem.parse, op.suite), key=lambda p: op.work(p).floor_us(spec))
         default = op.default(problem, spec)
         begun.append((op, str(problem), str(default), runtime.compile(op, problem, default, spec)))
