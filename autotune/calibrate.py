@@ -92,7 +92,7 @@ def measured(lab: Lab, budget_s: float, clock: Callable[[], float] = time.monoto
             told = (f"{k}={v:.6g}" if isinstance(v, float) else f"{k}={v}" for k, v in words.items() if v is not None)
             shown["calibrated"] = value = probe.rate_of(reading)
             shown["row"] = Rate(
-                gpu=lab.gpu.name,
+                gpu=lab.gpu.base_name,
                 name=probe.rate,
                 revision=rates.REVISION,
                 value=value,

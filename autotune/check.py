@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from cutekernels.autotune.runtime import Runtime
     from cutekernels.db.questions.reader import Winner
     from cutekernels.gpu import GpuSpec
+    from cutekernels.op import Op
 
 BOUND = 1.1
 """A winner this many times as slow as the default, or as it was, fell behind. A GPU's clock moves times by 5 %."""
@@ -88,6 +89,41 @@ def check_winners(
             "then_us": winner.median_us,
         }
         yield shown | _compare(winner, spec, runtime, bound)
+
+
+def check_ops(
+    ops: Iterable[Op[Any, Any]],
+    spec: GpuSpec,
+    runtime: Runtime,
+    budget_s: float,
+    clock: Callable[[], float] = time.monotonic,
+) -> Iterator[dict[str, Any]]:
+    """A row for each op: its default on the least work of its suite, launched on its sample and held to its reference.
+
+    Nothing is compiled or launched once ``budget_s`` have passed.
+    """
+    from cutekernels.autotune.requests import Measure, Prepare
+    from cutekernels.isolate import ChildFailure
+
+    end, begun = clock() + budget_s, []
+    for op in sorted(ops, key=lambda op: op.compile_s):  # long compiles run while others are launched
+        problem = min(map(op.Problem.parse, op.suite), key=lambda p: op.work(p).floor_us(spec))
+        default = op.default(problem, spec)
+        begun.append((op, str(problem), str(default), runtime.compile(op, problem, default, spec)))
+    for op, problem, default, compiled in begun:
+        row: dict[str, Any] = {"op": op.name, "problem": problem, "config": default, "error": None, "state": "right"}
+        if clock() >= end:
+            compiled.cancel()
+            row["state"] = f"not reached in {budget_s:.0f} s"
+        else:
+            try:
+                compiled.result()
+                request = Measure(Prepare(op.name, problem, spec), (default,), rounds=5)
+                row["error"] = error = runtime.measure(request)[default].error
+                row["state"] = "right" if error <= 1 else f"wrong, {error:.3g} times the tolerance"
+            except ChildFailure as failure:
+                row["state"] = f"failed: {failure}".partition("\n")[0]
+        yield row
 
 
 def _compare(winner: Winner, spec: GpuSpec, runtime: Runtime, bound: float) -> dict[str, Any]:

@@ -23,11 +23,13 @@ from cutekernels import terminal
 from cutekernels.terminal import As, Format
 
 if TYPE_CHECKING:
+    from cutekernels.autotune.card import Checked
     from cutekernels.autotune.fleet import Fleet
     from cutekernels.autotune.job import Job
     from cutekernels.autotune.report import TuneReport
     from cutekernels.autotune.run import Watcher
     from cutekernels.db.storage.snapshot import Snapshot
+    from cutekernels.gpu import GpuSpec
 
 app = typer.Typer(no_args_is_help=True)
 _RESUMES = "all measurements so far are stored, and the same command resumes the run"
@@ -38,16 +40,23 @@ def command(
     job: Annotated[
         str | None,
         typer.Argument(
-            metavar="[JOB]", help="A job file (TOML), or the name of a bundled one, as `jobs` lists them; or `grid`."
+            metavar="[JOB]",
+            help="A job file (TOML), or the name of a bundled one, as `jobs` lists them; or `grid`, or `card`.",
         ),
     ] = None,
     gpu: Annotated[
         str, typer.Option(help="auto, or a name such as a100, l40s, rtx5090, h200. Absent ones are predicted.")
     ] = "auto",
+    as_: Annotated[
+        str | None, typer.Option("--as", help="Let the GPU stand in for one with less: a100, l40s, rtx5090.")
+    ] = None,
     db: Annotated[str | None, typer.Option(help="Path or URL of the database; default: the settings'.")] = None,
     trials: Annotated[int | None, typer.Option(min=1, help="Attempts per task; default: the job's.")] = None,
     budget_s: Annotated[
         float | None, typer.Option(min=0, help="Seconds for the whole job; default: the job's.")
+    ] = None,
+    minutes: Annotated[
+        float | None, typer.Option(min=0, help="The same in minutes; of `card`, whose checks count, 30 by default.")
     ] = None,
     jobs: Annotated[
         int | None,
@@ -87,6 +96,7 @@ def command(
     ] = None,
     list_: Annotated[bool, typer.Option("--list", help="List the tasks and end.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List what earlier runs left to do and end.")] = False,
+    out: Annotated[Path, typer.Option(help="Folder for the page and the winners of `card`.")] = Path(),
     log: Annotated[Path | None, typer.Option(help="Append a line for each task to this file.")] = None,
     format: As = Format.table,
 ) -> None:
@@ -95,27 +105,39 @@ def command(
     Where the GPU is present, candidates are measured on it; else they are compiled and ranked by a model.
 
     An interrupted run resumes when started again. `tune grid` begins with what removes most expected regret.
+
+    `tune card` checks this GPU and every op on it, tunes what models call, and writes a page and a file to send.
     """
-    from cutekernels.autotune import grid
+    from cutekernels.autotune import card, grid
     from cutekernels.errors import CuteKernelsError, JobError, StoreUnreachable, UnknownGpu
-    from cutekernels.gpu import lookup, present
+    from cutekernels.gpu import choose, is_auto, lookup, present
 
     began = time.monotonic()
-    of_grid = job == grid.NAME and not requests  # a job file may be called so too
+    of_card = job == card.NAME and not requests  # a job file may be called so too
+    of_grid = of_card or (job == grid.NAME and not requests)
+    checked = None
     with ExitStack() as stack:
         try:
             stack.enter_context(_signals_raise())  # the first to enter: a second one spoils no closing
+            if ray is not None and (as_ is not None or of_card):
+                raise JobError("--as and `card` are of this machine's GPUs: leave --ray out")
+            if as_ is not None:
+                spec = choose(gpu, as_)
+                gpu = gpu if is_auto(gpu) else spec.name
+            budget_s = _seconds(budget_s, minutes, card.MINUTES if of_card else None)
             devices = _devices(gpus, device, ray)
             if of_grid:
                 # How many GPUs a cluster has is known later: all points, of which the run leaves the late ones.
                 winners, seconds = _winners(gpu, db, force=force), None if list_ or ray else budget_s
-                next_ones = grid.plan(
-                    winners, lookup(gpu), op=op, shard=shard, trials=trials, budget_s=seconds, gpus=len(devices or (0,))
-                )
+                points: dict[str, Any] = {"families": card.families(), "name": card.NAME} if of_card else {}
+                points |= {"op": op, "shard": shard, "trials": trials, "gpus": len(devices or (0,))}
+                next_ones = grid.plan(winners, lookup(gpu), budget_s=seconds, **points)
                 terminal.say(str(next_ones))
                 wanted = next_ones.job
-                if not (list_ or dry_run or devices or ray):
+                if not (list_ or dry_run or devices or ray or of_card):
                     grid.refuse_absent(lookup(gpu))
+                if of_card and not (list_ or dry_run):
+                    checked = _check_card(lookup(gpu), budget_s, jobs)
             else:
                 wanted = _job(job, requests=requests, gpu=gpu, db=db, op=op, trials=trials, shard=shard)
             if list_ or dry_run:
@@ -166,6 +188,9 @@ def command(
                 stack.close()
             terminal.fail(f"ended by {ended.signal.name}; {_RESUMES}", code=128 + ended.signal)
     _print(report, format)
+    if checked is not None:
+        page, file = card.write(out, lookup(gpu), report, checked, db)
+        terminal.say(f"{page} says what gained; to share it, send {file}: `cutekernels db import` reads it")
     if requests and report.origin == "predicted":
         terminal.say(
             f"the requests stay in the queue: only a measurement on a {report.gpu} ends one; "
@@ -217,6 +242,27 @@ def _job(
     if op is not None:
         found = shards.only(found, op)
     return found if shard is None else shards.part(found, shard)
+
+
+def _seconds(budget_s: float | None, minutes: float | None, default: float | None) -> float | None:
+    """The time of a run, in seconds."""
+    from cutekernels.errors import JobError
+
+    if budget_s is not None and minutes is not None:
+        raise JobError("--budget-s and --minutes both say how long the run is: give one of them")
+    minutes = default if minutes is None and budget_s is None else minutes
+    return budget_s if minutes is None else 60 * minutes
+
+
+def _check_card(spec: GpuSpec, budget_s: float | None, jobs: int | None) -> Checked | None:
+    """What is checked of a card before it is tuned; None where it is elsewhere, and its winners are predicted."""
+    from cutekernels.autotune import card
+    from cutekernels.gpu import present
+
+    if not present(spec):
+        terminal.say(f"no {spec.name} is here: nothing is checked or measured; winners are compiled and predicted")
+        return None
+    return card.check(spec, budget_s or 0.0, jobs)
 
 
 def _winners(gpu: str, db: str | None, *, force: bool) -> Snapshot:

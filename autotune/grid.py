@@ -161,8 +161,8 @@ class GridPlan:
     def __str__(self) -> str:
         left = max(0.0, self.regret - sum(self.removed))
         return (
-            f"grid: {self.known} points have a measured winner; expected regret of a call {self.regret:.1%}, "
-            f"and {left:.1%} after these {len(self.job.tasks)}"
+            f"{self.job.name}: {self.known} points have a measured winner; expected regret of a call "
+            f"{self.regret:.1%}, and {left:.1%} after these {len(self.job.tasks)}"
         )
 
 
@@ -184,6 +184,7 @@ def plan(
     budget_s: float | None = None,
     gpus: int = 1,
     families: Sequence[ProductFamily] = (),
+    name: str = NAME,
 ) -> GridPlan:
     """The grid's next tasks.
 
@@ -193,7 +194,8 @@ def plan(
         op: only this op's.
         shard: only the I-th of N equal parts, ``"I/N"``, whatever is known.
         budget_s: only as many as ``gpus`` GPUs with eight lanes each may begin in this time.
-        families: in place of :data:`FAMILIES`, for tests.
+        families: in place of :data:`FAMILIES`.
+        name: of the job.
 
     Raises:
         JobError: no family is of ``op``, or ``shard`` or ``trials`` is none.
@@ -201,7 +203,7 @@ def plan(
     wanted = [f for f in families or FAMILIES if op in (None, f.op)]
     if not wanted:
         names = ", ".join(dict.fromkeys(f.op for f in families or FAMILIES))
-        raise JobError(f"the grid has no points of an op {str(op)[:60]!r}; it has some of {names}")
+        raise JobError(f"the {name} has no points of an op {str(op)[:60]!r}; it has some of {names}")
     attempts = TRIALS if trials is None else checked_trials(trials, "trials")
     found: list[tuple[float, float, Task]] = []
     count, regret = 0, 0.0
@@ -209,7 +211,7 @@ def plan(
     for family in wanted:
         tasks = tuple(replace(task, trials=attempts) for task in points(family))
         if shard is not None:
-            tasks = shards.part(Job(NAME, tasks), shard).tasks
+            tasks = shards.part(Job(name, tasks), shard).tasks
         if tasks:
             order, expected, has = _order(family, tasks, _with_winners(family, known, gpu))
             weight = family.share / whole / len(tasks)
@@ -223,7 +225,7 @@ def plan(
         while most < len(costs) and spent < budget_s * LANES * gpus:
             spent, most = spent + costs[most], most + 1
         found = found[:most]
-    job = Job(NAME, tuple(task for _, _, task in found), ranked=True)
+    job = Job(name, tuple(task for _, _, task in found), ranked=True)
     return GridPlan(job, tuple(removed for removed, _, _ in found), count, regret)
 
 

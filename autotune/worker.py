@@ -96,6 +96,7 @@ class _Bench:
             raise UnknownGpu(
                 f"the job tunes for {spec.name}, the GPU here is {gpus.detect().name}: name it with --gpu auto"
             )
+        gpus.act_as(spec)
         self.gpu = spec
         self.op: Op[Any, Any] = registry.get(request.op)
         self.problem: Problem = self.op.Problem.parse(request.problem)
@@ -165,8 +166,10 @@ class _Bench:
         return found | {name: Outcome(0.0, samples[name].us) for name in timed_too if name in samples}
 
     def _vendor_round(self) -> GraphRound | None:
-        """The vendor's call, ready to be timed; None where the op has none or it fails: it decides nothing."""
-        call = self.op.vendor(self.problem)
+        """The vendor's call, ready to be timed; None where the op has none or it fails: it decides nothing. None too of
+        a stand-in, to whose instructions it would not keep.
+        """
+        call = None if self.gpu.confined_to else self.op.vendor(self.problem)
         if call is None:
             return None
         try:

@@ -25,7 +25,7 @@ from rich.text import Text
 from bench import published, workloads
 from bench.rows import Row, steepest
 from bench.suites import Case
-from bench.wall import RESULTS, Commit, DryRun, Out, Rounds, detect_gpu, number, tabulated
+from bench.wall import RESULTS, As, Commit, DryRun, Out, Rounds, detect_gpu, number, tabulated
 from bench.workloads import cases as cases_of
 from cutekernels import cli, environment, terminal
 from cutekernels.errors import CuteKernelsError
@@ -46,7 +46,7 @@ def bench(
         Accumulate, typer.Option(help="Type of accumulation; fp16 needs --dtype fp16.")
     ] = Accumulate.fp32,
     out: Out = None,
-    max_smem_kib: Annotated[int | None, typer.Option(min=1, help="Time our best within this much smem too.")] = None,
+    as_: As = None,
     example: Annotated[Path | None, typer.Option(help="NVIDIA's tensorop_gemm.py, from a CUTLASS checkout.")] = None,
     match: Annotated[str, typer.Option(help="Only cases with this in their label or problem.")] = "",
     alone: Annotated[bool, typer.Option("--alone", help="Ours without its peers: many cases in little time.")] = False,
@@ -99,14 +99,14 @@ def bench(
     if profiled:
         _profile(cases[0], out or RESULTS.parents[1] / "build" / "profiles")
         return
-    gpu = detect_gpu()
+    gpu = detect_gpu(as_)
     from bench import run as runner
 
     kinds: dict[str, Any] = {"dtype": dtype, "accumulate": accumulate, "match": match, "alone": alone, "warm": warm}
-    name = run_name(op, suite, **kinds, max_smem_kib=max_smem_kib, rest_ms=rest_ms)
+    name = run_name(op, suite, **kinds, rest_ms=rest_ms)
     path = (out or RESULTS / gpu.name) / f"{name}.jsonl"
     stamp = environment.stamp(gpu.name, commit)
-    plan = runner.RunPlan(suite, gpu, stamp, warm, rest_ms, max_smem_kib, rounds, example=example, alone=alone)
+    plan = runner.RunPlan(suite, gpu, stamp, warm, rest_ms, rounds, example=example, alone=alone)
     try:
         rows = runner.run(cases, plan, path, runner.Timer(), _progress)
     except (CuteKernelsError, ValueError) as error:
@@ -168,12 +168,12 @@ def _profile(case: Case, folder: Path) -> None:
 
 
 def run_name(
-    op: str, suite: str, *, dtype: str, accumulate: str, max_smem_kib: int | None, match: str, alone: bool = False,
+    op: str, suite: str, *, dtype: str, accumulate: str, match: str, alone: bool = False,
     warm: bool, rest_ms: float = 0.0,
 ) -> str:  # fmt: skip
     """The file name of a run: one per suite and conditions, so that a later run replaces exactly its predecessor."""
     words = [op, suite, dtype * (dtype != "bf16"), f"acc{accumulate}" * (accumulate != "fp32")]
-    words += [f"smem{max_smem_kib}" * (max_smem_kib is not None), "".join(c if c.isalnum() else "-" for c in match)]
+    words += ["".join(c if c.isalnum() else "-" for c in match)]
     words += ["alone" * alone, "warm" * warm, "rested" * bool(rest_ms)]
     return "_".join(filter(None, words))
 

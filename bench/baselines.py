@@ -92,6 +92,8 @@ class Workload:
     """A launch of the public function for each input set; the last argument is its ``config``, None for any."""
     peers: tuple[Contender, ...]
     """The first one is the baseline that speed-ups and errors refer to."""
+    confined: tuple[Contender, ...] = ()
+    """Peers of a stand-in (``GpuSpec.stand_in``), without warpgroup MMA and TMA. The first one is the baseline."""
     streams: Callable[[Case], tuple[int, int]] | None = None
     """Number of arrays of like size that a call reads and writes, which the streaming contenders move too. None where
     memory is not the limit."""

@@ -19,6 +19,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from heapq import nsmallest
 from pathlib import Path
 from statistics import StatisticsError, correlation, geometric_mean, median
 from typing import Annotated, Any
@@ -26,6 +27,7 @@ from typing import Annotated, Any
 import typer
 
 from bench.rows import rounded
+from bench.wall import As
 from cutekernels import environment, terminal
 from cutekernels import gpu as gpus
 from cutekernels.autotune.requests import Measure, Outcome, Prepare
@@ -37,7 +39,7 @@ from cutekernels.isolate import ChildFailure
 from cutekernels.measure import Samples
 from cutekernels.op import Config, Op, Problem
 from cutekernels.ops import registry
-from cutekernels.terminal import As, Format
+from cutekernels.terminal import Format
 
 SWEEPS = Path(__file__).parent / "sweeps"
 TOP, NEAR, LEAST_CONFIGS = 8, 1.05, 11
@@ -158,7 +160,7 @@ def compare(
     gpu: Gpu = "h200",
     folder: Folder = SWEEPS,
     every: Annotated[bool, typer.Option("--every", help="A line for each problem, not for each op.")] = False,
-    format: As = Format.table,
+    format: terminal.As = Format.table,
 ) -> None:
     """Compare the models' estimates with recorded sweeps: rank correlation, and what their choice costs."""
     found = judge_sweeps(gpu, folder, of_sweeps)
@@ -188,15 +190,16 @@ def record(
     op: Annotated[str, typer.Argument(help="An op's name, e.g. gemm.")],
     problem: Annotated[list[str], typer.Option("--problem", help="A problem as text; may be repeated.")],
     out: Annotated[Path | None, typer.Option(help="File; default bench/sweeps/<gpu>/<op>.jsonl.xz, added to.")] = None,
-    most: Annotated[int, typer.Option(min=2, help="Configs of a problem at most, evenly drawn.")] = 400,
+    most: Annotated[int, typer.Option(min=2, help="Configs of a problem at most.")] = 400,
     rounds: Annotated[int, typer.Option(min=5, help="Samples of each config.")] = 20,
     deadline_s: Annotated[float, typer.Option(min=1, help="Seconds for all problems; the rest is left out.")] = 540.0,
+    as_: As = None,
 ) -> None:
     """Measure the configs of some problems and add a line for each to a compressed file."""
     end = time.monotonic() + deadline_s
     found = registry.get(op)
     problems = [found.Problem.parse(text).bucket() for text in problem]
-    gpu = gpus.lookup("auto")
+    gpu = gpus.choose("auto", as_)
     path = out or SWEEPS / gpu.name / f"{op}.jsonl.xz"
     path.parent.mkdir(parents=True, exist_ok=True)
     list(recorded(path))  # nothing is added to a file that cannot be read
@@ -215,10 +218,14 @@ def record(
 def sweep(
     runtime: Runtime, op: Op[Any, Any], problem: Problem, gpu: GpuSpec, *, most: int, rounds: int, until: float
 ) -> Iterator[dict[str, Any]]:
-    """Lines of one problem, the default's first, until the time ``until`` of the monotonic clock."""
+    """Lines of one problem, the default's first, then those the model likes best, then others at random; until the time
+    ``until`` of the monotonic clock.
+    """
     default = op.default(problem, gpu)
     others = [c for c in op.valid(problem, gpu) if c != default]
     random.Random(0).shuffle(others)
+    liked = nsmallest(TOP, (c for c in others if not c.vendors), key=lambda c: op.estimate_us(problem, c, gpu))
+    others = list(dict.fromkeys([*liked, *others]))
     futures = {config: runtime.compile(op, problem, config, gpu) for config in (default, *others[: most - 1])}
     try:
         for config, future in futures.items():
@@ -228,7 +235,8 @@ def sweep(
             line |= {"default": config == default, "model_us": op.estimate_us(problem, config, gpu)}
             pair = tuple(dict.fromkeys([str(default), str(config)]))
             try:
-                if reason := prune_reason(future.result(), op, gpu):
+                reason = prune_reason(future.result(), op, gpu)
+                if reason and config != default:  # which calls run, whatever it spills
                     line["failure"] = reason
                 else:
                     found = runtime.measure(Measure(Prepare(op.name, str(problem), gpu), pair, rounds=rounds))

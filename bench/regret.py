@@ -4,6 +4,9 @@
 neighbour's winner, a prediction or the default. ``all`` is that winner itself, where there is one. A sweep that lacks
 the config of a call says nothing about it; such problems are counted, without a regret. The least of many noisy times
 is lower than the best config's own, so that regrets are too large rather than too small.
+
+``--promises`` judges predictions: the model's choice among a sweep's configs, what it promises over the default, and
+what was measured; so how large a promise must be before a prediction serves (``dispatch.LEAST_GAIN``).
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Annotated, Any
 
 import typer
@@ -25,6 +29,7 @@ from cutekernels.ops import registry
 from cutekernels.terminal import As, Format
 
 LEAST_CONFIGS = 5
+LEAST_PROMISES = (1.0, 1.05, 1.1, 1.2, 1.3, 1.5)
 SHARES = {"p50": 0.5, "p95": 0.95, "most": 1.0}
 
 
@@ -68,6 +73,42 @@ def of_sweeps(gpu: GpuSpec, folder: Path = SWEEPS) -> list[Regret]:
     return [r for (op, text), us in load(folder / gpu.name).items() for r in judge(op, text, us, gpu, known)]
 
 
+@dataclass(frozen=True)
+class Promise:
+    """The model's choice among a problem's measured configs, where it departs from the default.
+
+    ``promised``: the default's time over its own by the model; ``gained``: as they were measured.
+    """
+
+    op: str
+    body: str
+    problem: str
+    config: str
+    promised: float
+    gained: float
+
+
+def promise(name: str, text: str, measured: dict[str, float], gpu: GpuSpec) -> Promise | None:
+    """None where the default is the choice or was not measured, or where few configs were."""
+    op: Any = registry.get(name)
+    problem = op.Problem.parse(text)
+    us = {config: time for config, time in valid(op, problem, measured, gpu).items() if not config.vendors}
+    default = op.default(problem, gpu)
+    if len(us) < LEAST_CONFIGS or default not in us:
+        return None
+    estimates = {config: op.estimate_us(problem, config, gpu) for config in us}
+    chosen = min(us, key=lambda config: (estimates[config], config != default, str(config)))
+    if chosen == default:
+        return None
+    body = getattr(chosen, "body", "")
+    return Promise(name, body, text, str(chosen), estimates[default] / estimates[chosen], us[default] / us[chosen])
+
+
+def promises_of_sweeps(gpu: GpuSpec, folder: Path = SWEEPS) -> list[Promise]:
+    """The promises of the model for all problems in the sweeps of ``gpu``."""
+    return [p for (op, text), us in load(folder / gpu.name).items() if (p := promise(op, text, us, gpu))]
+
+
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
@@ -76,9 +117,17 @@ def command(
     gpu: Gpu = "h200",
     folder: Folder = SWEEPS,
     every: Annotated[bool, typer.Option("--every", help="A line for each problem, the worst first.")] = False,
+    promises: Annotated[
+        bool,
+        typer.Option("--promises", help="How often the model's choice is slower than the default, by promise."),
+    ] = False,
     format: As = Format.table,
 ) -> None:
     """How far behind the best measured config calls are, with the winner of their own problem and without it."""
+    if promises:
+        kept: list[Promise] = sorted(judge_sweeps(gpu, folder, promises_of_sweeps), key=lambda p: p.gained)
+        terminal.write([vars(p) for p in kept] if every else _by_promise(kept), format)
+        return
     found = judge_sweeps(gpu, folder, of_sweeps)
     rows = [vars(r) for r in sorted(found, key=lambda r: -(r.regret or 0.0))] if every else _by_op(found)
     terminal.write(rows, format)
@@ -99,4 +148,25 @@ def _by_op(found: Sequence[Regret]) -> list[dict[str, Any]]:
                 "origins": ", ".join(f"{n} {origin}" for origin, n in Counter(r.origin for r in mine).most_common()),
             }
         )
+    return rows
+
+
+def _by_promise(found: Sequence[Promise]) -> list[dict[str, Any]]:
+    """For each body and least promise: how many choices keep it, how many are slower than the default, by how much."""
+    rows = []
+    for op, body in sorted({(p.op, p.body) for p in found}):
+        for least in LEAST_PROMISES:
+            gains = [p.gained for p in found if (p.op, p.body) == (op, body) and p.promised >= least]
+            if gains:
+                rows.append(
+                    {
+                        "op": op,
+                        "body": body,
+                        "promised at least": least,
+                        "problems": len(gains),
+                        "slower": sum(gain < 1 for gain in gains),
+                        "worst": f"{min(gains):.2f}",
+                        "mean": f"{geometric_mean(gains):.2f}",
+                    }
+                )
     return rows

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from bench import headtohead, stream, workloads
-from bench.baselines import Contender, Inputs, Launch, Shapes, absent
+from bench.baselines import Contender, Inputs, Launch, Shapes, Workload, absent
 from bench.rows import Row, write
 from bench.suites import Case
 from bench.workloads import posed
@@ -26,7 +26,7 @@ from cutekernels import dispatch, measure, verify
 from cutekernels.errors import CompileError
 from cutekernels.gpu import GpuSpec
 from cutekernels.measure import Samples
-from cutekernels.op import Op, Work
+from cutekernels.op import Work
 
 ROUNDS = 30
 CASE_BUDGET_US = 3e6  # timed device time of one case, all contenders together
@@ -47,7 +47,6 @@ class RunPlan:
     stamp: dict[str, str]
     warm: bool = False
     rest_ms: float = 0.0
-    max_smem_kib: int | None = None
     rounds: int = ROUNDS
     device: str = "cuda"
     example: Path | None = None  # NVIDIA's tensorop_gemm.py
@@ -78,8 +77,8 @@ def run(cases: Sequence[Case], plan: RunPlan, path: Path, timer: Timer, say: Cal
 
 def contenders(case: Case, plan: RunPlan, timer: Timer | None = None) -> list[Contender]:
     """Contenders of a case: the peers, baseline first; streaming kernels; then ours as dispatched, the default config
-    where that differs, and the best config within ``plan.max_smem_kib``. A winner that is the vendor's call is none of
-    our kernels: the default takes its place. Of a suite ``headtohead`` ours are each body's fastest by ``timer``.
+    where that differs. A winner that is the vendor's call is none of our kernels: the default takes its place. Of a
+    suite ``headtohead`` ours are each body's fastest by ``timer``.
     """
     workload = workloads.get(case.op)
     if plan.suite == headtohead.SUITE:
@@ -90,7 +89,15 @@ def contenders(case: Case, plan: RunPlan, timer: Timer | None = None) -> list[Co
         return found
     example = [workload.example(plan.example)] if plan.example is not None and workload.example is not None else []
     streams = [] if workload.streams is None else stream.contenders(*workload.streams(case), plan.gpu)
-    return [*workload.peers, *example, *streams, *found]
+    return [*_peers(workload, plan.gpu), *example, *streams, *found]
+
+
+def _peers(workload: Workload, gpu: GpuSpec) -> Sequence[Contender]:
+    """Of a stand-in, those that keep to what the GPU has for which it stands; the others are absent."""
+    if gpu.confined_to is None:
+        return workload.peers
+    kept, why = {peer.name for peer in workload.confined}, f"its kernels are not known to keep to what {gpu.name} has"
+    return [*workload.confined, *(absent(peer.name, why) for peer in workload.peers if peer.name not in kept)]
 
 
 def _by_config(case: Case, plan: RunPlan) -> list[Contender]:
@@ -103,9 +110,6 @@ def _by_config(case: Case, plan: RunPlan) -> list[Contender]:
         found = [dataclasses.replace(ours("cutekernels"), config=str(choice.config), origin=choice.origin)]
         if default != choice.config:
             found.append(ours("cutekernels (default)", default, "default"))
-    if plan.max_smem_kib is not None:
-        within = within_smem(op, problem, plan.gpu, plan.max_smem_kib)
-        found.append(ours(f"cutekernels (<= {plan.max_smem_kib} KiB smem)", *within))
     return found
 
 
@@ -142,23 +146,6 @@ def ours(name: str, config: Any = None, origin: str = "") -> Contender:
         return workloads.get(case.op).ours(case, sets, config)
 
     return Contender(name, bind, config="" if config is None else str(config), origin=origin)
-
-
-def within_smem(op: Op[Any, Any], problem: Any, gpu: GpuSpec, kib: int) -> tuple[Any, str]:
-    """Config and origin that the dispatcher chooses for this GPU confined to ``kib`` KiB of shared memory.
-
-    Winners are those of ``tune --gpu <gpu>-<kib>kib``. A config that the whole GPU refuses, because more of its CTAs
-    would fit there, is replaced by the model's best of those that both accept.
-    """
-    confined = gpu.limited(kib)
-    choice = dispatch.resolve(op, problem, confined)
-    if op.why_not(problem, choice.config, gpu) is None:
-        return choice.config, choice.origin
-    own = (c for c in op.valid(problem, confined) if not c.vendors)  # a vendor's kernels are not confined
-    both = [c for c in own if op.why_not(problem, c, gpu) is None]
-    if not both:
-        raise ValueError(f"no config of {op.name} takes {kib} KiB of shared memory or less; 99 is what an L40S has")
-    return min(both, key=lambda c: (op.estimate_us(problem, c, gpu), str(c))), "default"
 
 
 # ---- one case -------------------------------------------------------------------------------------------

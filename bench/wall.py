@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
@@ -28,6 +29,7 @@ Match = Annotated[list[str] | None, typer.Option(help="Only cases with one of th
 Rounds = Annotated[int, typer.Option(min=5, help="Samples of each contender.")]
 Out = Annotated[Path | None, typer.Option(help="Folder of the results; default bench/results/<gpu> or one in it.")]
 Commit = Annotated[str | None, typer.Option(help="The commit under test, where .git was left behind.")]
+As = Annotated[str | None, typer.Option("--as", help="Let this GPU stand in for one with less: a100, l40s, rtx5090.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="List the cases and contenders; time nothing.")]
 
 
@@ -39,12 +41,22 @@ def chosen(cases: Iterable[C], match: Sequence[str] | None, name: Callable[[C], 
     )
 
 
-def detect_gpu() -> gpus.GpuSpec:
-    """This machine's GPU; ends the process where there is none."""
+def detect_gpu(stands_for: str | None = None) -> gpus.GpuSpec:
+    """This machine's GPU, as the stand-in for another where one is named; ends the process where there is none.
+
+    Triton's products keep to the MMA of a warp then, as ours do.
+    """
     try:
-        return gpus.lookup("auto")
+        gpus.lookup("auto")
     except UnknownGpu:
         terminal.fail("no CUDA device is visible, and times are only taken on one; --dry-run lists what would be timed")
+    try:
+        gpu = gpus.choose("auto", stands_for)
+    except UnknownGpu as error:
+        terminal.fail(str(error), code=2)
+    if gpu.confined_to is not None and not gpu.has_wgmma:
+        os.environ["DISABLE_MMA_V3"] = "1"
+    return gpu
 
 
 def record(rows: Iterable[Row], path: Path, table: Callable[[list[Row]], Table]) -> None:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import ctypes
 import re
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from importlib import import_module
 from typing import Any
 
+from cutekernels import settings
 from cutekernels.errors import UnknownGpu, near
 
 KIB = 1024
@@ -42,6 +44,8 @@ ARCHITECTURES: dict[tuple[int, int], Architecture] = {
     (9, 0): Architecture("sm_90a", 228 * KIB, 227 * KIB, 64, has_tma=True, has_wgmma=True, has_pdl=True),
     (12, 0): Architecture("sm_120a", 100 * KIB, 99 * KIB, 48, has_tma=True, has_pdl=True),
 }
+STOOD_FOR = {(8, 0): "a100", (8, 6): "rtx3090", (8, 9): "l40s", (12, 0): "rtx5090"}
+"""Compute capabilities that another GPU may be confined to, each with a GPU that has it: see GpuSpec.stand_in."""
 NO_TARGET = "sm_100a"  # none of these, yet one that compilers know
 
 
@@ -65,7 +69,7 @@ class GpuSpec:
     mma_tflops: float
     mma_fp16_tflops: float
     peak_tflops: float
-    smem_cap_bytes: int | None = None  # see limited()
+    confined_to: tuple[int, int] | None = None  # another GPU's compute capability: see stand_in
 
     REGISTERS_PER_SM = 64 * KIB
     MAX_REGISTERS_PER_THREAD = 255
@@ -73,7 +77,8 @@ class GpuSpec:
 
     @property
     def arch(self) -> Architecture:
-        return ARCHITECTURES[self.capability]
+        own = ARCHITECTURES[self.capability]
+        return own if self.confined_to is None else _confined(own.target, self.confined_to)
 
     @property
     def target(self) -> str:
@@ -81,26 +86,36 @@ class GpuSpec:
 
     @property
     def smem_per_sm_bytes(self) -> int:
-        whole = self.arch.smem_per_sm_bytes
-        return whole if self.smem_cap_bytes is None else min(whole, self.smem_cap_bytes + self.SMEM_RESERVED_BYTES)
+        return self.arch.smem_per_sm_bytes
 
     @property
     def smem_per_block_bytes(self) -> int:
-        whole = self.arch.smem_per_block_bytes
-        return whole if self.smem_cap_bytes is None else min(whole, self.smem_cap_bytes)
+        return self.arch.smem_per_block_bytes
 
-    def limited(self, smem_kib: int) -> GpuSpec:
-        """This GPU with only ``smem_kib`` KiB of shared memory per SM, to imitate a smaller one.
+    @property
+    def base_name(self) -> str:
+        """The name of the GPU itself, where this is one as a stand-in."""
+        return self.name if self.confined_to is None else self.name.rpartition("-as-")[0]
 
-        In the database it is a GPU of its own: ``h200-99kib``.
+    def stand_in(self, other: GpuSpec) -> GpuSpec:
+        """This GPU confined to the instructions, the shared memory and the warps of ``other``, which nobody has here.
+
+        SMs, clocks, memory, caches and the compile target stay its own. In the database it is a GPU of its own,
+        ``h200-as-a100``: its times are no A100's, but whether an A100's kernels are chosen well shows on it.
 
         Raises:
-            UnknownGpu: less than the smallest GPU has, where some ops have no config.
+            UnknownGpu: ``other`` has what this GPU lacks, or all that it has.
         """
-        least = min(gpu.smem_per_block_bytes for gpu in GPUS) // KIB
-        if smem_kib < least:
-            raise UnknownGpu(f"kernels need {least} KiB of shared memory; {smem_kib} are less: name a larger limit")
-        return replace(self, name=f"{self.name}-{smem_kib}kib", smem_cap_bytes=smem_kib * KIB)
+        label, own = STOOD_FOR.get(other.capability, other.name), ARCHITECTURES[self.capability]
+        theirs = _confined(own.target, other.capability)
+        more = [f.name for f in fields(own) if f.name != "target" and getattr(theirs, f.name) > getattr(own, f.name)]
+        if more:
+            raise UnknownGpu(f"{self.name} cannot stand in for {label}, which has more: {', '.join(more)}")
+        if theirs == own:
+            raise UnknownGpu(f"{self.name} has what {label} has: a stand-in is for a GPU with less")
+        peak = self.peak_tflops if theirs.has_wgmma else max(self.mma_tflops, self.mma_fp16_tflops)
+        name = f"{self.base_name}-as-{label}"
+        return replace(self, name=name, confined_to=other.capability, peak_tflops=peak)
 
     @property
     def bf16_tflops(self) -> float:
@@ -126,6 +141,12 @@ class GpuSpec:
     @property
     def has_fp8(self) -> bool:
         return self.arch.has_fp8
+
+
+@cache
+def _confined(target: str, capability: tuple[int, int]) -> Architecture:
+    """The properties of a compute capability, with the compile target of a GPU that stands in for it."""
+    return replace(ARCHITECTURES[capability], target=target)
 
 
 def _row(
@@ -177,7 +198,7 @@ _BY_PRODUCT = {gpu.product.lower(): gpu for gpu in GPUS}
 def lookup(name: str) -> GpuSpec:
     """The GPU called ``name`` (``"h200"``, or torch's ``"NVIDIA H200"``), or the machine's own for ``"auto"``.
 
-    ``"h200-99kib"`` is an H200 confined to 99 KiB of shared memory on an SM (:meth:`GpuSpec.limited`).
+    ``"h200-as-a100"`` is an H200 confined to what an A100 has (:meth:`GpuSpec.stand_in`).
 
     Raises:
         UnknownGpu: no such row, or ``auto`` where no CUDA device is present.
@@ -187,9 +208,9 @@ def lookup(name: str) -> GpuSpec:
     key = name.strip().lower()
     if is_auto(name):
         return detect()
-    cap = re.fullmatch(r"(.+)-([1-9][0-9]{0,3})kib", key)
-    if cap is not None:
-        return lookup(cap[1]).limited(int(cap[2]))
+    own, stands, other = key.partition("-as-")
+    if stands:
+        return lookup(own).stand_in(lookup(other))
     key = ALIASES.get(key, key)
     found = _BY_NAME.get(key) or _BY_PRODUCT.get(key)
     if found is not None:
@@ -207,22 +228,29 @@ def is_auto(name: str) -> bool:
     return name.strip().lower() == "auto"
 
 
-@cache
 def detect(device: int | None = None) -> GpuSpec:
     """The GPU in this machine: its row of the table, or a description from its device properties.
 
+    Where the settings name another GPU that it shall stand in for, it is that stand-in.
+
     Raises:
-        UnknownGpu: no CUDA device is visible, or its compute capability has no compile target here.
+        UnknownGpu: no CUDA device is visible, its compute capability has no compile target here, or it cannot stand in.
     """
+    return _detect(device, settings.gpu_as())
+
+
+@cache
+def _detect(device: int | None, other: str | None) -> GpuSpec:
     # Without a driver there is none, and torch, whose import takes seconds, need not be asked.
     torch = None if _driver() is None else import_module("torch")
     if torch is None or not torch.cuda.is_available():
         raise UnknownGpu('no CUDA device is visible; name a GPU, e.g. --gpu a100 (in Python gpu_name="a100")')
-    return describe(torch.cuda.get_device_properties(torch.cuda.current_device() if device is None else device))
+    own = describe(torch.cuda.get_device_properties(torch.cuda.current_device() if device is None else device))
+    return own if other is None else own.stand_in(lookup(other))
 
 
 def present(spec: GpuSpec) -> bool:
-    """Whether the machine's GPU is ``spec``, or the one that ``spec`` limits."""
+    """Whether the machine's GPU is ``spec``, or can stand in as it."""
     try:
         return stands_for(spec, detect())
     except UnknownGpu:
@@ -231,7 +259,30 @@ def present(spec: GpuSpec) -> bool:
 
 def stands_for(spec: GpuSpec, own: GpuSpec) -> bool:
     """Whether what is measured on ``own`` holds for ``spec``: the same GPU, or ``own`` confined."""
-    return spec in (own, own if spec.smem_cap_bytes is None else own.limited(spec.smem_cap_bytes // KIB))
+    return spec == own or (own.confined_to is None and spec.base_name == own.name != spec.name)
+
+
+def choose(name: str, stands_for: str | None) -> GpuSpec:
+    """The GPU of :func:`lookup`; where ``stands_for`` names another, as its stand-in (see :func:`act_as`).
+
+    Raises:
+        UnknownGpu: as :func:`lookup`, or it cannot stand in.
+    """
+    spec = lookup(name)
+    if stands_for is not None:
+        spec = spec.stand_in(lookup(stands_for))
+        act_as(spec)
+    return spec
+
+
+def act_as(spec: GpuSpec) -> None:
+    """Where ``spec`` is this machine's GPU as a stand-in, this process and those that it starts from now on take it so:
+    :func:`detect` gives it, and the whole library keeps to what it has.
+    """
+    if spec.confined_to is not None:
+        with suppress(UnknownGpu):
+            if _detect(None, None).name == spec.base_name:
+                settings.stand_in_as(STOOD_FOR[spec.confined_to])
 
 
 def sibling(gpu: GpuSpec) -> GpuSpec | None:

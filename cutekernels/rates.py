@@ -148,9 +148,9 @@ def read_from(url: str) -> Iterator[None]:
 
 
 def rates_for(gpu: GpuSpec) -> dict[str, tuple[float, str | None]]:
-    """Rates that the database of calls has for ``gpu``, or for the one it confines; each with why it is refused."""
+    """Rates that the database of calls has for ``gpu``, or the one that it confines; each with why it is refused."""
     own, found = scaled(gpu), {}
-    known = snapshot.held(_base(gpu)) if _elsewhere is None else snapshot.load(_base(gpu), _elsewhere)
+    known = snapshot.held(gpu.base_name) if _elsewhere is None else snapshot.load(gpu.base_name, _elsewhere)
     for (name, revision), value in sorted(known.rates.items()):
         if revision != REVISION or name not in NAMES:
             continue
@@ -163,16 +163,16 @@ def rates_for(gpu: GpuSpec) -> dict[str, tuple[float, str | None]]:
 NAMES = tuple(f.name for f in fields(Rates) if f.name != "measured")
 
 
-def _base(gpu: GpuSpec) -> str:
-    """The name of the GPU that ``gpu`` confines (see GpuSpec.limited), else its own."""
-    return gpu.name if gpu.smem_cap_bytes is None else gpu.name.rpartition("-")[0]
-
-
 @cache
 def scaled(gpu: GpuSpec) -> Rates:
-    """The row fitted for ``gpu``, where there is one, else the H200's, scaled."""
-    if _base(gpu) in _MEASURED:
-        return _MEASURED[_base(gpu)]
+    """The row fitted for ``gpu``, where there is one, else the H200's, scaled; less what a stand-in may not use."""
+    fitted = _MEASURED.get(gpu.base_name)
+    if fitted is not None:
+        return replace(
+            fitted,
+            dependent_us=fitted.dependent_us if gpu.has_pdl else 0.0,
+            warpgroup_flops_per_us=fitted.warpgroup_flops_per_us if gpu.has_wgmma else 0.0,
+        )
     # Under load the H200 keeps 1700 of its boost's 1980 MHz, and so, it is assumed, do the others.
     faster = gpu.boost_mhz / lookup("h200").boost_mhz
     return replace(

@@ -1,4 +1,4 @@
-"""The three environment variables, read here and nowhere else.
+"""The four environment variables, read here and nowhere else.
 
 ``CUTEKERNELS_DB``
     Location of the tuned-config database: a path to an SQLite file or a SQLAlchemy URL
@@ -7,6 +7,8 @@
     Directory of compiled kernels, created with mode 0700. Default: the XDG cache directory.
 ``CUTEKERNELS_LOG``
     Level of the ``cutekernels`` logger (``debug``, ``info``, ``warning``, ``error``). Default ``warning``.
+``CUTEKERNELS_GPU_AS``
+    A GPU that this machine's own stands in for (``a100``): its kernels keep to what that one has. Default: none.
 
 A user without a home directory (no HOME, no passwd entry) has both in ``cutekernels-UID`` in the temporary directory.
 """
@@ -23,6 +25,7 @@ APP = "cutekernels"
 DB_VARIABLE = "CUTEKERNELS_DB"
 CACHE_VARIABLE = "CUTEKERNELS_CACHE"
 LOG_VARIABLE = "CUTEKERNELS_LOG"
+GPU_AS_VARIABLE = "CUTEKERNELS_GPU_AS"
 
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
@@ -71,6 +74,16 @@ def log_level() -> int:
     if level not in _LEVELS:
         raise ValueError(f"{LOG_VARIABLE} must be one of {', '.join(_LEVELS)}; it is {level!r}")
     return _LEVELS[level]
+
+
+def gpu_as() -> str | None:
+    """The GPU that this machine's own stands in for; None: it is itself."""
+    return os.environ.get(GPU_AS_VARIABLE) or None
+
+
+def stand_in_as(name: str) -> None:
+    """Let the GPU here stand in for another, in this process and in those that it starts from now on."""
+    os.environ[GPU_AS_VARIABLE] = name
 
 
 def _xdg(variable: str, below_home: str) -> Path:

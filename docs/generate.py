@@ -121,6 +121,7 @@ PAGES = {
     "command-line.md": command_line,
     "reference.md": reference,
     "performance.md": measured.performance,
+    "cards.md": lambda: measured.cards(DOCS / "cards.md"),
     "../README.md": lambda: measured.readme(DOCS.parent / "README.md"),
 }
 

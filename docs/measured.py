@@ -404,6 +404,26 @@ def fill(text: str, name: str, table: str) -> str:
     return before + start + table + end + rest.partition(end)[2]
 
 
+def stand_ins() -> str:
+    """Suites of Hopper cards that stood in for others: our speed over that of the peers of the same instructions."""
+    lines = ["| suite | card for which | mean | worst to best | cases, lost | peers |", "|---|---|---|---|---|---|"]
+    for folder in sorted(path for path in plots.RESULTS.glob("*-as-*") if path.is_dir()):
+        for path in files(folder):
+            if found := cases(rows := read(path)):
+                ratios, peers = [case.ratio for case in found], dict.fromkeys(case.peer for case in found)
+                lines.append(
+                    f"| `{suite_of(path)}` | {folder.name} ({_when(rows[0].stamp)}) | {geometric_mean(ratios):.2f} | "
+                    f"{ratios[0]:.2f} to {ratios[-1]:.2f} | {len(found)}, {sum(ratio < 1 for ratio in ratios)} | "
+                    f"{', '.join(peers)} |"
+                )
+    return "\n".join(lines) + "\n"
+
+
+def cards(path: Path) -> str:
+    """The page of the cards that nobody has timed, with its table of stand-ins written anew."""
+    return fill(path.read_text(), "stand-ins", stand_ins())
+
+
 def readme(path: Path) -> str:
     """The README with its table of speed written anew."""
     return fill(path.read_text(), "speed", speed())

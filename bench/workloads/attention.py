@@ -220,5 +220,6 @@ WORKLOADS = (
         ),
         ours=_ours,
         example=nvidia_example,
+        confined=(sdpa(SDPBackend.FLASH_ATTENTION),),
     ),
 )

@@ -107,6 +107,7 @@ def _flash_4(case: Case) -> Callable[..., Launch]:
     return bind
 
 
+_FLASH = each("torch sdpa flash", partial(_torchs, "flash"))
 WORKLOADS = (
     Workload(
         op="attention_backward",
@@ -117,8 +118,9 @@ WORKLOADS = (
         inputs=_inputs,
         truth=_truth,
         ours=_ours,
+        confined=(_FLASH,),
         peers=(
-            each("torch sdpa flash", partial(_torchs, "flash")),
+            _FLASH,
             each("torch sdpa cudnn", partial(_torchs, "cudnn")),
             each("flash-attn-4", _flash_4),
         ),

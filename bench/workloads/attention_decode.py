@@ -94,10 +94,11 @@ def _in_16_bits(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
     return [bind(i) for i in sets]
 
 
-_SDPA = (sdpa(SDPBackend.CUDNN_ATTENTION), sdpa(SDPBackend.FLASH_ATTENTION), NAIVE)
+_FLASH = sdpa(SDPBackend.FLASH_ATTENTION)
+_SDPA = (sdpa(SDPBackend.CUDNN_ATTENTION), _FLASH, NAIVE)
 _OURS: dict[str, Any] = {"inputs": _inputs, "ours": _ours}
 WORKLOADS = (
-    workload(DECODE_ATTENTION, {"decode": _DECODE, "published": _PUBLISHED}, _SDPA, **_OURS),
+    workload(DECODE_ATTENTION, {"decode": _DECODE, "published": _PUBLISHED}, _SDPA, confined=(_FLASH,), **_OURS),
     workload(
         DECODE_ATTENTION,
         {"fp8": _FP8},

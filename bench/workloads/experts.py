@@ -190,15 +190,14 @@ def _peers(grouped: Callable[..., Any], loop: Callable[..., Any]) -> tuple[Conte
     )
 
 
+_TRITON = _where(eager(_triton, "triton"), "Triton's kernels need a GPU", lambda x: x.is_cuda)
 WORKLOADS = (
     workload(
         GROUPED_GEMM,
         {"llm": suite("grouped_gemm", GroupedProblem, _PRODUCTS)},
-        (
-            *_peers(_group, _loop),
-            _where(eager(_triton, "triton"), "Triton's kernels need a GPU", lambda x: x.is_cuda),
-        ),
+        (*_peers(_group, _loop), _TRITON),
         grouped_gemm,
+        confined=(_TRITON,),
         inputs=_product_inputs,
         work=_product_work,
     ),

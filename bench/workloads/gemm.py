@@ -117,6 +117,17 @@ def _quack(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
     return [partial(product, *i.operands, out=i.out, tuned=False, **scale) for i in sets]
 
 
+def _triton(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
+    """The grouped product of one group."""
+    p = posed(case)[1]
+    if (case.alpha, case.beta, p.a_major, p.batched, p.bias, p.activation) != (1.0, 0.0, "k", False, "none", "none"):
+        raise Absent("the kernel takes rows with K contiguous, and nothing but the product")
+    from bench.workloads.grouped_triton import grouped
+
+    ends = torch.tensor([0, p.m], dtype=torch.int32, device=sets[0].out.device)
+    return [partial(grouped, i.operands[0], i.operands[1].t().unsqueeze(0), ends) for i in sets]
+
+
 def nvidia_example(file: Path) -> Contender:
     """NVIDIA's CuTe DSL example ``ampere/.../tensorop_gemm.py``, from a CUTLASS checkout: mma.sync, as ours is."""
     return Contender("nvidia tensorop_gemm", partial(_nvidia, file))
@@ -159,5 +170,6 @@ WORKLOADS = (
         truth=_truth,
         ours=_ours,
         example=nvidia_example,
+        confined=(Contender("triton, MMA of a warp", _triton),),
     ),
 )

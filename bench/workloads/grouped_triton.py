@@ -40,6 +40,8 @@ def _group(
     weight,
     offsets,
     out,
+    weight_n,
+    weight_k,
     rows,
     n,
     k,
@@ -70,7 +72,7 @@ def _group(
     col = column * tile_n + tl.arange(0, tile_n)
     depth = tl.arange(0, tile_k)
     a = x + row[:, None].to(tl.int64) * k + depth[None, :]
-    b = weight + expert.to(tl.int64) * n * k + (col % n)[None, :] * k + depth[:, None]
+    b = weight + expert.to(tl.int64) * n * k + (col % n)[None, :] * weight_n + depth[:, None] * weight_k
     total = tl.zeros((tile_m, tile_n), tl.float32)
     for done in range(0, k, tile_k):
         inside = depth < k - done
@@ -78,18 +80,20 @@ def _group(
         right = tl.load(b, inside[:, None], 0.0)
         total = tl.dot(left, right, total)
         a += tile_k
-        b += tile_k
+        b += tile_k * weight_k
     to = out + row[:, None].to(tl.int64) * n + col[None, :]
     tl.store(to, total.to(out.dtype.element_ty), (row < end)[:, None] & (col < n)[None, :])
 
 
 def grouped(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    """``x (rows, K)`` sorted by expert, ``weight (E, N, K)``, ``offsets (E + 1,)`` int32: ``(rows, N)``."""
+    """``x (rows, K)`` sorted by expert, ``weight (E, N, K)`` with either contiguous, ``offsets (E + 1,)`` int32:
+    ``(rows, N)``.
+    """
     (rows, k), (experts, n, _) = x.shape, weight.shape
     out = torch.empty((rows, n), dtype=x.dtype, device=x.device)
 
     def grid(meta: dict[str, int]) -> tuple[int]:
         return ((rows // meta["tile_m"] + min(experts, rows)) * triton.cdiv(n, meta["tile_n"]),)
 
-    _group[grid](x, weight, offsets, out, rows, n, k, experts, triton.next_power_of_2(experts))
+    _group[grid](x, weight, offsets, out, *weight.stride()[1:], rows, n, k, experts, triton.next_power_of_2(experts))
     return out

@@ -193,6 +193,7 @@ WORKLOADS = (
         (*_IN_16_BITS, *quantized_peers.PEERS),
         truth=_truth,
         ours=_ours,
+        confined=_IN_16_BITS[1:],
         streams=lambda case: (1, 0),
     ),
     Workload(

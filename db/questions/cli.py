@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import os
 import sys
+import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, astuple, fields
@@ -245,14 +246,34 @@ def export(
 
 
 @app.command("import")
-def import_(file: Annotated[str, typer.Argument(help="What to read; - for stdin.")], db: Db = None) -> None:
+def import_(
+    file: Annotated[str, typer.Argument(help="What to read; - for stdin.")],
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="List the winners it would change; change nothing.")
+    ] = False,
+    format: As = Format.table,
+    db: Db = None,
+) -> None:
     """Take in winners that `export` wrote: all lines or none."""
-    with _store(db, writing=True) as store:
-        if file == "-":
-            stream = io.TextIOWrapper(sys.stdin.buffer, encoding="utf-8", errors="surrogateescape")
-            _report(store.import_(stream, judge=query_.false_time))
-        else:
-            _report(store.import_(file, judge=query_.false_time))
+    source = io.TextIOWrapper(sys.stdin.buffer, encoding="utf-8", errors="surrogateescape") if file == "-" else file
+    if not dry_run:
+        with _store(db, writing=True) as store:
+            _report(store.import_(source, judge=query_.false_time))
+        return
+    with tempfile.TemporaryDirectory(prefix="cutekernels-") as folder:
+        url, after = url_of(db), str(Path(folder) / "after.db")
+        path = sqlite.path_of(url)
+        there = path is None or os.path.lexists(path)
+        with _store(after, writing=True) as store:
+            if there:
+                store.pull(url)
+            report = store.import_(source, judge=query_.false_time)
+        with _errors(), database.open(url, local=there, shipped=False) as now, _side(after) as then:
+            rows = [asdict(row) for row in diff(now, then)]
+    names = tuple(f.name for f in fields(Difference))
+    _write(rows, format, None, "no winner would change", names, False, listing.differences)
+    _report(report)
+    terminal.say("a dry run (a: now, b: after the import): nothing was stored")
 
 
 @app.command()

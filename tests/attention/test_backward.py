@@ -22,7 +22,7 @@ from tests.attention import backward_cases, cases
 from tests.attention.backward_cases import CASES, PLANTED, random_backward, torch_gradients
 from tests.interpreted import replies
 
-GPUS = ("a100", "l40s", "h200", "rtx5090", "rtx3090", "h200-99kib")
+GPUS = ("a100", "l40s", "h200", "rtx5090", "rtx3090", "h200-as-l40s")
 
 
 def rows(*shape: int, seed: int = 0) -> torch.Tensor:

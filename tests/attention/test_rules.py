@@ -58,7 +58,7 @@ POSED: dict[Any, Callable[[random.Random], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", ["a100", "l40s", "h200", "rtx5090", "rtx3090", "h200-99kib"])
+@pytest.mark.parametrize("name", ["a100", "l40s", "h200", "rtx5090", "rtx3090", "h200-as-l40s"])
 @pytest.mark.parametrize("op", POSED, ids=lambda op: op.name)
 def test_there_is_a_default_for_every_problem_and_gpu(op: Any, name: str) -> None:
     spec = gpu.lookup(name)

@@ -22,9 +22,8 @@ from bench.rows import Row, steepest
 from bench.suites import Case
 from bench.workloads import gemm as gemm_workload
 from cutekernels import dispatch
-from cutekernels.gpu import lookup
+from cutekernels.gpu import GpuSpec, lookup
 from cutekernels.measure import Samples
-from cutekernels.ops.gemm.op import SCHEDULES
 from tests.db.trials import trial as db_trial
 
 H200 = lookup("h200")
@@ -69,8 +68,8 @@ def timer(clock: Clock) -> run.Timer:
     return run.Timer(clock.prepare, clock.cpu_us)
 
 
-def plan(**changes: Any) -> run.RunPlan:
-    return run.RunPlan("square", H200, STAMP, rounds=5, device="cpu", warm=True, **changes)
+def plan(gpu: GpuSpec = H200, **changes: Any) -> run.RunPlan:
+    return run.RunPlan("square", gpu, STAMP, rounds=5, device="cpu", warm=True, **changes)
 
 
 class TestSuites:
@@ -381,32 +380,31 @@ class TestOurs:
         assert [w.origin for w in ours] == ["tuned", "default"]
         assert [w.config for w in ours] == [str(other), str(default)]
 
-    def test_within_smem_takes_the_config_of_the_confined_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_stand_in_has_peers_of_the_same_instructions(self) -> None:
+        """Others are absent and say so; ours are configs without warpgroup MMA, and cuBLAS is none of them."""
+        stand_in = lookup("h200-as-a100")
+        who = run.contenders(SMALL, plan(gpu=stand_in))
+        assert who[0].name == "triton, MMA of a warp"
+        with pytest.raises(Absent, match="not known to keep to what h200-as-a100 has"):
+            next(w for w in who if w.name == "cublas").bind(SMALL, [])
         op, problem = run.posed(SMALL)
-        config, origin = run.within_smem(op, problem, H200, 99)
-        assert origin == "default"
-        assert SCHEDULES[config.body].smem(config).total_bytes * config.ctas_per_sm <= 99 * 1024
-        assert op.why_not(problem, config, H200) is None
-        winner = next(c for c in op.valid(problem, H200.limited(99)) if op.why_not(problem, c, H200) is None)
-        crowded = next(c for c in op.valid(problem, H200.limited(99)) if op.why_not(problem, c, H200) is not None)
-        for found, expected in ((winner, "tuned"), (crowded, "default")):
-            choice = SimpleNamespace(config=found, origin="tuned")
-            monkeypatch.setattr(dispatch, "resolve", lambda op, p, gpu, c=choice: {"h200-99kib": c}[gpu.name])
-            config, origin = run.within_smem(op, problem, H200, 99)
-            assert origin == expected
-            assert (config == found) == (found is winner)
-            assert op.why_not(problem, config, H200) is None
-            assert op.why_not(problem, config, H200.limited(99)) is None
+        vendors = next(c for c in op.valid(problem, H200) if c.vendors)
+        for config in (op.Config.parse(w.config) for w in who if rows.is_ours(w.name)):
+            assert op.why_not(problem, config, stand_in) is None
+        assert "would not keep to what" in str(op.why_not(problem, vendors, stand_in))
+
+    @pytest.mark.parametrize("op", ["attention", "attention_backward", "decode_attention"])
+    def test_flash_attention_2_is_the_baseline_of_a_stand_in(self, op: str) -> None:
+        case = next(iter(workloads.cases(op, next(iter(workloads.get(op).suites)))))
+        first, *others = run.contenders(case, plan(gpu=lookup("h200-as-l40s")))
+        assert first.name == "torch sdpa flash"
+        assert first.name not in [other.name for other in others]
 
     def test_an_example_adds_a_contender_that_says_why_it_cannot_scale(self) -> None:
         who = run.contenders(SMALL, plan(example=Path("tensorop_gemm.py")))
         (example,) = [w for w in who if w.name.startswith("nvidia")]
         with pytest.raises(Absent, match="neither alpha nor beta"):
             example.bind(dataclasses.replace(SMALL, alpha=2.0), [])
-
-    def test_a_limit_adds_a_contender(self) -> None:
-        *_, last = run.contenders(SMALL, plan(max_smem_kib=99))
-        assert last.name == "cutekernels (<= 99 KiB smem)"
 
 
 def _trial(op: Any, problem: Any, config: Any, median_us: float, smem_bytes: int) -> Any:
@@ -469,7 +467,7 @@ class TestCommand:
     def test_a_whole_run(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         """Everything but the GPU: a small suite, on the CPU, with a fake clock."""
         monkeypatch.setattr(command, "cases_of", lambda *_, **__: [SMALL])
-        monkeypatch.setattr(command, "detect_gpu", lambda: H200)
+        monkeypatch.setattr(command, "detect_gpu", lambda stands_for: H200)
         monkeypatch.setattr(run, "Timer", constant(timer(Clock())))
         monkeypatch.setattr(run, "RunPlan", partial(run.RunPlan, device="cpu"))
         result = self.run("gemm", "--suite", "alphabeta", "--out", str(tmp_path), "--warm", "--commit", "abc123")
@@ -490,7 +488,7 @@ class TestCommand:
         ]
         assert len({c.problem for c in cases}) == 3
         monkeypatch.setattr(command, "cases_of", lambda *_, **__: cases)
-        monkeypatch.setattr(command, "detect_gpu", lambda: H200)
+        monkeypatch.setattr(command, "detect_gpu", lambda stands_for: H200)
         monkeypatch.setattr(run, "Timer", constant(timer(Clock())))
         monkeypatch.setattr(run, "RunPlan", partial(run.RunPlan, device="cpu"))
         result = self.run("gemm", "--suite", "tokens", "--alone", "--out", str(tmp_path), "--no-plots")
@@ -505,7 +503,7 @@ class TestCommand:
             raise RuntimeError("illegal address")
 
         monkeypatch.setattr(command, "cases_of", lambda *_, **__: [SMALL])
-        monkeypatch.setattr(command, "detect_gpu", lambda: H200)
+        monkeypatch.setattr(command, "detect_gpu", lambda stands_for: H200)
         monkeypatch.setattr(run, "Timer", constant(timer(Clock())))
         monkeypatch.setattr(run, "RunPlan", partial(run.RunPlan, device="cpu"))
         monkeypatch.setattr(gemm_workload, "gemm", broken)
@@ -517,12 +515,11 @@ class TestCommand:
 
     def test_each_thing_measured_has_a_file_of_its_own(self) -> None:
         name = partial(command.run_name, "gemm", "square")
-        plain = {"dtype": "bf16", "accumulate": "fp32", "max_smem_kib": None, "match": "", "warm": False}
+        plain = {"dtype": "bf16", "accumulate": "fp32", "match": "", "warm": False}
         assert name(**plain) == "gemm_square"
         variants = [
             {"dtype": "fp16"},
             {"accumulate": "fp16"},
-            {"max_smem_kib": 99},
             {"match": "m=16"},
             {"alone": True},
             {"warm": True},

@@ -14,9 +14,10 @@ import pytest
 
 from bench import judge
 from cutekernels import cli, gpu
+from cutekernels.backends import Facts
 from cutekernels.errors import CuteKernelsError
 from cutekernels.ops import registry
-from tests.tuner.toys import DEFAULT, H200, PROBLEM, TOY, VALID, ToyConfig, ToyMachine
+from tests.tuner.toys import BEST, DEFAULT, H200, PROBLEM, TOY, VALID, ToyConfig, ToyMachine
 
 
 @pytest.mark.parametrize(
@@ -162,6 +163,16 @@ def test_a_sweep_is_recorded_and_read(tmp_path: Path, capsys: pytest.CaptureFixt
     assert key == ("toy", str(PROBLEM)) and len(us) == len(VALID) - 1
     said = capsys.readouterr().err
     assert f"{len(VALID)} configs in" in said and min(us, key=lambda config: us[config]) in " ".join(said.split())
+
+
+def test_a_sweep_begins_with_the_default_and_what_the_model_likes() -> None:
+    """The default is measured even where it spills, since calls run it."""
+    spills = {DEFAULT: Facts(64, 4096, 0), BEST: Facts(64, 4096, 0)}
+    lines = list(judge.sweep(ToyMachine(facts=spills), TOY, PROBLEM, H200, most=99, rounds=20, until=math.inf))
+    assert lines[0]["default"] and "us" in lines[0]
+    estimates = [line["model_us"] for line in lines[1:]]
+    assert estimates[: judge.TOP] == sorted(estimates)[: judge.TOP]
+    assert ["spills" in line.get("failure", "") for line in lines if line["config"] == str(BEST)] == [True]
 
 
 def test_a_sweep_ends_at_its_cap_and_its_deadline() -> None:

@@ -62,6 +62,37 @@ def test_a_problem_s_own_winner_is_left_out_and_then_judged() -> None:
     assert not list(regret.judge(op.name, row.problem, few, H200, known))
 
 
+def test_a_promise_is_held_against_what_was_measured() -> None:
+    op = registry.get("rms_norm")
+    problem = op.Problem.parse("rows=256 cols=3584")
+    configs = sorted(op.valid(problem, H200), key=lambda c: op.estimate_us(problem, c, H200))
+    default = op.default(problem, H200)
+    slow = next(
+        c for c in reversed(configs) if op.estimate_us(problem, c, H200) > op.estimate_us(problem, default, H200)
+    )
+    measured = {str(c): 10.0 for c in configs}
+    assert regret.promise(op.name, str(problem), measured, H200) is None, "the default is the model's choice"
+    del measured[str(default)]
+    assert regret.promise(op.name, str(problem), measured, H200) is None, "nothing to compare with"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(op), "default", lambda self, p, gpu: slow)
+        found = regret.promise(op.name, str(problem), {str(c): 20.0 if c == slow else 16.0 for c in configs}, H200)
+    assert found is not None and found.gained == 20 / 16
+    times = [op.estimate_us(problem, c, H200) for c in (slow, op.Config.parse(found.config))]
+    assert found.promised == times[0] / times[1] == max(times[0] / op.estimate_us(problem, c, H200) for c in configs)
+
+
+def test_promises_are_counted_from_a_least_one_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = [regret.Promise("gemm", "multistage", "m=1", "c", p, g) for p, g in ((1.02, 0.5), (1.25, 0.9), (1.6, 1.2))]
+    monkeypatch.setattr(regret, "promises_of_sweeps", lambda gpu, folder: kept)
+    rows = json.loads(CliRunner().invoke(regret.app, ["--promises", "--format", "json"]).stdout)
+    assert [(row["promised at least"], row["problems"], row["slower"], row["worst"]) for row in rows] == [
+        (1.0, 3, 2, "0.50"),
+        *[(least, 2, 1, "0.90") for least in (1.05, 1.1, 1.2)],
+        *[(least, 1, 0, "1.20") for least in (1.3, 1.5)],
+    ]
+
+
 def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     known = of_sweeps()
     monkeypatch.setattr(regret, "of_sweeps", lambda spec, folder: known if folder != tmp_path else [])

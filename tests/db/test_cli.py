@@ -498,6 +498,27 @@ def test_export_import_and_merge(db: Path, tmp_path: Path) -> None:
     assert rows("query", "--db", other) == rows("query")
 
 
+def test_a_dry_import_shows_what_would_change_and_changes_nothing(db: Path, tmp_path: Path) -> None:
+    file, other = str(tmp_path / "out.jsonl"), tmp_path / "other.db"
+    ok("export", file)
+
+    def shown() -> list[tuple[str, str]]:
+        done = ok("import", file, "--dry-run", "--db", str(other), "--format", "json")
+        assert "nothing was stored" in done.stderr
+        return [(row["state"], row["problem_text"]) for row in json.loads(done.stdout)]
+
+    found = shown()
+    assert len(found) == 3 and {state for state, _ in found} == {"only in b"} and not other.exists()
+    ok("import", file, "--db", str(other))
+    before = rows("query", "--db", str(other))
+    assert shown() == [] and rows("query", "--db", str(other)) == before
+    now = Store(db).winners(gpu="l40s")[0]
+    Path(file).write_text(replace(now, id=uuid7(), config="tile_m=1", median_us=1e6).as_line() + "\n")
+    assert shown() == [("other config", now.problem)], "a later row of the same problem"
+    assert rows("query", "--db", str(other)) == before
+    assert "bad" in refused("import", str(tmp_path / "bad.jsonl"), "--dry-run")
+
+
 def test_a_hostile_import_is_one_red_line(db: Path, tmp_path: Path) -> None:
     file = tmp_path / "bad.jsonl"
     file.write_text(f"{trial(problem='m=7').as_line()}\n{{}}\n")

@@ -202,7 +202,7 @@ class TestKey:
         op = registry.get("rms_norm")
         p = op.Problem.parse("rows=16 cols=4096")
         c = op.default(p, H200)
-        specs = [*gpus.GPUS, gpus.lookup("h200-99kib")]
+        specs = [*gpus.GPUS, gpus.lookup("h200-as-l40s")]
         specs += [replace(H200, sm_count=131), replace(H200, l2_bytes=1), replace(H200, dram_gbps=1.0)]
         assert len({compiler.cache_key(op, p, c, spec) for spec in specs}) == len(specs)
 

@@ -92,7 +92,7 @@ class TestOrder:
     ) -> None:
         own: list[TunedConfig] = []
         held: dict[str, Any] = {
-            "h200-99kib": snapshot,
+            "h200-as-l40s": snapshot,
             "h200": lambda: snapshot(*own),
             "h100-sxm": lambda: snapshot(winner("m=16 n=64", A, ratio=ratio)),
         }
@@ -104,7 +104,7 @@ class TestOrder:
         own.append(winner("m=40 n=64", B))
         assert dispatch.resolve(TOY, PROBLEM, H200).origin == "nearest"
         assert dispatch.resolve(TOY, PROBLEM, H200, snapshot()).origin == "default"
-        assert dispatch.resolve(TOY, PROBLEM, H200.limited(99), None).origin == "default"
+        assert dispatch.resolve(TOY, PROBLEM, gpus.lookup("h200-as-l40s"), None).origin == "default"
 
     def test_a_siblings_gain_over_another_default_says_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
         held = {"h200": snapshot(), "h100-sxm": snapshot(winner("m=16 n=64", A))}
@@ -125,7 +125,7 @@ class TestOrder:
         for name, other in gpus.SIBLINGS.items():
             one, two = gpus.lookup(name), gpus.lookup(other)
             assert (one.capability, one.sm_count, gpus.sibling(one)) == (two.capability, two.sm_count, two)
-        assert gpus.sibling(H200.limited(99)) is None
+        assert gpus.sibling(gpus.lookup("h200-as-l40s")) is None
 
     def test_a_problem_stands_under_its_bucket(self) -> None:
         assert origin(winner("m=16 n=64", A), problem=ToyProblem(13, 64)) == ("tuned", A)
@@ -573,6 +573,6 @@ class TestPlan:
 
         if torch.cuda.is_available():
             pytest.skip("there is one")
-        gpus.detect.cache_clear()
+        gpus._detect.cache_clear()
         with pytest.raises(UnknownGpu, match="no CUDA device is visible"):
             dispatch.plan(TOY, PROBLEM, 0)

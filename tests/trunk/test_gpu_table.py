@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from cutekernels import cli, dispatch
+from cutekernels import cli, dispatch, settings
 from cutekernels import gpu as gpus
 from cutekernels.errors import CuteKernelsError, UnknownGpu
 from cutekernels.gpu import ALIASES, ARCHITECTURES, GPUS, KIB, GpuSpec, describe, lookup
@@ -92,12 +93,12 @@ def test_auto_without_a_gpu_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> 
     import torch
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    gpus.detect.cache_clear()
+    gpus._detect.cache_clear()
     try:
         with pytest.raises(UnknownGpu, match="no CUDA device is visible; name a GPU"):
             lookup("auto")
     finally:
-        gpus.detect.cache_clear()
+        gpus._detect.cache_clear()
 
 
 @pytest.mark.parametrize("gpu", GPUS, ids=lambda g: g.name)
@@ -147,14 +148,14 @@ def test_an_unknown_capability_is_refused(told: Any, rule: str, monkeypatch: pyt
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: told)
-    gpus.detect.cache_clear()
+    gpus._detect.cache_clear()
     try:
         for op in registry.OPS:
             with pytest.raises(UnknownGpu, match=rule):
                 dispatch.plan(op, op.Problem.parse(op.suite[0]), 63)
         found = cli._gpu(Machine(driver="580.65"))
     finally:
-        gpus.detect.cache_clear()
+        gpus._detect.cache_clear()
     assert found.state == "broken" and re.search(rule, found.value) and "use another GPU" in found.remedy
 
 
@@ -164,18 +165,75 @@ def test_specs_are_values() -> None:
         lookup("h200").name = "x"  # type: ignore[misc]
 
 
-def test_a_gpu_confined_to_less_shared_memory_is_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    confined = lookup("h200-99kib")
-    assert confined == lookup("h200").limited(99)
-    assert confined.name == "h200-99kib"
-    assert (confined.smem_per_block_bytes, confined.smem_per_sm_bytes) == (99 * KIB, 100 * KIB)
-    assert lookup("l40s").limited(500).smem_per_block_bytes == lookup("l40s").smem_per_block_bytes
-    assert lookup("a100-120kib").sm_count == lookup("a100").sm_count
-    monkeypatch.setattr(gpus, "detect", lambda: lookup("h200"))
-    assert gpus.present(confined)
-    assert gpus.present(lookup("h200"))
-    assert not gpus.present(lookup("l40s-99kib"))
-    with pytest.raises(UnknownGpu):
-        lookup("h200-0kib")
-    with pytest.raises(UnknownGpu, match="kernels need 99 KiB of shared memory; 98 are less"):
-        lookup("h200-98kib")  # attention's gradient at a head_dim of 256 has no config there
+LACKS = {  # what a Hopper card may not use as a stand-in
+    "a100": ["smem_per_sm_bytes", "smem_per_block_bytes", "has_tma", "has_wgmma", "has_pdl", "has_fp8"],
+    "l40s": ["smem_per_sm_bytes", "smem_per_block_bytes", "max_warps", "has_tma", "has_wgmma", "has_pdl"],
+    "rtx5090": ["smem_per_sm_bytes", "smem_per_block_bytes", "max_warps", "has_wgmma"],
+}
+
+
+@pytest.mark.parametrize("card", LACKS)
+@pytest.mark.parametrize("own", ["h200", "h100-pcie"])
+def test_a_stand_in_has_its_own_speed_and_the_others_instructions(own: str, card: str) -> None:
+    gpu, spec, other = lookup(own), lookup(f"{own}-as-{card}"), lookup(card)
+    assert (spec.name, spec.base_name, spec) == (f"{own}-as-{card}", own, gpu.stand_in(other))
+    differs = [f.name for f in fields(gpu.arch) if getattr(spec.arch, f.name) != getattr(gpu.arch, f.name)]
+    assert differs == LACKS[card]
+    assert all(getattr(spec.arch, name) == getattr(other.arch, name) for name in differs)
+    assert (spec.target, spec.bf16_tflops) == ("sm_90a", gpu.mma_tflops)
+    assert replace(spec, name=own, confined_to=None, peak_tflops=gpu.peak_tflops) == gpu
+
+
+def test_alike_gpus_have_one_stand_in() -> None:
+    assert lookup("h200-as-a100-pcie-40gb") == lookup("H200-as-A100") == lookup("h200-as-l40s").stand_in(lookup("a100"))
+    assert lookup("h200-as-rtx4090") == lookup("h200-as-l40s") != lookup("h200-as-rtx3090")
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("a100-as-l40s", "a100-sxm-80gb cannot stand in for l40s, which has more: has_fp8"),
+        ("l40s-as-a100", "l40s cannot stand in for a100, which has more: smem_per_sm_bytes, smem_per_block_bytes"),
+        ("h200-as-h100", "h200 has what h100-sxm has: a stand-in is for a GPU with less"),
+        ("h200-as-a1000", "no GPU is called 'a1000'"),
+    ],
+)
+def test_what_cannot_stand_in_is_refused(name: str, why: str) -> None:
+    with pytest.raises(UnknownGpu, match=re.escape(why)):
+        lookup(name)
+
+
+@pytest.fixture
+def on_h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A machine with an H200 as torch tells of it."""
+    import torch
+
+    monkeypatch.setenv(settings.GPU_AS_VARIABLE, "")
+    monkeypatch.setattr(gpus, "_driver", object)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties(lookup("h200")))
+    gpus._detect.cache_clear()
+    yield
+    gpus._detect.cache_clear()
+
+
+@pytest.mark.usefixtures("on_h200")
+def test_the_setting_makes_this_gpu_a_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in = lookup("h200-as-a100")
+    assert gpus.present(lookup("h200")) and gpus.present(stand_in) and not gpus.present(lookup("a100"))
+    monkeypatch.setenv("CUTEKERNELS_GPU_AS", "a100")
+    assert gpus.detect() == lookup("auto") == stand_in
+    assert gpus.present(stand_in) and not gpus.present(lookup("h200")) and not gpus.present(lookup("h200-as-l40s"))
+    monkeypatch.setenv("CUTEKERNELS_GPU_AS", "b200")
+    with pytest.raises(UnknownGpu, match="no GPU is called 'b200'"):
+        gpus.detect()
+
+
+@pytest.mark.usefixtures("on_h200")
+def test_a_chosen_stand_in_is_taken_for_the_gpu_from_then_on() -> None:
+    assert gpus.choose("auto", None) == gpus.detect() == lookup("h200")
+    assert gpus.choose("auto", "l40s") == gpus.detect() == lookup("h200-as-l40s")
+    assert gpus.choose("h200", "a100") == gpus.detect() == lookup("h200-as-a100")
+    assert gpus.choose("h100", "l40s").name == "h100-sxm-as-l40s", "another GPU, which is absent"
+    assert gpus.detect().name == "h200-as-a100"

@@ -48,11 +48,10 @@ class TestWhichAreTaken:
         assert not rates.of(L40S).measured
 
     @pytest.mark.parametrize("name", ["l40s", "a100", "rtx5090", "h100-pcie"])
-    def test_a_confined_or_undescribed_gpu_is_scaled_by_its_own_clock(self, name: str) -> None:
+    def test_an_undescribed_gpu_is_scaled_by_its_own_clock(self, name: str) -> None:
         spec = gpu.lookup(name)
         own = rates.scaled(spec)
         assert own.clock_mhz == pytest.approx(1700 * spec.boost_mhz / 1980) and own.clock_mhz != H200.boost_mhz
-        assert rates.scaled(spec.limited(99)) == own
         assert rates.scaled(replace(spec, name="no-row")).clock_mhz == own.clock_mhz
         faster = rates.scaled(replace(spec, name="no-row", boost_mhz=2 * spec.boost_mhz))
         assert faster.clock_mhz == 2 * own.clock_mhz and faster.barrier_us == own.barrier_us / 2
@@ -70,9 +69,13 @@ class TestWhichAreTaken:
             assert rates.of(L40S).launch_us == 3.0
         assert rates.of(L40S).launch_us == 2.5
 
-    def test_it_is_the_confined_gpus_too(self, path: Path) -> None:
+    def test_it_is_a_stand_ins_too(self, path: Path) -> None:
+        """But for what a stand-in may not use."""
         calibrate(path, H200, launch_us=1.25)
-        assert rates.of(H200.limited(99)).launch_us == 1.25
+        own = rates.of(gpu.lookup("h200-as-a100"))
+        assert own == replace(rates.of(H200), dependent_us=0.0, warpgroup_flops_per_us=0.0)
+        assert own.launch_us == 1.25
+        assert rates.of(gpu.lookup("h200-as-rtx5090")).dependent_us == rates.of(H200).dependent_us
 
     @pytest.mark.parametrize("value", [0.49, 4.6])
     def test_an_implausible_one_is_refused_with_one_line(

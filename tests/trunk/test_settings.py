@@ -1,4 +1,4 @@
-"""The three environment variables: defaults, values, refusals."""
+"""The four environment variables: defaults, values, refusals."""
 
 from __future__ import annotations
 
@@ -121,14 +121,15 @@ def test_the_package_logger_takes_its_level_from_the_environment() -> None:
     assert int(done.stdout) == logging.DEBUG
 
 
-def test_there_is_no_fourth_variable() -> None:
+def test_there_is_no_fifth_variable() -> None:
     root = Path(__file__).parents[2]
     for folder in ("cutekernels", "autotune", "db", "bench"):
         for path in (root / folder).rglob("*.py"):
             text = path.read_text()
-            named = set(re.findall(r"CUTEKERNELS_[A-Z]+", text))
-            assert named <= {"CUTEKERNELS_DB", "CUTEKERNELS_CACHE", "CUTEKERNELS_LOG"}, f"{path}: {named}"
-            reads = re.search(r"(getenv|environ\.get|environ)[(\[]\W*(settings|CUTEKERNELS|DB_V|CACHE_V|LOG_V)", text)
+            named = set(re.findall(r"CUTEKERNELS_[A-Z_]+", text))
+            assert named <= {f"CUTEKERNELS_{name}" for name in ("DB", "CACHE", "LOG", "GPU_AS")}, f"{path}: {named}"
+            names = "settings|CUTEKERNELS|DB_V|CACHE_V|LOG_V|GPU_AS_V"
+            reads = re.search(rf"(getenv|environ\.get|environ)[(\[]\W*({names})", text)
             assert not reads or path.name == "settings.py", f"{path} reads it; settings.load() does"
 
 

@@ -295,8 +295,6 @@ def test_the_bench_reads_its_suite_as_cases(text: str) -> None:
     op, problem = bench_run.posed(Case("scale", text, text))
     assert op is SCALE
     assert str(problem) == text
-    config, origin = bench_run.within_smem(op, problem, H200, 99)
-    assert (op.why_not(problem, config, L40S), origin) == (None, "default")
 
 
 def test_without_its_line_in_the_registry_nobody_knows_it(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,6 +80,8 @@ class Gemm(CuteOp[GemmProblem, GemmConfig]):
     def why_not(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec) -> str | None:
         if not c.vendors:
             return SCHEDULES[c.body].why_not(p, c, gpu, extras_of(p))
+        if gpu.confined_to is not None:
+            return f"cuBLAS would not keep to what {gpu.name} has"
         asked = f"activation={p.activation} bias={p.bias} c={p.c} accumulate={p.accumulate}"
         return next(foreign(c), None) or (None if self.vendor(p) else f"no one call of torch's has {asked}")
 
