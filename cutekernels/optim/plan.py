@@ -56,16 +56,15 @@ class GroupSettings(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A step's tensors by row."""
+    """A step's tensors by row: gradients and their addresses, and the parts of parameters that this rank holds.
+
+    A gradient that is missing is on the meta device, and its address is 0. ``kept``: the state, of whatever row.
+    """
 
     grads: list[Tensor]
-    """On the meta device where one is missing."""
     addresses: list[int]
-    """Of the gradients; 0 where one is missing."""
     written: list[Tensor]
-    """The parameters, or the parts of them that this rank holds."""
     kept: list[Any]
-    """The optimizer's state, of whatever row."""
 
 
 _Kinds = dict[tuple[Any, ...], list[tuple[Tensor, Operands]]]
@@ -337,14 +336,10 @@ class StepPlan:
         tables = [table for table in self.tables if isinstance(table, DeviceTable)]
         if not tables or not torch.cuda.is_current_stream_capturing():
             return False
-        for table in tables:
-            rates = [settings[launch.group].lr for launch in table.launches]
-            if any(isinstance(lr, Tensor) and lr.device.type != table.device.type for lr in rates):
-                raise UnsupportedProblem(
-                    "a CUDA graph would keep a learning rate that is on the CPU: move it to the GPU"
-                )
-            if not table.spares:
-                refuse_capture()
+        if any(isinstance(each.lr, Tensor) and not has_kernels(each.lr) for each in settings):
+            raise UnsupportedProblem("a CUDA graph would keep a learning rate that is on the CPU: move it to the GPU")
+        if not all(table.spares for table in tables):
+            refuse_capture()
         return True
 
 
