@@ -146,7 +146,7 @@ def _band(tokens: Any, query: Tensor, key: Tensor) -> Tensor:
 
 
 class _Traced:
-    """What a traced call of a patched model says of its mask. Traces run one at a time."""
+    """The mask of a traced call of a patched model, as far as the call tells. Traces run one at a time."""
 
     own_positions = False
     """Whether the model made ``position_ids`` itself: tokens of one sequence, whatever a graph can see of them."""
