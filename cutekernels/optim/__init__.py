@@ -45,7 +45,8 @@ class FusedAdamW(torch.optim.Optimizer):
     out. Gradients themselves stay as they are.
 
     Args:
-        params: as for any optimizer: tensors, or groups of them. fp32, bf16 or fp16 (on the CPU fp64 too).
+        params: as for any optimizer: tensors, or groups of them. fp32, bf16 or fp16 (on the CPU fp64 too). One that is
+            not dense, as a slice of columns, is updated by itself, by plain torch.
         lr: the learning rate, a float or a tensor of one number; one on the GPU is read at each replay of a CUDA graph.
         betas: decay rates of the moments.
         eps: added to the denominator.

@@ -25,11 +25,6 @@ class Operands(NamedTuple):
     step: Tensor
 
     @property
-    def kind(self) -> tuple[Any, ...]:
-        """Types, which the parameters of a launch have in common."""
-        return self.param.dtype, self.grad.dtype, self.exp_avg.dtype, self.master is not None
-
-    @property
     def is_dense(self) -> bool:
         """Whether all lie densely and alike, as kernels take them."""
         return all(t is None or (is_dense(t) and walk(t) == walk(self.param)) for t in self[:5])

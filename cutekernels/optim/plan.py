@@ -220,7 +220,8 @@ class StepPlan:
                     self.narrow.add(id(param))
                 is_loop = not (has_kernels(param) and o.is_dense)
                 kinds = places.setdefault((is_loop, o.param.device, Mesh.of(param)), {})
-                kinds.setdefault((number, id(param) not in self.narrow, *o.kind), []).append((param, o))
+                types = o.param.dtype, o.grad.dtype, o.exp_avg.dtype, o.master is not None
+                kinds.setdefault((number, id(param) not in self.narrow, *types), []).append((param, o))
         rows: list[tuple[Tensor, Operands]] = []
         self.tables: list[DeviceTable | Loop] = []
         self.aligned: list[slice] = []
