@@ -247,10 +247,10 @@ class StepPlan:
     def _facts(
         self, optimizer: Optimizer, settings: Sequence[GroupSettings]
     ) -> tuple[list[Any], list[Tensor], list[Any]]:
-        """All but parameters that the plan was made of; the rows' parameters and the state.
+        """Facts that the plan was made of, beside the list of parameters; the rows' own parts of them; the state.
 
-        Of state identities alone, so that what others move away is freed at once. What takes an old one's place and
-        identity at the same address is as good.
+        Facts hold identities of the state alone, so that what others move away is freed at once. What takes an old
+        one's place and identity at the same address is as good.
         """
         states = list(optimizer.state.values())
         kept = [*chain.from_iterable(map(dict.values, states))]
