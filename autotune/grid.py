@@ -50,10 +50,6 @@ class ProductFamily:
     regret: float
 
 
-def _steps(low: int, high: int, count: int) -> list[float]:
-    return [low * (high / low) ** (i / (count - 1)) for i in range(count)]
-
-
 def _draw(center: float, at: float, low: int, high: int, count: int) -> int:
     """A multiple of 64 in the middle of ``center``'s cell, at the place ``at`` from 0 to 1."""
     width = (high / low) ** (1 / (count - 1))
@@ -76,7 +72,7 @@ DECODED = (1, 2, 4, 8, 16, 32, 64, 256)  # tokens of products with packed weight
 def _products(kinds: Sequence[str], tokens: Sequence[int], low: int, count: int) -> Iterator[tuple[str, int, int, int]]:
     """Kinds, tokens and ``count`` times ``count`` weights for each, drawn in their cells from ``low`` on."""
     high = 32768
-    weights = _steps(low, high, count)
+    weights = [low * (high / low) ** (i / (count - 1)) for i in range(count)]
     for number, (kind, m, n, k) in enumerate(product(kinds, tokens, weights, weights), 1):
         n, k = (_draw(x, number * g % 1, low, high, count) for x, g in zip((n, k), _PLASTIC, strict=True))
         yield kind, m, n, k

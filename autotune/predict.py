@@ -68,7 +68,8 @@ class Prediction:
         if self.limit is None and default not in ranked:
             ranked[-1] = default
         if not self.force:
-            self._rows = self._earlier_rows()
+            rows = ((self.history.config_of(trial), trial) for trial in self.history.earlier())
+            self._rows = {config: trial for config, trial in rows if config is not None}
         todo = [c for c in ranked if c not in self._rows]
         resumed = len(ranked) - len(todo)
         self._gains = {c: estimates[default] / us if us else 1.0 for c, us in estimates.items()}
@@ -104,10 +105,6 @@ class Prediction:
 
     def _is_beaten(self, winner: Trial, best: Trial) -> bool:
         return winner.origin == "predicted" and not (self.history.holds(winner) and winner.config == best.config)
-
-    def _earlier_rows(self) -> dict[Config, Trial]:
-        rows = ((self.history.config_of(trial), trial) for trial in self.history.earlier())
-        return {config: trial for config, trial in rows if config is not None}
 
     def _compile_all(self, todo: list[Config], estimates: dict[Config, float], wanted: int) -> None:
         """Compile ``todo`` in order, until all are rows or the deadline passes; what the machine spoiled once more."""
@@ -145,12 +142,10 @@ class Prediction:
         reason = None if config == self._default else prune_reason(facts, self.task.op, self.gpu)
         if reason is not None:
             return self.history.row(config, "pruned", facts=facts, message=reason)
-        gain, why = self._gains[config], self._why(config)
-        return self.history.row(config, "ok", facts=facts, estimate_us=estimate_us, gain=gain, message=why)
-
-    def _why(self, config: Config) -> str:
         assert self._default is not None
-        return departures.reason(self.task.op, self.task.problem, self.gpu, self._default, config)
+        why = departures.reason(self.task.op, self.task.problem, self.gpu, self._default, config)
+        gain = self._gains[config]
+        return self.history.row(config, "ok", facts=facts, estimate_us=estimate_us, gain=gain, message=why)
 
     def _note(self, config: Config, trial: Trial, wanted: int) -> None:
         self._rows[config] = trial

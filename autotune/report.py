@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 from cutekernels import terminal
 
 if TYPE_CHECKING:
-    from cutekernels.db.storage.store import Trial
-
-if TYPE_CHECKING:
     from rich.table import Table
+
+    from cutekernels.db.storage.store import Trial
 
 
 @dataclass(frozen=True)

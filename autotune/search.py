@@ -113,7 +113,9 @@ class Search:
                 state = "tuned" if self._explore() else "unfinished"
                 winner = self._final() or winner
                 if self._spoiled:
-                    state, message = "unfinished", self._told_spoiled()
+                    config, why = next(iter(self._spoiled.items()))
+                    state, message = "unfinished", f"{len(self._spoiled)} configs without a verdict, "
+                    message += f"tried again by the next run; [{config}]: {why}"
             except _NoTime as error:
                 state, message = "unfinished", str(error)
             except _DefaultFailed as error:
@@ -149,10 +151,6 @@ class Search:
         """Whether the final that chose the winner came after all attempts: it records the winner last."""
         latest = max(self._known.values(), key=lambda t: (t.created_at, t.id), default=winner)
         return winner is not None and latest is not None and latest.id == winner.id
-
-    def _told_spoiled(self) -> str:
-        config, why = next(iter(self._spoiled.items()))
-        return f"{len(self._spoiled)} configs without a verdict, tried again by the next run; [{config}]: {why}"
 
     def _begin(self, earlier: Sequence[Trial]) -> Study:
         """The task's study. A space no larger than the attempts is tried whole: all of it is seeds."""

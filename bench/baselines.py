@@ -112,14 +112,14 @@ class Workload:
 # ---- peers of any workload ------------------------------------------------------------------------------
 
 
-def each(name: str, make: Callable[[Case], Callable[..., Launch]], *, judged: bool = True) -> Contender:
+def each(name: str, make: Callable[[Case], Callable[..., Launch]]) -> Contender:
     """``make(case)`` binds the operands of one input set."""
 
     def bind(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
         bound = make(case)
         return [bound(*i.operands) for i in sets]
 
-    return Contender(name, bind, judged)
+    return Contender(name, bind)
 
 
 def absent(name: str, reason: str) -> Contender:

@@ -217,18 +217,13 @@ def _samples(
         with torch.set_grad_enabled(graded):
             bound = [partial(function, *operands) for operands in calls]
             if way == "backward":
-                made = [_first(call()) for call in bound]
+                made = [y[0] if isinstance(y := call(), tuple) else y for call in bound]
                 leaves = [case.leaves(operands, of_first=True) for operands in calls]
                 given = [torch.randn_like(y) for y in made]
                 bound = [partial(torch.autograd.grad, *one) for one in zip(made, leaves, given, strict=True)]
             return timed(bound, CALLS)
 
     return sample
-
-
-def _first(made: Any) -> Tensor:
-    y: Tensor = made[0] if isinstance(made, tuple) else made
-    return y
 
 
 def entered(call: Callable[[], object]) -> int:

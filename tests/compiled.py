@@ -138,7 +138,7 @@ class _Stopped(BaseException):
 
 
 def handed(owner: Any, stage: str, build: Callable[P, object], *args: P.args, **named: P.kwargs) -> tuple[Any, ...]:
-    """What ``build(...)`` hands first to ``owner``'s method ``stage``, which it does not enter."""
+    """The first argument that ``build(...)`` hands to ``owner``'s method ``stage``, which it does not enter."""
 
     def stop(self: Any, module: Any, *rest: Any, **named: Any) -> None:
         raise _Stopped(str(module), *rest)

@@ -128,7 +128,7 @@ def built(kind: str) -> Any:
 
 
 def results(model: Any, ids: torch.Tensor) -> dict[str, Any]:
-    """What a model gives: logits plain and padded, loss, gradients, tokens."""
+    """Results of a model: logits plain and padded, loss, gradients, tokens."""
     mask = torch.ones_like(ids)
     mask[0, :5] = 0
     found: dict[str, Any] = {}
@@ -150,7 +150,7 @@ def results(model: Any, ids: torch.Tensor) -> dict[str, Any]:
 
 
 def distances(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, float]:
-    """What differs by more than fp32 rounds, and by how much."""
+    """Results that differ by more than fp32 rounds, and by how much."""
     found = {}
     for name, expected in theirs.items():
         if ours[name].shape != expected.shape:

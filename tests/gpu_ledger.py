@@ -1,4 +1,4 @@
-"""What a GPU has seen: one line of ``gpu_ledger.tsv`` a file of GPU tests, stale once what it covers has changed.
+"""Ledger of GPU tests: one line of ``gpu_ledger.tsv`` a file of GPU tests, stale once what it covers has changed.
 
     python -m tests.gpu_ledger                 # stale files, the longest first, and why
     python -m tests.gpu_ledger --files         # their paths alone, for pytest's command line

@@ -77,7 +77,7 @@ def kernel_tests(
 
 
 def replies(script: str, cases: Any) -> Any:
-    """What ``script`` prints as JSON when run under the interpreter with ``cases`` as JSON on its stdin."""
+    """Output of ``script``, read as JSON, when run under the interpreter with ``cases`` as JSON on its stdin."""
     nursery = _nursery()
     assert nursery.stdin is not None and nursery.stdout is not None
     with tempfile.TemporaryDirectory() as folder:

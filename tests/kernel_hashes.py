@@ -155,7 +155,7 @@ def choose() -> list[Case]:
 
 
 def _fused(op: Any, problems: Sequence[Any]) -> Iterator[tuple[Any, Any, Any]]:
-    """Of an op whose default may be a chain of others: each static problem with the first fused configs it takes."""
+    """Cases of an op whose default may be a chain: each static problem with the first fused configs it takes."""
     from cutekernels import gpu
 
     if "path" in op.Config.space():

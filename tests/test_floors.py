@@ -111,7 +111,7 @@ def test_imports_are_of_lower_floors() -> None:
 
 
 def below(files: Sequence[str]) -> dict[str, set[str]]:
-    """What each of ``files`` imports of them: lazily, for types or upwards too."""
+    """The imports of each of ``files`` among them: lazily, for types or upwards too."""
     return {file: {file_of(name) for name in names_in(file)} & {*files} - {file} for file in files}  # type: ignore[misc]
 
 

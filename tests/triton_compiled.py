@@ -14,7 +14,7 @@ __all__ = ["H200", "TARGETS", "in_turns"]
 
 @once
 def built(op: Any, problem: Any, config: Any, spec: gpu.GpuSpec = H200) -> Any:
-    """What ``op.build`` compiles for ``spec``."""
+    """The artifact that ``op.build`` compiles for ``spec``."""
     return op.build(problem, config, spec)
 
 

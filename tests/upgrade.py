@@ -1,4 +1,4 @@
-"""What an earlier version leaves behind, under today's: ``python -m tests.upgrade [COMMIT or WHEEL]``; else of 0.2.0.
+"""Files of an earlier version under today's: ``python -m tests.upgrade [COMMIT or WHEEL]``; else of 0.2.0.
 
 It builds both wheels, installs each in an environment of its own (dependencies are those of the running one), and runs
 this file twice: as ``make FOLDER`` by the earlier version, as ``check FOLDER`` by today's. ``--keep FILE`` packs what
@@ -159,7 +159,7 @@ def _served(gpu: str, op: str, problem: str) -> tuple[str, str, str]:
 
 
 def _command(*words: str) -> str:
-    """What the command line of the version that runs prints."""
+    """Output of the command line of the version that runs."""
     done = subprocess.run([sys.executable, "-I", "-m", "cutekernels", *words], capture_output=True, text=True)
     assert done.returncode == 0, f"cutekernels {' '.join(words)}: {done.stdout}{done.stderr}"
     return done.stdout
@@ -350,7 +350,7 @@ CHECKS = (check_winners, check_lock, check_cache, check_job)
 
 
 def opened(folder: Path) -> dict[str, Any]:
-    """What the earlier version said of all that is in ``folder``."""
+    """Answers of the earlier version on all that is in ``folder``."""
     return json.loads((folder / MADE).read_text())
 
 

@@ -54,7 +54,7 @@ print(*(f"{name} {version(name)}" for name in sys.argv[1:]), sep=", ")
 
 
 def declared() -> list[str]:
-    """What a user's installation may ask for: the project's dependencies and those of its extras."""
+    """Requirements that a user's installation may have: the project's dependencies and those of its extras."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     return [*project["dependencies"], *(row for name in USERS for row in extras[name])]

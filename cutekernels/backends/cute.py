@@ -189,6 +189,6 @@ def _dynamic_smem(host: str) -> list[int]:
     return found
 
 
-def _first_lines(error: Exception, limit: int = 400) -> str:
+def _first_lines(error: Exception) -> str:
     text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
-    return " ".join(text.split())[:limit]
+    return " ".join(text.split())[:400]

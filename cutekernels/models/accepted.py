@@ -73,7 +73,7 @@ def check_model(model: Any) -> tuple[Family, dict[str | None, Any]]:
     plain = [
         (path, p)
         for path, p in model.named_parameters()
-        if path.rpartition(".")[2] not in _OF_CACHES and not layout_of(_owner(model, path))
+        if path.rpartition(".")[2] not in _OF_CACHES and not layout_of(model.get_submodule(path.rpartition(".")[0]))
     ]
     packed = [path for path, p in plain if p.dtype.itemsize < 2 or not p.is_floating_point()]
     if packed:
@@ -135,11 +135,6 @@ def _groups(attention: Any) -> int | None:
     """How many queries have one key; None where all layers are alike."""
     found: int | None = attention.__dict__.get("num_key_value_groups")
     return found
-
-
-def _owner(model: Any, path: str) -> Any:
-    """The module that has the parameter at ``path``."""
-    return model.get_submodule(path.rpartition(".")[0])
 
 
 def _family_of(model: Any) -> Family:

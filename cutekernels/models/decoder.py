@@ -369,7 +369,7 @@ class Decoder:
 
     @property
     def max_tokens(self) -> int:
-        """Of a request, its prompt included."""
+        """Tokens of a request at most, its prompt included."""
         return int(self._sizes["max_tokens"])
 
     def lines(self, low: int, high: int) -> list[Line]:

@@ -417,7 +417,7 @@ def _with_shared(mlp: Any, routed: MoE | Experts, dtype: torch.dtype) -> MoE | S
 
 
 def _experts(mlp: Any, routed: Routed, dtype: torch.dtype) -> Experts:
-    """Of a loaded model: rows of all experts lie one behind the other."""
+    """Experts of a loaded model: the rows of all lie one behind the other."""
 
     def stack(module: Any) -> Tensor | QuantizedStack:
         weight = _projection(module, dtype).weight

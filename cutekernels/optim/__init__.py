@@ -8,6 +8,7 @@ the device, and replay correctly from a CUDA graph. What a step launches is plan
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import zip_longest
 from numbers import Real
 from operator import is_
 from typing import Any, Literal
@@ -17,21 +18,12 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.ops.optimizer.api import adamw_step, check_hyper
+from cutekernels.ops.optimizer.api import check_hyper
 from cutekernels.ops.optimizer.op import Hyper
 from cutekernels.ops.shared.checks import check_flag, check_number, quote
 from cutekernels.ops.shared.dtypes import GPU_DTYPES
-from cutekernels.optim.operands import (
-    MOMENTS,
-    clip_scale,
-    mesh_of,
-    moments_dtype,
-    norm_of,
-    operands,
-    take_over,
-    wide_dtype,
-)
-from cutekernels.optim.plan import GroupSettings, StepGradients, StepPlan
+from cutekernels.optim.operands import MOMENTS, moments_dtype, wide_dtype
+from cutekernels.optim.plan import GroupSettings, StepPlan
 
 __all__ = ["FusedAdamW"]
 
@@ -53,7 +45,8 @@ class FusedAdamW(torch.optim.Optimizer):
     out. Gradients themselves stay as they are.
 
     Args:
-        params: as for any optimizer: tensors, or groups of them. fp32, bf16 or fp16 (on the CPU fp64 too).
+        params: as for any optimizer: tensors, or groups of them. fp32, bf16 or fp16 (on the CPU fp64 too). One that is
+            not dense, as a slice of columns, is updated by itself, by plain torch.
         lr: the learning rate, a float or a tensor of one number; one on the GPU is read at each replay of a CUDA graph.
         betas: decay rates of the moments.
         eps: added to the denominator.
@@ -112,19 +105,9 @@ class FusedAdamW(torch.optim.Optimizer):
                 raise UnsupportedProblem(
                     f"FusedAdamW takes {name} as {' or '.join(map(str, taken))}; got {value!r}: use torch.optim.AdamW"
                 )
-        defaults: dict[str, Any] = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "amsgrad": amsgrad,
-            "maximize": maximize,
-            "foreach": None,
-            "capturable": capturable,
-            "differentiable": False,
-            "fused": True,
-            "decoupled_weight_decay": True,
-        }
+        defaults: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        defaults |= {"amsgrad": amsgrad, "maximize": maximize, "foreach": None, "capturable": capturable}
+        defaults |= {"differentiable": False, "fused": True, "decoupled_weight_decay": True}
         # Torch's distributed state dict refuses groups that have other keys than the loading optimizer's.
         if master_weights is not False:
             defaults["master_weights"] = master_weights
@@ -145,7 +128,6 @@ class FusedAdamW(torch.optim.Optimizer):
         """Drops what is known of parameters and their state."""
         self.grad_norm = None
         self._plan: StepPlan | None = None
-        self._versions: dict[Tensor, int] = {}  # of the CPU's parameters with a master copy, after the last step
         self._checked: list[tuple[list[Any], GroupSettings]] = []  # a group's values, and what was made of them
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -181,54 +163,31 @@ class FusedAdamW(torch.optim.Optimizer):
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        given: list[dict[str, Any]] = []  # what the caller's hooks made of it
+        new: dict[Tensor, dict[str, Any]] = {}
 
-        def check(_: Any, last: dict[str, Any]) -> None:
-            given.append(last)
-            self._check_state(last)
+        def convert(_: Any, given: dict[str, Any]) -> dict[str, Any]:
+            """Takes from ``given``, behind the caller's hooks, what torch would cast to the parameters' type."""
+            others = dict(given["state"])
+            for saved, group in zip(given["param_groups"], self.param_groups, strict=False):
+                for key, param in zip(saved["params"], group["params"], strict=False):
+                    if found := others.get(key):
+                        new[param] = _loaded(key, param, found, group)
+                        others[key] = {name: value for name, value in found.items() if name not in new[param]}
+            return given | {"state": others}
+
+        def put(_: Any) -> None:
+            for param, state in new.items():
+                self.state[param].update(state)
 
         hooks = (
-            self.register_load_state_dict_pre_hook(check),
-            self.register_load_state_dict_post_hook(lambda _: self._convert(given[0]), prepend=True),
+            self.register_load_state_dict_pre_hook(convert),
+            self.register_load_state_dict_post_hook(put, prepend=True),
         )
         try:
             super().load_state_dict(state_dict)
         finally:
             for hook in hooks:
                 hook.remove()
-
-    def _check_state(self, given: dict[str, Any]) -> None:
-        """Refuses a state that is not its parameter's, before anything is taken over."""
-        for saved, group in zip(given["param_groups"], self.param_groups, strict=False):
-            for key, param in zip(saved["params"], group["params"], strict=False):
-                found = given["state"].get(key, {})
-                absent = {"step", *MOMENTS} - found.keys()
-                if found and absent:
-                    raise UnsupportedProblem(
-                        f"the state of parameter {key} has step, {' and '.join(MOMENTS)}, and here it lacks "
-                        f"{', '.join(sorted(absent))}: load a whole state of AdamW, or leave the parameter out of it"
-                    )
-                for name, shape in (*dict.fromkeys((*MOMENTS, "master"), param.shape).items(), ("step", ())):
-                    t = found.get(name)
-                    number = name == "step" and not isinstance(t, Tensor)
-                    if name in found and not (isinstance(t, Real) if number else _has_shape(t, shape)):
-                        raise UnsupportedProblem(
-                            f"{name} of parameter {key} is of shape {tuple(shape)}; the state has {quote(t)}: load the "
-                            "state of this model's optimizer"
-                        )
-
-    def _convert(self, given: dict[str, Any]) -> None:
-        """Takes state from ``given`` again, which torch has cast to the parameters' type; moments in this group's."""
-        for saved, group in zip(given["param_groups"], self.param_groups, strict=True):
-            for key, param in zip(saved["params"], group["params"], strict=True):
-                found = given["state"].get(key, {})
-                state = self.state[param] if found else {}
-                kinds = dict.fromkeys(MOMENTS, moments_dtype(param, group))
-                for name, kind in (kinds | {"master": wide_dtype(param)}).items():
-                    if name in found:
-                        state[name] = torch.empty_like(param, dtype=kind).copy_(found[name])
-                if "step" in found:
-                    state["step"] = torch.as_tensor(float(found["step"]), dtype=torch.float32, device=param.device)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -239,119 +198,59 @@ class FusedAdamW(torch.optim.Optimizer):
                 loss = closure()
         _check_max_norm(self.max_grad_norm)
         settings = self._settings()  # of all groups, before the first is updated
-        plan = self._plan
-        grads = None if plan is None else plan.gradients(self, settings)
-        if plan is None or grads is None:
-            plan = self._plan = StepPlan(self, settings, plan)
-            grads = plan.gradients(self, settings)
-            assert grads is not None, "a new plan holds"
-        alone = [_Alone(self, param, number) for param, number in plan.alone if param.grad is not None]
-        if grads.present or alone:
-            self._update(plan, grads, alone, settings)
+        found = None if self._plan is None else self._plan.check(self, settings)
+        if self._plan is None or found is None:
+            self._plan = StepPlan(self, settings, self._plan)
+            found = self._plan.check(self, settings)
+            assert found is not None, "a new plan holds"
+        if any(found.addresses):
+            self.grad_norm = self._plan.run(self, settings, found, self.max_grad_norm, self._captured)
         elif self.max_grad_norm is not None:
             self.grad_norm = torch.zeros((), device="cpu")
         return loss
 
     def _settings(self) -> list[GroupSettings]:
         """Checked settings of each group, renewed where a value is another object or may have changed."""
-        del self._checked[len(self.param_groups) :]
-        for number, group in enumerate(self.param_groups):
-            values = [group.get(name) for name in _HYPER]
-            if number < len(self._checked):
-                last, _ = self._checked[number]
-                constant = not isinstance(values[0], Tensor) and isinstance(values[1], tuple)
-                if constant and all(map(is_, values, last)):
-                    continue
-            _normalize_group(group)
-            values = [group.get(name) for name in _HYPER]
-            self._checked[number : number + 1] = [(values, _settings_of(group))]
+        known, self._checked = self._checked, []
+        for group, last in zip_longest(self.param_groups, known[: len(self.param_groups)]):
+            values = [*map(group.get, _HYPER), self.max_grad_norm is not None]
+            if last is None or isinstance(values[0], Tensor) or not all(map(is_, values, last[0])):
+                _normalize_group(group)
+                last = [*map(group.get, _HYPER), values[-1]], _settings_of(group, values[-1])
+            self._checked.append(last)
         return [settings for _, settings in self._checked]
 
-    def _update(self, plan: StepPlan, grads: StepGradients, alone: list[_Alone], settings: list[GroupSettings]) -> None:
-        clips, max_norm = self.max_grad_norm is not None, float(self.max_grad_norm or 0.0)
-        capturing = bool(plan.tables) and torch.cuda.is_current_stream_capturing()
-        if capturing:
-            plan.check_capture(settings)
-        plan.prepare(self, grads)
-        # Addresses of gradients, step counts, sums of squares.
-        columns, squares = [], []
-        for table in plan.tables:
-            with torch.cuda.device(table.device):
-                column, staging = table.send(grads.addresses[table.first : table.last], capturing)
-                columns.append(column)
-                table.count_steps(column.data_ptr())
-                if clips:
-                    squares += table.sum_squares(column.data_ptr())
-                if capturing:
-                    self._captured.append((plan, grads, column, staging, settings))
-        self.grad_norm = norm_of([*squares, *[each.squares() for each in alone]]) if clips else None
-        if capturing:
-            self._captured.append(self.grad_norm)
-        # Updates, which clip as they go.
-        for table, column in zip(plan.tables, columns, strict=True):
-            with torch.cuda.device(table.device):
-                norm = None if self.grad_norm is None else self.grad_norm.to(table.device, torch.float32)
-                table.update(column.data_ptr(), settings, norm, max_norm)
-        for each in alone:
-            each.update(None if self.grad_norm is None else clip_scale(self.grad_norm, max_norm))
-        plan.finish(grads)
 
-
-class _Alone:
-    """One parameter on the CPU, updated by itself."""
-
-    def __init__(self, optimizer: FusedAdamW, param: Tensor, number: int) -> None:
-        self.param, self.group, self.versions = param, optimizer.param_groups[number], optimizer._versions
-        self.operands = operands(param, self.group, optimizer.state[param])
-        written, master = self.operands.written, self.operands.master
-        if master is not None and self.versions.get(param) != written._version:
-            take_over(master, written)
-
-    def squares(self) -> Tensor:
-        """The sum of the gradient's squares, over all ranks."""
-        assert self.operands.grad is not None
-        grad = self.operands.grad
-        squares = grad.to(wide_dtype(grad)).square().sum()
-        mesh = mesh_of(self.param)
-        return squares if mesh is None else mesh.sum_over(squares)
-
-    def update(self, scale: Tensor | None) -> None:
-        o, group = self.operands, self.group
-        grad = o.grad
-        assert grad is not None
-        adamw_step(
-            o.param,
-            grad if scale is None else grad.to(wide_dtype(grad)) * scale.to(grad.device),
-            o.exp_avg,
-            o.exp_avg_sq,
-            step=int(o.step) + 1,
-            lr=float(group["lr"]),
-            betas=group["betas"],
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            maximize=group["maximize"],
-            master=o.master,
+def _loaded(key: Any, param: Tensor, found: dict[str, Any], group: dict[str, Any]) -> dict[str, Any]:
+    """The state ``found`` for ``param`` in the types that its group keeps. Refuses that of another parameter."""
+    if absent := {"step", *MOMENTS} - found.keys():
+        raise UnsupportedProblem(
+            f"the state of parameter {key} has step, {' and '.join(MOMENTS)}, and here it lacks "
+            f"{', '.join(sorted(absent))}: load a whole state of AdamW, or leave the parameter out of it"
         )
-        o.step.add_(1.0)
-        if o.home is not None:
-            o.home.copy_(o.param)
-        torch.autograd.graph.increment_version(o.written)
-        if o.master is not None:
-            self.versions[self.param] = o.written._version
+    kinds = dict.fromkeys(MOMENTS, moments_dtype(param, group)) | {"master": wide_dtype(param), "step": torch.float32}
+    state = {}
+    for name in [name for name in kinds if name in found]:
+        t, shape = found[name], () if name == "step" else param.shape
+        is_number = name == "step" and (isinstance(t, Real) or (isinstance(t, Tensor) and t.numel() == 1))
+        if not is_number and not (isinstance(t, Tensor) and t.shape == shape):
+            raise UnsupportedProblem(
+                f"{name} of parameter {key} is of shape {tuple(shape)}; the state has {quote(t)}: load the "
+                "state of this model's optimizer"
+            )
+        if is_number:
+            state[name] = torch.as_tensor(float(t), dtype=kinds[name], device=param.device)
+        else:
+            state[name] = torch.empty_like(param, dtype=kinds[name]).copy_(t)
+    return state
 
 
-def _has_shape(t: object, shape: tuple[int, ...]) -> bool:
-    """Whether it is a tensor of this shape; of one number in any shape where that is ()."""
-    return isinstance(t, Tensor) and (t.shape == shape or (not shape and t.numel() == 1))
-
-
-def _settings_of(group: dict[str, Any]) -> GroupSettings:
+def _settings_of(group: dict[str, Any], clips: bool) -> GroupSettings:
     lr = group["lr"]
     rate = lr.to(torch.float32) if isinstance(lr, Tensor) and lr.is_cuda else None
     hyper = Hyper.of(0.0 if rate is not None else float(lr), group["betas"], group["eps"], group["weight_decay"])
-    place = lr.device if isinstance(lr, Tensor) else None
     kept = group.get("master_weights", False), group.get("moments_dtype", "fp32")
-    return GroupSettings(rate, group["maximize"], *kept, hyper, place)
+    return GroupSettings(lr, rate, hyper, (rate is not None, group["maximize"], clips, *kept))
 
 
 def _check_max_norm(max_grad_norm: float | None) -> None:

@@ -1,4 +1,4 @@
-"""Launches of a step of ``FusedAdamW``: planned once, and checked at each step against all it was made of.
+"""Launches of a step of ``FusedAdamW``: planned once, and checked at each step against all they were made of.
 
 A check is a few passes of C functions over lists (identities, addresses, types), 1 us per parameter; where it fails, a
 plan is made anew. Gradients may have new addresses at each step, or be missing: their addresses are the one column that
@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import reduce
 from itertools import chain, compress
 from operator import is_, or_
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from cutekernels import compile as compiler
 from cutekernels import dispatch
@@ -31,7 +31,7 @@ from cutekernels.ops.optimizer.op import (
     AdamWProblem,
     Hyper,
 )
-from cutekernels.optim.operands import Kind, Mesh, Operands, alike, mesh_of, operands, shard, take_over
+from cutekernels.optim.operands import Mesh, Operands, alike, clip_scale, operands, shard, wide_dtype
 
 _ROW_BYTES = 64
 _ADDRESS_BYTES = 8
@@ -45,321 +45,323 @@ def has_kernels(param: Tensor) -> bool:
     return param.is_cuda
 
 
-class Stepped(Protocol):
-    """The optimizer, as a plan sees it."""
+class GroupSettings(NamedTuple):
+    """A group's values in a step. ``rate``: the learning rate, where it is on the GPU."""
 
-    param_groups: list[dict[str, Any]]
-    state: Any
-    max_grad_norm: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class GroupSettings:
-    """A group's values in a step: flags that plans depend on, and numbers that they do not."""
-
+    lr: float | Tensor
     rate: Tensor | None
-    """The learning rate, where it is on the GPU."""
-    maximize: bool
-    master_weights: bool
-    moments_dtype: str
     hyper: Hyper
-    lr_device: torch.device | None
-    """Where the learning rate is, if it is a tensor."""
-
-    @property
-    def flags(self) -> tuple[Any, ...]:
-        return self.rate is not None, self.maximize, self.master_weights, self.moments_dtype
+    flags: tuple[bool, bool, bool, bool, str]
+    """All that plans depend on: whether there is a rate, maximize, whether gradients are clipped, master, moments."""
 
 
-@dataclass(slots=True)
-class Launch:
-    """Tensors of one group and kind: the rows from ``first`` on of their device's table."""
+class Step(NamedTuple):
+    """A step's tensors by row: gradients and their addresses, and the parts of parameters that this rank holds.
+
+    A gradient that is missing is on the meta device, and its address is 0. ``kept``: the state, of whatever row.
+    """
+
+    grads: list[Tensor]
+    addresses: list[int]
+    written: list[Tensor]
+    kept: list[Any]
+
+
+_Kinds = dict[tuple[Any, ...], list[tuple[Tensor, Operands]]]
+"""Parameters by group, whether they are aligned, and types."""
+
+
+class Launch(NamedTuple):
+    """Kernels over tensors of one group and kind: the rows from ``first`` on of their table."""
 
     group: int
     first: int
     chunks: Tensor
-    update: Callable[..., None] | None = None
-    squares: Callable[..., None] | None = None
+    sums: int
+    update: Callable[..., None] | None
+    squares: Callable[..., None] | None
 
-    @property
-    def sums(self) -> int:
-        return min(_MOST_SUMS, len(self.chunks))
+    @classmethod
+    def of(cls, group: int, first: int, aligned: bool, tensors: list[Operands], settings: GroupSettings) -> Launch:
+        """Chooses and compiles the kernels, and cuts the tensors into their blocks."""
+        o, sizes = tensors[0], [o.param.numel() for o in tensors]
+        inputs = (o.param, o.param if o.grad.is_meta else o.grad, *o[2:], None)
+        on_device, maximize, clips, *_ = settings.flags
+        ADAMW_STEP.admit(inputs, maximize=maximize)
+        problem = ADAMW_STEP.problem(o.param, *o[2:5], *inputs, maximize=maximize).replace(
+            elements=sum(sizes),
+            rate="device" if on_device else "host",
+            align=16 if aligned else o.param.element_size(),
+        )
+        # Tuned as one tensor of as many elements, whose step the host knows.
+        plain = problem.replace(step="host", rate="host", maximize=False)
+        spec = gpus.detect(o.param.device.index)
+        config: Any = dispatch.resolve(ADAMW_STEP, plain, spec).config
+        blocks = torch.tensor([-(-n // config.block) for n in sizes], device="cpu")
+        which = torch.repeat_interleave(torch.arange(len(sizes), device="cpu"), blocks)
+        within = torch.arange(len(which), device="cpu") - torch.repeat_interleave(blocks.cumsum(0) - blocks, blocks)
+        chunks = torch.stack((which, within), dim=1).to(o.param.device, torch.int32)
+        update = compiler.get(ADAMW_TABLE, problem, config, spec) if sum(sizes) else None
+        squares = compiler.get(ADAMW_SQUARES, plain, config, spec) if sum(sizes) and clips else None
+        return cls(group, first, chunks, min(_MOST_SUMS, len(chunks)), update, squares)
 
 
-@dataclass(slots=True)
 class DeviceTable:
-    """Launches on one device, over one table. Its rows are those from ``first`` to ``last`` of the plan."""
+    """Launches on one device, over one table of the plan's rows from ``first`` on."""
 
-    device: torch.device
-    first: int
-    last: int
-    table: Tensor
-    count: Callable[..., None]
-    launches: list[Launch] = field(default_factory=list)
-    meshes: list[tuple[Mesh | None, int]] = field(default_factory=list)
-    """Each with how many launches it has; they follow one another."""
-    spares: list[Tensor] = field(default_factory=list)
-    """Pinned memory for columns that are sent while a graph is captured, which must not allocate any."""
+    def __init__(self, first: int, mesh: Mesh | None, kinds: _Kinds, settings: Sequence[GroupSettings]) -> None:
+        tensors = [o for found in kinds.values() for _, o in found]
+        self.device, self.mesh = tensors[0].param.device, mesh
+        self.rows = slice(first, first + len(tensors))
+        self.launches: list[Launch] = []
+        # Pinned memory for columns that are sent while a graph is captured, which must not allocate any.
+        self.spares: list[Tensor] = []
+        with torch.cuda.device(self.device):
+            numbers = torch.frombuffer(array("q", [number for o in tensors for number in o.row()]), dtype=torch.int64)
+            self.table = numbers.pin_memory().to(self.device, non_blocking=True)
+            counting = AdamWProblem(0), AdamWConfig(_COUNTED, 1, "normal")
+            self.count = compiler.get(ADAMW_COUNT, *counting, gpus.detect(self.device.index))
+            row = 0
+            for (group, aligned, *_), found in kinds.items():
+                self.launches.append(Launch.of(group, row, aligned, [o for _, o in found], settings[group]))
+                row += len(found)
 
-    def send(self, addresses: list[int], capturing: bool) -> tuple[Tensor, Tensor | None]:
-        """The column of ``addresses`` on the device, and what a graph will read at each replay to make it."""
-        column = torch.frombuffer(array("q", addresses), dtype=torch.int64)
-        if capturing:
+    def begin(self, plan: StepPlan, optimizer: Optimizer, step: Step) -> tuple[Tensor, Tensor]:
+        """Sends the column of addresses and counts steps. At its replays, a graph sends the second tensor again."""
+        column = torch.frombuffer(array("q", step.addresses[self.rows]), dtype=torch.int64)
+        if torch.cuda.is_current_stream_capturing():
             staging = self.spares.pop().copy_(column)
-            return staging.to(self.device, non_blocking=True), staging
-        while len(self.spares) < _SPARES:
-            self.spares.append(torch.empty(len(addresses), dtype=torch.int64, device="cpu", pin_memory=True))
-        # torch gives pinned memory out again once the copies from it have ended: steps never wait for one another.
-        return column.pin_memory().to(self.device, non_blocking=True), None
+        else:
+            while len(self.spares) < _SPARES:
+                self.spares.append(torch.empty(len(column), dtype=torch.int64, device="cpu", pin_memory=True))
+            # torch gives this out again once the copy from it has ended: steps never wait for one another.
+            staging = column.pin_memory()
+        sent = staging.to(self.device, non_blocking=True)
+        self.count((-(-len(column) // _COUNTED), 1, 1), self.table.data_ptr(), sent.data_ptr(), len(column))
+        return sent, staging
 
-    def count_steps(self, column: int) -> None:
-        tensors = self.last - self.first
-        self.count((-(-tensors // _COUNTED), 1, 1), self.table.data_ptr(), column, tensors)
+    def squares(self, begun: tuple[Tensor, Tensor]) -> list[Tensor]:
+        """The sum of the gradients' squares, over all ranks."""
+        partial = torch.empty(sum(launch.sums for launch in self.launches), dtype=torch.float32, device=self.device)
+        place = partial.data_ptr()
+        for launch in self.launches:
+            if launch.squares is not None:
+                launch.squares((launch.sums, 1, 1), *self._tables(launch, begun), place, len(launch.chunks))
+                place += launch.sums * partial.element_size()
+        total = partial.sum()
+        return [total if self.mesh is None else self.mesh.sum_over(total)]
 
-    def sum_squares(self, column: int) -> list[Tensor]:
-        """Sums of squares of the gradients that ``column`` has the addresses of, over all ranks: one per mesh."""
-        found = []
-        launches = iter(self.launches)
-        for mesh, count in self.meshes:
-            ours = [next(launches) for _ in range(count)]
-            partial = torch.empty(sum(launch.sums for launch in ours), dtype=torch.float32, device=self.device)
-            place = partial.data_ptr()
-            for launch in ours:
-                if launch.squares is not None:
-                    grads = column + launch.first * _ADDRESS_BYTES
-                    table = self.table.data_ptr() + launch.first * _ROW_BYTES
-                    chunks = launch.chunks
-                    launch.squares((launch.sums, 1, 1), table, grads, chunks.data_ptr(), place, len(chunks))
-                    place += launch.sums * partial.element_size()
-            total = partial.sum()
-            found.append(total if mesh is None else mesh.sum_over(total))
-        return found
-
-    def update(self, column: int, settings: Sequence[GroupSettings], norm: Tensor | None, max_norm: float) -> None:
-        address = 0 if norm is None else norm.data_ptr()
+    def update(self, begun: Any, settings: Sequence[GroupSettings], norm: Tensor | None, max_norm: float) -> None:
+        norm = None if norm is None else norm.to(self.device, torch.float32)
         for launch in self.launches:
             if launch.update is not None:
                 rate, hyper = settings[launch.group].rate, settings[launch.group].hyper
                 rate = None if rate is None else rate.to(self.device)
-                launch.update(
-                    (len(launch.chunks), 1, 1),
-                    self.table.data_ptr() + launch.first * _ROW_BYTES,
-                    column + launch.first * _ADDRESS_BYTES,
-                    launch.chunks.data_ptr(),
-                    0 if rate is None else rate.data_ptr(),
-                    address,
-                    max_norm,
-                    *hyper,
-                )
+                scalars = [0 if t is None else t.data_ptr() for t in (rate, norm)]
+                launch.update((len(launch.chunks), 1, 1), *self._tables(launch, begun), *scalars, max_norm, *hyper)
+
+    def _tables(self, launch: Launch, begun: tuple[Tensor, Tensor]) -> tuple[int, int, int]:
+        """Addresses of a launch's rows, gradients and chunks."""
+        rows = self.table.data_ptr() + launch.first * _ROW_BYTES
+        return rows, begun[0].data_ptr() + launch.first * _ADDRESS_BYTES, launch.chunks.data_ptr()
+
+
+class Loop:
+    """Parameters that no kernel takes, on the CPU or not dense: each is updated by itself, by the op's reference."""
+
+    def __init__(self, first: int, mesh: Mesh | None, kinds: _Kinds, settings: Sequence[GroupSettings]) -> None:
+        groups = [group for (group, *_), found in kinds.items() for _ in found]
+        self.groups, self.mesh, self.device = list(enumerate(groups, first)), mesh, -1
+
+    def begin(self, plan: StepPlan, optimizer: Optimizer, step: Step) -> list[tuple[int, Operands]]:
+        """Counts steps; returns the group and the operands of each parameter that has a gradient."""
+        params = [(plan.rows[row], group) for row, group in self.groups if step.addresses[row]]
+        begun = [(group, operands(p, optimizer.param_groups[group], optimizer.state[p])) for p, group in params]
+        for _, o in begun:
+            o.step.add_(1.0)
+        return begun
+
+    def squares(self, begun: list[tuple[int, Operands]]) -> list[Tensor]:
+        sums = [o.grad.to(wide_dtype(o.grad)).square().sum() for _, o in begun]
+        return sums if self.mesh is None else list(map(self.mesh.sum_over, sums))
+
+    def update(self, begun: Any, settings: Sequence[GroupSettings], norm: Tensor | None, max_norm: float) -> None:
+        for group, o in begun:
+            _, rate, hyper, (_, maximize, *_) = settings[group]
+            if norm is not None:
+                o = o._replace(grad=o.grad.to(wide_dtype(o.grad)) * clip_scale(norm, max_norm).to(o.grad.device))
+            rate = None if rate is None else rate.to(o.grad.device)
+            results = (o.param, o.exp_avg, o.exp_avg_sq, o.param.new_empty(0) if o.master is None else o.master)
+            ADAMW_STEP.update(results, (*o, rate, *hyper), maximize=maximize)
 
 
 class StepPlan:
-    """Rows are the parameters that kernels update, those of a launch side by side.
+    """Rows are the parameters that are updated, those of a launch side by side.
 
     It refers to parameters, and to nothing else that belongs to the optimizer: state that is moved elsewhere is freed.
     """
 
-    def __init__(self, optimizer: Stepped, settings: Sequence[GroupSettings], before: StepPlan | None) -> None:
-        clips = optimizer.max_grad_norm is not None
-        self.flags = clips, [each.flags for each in settings]
+    def __init__(self, optimizer: Optimizer, settings: Sequence[GroupSettings], before: StepPlan | None) -> None:
         self.params = [param for group in optimizer.param_groups for param in group["params"]]
         self.narrow: set[int] = set() if before is None else before.narrow  # ids of parameters that were unaligned once
-        self.alone: list[tuple[Tensor, int]] = []  # on the CPU, with their groups
-        self.idle: list[Tensor] = []  # those without a gradient that no launch holds a row for
+        self.idle: list[Tensor] = []  # those without a gradient that have no row
         if len(set(map(id, self.params))) < len(self.params):
             raise UnsupportedProblem(
                 "a parameter stands twice in the groups, and would be updated twice: leave one out"
             )
-        kinds: _Kinds = {}
+        places: dict[tuple[bool, torch.device, Mesh | None], _Kinds] = {}
         for number, group in enumerate(optimizer.param_groups):
             for param in group["params"]:
-                if not has_kernels(param):
-                    self.alone.append((param, number))
-                elif (o := _operands(param, group, optimizer)) is None:
+                o = _operands(param, group, optimizer)
+                if o is None:
                     self.idle.append(param)
-                else:
-                    kind = o.kind(id(param) in self.narrow)
-                    if not kind.aligned:
-                        self.narrow.add(id(param))
-                    kinds.setdefault((kind.device, mesh_of(param), number, kind), []).append((param, o))
-        self._note(optimizer, [pair for found in _together(kinds) for pair in kinds[found]], before)
-        self.tables = _tables(kinds, settings, clips)
-        begins = [table.first + launch.first for table in self.tables for launch in table.launches]
-        aligned = [kind.aligned for *_, kind in _together(kinds)]
-        spans = zip(begins, [*begins[1:], len(self.rows)], aligned, strict=False)
-        self.aligned = [slice(begin, end) for begin, end, each in spans if each]
-
-    def _note(self, optimizer: Stepped, rows: list[tuple[Tensor, Operands]], before: StepPlan | None) -> None:
-        """Notes down what :meth:`gradients` compares."""
+                    continue
+                if any(t is not None and t.data_ptr() % 16 for t in o[:5]):
+                    self.narrow.add(id(param))
+                is_loop = not (has_kernels(param) and o.is_dense)
+                kinds = places.setdefault((is_loop, o.param.device, Mesh.of(param)), {})
+                types = o.param.dtype, o.grad.dtype, o.exp_avg.dtype, o.master is not None
+                kinds.setdefault((number, id(param) not in self.narrow, *types), []).append((param, o))
+        rows: list[tuple[Tensor, Operands]] = []
+        self.tables: list[DeviceTable | Loop] = []
+        self.aligned: list[slice] = []
+        for is_loop, device, mesh in sorted(places, key=lambda place: place[0]):
+            kinds = places[is_loop, device, mesh]
+            self.tables.append((Loop if is_loop else DeviceTable)(len(rows), mesh, kinds, settings))
+            for (_, aligned, *_), found in kinds.items():
+                self.aligned += [slice(len(rows), len(rows) + len(found))] * (aligned and not is_loop)
+                rows += found
+        # What check() compares.
         self.rows = [param for param, _ in rows]
         self.sharded = any(hasattr(param, "placements") for param in self.rows)
-        operands = [o for _, o in rows]
-        written = [o.written for o in operands]
-        self.ids, kept = _state_of(optimizer)
-        self.foreign = not all(isinstance(t, Tensor) for t in kept)
-        self.pointers = self._addresses(written, kept)
-        self.looks = _looks(written)
-        grads = [o.param if o.grad is None else o.grad for o in operands]
-        self.grad_looks = _looks([o.param for o in operands])._replace(dtypes=[g.dtype for g in grads])
-        self.has_empty = not all(self.grad_looks.numels)
-        self.dense = {i: o.param for i, o in enumerate(operands) if o.home is not None}  # copies, written back
+        self.blanks = [torch.empty_like(o.param, dtype=o.grad.dtype, device="meta") for _, o in rows]
+        self.grad_layouts = _layouts(self.blanks)
+        self.has_empty = not all(self.grad_layouts[1])
+        self.facts, written, _ = self._facts(optimizer, settings)
         # Masters take over what others wrote since, which a version or an address tells that is not the last step's.
-        self.mastered = [i for i, o in enumerate(operands) if o.master is not None]
-        known = {} if before is None else before.versions_of()
-        self.versions = [known.get((id(self.rows[i]), self.pointers[i])) for i in self.mastered]
+        self.mastered = [i for i, (_, o) in enumerate(rows) if o.master is not None]
+        self.keys = [(id(self.rows[i]), written[i].data_ptr()) for i in self.mastered]
+        known = {} if before is None else dict(zip(before.keys, before.versions, strict=True))
+        self.versions: list[int | None] = [known.get(key) for key in self.keys]
 
-    def versions_of(self) -> dict[tuple[int, int], int | None]:
-        """Versions after their last steps of parameters with a master copy, by their ids and addresses."""
-        pairs = zip(self.mastered, self.versions, strict=True)
-        return {(id(self.rows[i]), self.pointers[i]): version for i, version in pairs}
+    def _facts(
+        self, optimizer: Optimizer, settings: Sequence[GroupSettings]
+    ) -> tuple[list[Any], list[Tensor], list[Any]]:
+        """Facts that the plan was made of, beside the list of parameters; the rows' own parts of them; the state.
 
-    def _addresses(self, written: list[Tensor], kept: list[Any]) -> list[int]:
-        """Where the parameters and the state are. What is no tensor there is not ours."""
-        if self.foreign:
-            kept = [t for t in kept if isinstance(t, Tensor)]
+        Facts hold identities of the state alone, so that what others move away is freed at once. What takes an old
+        one's place and identity at the same address is as good.
+        """
+        states = list(optimizer.state.values())
+        kept = [*chain.from_iterable(map(dict.values, states))]
+        ids = list(map(id, chain(optimizer.state, states, kept)))
+        written, local = self.rows, kept
         if self.sharded:
-            kept = [shard(t, t) for t in kept]
-        return [*map(Tensor.data_ptr, written), *map(Tensor.data_ptr, kept)]
+            written, local = [shard(p, p) for p in written], [shard(t, t) for t in kept]
+        try:
+            addresses = [*map(Tensor.data_ptr, written), *map(Tensor.data_ptr, local)]
+        except TypeError:  # what is no tensor is not ours
+            addresses = [t.data_ptr() for t in chain(written, local) if isinstance(t, Tensor)]
+        return [[each.flags for each in settings], ids, addresses, _layouts(written)], written, kept
 
-    # -- at each step
-
-    def gradients(self, optimizer: Stepped, settings: Sequence[GroupSettings]) -> StepGradients | None:
-        """The gradients by row, or None where the plan no longer holds."""
-        # What the plan was made of: groups, parameters, state.
-        if self.flags != (optimizer.max_grad_norm is not None, [each.flags for each in settings]):
-            return None
+    def check(self, optimizer: Optimizer, settings: Sequence[GroupSettings]) -> Step | None:
+        """The step's tensors, or None where the plan no longer holds."""
         params = [*chain.from_iterable([group["params"] for group in optimizer.param_groups])]
         if len(params) != len(self.params) or not all(map(is_, params, self.params)):
             return None
-        ids, kept = _state_of(optimizer)
-        if ids != self.ids or [1 for param in self.idle if param.grad is not None]:
+        facts, written, kept = self._facts(optimizer, settings)
+        if facts != self.facts or [1 for param in self.idle if param.grad is not None]:
             return None
-        written = [shard(p, p) for p in self.rows] if self.sharded else self.rows
-        if self._addresses(written, kept) != self.pointers or _looks(written) != self.looks:
-            return None
-        # Gradients: of which parameters, and whether they lie as planned.
-        grads = [param.grad for param in self.rows]
-        there = [g is not None for g in grads]
-        present: list[Tensor] = [g for g in grads if g is not None]
-        looks = self.grad_looks
-        whole = len(present) == len(grads)
-        if not whole:
-            looks = _Looks(*[list(compress(each, there)) for each in looks])
+        # Gradients: whether they lie as planned, and their addresses, the column that kernels read.
+        grads: list[Any] = [param.grad for param in self.rows]
+        if [1 for g in grads if g is None]:
+            grads = [blank if g is None else g for g, blank in zip(grads, self.blanks, strict=True)]
         if self.sharded:
-            present = [shard(g, p) for g, p in zip(present, compress(self.rows, there), strict=True)]
-        if [1 for g in present if g.layout is not torch.strided]:
+            grads = [shard(g, p) for g, p in zip(grads, self.rows, strict=True)]
+        if [1 for g in grads if g.layout is not torch.strided]:
             return None
-        found = _looks(present)
-        if found.dtypes != looks.dtypes or found.numels != looks.numels:
+        found = _layouts(grads)
+        if found[:2] != self.grad_layouts[:2]:
             return None
-        if found.contiguous != looks.contiguous or found.strides != looks.strides:
-            places = [self.dense.get(i, param) for i, param in enumerate(written) if there[i]]
-            if [g.shape for g in present] != [place.shape for place in places]:
+        if found != self.grad_layouts:
+            if [g.shape for g in grads] != [p.shape for p in written]:
                 return None
-            present = [alike(g, place) for g, place in zip(present, places, strict=True)]
-        # Their addresses, the column that kernels read.
-        addresses = list(map(Tensor.data_ptr, present))
+            grads = list(map(alike, grads, written))
+        addresses = list(map(Tensor.data_ptr, grads))
         if self.has_empty:
-            addresses = [address or _NOWHERE for address in addresses]
-        if not whole:
-            filled = iter(addresses)
-            addresses = [next(filled) if each else 0 for each in there]
+            addresses = [at or (0 if g.is_meta else _NOWHERE) for g, at in zip(grads, addresses, strict=True)]
         if any(reduce(or_, addresses[part], 0) % 16 for part in self.aligned):
             return None
-        return StepGradients(present, addresses, there, written, kept)
+        return Step(grads, addresses, written, kept)
 
-    def check_capture(self, settings: Sequence[GroupSettings]) -> None:
-        """Refuses a step that a graph could not replay, before anything is done."""
+    def run(
+        self,
+        optimizer: Optimizer,
+        settings: Sequence[GroupSettings],
+        step: Step,
+        limit: float | None,
+        captured: list[Any],
+    ) -> Tensor | None:
+        """Updates parameters and state; returns the norm of the gradients where they are clipped to ``limit``.
+
+        ``captured`` keeps what a graph that captures this reads at each replay.
+        """
+        capturing = self._check_capture(settings)
+        # Masters take over what others wrote; their low bits stay where that is nothing new.
+        versions = [step.written[i]._version for i in self.mastered]
+        for i, version, last in zip(self.mastered, versions, self.versions, strict=True):
+            if version != last and step.addresses[i]:
+                param = step.written[i]
+                master = shard(optimizer.state[self.rows[i]]["master"], self.rows[i])
+                master.copy_(torch.where(master.to(param.dtype) == param, master, param.to(master.dtype)))
+        begun: list[Any] = []
+        squares: list[Tensor] = []
         for table in self.tables:
-            places = [settings[launch.group].lr_device for launch in table.launches]
-            if any(place is not None and place.type != table.device.type for place in places):
-                raise UnsupportedProblem(
-                    "a CUDA graph would keep a learning rate that is on the CPU: move it to the GPU"
-                )
-            if not table.spares:
-                refuse_capture()
+            with torch.cuda.device(table.device):  # no-op for -1
+                begun.append(table.begin(self, optimizer, step))
+                squares += [] if limit is None else table.squares(begun[-1])
+        norm = reduce(lambda total, more: total + more.to(total.device), squares).sqrt() if squares else None
+        for table, each in zip(self.tables, begun, strict=True):
+            with torch.cuda.device(table.device):  # no-op for -1
+                table.update(each, settings, norm, float(limit or 0.0))
+        torch.autograd.graph.increment_version(list(compress(step.written, step.addresses)))
+        for j, i in enumerate(self.mastered):
+            if step.addresses[i]:
+                self.versions[j] = step.written[i]._version
+        if capturing:
+            captured.append((self, settings, step, begun, norm))
+        return norm
 
-    def prepare(self, optimizer: Stepped, grads: StepGradients) -> None:
-        """Brings what others wrote to parameters into master copies, and into copies of those that are not dense."""
-        versions = [grads.written[i]._version for i in self.mastered]
-        if versions != self.versions:
-            for i, version, last in zip(self.mastered, versions, self.versions, strict=True):
-                if grads.there[i] and version != last:
-                    param = self.rows[i]
-                    take_over(shard(optimizer.state[param]["master"], param), grads.written[i])
-        for i, dense in self.dense.items():
-            if grads.there[i]:
-                dense.copy_(grads.written[i])
-
-    def finish(self, grads: StepGradients) -> None:
-        """Writes copies back, tells autograd of the update, and notes the parameters' versions."""
-        for i, dense in self.dense.items():
-            if grads.there[i]:
-                grads.written[i].copy_(dense)
-        torch.autograd.graph.increment_version(list(compress(grads.written, grads.there)))
-        last = self.versions
-        self.versions = [
-            grads.written[i]._version if grads.there[i] else version
-            for i, version in zip(self.mastered, last, strict=True)
-        ]
+    def _check_capture(self, settings: Sequence[GroupSettings]) -> bool:
+        """Whether a graph is captured. A step that it could not replay is refused, before anything is done."""
+        tables = [table for table in self.tables if isinstance(table, DeviceTable)]
+        if not tables or not torch.cuda.is_current_stream_capturing():
+            return False
+        if any(isinstance(each.lr, Tensor) and not has_kernels(each.lr) for each in settings):
+            raise UnsupportedProblem("a CUDA graph would keep a learning rate that is on the CPU: move it to the GPU")
+        if not all(table.spares for table in tables):
+            refuse_capture()
+        return True
 
 
-@dataclass(frozen=True, slots=True)
-class StepGradients:
-    """A step's gradients, and what else its launches work on."""
+def _layouts(tensors: list[Tensor]) -> list[list[Any]]:
+    """Types, numbers of elements and strides of tensors: all that kernels assume beside addresses.
 
-    present: list[Tensor]
-    """Those that are there, lying as their parameters."""
-    addresses: list[int]
-    """By row, 0 for a missing one."""
-    there: list[bool]
-    """Which rows have one."""
-    written: list[Tensor]
-    """The rows' parameters, or the parts of them that this rank holds."""
-    kept: list[Any]
-    """The optimizer's state."""
-
-
-def _state_of(optimizer: Stepped) -> tuple[list[int], list[Any]]:
-    """The identities of all that the optimizer's state is made of, and its values.
-
-    Identities alone, so that state which others move away is freed at once. What takes an old one's place and identity
-    at the same address is as good.
+    Shapes and strides are of those alone that are not contiguous. An update of contiguous ones does not depend on
+    shapes; and a tuple for each tensor would keep Python's garbage collector busy.
     """
-    states = list(optimizer.state.values())
-    kept = [*chain.from_iterable(map(dict.values, states))]
-    ids = list(map(id, chain(optimizer.state, states, kept)))
-    return ids, kept
-
-
-class _Looks(NamedTuple):
-    """Properties of tensors, beside their addresses, that kernels assume."""
-
-    dtypes: list[torch.dtype]
-    numels: list[int]
-    contiguous: list[bool]
-    strides: list[Any]
-    """Shapes and strides of those that are not contiguous. An update of contiguous ones does not depend on shapes; and
-    a tuple for each tensor would keep Python's garbage collector busy."""
-
-
-def _looks(tensors: list[Tensor]) -> _Looks:
     contiguous = list(map(Tensor.is_contiguous, tensors))
-    strides: list[Any] = []
+    found: list[list[Any]] = [[t.dtype for t in tensors], list(map(Tensor.numel, tensors)), contiguous]
     if not all(contiguous):
-        strides = [None if each else (t.shape, t.stride()) for t, each in zip(tensors, contiguous, strict=True)]
-    return _Looks([t.dtype for t in tensors], list(map(Tensor.numel, tensors)), contiguous, strides)
+        found.append([each or (t.shape, t.stride()) for t, each in zip(tensors, contiguous, strict=True)])
+    return found
 
 
-# ---- making a plan --------------------------------------------------------------------------------------
-
-_Kinds = dict[tuple[torch.device, Mesh | None, int, Kind], list[tuple[Tensor, Operands]]]
-
-
-def _operands(param: Tensor, group: dict[str, Any], optimizer: Stepped) -> Operands | None:
+def _operands(param: Tensor, group: dict[str, Any], optimizer: Optimizer) -> Operands | None:
     """None for a parameter without a gradient whose state is not ready for one, for whatever reason."""
     if param.grad is not None:
-        refuse_capture()
+        if has_kernels(param):
+            refuse_capture()
         return operands(param, group, optimizer.state[param])
     if "step" not in optimizer.state.get(param, {}):
         return None
@@ -367,67 +369,6 @@ def _operands(param: Tensor, group: dict[str, Any], optimizer: Stepped) -> Opera
         return operands(param, group, optimizer.state[param])
     except UnsupportedProblem:
         return None
-
-
-def _together(kinds: _Kinds) -> list[tuple[torch.device, Mesh | None, int, Kind]]:
-    """Kinds by device, and by mesh there, else in the order of the parameters."""
-    devices = list(dict.fromkeys(device for device, *_ in kinds))
-    meshes = list(dict.fromkeys(mesh for _, mesh, *_ in kinds))
-    return sorted(kinds, key=lambda kind: (devices.index(kind[0]), meshes.index(kind[1])))
-
-
-def _tables(kinds: _Kinds, settings: Sequence[GroupSettings], clips: bool) -> list[DeviceTable]:
-    tables: list[DeviceTable] = []
-    order = _together(kinds)
-    row = 0
-    for device in dict.fromkeys(device for device, *_ in order):
-        ours = [found for found in order if found[0] == device]
-        every = [o for found in ours for _, o in kinds[found]]
-        with torch.cuda.device(device):
-            spec = gpus.detect(device.index)
-            numbers = array("q", [number for o in every for number in o.row()])
-            on_device = torch.frombuffer(numbers, dtype=torch.int64).pin_memory().to(device, non_blocking=True)
-            counting = AdamWProblem(0), AdamWConfig(_COUNTED, 1, "normal")
-            count = ADAMW_COUNT.bind(*counting, compiler.get(ADAMW_COUNT, *counting, spec))
-            table = DeviceTable(device, row, row + len(every), on_device, count)
-            first = 0
-            for found in ours:
-                _, mesh, group, kind = found
-                tensors = [o for _, o in kinds[found]]
-                table.launches.append(_launch(tensors, kind, group, first, settings[group], clips, spec))
-                if not table.meshes or table.meshes[-1][0] != mesh:
-                    table.meshes.append((mesh, 0))
-                table.meshes[-1] = (mesh, table.meshes[-1][1] + 1)
-                first += len(tensors)
-        tables.append(table)
-        row = table.last
-    return tables
-
-
-def _launch(
-    tensors: list[Operands],
-    kind: Kind,
-    group: int,
-    first: int,
-    settings: GroupSettings,
-    clips: bool,
-    spec: gpus.GpuSpec,
-) -> Launch:
-    """Chooses and compiles the kernels, and cuts the tensors into their blocks."""
-    sizes = [o.param.numel() for o in tensors]
-    problem = tensors[0].problem(kind, sum(sizes), settings.rate is not None, settings.maximize)
-    # Tuned as one tensor of as many elements, whose step the host knows.
-    plain = problem.replace(step="host", rate="host", maximize=False)
-    config: Any = dispatch.resolve(ADAMW_STEP, plain, spec).config
-    blocks = torch.tensor([-(-n // config.block) for n in sizes], device="cpu")
-    which = torch.repeat_interleave(torch.arange(len(sizes), device="cpu"), blocks)
-    within = torch.arange(len(which), device="cpu") - torch.repeat_interleave(blocks.cumsum(0) - blocks, blocks)
-    launch = Launch(group, first, torch.stack((which, within), dim=1).to(kind.device, torch.int32))
-    if sum(sizes):
-        launch.update = ADAMW_TABLE.bind(problem, config, compiler.get(ADAMW_TABLE, problem, config, spec))
-        if clips:
-            launch.squares = ADAMW_SQUARES.bind(plain, config, compiler.get(ADAMW_SQUARES, plain, config, spec))
-    return launch
 
 
 def refuse_capture() -> None:

@@ -360,15 +360,12 @@ def doctor(
         among = [found for found in refused if found.source == source]
         if among:
             first = _describe(among[0].trial, among[0].reason)
-            rows.append({"what": f"{source} winners", "state": "unused", "found": _refusals(len(among), first)})
+            told = f"{len(among)} that calls refuse: tune again. The first: {first}"
+            rows.append({"what": f"{source} winners", "state": "unused", "found": told})
     unused = len(idle) + len(unknown) + sum(found.source == "local" for found in refused)
     rows.append({"what": "winners", "state": "ok", "found": f"{len(winners) - unused} valid"})
     _write(rows, format, None, "", ("what", "state", "found"))
     raise typer.Exit(1 if broken else 0)
-
-
-def _refusals(count: int, first: str) -> str:
-    return f"{count} that calls refuse: tune again. The first: {first}"
 
 
 # ---- opening ------------------------------------------------------------------------------------------------
@@ -470,15 +467,11 @@ def _sort(rows: list[dict[str, Any]], sort: str | None, declared: Sequence[str])
         return rows
     name = sort.removeprefix("-")
     _require_column(name, rows, declared)
-    valued = [(terminal.flat(row).get(name), row) for row in rows]
+    valued: list[tuple[Any, dict[str, Any]]] = [(terminal.flat(row).get(name), row) for row in rows]
     some = [pair for pair in valued if pair[0] is not None]
     numbers = all(isinstance(value, int | float) for value, _ in some)
-    some.sort(key=lambda pair: _order(pair[0], numbers), reverse=sort.startswith("-"))
+    some.sort(key=lambda pair: pair[0] if numbers else str(pair[0]), reverse=sort.startswith("-"))
     return [row for _, row in some] + [row for value, row in valued if value is None]
-
-
-def _order(value: Any, number: bool) -> Any:
-    return value if number else str(value)
 
 
 def _write(

@@ -177,22 +177,16 @@ def _roofline(winners: Sequence[Winner]) -> tuple[list[Trace], dict[str, Any]]:
     for w in winners:
         if w.roofline is not None and w.gbps and w.tflops is not None and w.origin == "measured":
             shown_by[w.op].append(w)
-    traces: list[Trace] = [
-        {
-            "type": "scatter",
-            "mode": "markers",
-            "name": _safe(op),
-            "x": [1e3 * (w.tflops or 0) / (w.gbps or 1) for w in shown_by[op]],
-            "y": [100 * (w.roofline or 0) for w in shown_by[op]],
-            "text": [
-                _safe(f"{w.gpu} {op} [{w.problem_text}]") + f"<br>{w.tflops:.4g} TFLOP/s, {w.gbps:.4g} GB/s"
-                for w in shown_by[op]
-            ],
-            "hoverinfo": "text",
-            "marker": {"color": colour, "size": 8, "opacity": 0.7},
-        }
-        for op, colour in _colours(shown_by)
-    ]
+    traces = []
+    for op, colour in _colours(shown_by):
+        x = [1e3 * (w.tflops or 0) / (w.gbps or 1) for w in shown_by[op]]
+        y = [100 * (w.roofline or 0) for w in shown_by[op]]
+        rates = [f"<br>{w.tflops:.4g} TFLOP/s, {w.gbps:.4g} GB/s" for w in shown_by[op]]
+        names = [_safe(f"{w.gpu} {op} [{w.problem_text}]") for w in shown_by[op]]
+        told = [name + rate for name, rate in zip(names, rates, strict=True)]
+        traces.append(
+            _points(_safe(op), x, y, {"color": colour, "size": 8, "opacity": 0.7}, text=told, hoverinfo="text")
+        )
     return traces, {
         "xaxis": {"title": {"text": "flops for each byte"}, "type": "log"},
         "yaxis": {"title": {"text": "% of the roofline"}, "rangemode": "tozero"},
@@ -214,17 +208,8 @@ def _predictions(trials: Sequence[Trial]) -> tuple[list[Trace], dict[str, Any]]:
         x = [p.median_us or 0.0 for p, _ in both[op]]
         y = [m.median_us or 0.0 for _, m in both[op]]
         times += x + y
-        traces.append(
-            {
-                "type": "scatter",
-                "mode": "markers",
-                "name": _safe(op),
-                "x": x,
-                "y": y,
-                "text": [_safe(f"{m.gpu.name} [{m.problem}] with [{m.config}]") for _, m in both[op]],
-                "marker": {"color": colour, "size": 6, "opacity": 0.6},
-            }
-        )
+        told = [_safe(f"{m.gpu.name} [{m.problem}] with [{m.config}]") for _, m in both[op]]
+        traces.append(_points(_safe(op), x, y, {"color": colour, "size": 6, "opacity": 0.6}, text=told))
     if times:
         ends = [min(times), max(times)]
         traces.append(_line(ends, ends, "as predicted", "#999999", width=1))
@@ -241,44 +226,18 @@ def _against(winners: Sequence[Winner]) -> tuple[list[Trace], dict[str, Any]]:
         return [], {}
     names = [_safe(f"{w.gpu} {w.op} [{w.problem_text}]") for w in rows]
     ratios = [w.ratio or 0.0 for w in rows]
-    traces: list[Trace] = [
-        {
-            "type": "scatter",
-            "mode": "markers",
-            "name": "over the default",
-            "y": names,
-            "x": ratios,
-            "text": [_safe(w.config_text) for w in rows],
-            "marker": {"color": _COLOURS[0], "size": 8},
-            "error_x": {
-                "type": "data",
-                "symmetric": False,
-                "array": [(w.ratio_high or r) - r for w, r in zip(rows, ratios, strict=True)],
-                "arrayminus": [r - (w.ratio_low or r) for w, r in zip(rows, ratios, strict=True)],
-            },
-        }
-    ]
+    above = [(w.ratio_high or r) - r for w, r in zip(rows, ratios, strict=True)]
+    below = [r - (w.ratio_low or r) for w, r in zip(rows, ratios, strict=True)]
+    interval = {"type": "data", "symmetric": False, "array": above, "arrayminus": below}
+    marker: dict[str, Any] = {"color": _COLOURS[0], "size": 8}
+    told = [_safe(w.config_text) for w in rows]
+    traces = [_points("over the default", ratios, names, marker, text=told, error_x=interval)]
     vendor = [(n, w.vendor_us / w.median_us) for n, w in zip(names, rows, strict=True) if w.vendor_us and w.median_us]
     if vendor:
-        traces.append(
-            {
-                "type": "scatter",
-                "mode": "markers",
-                "name": "over the vendor's",
-                "y": [name for name, _ in vendor],
-                "x": [ratio for _, ratio in vendor],
-                "marker": {"color": _COLOURS[1], "size": 9, "symbol": "diamond"},
-            }
-        )
-    one = {
-        "type": "line",
-        "x0": 1,
-        "x1": 1,
-        "y0": 0,
-        "y1": 1,
-        "yref": "paper",
-        "line": {"color": "#999", "dash": "dot"},
-    }
+        x, y = [ratio for _, ratio in vendor], [name for name, _ in vendor]
+        traces.append(_points("over the vendor's", x, y, {"color": _COLOURS[1], "size": 9, "symbol": "diamond"}))
+    ends = {"x0": 1, "x1": 1, "y0": 0, "y1": 1, "yref": "paper"}
+    one = {"type": "line", **ends, "line": {"color": "#999", "dash": "dot"}}
     return traces, _rows(len(rows), "times faster") | {"shapes": [one]}
 
 
@@ -286,6 +245,11 @@ def _rows(count: int, title: str) -> dict[str, Any]:
     """Layout with one line for each of ``count`` names on the left."""
     names = {"automargin": True, "tickfont": {"size": 11}, "dtick": 1}
     return {"height": 120 + 20 * count, "xaxis": {"title": {"text": title}}, "yaxis": names}
+
+
+def _points(name: str, x: Sequence[float], y: Sequence[Any], marker: dict[str, Any], **more: Any) -> Trace:
+    """``more``: of the trace. All texts are safe."""
+    return {"type": "scatter", "mode": "markers", "name": name, "x": x, "y": y, "marker": marker, **more}
 
 
 def _line(

@@ -109,7 +109,8 @@ def batches(values: Iterable[T], size: int) -> Iterator[list[T]]:
 def add(session: Session, batch: Sequence[Trial]) -> int:
     """Insert trials whose id is new. Returns how many those were."""
     gpus = _ids(session, _gpu, _GPU_FIELDS, {t.gpu for t in batch})
-    versions = {t.environment: _versions(t.environment) for t in batch}
+    measured_on = {t.environment for t in batch}
+    versions = {e: Environment(**{name: getattr(e, name) for name in _VERSION_FIELDS}) for e in measured_on}
     environments = _ids(session, _environment, _VERSION_FIELDS, set(versions.values()))
     rows = (
         {name: getattr(t, name) for name in _TRIAL_FIELDS}
@@ -120,10 +121,6 @@ def add(session: Session, batch: Sequence[Trial]) -> int:
     statement = insert_into(session, _trial).on_conflict_do_nothing(index_elements=["id"]).returning(_trial.c.id)
     connection = session.connection()
     return sum(len(connection.execute(statement, some).all()) for some in batches(rows, 5000))
-
-
-def _versions(environment: Environment) -> Environment:
-    return Environment(**{name: getattr(environment, name) for name in _VERSION_FIELDS})
 
 
 def _ids(session: Session, table: Table, names: tuple[str, ...], records: set[R]) -> dict[R, int]:

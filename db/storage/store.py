@@ -21,7 +21,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass, field, fields, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from types import TracebackType
 from typing import Self, TextIO
 
 from sqlalchemy import ColumnElement, case, func, or_, select, tuple_
@@ -124,9 +123,7 @@ class Store:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
 
     def __repr__(self) -> str:

@@ -164,7 +164,9 @@ class Environment:
     @classmethod
     def of(cls, versions: Mapping[str, str]) -> Self:
         """The entries of ``versions`` that this record has; others are left out. Adds this version and host."""
-        known = {"version": _own_version(), "host": f"{_host_class()} {_node()}".strip()} | dict(versions)
+        node = re.sub(r"[^A-Za-z0-9._-]", "", platform.node())[:60]  # its name, as far as a row can hold it
+        host = f"{platform.system().lower()}-{platform.machine()}-{os.cpu_count() or 0}cpu {node}"
+        known = {"version": _own_version(), "host": host.strip()} | dict(versions)
         return cls(**{f.name: known.get(f.name, "") for f in fields(cls)})
 
 
@@ -173,15 +175,6 @@ def _own_version() -> str:
         return metadata.version("cutekernels")
     except metadata.PackageNotFoundError:
         return ""
-
-
-def _node() -> str:
-    """This machine's name in its network, as far as a row can hold it."""
-    return re.sub(r"[^A-Za-z0-9._-]", "", platform.node())[:60]
-
-
-def _host_class() -> str:
-    return f"{platform.system().lower()}-{platform.machine()}-{os.cpu_count() or 0}cpu"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ OPS = ("rms_norm", "rope", "silu_mul")
 
 
 def fastest(monkeypatch: pytest.MonkeyPatch, name: str, text: str, fails: str = "no") -> dict[str, tuple[Any, str]]:
-    """What is chosen for an op where a config's time is 10 us for each element of a thread away from 16."""
+    """The choice for an op where a config's time is 10 us for each element of a thread away from 16."""
     op = registry.get(name)
 
     def compiled(requests: Any, jobs: Any = None) -> list[CompileError | None]:

@@ -1,4 +1,4 @@
-"""What calls run, held against the recorded sweeps."""
+"""Choices of calls, held against the recorded sweeps."""
 
 from __future__ import annotations
 

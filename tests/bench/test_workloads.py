@@ -49,7 +49,7 @@ def shrunken(case: Case) -> Case:
 
 
 def kind(case: Case) -> tuple[Any, ...]:
-    """What is left of a case that is made small; experts of a token are in its label."""
+    """The rest of a case that is made small; experts of a token are in its label."""
     model = case.label.partition(",")[0] if case.op == "moe_ffn" else ""
     return shrunken(case).problem, case.alpha, case.beta, model
 

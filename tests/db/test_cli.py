@@ -184,7 +184,7 @@ def test_tables_fit_80_columns(verb: list[str], narrow_terminal: None) -> None:
 def test_where_stdout_is_no_terminal_a_row_is_one_line(
     verb: str, columns: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever COLUMNS says: what reads it takes lines for rows."""
+    """Its readers take lines for rows, whatever COLUMNS says."""
     monkeypatch.setenv("COLUMNS", columns)
     words = [verb, "shipped", str(settings.load().database_path)] if verb == "diff" else [verb]
     found, lines = rows(*words), ok(*words).stdout.splitlines()

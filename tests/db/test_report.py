@@ -59,7 +59,7 @@ def figures(page: str) -> list[list[dict[str, Any]]]:
 
 
 class Outside(HTMLParser):
-    """What a browser would fetch or run by an attribute."""
+    """Attributes by which a browser would fetch or run something."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What 0.2.0 left behind, as ``python -m tests.upgrade --keep tests/db/0.2.0.tar.xz`` packed it, under today's code."""
+"""Files of 0.2.0, as ``python -m tests.upgrade --keep tests/db/0.2.0.tar.xz`` packed it, under today's code."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_its_lock_is_whole_and_serves(left: Path) -> None:
 
 
 def test_its_killed_job_goes_on(left: Path) -> None:
-    """Of three tasks begun none is spared: their kernels are others now."""
+    """No task of the three begun is spared: their kernels are others now."""
     said = upgrade.check_job(left, upgrade.opened(left))
     assert said == "5 tasks done; of 3 begun 0 go on and 3, of other sources, anew"
 

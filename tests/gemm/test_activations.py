@@ -169,7 +169,7 @@ def test_an_activation_without_a_gradient_says_so_before_the_forward_returns(nam
 
 @pytest.mark.parametrize("name", calls())
 def test_a_gradient_that_reads_the_value_gets_it(name: str) -> None:
-    """Of relu the value serves; a row that reads ``z`` gives the same, after another product."""
+    """The value serves relu; a row that reads ``z`` gives the same, after another product."""
     call, x = calls()[name], torch.randn(6, 64).requires_grad_()
     (own,) = torch.autograd.grad(call(x).sum(), x)
     with replaced("relu", replace(TABLE["relu"], of_value=False)):

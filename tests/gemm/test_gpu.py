@@ -34,7 +34,7 @@ def launch(problem: GemmProblem, args: tuple[Any, ...], config: str | None = Non
 
 
 def torch_result(problem: GemmProblem, a: Tensor, b: Tensor, c: Any, bias: Any, alpha: float, beta: float) -> Tensor:
-    """What torch makes of it in the same types: one matmul, then the epilogue in fp32, rounded once."""
+    """Torch's result in the same types: one matmul, then the epilogue in fp32, rounded once."""
     x = alpha * (a @ b).float() + (0.0 if c is None else beta * c.float()) + (0.0 if bias is None else bias.float())
     return activated(x, problem.activation).to(a.dtype)
 

@@ -1,4 +1,4 @@
-"""What each process of the tests of tensor parallelism runs: ``python -m tests.integrations.ranks TASK FOLDER ...``.
+"""A process of the tests of tensor parallelism: ``python -m tests.integrations.ranks TASK FOLDER ...``.
 
 A phase that takes longer than its deadline writes every thread's stack and ends the process. The launcher then ends
 the other ranks with SIGTERM, which write theirs.

@@ -1,4 +1,4 @@
-"""What users change on a patched model: parameters that train alone, weights replaced, another attention."""
+"""Changes of a patched model: parameters that train alone, weights replaced, another attention."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def packed(n: int, k: int) -> Made:
 
 
 class Linear4bit(torch.nn.Linear):
-    """Of bitsandbytes, by its name."""
+    """A class of bitsandbytes, by its name."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         pytest.fail("called")
@@ -503,7 +503,7 @@ def test_a_decompressed_model_is_refused_with_a_remedy_that_works() -> None:
 
 
 def test_experts_that_cannot_be_stacked_are_named() -> None:
-    """Of transformers: blocks of 128 rows, and 192 of both gate and up."""
+    """Experts of transformers: blocks of 128 rows, and 192 of both gate and up."""
     fp8_module = pytest.importorskip("transformers.integrations.finegrained_fp8")
     model = tiny.model("qwen3-moe", hidden_size=128, moe_intermediate_size=96)
     layer = model.model.layers[1].mlp

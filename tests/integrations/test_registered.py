@@ -77,7 +77,7 @@ def test_attention_by_name(name: str, head: str, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("family", ["qwen2-moe", "phi3", "smollm3"])
 def test_windows_by_name_alone(family: str) -> None:
-    """Of families that hand a window on, and of one whose mask alone holds it."""
+    """Windows of families that hand one on, and of one whose mask alone holds it."""
     model, ids = tiny.model(family), tokens()
     with torch.no_grad():
         expected = model(ids).logits
@@ -91,7 +91,7 @@ def test_windows_by_name_alone(family: str) -> None:
     [("Olmoe", {}), ("Qwen2Moe", {}), ("Qwen3Moe", {"hidden_act": "gelu"}), ("GptOss", {"num_local_experts": 4})],
 )
 def test_experts_by_name(name: str, options: dict[str, Any]) -> None:
-    """Of SiLU, of another gate; turned, with biases and a clamped gate."""
+    """Experts of SiLU, of another gate; turned, with biases and a clamped gate."""
     model, ids = made(name, **(MOE | options)), tokens()
 
     def results() -> tuple[Any, ...]:
@@ -129,7 +129,7 @@ def test_experts_by_name(name: str, options: dict[str, Any]) -> None:
 def test_experts_that_no_kernel_has_are_refused(
     attribute: str, value: Any, rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a kernel would compute wrongly without a word."""
+    """A kernel would compute these wrongly without a word."""
     experts = tiny.model("qwen3-moe").model.layers[0].mlp.experts
     if not hasattr(experts, attribute):
         pytest.skip(f"experts of this version of transformers have no {attribute}")

@@ -27,7 +27,7 @@ reads_no_mask = pytest.mark.skipif(
 
 @pytest.fixture
 def masks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tensor | None]]:
-    """What each call of attention gets for a mask."""
+    """The mask that each call of attention gets."""
     seen: list[Tensor | None] = []
     attend = integrated.attend
 

@@ -36,7 +36,7 @@ def start(*tasks: str | Path, ranks: int = 2) -> subprocess.Popen[str]:
 
 
 def run(process: subprocess.Popen[str], deadline_s: float = 300) -> str:
-    """What a run wrote, behind its end; printed as it comes. One that is not done by its deadline is ended."""
+    """Output of a run, behind its end; printed as it comes. One that is not done by its deadline is ended."""
     stream, lines = process.stdout, []
     assert stream is not None
 

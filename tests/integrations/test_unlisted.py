@@ -146,7 +146,7 @@ class OtherEpsilon(Rms):
 
 
 class AcrossTokens(Rms):
-    """Of two dimensions like a plain norm, of four not."""
+    """A norm like a plain one on two dimensions, on four not."""
 
     def normed(self, x: Tensor) -> Tensor:
         axes = (-1, -2) if x.dim() == 4 else (-1,)

@@ -126,7 +126,7 @@ def test_parametrizations_stay() -> None:
 
 
 class Counted:
-    """What a user's class in front of a module's own may look like."""
+    """A user's class in front of a module's own."""
 
     calls = 0
 

@@ -203,7 +203,7 @@ def test_the_command_line(inline: list[Any], tmp_path: Path) -> None:
 
 @pytest.fixture
 def first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[Any]]:
-    """What is compiled side by side: ``(op, problem, config, gpu)`` of each kernel that a first call needs."""
+    """Kernels that are compiled side by side: ``(op, problem, config, gpu)`` of each kernel that a first call needs."""
     wanted: list[Any] = []
     ready = tmp_path / "ready"  # kernels are, once this file is there
 

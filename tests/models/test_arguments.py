@@ -1,4 +1,4 @@
-"""What a decoder and ``Sampling`` refuse, each with its rule, the value and a remedy."""
+"""Arguments that a decoder and ``Sampling`` refuse, each with its rule, the value and a remedy."""
 
 from __future__ import annotations
 

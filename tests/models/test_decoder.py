@@ -186,14 +186,14 @@ def tables_of(a: Attention) -> dict[str, Any]:
 
 
 def of_last(change: Callable[[LayerWeights], dict[str, Any]]) -> Change:
-    """Of the last layer alone."""
+    """A change of the last layer alone."""
     return lambda w: dataclasses.replace(
         w, layers=(*w.layers[:-1], dataclasses.replace(w.layers[-1], **change(w.layers[-1])))
     )
 
 
 def of_experts(change: Callable[[MoE], dict[str, Any]]) -> Change:
-    """Of the last layer's experts: attributes, or the correction of their router."""
+    """A change of the last layer's experts: attributes, or the correction of their router."""
 
     def changed(w: Weights) -> Weights:
         mlp = w.layers[-1].mlp

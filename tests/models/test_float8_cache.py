@@ -37,7 +37,7 @@ def tokens(decoder: Decoder, prompts: list[list[int]] = PROMPTS, count: int = 6)
 
 
 def logits(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, list[list[int]]]:
-    """Of every token that is chosen, and the tokens."""
+    """Logits of every token that is chosen, and the tokens."""
     found, take = [], decoder._choices.take
 
     def kept(logits: Tensor, *rest: Any, **into: Any) -> Tensor:

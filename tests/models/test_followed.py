@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 
 def train(model: Any) -> None:
-    """What an optimizer's step does: every weight changes where it lies."""
+    """A step as an optimizer's: every weight changes where it lies."""
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for p in model.parameters():

@@ -149,7 +149,7 @@ def test_weights_have_memory_of_their_own_once(tmp_path: Path) -> None:
 
 
 def test_ends_of_a_text(tmp_path: Path) -> None:
-    """Of ``generation_config.json``; without that file the config's."""
+    """Ends are those of ``generation_config.json``; without that file the config's."""
     saved(tiny.model("llama", eos_token_id=5), tmp_path)
     edit(tmp_path / "generation_config.json", lambda g: g.update(eos_token_id=[6, 7]))
     assert Decoder.from_pretrained(tmp_path, **SIZES)._stop(None) == {6, 7}
@@ -328,7 +328,7 @@ def test_broken_files_are_refused_in_one_sentence(name: str, whole: Path, tmp_pa
 
 
 def test_strange_bytes_of_a_header_are_refused(whole: Path, tmp_path: Path) -> None:
-    """Whatever they are: no other error, no crash. Some change nothing that counts."""
+    """No other error and no crash, whatever they are. Some change nothing that counts."""
     shutil.copy(whole / "config.json", tmp_path)
     raw, draw = (whole / "model.safetensors").read_bytes(), random.Random(0)
     first = 8 + struct.unpack("<Q", raw[:8])[0]

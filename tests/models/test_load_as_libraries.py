@@ -108,7 +108,7 @@ def change(folder: Path, changed: Callable[[Tensors], Any]) -> None:
 
 
 def same(folder: Path, model: Any) -> LoadedModel:
-    """What ``load`` makes of a folder, whose projections hold the weights of ``model`` in every bit."""
+    """The model that ``load`` makes of a folder, whose projections hold the weights of ``model`` in every bit."""
     found = load(folder, dtype=model.dtype)
     for path, part in found.parts.items():
         if path.endswith(("proj", "lm_head")):

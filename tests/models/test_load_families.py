@@ -243,7 +243,7 @@ def test_layers_that_guess_further_tokens_are_not_read(tmp_path: Path, monkeypat
 
 
 def test_a_language_model_among_towers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of Qwen3-VL its weights alone are read, and it ends where the whole model does."""
+    """Its weights alone are read of Qwen3-VL, and it ends where the whole model does."""
     saved(tiny.model("qwen3-vl", torch.bfloat16, eos_token_id=7), tmp_path, max_shard_size="30KB")
     edit(tmp_path / "config.json", lambda c: (c.pop("dtype"), c["text_config"].update(dtype="bfloat16")))
     model = transformers.Qwen3VLForConditionalGeneration.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()

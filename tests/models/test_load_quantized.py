@@ -153,7 +153,7 @@ def quantized(name: str, folder: Path, model: Any, but: tuple[str, ...] = ("lm_h
 
 
 def llama(**changes: Any) -> Any:
-    """Of whole tiles: q, k and v can be one, and gate and up."""
+    """A model of whole tiles: q, k and v can be one, and gate and up."""
     return tiny.model("llama", **({"num_key_value_heads": 4, "intermediate_size": 128} | changes))
 
 

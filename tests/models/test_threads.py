@@ -28,7 +28,7 @@ def other_threads_soon() -> Iterator[None]:
 
 
 def at_once(*functions: Callable[[], Any]) -> list[Any]:
-    """What each function returns or raises, in a thread of its own."""
+    """The result or the error of each function, in a thread of its own."""
     results: list[Any] = [None] * len(functions)
     barrier = threading.Barrier(len(functions))
 

@@ -23,7 +23,7 @@ def experts(count: int, n: int, k: int, scheme: str, device: str = "cpu", seed: 
 
 
 def _nvfp4(n: int, k: int, draw: torch.Generator) -> QuantizedWeight:
-    """Of an expert with a factor of its own, as ModelOpt stores it."""
+    """The weight of an expert with a factor of its own, as ModelOpt stores it."""
     codes = torch.randint(0, 256, (n, k // 2), generator=draw, dtype=torch.uint8)
     scales = torch.randint(48, 72, (n, k // 16), generator=draw, dtype=torch.uint8).view(torch.float8_e4m3fn)
     factor = (torch.rand((), generator=draw) + 0.5) / (6 * k**0.5)

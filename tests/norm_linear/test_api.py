@@ -44,7 +44,7 @@ def normed(u: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 
 
 def unfused(u: Tensor, norm_weight: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """What torch's own kernels make of it."""
+    """The result of torch's own kernels."""
     return F.linear(F.rms_norm(u, u.shape[-1:], norm_weight.to(u.dtype), eps), weight)
 
 
@@ -177,7 +177,7 @@ def test_refusals() -> None:
 
 
 def few_weights(p: Any) -> Any:
-    """Of the same layout: each extent with its remainder by 256."""
+    """Weights of the same layout: each extent with its remainder by 256."""
     return p.replace(n=256 + p.n % 256, k=256 + p.k % 256)
 
 
@@ -301,7 +301,7 @@ def test_explain_says_which_path(op: NormLinear) -> None:
 
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 def test_a_chain_s_parts_are_what_it_calls(op: NormLinear) -> None:
-    """What is compiled ahead for a chain is what its ops look up, down to alignment."""
+    """Kernels compiled ahead for a chain are those that its ops look up, down to alignment."""
     for p in map(few_weights, map(op.Problem.parse, op.suite)):
         if p.layout != "aligned":
             continue

@@ -35,7 +35,7 @@ def fused(name: str, text: str, target: str = "h200") -> tuple[NormLinearConfig,
 
 @compiled.once
 def best(name: str, text: str, target: str = "h200") -> NormLinearConfig:
-    """What the model would take."""
+    """The config that the model would take."""
     op, spec = OPS[name], gpu.lookup(target)
     p = op.Problem.parse(text)
     return min(fused(name, text, target), key=lambda c: (op.estimate_us(p, c, spec), str(c)))

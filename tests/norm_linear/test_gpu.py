@@ -263,7 +263,7 @@ def test_any_tensors_through_the_public_functions() -> None:
 
 
 def test_a_planted_bug_is_caught() -> None:
-    """What each test above leans on: a norm's weight forgotten, squares of a k-slice missed, tokens swapped."""
+    """Bugs that each test above must see: a norm's weight forgotten, squares of a k-slice missed, tokens swapped."""
     p = RmsNormLinearProblem(m=16, n=512, k=1024)
     args = RMS_NORM_LINEAR.sample(p, "cuda", 0)
     x, gamma, w, bias, rstd, eps = args

@@ -193,24 +193,6 @@ def test_master_weights(dtype: torch.dtype) -> None:
         assert torch.equal(p, q)
 
 
-def test_state_goes_both_ways() -> None:
-    whole = model()[:7]
-    reference = torch.optim.AdamW(whole, lr=0.01, fused=True)
-    for seed in range(6):
-        grads(whole, seed)
-        reference.step()
-    for first, second in ((FusedAdamW, torch.optim.AdamW), (torch.optim.AdamW, FusedAdamW)):
-        params = model()[:7]
-        optimizer: Any = first(params, lr=0.01)
-        for seed in range(6):
-            if seed == 3:
-                saved, optimizer = optimizer.state_dict(), second(params, lr=0.01)
-                optimizer.load_state_dict(copy.deepcopy(saved))
-            grads(params, seed)
-            optimizer.step()
-        close(params, whole)
-
-
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_replayed_from_a_graph() -> None:
     """A captured training step: gradients in the graph's memory, a learning rate and a step count that change."""

@@ -29,30 +29,6 @@ def share(ours: list[torch.nn.Parameter], theirs: list[torch.nn.Parameter]) -> N
         q.grad = None if p.grad is None else p.grad.double()
 
 
-def groups(params: list[torch.nn.Parameter]) -> list[dict[str, Any]]:
-    return [{"params": params[:3], "lr": 0.03, "maximize": True}, {"params": params[3:6]}, {"params": params[6:]}]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("max_norm", [0.5, 1e6, float("inf")])
-def test_clips_as_torch_does(dtype: torch.dtype, max_norm: float) -> None:
-    ours = model(dtype)
-    theirs = twins(ours)
-    a = FusedAdamW(groups(ours), max_grad_norm=max_norm, master_weights=True, **OPTIONS)
-    b = torch.optim.AdamW(groups(theirs), foreach=False, **OPTIONS)
-    for seed in range(5):
-        grads(ours, seed, skip=seed if seed < 3 else None)
-        share(ours, theirs)
-        a.step()
-        norm = torch.nn.utils.clip_grad_norm_(theirs, max_norm)
-        b.step()
-        assert a.grad_norm is not None and a.grad_norm.is_cuda
-        torch.testing.assert_close(a.grad_norm.double(), norm, rtol=2e-6, atol=0)
-    for p, q in zip(ours, theirs, strict=True):
-        kept = a.state[p].get("master", p).detach()
-        torch.testing.assert_close(kept.double(), q.detach(), rtol=1e-5, atol=1e-6)
-
-
 def test_the_norm_has_the_same_bits_each_time() -> None:
     params = model(torch.bfloat16)
     optimizer = FusedAdamW(params, max_grad_norm=1.0)

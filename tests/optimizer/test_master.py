@@ -117,18 +117,6 @@ def test_a_checkpoint_loads_in_either_order(first: str) -> None:
     assert torch.equal(loaded.state[other]["master"], optimizer.state[param]["master"])
 
 
-def test_torchs_state_does_not_switch_master_weights_off() -> None:
-    param = parameter()
-    theirs = torch.optim.AdamW([param], **OPTIONS)
-    theirs.step()
-    ours = FusedAdamW([param], master_weights=True, **OPTIONS)
-    ours.load_state_dict(theirs.state_dict())
-    ours.step()
-    assert ours.param_groups[0]["master_weights"] is True
-    assert "master" in ours.state[param]
-    assert copy.deepcopy(ours).param_groups[0]["master_weights"] is True
-
-
 def test_torchs_state_leaves_each_group_its_own() -> None:
     params = [parameter(), parameter()]
     theirs = torch.optim.AdamW([{"params": [p]} for p in params], **OPTIONS)

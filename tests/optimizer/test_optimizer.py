@@ -229,32 +229,6 @@ def test_groups_and_closures() -> None:
     assert ours[0]._version > 0
 
 
-@pytest.mark.parametrize("fused", [None, True])
-def test_state_goes_both_ways(fused: bool | None) -> None:
-    """Our state dict loads into torch's optimizer, which continues with the same numbers, and the reverse."""
-
-    def stepped(optimizer: torch.optim.Optimizer, params: list[torch.nn.Parameter], seeds: range) -> None:
-        for seed in seeds:
-            grads(params, seed)
-            optimizer.step()
-
-    def fresh(kind: Any, params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        more = {} if kind is FusedAdamW else {"fused": fused}
-        return kind(params, lr=0.01, **more)
-
-    whole = model(odd=False)
-    stepped(fresh(torch.optim.AdamW, whole), whole, range(6))
-    for first, second in ((FusedAdamW, torch.optim.AdamW), (torch.optim.AdamW, FusedAdamW)):
-        params = model(odd=False)
-        before = fresh(first, params)
-        stepped(before, params, range(3))
-        after = fresh(second, params)
-        after.load_state_dict(copy.deepcopy(before.state_dict()))
-        stepped(after, params, range(3, 6))
-        for p, q in zip(params, whole, strict=True):
-            torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-12)
-
-
 @pytest.mark.parametrize(
     ("change", "rule"),
     [
@@ -282,30 +256,6 @@ def test_state_of_another_model_is_refused_whole(change: Any, rule: str) -> None
     for number, state in before["state"].items():
         for name, t in state.items():
             assert torch.equal(optimizer.state_dict()["state"][number][name], t)
-
-
-def test_moments_of_half_parameters_stay_fp32() -> None:
-    params = [torch.nn.Parameter(torch.randn(40).bfloat16())]
-    optimizer = FusedAdamW(params, lr=0.01, master_weights=True)
-    for seed in range(3):
-        grads(params, seed)
-        optimizer.step()
-    state = optimizer.state[params[0]]
-    assert {name: t.dtype for name, t in state.items()} == dict.fromkeys(
-        ("step", "exp_avg", "exp_avg_sq", "master"), torch.float32
-    )
-    assert torch.equal(state["master"].bfloat16(), params[0])
-    assert not torch.equal(state["master"], params[0].float())
-    again = [torch.nn.Parameter(params[0].detach().clone())]
-    loaded = FusedAdamW(again, lr=0.01, master_weights=True)
-    loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    for name, t in loaded.state[again[0]].items():
-        assert torch.equal(t, state[name]), name
-    for found, optimizer_ in ((params, optimizer), (again, loaded)):
-        grads(found, 9)
-        optimizer_.step()
-    assert torch.equal(params[0], again[0])
-    assert torch.equal(state["master"], loaded.state[again[0]]["master"])
 
 
 def test_master_weights_keep_what_rounding_loses() -> None:

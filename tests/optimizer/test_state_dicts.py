@@ -1,4 +1,4 @@
-"""What ``FusedAdamW`` saves: types that torch's distributed state dict and JSON take, and state dicts of before."""
+"""State dicts of ``FusedAdamW``: types that torch's distributed state dict and JSON take, and state dicts of before."""
 
 from __future__ import annotations
 

@@ -181,7 +181,7 @@ def test_a_swapped_byte_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass
 class Float8Tensor:
-    """What torchao's class of this name holds."""
+    """Stand-in for torchao's class of this name."""
 
     qdata: Tensor
     scale: Tensor
@@ -191,7 +191,7 @@ class Float8Tensor:
 
 @dataclass
 class Int4Tensor:
-    """What torchao's class of this name holds."""
+    """Stand-in for torchao's class of this name."""
 
     qdata: Tensor
     scale: Tensor
@@ -204,7 +204,7 @@ class Int4Tensor:
 
 @dataclass
 class Int4TilePackedTo4dTensor:
-    """What torchao's class of this name holds."""
+    """Stand-in for torchao's class of this name."""
 
     qdata: Tensor
     scale_and_zero: Tensor

@@ -1,4 +1,4 @@
-"""What quantized products compile to, without a GPU: defaults of each kind, on the four targets in turn."""
+"""Code of quantized products, compiled without a GPU: defaults of each kind, on the four targets in turn."""
 
 from __future__ import annotations
 

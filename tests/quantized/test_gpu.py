@@ -120,7 +120,7 @@ def test_a_config_of_each_body_suits_what_is_tested_here(name: str) -> None:
 def held(
     made: Made, x: Tensor, config: str | None, bias: Tensor | None = None, activation: str | None = None
 ) -> tuple[Tensor, float]:
-    """What is computed, and its error over the tolerance."""
+    """The result, and its error over the tolerance."""
     y = quantized_linear(x, made.weight(), bias, activation=activation, config=config)
     return y, error(y, product_of(x, made.exact(), bias, activation), x.shape[-1])
 

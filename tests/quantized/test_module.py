@@ -34,7 +34,7 @@ def module(kind: Kind = ANY, bias: bool = True) -> QuantizedLinear:
 
 
 def read_weight(name: str, n: int = 64, k: int = 128, seed: int = 0) -> QuantizedWeight:
-    """Of a checkpoint in a format."""
+    """A weight of a checkpoint in a format."""
     torch.manual_seed(seed)
     maker, config = FORMATS[name]
     held = maker(n, k)
@@ -374,7 +374,7 @@ def test_configs_of_one_model_agree() -> None:
 
 
 def quantized_model(scheme: str, seed: int = 0) -> Any:
-    """Of transformers; q, k and v can be one, and gate and up."""
+    """A model of transformers; q, k and v can be one, and gate and up."""
     model = tiny.model("llama", num_key_value_heads=4, intermediate_size=128)
     torch.manual_seed(seed)
     for path, linear in [*model.named_modules()]:

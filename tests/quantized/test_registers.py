@@ -18,7 +18,7 @@ H100 = gpu.lookup("h100-sxm")
 
 
 def test_the_rule_that_refuses_64_is_needed(tmp_path: Path) -> None:
-    """What the rule of ``tile_k`` leaves out does write such registers."""
+    """Configs that the rule of ``tile_k`` leaves out do write such registers."""
     problem = QuantizedGroupedProblem.parse("rows=3000 n=448 k=712 experts=20 code=e2m1 group=32 scale=e8m0")
     found = (c for c in QUANTIZED_GROUPED_GEMM.valid(problem, H100) if (c.body, c.tile_k) == ("warpgroup", 128))
     smaller = (c.replace(tile_k=64, stages=8) for c in found)

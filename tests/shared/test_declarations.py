@@ -65,7 +65,7 @@ def shrunk(op: Any, text: str, most: int = 9) -> Any:
 
 
 def bits(value: Any) -> Any:
-    """What equals only itself: caches have NaN where nobody reads them."""
+    """Bits, which equal only themselves: caches have NaN where nobody reads them."""
     return value.contiguous().view(torch.uint8).tolist() if isinstance(value, Tensor) and value.dim() else value
 
 

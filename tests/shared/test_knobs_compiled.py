@@ -84,7 +84,7 @@ def test_each_value_of_each_knob_is_valid_for_some_problem(kind: Any) -> None:
 
 @pytest.mark.parametrize("name", GROUPED)
 def test_each_value_that_grouped_products_narrow_is_valid_too(name: str) -> None:
-    """Of the warpgroup body alone, whose lists are their own; tiles by the names that they have without swap_ab."""
+    """Values of the warpgroup body alone, whose lists are its own; tiles are named as without swap_ab."""
     op: Any = registry.get(name)
     schedule = op.warpgroup
     missing = values(map(unswapped, schedule.span()))

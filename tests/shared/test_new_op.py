@@ -134,7 +134,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def reported(tree: Path, script: str, **variables: str) -> Any:
-    """What ``script`` prints last in a process that imports from ``tree``."""
+    """The last line that ``script`` prints in a process that imports from ``tree``."""
     done = subprocess.run(
         [sys.executable, "-c", script, str(tree)],
         capture_output=True,

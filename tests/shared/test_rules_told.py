@@ -214,7 +214,7 @@ def changed(text: str, words: str) -> str:
 
 
 def failures(op: Any, problem: str, config: str, spec: gpu.GpuSpec) -> str:
-    """What ``check`` says; of ops with several schedules, all that the config's says, whatever comes first."""
+    """Messages of ``check``; of ops with several schedules, all that the config's says, whatever comes first."""
     p, c = op.Problem.parse(problem), op.Config.parse(config)
     with pytest.raises(InvalidConfig) as refused:
         op.check(p, c, spec)

@@ -302,7 +302,7 @@ class CudaLauncher:
 
 
 class Compiled:
-    """What the launcher uses of Triton's CompiledKernel."""
+    """The part of Triton's CompiledKernel that the launcher uses."""
 
     packed_metadata = "metadata"
 

@@ -28,7 +28,7 @@ def copies(given: dict[str, Any], gradients: bool) -> dict[str, Any]:
 
 
 def outcome(function: Any, given: dict[str, Any]) -> list[Tensor]:
-    """What a call returns, and what it leaves in its arguments or their gradients."""
+    """The result of a call, and what it leaves in its arguments or their gradients."""
     made = [t for t in tree_leaves(function(**given)) if isinstance(t, Tensor)]
     wanted = [t for t in made if t.requires_grad]
     if wanted:

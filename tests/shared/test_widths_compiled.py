@@ -25,7 +25,7 @@ def each(config: Any) -> float:
 
 
 def narrow(op: Any, problem: Any) -> set[str]:
-    """Of loads ("ld") and stores ("st"), which are narrower than ``problem`` promises.
+    """Loads ("ld") and stores ("st") that are narrower than ``problem`` promises.
 
     By default, or else where a thread has most elements. A copy to shared memory counts as a load.
     """
@@ -39,7 +39,7 @@ def narrow(op: Any, problem: Any) -> set[str]:
 
 
 def aligned(op: Any) -> Any:
-    """Of its suite's problems with 16-bit elements aligned to 16 bytes, the first with the longest rows."""
+    """The first problem with the longest rows, of those of its suite with 16-bit elements aligned to 16 bytes."""
     problems = [op.Problem.parse(text) for text in op.suite]
     wide = [p for p in problems if p.align == 16 and getattr(p, "layout", "") != "strided" and p.itemsize == 2]
     return max(wide, key=lambda p: getattr(p, p.aligns_rows or "", 0))

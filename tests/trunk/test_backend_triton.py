@@ -278,7 +278,7 @@ def test_launching_without_a_gpu_says_so(artifact: TritonArtifact, monkeypatch: 
 
 
 class Compiled:
-    """What the launcher uses of Triton's CompiledKernel."""
+    """The part of Triton's CompiledKernel that the launcher uses."""
 
     def __init__(self, device: list[int]) -> None:
         self.device = device

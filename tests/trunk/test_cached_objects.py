@@ -1,4 +1,4 @@
-"""What lies in the cache where an object should: things that are no files, halves, what another process is writing."""
+"""Things in the cache where an object should be: things that are no files, halves, what another process is writing."""
 
 from __future__ import annotations
 

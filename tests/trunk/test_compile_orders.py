@@ -40,7 +40,7 @@ class Order(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What a process did: kernels it compiled, and what it warned of."""
+    """Account of a process: kernels it compiled, and what it warned of."""
 
     compiled: list[str]
     warnings: list[str]

@@ -1,4 +1,4 @@
-"""What goes together: each rule has a machine that breaks it and alone it, read from a driver that is faked."""
+"""Parts that go together: each rule has a machine that breaks it and alone it, read from a driver that is faked."""
 
 from __future__ import annotations
 

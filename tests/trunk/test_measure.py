@@ -88,7 +88,7 @@ class TestStatistics:
         assert covered > 170
 
     def test_the_interval_is_of_95_percent(self) -> None:
-        """Of the median of 400 normal ratios: 1.96 standard errors on each side, not 1.64 (90 %) or 2.58 (99 %)."""
+        """The median of 400 normal ratios: 1.96 standard errors on each side, not 1.64 (90 %) or 2.58 (99 %)."""
         noise, widths = random.Random(5), []
         for _ in range(6):
             r = Samples((1.0,) * 400).ratio(Samples(tuple(noise.gauss(1.0, 0.05) for _ in range(400))))

@@ -81,7 +81,7 @@ class Mode(TorchFunctionMode):
 
 
 def in_transforms(ask: Callable[[], bool]) -> list[bool]:
-    """What ``ask`` says outside of torch.func, and in its transforms."""
+    """Answers of ``ask`` outside of torch.func, and in its transforms."""
     said: list[bool] = [ask()]
 
     def noting(x: Tensor) -> Tensor:
@@ -291,7 +291,7 @@ def test_inductor_s_names_are_looked_for(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("lacking", ["version", "names"])
 def test_an_unknown_launcher_of_triton_s_is_left_alone(lacking: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is launched then: tests/shared/test_tensor_op.py."""
+    """The launch itself is tested in tests/shared/test_tensor_op.py."""
     import triton
 
     assert backend._form() is not None and not backend.absent()

@@ -95,7 +95,7 @@ class Scale(Op[ScaleProblem, ScaleConfig]):
 
 
 class Listing(Artifact):
-    """What the toy's compiler emits: a few words in JSON, and an interpreter for them."""
+    """Code of the toy's compiler: a few words in JSON, and an interpreter for them."""
 
     backend: ClassVar[str] = "listing"
     facts = Facts(registers=16, stack_bytes=0, smem_bytes=0)

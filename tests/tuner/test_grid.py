@@ -86,7 +86,7 @@ def test_products_fill_the_space_in_four_layouts() -> None:
 
 
 def test_between_measured_points_a_neighbour_serves() -> None:
-    """Of random products in the grid's range all but a few have a winner of it within the dispatcher's reach."""
+    """All but a few random products in the grid's range have a winner of it within the dispatcher's reach."""
     linear = [str(t.problem) for family in FAMILIES[:4] for t in points(family)]
     config = str(GEMM.default(GEMM.Problem.parse("m=64 n=4096 k=4096 b_major=k"), H200))
     known = measured(GEMM, *linear, config=config)

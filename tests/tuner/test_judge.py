@@ -75,7 +75,7 @@ def answer(request: Warm | Prepare | Load | Measure) -> dict[str, Outcome] | Non
 
 @dataclass
 class Verdict:
-    """What became of the configs judged so far."""
+    """Outcome of the configs judged so far."""
 
     judged: int = 0
     pruned: int = 0

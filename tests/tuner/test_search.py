@@ -271,7 +271,7 @@ class TestFailuresOfTheMachine:
     @pytest.mark.parametrize("name", SPOILS)
     @pytest.mark.parametrize("where", ["spoiled_compiles", "spoiled_measures"])
     def test_one_is_tried_again_in_the_same_run(self, store: Store, name: str, where: str) -> None:
-        """Of the best config and of the default, in turns."""
+        """Times of the best config and of the default, in turns."""
         spoil, turn = SPOILS[name], list(SPOILS).index(name) + (where == "spoiled_measures")
         config = (BEST, DEFAULT)[turn % 2]
         report = run(store, ToyMachine(**{where: {config: [spoil]}}), trials=100)

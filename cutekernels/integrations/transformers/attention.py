@@ -117,7 +117,8 @@ def attend(
     # In other models, as in SDPA, masks alone have windows.
     if causal and windowed and getattr(getattr(module, "config", None), "model_type", None) in FAMILIES:
         options["window"] = (sliding_window - 1, None)  # type: ignore[operator]
-    if causal and q.is_cuda and q.shape[1] <= MOST_QUERIES < k.shape[1] and not _tracked(q, k, v):
+    tracked = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
+    if causal and q.is_cuda and q.shape[1] <= MOST_QUERIES < k.shape[1] and not tracked:
         lengths = torch.full((q.shape[0],), k.shape[1], dtype=torch.int32, device=q.device)
         return decode_attention(q, k, v, lengths, **options), None
     if q.shape[1] == 1:  # no expression: a traced length may be a symbol
@@ -146,7 +147,7 @@ def _band(tokens: Any, query: Tensor, key: Tensor) -> Tensor:
 
 
 class _Traced:
-    """What a traced call of a patched model says of its mask. Traces run one at a time."""
+    """The mask of a traced call of a patched model, as far as the call tells. Traces run one at a time."""
 
     own_positions = False
     """Whether the model made ``position_ids`` itself: tokens of one sequence, whatever a graph can see of them."""
@@ -267,7 +268,3 @@ def _is_band(
         return False
     begins = not windowed if isinstance(q_offset, Tensor) else q_offset == 0
     return bool(begins and kv_offset == 0 and q_length == kv_length)
-
-
-def _tracked(*tensors: Tensor) -> bool:
-    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)

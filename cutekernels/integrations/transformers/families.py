@@ -144,7 +144,7 @@ class Family:
         return float(config.residual_multiplier) if self.multipliers else None
 
     def logits_scaling_of(self, config: Any) -> float | None:
-        """What a model's logits are divided by, or None."""
+        """The divisor of a model's logits, or None."""
         if self.logit_scale:
             return 1.0 / float(config.logit_scale)
         return float(config.logits_scaling) if self.multipliers else None

@@ -31,7 +31,7 @@ _BEFORE = "_cutekernels_attention"  # the attribute of a patched model: the atte
 
 @dataclass
 class Report:
-    """What :func:`patch` did. Also its context manager: leaving the block takes the model off the kernels.
+    """Report of :func:`patch`. Also its context manager: leaving the block takes the model off the kernels.
 
     Attributes:
         model: the patched model.

@@ -1,4 +1,4 @@
-"""What a projection of a transformers model is, and what kernels multiply of it."""
+"""Projections of a transformers model, and the weights that kernels multiply of them."""
 
 from __future__ import annotations
 

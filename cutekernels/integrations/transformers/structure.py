@@ -246,7 +246,7 @@ def _tables(model: torch.nn.Module) -> _Tables | None:
 
 
 def attempt(call: Callable[..., Any], *given: Any) -> Any:
-    """What a foreign forward gives, or its failure."""
+    """The result of a foreign forward, or its failure."""
     try:
         return call(*given)
     except Exception as error:  # noqa: BLE001  of code that nobody here knows: the module is left with these words

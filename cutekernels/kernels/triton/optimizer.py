@@ -98,17 +98,7 @@ def _update(run, inside, of, by, how, CLIP: tl.constexpr):
 @triton.jit
 def _from(run, i):
     """The elements ``i`` of a run."""
-    return Run(
-        run.out_param + i,
-        run.out_avg + i,
-        run.out_sq + i,
-        run.out_master + i,
-        run.param + i,
-        run.grad + i,
-        run.avg + i,
-        run.sq + i,
-        run.master + i,
-    )
+    return Run(*[pointer + i for pointer in run])
 
 
 @triton.jit
@@ -145,17 +135,8 @@ def adamw_step(at: Pointers, elements, of: Hyper, how: How, DEPENDENT: tl.conste
     if how.MASTER:
         master = at.master_ptr
         out_master = at.out_master_ptr
-    run = Run(
-        at.out_param_ptr + begin,
-        at.out_exp_avg_ptr + begin,
-        at.out_exp_avg_sq_ptr + begin,
-        out_master + begin,
-        at.param_ptr + begin,
-        at.grad_ptr + begin,
-        at.exp_avg_ptr + begin,
-        at.exp_avg_sq_ptr + begin,
-        master + begin,
-    )
+    results = (at.out_param_ptr, at.out_exp_avg_ptr, at.out_exp_avg_sq_ptr, out_master)
+    run = _from(Run(*results, at.param_ptr, at.grad_ptr, at.exp_avg_ptr, at.exp_avg_sq_ptr, master), begin)
     left = tl.minimum(elements - begin, how.BLOCK).to(tl.int32)
     _chunk(run, left, of, Factors(1.0 - lr * of.weight_decay, lr / bias1, root, 1.0), how, False)
 

@@ -96,7 +96,8 @@ def adamw_step(
     if not all(walk(t) == walk(param) and is_dense(t) for t in runs):
         results = places(inputs, UPDATED)
         check_results(results)
-        if not (torch.compiler.is_compiling() or transformed() or any(map(_placeless, present(inputs)))):
+        placeless = any(t.is_meta or type(t) not in (Tensor, torch.nn.Parameter) for t in present(inputs))  # or fakes
+        if not (torch.compiler.is_compiling() or transformed() or placeless):
             check_overlap(ADAMW_STEP, results, inputs)  # copies would hide it
         copies = [None if t is None else t.contiguous() for t in inputs[:5]]
         update((*copies, steps, rates))
@@ -107,11 +108,6 @@ def adamw_step(
         return param
     update(inputs)
     return param
-
-
-def _placeless(t: Tensor) -> bool:
-    """Whether ``t`` may have no address: on meta, or a fake."""
-    return t.is_meta or type(t) not in (Tensor, torch.nn.Parameter)
 
 
 def check_hyper(lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -14,16 +14,16 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Config, Problem, Scalar, Work, extent, knob, ladder, plain
 from cutekernels.ops.shared import streaming, tile_rules
 from cutekernels.ops.shared.checks import check_alike, check_results
-from cutekernels.ops.shared.dtypes import BYTES, TYPES, WIDEST_BYTES
+from cutekernels.ops.shared.dtypes import BYTES, WIDEST_BYTES
 from cutekernels.ops.shared.operands import Array, Sizes
 from cutekernels.ops.shared.strides import is_dense, walk
 from cutekernels.ops.shared.triton_op import TritonOp
 from cutekernels.rules import of_both, of_config
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
-    from cutekernels.backends import Artifact
     from cutekernels.gpu import GpuSpec
 
 
@@ -80,7 +80,9 @@ class AdamWConfig(Config):
     evict: str = knob("normal", "first")
 
 
+_TABLE = {"table_ptr": "*i64", "grads_ptr": "*i64", "chunks_ptr": "*i32"}
 _EVICT = {"normal": "", "first": "evict_first"}
+_SOURCES = {"step": "step", "rate": "lr"}  # fields of the problem, and the operands that they are of
 _MAX_PER_THREAD = 16  # elements: each takes an address, four values and what becomes of them
 _DEPTH = 32.0  # a gradient and a moment several times the typical one may cancel: 4 ulp of fp32 of that
 UPDATED = (0, 2, 3, 4)  # inputs that the in-place form writes to: those of the results' names
@@ -160,8 +162,11 @@ class AdamW(TritonOp[AdamWProblem, AdamWConfig]):
     def takes(self, name: str, t: Tensor) -> bool:
         return True  # alike and dense, which layout() checks
 
+    def derive(self, sizes: Sizes, **options: Any) -> None:
+        sizes.setdefault("one", 1)
+
     def refuse(self, named: Mapping[str, Tensor | None], sizes: Sizes, **options: Any) -> None:
-        if sizes.get("one", 1) != 1:
+        if sizes["one"] != 1:
             raise UnsupportedProblem(f"a step or lr on the device is one number in fp32; got {sizes['one']}")
         param, master = named["param"], named["master"]
         if master is not None and param is not None and param.dtype == master.dtype:
@@ -186,15 +191,12 @@ class AdamW(TritonOp[AdamWProblem, AdamWConfig]):
         return tuple([param.new_empty(0) if (t := inputs[i]) is None else torch.empty_like(t) for i in UPDATED])
 
     def facts(self, named: Mapping[str, Tensor | None], sizes: Sizes) -> Mapping[str, Scalar]:
-        sources = {"step": named["step"], "rate": named["lr"]}
-        return {"master": named["master"] is not None} | {
-            name: "host" if t is None else "device" for name, t in sources.items()
-        }
+        return {field: "host" if named[name] is None else "device" for field, name in _SOURCES.items()}
 
     def layout(self, named: Mapping[str, Tensor | None], sizes: Sizes, found: Mapping[str, Any]) -> dict[str, Scalar]:
         param = named["param"]
         assert param is not None
-        runs = [t for name, t in named.items() if name not in ("step", "lr") and t is not None and t.numel()]
+        runs = [t for name, t in named.items() if name not in _SOURCES.values() and t is not None and t.numel()]
         if not all(is_dense(t) and walk(t) == walk(param) for t in runs):
             raise UnsupportedProblem(
                 "operands lie densely and alike: clone them with torch.contiguous_format, or use adamw_step, "
@@ -204,9 +206,8 @@ class AdamW(TritonOp[AdamWProblem, AdamWConfig]):
         return {"align": WIDEST_BYTES if aligned else param.element_size()}
 
     def kind(self, p: AdamWProblem, name: str) -> str | None:
-        if name in ("step", "lr"):
-            return "fp32" if (p.step if name == "step" else p.rate) == "device" else None
-        return super().kind(p, name)
+        absent = any(name == source and getattr(p, field) == "host" for field, source in _SOURCES.items())
+        return None if absent else super().kind(p, name)
 
     def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
         import torch
@@ -262,41 +263,35 @@ class AdamW(TritonOp[AdamWProblem, AdamWConfig]):
 
     # -- kernels
 
-    def constants(self, p: AdamWProblem, c: AdamWConfig) -> Mapping[str, int | bool | str]:
-        return _common(p, c) | {"STEP_ON_DEVICE": p.step == "device"}
+    def constants(self, p: AdamWProblem, c: AdamWConfig) -> dict[str, int | bool | str]:
+        found: dict[str, int | bool | str] = {"BLOCK": c.block, "VEC": p.vec, "EVICT": _EVICT[c.evict]}
+        flags = {"MASTER": p.master, "MAXIMIZE": p.maximize}
+        return found | flags | {"LR_ON_DEVICE": p.rate == "device", "STEP_ON_DEVICE": p.step == "device"}
 
     def divisible(self, p: AdamWProblem, c: AdamWConfig) -> dict[str, int]:
-        kinds = {name: self.kind(p, name) for name in self.operands if name not in ("step", "lr")}
+        kinds = {name: self.kind(p, name) for name in self.operands if name not in _SOURCES.values()}
         return {f"{name}_ptr": p.vec * BYTES[kind] for name, kind in kinds.items() if kind is not None}
 
-    # -- samples
+    # -- samples: the third step of a parameter, its moments as two gradients of its kind would have left them
 
-    def outputs(self, p: AdamWProblem, *args: Any) -> tuple[Tensor, ...]:
+    def place(self, p: AdamWProblem, name: str, result: Tensor) -> Tensor:
+        return result if not result.numel() else _skew(result, p.align)
+
+    def draw(self, p: AdamWProblem, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor | None:
         import torch
 
-        return tuple(
-            args[0].new_empty(0) if args[i] is None else _skew(torch.empty_like, args[i], p.align) for i in UPDATED
-        )
+        if name in _SOURCES.values():
+            return torch.full(shape, 3.0 if name == "step" else 0.01, device=generator.device)
+        scale = {"exp_avg": 0.1, "exp_avg_sq": 0.05}.get(name, 1.0)
+        values = torch.randn(shape, generator=generator, device=generator.device) * scale
+        return values.abs_().add_(0.05).square_() if name == "exp_avg_sq" else values
+
+    def draw_scalars(self, p: AdamWProblem, generator: torch.Generator) -> tuple[Any, ...]:
+        return Hyper.of(0.01, (0.9, 0.999), 1e-8, 0.1, 3 if p.step == "host" else None)
 
     def sample(self, p: AdamWProblem, device: str, seed: int) -> tuple[Any, ...]:
-        """The third step of a parameter, its moments as two gradients of its kind would have left them."""
-        import torch
-
-        generator = torch.Generator(device).manual_seed(seed)
-
-        def normal(dtype: str, scale: float = 1.0) -> Tensor:
-            t = torch.randn(p.elements, generator=generator, device=device) * scale
-            return _skew(lambda t: t.to(TYPES[dtype]), t, p.align)
-
-        master = normal("fp32") if p.master else None
-        param = normal(p.dtype) if master is None else _skew(lambda t: t.to(TYPES[p.dtype]), master, p.align)
-        grad, exp_avg, exp_avg_sq = normal(p.grad_dtype), normal("fp32", 0.1), normal("fp32", 0.05)
-        exp_avg_sq.abs_().add_(0.05).square_()
-        exp_avg, exp_avg_sq = (_skew(lambda t: t.to(TYPES[p.moments]), t, p.align) for t in (exp_avg, exp_avg_sq))
-        step = torch.full((), 3.0, device=device) if p.step == "device" else None
-        lr = torch.full((), 0.01, device=device) if p.rate == "device" else None
-        hyper = Hyper.of(0.01, (0.9, 0.999), 1e-8, 0.1, 3 if step is None else None)
-        return (param, grad, exp_avg, exp_avg_sq, master, step, lr, *hyper)
+        args = super().sample(p, device, seed)
+        return tuple([None if t is None else _skew(t, p.align) for t in args[:5]]) + args[5:]
 
 
 class AdamWTable(AdamW):
@@ -307,35 +302,18 @@ class AdamWTable(AdamW):
 
     name = "adamw_table"
     kernel = "optimizer:adamw_table"
-    arguments: ClassVar[dict[str, str]] = {
-        "table_ptr": "*i64",
-        "grads_ptr": "*i64",
-        "chunks_ptr": "*i32",
-        "lr_ptr": "*fp32",
-        "norm": "i64",
-        "max_norm": "fp32",
-    } | dict.fromkeys(Hyper._fields, "fp32")
+    arguments: ClassVar[dict[str, str]] = (
+        _TABLE | {"lr_ptr": "*fp32", "norm": "i64", "max_norm": "fp32"} | AdamW.scalar_types
+    )
 
-    def constants(self, p: AdamWProblem, c: AdamWConfig) -> Mapping[str, int | bool | str]:
+    def constants(self, p: AdamWProblem, c: AdamWConfig) -> dict[str, int | bool | str]:
         kinds = {"PARAM": p.dtype, "GRAD": p.grad_dtype, "MOMENTS": p.moments}
-        return _common(p, c) | kinds | ({} if p.rate == "device" else {"lr_ptr": 0})
+        return super().constants(p, c) | kinds | ({} if p.rate == "device" else {"lr_ptr": 0})
 
-    def build(self, p: AdamWProblem, c: AdamWConfig, gpu: GpuSpec) -> Artifact:
-        from cutekernels.backends.triton import compile_kernel
-        from cutekernels.kernels.triton import optimizer as kernels
-
-        constants = self.constants(p, c)
-        return compile_kernel(
-            getattr(kernels, self.name),
-            signature=self.arguments | dict.fromkeys(constants, "constexpr"),
-            constexprs=constants,
-            divisible={},
-            options={"num_warps": c.warps},
-            gpu=gpu,
-        )
-
-    def bind(self, p: AdamWProblem, c: AdamWConfig, kernel: Callable[..., Any]) -> Callable[..., None]:
-        return kernel
+    def launch_arguments(
+        self, p: AdamWProblem, c: AdamWConfig
+    ) -> tuple[dict[str, str], dict[str, Any], dict[str, int]]:
+        return dict(self.arguments), {}, {}
 
 
 class AdamWSquares(AdamWTable):
@@ -343,15 +321,9 @@ class AdamWSquares(AdamWTable):
 
     name = "adamw_squares"
     kernel = "optimizer:adamw_squares"
-    arguments: ClassVar[dict[str, str]] = {
-        "table_ptr": "*i64",
-        "grads_ptr": "*i64",
-        "chunks_ptr": "*i32",
-        "sums_ptr": "*fp32",
-        "chunks": "i64",
-    }
+    arguments: ClassVar[dict[str, str]] = _TABLE | {"sums_ptr": "*fp32", "chunks": "i64"}
 
-    def constants(self, p: AdamWProblem, c: AdamWConfig) -> Mapping[str, int | bool | str]:
+    def constants(self, p: AdamWProblem, c: AdamWConfig) -> dict[str, int | bool | str]:
         vec = WIDEST_BYTES // BYTES[p.grad_dtype] if p.align == WIDEST_BYTES else 1
         return {"BLOCK": c.block, "VEC": vec, "GRAD": p.grad_dtype}
 
@@ -363,26 +335,14 @@ class AdamWCount(AdamWTable):
     kernel = "optimizer:adamw_count"
     arguments: ClassVar[dict[str, str]] = {"table_ptr": "*i64", "grads_ptr": "*i64", "tensors": "i32"}
 
-    def constants(self, p: AdamWProblem, c: AdamWConfig) -> Mapping[str, int | bool | str]:
+    def constants(self, p: AdamWProblem, c: AdamWConfig) -> dict[str, int | bool | str]:
         return {"BLOCK": c.block}
 
 
-def _common(p: AdamWProblem, c: AdamWConfig) -> dict[str, int | bool | str]:
-    return {
-        "BLOCK": c.block,
-        "VEC": p.vec,
-        "MASTER": p.master,
-        "MAXIMIZE": p.maximize,
-        "LR_ON_DEVICE": p.rate == "device",
-        "EVICT": _EVICT[c.evict],
-    }
-
-
-def _skew(make: Callable[[Tensor], Tensor], t: Tensor, align: int) -> Tensor:
-    """``make(t)`` at an address that is a multiple of ``align`` and of no more."""
-    made = make(t)
-    skew = align % WIDEST_BYTES // made.element_size() or int(align < WIDEST_BYTES)
-    return made.new_empty(made.numel() + skew)[skew:].copy_(made) if skew else made
+def _skew(t: Tensor, align: int) -> Tensor:
+    """``t`` at an address that is a multiple of ``align`` and of no more."""
+    skew = align % WIDEST_BYTES // t.element_size() or int(align < WIDEST_BYTES)
+    return t.new_empty(t.numel() + skew)[skew:].copy_(t) if skew else t
 
 
 ADAMW_STEP = AdamW()
