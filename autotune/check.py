@@ -7,7 +7,7 @@ is stored. Exit codes: 0 all hold; 1 some fell behind or failed; 2 there is no G
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
