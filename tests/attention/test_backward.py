@@ -265,7 +265,7 @@ def test_problems_that_are_none() -> None:
         AttentionBackwardProblem.parse(f"{base} head_dim=256")
     with pytest.raises(UnsupportedProblem, match="leave it out"):
         AttentionBackwardProblem.parse(f"{base} lse=1")
-    for words in ("varlen=1", "head_dim=192"):
+    for words in ("varlen=1", "softcap=1", "head_dim=192"):
         with pytest.raises(UnsupportedProblem, match="ask for of=kv and of=q"):
             AttentionBackwardProblem.parse(f"{base} of=qkv {words}")
 

@@ -93,7 +93,7 @@ def test_one_launch_gives_all_gradients_where_ds_finds_room() -> None:
         return [p.of for p in problems(p, H200)]
 
     assert posed() == posed(head_dim=112) == posed(window="left", window_left=100) == ["qkv"]
-    assert posed(varlen=True) == posed(head_dim=64) == posed(head_dim=192) == ["kv", "q"]
+    assert posed(varlen=True) == posed(softcap=True) == posed(head_dim=64) == posed(head_dim=192) == ["kv", "q"]
     assert posed(head_dim=256) == ["k", "v", "q"]
     assert posed(batch=1, seq_q=65536, seq_kv=65536) == ["kv", "q"]
     p = AttentionProblem(4, 1024, 1024, 12, 2, causal=True)

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from cutekernels.gpu import GpuSpec
 
 WIDEST_TOGETHER = 192  # padded head dims whose dK and dV fit one thread's registers
-WIDEST_HANDED = 128  # padded head dims beside whose sums 64 walked queries fit
-NARROWEST_HANDED = 128  # for fewer, the bytes of dS outweigh two products: docs/notes/attention.md#dS-through-memory
+WIDEST_HANDED, WIDEST_CAPPED = 128, 64  # padded head dims beside whose sums 64 walked queries fit
+NARROWEST_HANDED = 128  # for fewer, the bytes of dS outweigh two products: docs/notes/attention.md#ds-through-memory
 BLOCK = BLOCK_KEYS * BLOCK_QUERIES
 BESIDE = 8 * BLOCK  # elements that may be read beside dS: those of 128 queries, of which one was asked for
 LEAST_WAVES = 1.5  # tiles of an SM in a launch, where there are several because of what dS needs
@@ -54,9 +54,10 @@ class AttentionBackwardProblem(AttentionProblem):
                 f"of={self.of} sums dK and dV of a head of {self.head_dim} in registers, which {WIDEST_TOGETHER} fill: "
                 "ask for of=k and of=v"
             )
-        if self.hands_on and (self.varlen or self.width > WIDEST_HANDED):
+        if self.hands_on and not self.may_hand_on:
             raise UnsupportedProblem(
-                f"of=qkv is for a batch of one length and heads up to {WIDEST_HANDED}: ask for of=kv and of=q"
+                f"of=qkv is for a batch of one length and heads up to {WIDEST_HANDED}, {WIDEST_CAPPED} with softcap=1: "
+                "ask for of=kv and of=q"
             )
 
     @property
@@ -72,6 +73,11 @@ class AttentionBackwardProblem(AttentionProblem):
     def hands_on(self) -> bool:
         """Whether dS goes through memory."""
         return self.of == "qkv"
+
+    @property
+    def may_hand_on(self) -> bool:
+        """Whether dS may go through memory."""
+        return not self.varlen and self.width <= (WIDEST_CAPPED if self.softcap else WIDEST_HANDED)
 
     @property
     def operands(self) -> int:

@@ -21,7 +21,6 @@ from cutekernels.ops.attention.arguments import check_scale
 from cutekernels.ops.attention.backward import ATTENTION_BACKWARD
 from cutekernels.ops.attention.backward_config import (
     NARROWEST_HANDED,
-    WIDEST_HANDED,
     AttentionBackwardProblem,
     Launches,
     passes,
@@ -71,13 +70,13 @@ def problems(posed: AttentionProblem, gpu: GpuSpec | None) -> tuple[AttentionBac
     and finds room in that of ``gpu``. Without ``gpu``, those of each pass.
     """
     fields = {name: getattr(posed, name) for name in type(posed).__dataclass_fields__}
-    fit = not posed.varlen and NARROWEST_HANDED <= posed.width <= WIDEST_HANDED
-    if gpu is not None and gpu.has_wgmma and fit:
-        whole = AttentionBackwardProblem(**fields, of="qkv")
+    found = [AttentionBackwardProblem(**fields, of=of) for of in passes(posed.head_dim)]
+    if gpu is not None and gpu.has_wgmma and found[0].may_hand_on and posed.width >= NARROWEST_HANDED:
+        whole = found[0].replace(of="qkv")
         config = dispatch.resolve(ATTENTION_BACKWARD, whole, gpu).config
         if Launches.of(whole, config, gpu).worth_it(whole, config, gpu):
             return (whole,)
-    return tuple([AttentionBackwardProblem(**fields, of=of) for of in passes(posed.head_dim)])
+    return tuple(found)
 
 
 def _launch(

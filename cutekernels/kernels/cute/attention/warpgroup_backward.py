@@ -9,10 +9,14 @@ keys walk the queries of all heads of their group, queries walk keys. With owned
 
     of           X1   X2   Y1   Y2   S = X1 Y1^T   dP = X2 Y2^T   first result: dS Y1   second result: P Y2
     q            Q    dO   K    V    Q K^T         dO V^T         dQ                    -
-    k, v, kv     K    V    Q    dO   K Q^T         V dO^T         dK                    dV
+    k, v, kv,    K    V    Q    dO   K Q^T         V dO^T         dK                    dV
+    qkv
 
 so P and dS are accumulators of the owned rows, and become A operands from registers. A walked tile is read twice, with
 its columns contiguous along k for S and dP and along n for the results.
+
+Of ``qkv``, dS goes to memory too, from registers, in blocks (``parts/score_blocks.py``); a second kernel of the same
+launch makes dQ of it (``warpgroup_queries.py``). A launch may be about a part of the heads, whose dS finds room.
 
 Roles:
     Consumer warp groups 0 .. groups - 1 (128 threads each): group g owns rows ``64 g .. 64 g + 63`` of the tile. The
@@ -55,7 +59,8 @@ Refuses (``ops/attention/backward_config.py``): GPUs without wgmma, tiles whose 
 
 Source:
     FlashAttention-3 (Shah 2024) keeps P and dS of transposed scores in registers; it computes dQ in the same kernel and
-    adds it up by atomics. Here dQ has a kernel of its own: 7 products instead of 5, and one order of summation.
+    adds it up by atomics. Here dQ has a kernel of its own, in one order of summation: 7 products instead of 5, or 5
+    and the bytes of dS.
 """
 
 from dataclasses import dataclass, replace
@@ -186,9 +191,9 @@ class GroupTile:
 class WarpgroupAttentionBackward(WarpGroupBody):
     """The body; its header is the module's.
 
-    ``of``: the gradients, ``"q"``, ``"k"``, ``"v"`` or ``"kv"``; the owned rows follow from it. The rows of ``mask``
-    are a CTA's owned ones, its columns the walked ones. ``resident``: most CTAs of a persistent grid, which draw their
-    tiles from a counter; 0 for one CTA a tile.
+    ``of``: the gradients, ``"q"``, ``"k"``, ``"v"``, ``"kv"`` or ``"qkv"``; the owned rows follow from it. The rows of
+    ``mask`` are a CTA's owned ones, its columns the walked ones. ``resident``: most CTAs of a persistent grid, which
+    draw their tiles from a counter; 0 for one CTA a tile.
     """
 
     of: str
