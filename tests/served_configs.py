@@ -87,12 +87,16 @@ def problems(op: Any, count: int) -> list[Any]:
 def served(op: Any, gpu_name: str, asked: list[Any]) -> list[str]:
     """A line for each problem: its config and the origin of it."""
     from cutekernels import dispatch, gpu
+    from cutekernels.errors import UnsupportedProblem
 
     spec = gpu.lookup(gpu_name)
     found = []
     for p in asked:
-        choice = dispatch.resolve(op, p, spec)
-        found.append(f"{gpu_name} | {p} | {choice.origin} | {choice.config}")
+        try:
+            choice = dispatch.resolve(op, p, spec)
+            found.append(f"{gpu_name} | {p} | {choice.origin} | {choice.config}")
+        except UnsupportedProblem as refusal:
+            found.append(f"{gpu_name} | {p} | none | {refusal}")
     return found
 
 

@@ -265,6 +265,9 @@ def test_problems_that_are_none() -> None:
         AttentionBackwardProblem.parse(f"{base} head_dim=256")
     with pytest.raises(UnsupportedProblem, match="leave it out"):
         AttentionBackwardProblem.parse(f"{base} lse=1")
+    for words in ("varlen=1", "softcap=1", "head_dim=192"):
+        with pytest.raises(UnsupportedProblem, match="ask for of=kv and of=q"):
+            AttentionBackwardProblem.parse(f"{base} of=qkv {words}")
 
 
 @pytest.mark.parametrize("words", ["", "causal=1"])
@@ -288,3 +291,4 @@ def test_work_counts_the_products_of_the_pass() -> None:
     together = ATTENTION_BACKWARD.work(AttentionBackwardProblem.parse(base)).flops
     assert flops["q"] == flops["k"] == together * 3 / 4
     assert flops["v"] == together / 2
+    assert ATTENTION_BACKWARD.work(AttentionBackwardProblem.parse(f"{base} of=qkv")).flops == together * 5 / 4

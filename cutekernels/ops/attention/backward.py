@@ -9,12 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from cutekernels import gpu as gpus
 from cutekernels.columns import smaller, where
 from cutekernels.op import Work
 from cutekernels.ops.attention import problem
 from cutekernels.ops.attention.backward_config import (
+    BESIDE,
+    BLOCK,
     AttentionBackwardConfig,
     AttentionBackwardProblem,
+    Launches,
     WarpgroupBackward,
 )
 from cutekernels.ops.attention.coefficients import MULTISTAGE
@@ -24,6 +28,7 @@ from cutekernels.ops.attention.op import ATTENTION, Attention
 from cutekernels.ops.attention.operands import VarlenOp, numbers, rows, workspace
 from cutekernels.ops.attention.problem import TilesSchedule, score_factors, since_revision_1
 from cutekernels.ops.shared.operands import Array, Matrix, Sizes
+from cutekernels.rules import of_problem
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,6 +45,10 @@ class MultistageBackward(TilesSchedule[AttentionBackwardProblem, AttentionBackwa
 
     name = "multistage"
     config = AttentionBackwardConfig
+
+    @of_problem
+    def dq_by_itself(self, p: AttentionBackwardProblem, gpu: GpuSpec, x: object) -> str | None:
+        return "body=multistage does not hand dS on: ask for of=kv and of=q" if p.hands_on else None
 
     def registers(self, p: AttentionBackwardProblem, c: AttentionBackwardConfig) -> int:
         """An estimate of the compiler's need: sums, scores and their gradients, owned operands, and the rest."""
@@ -66,7 +75,7 @@ class MultistageBackward(TilesSchedule[AttentionBackwardProblem, AttentionBackwa
 class AttentionBackward(VarlenOp[AttentionBackwardProblem, AttentionBackwardConfig]):
     """``stats`` is ``attention_delta``'s: ``(2, rows)`` in fp32, each query's log-sum-exp to base 2 and its delta.
 
-    Results: (dk, dv), (dq,), (dk,) or (dv,).
+    Results: (dk, dv), (dq,), (dk,), (dv,) or (dq, dk, dv).
     """
 
     name = "attention_backward"
@@ -121,8 +130,17 @@ class AttentionBackward(VarlenOp[AttentionBackwardProblem, AttentionBackwardConf
         return [dq if dk is None else dk, dv, *inputs]
 
     def further(self, p: AttentionBackwardProblem, c: AttentionBackwardConfig) -> list[Any]:
-        tickets = workspace(sums=False, tickets=c.grid == "dynamic")[1:]
-        return [*(tickets if c.body == "warpgroup" else []), *numbers(4, 2)]
+        if c.body == "multistage":
+            return numbers(4, 2)
+        handed: list[Any] = [None] * 3
+        if p.hands_on:
+            from cutlass import Int32
+
+            from cutekernels.backends import cute as backend
+
+            blocks = backend.dense(backend.type_of(p.dtype), None, None, None, BLOCK, align=128, bits=64)
+            handed = [super().fakes(p, c)[2], blocks, Int32(0)]
+        return [*workspace(sums=False, tickets=c.grid == "dynamic")[1:], *handed, *numbers(4, 2)]
 
     def body(self, p: AttentionBackwardProblem, c: AttentionBackwardConfig, gpu: GpuSpec) -> Any:
         """The kernel of ``c.body`` with its parts."""
@@ -169,6 +187,7 @@ class AttentionBackward(VarlenOp[AttentionBackwardProblem, AttentionBackwardConf
 
         limits, results = p.limits, len(p.of)
         empty = p.seq_q == 0 or p.seq_kv == 0
+        launches = Launches.of(p, c, gpus.detect()) if p.hands_on and not empty else None
         counter = StreamWorkspace(0, 1) if c.grid == "dynamic" else None  # one ticket, no partial sums
 
         def launch(*args: Any) -> None:
@@ -179,11 +198,18 @@ class AttentionBackward(VarlenOp[AttentionBackwardProblem, AttentionBackwardConf
                 for t in args[:results]:
                     t.zero_()
                 return
-            first, second = {"kv": args[:2], "v": (None, args[0])}.get(p.of, (args[0], None))
+            first, second = {"kv": args[:2], "v": (None, args[0]), "qkv": args[1:3]}.get(p.of, (args[0], None))
             given = None if mask is None else mask.view(torch.uint8)
             factors = (*score_factors(scale, softcap), scale)
+            inputs = first, second, dout, q, k, v, stats.view(-1), given, cu_q, cu_kv
             tickets = () if c.body == "multistage" else (None if counter is None else counter.get()[1],)
-            kernel(first, second, dout, q, k, v, stats.view(-1), given, cu_q, cu_kv, *tickets, *factors, *limits)
+            if launches is None:
+                kernel(*inputs, *tickets, *(() if c.body == "multistage" else (None,) * 3), *factors, *limits)
+                return
+            blocks = q.new_empty(launches.elements)[BESIDE:-BESIDE].view(launches.shape)
+            for layer in range(0, launches.layers, launches.each):
+                heads = min(launches.each, launches.layers - layer) * p.group
+                kernel(*inputs, *tickets, args[0], blocks[:heads], layer, *factors, *limits)
 
         return launch
 

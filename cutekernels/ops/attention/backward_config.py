@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from cutekernels import rates
 from cutekernels.columns import ceil, gcd, larger, pick, smaller, where
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.kernels.cute.parts.attention_smem import WarpgroupBackwardSmem, padded
+from cutekernels.kernels.cute.parts.attention_smem import (
+    BLOCK_KEYS,
+    BLOCK_QUERIES,
+    QueryGradientSmem,
+    WarpgroupBackwardSmem,
+    padded,
+)
 from cutekernels.op import knob, plain
 from cutekernels.ops.attention.coefficients import HIDDEN, ORDER, WARPGROUP_BACKWARD
 from cutekernels.ops.attention.config import GROUP_ROWS, GROUP_WARPS, MOST_VALUES
@@ -20,13 +27,21 @@ if TYPE_CHECKING:
     from cutekernels.gpu import GpuSpec
 
 WIDEST_TOGETHER = 192  # padded head dims whose dK and dV fit one thread's registers
+WIDEST_HANDED, WIDEST_CAPPED = 128, 64  # padded head dims beside whose sums 64 walked queries fit
+NARROWEST_HANDED = 128  # for fewer, the bytes of dS outweigh two products: docs/notes/attention.md#ds-through-memory
+BLOCK = BLOCK_KEYS * BLOCK_QUERIES
+BESIDE = 8 * BLOCK  # elements that may be read beside dS: those of 128 queries, of which one was asked for
+LEAST_WAVES = 1.5  # tiles of an SM in a launch, where there are several because of what dS needs
 
 
 @dataclass(frozen=True)
 class AttentionBackwardProblem(AttentionProblem):
-    """The forward pass's problem, and ``of``: the gradients that one kernel computes, dK with dV, or any one alone."""
+    """The forward pass's problem, and ``of``: the gradients of one launch, dK with dV, any one alone, or all three.
 
-    of: str = plain("kv", "q", "k", "v")
+    Of all three, dS goes through memory to the kernel of dQ.
+    """
+
+    of: str = plain("kv", "q", "k", "v", "qkv")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -34,10 +49,15 @@ class AttentionBackwardProblem(AttentionProblem):
             raise UnsupportedProblem("lse=1 asks attention for a result; its gradients have none: leave it out")
         if self.sinks != "none":
             raise UnsupportedProblem("sinks change nothing here, since lse has them in it: leave them out")
-        if self.of == "kv" and self.width > WIDEST_TOGETHER:
+        if "kv" in self.of and self.width > WIDEST_TOGETHER:
             raise UnsupportedProblem(
-                f"of=kv sums dK and dV of a head of {self.head_dim} in registers, which {WIDEST_TOGETHER} fill: "
+                f"of={self.of} sums dK and dV of a head of {self.head_dim} in registers, which {WIDEST_TOGETHER} fill: "
                 "ask for of=k and of=v"
+            )
+        if self.hands_on and not self.may_hand_on:
+            raise UnsupportedProblem(
+                f"of=qkv is for a batch of one length and heads up to {WIDEST_HANDED}, {WIDEST_CAPPED} with softcap=1: "
+                "ask for of=kv and of=q"
             )
 
     @property
@@ -47,7 +67,17 @@ class AttentionBackwardProblem(AttentionProblem):
     @property
     def products(self) -> int:
         """Products per pair of tiles: S, dP where it is needed, and a sum for each gradient."""
-        return {"kv": 4, "q": 3, "k": 3, "v": 2}[self.of]
+        return {"kv": 4, "q": 3, "k": 3, "v": 2, "qkv": 5}[self.of]
+
+    @property
+    def hands_on(self) -> bool:
+        """Whether dS goes through memory."""
+        return self.of == "qkv"
+
+    @property
+    def may_hand_on(self) -> bool:
+        """Whether dS may go through memory."""
+        return not self.varlen and self.width <= (WIDEST_CAPPED if self.softcap else WIDEST_HANDED)
 
     @property
     def operands(self) -> int:
@@ -57,7 +87,7 @@ class AttentionBackwardProblem(AttentionProblem):
     @property
     def work_bytes(self) -> int:
         rows_q, rows_kv = self.batch * self.seq_q * self.heads_q, self.batch * self.seq_kv * self.heads_kv
-        written = {"q": rows_q, "k": rows_kv, "v": rows_kv, "kv": 2 * rows_kv}[self.of]
+        written = sum([rows_q if name == "q" else rows_kv for name in self.of])
         mask = self.batch * self.seq_q * self.seq_kv if self.mask else 0
         return 2 * (2 * rows_q + 2 * rows_kv + written) * self.head_dim + 8 * rows_q + mask
 
@@ -116,7 +146,8 @@ class AttentionBackwardConfig(BodiesConfig):
         if self.body == "warpgroup":
             groups = self.tile_own // GROUP_ROWS
             operands = (p.operands, p.by_keys)
-            return WarpgroupBackwardSmem(groups, self.tile_walked, p.head_dim, self.stages, *operands).total_bytes
+            need = WarpgroupBackwardSmem(groups, self.tile_walked, p.head_dim, self.stages, *operands).total_bytes
+            return larger(need, QueryGradientSmem(p.head_dim).total_bytes) if p.hands_on else need
         row_bytes = 2 * p.width
         stats = 2 * 4 * self.tile_walked if p.by_keys else 0
         return p.operands * self.tile_own * row_bytes + self.stages * (2 * self.tile_walked * row_bytes + stats)
@@ -134,6 +165,11 @@ class WarpgroupBackward(BodySchedule[AttentionBackwardProblem, AttentionBackward
     config = AttentionBackwardConfig
 
     warpgroup_mma = of_problem(no_warpgroups)
+
+    @of_config
+    def whole_blocks(self, c: AttentionBackwardConfig, gpu: GpuSpec, x: AttentionBackwardProblem) -> Broken:
+        odd = (c.tile_walked % GROUP_ROWS > 0) & x.hands_on
+        yield odd, "of=qkv hands dS on by {} queries, which do not divide tile_walked={}", GROUP_ROWS, c.tile_walked
 
     @of_config
     def warps_of_groups(self, c: AttentionBackwardConfig, gpu: GpuSpec, x: AttentionBackwardProblem) -> Broken:
@@ -168,8 +204,8 @@ def warpgroup_values(p: AttentionBackwardProblem, c: AttentionBackwardConfig) ->
     """A thread's accumulators and 16-bit operands: sums, S and dP, slopes of capped scores, P in flight."""
     scores = c.tile_walked // 2
     slopes = scores + _CAP if p.softcap and p.of != "v" else 0
-    flying = scores // 2 if p.of == "kv" else 0
-    return len(p.of) * p.width // 2 + p.operands * scores + slopes + flying
+    flying = scores // 2 if "kv" in p.of else 0
+    return len(p.of.replace("qkv", "kv")) * p.width // 2 + p.operands * scores + slopes + flying
 
 
 def warpgroup_us(p: AttentionBackwardProblem, c: Any, gpu: GpuSpec) -> Any:
@@ -210,3 +246,57 @@ def warpgroup_us(p: AttentionBackwardProblem, c: Any, gpu: GpuSpec) -> Any:
 def own_tiles(p: AttentionBackwardProblem, c: AttentionBackwardConfig) -> int:
     """Tiles of owned rows, all heads together."""
     return -(-p.seq_own // c.tile_own) * p.batch * (p.heads_kv if p.by_keys else p.heads_q)
+
+
+# ---- dS in memory ----------------------------------------------------------------------------------------
+
+
+def score_blocks(p: AttentionBackwardProblem, tile_own: int, tile_walked: int) -> tuple[int, int]:
+    """Rows and columns of blocks of dS for a query head, as of ``ScoreBlocks.place``."""
+    left, right = p.limits
+    shift, tiles = p.seq_q - p.seq_kv, -(-p.seq_kv // tile_own)
+    before, behind = right - shift, left + shift
+
+    def walked(tile: int) -> int:
+        """Walked tiles of a tile of keys."""
+        last = min((tile + 1) * tile_own, p.seq_kv) - 1
+        seen = -(-p.seq_q // tile_walked)
+        if p.limited_left:  # queries right behind it
+            seen = min(seen, -(-max(0, last + behind + 1) // tile_walked))
+        first = max(0, tile * tile_own - before) // tile_walked if p.limited_right else 0
+        return max(0, seen - first)
+
+    half = -(-tiles // 2)
+    most = max([walked(t) + (walked(tiles - 1 - t) if t != tiles - 1 - t else 0) for t in range(half)])
+    return half * tile_own // BLOCK_KEYS, most * tile_walked // BLOCK_QUERIES
+
+
+@dataclass(frozen=True)
+class Launches:
+    """The launches of a call that hands dS on, each for ``each`` of all ``layers`` heads of K, the last for fewer.
+
+    ``shape``: of dS of a launch, query heads by blocks. It takes at most a 64th of the GPU's memory.
+    """
+
+    layers: int
+    each: int
+    shape: tuple[int, int, int, int]
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape) + 2 * BESIDE
+
+    @classmethod
+    def of(cls, p: AttentionBackwardProblem, c: Any, gpu: GpuSpec) -> Launches:
+        """As few as there may be, of equal size."""
+        rows, columns = score_blocks(p, c.tile_own, c.tile_walked)
+        layers = p.batch * p.heads_kv
+        most = gpu.memory_bytes // 64 // (2 * rows * columns * BLOCK * p.group)
+        each = -(-layers // -(-layers // max(1, most)))
+        return cls(layers, each, (each * p.group, rows, columns, BLOCK))
+
+    def worth_it(self, p: AttentionBackwardProblem, c: Any, gpu: GpuSpec) -> bool:
+        """Whether dS fits, and no launch leaves SMs idle that a larger one would keep busy."""
+        fits = 2 * self.elements <= gpu.memory_bytes // 64 + 4 * BESIDE
+        few = self.each * -(-p.seq_kv // c.tile_own) < LEAST_WAVES * gpu.sm_count
+        return fits and (self.each == self.layers or not few)

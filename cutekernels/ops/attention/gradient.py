@@ -8,17 +8,23 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from cutekernels import dispatch
+from cutekernels import gpu as gpus
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.attention import reference
 from cutekernels.ops.attention.arguments import check_scale
 from cutekernels.ops.attention.backward import ATTENTION_BACKWARD
-from cutekernels.ops.attention.backward_config import AttentionBackwardProblem, passes
+from cutekernels.ops.attention.backward_config import (
+    NARROWEST_HANDED,
+    AttentionBackwardProblem,
+    Launches,
+    passes,
+)
 from cutekernels.ops.attention.calls import NO_WINDOW, window_of
 from cutekernels.ops.attention.delta import ATTENTION_DELTA
 from cutekernels.ops.attention.indices import check_ends
@@ -27,6 +33,9 @@ from cutekernels.ops.attention.problem import LOG2_E, AttentionProblem, sides_of
 from cutekernels.ops.shared.call_cache import Call, CallCache, Inputs
 from cutekernels.ops.shared.calls import plan_call, ways_of
 from cutekernels.ops.shared.registration import Path, define
+
+if TYPE_CHECKING:
+    from cutekernels.gpu import GpuSpec
 
 _CALLS = CallCache()
 _OPERANDS = ("dout", "q", "k", "v", "mask", "cu_seqlens_q", "cu_seqlens_kv")
@@ -56,10 +65,18 @@ def _check(
 
 
 @cache
-def _problems(posed: AttentionProblem) -> tuple[AttentionBackwardProblem, ...]:
-    """The problems of the passes that give the gradients of ``posed``."""
+def problems(posed: AttentionProblem, gpu: GpuSpec | None) -> tuple[AttentionBackwardProblem, ...]:
+    """The problems of the launches that give the gradients of ``posed``: one where dS had better go through memory
+    and finds room in that of ``gpu``. Without ``gpu``, those of each pass.
+    """
     fields = {name: getattr(posed, name) for name in type(posed).__dataclass_fields__}
-    return tuple([AttentionBackwardProblem(**fields, of=of) for of in passes(posed.head_dim)])
+    found = [AttentionBackwardProblem(**fields, of=of) for of in passes(posed.head_dim)]
+    if gpu is not None and gpu.has_wgmma and found[0].may_hand_on and posed.width >= NARROWEST_HANDED:
+        whole = found[0].replace(of="qkv")
+        config = dispatch.resolve(ATTENTION_BACKWARD, whole, gpu).config
+        if Launches.of(whole, config, gpu).worth_it(whole, config, gpu):
+            return (whole,)
+    return tuple(found)
 
 
 def _launch(
@@ -93,7 +110,8 @@ def _plan(
         seen = (causal, *window_of(left, right), softcap > 0.0, False)
         options = dict(zip(ATTENTION.options, seen, strict=True))
         passed = []
-        for problem in _problems(ATTENTION.problem(q, q, k, v, mask, cu_q, cu_kv, None, **options)):
+        posed = ATTENTION.problem(q, q, k, v, mask, cu_q, cu_kv, None, **options)
+        for problem in problems(posed, gpus.detect() if config is None else None):
             plan = dispatch.plan(ATTENTION_BACKWARD, problem, q.get_device(), config if "k" in problem.of else None)
             passed.append((plan.launch, ["qkv".index(name) for name in problem.of]))
         ways = ways_of(ATTENTION_BACKWARD, dict(zip(_OPERANDS, (dout, q, k, v, mask, cu_q, cu_kv), strict=True)))

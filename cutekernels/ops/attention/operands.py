@@ -169,5 +169,7 @@ class VarlenOp(AttentionOp[P, C]):
 @rates.remember
 def _default(op: AttentionOp[Any, Any], p: Problem, gpu: GpuSpec) -> Any:
     found = [choice for s in op.schedules if (choice := s.best(p, gpu, p)) is not None]
-    assert found, f"no config for {p} on {gpu.name}"
+    if not found:
+        why = dict.fromkeys(schedule.refusal(p, gpu, p) for schedule in op.schedules)
+        raise UnsupportedProblem(f"{op.name} on {gpu.name}: {'; '.join(map(str, why))}")
     return min(found, key=lambda choice: (choice[0], str(choice[1])))[1]

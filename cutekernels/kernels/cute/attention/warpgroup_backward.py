@@ -9,10 +9,14 @@ keys walk the queries of all heads of their group, queries walk keys. With owned
 
     of           X1   X2   Y1   Y2   S = X1 Y1^T   dP = X2 Y2^T   first result: dS Y1   second result: P Y2
     q            Q    dO   K    V    Q K^T         dO V^T         dQ                    -
-    k, v, kv     K    V    Q    dO   K Q^T         V dO^T         dK                    dV
+    k, v, kv,    K    V    Q    dO   K Q^T         V dO^T         dK                    dV
+    qkv
 
 so P and dS are accumulators of the owned rows, and become A operands from registers. A walked tile is read twice, with
 its columns contiguous along k for S and dP and along n for the results.
+
+Of ``qkv``, dS goes to memory too, from registers, in blocks (``parts/score_blocks.py``); a second kernel of the same
+launch makes dQ of it (``warpgroup_queries.py``). A launch may be about a part of the heads, whose dS finds room.
 
 Roles:
     Consumer warp groups 0 .. groups - 1 (128 threads each): group g owns rows ``64 g .. 64 g + 63`` of the tile. The
@@ -55,7 +59,8 @@ Refuses (``ops/attention/backward_config.py``): GPUs without wgmma, tiles whose 
 
 Source:
     FlashAttention-3 (Shah 2024) keeps P and dS of transposed scores in registers; it computes dQ in the same kernel and
-    adds it up by atomics. Here dQ has a kernel of its own: 7 products instead of 5, and one order of summation.
+    adds it up by atomics. Here dQ has a kernel of its own, in one order of summation: 7 products instead of 5, or 5
+    and the bytes of dS.
 """
 
 from dataclasses import dataclass, replace
@@ -70,7 +75,8 @@ from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers
 
-from cutekernels.kernels.cute.parts.attention_smem import WarpgroupBackwardSmem
+from cutekernels.kernels.cute.attention.warpgroup_queries import WarpgroupQueryGradients
+from cutekernels.kernels.cute.parts.attention_smem import BLOCK_KEYS, BLOCK_QUERIES, WarpgroupBackwardSmem
 from cutekernels.kernels.cute.parts.groups import (
     ConsumerThread,
     GroupProducts,
@@ -84,6 +90,7 @@ from cutekernels.kernels.cute.parts.mask import Band, BandMask, Blocks
 from cutekernels.kernels.cute.parts.mma import WarpMma
 from cutekernels.kernels.cute.parts.pipeline import Position, StagePipeline
 from cutekernels.kernels.cute.parts.schedule import TileQueue
+from cutekernels.kernels.cute.parts.score_blocks import WORDS, ScoreBlocks
 from cutekernels.kernels.cute.parts.score_gradients import (
     BLIND,
     GradientNumbers,
@@ -93,7 +100,7 @@ from cutekernels.kernels.cute.parts.score_gradients import (
 )
 from cutekernels.kernels.cute.parts.sequences import Ends, HeadOrder, Sequences
 from cutekernels.kernels.cute.parts.smem import ALIGNMENT
-from cutekernels.kernels.cute.parts.softmax import OnlineSoftmax
+from cutekernels.kernels.cute.parts.softmax import OnlineSoftmax, by_rows
 from cutekernels.kernels.cute.parts.warp_groups import GROUP, ROWS, TmaTensor, WarpGroupBody
 
 FIRST_GROUP_BARRIER = 1  # named barriers; 0 is the CTA's
@@ -112,6 +119,8 @@ class Launch:
     mCuQ: cute.Tensor | None
     mCuKv: cute.Tensor | None
     mCounter: cute.Tensor | None
+    mDs: cute.Tensor | None
+    layer: Int32 | None  # the first head of K that a launch is about, where dS is handed on
 
 
 @dataclass(frozen=True)
@@ -175,15 +184,16 @@ class GroupTile:
 
     row: Int32  # the group's first one
     band: Band
+    ds: cute.Pointer | None  # this warp's blocks of dS from query 0 on, where they are handed on
 
 
 @dataclass(frozen=True)
 class WarpgroupAttentionBackward(WarpGroupBody):
     """The body; its header is the module's.
 
-    ``of``: the gradients, ``"q"``, ``"k"``, ``"v"`` or ``"kv"``; the owned rows follow from it. The rows of ``mask``
-    are a CTA's owned ones, its columns the walked ones. ``resident``: most CTAs of a persistent grid, which draw their
-    tiles from a counter; 0 for one CTA a tile.
+    ``of``: the gradients, ``"q"``, ``"k"``, ``"v"``, ``"kv"`` or ``"qkv"``; the owned rows follow from it. The rows of
+    ``mask`` are a CTA's owned ones, its columns the walked ones. ``resident``: most CTAs of a persistent grid, which
+    draw their tiles from a counter; 0 for one CTA a tile.
     """
 
     of: str
@@ -216,7 +226,16 @@ class WarpgroupAttentionBackward(WarpGroupBody):
     @property
     def wants_p(self) -> bool:
         """Whether P is needed: for dV, the second result."""
-        return self.of in ("v", "kv")
+        return "v" in self.of
+
+    @property
+    def hands_on(self) -> bool:
+        """Whether dS goes to memory, for dQ by a second kernel of the same launch."""
+        return self.by_keys and "q" in self.of
+
+    @property
+    def blocks(self) -> ScoreBlocks:
+        return ScoreBlocks(self.mask)
 
     @property
     def owned(self) -> int:
@@ -291,6 +310,9 @@ class WarpgroupAttentionBackward(WarpGroupBody):
         mCuQ: cute.Tensor | None,  # (B + 1,)
         mCuKv: cute.Tensor | None,  # (B + 1,)
         mCounter: cute.Tensor | None,  # (1,), zero before and after a launch
+        mDq: cute.Tensor | None,  # as mQ
+        mDs: cute.Tensor | None,  # (heads of Q, ROWS, COLUMNS, 256), see ``ScoreBlocks``
+        layer: Int32 | None,  # the first head of K, counted over the batch, whose heads of Q these are
         scale: Float32,  # factor of scores, to base 2
         cap_inner: Float32,
         cap_outer: Float32,
@@ -306,6 +328,8 @@ class WarpgroupAttentionBackward(WarpGroupBody):
             mX1, mX2, mY1, mY2, mCu = mK, mV, mQ, mDo, mCuKv
         tiles, layers = self.sequences.grid(mX1, mCu, self.tile_own)
         heads_per_kv = mQ.shape[at + 1] // mK.shape[at + 1]
+        if const_expr(self.hands_on):
+            layers = mDs.shape[0] // heads_per_kv
         bytes_per_head = Int64(self.sequences.length(mY1, mCu)) * (4 * self.head_dim)
         if const_expr(self.by_keys):
             bytes_per_head = bytes_per_head * heads_per_kv
@@ -317,7 +341,7 @@ class WarpgroupAttentionBackward(WarpGroupBody):
         count = tiles * layers
         blocks = count if const_expr(self.resident == 0) else cutlass.min(count, Int32(self.resident))
         self.kernel(
-            Launch(mFirst, mSecond, mQ, mK, mStats, mMask, mCuQ, mCuKv, mCounter),
+            Launch(mFirst, mSecond, mQ, mK, mStats, mMask, mCuQ, mCuKv, mCounter, mDs, layer),
             loads,
             GradientNumbers(ScoreFactors(scale, cap_inner, cap_outer), factor, left, right, tiles, layers, band),
             (
@@ -333,6 +357,11 @@ class WarpgroupAttentionBackward(WarpGroupBody):
             preferred_smem_carveout=100,  # percent
             stream=stream,
         )
+        if const_expr(self.hands_on):
+            queries = WarpgroupQueryGradients(
+                self.head_dim, self.padded, self.blocks, HeadOrder("rows", self.order.l2_bytes), self.resident
+            )
+            queries(mDq, mDs, mK, mCounter, layer, factor, left, right, stream)
 
     @cute.kernel
     def kernel(
@@ -453,6 +482,8 @@ class WarpgroupAttentionBackward(WarpGroupBody):
         number, layer = self.order.place(index, numbers.layers, numbers.tiles, numbers.band)
         if const_expr(self.by_keys):
             number = numbers.tiles - 1 - number  # under a causal mask the first keys are seen by most
+        if const_expr(self.hands_on):
+            layer = layer + launch.layer
         heads_q, heads_kv = launch.mQ.shape[at + 1], launch.mK.shape[at + 1]
         place = self.sequences.locate(number, layer, self.tile_own, mX, mY, ends)
         row = place.tile * self.tile_own
@@ -619,7 +650,10 @@ class WarpgroupAttentionBackward(WarpGroupBody):
                         if const_expr(self.by_keys):
                             gMask = cute.make_tensor(gMask.iterator, cute.select(gMask.layout, mode=[1, 0]))
                     band = tile.band
-                    seen = GroupTile(row, Band(band.seq_q, band.seq_kv, band.left, band.right, gMask))
+                    ds = None
+                    if const_expr(self.hands_on):
+                        ds = self.place_blocks(own, tile, h, launch)
+                    seen = GroupTile(row, Band(band.seq_q, band.seq_kv, band.left, band.right, gMask), ds)
                     if const_expr(not self.mask.given):
                         if const_expr(self.mask.limited_left):
                             # Masked tiles: the band's left edge cuts them.
@@ -688,7 +722,11 @@ class WarpgroupAttentionBackward(WarpGroupBody):
             if const_expr(self.by_keys):
                 rDelta = self.scores.column_stats(own.thread, 1, stage, statistics)
             self.scores.gradients(held.acc_s, held.acc_dp, rDelta, slopes)
+            if const_expr(self.hands_on):
+                self.hide_missing(own.thread, seen, held.acc_dp)
             round_to(held.acc_dp, held.rDs)
+            if const_expr(self.hands_on):
+                self.hand_on(own.thread % 32, held.rDs, seen, block)
             self.products.multiply(held.py_mma, held.acc_1, held.rDs, held.rY1t[None, None, None, stage], False)
         else:
             round_to(held.acc_s, held.rP)
@@ -697,6 +735,38 @@ class WarpgroupAttentionBackward(WarpGroupBody):
         warpgroup.wait_group(0)
         self.pipeline.release(own.thread, barriers.empty, stage, Boolean(True))
         return self.pipeline.next(at)
+
+    @cute.jit
+    def hide_missing(self, thread: Int32, seen: GroupTile, acc_ds: cute.Tensor):
+        """Zeros in dS for keys that do not exist: their probabilities may be infinite."""
+        if seen.row + ROWS > seen.band.seq_q:
+            gradients = by_rows(as_warps(acc_ds))
+            for r in cutlass.range_constexpr(2):
+                if seen.row + (thread // 32 * 16 + thread % 32 // 4 + 8 * r) >= seen.band.seq_q:
+                    for c in cutlass.range_constexpr(cute.size(gradients, mode=[1])):
+                        gradients[r, c] = Float32(0.0)
+
+    @cute.jit
+    def place_blocks(self, own: ConsumerThread, tile: Tile, head: Int32, launch: Launch) -> cute.Pointer:
+        """A warp's blocks of dS of a tile's keys and its ``head``-th walked head, from query 0 on."""
+        heads_q, heads_kv = launch.mQ.shape[2], launch.mK.shape[2]
+        layer = tile.batch * heads_q + tile.head_q + head - launch.layer * (heads_q // heads_kv)
+        walked = const_expr(self.tile_walked)
+        whole = (tile.band.seq_kv + walked - 1) // walked * walked
+        row, column = self.blocks.place(
+            tile.row // self.tile_own, Band(tile.band.seq_q, whole, tile.band.left, tile.band.right)
+        )
+        row = row + own.group * (ROWS // BLOCK_KEYS) + own.thread // 32
+        return launch.mDs[layer, row, None, None].iterator + column * (2 * WORDS)
+
+    @cute.jit
+    def hand_on(self, lane: Int32, rDs: cute.Tensor, seen: GroupTile, block: Int32):
+        """A warp's dS of a walked tile to memory, a block at a time: 16 bytes of each thread."""
+        words = cute.recast_tensor(rDs, Int32)
+        target = cute.recast_ptr(seen.ds, dtype=Int32) + block * (self.tile_walked // BLOCK_QUERIES * WORDS) + lane * 4
+        for i in cutlass.range_constexpr(self.tile_walked // BLOCK_QUERIES):
+            source = cute.make_tensor(words.iterator + 4 * i, cute.make_layout(4))
+            cute.autovec_copy(source, cute.make_tensor((target + i * WORDS).align(16), cute.make_layout(4)))
 
     @cute.jit
     def clear_outside(self, own: ConsumerThread, block: Int32, stage: Int32, seq_y: Int32):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from cutekernels.columns import larger, where
 
+BLOCK_KEYS, BLOCK_QUERIES = 16, 16  # of a block of dS in memory, which a warp holds as an A operand
 PADDED = (32, 64, 96, 128, 192, 256)  # head dims of tiles in shared memory
 
 
@@ -218,3 +219,54 @@ class WarpgroupBackwardSmem:
     @property
     def total_bytes(self) -> int:
         return self.barriers_at + 8 * (2 + 3 * self.stages) + self.QUEUE_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class QueryGradientSmem:
+    """Shared memory of dQ from dS: as many stages of K and of dS as fit, each group's results, barriers."""
+
+    head_dim: int
+    groups: int = 2
+    ROWS = 64  # of K, of dS and of a group's results
+    MOST_BYTES, MOST_STAGES = 227 * 1024, 8
+    QUEUE_BYTES = 24
+
+    @property
+    def k_bytes(self) -> int:
+        """A stage of K."""
+        return 2 * self.ROWS * padded(self.head_dim)
+
+    @property
+    def results_bytes(self) -> int:
+        """A group's."""
+        return self.k_bytes
+
+    @property
+    def ds_bytes(self) -> int:
+        """A stage of dS."""
+        return 2 * self.groups * self.ROWS * self.ROWS
+
+    @property
+    def stage_bytes(self) -> int:
+        return self.k_bytes + self.ds_bytes
+
+    @property
+    def stages(self) -> int:
+        rest = self.MOST_BYTES - self.groups * self.results_bytes - self.QUEUE_BYTES - 16 * self.MOST_STAGES
+        return min(self.MOST_STAGES, rest // self.stage_bytes)
+
+    @property
+    def ds_at(self) -> int:
+        return self.stages * self.k_bytes
+
+    @property
+    def results_at(self) -> int:
+        return self.stages * self.stage_bytes
+
+    @property
+    def barriers_at(self) -> int:
+        return self.results_at + self.groups * self.results_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        return self.barriers_at + 16 * self.stages + self.QUEUE_BYTES
