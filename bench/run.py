@@ -102,6 +102,9 @@ def _peers(workload: Workload, gpu: GpuSpec) -> Sequence[Contender]:
 
 def _by_config(case: Case, plan: RunPlan) -> list[Contender]:
     op, problem = posed(case)
+    launched = workloads.get(case.op).launched
+    if launched is not None:
+        problem = launched(problem, plan.gpu)
     choice = dispatch.resolve(op, problem, plan.gpu)
     default = op.default(problem, plan.gpu)
     if choice.config.vendors:

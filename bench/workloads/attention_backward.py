@@ -18,9 +18,11 @@ from bench.baselines import Inputs, Launch, Workload, each
 from bench.suites import Case, suite
 from bench.workloads import attention as forward
 from bench.workloads import posed
+from cutekernels.gpu import GpuSpec
 from cutekernels.op import Work
 from cutekernels.ops.attention.api import attention
 from cutekernels.ops.attention.backward_config import AttentionBackwardProblem, passes
+from cutekernels.ops.attention.gradient import problems
 from cutekernels.ops.attention.op import ATTENTION
 from cutekernels.ops.attention.reference import gradients as reference
 
@@ -28,7 +30,6 @@ aten = torch.ops.aten
 
 
 def _problem(shape: forward.Shape, dtype: str) -> AttentionBackwardProblem:
-    """The config of the kernel that gives dK."""
     p = forward.problem(shape, dtype)
     of = passes(p.head_dim)[0]
     return AttentionBackwardProblem(**{f.name: getattr(p, f.name) for f in dataclasses.fields(p)}, of=of)
@@ -43,6 +44,11 @@ HOPPER = forward.by_label(
     (4, 2048, 32, 32, 64, True),
     (8, 512, 32, 32, 64, False),
 )
+
+
+def _launched(problem: AttentionBackwardProblem, gpu: GpuSpec) -> AttentionBackwardProblem:
+    """The problem that gives dK: with dV, or all three."""
+    return problems(problem.forward().replace(lse=False), gpu)[0]
 
 
 def _inputs(case: Case, problem: AttentionBackwardProblem, device: str, seed: int) -> Inputs:
@@ -118,6 +124,7 @@ WORKLOADS = (
         inputs=_inputs,
         truth=_truth,
         ours=_ours,
+        launched=_launched,
         confined=(_FLASH,),
         peers=(
             _FLASH,
