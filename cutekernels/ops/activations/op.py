@@ -10,6 +10,7 @@ from cutekernels.op import plain, power_of_two
 from cutekernels.ops.activations.tiles import TileConfig, TiledOp, TileProblem
 from cutekernels.ops.shared import tile_rules
 from cutekernels.ops.shared.operands import Matrix, Sizes, Vector
+from cutekernels.ops.shared.triton_op import TritonOp
 from cutekernels.rules import of_both
 
 if TYPE_CHECKING:
@@ -76,6 +77,7 @@ class BiasGeluProblem(_Approximated, TileProblem):
 # ---- gated ----------------------------------------------------------------------------------------------
 
 G = TypeVar("G", bound=GluProblem)
+LARGE = ((16, 1, 0.9), (4, 2, 4.0))  # tiles of large forward passes: docs/notes/activations.md (H200, 2026-11)
 
 
 class Gated(TiledOp[G]):
@@ -85,24 +87,7 @@ class Gated(TiledOp[G]):
         return super().constants(p, c) | {"ACT": p.act, "DENSE": p.layout == "dense"}
 
 
-class _Forward(Gated[G]):
-    kernel = "activations:glu"
-    out = Matrix("*rows", "cols", result=True)
-    gate = Matrix("*rows", "cols")
-    up = Matrix("*rows", "cols")
-    large = ((16, 1, 0.9), (4, 2, 4.0))  # docs/notes/activations.md (H200, 2026-11)
-
-
-class _Backward(Gated[G]):
-    kernel = "activations:glu_backward"
-    dgate = Matrix("*rows", "cols", result=True)
-    dup = Matrix("*rows", "cols", result=True)
-    dout = Matrix("*rows", "cols")
-    gate = Matrix("*rows", "cols")
-    up = Matrix("*rows", "cols")
-
-
-class SiluMul(_Forward[GluProblem]):
+class SiluMul(Gated[GluProblem], TritonOp[GluProblem, TileConfig]):
     """``out = silu(gate) * up``."""
 
     name = "silu_mul"
@@ -121,6 +106,11 @@ class SiluMul(_Forward[GluProblem]):
         "rows=16384 cols=18944",
     )
     Problem = GluProblem
+    kernel = "activations:glu"
+    out = Matrix("*rows", "cols", result=True)
+    gate = Matrix("*rows", "cols")
+    up = Matrix("*rows", "cols")
+    large = LARGE
     flops_per_element = 5
 
     def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
@@ -130,7 +120,7 @@ class SiluMul(_Forward[GluProblem]):
         return ((activated(gate, "silu") * up).to(args[0].dtype),)
 
 
-class SiluMulBackward(_Backward[GluProblem]):
+class SiluMulBackward(Gated[GluProblem], TritonOp[GluProblem, TileConfig]):
     """The gradient of :class:`SiluMul`."""
 
     name = "silu_mul_backward"
@@ -145,6 +135,12 @@ class SiluMulBackward(_Backward[GluProblem]):
         "rows=2048 cols=5120 dtype=fp32",
     )
     Problem = GluProblem
+    kernel = "activations:glu_backward"
+    dgate = Matrix("*rows", "cols", result=True)
+    dup = Matrix("*rows", "cols", result=True)
+    dout = Matrix("*rows", "cols")
+    gate = Matrix("*rows", "cols")
+    up = Matrix("*rows", "cols")
     flops_per_element = 11
 
     def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
@@ -153,7 +149,7 @@ class SiluMulBackward(_Backward[GluProblem]):
         return (d * u * silu_slope(g)).to(args[1].dtype), (d * activated(g, "silu")).to(args[2].dtype)
 
 
-class GeluMul(_Forward[GeluProblem]):
+class GeluMul(Gated[GeluProblem], TritonOp[GeluProblem, TileConfig]):
     """``out = gelu(gate) * up``."""
 
     name = "gelu_mul"
@@ -171,6 +167,9 @@ class GeluMul(_Forward[GeluProblem]):
     )
     Problem = GeluProblem
     options = ("approximate",)
+    kernel = SiluMul.kernel
+    out, gate, up = SiluMul.out, SiluMul.gate, SiluMul.up
+    large = LARGE
     flops_per_element = 20
 
     def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
@@ -179,7 +178,7 @@ class GeluMul(_Forward[GeluProblem]):
         return ((activated(gate.double(), _gelu(**options)) * up.double()).to(gate.dtype),)
 
 
-class GeluMulBackward(_Backward[GeluProblem]):
+class GeluMulBackward(Gated[GeluProblem], TritonOp[GeluProblem, TileConfig]):
     """The gradient of :class:`GeluMul`."""
 
     name = "gelu_mul_backward"
@@ -195,6 +194,9 @@ class GeluMulBackward(_Backward[GeluProblem]):
     )
     Problem = GeluProblem
     options = ("approximate",)
+    kernel = SiluMulBackward.kernel
+    dgate, dup = SiluMulBackward.dgate, SiluMulBackward.dup
+    dout, gate, up = SiluMulBackward.dout, SiluMulBackward.gate, SiluMulBackward.up
     flops_per_element = 28
 
     def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
@@ -206,7 +208,7 @@ class GeluMulBackward(_Backward[GeluProblem]):
 # ---- with a bias ----------------------------------------------------------------------------------------
 
 
-class _BiasGelu(TiledOp[BiasGeluProblem]):
+class BiasedGelu(TiledOp[BiasGeluProblem]):
     """Shared by both passes."""
 
     Problem = BiasGeluProblem
@@ -216,7 +218,7 @@ class _BiasGelu(TiledOp[BiasGeluProblem]):
         return super().constants(p, c) | {"ACT": p.act}
 
 
-class BiasGelu(_BiasGelu):
+class BiasGelu(BiasedGelu, TritonOp[BiasGeluProblem, TileConfig]):
     """``out = gelu(x + bias)``."""
 
     name = "bias_gelu"
@@ -242,7 +244,7 @@ class BiasGelu(_BiasGelu):
         return (activated(x.double() + bias, _gelu(**options)).to(x.dtype),)  # fp64: 1 + erf cancels left of 0
 
 
-class BiasGeluBackward(_BiasGelu):
+class BiasGeluBackward(BiasedGelu, TritonOp[BiasGeluProblem, TileConfig]):
     """The gradient of :class:`BiasGelu`: dx, and the sums of dx over slabs of rows, whose sum is the bias's."""
 
     name = "bias_gelu_backward"

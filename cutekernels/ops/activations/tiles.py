@@ -9,7 +9,7 @@ from cutekernels.op import Config, Problem, Work, exact, extent, knob, ladder, p
 from cutekernels.ops.shared import streaming, tile_rules
 from cutekernels.ops.shared.dtypes import WIDEST_BYTES
 from cutekernels.ops.shared.laid_out import LaidOut, place_as
-from cutekernels.ops.shared.triton_op import TritonOp
+from cutekernels.ops.shared.triton_op import TritonPart
 from cutekernels.rules import of_both
 
 if TYPE_CHECKING:
@@ -52,8 +52,8 @@ class TileConfig(Config):
 T = TypeVar("T", bound=TileProblem)
 
 
-class TiledOp(TritonOp[T, TileConfig]):
-    """An op over matrices of one shape and type; some operands may be something else."""
+class TiledOp(TritonPart[T, TileConfig]):
+    """The part of an op over matrices of one shape and type; some operands may be something else."""
 
     Config = TileConfig
     sizes = {"rows": "i64", "cols": "i64"}

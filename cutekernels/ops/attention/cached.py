@@ -19,6 +19,7 @@ from cutekernels.ops.attention.problem import (
     since_revision_1,
     tuned_cache,
 )
+from cutekernels.ops.shared.cute_op import CuteOp
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -64,7 +65,9 @@ class CacheProblem(AttentionProblem):
         return self.bytes_moved - saved + 4 * self.batch + table
 
 
-class CacheAttention(CachedOp[CacheProblem, AttentionConfig], PrefillOp[CacheProblem]):
+class CacheAttention(
+    CachedOp[CacheProblem, AttentionConfig], PrefillOp[CacheProblem], CuteOp[CacheProblem, AttentionConfig]
+):
     """Attention of many queries over a cache; ``decode_attention``, of the same operands, plans calls of either."""
 
     name = "cache_attention"

@@ -31,6 +31,7 @@ from cutekernels.ops.attention.problem import (
     score_factors,
     tuned_cache,
 )
+from cutekernels.ops.shared.cute_op import CuteOp
 from cutekernels.ops.shared.occupancy import occupancy_rules
 from cutekernels.rules import Broken, of_both, of_config
 
@@ -225,7 +226,7 @@ class SplitDecode(AttentionSchedule[DecodeProblem, DecodeConfig]):
         return rate.launch_us - early + larger(busy, dram) + (1.0 - own.hidden) * smaller(busy, dram) + met
 
 
-class DecodeAttention(CachedOp[DecodeProblem, DecodeConfig]):
+class DecodeAttention(CachedOp[DecodeProblem, DecodeConfig], CuteOp[DecodeProblem, DecodeConfig]):
     """q, k and v caches, lengths, page table, sinks, and the scales of caches in e4m3."""
 
     name = "decode_attention"

@@ -27,6 +27,7 @@ from cutekernels.ops.attention.problem import (
     sides_of,
     since_revision_1,
 )
+from cutekernels.ops.shared.cute_op import CuteOp
 from cutekernels.ops.shared.operands import Array, Vector
 from cutekernels.rules import Broken, of_config
 
@@ -139,7 +140,9 @@ class PrefillOp(AttentionOp[Q, AttentionConfig]):
         )
 
 
-class Attention(VarlenOp[AttentionProblem, AttentionConfig], PrefillOp[AttentionProblem]):
+class Attention(
+    VarlenOp[AttentionProblem, AttentionConfig], PrefillOp[AttentionProblem], CuteOp[AttentionProblem, AttentionConfig]
+):
     """Problems of self-attention and cross-attention, with every option."""
 
     name = "attention"

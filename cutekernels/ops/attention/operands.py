@@ -11,7 +11,7 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import C, P, Problem
 from cutekernels.ops.attention.indices import check_ends
 from cutekernels.ops.attention.problem import HEAD_DIMS, WIDEST, AttentionSchedule
-from cutekernels.ops.shared.cute_op import CuteOp
+from cutekernels.ops.shared.cute_op import CutePart
 from cutekernels.ops.shared.operands import Array, Named, Operand, Sizes
 
 if TYPE_CHECKING:
@@ -44,8 +44,8 @@ def workspace(*, sums: bool, tickets: bool) -> list[Any]:
     return [backend.dense(kind, None) if there else None for kind, there in ((Float32, sums), (Int32, tickets))]
 
 
-class AttentionOp(CuteOp[P, C]):
-    """An op whose default is its model's best, over all configs that no rule forbids.
+class AttentionOp(CutePart[P, C]):
+    """The part of an op whose default is its model's best, over all configs that no rule forbids.
 
     Its operands lie as the caller has them: head dims contiguous, rows 16-byte aligned.
     """

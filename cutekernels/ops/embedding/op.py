@@ -11,7 +11,7 @@ from cutekernels.ops.shared import streaming, tile_rules
 from cutekernels.ops.shared.dtypes import BYTES
 from cutekernels.ops.shared.laid_out import LaidOut
 from cutekernels.ops.shared.operands import Matrix, Vector
-from cutekernels.ops.shared.triton_op import TritonOp
+from cutekernels.ops.shared.triton_op import TritonOp, TritonPart
 from cutekernels.rules import of_both
 
 if TYPE_CHECKING:
@@ -48,7 +48,9 @@ class EmbeddingConfig(Config):
     warps: int = knob(1, 2, 4, 8)
 
 
-class _EmbeddingOp(TritonOp[EmbeddingProblem, EmbeddingConfig]):
+class EmbeddingRows(TritonPart[EmbeddingProblem, EmbeddingConfig]):
+    """What both passes share: tiles of rows."""
+
     Problem = EmbeddingProblem
     Config = EmbeddingConfig
 
@@ -89,7 +91,7 @@ class _EmbeddingOp(TritonOp[EmbeddingProblem, EmbeddingConfig]):
         return streaming.estimate_us(gpu, moved, self.grid(p, c), c.warps, tile, coalesced=p.layout == "rows")
 
 
-class Embedding(_EmbeddingOp):
+class Embedding(EmbeddingRows, TritonOp[EmbeddingProblem, EmbeddingConfig]):
     """``out[r] = table[ids[r]]``."""
 
     name = "embedding"
@@ -136,7 +138,7 @@ class Embedding(_EmbeddingOp):
         return Work(flops=0.0, bytes=float(p.rows * (2 * p.cols * p.itemsize + BYTES[p.index])))
 
 
-class EmbeddingBackward(_EmbeddingOp):
+class EmbeddingBackward(EmbeddingRows, TritonOp[EmbeddingProblem, EmbeddingConfig]):
     """``dtable[v]`` sums the rows of dout with id v, in the order and from the starts that :func:`grouped` gives."""
 
     name = "embedding_backward"

@@ -18,6 +18,7 @@ from cutekernels.ops.rope.op import ROPE
 from cutekernels.ops.rope.rotary import DEPTH, MAX_PROGRAMS, Heads, RotaryConfig, RotaryOp, RotaryProblem, Table
 from cutekernels.ops.shared.laid_out import place_as
 from cutekernels.ops.shared.operands import Array, Leads, Looks, Named, Sizes, Vector, sizes_of
+from cutekernels.ops.shared.triton_op import TritonOp
 from cutekernels.rules import of_both
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ _TOKENS = ("batch", "seq", "head")
 _SLOTS = ("page", "slot", "head")
 
 
-class KvAppend(RotaryOp[KvAppendProblem, KvAppendConfig]):
+class KvAppend(RotaryOp[KvAppendProblem, KvAppendConfig], TritonOp[KvAppendProblem, KvAppendConfig]):
     """Places rows of k and v in caches, k and q turned on the way.
 
     The caches are results that the caller has filled: only the new tokens' rows are written. ``q`` may have no heads.

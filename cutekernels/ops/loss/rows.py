@@ -17,7 +17,7 @@ from cutekernels.ops.shared.coefficients import STREAMING
 from cutekernels.ops.shared.dtypes import BYTES, WIDEST_BYTES
 from cutekernels.ops.shared.laid_out import LaidOut
 from cutekernels.ops.shared.operands import Array, Matrix, Sizes
-from cutekernels.ops.shared.triton_op import TritonOp
+from cutekernels.ops.shared.triton_op import TritonOp, TritonPart
 from cutekernels.rules import of_both, of_config
 
 if TYPE_CHECKING:
@@ -60,7 +60,9 @@ class LogitConfig(Config):
     warps: int = knob(1, 2, 4, 8, 16)
 
 
-class _LogitOp(TritonOp[LogitProblem, LogitConfig]):
+class LogitRows(TritonPart[LogitProblem, LogitConfig]):
+    """What both ops over a block of logits share."""
+
     Problem = LogitProblem
     Config = LogitConfig
     suite = (
@@ -131,7 +133,7 @@ class _LogitOp(TritonOp[LogitProblem, LogitConfig]):
         return (torch.tanh(x / cap), cap * scale) if capped else (x, scale)
 
 
-class LogitStatistics(_LogitOp):
+class LogitStatistics(LogitRows, TritonOp[LogitProblem, LogitConfig]):
     """The rows' state with a block of the vocabulary added. ``out_state`` may be ``state``."""
 
     name = "logit_statistics"
@@ -200,7 +202,7 @@ class LogitStatistics(_LogitOp):
         return Work(flops=0.0, bytes=self.bytes(p), depth=float(max(_DEPTH, p.cols)))
 
 
-class LogitGradient(_LogitOp):
+class LogitGradient(LogitRows, TritonOp[LogitProblem, LogitConfig]):
     """The gradient with respect to a block of logits, from the rows' factors. ``out`` may be ``logits``."""
 
     name = "logit_gradient"

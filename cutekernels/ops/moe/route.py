@@ -20,7 +20,7 @@ from cutekernels.ops.shared import tile_rules
 from cutekernels.ops.shared.dtypes import WIDEST_BYTES
 from cutekernels.ops.shared.laid_out import LaidOut
 from cutekernels.ops.shared.operands import Matrix, Sizes
-from cutekernels.ops.shared.triton_op import TritonOp
+from cutekernels.ops.shared.triton_op import TritonOp, TritonPart
 from cutekernels.rules import of_both
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class MoeRouteBackwardConfig(Config):
     warps: int = knob(1, 2, 4, 8)
 
 
-class _RouteOp(TritonOp[MoeRouteProblem, C], Generic[C]):
+class RouteRows(TritonPart[MoeRouteProblem, C], Generic[C]):
     """Shared by routing and its gradient."""
 
     Problem = MoeRouteProblem
@@ -132,7 +132,7 @@ class _RouteOp(TritonOp[MoeRouteProblem, C], Generic[C]):
         return rate.launch_us + max(memory, issue, waves * alone)
 
 
-class MoeRoute(_RouteOp[MoeRouteConfig]):
+class MoeRoute(RouteRows[MoeRouteConfig], TritonOp[MoeRouteProblem, MoeRouteConfig]):
     """``(weights, ids)`` of the ``top_k`` largest softmax(logits)."""
 
     name = "moe_route"
@@ -187,7 +187,7 @@ class MoeRoute(_RouteOp[MoeRouteConfig]):
         return Work(4.0 * p.tokens * p.experts, self.bytes(p))
 
 
-class MoeRouteBackward(_RouteOp[MoeRouteBackwardConfig]):
+class MoeRouteBackward(RouteRows[MoeRouteBackwardConfig], TritonOp[MoeRouteProblem, MoeRouteBackwardConfig]):
     """The gradient of :class:`MoeRoute`."""
 
     name = "moe_route_backward"

@@ -17,7 +17,7 @@ from cutekernels.ops.moe.route import MAX_TOP_K
 from cutekernels.ops.shared import streaming, tile_rules
 from cutekernels.ops.shared.laid_out import LaidOut
 from cutekernels.ops.shared.operands import Array, Matrix, Sizes
-from cutekernels.ops.shared.triton_op import TritonOp
+from cutekernels.ops.shared.triton_op import TritonOp, TritonPart
 from cutekernels.rules import of_both, of_config
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class MoeMoveConfig(Config):
     warps: int = knob(1, 2, 4, 8)
 
 
-class _MoveOp(TritonOp[MoeMoveProblem, MoeMoveConfig]):
+class MoveRows(TritonPart[MoeMoveProblem, MoeMoveConfig]):
     """Shared by all: ``inverse`` numbers the rows of the grouped order for each token."""
 
     Problem = MoeMoveProblem
@@ -162,7 +162,7 @@ def _check(inverse: Tensor) -> Tensor:
     return inverse.long()
 
 
-class MoeGather(_MoveOp):
+class MoeGather(MoveRows, TritonOp[MoeMoveProblem, MoeMoveConfig]):
     """``rows[inverse[t, j]] = x[t]``."""
 
     name = "moe_gather"
@@ -189,7 +189,7 @@ class MoeGather(_MoveOp):
         return (torch.empty_like(copies).index_copy_(0, _check(inverse).flatten(), copies),)
 
 
-class MoeDispatch(_MoveOp):
+class MoeDispatch(MoveRows, TritonOp[MoeMoveProblem, MoeMoveConfig]):
     """``rows[inverse[t, j]] = x[t]``, with the ``offsets`` and ``inverse`` of a stable sort of ``ids`` by expert."""
 
     name = "moe_dispatch"
@@ -245,7 +245,7 @@ def _check_few(tokens: int, top_k: int, experts: int) -> None:
         )
 
 
-class MoeCombine(_MoveOp):
+class MoeCombine(MoveRows, TritonOp[MoeMoveProblem, MoeMoveConfig]):
     """``out[t] = sum_j weights[t, j] * rows[inverse[t, j]]``."""
 
     name = "moe_combine"
@@ -276,7 +276,7 @@ class MoeCombine(_MoveOp):
         return (terms.sum(-2).to(rows.dtype),)
 
 
-class MoeCombineBackward(_MoveOp):
+class MoeCombineBackward(MoveRows, TritonOp[MoeMoveProblem, MoeMoveConfig]):
     """The gradient of a weighted :class:`MoeCombine`, a program per row."""
 
     name = "moe_combine_backward"

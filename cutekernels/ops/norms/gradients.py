@@ -17,7 +17,7 @@ from cutekernels.ops.norms.rows import SUITE, N, NormConfig, NormOp, NormProblem
 from cutekernels.ops.shared import tile_rules
 from cutekernels.ops.shared.dtypes import TYPES, WIDEST_BYTES
 from cutekernels.ops.shared.operands import Array, Leads, Looks, Named, Sizes
-from cutekernels.ops.shared.triton_op import TritonOp
+from cutekernels.ops.shared.triton_op import TritonOp, TritonPart
 from cutekernels.rules import of_both, of_config
 
 if TYPE_CHECKING:
@@ -57,22 +57,12 @@ class ColumnSumConfig(Config):
     warps: int = knob(2, 4, 8)
 
 
-class ColumnSum(TritonOp[ColumnSumProblem, ColumnSumConfig]):
-    """``out[c] = sum of parts[p, c] over p``, in an order that only the config decides."""
+class ColumnSums(TritonPart[ColumnSumProblem, ColumnSumConfig]):
+    """Sums of columns for one result or more: as many rows of ``parts`` for each."""
 
-    name = "column_sum"
     revision = 1
-    suite: ClassVar[tuple[str, ...]] = (
-        "parts=132 cols=4096",
-        "parts=264 cols=4096 dtype=bf16",
-        "parts=7 cols=1001 align=4",
-        "parts=528 cols=8192",
-    )
     Problem = ColumnSumProblem
     Config = ColumnSumConfig
-    kernel = "norms.gradients:column_sum"
-    out = Array("cols", strides=(), result=True, laid=False)
-    parts = Array("lines", "cols", dtype="fp32", strides=(), laid=True)
     sizes = {"parts": "i32", "cols": "i64"}
     in_place = False
 
@@ -146,7 +136,22 @@ class ColumnSum(TritonOp[ColumnSumProblem, ColumnSumConfig]):
         return Work(float(len(self.results) * p.parts * p.cols), self.bytes(p), depth=float(p.parts))
 
 
-class ColumnSumPair(ColumnSum):
+class ColumnSum(ColumnSums, TritonOp[ColumnSumProblem, ColumnSumConfig]):
+    """``out[c] = sum of parts[p, c] over p``, in an order that only the config decides."""
+
+    name = "column_sum"
+    suite = (
+        "parts=132 cols=4096",
+        "parts=264 cols=4096 dtype=bf16",
+        "parts=7 cols=1001 align=4",
+        "parts=528 cols=8192",
+    )
+    kernel = "norms.gradients:column_sum"
+    out = Array("cols", strides=(), result=True, laid=False)
+    parts = Array("lines", "cols", dtype="fp32", strides=(), laid=True)
+
+
+class ColumnSumPair(ColumnSums, TritonOp[ColumnSumProblem, ColumnSumConfig]):
     """Two sums in one launch: the first half of the rows into ``out``, the second into ``more``."""
 
     name = "column_sum_pair"
@@ -213,7 +218,7 @@ class _NormBackward(NormOp[N]):
     def constants(self, p: N, c: NormConfig) -> dict[str, int | bool | str]:
         return super().constants(p, c) | {"CENTRED": self.centred}
 
-    def chained(self, p: N, c: NormConfig, gpu: GpuSpec) -> list[tuple[ColumnSum, ColumnSumProblem]]:
+    def chained(self, p: N, c: NormConfig, gpu: GpuSpec) -> list[tuple[TritonOp[Any, Any], ColumnSumProblem]]:
         """The sums that the second pass adds up."""
         if not p.rows * p.heads * p.cols:
             return []
@@ -262,7 +267,7 @@ class _NormBackward(NormOp[N]):
         return tuple(found)
 
 
-class RmsNormBackward(_NormBackward[RmsNormBackwardProblem]):
+class RmsNormBackward(_NormBackward[RmsNormBackwardProblem], TritonOp[RmsNormBackwardProblem, NormConfig]):
     """The gradient of RMSNorm: (dx, dweight), plus ``du`` where ``x`` is the ``u`` of ``add_rms_norm``."""
 
     name = "rms_norm_backward"
@@ -293,7 +298,7 @@ class RmsNormBackward(_NormBackward[RmsNormBackwardProblem]):
     flops_per_element = 13
 
 
-class LayerNormBackward(_NormBackward[LayerNormBackwardProblem]):
+class LayerNormBackward(_NormBackward[LayerNormBackwardProblem], TritonOp[LayerNormBackwardProblem, NormConfig]):
     """The gradient of LayerNorm: (dx, dweight, dbias). ``dbias``, an option too, says of which type the bias is."""
 
     name = "layer_norm_backward"

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from cutekernels.op import knob, plain
 from cutekernels.ops.norms.cute import CuteRmsNorm
-from cutekernels.ops.norms.rows import SUITE, N, NormConfig, NormOp, NormProblem, columns, rows, wide
+from cutekernels.ops.norms.rows import SUITE, NormConfig, NormOp, NormProblem, columns, rows, wide
+from cutekernels.ops.shared.triton_op import TritonOp
 from cutekernels.ops.shared.two_bodies import BODIES, TwoBodies
 
 if TYPE_CHECKING:
@@ -43,12 +44,11 @@ class LayerNormProblem(NormProblem):
     bias: str = plain("same", "none", "fp32")
 
 
-class _Norm(NormOp[N]):
-    wide_row = 2048
+class RmsNorms(NormOp[RmsNormProblem]):
+    """What both norms by the root of the mean square share."""
 
-
-class _RmsNorms(_Norm[RmsNormProblem]):
     Problem = RmsNormProblem
+    wide_row = 2048
     options = ("rounding", "shifted")
     scalar_types = {"eps": "fp32", "weight_offset": "fp32"}
 
@@ -67,7 +67,7 @@ class _RmsNorms(_Norm[RmsNormProblem]):
         return (y if weight is None else y * (weight.to(v.dtype) + offset)).to(x.dtype)
 
 
-class RmsNorm(TwoBodies[RmsNormProblem, NormConfig], _RmsNorms):
+class RmsNorm(TwoBodies[RmsNormProblem, NormConfig], RmsNorms, TritonOp[RmsNormProblem, NormConfig]):
     """``y = x * rstd * (weight + weight_offset)``."""
 
     name = "rms_norm"
@@ -101,7 +101,7 @@ class RmsNorm(TwoBodies[RmsNormProblem, NormConfig], _RmsNorms):
         return (self.normalise(x, weight, eps, offset if options["shifted"] else 0.0, options["rounding"]),)
 
 
-class AddRmsNorm(_RmsNorms):
+class AddRmsNorm(RmsNorms, TritonOp[RmsNormProblem, NormConfig]):
     """``u = x + residual`` and its RMSNorm ``y``."""
 
     name = "add_rms_norm"
@@ -134,7 +134,7 @@ class AddRmsNorm(_RmsNorms):
         return self.normalise(u, weight, eps, offset if options["shifted"] else 0.0, options["rounding"]), u
 
 
-class LayerNorm(_Norm[LayerNormProblem]):
+class LayerNorm(NormOp[LayerNormProblem], TritonOp[LayerNormProblem, NormConfig]):
     """``y = (x - mean) * rstd * weight + bias``."""
 
     name = "layer_norm"
@@ -149,6 +149,7 @@ class LayerNorm(_Norm[LayerNormProblem]):
         "rows=33 cols=20000 dtype=fp16 bias=none",
     )
     Problem = LayerNormProblem
+    wide_row = 2048
     kernel = "norms.forward:layer_norm"
     y = rows(result=True)
     x = rows()

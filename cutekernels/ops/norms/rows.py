@@ -20,7 +20,7 @@ from cutekernels.ops.shared.dtypes import BYTES, WIDEST_BYTES
 from cutekernels.ops.shared.laid_out import LaidOut
 from cutekernels.ops.shared.operands import Leads, Looks, Named, Operand, Sizes, misfit
 from cutekernels.ops.shared.strides import cube, matrix
-from cutekernels.ops.shared.triton_op import TritonOp
+from cutekernels.ops.shared.triton_op import TritonPart
 from cutekernels.rules import of_both, of_config
 
 if TYPE_CHECKING:
@@ -140,8 +140,8 @@ _OTHER_SMEM = 1024  # bytes of a program, beside what it copies ahead
 _REGISTERS = 28  # of a thread, beside its tile
 
 
-class NormOp(TritonOp[N, NormConfig]):
-    """An op over :func:`rows` of one shape and type and :func:`columns` that belong to them.
+class NormOp(TritonPart[N, NormConfig]):
+    """The part of an op over :func:`rows` of one shape and type and :func:`columns` that belong to them.
 
     Kernels take weights and biases contiguous. Of results that are :func:`columns`, sums over rows, a kernel writes
     one fp32 part per program.

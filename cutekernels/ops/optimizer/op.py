@@ -17,7 +17,7 @@ from cutekernels.ops.shared.checks import check_alike, check_results
 from cutekernels.ops.shared.dtypes import BYTES, TYPES, WIDEST_BYTES
 from cutekernels.ops.shared.operands import Array, Sizes
 from cutekernels.ops.shared.strides import is_dense, walk
-from cutekernels.ops.shared.triton_op import TritonOp
+from cutekernels.ops.shared.triton_op import TritonOp, TritonPart
 from cutekernels.rules import of_both, of_config
 
 if TYPE_CHECKING:
@@ -116,10 +116,9 @@ class Hyper(NamedTuple):
         return cls(lr, weight_decay, 1 - beta1, beta2, 1 - beta2, eps, *corrections)
 
 
-class AdamW(TritonOp[AdamWProblem, AdamWConfig]):
+class Update(TritonPart[AdamWProblem, AdamWConfig]):
     """One step of one tensor, with the numbers of :class:`Hyper`. The result of an absent master is empty."""
 
-    name = "adamw_step"
     revision = 1
     Problem = AdamWProblem
     Config = AdamWConfig
@@ -134,7 +133,6 @@ class AdamW(TritonOp[AdamWProblem, AdamWConfig]):
         "elements=10000000 dtype=bf16 grad=fp32 master=1",
         "elements=50000000",
     )
-    kernel = "optimizer:adamw_step"
     options = ("maximize",)
     out_param = Array("*elements", strides=(), result=True, laid=False)
     out_exp_avg = Array("*elements", dtype="moments", strides=(), result=True)
@@ -149,11 +147,6 @@ class AdamW(TritonOp[AdamWProblem, AdamWConfig]):
     lr = Array("*one", dtype="fp32", strides=(), optional=True)
     sizes = {"elements": "i64"}
     scalar_types = dict.fromkeys(Hyper._fields, "fp32")
-    schema = (
-        "Tensor param, Tensor grad, Tensor exp_avg, Tensor exp_avg_sq, Tensor? master, Tensor? step, "
-        "Tensor? lr_tensor, bool maximize, float lr, float weight_decay, float w1, float beta2, float w2, float eps, "
-        "float c1, float c2"
-    )
 
     # -- calls
 
@@ -262,9 +255,6 @@ class AdamW(TritonOp[AdamWProblem, AdamWConfig]):
 
     # -- kernels
 
-    def constants(self, p: AdamWProblem, c: AdamWConfig) -> Mapping[str, int | bool | str]:
-        return _common(p, c) | {"STEP_ON_DEVICE": p.step == "device"}
-
     def divisible(self, p: AdamWProblem, c: AdamWConfig) -> dict[str, int]:
         kinds = {name: self.kind(p, name) for name in self.operands if name not in ("step", "lr")}
         return {f"{name}_ptr": p.vec * BYTES[kind] for name, kind in kinds.items() if kind is not None}
@@ -299,26 +289,28 @@ class AdamW(TritonOp[AdamWProblem, AdamWConfig]):
         return (param, grad, exp_avg, exp_avg_sq, master, step, lr, *hyper)
 
 
-class AdamWTable(AdamW):
-    """:class:`AdamW` of all tensors in a table, in place. It borrows the config of one tensor of as many elements.
+class AdamW(Update, TritonOp[AdamWProblem, AdamWConfig]):
+    """One step of one tensor."""
+
+    name = "adamw_step"
+    kernel = "optimizer:adamw_step"
+    schema = (
+        "Tensor param, Tensor grad, Tensor exp_avg, Tensor exp_avg_sq, Tensor? master, Tensor? step, "
+        "Tensor? lr_tensor, bool maximize, float lr, float weight_decay, float w1, float beta2, float w2, float eps, "
+        "float c1, float c2"
+    )
+
+    def constants(self, p: AdamWProblem, c: AdamWConfig) -> Mapping[str, int | bool | str]:
+        return _common(p, c) | {"STEP_ON_DEVICE": p.step == "device"}
+
+
+class Tabled(Update):
+    """An op over all tensors in a table, in place. It borrows the config of one tensor of as many elements.
 
     A launch takes the grid and ``arguments``, tensors by their addresses.
     """
 
-    name = "adamw_table"
-    kernel = "optimizer:adamw_table"
-    arguments: ClassVar[dict[str, str]] = {
-        "table_ptr": "*i64",
-        "grads_ptr": "*i64",
-        "chunks_ptr": "*i32",
-        "lr_ptr": "*fp32",
-        "norm": "i64",
-        "max_norm": "fp32",
-    } | dict.fromkeys(Hyper._fields, "fp32")
-
-    def constants(self, p: AdamWProblem, c: AdamWConfig) -> Mapping[str, int | bool | str]:
-        kinds = {"PARAM": p.dtype, "GRAD": p.grad_dtype, "MOMENTS": p.moments}
-        return _common(p, c) | kinds | ({} if p.rate == "device" else {"lr_ptr": 0})
+    arguments: ClassVar[dict[str, str]]
 
     def build(self, p: AdamWProblem, c: AdamWConfig, gpu: GpuSpec) -> Artifact:
         from cutekernels.backends.triton import compile_kernel
@@ -338,12 +330,29 @@ class AdamWTable(AdamW):
         return kernel
 
 
-class AdamWSquares(AdamWTable):
+class AdamWTable(Tabled, TritonOp[AdamWProblem, AdamWConfig]):
+    """:class:`AdamW` of all tensors in a table."""
+
+    name = "adamw_table"
+    arguments = {
+        "table_ptr": "*i64",
+        "grads_ptr": "*i64",
+        "chunks_ptr": "*i32",
+        "lr_ptr": "*fp32",
+        "norm": "i64",
+        "max_norm": "fp32",
+    } | dict.fromkeys(Hyper._fields, "fp32")
+
+    def constants(self, p: AdamWProblem, c: AdamWConfig) -> Mapping[str, int | bool | str]:
+        kinds = {"PARAM": p.dtype, "GRAD": p.grad_dtype, "MOMENTS": p.moments}
+        return _common(p, c) | kinds | ({} if p.rate == "device" else {"lr_ptr": 0})
+
+
+class AdamWSquares(Tabled, TritonOp[AdamWProblem, AdamWConfig]):
     """Sums of squares of a table's gradients, one per program."""
 
     name = "adamw_squares"
-    kernel = "optimizer:adamw_squares"
-    arguments: ClassVar[dict[str, str]] = {
+    arguments = {
         "table_ptr": "*i64",
         "grads_ptr": "*i64",
         "chunks_ptr": "*i32",
@@ -356,12 +365,11 @@ class AdamWSquares(AdamWTable):
         return {"BLOCK": c.block, "VEC": vec, "GRAD": p.grad_dtype}
 
 
-class AdamWCount(AdamWTable):
+class AdamWCount(Tabled, TritonOp[AdamWProblem, AdamWConfig]):
     """One more step of every tensor in a table that has a gradient."""
 
     name = "adamw_count"
-    kernel = "optimizer:adamw_count"
-    arguments: ClassVar[dict[str, str]] = {"table_ptr": "*i64", "grads_ptr": "*i64", "tensors": "i32"}
+    arguments = {"table_ptr": "*i64", "grads_ptr": "*i64", "tensors": "i32"}
 
     def constants(self, p: AdamWProblem, c: AdamWConfig) -> Mapping[str, int | bool | str]:
         return {"BLOCK": c.block}

@@ -19,6 +19,7 @@ from cutekernels.ops.rope.rotary import (
     turned,
 )
 from cutekernels.ops.shared.operands import Array, Sizes
+from cutekernels.ops.shared.triton_op import TritonOp
 from cutekernels.ops.shared.two_bodies import BODIES, TwoBodies
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ class RopeConfig(RotaryConfig):
     body: str = knob(*BODIES, added=True)
 
 
-class Rope(TwoBodies[RopeProblem, RopeConfig], RotaryOp[RopeProblem, RopeConfig]):
+class Rope(TwoBodies[RopeProblem, RopeConfig], RotaryOp[RopeProblem, RopeConfig], TritonOp[RopeProblem, RopeConfig]):
     """``(x1 cos - x2 sin, x2 cos + x1 sin)`` over pairs. ``k`` may have no heads."""
 
     name = "rope"

@@ -16,7 +16,7 @@ from cutekernels.ops.shared import streaming, tile_rules
 from cutekernels.ops.shared.coefficients import STREAMING
 from cutekernels.ops.shared.laid_out import LaidOut
 from cutekernels.ops.shared.operands import Array, Operand, Sizes
-from cutekernels.ops.shared.triton_op import TritonOp
+from cutekernels.ops.shared.triton_op import TritonPart
 from cutekernels.rules import of_both
 
 if TYPE_CHECKING:
@@ -123,8 +123,8 @@ P = TypeVar("P", bound=RotaryProblem)
 C = TypeVar("C", bound=RotaryConfig)
 
 
-class RotaryOp(TritonOp[P, C]):
-    """An op with the inputs ``q``, ``k``, ``cos`` and ``sin``, and options that include ``interleaved``."""
+class RotaryOp(TritonPart[P, C]):
+    """The part of an op with the inputs ``q``, ``k``, ``cos`` and ``sin``, and options that include ``interleaved``."""
 
     sizes = dict.fromkeys(
         ("seq", "seq_blocks", "heads_q", "heads_kv", "half", "head_dim", "half_blocks", "parts"), "i32"

@@ -11,7 +11,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import C, Op, P, Scalar, Work
@@ -63,8 +63,8 @@ class DeclaredOp(Op[P, C]):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        own = {name: value for name, value in vars(cls).items() if isinstance(value, Operand)}
-        if own:
+        declared = ({n: v for n, v in vars(base).items() if isinstance(v, Operand)} for base in cls.__mro__)
+        if own := next(filter(None, declared), None):  # of the first class that declares some: a family's part may
             cls.operands = dict(sorted(own.items(), key=lambda item: not item[1].result))
             cls.results = tuple(name for name, operand in cls.operands.items() if operand.result)
             cls.inputs = tuple(name for name, operand in cls.operands.items() if not operand.result)
@@ -397,3 +397,11 @@ class DeclaredOp(Op[P, C]):
 
     def reference(self, p: P, *args: Any) -> tuple[Tensor, ...]:
         return self.evaluate(*args, **{name: getattr(p, name) for name in self.options})
+
+
+class Part(Generic[P, C]):
+    """The base of what ops of a family share: operands, rules, models, arguments of kernels. An op inherits from its
+    family's part and from ``TritonOp`` or ``CuteOp`` side by side, and is four classes deep.
+
+    To type checkers a part is an op, so that its methods may ask ``self``: see ``TritonPart`` and ``CutePart``.
+    """

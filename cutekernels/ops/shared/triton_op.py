@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from cutekernels.op import C, P
-from cutekernels.ops.shared.declared_op import DeclaredOp
+from cutekernels.ops.shared.declared_op import DeclaredOp, Part
 from cutekernels.ops.shared.dtypes import BYTES
 from cutekernels.ops.shared.operands import Named
 from cutekernels.rules import Ruled
@@ -136,6 +136,12 @@ class TritonOp(Ruled, DeclaredOp[P, C]):
             return found
 
         return Launch(kernel, grid, len(strided), following)
+
+
+if TYPE_CHECKING:
+    TritonPart = TritonOp
+else:
+    TritonPart = Part
 
 
 class Launch:
