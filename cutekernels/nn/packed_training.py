@@ -21,7 +21,8 @@ from cutekernels.nn.mlp import Gate, gate_mul
 from cutekernels.nn.packing import together
 from cutekernels.ops.activations import api as activations
 from cutekernels.ops.gemm.api import gemm, launch_into, linear
-from cutekernels.ops.shared.registration import LIBRARY, define, transformed
+from cutekernels.ops.shared.calls import define
+from cutekernels.ops.shared.paths import LIBRARY, transformed
 from cutekernels.torch_names import unsafe_view
 
 

@@ -12,8 +12,15 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.kernels.cute.parts.attention_smem import DecodeSmem, padded
 from cutekernels.op import Work, extent, knob, ladder, plain, power_of_two
 from cutekernels.ops.attention import token_scales
-from cutekernels.ops.attention.cache import PAGE_SIZES, CachedOp, cache_bytes, check_cache_dim, check_room, elements
-from cutekernels.ops.attention.cached import CACHE_ATTENTION
+from cutekernels.ops.attention.cache import (
+    CACHE_ATTENTION,
+    PAGE_SIZES,
+    CachedOp,
+    cache_bytes,
+    check_cache_dim,
+    check_room,
+    elements,
+)
 from cutekernels.ops.attention.coefficients import DECODE
 from cutekernels.ops.attention.operands import numbers, workspace
 from cutekernels.ops.attention.problem import (
@@ -32,8 +39,7 @@ from cutekernels.ops.attention.problem import (
     tuned_cache,
 )
 from cutekernels.ops.shared.cute_op import CuteOp
-from cutekernels.ops.shared.occupancy import occupancy_rules
-from cutekernels.rules import Broken, of_both, of_config
+from cutekernels.rules import Broken, occupancy_rules, of_both, of_config
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -11,9 +11,9 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Problem, Work, extent, knob, ladder, plain, power_of_two
 from cutekernels.ops.attention.coefficients import FEW
 from cutekernels.ops.attention.problem import HEAD_DIMS, LOG2_E, WIDEST, WarpsConfig
-from cutekernels.ops.shared import tile_rules
 from cutekernels.ops.shared.dtypes import DTYPES
 from cutekernels.ops.shared.operands import Array, Matrix, Named, Sizes
+from cutekernels.ops.shared.tile_rules import idle_rule
 from cutekernels.ops.shared.triton_op import TritonOp
 from cutekernels.rules import of_both
 
@@ -127,9 +127,7 @@ class AttentionDelta(TritonOp[DeltaProblem, DeltaConfig]):
             return None
         return f"a thread has {each} elements of a row's {p.head_dim}: take from {WIDEST} to {_MAX_ELEMENTS}"
 
-    @of_both
-    def no_idle_rows(self, p: DeltaProblem, c: DeltaConfig, gpu: GpuSpec) -> str | None:
-        return tile_rules.idles("block_rows", c.block_rows, max(64, power_of_two(p.seq)), f"{p.seq} queries")
+    no_idle_rows = idle_rule("block_rows", "seq", "{} queries", least=64)
 
     @of_both
     def most_programs(self, p: DeltaProblem, c: DeltaConfig, gpu: GpuSpec) -> str | None:

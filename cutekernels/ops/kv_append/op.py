@@ -240,7 +240,7 @@ class KvAppend(RotaryOp[KvAppendProblem, KvAppendConfig], TritonOp[KvAppendProbl
         number = torch.full_like(state[LENGTHS], k.shape[1]) if counts is None else counts
         return _turn(q, k, v, state[LENGTHS].long(), number, cos, sin, **options)
 
-    def update(self, results: Sequence[Tensor], args: Sequence[Any], **options: Any) -> None:
+    def update(self, results: Sequence[Tensor], args: Sequence[Any], **options: Any) -> tuple[Tensor, ...]:
         """A launch in plain PyTorch. Raises UnsupportedProblem for positions without a row of ``cos``."""
         import torch
 
@@ -269,6 +269,7 @@ class KvAppend(RotaryOp[KvAppendProblem, KvAppendConfig], TritonOp[KvAppendProbl
             cache[page, slot] = row
         after = starts + found, state[LOST].long() + number - found, torch.zeros_like(starts)
         out_state.copy_(torch.stack(after))
+        return ()
 
     # -- configs
 

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Config, Problem, Work, exact, extent, knob, ladder, plain, power_of_two
-from cutekernels.ops.shared import streaming, tile_rules
+from cutekernels.ops.shared import streaming
 from cutekernels.ops.shared.coefficients import STREAMING
 from cutekernels.ops.shared.dtypes import BYTES, WIDEST_BYTES
 from cutekernels.ops.shared.laid_out import LaidOut
 from cutekernels.ops.shared.operands import Array, Matrix, Sizes
+from cutekernels.ops.shared.tile_rules import accesses_rule, elements_rule, idle_rule
 from cutekernels.ops.shared.triton_op import TritonOp, TritonPart
-from cutekernels.rules import of_both, of_config
 
 if TYPE_CHECKING:
     import torch
@@ -91,17 +91,9 @@ class LogitRows(TritonPart[LogitProblem, LogitConfig]):
             "BLOCK": c.block,
         }
 
-    @of_both
-    def accesses(self, p: LogitProblem, c: LogitConfig, gpu: GpuSpec) -> str | None:
-        return tile_rules.accesses(c.block, c.warps, p.vec) if c.warps > 1 else None
-
-    @of_config
-    def most_elements(self, c: LogitConfig, gpu: GpuSpec) -> str | None:
-        return tile_rules.most_elements(c.block, c.warps, _MOST_PER_THREAD)
-
-    @of_both
-    def no_idle_columns(self, p: LogitProblem, c: LogitConfig, gpu: GpuSpec) -> str | None:
-        return tile_rules.idles("block", c.block, max(256, power_of_two(p.cols)), f"{p.cols} columns")
+    accesses = accesses_rule("block", one_warp=True)
+    most_elements = elements_rule("block", most=_MOST_PER_THREAD)
+    no_idle_columns = idle_rule("block", "cols", "{} columns", least=256)
 
     def draw(self, p: LogitProblem, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor | None:
         import torch
@@ -323,13 +315,8 @@ class ScaleGradient(TritonOp[ScaleProblem, ScaleConfig]):
     def constants(self, p: ScaleProblem, c: ScaleConfig) -> dict[str, int | bool | str]:
         return {"BLOCK": c.block}
 
-    @of_both
-    def accesses(self, p: ScaleProblem, c: ScaleConfig, gpu: GpuSpec) -> str | None:
-        return tile_rules.accesses(c.block, c.warps, p.vec)
-
-    @of_config
-    def most_elements(self, c: ScaleConfig, gpu: GpuSpec) -> str | None:
-        return tile_rules.most_elements(c.block, c.warps, _MOST_PER_THREAD)
+    accesses = accesses_rule("block")
+    most_elements = elements_rule("block", most=_MOST_PER_THREAD)
 
     def default(self, p: ScaleProblem, gpu: GpuSpec) -> ScaleConfig:
         return ScaleConfig(2048, 4, 1024)

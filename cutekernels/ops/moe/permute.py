@@ -30,6 +30,7 @@ from cutekernels.ops.moe.coefficients import PERMUTE
 from cutekernels.ops.shared import tile_rules
 from cutekernels.ops.shared.dtypes import TYPES
 from cutekernels.ops.shared.operands import Array, Sizes
+from cutekernels.ops.shared.tile_rules import idle_rule
 from cutekernels.ops.shared.triton_op import Launch, TritonOp
 from cutekernels.rules import of_both, of_config
 
@@ -127,9 +128,7 @@ class MoePermute(TritonOp[MoePermuteProblem, MoePermuteConfig]):
     def an_id_each(self, c: MoePermuteConfig, gpu: GpuSpec) -> str | None:
         return tile_rules.accesses(c.block, c.warps, 1, unit="ids") if c.block < 256 else None
 
-    @of_both
-    def no_idle_ids(self, p: MoePermuteProblem, c: MoePermuteConfig, gpu: GpuSpec) -> str | None:
-        return tile_rules.idles("block", c.block, max(64, power_of_two(p.pairs)), f"{p.pairs} ids")
+    no_idle_ids = idle_rule("block", "pairs", "{} ids", least=64)
 
     @of_config
     def most_sorted(self, c: MoePermuteConfig, gpu: GpuSpec) -> str | None:

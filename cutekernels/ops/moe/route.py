@@ -20,6 +20,7 @@ from cutekernels.ops.shared import tile_rules
 from cutekernels.ops.shared.dtypes import WIDEST_BYTES
 from cutekernels.ops.shared.laid_out import LaidOut
 from cutekernels.ops.shared.operands import Matrix, Sizes
+from cutekernels.ops.shared.tile_rules import accesses_rule, idle_rule
 from cutekernels.ops.shared.triton_op import TritonOp, TritonPart
 from cutekernels.rules import of_both
 
@@ -94,17 +95,13 @@ class RouteRows(TritonPart[MoeRouteProblem, C], Generic[C]):
     def constants(self, p: MoeRouteProblem, c: Any) -> dict[str, int | bool | str]:
         return {"TOKENS": c.tokens, "WIDTH": p.width, "TOP_K": p.top_k, "RENORMALIZE": p.renormalize}
 
-    @of_both
-    def an_element_each(self, p: MoeRouteProblem, c: Any, gpu: GpuSpec) -> str | None:
-        return tile_rules.accesses(c.tokens * p.width, c.warps, 1) if c.warps > 1 else None
+    an_element_each = accesses_rule("tokens", "width", vec=1, one_warp=True)
 
     @of_both
     def most_elements(self, p: MoeRouteProblem, c: Any, gpu: GpuSpec) -> str | None:
         return tile_rules.most_elements(c.tokens * p.width, c.warps, _MAX_TILE)
 
-    @of_both
-    def no_idle_tokens(self, p: MoeRouteProblem, c: Any, gpu: GpuSpec) -> str | None:
-        return tile_rules.idles("tokens", c.tokens, power_of_two(p.tokens), f"{p.tokens} rows")
+    no_idle_tokens = idle_rule("tokens", "tokens", "{} rows")
 
     def _tile(self, p: MoeRouteProblem, gpu: GpuSpec) -> tuple[int, int]:
         """``(tokens, warps)``: a row inside one warp, so that its reductions are; four warps once the GPU is full."""

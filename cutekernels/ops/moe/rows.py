@@ -14,11 +14,12 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Config, Problem, Scalar, Work, extent, knob, ladder, plain, power_of_two
 from cutekernels.ops.moe.permute import MAX_PAIRS, MOE_PERMUTE, bins_of, check_groups
 from cutekernels.ops.moe.route import MAX_TOP_K
-from cutekernels.ops.shared import streaming, tile_rules
+from cutekernels.ops.shared import streaming
 from cutekernels.ops.shared.laid_out import LaidOut
 from cutekernels.ops.shared.operands import Array, Matrix, Sizes
+from cutekernels.ops.shared.tile_rules import accesses_rule, elements_rule, idle_rule
 from cutekernels.ops.shared.triton_op import TritonOp, TritonPart
-from cutekernels.rules import of_both, of_config
+from cutekernels.rules import of_both
 
 if TYPE_CHECKING:
     import torch
@@ -103,17 +104,9 @@ class MoveRows(TritonPart[MoeMoveProblem, MoeMoveConfig]):
     def constants(self, p: MoeMoveProblem, c: MoeMoveConfig) -> dict[str, int | bool | str]:
         return {"TOP_K": p.top_k, "BLOCK": c.block}
 
-    @of_both
-    def accesses(self, p: MoeMoveProblem, c: MoeMoveConfig, gpu: GpuSpec) -> str | None:
-        return tile_rules.accesses(c.block, c.warps, p.vec)
-
-    @of_config
-    def most_elements(self, c: MoeMoveConfig, gpu: GpuSpec) -> str | None:
-        return tile_rules.most_elements(c.block, c.warps, _MAX_PER_THREAD)
-
-    @of_both
-    def no_idle_columns(self, p: MoeMoveProblem, c: MoeMoveConfig, gpu: GpuSpec) -> str | None:
-        return tile_rules.idles("block", c.block, max(256, power_of_two(p.cols)), f"rows of {p.cols}")
+    accesses = accesses_rule("block")
+    most_elements = elements_rule("block", most=_MAX_PER_THREAD)
+    no_idle_columns = idle_rule("block", "cols", "rows of {}", least=256)
 
     @of_both
     def most_blocks(self, p: MoeMoveProblem, c: MoeMoveConfig, gpu: GpuSpec) -> str | None:

@@ -14,11 +14,10 @@ from cutekernels import rates
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Config, Problem, Scalar, Work, exact, extent, knob, ladder, plain, power_of_two
 from cutekernels.ops.norms.rows import SUITE, N, NormConfig, NormOp, NormProblem, columns, rows
-from cutekernels.ops.shared import tile_rules
 from cutekernels.ops.shared.dtypes import TYPES, WIDEST_BYTES
 from cutekernels.ops.shared.operands import Array, Leads, Looks, Named, Sizes
+from cutekernels.ops.shared.tile_rules import accesses_rule, elements_rule, idle_rule
 from cutekernels.ops.shared.triton_op import TritonOp, TritonPart
-from cutekernels.rules import of_both, of_config
 
 if TYPE_CHECKING:
     import torch
@@ -46,6 +45,11 @@ class ColumnSumProblem(Problem):
         super().__post_init__()
         if self.cols * 4 % self.align:
             raise UnsupportedProblem(f"align={self.align} divides a row of {self.cols} fp32; it does not: take less")
+
+    @property
+    def vec(self) -> int:
+        """Elements in one access."""
+        return self.align // 4
 
 
 @dataclass(frozen=True)
@@ -82,7 +86,7 @@ class ColumnSums(TritonPart[ColumnSumProblem, ColumnSumConfig]):
         return {"BLOCK_PARTS": c.block_parts, "BLOCK_COLS": c.block_cols}
 
     def divisible(self, p: ColumnSumProblem, c: ColumnSumConfig) -> dict[str, int]:
-        return {"cols": p.align // 4}
+        return {"cols": p.vec}
 
     def grid(self, p: ColumnSumProblem, c: ColumnSumConfig) -> tuple[int, int, int]:
         return -(-p.cols // c.block_cols), len(self.results), 1
@@ -103,21 +107,10 @@ class ColumnSums(TritonPart[ColumnSumProblem, ColumnSumConfig]):
         total = each.double().sum(1)
         return tuple(total.float() if dtype is None else total.to(dtype))
 
-    @of_both
-    def accesses(self, p: ColumnSumProblem, c: ColumnSumConfig, gpu: GpuSpec) -> str | None:
-        return tile_rules.accesses(c.block_parts * c.block_cols, c.warps, p.align // 4)
-
-    @of_config
-    def most_sums(self, c: ColumnSumConfig, gpu: GpuSpec) -> str | None:
-        return tile_rules.most_elements(c.block_parts * c.block_cols, c.warps, 64)
-
-    @of_both
-    def no_idle_parts(self, p: ColumnSumProblem, c: ColumnSumConfig, gpu: GpuSpec) -> str | None:
-        return tile_rules.idles("block_parts", c.block_parts, max(8, power_of_two(p.parts)), f"{p.parts} parts")
-
-    @of_both
-    def no_idle_columns(self, p: ColumnSumProblem, c: ColumnSumConfig, gpu: GpuSpec) -> str | None:
-        return tile_rules.idles("block_cols", c.block_cols, max(32, power_of_two(p.cols)), f"{p.cols} columns")
+    accesses = accesses_rule("block_parts", "block_cols")
+    most_sums = elements_rule("block_parts", "block_cols", most=64)
+    no_idle_parts = idle_rule("block_parts", "parts", "{} parts", least=8)
+    no_idle_columns = idle_rule("block_cols", "cols", "{} columns", least=32)
 
     def default(self, p: ColumnSumProblem, gpu: GpuSpec) -> ColumnSumConfig:
         rows = min(128, max(8, power_of_two(p.parts)))

@@ -14,12 +14,13 @@ from cutekernels import gpu as gpus
 from cutekernels import rates
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Config, Problem, Scalar, Work, exact, extent, knob, ladder, plain, power_of_two
-from cutekernels.ops.shared import streaming, tile_rules
+from cutekernels.ops.shared import streaming
 from cutekernels.ops.shared.coefficients import STREAMING
 from cutekernels.ops.shared.dtypes import BYTES, WIDEST_BYTES
 from cutekernels.ops.shared.laid_out import LaidOut
 from cutekernels.ops.shared.operands import Leads, Looks, Named, Operand, Sizes, misfit
 from cutekernels.ops.shared.strides import cube, matrix
+from cutekernels.ops.shared.tile_rules import accesses_rule, idle_rule
 from cutekernels.ops.shared.triton_op import TritonPart
 from cutekernels.rules import of_both, of_config
 
@@ -232,13 +233,8 @@ class NormOp(TritonPart[N, NormConfig]):
             return None
         return "rows in chunks are taken one by one and not copied ahead: block_rows and stages must be 1"
 
-    @of_both
-    def accesses(self, p: N, c: NormConfig, gpu: GpuSpec) -> str | None:
-        return tile_rules.accesses(c.block_rows * c.block_cols, c.warps, p.vec) if c.warps > 1 else None
-
-    @of_both
-    def no_idle_rows(self, p: N, c: NormConfig, gpu: GpuSpec) -> str | None:
-        return tile_rules.idles("block_rows", c.block_rows, power_of_two(p.rows), f"{p.rows} rows")
+    accesses = accesses_rule("block_rows", "block_cols", one_warp=True)
+    no_idle_rows = idle_rule("block_rows", "rows", "{} rows")
 
     @of_both
     def registers_of_a_thread(self, p: N, c: NormConfig, gpu: GpuSpec) -> str | None:

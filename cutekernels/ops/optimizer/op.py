@@ -12,18 +12,17 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Config, Problem, Scalar, Work, extent, knob, ladder, plain
-from cutekernels.ops.shared import streaming, tile_rules
+from cutekernels.ops.shared import streaming
 from cutekernels.ops.shared.checks import check_alike, check_results
 from cutekernels.ops.shared.dtypes import BYTES, TYPES, WIDEST_BYTES
 from cutekernels.ops.shared.operands import Array, Sizes
 from cutekernels.ops.shared.strides import is_dense, walk
+from cutekernels.ops.shared.tile_rules import accesses_rule, elements_rule
 from cutekernels.ops.shared.triton_op import TritonOp, TritonPart
-from cutekernels.rules import of_both, of_config
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from cutekernels.backends import Artifact
     from cutekernels.gpu import GpuSpec
 
 
@@ -223,13 +222,8 @@ class Update(TritonPart[AdamWProblem, AdamWConfig]):
 
     # -- configs
 
-    @of_both
-    def accesses(self, p: AdamWProblem, c: AdamWConfig, gpu: GpuSpec) -> str | None:
-        return tile_rules.accesses(c.block, c.warps, p.vec)
-
-    @of_config
-    def most_elements(self, c: AdamWConfig, gpu: GpuSpec) -> str | None:
-        return tile_rules.most_elements(c.block, c.warps, _MAX_PER_THREAD)
+    accesses = accesses_rule("block")
+    most_elements = elements_rule("block", most=_MAX_PER_THREAD)
 
     def default(self, p: AdamWProblem, gpu: GpuSpec) -> AdamWConfig:
         # Blocks of 4 warps with an access a thread, or two where even those fill the GPU eight times over.
@@ -312,19 +306,10 @@ class Tabled(Update):
 
     arguments: ClassVar[dict[str, str]]
 
-    def build(self, p: AdamWProblem, c: AdamWConfig, gpu: GpuSpec) -> Artifact:
-        from cutekernels.backends.triton import compile_kernel
-        from cutekernels.kernels.triton import optimizer as kernels
-
-        constants = self.constants(p, c)
-        return compile_kernel(
-            getattr(kernels, self.name),
-            signature=self.arguments | dict.fromkeys(constants, "constexpr"),
-            constexprs=constants,
-            divisible={},
-            options={"num_warps": c.warps},
-            gpu=gpu,
-        )
+    def launch_arguments(
+        self, p: AdamWProblem, c: AdamWConfig
+    ) -> tuple[dict[str, str], dict[str, Any], dict[str, int]]:
+        return dict(self.arguments), {}, {}
 
     def bind(self, p: AdamWProblem, c: AdamWConfig, kernel: Callable[..., Any]) -> Callable[..., None]:
         return kernel
@@ -334,6 +319,7 @@ class AdamWTable(Tabled, TritonOp[AdamWProblem, AdamWConfig]):
     """:class:`AdamW` of all tensors in a table."""
 
     name = "adamw_table"
+    kernel = "optimizer:adamw_table"
     arguments = {
         "table_ptr": "*i64",
         "grads_ptr": "*i64",
@@ -352,6 +338,7 @@ class AdamWSquares(Tabled, TritonOp[AdamWProblem, AdamWConfig]):
     """Sums of squares of a table's gradients, one per program."""
 
     name = "adamw_squares"
+    kernel = "optimizer:adamw_squares"
     arguments = {
         "table_ptr": "*i64",
         "grads_ptr": "*i64",
@@ -369,6 +356,7 @@ class AdamWCount(Tabled, TritonOp[AdamWProblem, AdamWConfig]):
     """One more step of every tensor in a table that has a gradient."""
 
     name = "adamw_count"
+    kernel = "optimizer:adamw_count"
     arguments = {"table_ptr": "*i64", "grads_ptr": "*i64", "tensors": "i32"}
 
     def constants(self, p: AdamWProblem, c: AdamWConfig) -> Mapping[str, int | bool | str]:

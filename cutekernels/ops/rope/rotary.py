@@ -16,6 +16,7 @@ from cutekernels.ops.shared import streaming, tile_rules
 from cutekernels.ops.shared.coefficients import STREAMING
 from cutekernels.ops.shared.laid_out import LaidOut
 from cutekernels.ops.shared.operands import Array, Operand, Sizes
+from cutekernels.ops.shared.tile_rules import idle_rule
 from cutekernels.ops.shared.triton_op import TritonPart
 from cutekernels.rules import of_both
 
@@ -215,14 +216,8 @@ class RotaryOp(TritonPart[P, C]):
         pairs = p.half or -(-p.head_dim // 2)
         return f"block={c.block} does not cover {pairs} pairs by a power of two from 8 to 256, {p.block}"
 
-    @of_both
-    def no_idle_heads(self, p: P, c: C, gpu: GpuSpec) -> str | None:
-        there = f"{p.heads_q} and {p.heads_kv} heads"
-        return tile_rules.idles("heads", c.heads, power_of_two(max(p.groups)), there)
-
-    @of_both
-    def no_idle_tokens(self, p: P, c: C, gpu: GpuSpec) -> str | None:
-        return tile_rules.idles("tokens", c.tokens, power_of_two(p.seq), f"{p.seq} tokens")
+    no_idle_heads = idle_rule("heads", lambda p: max(p.groups), "{p.heads_q} and {p.heads_kv} heads")
+    no_idle_tokens = idle_rule("tokens", "seq", "{} tokens")
 
     def tile(self, p: P, gpu: GpuSpec, waste: float, *, taller: int = 1) -> C:
         """The first of ``steps`` whose programs fill the GPU.

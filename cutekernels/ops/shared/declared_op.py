@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from cutekernels.gpu import GpuSpec
-    from cutekernels.ops.shared.call_cache import CallCache
-    from cutekernels.ops.shared.registration import Path
+    from cutekernels.ops.shared.paths import CallCache, Path
 
 _SCHEMA_TYPES = {"fp32": "float", "i32": "int", "i64": "SymInt"}
 
@@ -84,7 +83,7 @@ class DeclaredOp(Op[P, C]):
     @cached_property
     def calls(self) -> CallCache:
         """Its calls that repeat."""
-        from cutekernels.ops.shared.call_cache import CallCache
+        from cutekernels.ops.shared.paths import CallCache
 
         return CallCache()
 
@@ -93,11 +92,11 @@ class DeclaredOp(Op[P, C]):
     def derive(self, sizes: Sizes, **options: Any) -> None:
         """Adds extents that follow from others and from options. Raises ValueError where those given contradict."""
 
-    def refuse_shapes(self, named: Named) -> None:
-        """Raises UnsupportedProblem for shapes of which more is to be said than that they do not fit together."""
-
     def refuse(self, named: Named, sizes: Sizes, **options: Any) -> None:
         """Raises UnsupportedProblem for what is special about the op."""
+
+    def check_indices(self, inputs: Any, *, on_gpu: bool = False, **options: Any) -> None:
+        """Refuses wrong values of index tensors that the CPU would read, or of all, as the GPU reads them."""
 
     def facts(self, named: Named, sizes: Sizes) -> Mapping[str, Scalar]:
         """Fields of the problem that do not follow from the operands' declarations."""
@@ -135,7 +134,7 @@ class DeclaredOp(Op[P, C]):
     def result(self, name: str, named: Named, sizes: Sizes, leads: Leads, **options: Any) -> Looks:
         """The shape of result ``name``, and the types it may have: the first one where it is allocated here."""
         operand = self.operands[name]
-        return shape_of(operand, sizes, leads), self._type(operand.dtype, self._dtype(named, options))
+        return shape_of(operand, sizes, leads), self.types_of(operand.dtype, self._dtype(named, options))
 
     @abstractmethod
     def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
@@ -180,17 +179,16 @@ class DeclaredOp(Op[P, C]):
         keeps = all(t is None or type(t) in plain for t in given.values())
         kept = self._last_pose
         if not keeps or kept[0] != asked:
-            self.refuse_shapes(named)
             declared = {name: self.operands[name] for name in given}
             derive = partial(self.derive, **options)
             kept = asked, *sizes_of(self.name, declared, given, self._integers(options), derive)
             self._last_pose = kept if keeps else self._last_pose
         return dict(kept[1]), kept[2]
 
-    def _type(self, dtype: str, main: torch.dtype) -> tuple[torch.dtype, ...]:
+    def types_of(self, dtype: str, main: torch.dtype) -> tuple[torch.dtype, ...]:
         """Types of an operand's ``dtype``."""
         if "|" in dtype:
-            return tuple([kind for each in dtype.split("|") for kind in self._type(each, main)])
+            return tuple([kind for each in dtype.split("|") for kind in self.types_of(each, main)])
         if dtype in TYPES:
             return (TYPES[dtype],)
         if dtype == "dtype":
@@ -231,7 +229,7 @@ class DeclaredOp(Op[P, C]):
         for name, t in named.items():
             if t is None:
                 continue
-            allowed = self._type(self.operands[name].dtype, dtype)
+            allowed = self.types_of(self.operands[name].dtype, dtype)
             if self.operands[name].dtype == "sums" and t.is_cuda:
                 allowed = allowed[:1]
             if t.dtype not in allowed:
@@ -390,10 +388,12 @@ class DeclaredOp(Op[P, C]):
         """The model's best of all that are valid: for small spaces."""
         return min(self.valid(p, gpu), key=lambda c: (self.estimate_us(p, c, gpu), str(c)))
 
-    def update(self, results: Sequence[Tensor], args: Sequence[Any], **options: Any) -> None:
-        """A launch that writes to ``results``, in plain PyTorch on ``(*inputs, *scalars)``."""
-        for place, value in zip(results, self.evaluate(*args, **options), strict=True):
+    def update(self, results: Sequence[Tensor], args: Sequence[Any], **options: Any) -> tuple[Tensor, ...]:
+        """A launch that writes to ``results``, in plain PyTorch on ``(*inputs, *scalars)``; returns the others."""
+        made = self.evaluate(*args, **options)
+        for place, value in zip(results, made, strict=False):
             place.copy_(value)
+        return made[len(results) :]
 
     def reference(self, p: P, *args: Any) -> tuple[Tensor, ...]:
         return self.evaluate(*args, **{name: getattr(p, name) for name in self.options})

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from cutekernels.backends import Artifact
     from cutekernels.gpu import GpuSpec
-    from cutekernels.ops.shared.call_cache import Fire
+    from cutekernels.ops.shared.paths import Fire
 
 
 class TritonOp(Ruled, DeclaredOp[P, C]):

@@ -20,7 +20,7 @@ from cutekernels.rules import Ruled, foreign, of_problem, values_of
 if TYPE_CHECKING:
     from cutekernels.backends import Artifact
     from cutekernels.gpu import GpuSpec
-    from cutekernels.ops.shared.call_cache import Fire
+    from cutekernels.ops.shared.paths import Fire
 
 BODIES = ("triton", "cute")
 
