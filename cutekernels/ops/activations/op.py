@@ -62,6 +62,7 @@ class TiledOp(TritonPart[T, TileConfig]):
 
     Config = TileConfig
     sizes = {"rows": "i64", "cols": "i64"}
+    constexprs = ("block_rows", "block_cols", "vec", "act")
     flops_per_element: ClassVar[int]
     large: ClassVar[tuple[tuple[int, int, float], ...]] = ((4, 2, 4.0),)
     """Tiles of large problems: warps, accesses per thread to each operand, and the least number of such tiles, in
@@ -71,9 +72,8 @@ class TiledOp(TritonPart[T, TileConfig]):
         return (1, p.rows * p.cols) if p.layout == "dense" else super().numbers(p, c)
 
     def constants(self, p: T, c: TileConfig) -> dict[str, int | bool | str]:
-        blocks: dict[str, int | bool | str] = {"BLOCK_ROWS": c.block_rows, "BLOCK_COLS": c.block_cols, "VEC": p.vec}
         one_row = {"rows": 1} if p.layout == "dense" else {}
-        return blocks | one_row | {"PRECISE": p.dtype == "fp32", "EVICT": _EVICT[c.evict]}
+        return super().constants(p, c) | one_row | {"PRECISE": p.dtype == "fp32", "EVICT": _EVICT[c.evict]}
 
     accesses = accesses_rule("block_rows", "block_cols")
 
@@ -228,7 +228,7 @@ class Gated(TiledOp[G]):
     """Shared by both passes of every gated activation."""
 
     def constants(self, p: G, c: TileConfig) -> dict[str, int | bool | str]:
-        return super().constants(p, c) | {"ACT": p.act, "DENSE": p.layout == "dense"}
+        return super().constants(p, c) | {"DENSE": p.layout == "dense"}
 
 
 class SiluMul(Gated[GluProblem], TritonOp[GluProblem, TileConfig]):
@@ -357,9 +357,6 @@ class BiasedGelu(TiledOp[BiasGeluProblem]):
 
     Problem = BiasGeluProblem
     options = ("approximate",)
-
-    def constants(self, p: BiasGeluProblem, c: TileConfig) -> dict[str, int | bool | str]:
-        return super().constants(p, c) | {"ACT": p.act}
 
 
 class BiasGelu(BiasedGelu, TritonOp[BiasGeluProblem, TileConfig]):

@@ -85,6 +85,7 @@ class AttentionDelta(TritonOp[DeltaProblem, DeltaConfig]):
     lse = Array("*batch", "heads", "seq", dtype="fp32", strides=())
     dlse = Array("*batch", "heads", "seq", dtype="fp32", strides=(), given="dlse")
     sizes = {"seq": "i32", "heads": "i32", "rows": "i64"}
+    constexprs = ("head_dim", "dlse", "block_rows")
 
     # -- calls
 
@@ -150,8 +151,7 @@ class AttentionDelta(TritonOp[DeltaProblem, DeltaConfig]):
         return p.batch * p.heads * -(-p.seq // c.block_rows), 1, 1
 
     def constants(self, p: DeltaProblem, c: DeltaConfig) -> dict[str, int | bool | str]:
-        cols = power_of_two(p.head_dim)
-        return {"HEAD_DIM": p.head_dim, "DLSE": p.dlse, "BLOCK_ROWS": c.block_rows, "BLOCK_COLS": cols}
+        return super().constants(p, c) | {"BLOCK_COLS": power_of_two(p.head_dim)}
 
     def arrange(self, p: DeltaProblem, name: str, values: Tensor) -> Tensor:
         return values

@@ -54,9 +54,7 @@ class EmbeddingRows(TritonPart[EmbeddingProblem, EmbeddingConfig]):
 
     Problem = EmbeddingProblem
     Config = EmbeddingConfig
-
-    def constants(self, p: EmbeddingProblem, c: EmbeddingConfig) -> dict[str, int | bool | str]:
-        return {"BLOCK_ROWS": c.block_rows, "BLOCK_COLS": c.block_cols, "VEC": p.vec}
+    constexprs = ("block_rows", "block_cols", "vec")
 
     accesses = accesses_rule("block_rows", "block_cols", one_warp=True)
 

@@ -162,6 +162,7 @@ class KvAppend(RotaryOp[KvAppendProblem, KvAppendConfig], TritonOp[KvAppendProbl
         "Tensor? page_table, Tensor? counts, Tensor? cos, Tensor? sin, bool interleaved"
     )
     sizes = RotaryOp.sizes | dict.fromkeys(("room", "pages", "angles"), "i64")
+    constexprs = (*RotaryOp.constexprs, "whole", "page_size", "counted", "gathered")
     steps = ((4, 2, 8), (4, 1, 1), (1, 2, 1), (1, 1, 1))
 
     # -- from tensors to problems
@@ -335,12 +336,8 @@ class KvAppend(RotaryOp[KvAppendProblem, KvAppendConfig], TritonOp[KvAppendProbl
 
     def constants(self, p: KvAppendProblem, c: KvAppendConfig) -> dict[str, int | bool | str]:
         return super().constants(p, c) | {
-            "WHOLE": c.whole,
             "THREADS": 32 * c.warps,
-            "PAGE_SIZE": p.page_size,
-            "COUNTED": p.counted,
             "TURNING": p.rotary > 0,
-            "GATHERED": p.gathered,
             "FP8": p.cache == "fp8",
             "RUNS": p.runs_held,
         }

@@ -77,19 +77,11 @@ class LogitRows(TritonPart[LogitProblem, LogitConfig]):
     )
     options = ("capped", "moments", "totals")
     sizes = {"cols": "i32"}
+    constexprs = ("capped", "moments", "totals", "weighted", "block")
 
     def derive(self, sizes: Sizes, **options: Any) -> None:
         if sizes.setdefault("terms", TERMS) != TERMS:
             raise ValueError(f"a row's state and factors have {TERMS} numbers")
-
-    def constants(self, p: LogitProblem, c: LogitConfig) -> dict[str, int | bool | str]:
-        return {
-            "CAPPED": p.capped,
-            "MOMENTS": p.moments,
-            "TOTALS": p.totals,
-            "WEIGHTED": p.weighted,
-            "BLOCK": c.block,
-        }
 
     accesses = accesses_rule("block", one_warp=True)
     most_elements = elements_rule("block", most=_MOST_PER_THREAD)
@@ -298,6 +290,7 @@ class ScaleGradient(TritonOp[ScaleProblem, ScaleConfig]):
     grad = Array("*elements", strides=())
     factor = Array("*one", dtype="wide", strides=())
     sizes = {"elements": "i64"}
+    constexprs = ("block",)
     scalar_types = {"inverse": "fp32"}
     scalar_samples = {"inverse": 0.5}
 
@@ -311,9 +304,6 @@ class ScaleGradient(TritonOp[ScaleProblem, ScaleConfig]):
     def arrange(self, p: ScaleProblem, name: str, values: Tensor) -> Tensor:
         skew = p.align % WIDEST_BYTES // values.element_size()
         return values.new_empty(values.numel() + skew)[skew:].copy_(values)
-
-    def constants(self, p: ScaleProblem, c: ScaleConfig) -> dict[str, int | bool | str]:
-        return {"BLOCK": c.block}
 
     accesses = accesses_rule("block")
     most_elements = elements_rule("block", most=_MOST_PER_THREAD)

@@ -88,12 +88,10 @@ class RouteRows(TritonPart[MoeRouteProblem, C], Generic[C]):
     options = ("top_k", "renormalize")
     in_place = False
     sizes = {"tokens": "i64", "experts": "i32"}
+    constexprs: ClassVar[tuple[str, ...]] = ("tokens", "width", "top_k", "renormalize")
 
     def refuse(self, named: Mapping[str, Tensor | None], sizes: Sizes, **options: Any) -> None:
         _check_experts(sizes["experts"], options["top_k"])
-
-    def constants(self, p: MoeRouteProblem, c: Any) -> dict[str, int | bool | str]:
-        return {"TOKENS": c.tokens, "WIDTH": p.width, "TOP_K": p.top_k, "RENORMALIZE": p.renormalize}
 
     an_element_each = accesses_rule("tokens", "width", vec=1, one_warp=True)
 
@@ -149,12 +147,10 @@ class MoeRoute(RouteRows[MoeRouteConfig], TritonOp[MoeRouteProblem, MoeRouteConf
         "tokens=32768 experts=128",
     )
     kernel = "moe.route:moe_route"
+    constexprs = (*RouteRows.constexprs, "slots", "method")
     weights = Matrix("*tokens", "top_k", "wide", strides=(), result=True)
     ids = Matrix("*tokens", "top_k", "i32", strides=(), result=True)
     logits = Matrix("*tokens", "experts")
-
-    def constants(self, p: MoeRouteProblem, c: MoeRouteConfig) -> dict[str, int | bool | str]:
-        return super().constants(p, c) | {"SLOTS": p.slots, "METHOD": c.method}
 
     def default(self, p: MoeRouteProblem, gpu: GpuSpec) -> MoeRouteConfig:
         return MoeRouteConfig(*self._tile(p, gpu), "rounds")

@@ -89,6 +89,7 @@ class MoveRows(TritonPart[MoeMoveProblem, MoeMoveConfig]):
     Config = MoeMoveConfig
     in_place = False
     sizes = {"tokens": "i64", "cols": "i32"}
+    constexprs: ClassVar[tuple[str, ...]] = ("top_k", "block")
 
     def derive(self, sizes: Sizes, **options: Any) -> None:
         pairs = sizes["tokens"] * sizes["top_k"]
@@ -100,9 +101,6 @@ class MoveRows(TritonPart[MoeMoveProblem, MoeMoveConfig]):
             raise UnsupportedProblem(f"inverse is int32 (..., K) with K from 1 to {MAX_TOP_K}; K is {sizes['top_k']}")
         if sizes["pairs"] > MAX_PAIRS:
             raise UnsupportedProblem(f"at most {MAX_PAIRS} rows are numbered in int32; got {sizes['pairs']}")
-
-    def constants(self, p: MoeMoveProblem, c: MoeMoveConfig) -> dict[str, int | bool | str]:
-        return {"TOP_K": p.top_k, "BLOCK": c.block}
 
     accesses = accesses_rule("block")
     most_elements = elements_rule("block", most=_MAX_PER_THREAD)
@@ -244,6 +242,7 @@ class MoeCombine(MoveRows, TritonOp[MoeMoveProblem, MoeMoveConfig]):
     name = "moe_combine"
     revision = 1
     kernel = "moe.permute:moe_combine"
+    constexprs = (*MoveRows.constexprs, "weighted")
     suite = (
         "tokens=1 cols=2048 weighted=1",
         "tokens=16 cols=4096 weighted=1",
@@ -257,9 +256,6 @@ class MoeCombine(MoveRows, TritonOp[MoeMoveProblem, MoeMoveConfig]):
     rows = Matrix("pairs", "cols")
     inverse = Matrix("*tokens", "top_k", "i32")
     weights = Matrix("*tokens", "top_k", "wide", given="weighted")
-
-    def constants(self, p: MoeMoveProblem, c: MoeMoveConfig) -> dict[str, int | bool | str]:
-        return super().constants(p, c) | {"WEIGHTED": p.weighted}
 
     def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
         rows, inverse, weights = args

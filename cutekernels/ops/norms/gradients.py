@@ -68,6 +68,7 @@ class ColumnSums(TritonPart[ColumnSumProblem, ColumnSumConfig]):
     Problem = ColumnSumProblem
     Config = ColumnSumConfig
     sizes = {"parts": "i32", "cols": "i64"}
+    constexprs = ("block_parts", "block_cols")
     in_place = False
 
     def derive(self, sizes: Sizes, **options: Any) -> None:
@@ -81,9 +82,6 @@ class ColumnSums(TritonPart[ColumnSumProblem, ColumnSumConfig]):
         assert parts is not None
         bits = WIDEST_BYTES | parts.data_ptr() | sizes["cols"] * 4  # results may lie anywhere: they are written once
         return {"align": bits & -bits}
-
-    def constants(self, p: ColumnSumProblem, c: ColumnSumConfig) -> dict[str, int | bool | str]:
-        return {"BLOCK_PARTS": c.block_parts, "BLOCK_COLS": c.block_cols}
 
     def divisible(self, p: ColumnSumProblem, c: ColumnSumConfig) -> dict[str, int]:
         return {"cols": p.vec}

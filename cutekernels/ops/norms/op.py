@@ -56,10 +56,11 @@ class RmsNorms(NormOp[RmsNormProblem]):
     Problem = RmsNormProblem
     wide_row = 2048
     options = ("rounding", "shifted")
+    constexprs = (*NormOp.constexprs, "shifted")
     scalar_types = {"eps": "fp32", "weight_offset": "fp32"}
 
     def constants(self, p: RmsNormProblem, c: NormConfig) -> dict[str, int | bool | str]:
-        return super().constants(p, c) | {"SHIFTED": p.shifted, "ROUND_TWICE": p.rounding == "huggingface"}
+        return super().constants(p, c) | {"ROUND_TWICE": p.rounding == "huggingface"}
 
     def sample(self, p: RmsNormProblem, device: str, seed: int) -> tuple[Any, ...]:
         *args, offset = super().sample(p, device, seed)

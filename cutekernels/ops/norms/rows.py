@@ -150,6 +150,7 @@ class NormOp(TritonPart[N, NormConfig]):
 
     Config = NormConfig
     sizes = {"rows": "i64", "heads": "i64", "cols": "i32"}
+    constexprs: ClassVar[tuple[str, ...]] = ("per_head", "block_rows", "block_cols", "resident")
     scalar_samples = {"eps": 1e-5, "weight_offset": 0.25}
     strides_over_tiles: ClassVar[bool] = False
     """Whether programs always stay, because they keep sums."""
@@ -417,14 +418,7 @@ class NormOp(TritonPart[N, NormConfig]):
         return programs, 1, 1
 
     def constants(self, p: N, c: NormConfig) -> dict[str, int | bool | str]:
-        found: dict[str, int | bool | str] = {
-            "NESTED": p.layout != "rows",
-            "PER_HEAD": p.per_head,
-            "BLOCK_ROWS": c.block_rows,
-            "BLOCK_COLS": c.block_cols,
-            "RESIDENT": c.resident,
-            "STAGES": c.stages if c.per_sm else 0,
-        }
+        found = super().constants(p, c) | {"NESTED": p.layout != "rows", "STAGES": c.stages if c.per_sm else 0}
         for name, operand in self.operands.items():
             if operand.optional:
                 found[name.upper()] = self.kind(p, name) is not None

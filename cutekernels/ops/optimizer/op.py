@@ -294,7 +294,7 @@ class AdamW(Update, TritonOp[AdamWProblem, AdamWConfig]):
         "float c1, float c2"
     )
 
-    def constants(self, p: AdamWProblem, c: AdamWConfig) -> Mapping[str, int | bool | str]:
+    def constants(self, p: AdamWProblem, c: AdamWConfig) -> dict[str, int | bool | str]:
         return _common(p, c) | {"STEP_ON_DEVICE": p.step == "device"}
 
 
@@ -329,7 +329,7 @@ class AdamWTable(Tabled, TritonOp[AdamWProblem, AdamWConfig]):
         "max_norm": "fp32",
     } | dict.fromkeys(Hyper._fields, "fp32")
 
-    def constants(self, p: AdamWProblem, c: AdamWConfig) -> Mapping[str, int | bool | str]:
+    def constants(self, p: AdamWProblem, c: AdamWConfig) -> dict[str, int | bool | str]:
         kinds = {"PARAM": p.dtype, "GRAD": p.grad_dtype, "MOMENTS": p.moments}
         return _common(p, c) | kinds | ({} if p.rate == "device" else {"lr_ptr": 0})
 
@@ -347,7 +347,7 @@ class AdamWSquares(Tabled, TritonOp[AdamWProblem, AdamWConfig]):
         "chunks": "i64",
     }
 
-    def constants(self, p: AdamWProblem, c: AdamWConfig) -> Mapping[str, int | bool | str]:
+    def constants(self, p: AdamWProblem, c: AdamWConfig) -> dict[str, int | bool | str]:
         vec = WIDEST_BYTES // BYTES[p.grad_dtype] if p.align == WIDEST_BYTES else 1
         return {"BLOCK": c.block, "VEC": vec, "GRAD": p.grad_dtype}
 
@@ -359,7 +359,7 @@ class AdamWCount(Tabled, TritonOp[AdamWProblem, AdamWConfig]):
     kernel = "optimizer:adamw_count"
     arguments = {"table_ptr": "*i64", "grads_ptr": "*i64", "tensors": "i32"}
 
-    def constants(self, p: AdamWProblem, c: AdamWConfig) -> Mapping[str, int | bool | str]:
+    def constants(self, p: AdamWProblem, c: AdamWConfig) -> dict[str, int | bool | str]:
         return {"BLOCK": c.block}
 
 

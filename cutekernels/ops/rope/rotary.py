@@ -130,6 +130,7 @@ class RotaryOp(TritonPart[P, C]):
     sizes = dict.fromkeys(
         ("seq", "seq_blocks", "heads_q", "heads_kv", "half", "head_dim", "half_blocks", "parts"), "i32"
     )
+    constexprs: ClassVar[tuple[str, ...]] = ("tokens", "heads", "block", "interleaved")
     steps: ClassVar[tuple[tuple[int, int, int], ...]]
     """Tiles to choose from, largest first: warps, a thread's accesses, and the least number of programs per SM."""
     most_registers: ClassVar[int] = _MAX_OPERAND_REGISTERS
@@ -275,9 +276,7 @@ class RotaryOp(TritonPart[P, C]):
         return {"head_dim": p.vec} | ({"half": p.pairs_per_access} if p.rotary else {})
 
     def constants(self, p: P, c: C) -> dict[str, int | bool | str]:
-        spread = c.tokens * c.block >= 32 * c.warps
-        tile: dict[str, int | bool | str] = {"TOKENS": c.tokens, "HEADS": c.heads, "BLOCK": c.block, "SPREAD": spread}
-        return tile | {"INTERLEAVED": p.interleaved}
+        return super().constants(p, c) | {"SPREAD": c.tokens * c.block >= 32 * c.warps}
 
     # -- samples
 

@@ -33,6 +33,8 @@ class TritonOp(Ruled, DeclaredOp[P, C]):
     """``module:function`` in ``cutekernels.kernels.triton``."""
     sizes: ClassVar[Mapping[str, str]]
     """Run-time numbers of the kernel and their types; :meth:`numbers` has their values."""
+    constexprs: ClassVar[tuple[str, ...]] = ()
+    """Knobs, and properties of the problem, that the kernel takes as constexprs: ``block`` as ``BLOCK``."""
     extras: ClassVar[Mapping[str, str]] = {}
     """Parameters behind the scalars, and their types, that only an op's own ``bind`` passes: a workspace, a phase."""
 
@@ -42,9 +44,9 @@ class TritonOp(Ruled, DeclaredOp[P, C]):
         """Programs along each axis."""
         raise NotImplementedError
 
-    def constants(self, p: P, c: C) -> Mapping[str, int | bool | str]:
-        """The kernel's constexprs, but for those that follow from operands."""
-        raise NotImplementedError
+    def constants(self, p: P, c: C) -> dict[str, int | bool | str]:
+        """The kernel's constexprs, but for those that follow from operands: by default the ``constexprs``."""
+        return {name.upper(): getattr(c if hasattr(c, name) else p, name) for name in self.constexprs}
 
     def numbers(self, p: P, c: C) -> tuple[int, ...]:
         """The values of ``sizes``: the problem's fields of those names. But for those of :meth:`measure_sizes`."""
