@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Generic
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from cutekernels import rates
 from cutekernels.errors import UnsupportedProblem
@@ -81,7 +81,7 @@ class MoeRouteBackwardConfig(Config):
     warps: int = knob(1, 2, 4, 8)
 
 
-class RouteRows(TritonPart[MoeRouteProblem, C], Generic[C]):
+class RouteRows(TritonPart[MoeRouteProblem, C]):
     """Shared by routing and its gradient."""
 
     Problem = MoeRouteProblem

@@ -11,7 +11,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, ClassVar, Generic
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import C, Op, P, Scalar, Work
@@ -399,9 +399,14 @@ class DeclaredOp(Op[P, C]):
         return self.evaluate(*args, **{name: getattr(p, name) for name in self.options})
 
 
-class Part(Generic[P, C]):
+class Part:
     """The base of what ops of a family share: operands, rules, models, arguments of kernels. An op inherits from its
     family's part and from ``TritonOp`` or ``CuteOp`` side by side, and is four classes deep.
 
-    To type checkers a part is an op, so that its methods may ask ``self``: see ``TritonPart`` and ``CutePart``.
+    To type checkers a part is an op, so that its methods may ask ``self``: see ``TritonPart`` and ``CutePart``. As it
+    runs, ``Part[P, SomeConfig]`` is ``Generic[P]``, and of no type variables ``object``.
     """
+
+    def __class_getitem__(cls, kinds: tuple[object, ...]) -> Any:
+        free = tuple(kind for kind in kinds if isinstance(kind, TypeVar))
+        return Generic[free] if free else object  # type: ignore[index]
