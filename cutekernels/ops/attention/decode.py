@@ -1,4 +1,4 @@
-"""Attention of few queries over a cache, whose operands ``cached.py`` has: the declaration."""
+"""Attention of few queries over a cache, whose operands ``cache.py`` has: the declaration."""
 
 from __future__ import annotations
 

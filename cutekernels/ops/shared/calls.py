@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -268,13 +268,16 @@ def implementations(
     replay, recall = op.calls.replay, op.calls.recall
     floating = [kind == "float" for kind, _ in op.others[len(op.options) :]]
 
-    def returned(made: tuple[Tensor, ...], inputs: tuple[Tensor | None, ...]) -> Any:
+    @cache
+    def kinds_behind(count: int, main: torch.dtype) -> list[torch.dtype]:
+        return [op.types_of(op.operands[name].dtype, main)[0] for name in op.results[count:]]
+
+    def returned(made: tuple[Tensor, ...], inputs: tuple[Any, ...]) -> Any:
         if given == r:
             return None
         if len(made) < r:
-            empty, main = op.results[len(made) :], present(inputs)[0]
-            kinds = [op.types_of(op.operands[name].dtype, main.dtype)[0] for name in empty]
-            made += tuple([main.new_empty(0, dtype=kind) for kind in kinds])
+            main: Tensor = inputs[0]
+            made += tuple([main.new_empty(0, dtype=kind) for kind in kinds_behind(len(made), main.dtype)])
         return made[given] if given + 1 == r else made[given:]
 
     def behind(args: tuple[Any, ...]) -> tuple[Any, Any, Any]:
@@ -284,9 +287,13 @@ def implementations(
         return args[i:m], args[m:k], args[k] if len(args) > k else None
 
     def cuda(*args: Any) -> Any:
-        inputs, (options, scalars, config) = args[:n], behind(args)
-        call = args[n:i] if given else None, inputs, options, scalars, config
-        return returned(replay(*call) or recall(call) or _first(op, call), inputs)
+        inputs, results = args[:n], args[n:i] if given else None
+        if read is None:  # :func:`behind`, written out: graphs call it
+            call = results, inputs, args[i:m], args[m:k], args[k] if len(args) > k else None
+        else:
+            call = results, inputs, *read(*args[i:])
+        made = replay(*call) or recall(call) or _first(op, call)
+        return made[0] if r == 1 > given else returned(made, inputs)
 
     def cpu(*args: Any) -> Any:
         inputs, results, (options, scalars, _) = args[:n], args[n:i], behind(args)
