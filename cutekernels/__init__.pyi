@@ -19,7 +19,7 @@ from cutekernels.ops.activations.api import bias_gelu as bias_gelu
 from cutekernels.ops.activations.api import gelu_mul as gelu_mul
 from cutekernels.ops.activations.api import silu_mul as silu_mul
 from cutekernels.ops.attention.api import attention as attention
-from cutekernels.ops.attention.decode_api import decode_attention as decode_attention
+from cutekernels.ops.attention.api import decode_attention as decode_attention
 from cutekernels.ops.embedding.api import embedding as embedding
 from cutekernels.ops.gemm.api import gemm as gemm
 from cutekernels.ops.gemm.api import linear as linear

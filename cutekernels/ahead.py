@@ -1,6 +1,6 @@
 """Kernels of every number of tokens, chosen and compiled before calls meet them.
 
-A model's calls are recorded for a few numbers of tokens (``ops/shared/recording.py``), which gives the problems of all
+A model's calls are recorded for a few numbers of tokens (``ops/shared/calls.py``), which gives those of all
 others (``lengths.py``). Processes choose the configs of all and compile the distinct kernels side by side into the disk
 cache; what was chosen is kept there too, so that another process, or another node, begins with both.
 """
@@ -38,7 +38,7 @@ from cutekernels.ops import registry
 if TYPE_CHECKING:
     import torch
 
-    from cutekernels.ops.shared.recording import Recorder
+    from cutekernels.ops.shared.calls import Recorder
 
 _log = settings.logger("compile")
 _CHUNK = 256  # numbers of tokens that a process chooses for at a time
@@ -214,7 +214,7 @@ def lines_of(model: torch.nn.Module | Recorded, low: int, high: int) -> list[Lin
     """
     import torch
 
-    from cutekernels.ops.shared.recording import Recorder
+    from cutekernels.ops.shared.calls import Recorder
 
     if not isinstance(model, torch.nn.Module):
         return model.lines(low, high)

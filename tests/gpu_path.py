@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from cutekernels import gpu
-from cutekernels.ops.shared import call_cache, calls
+from cutekernels.ops.shared import calls, paths
 
 H200 = gpu.lookup("h200")
 
@@ -28,15 +28,15 @@ def launching(launch_of: Callable[[Any, Any], Callable[..., None]]) -> Iterator[
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(calls.dispatch, "plan", plan)
-        patch.setattr(call_cache, "_current_device", lambda: -1)  # the index of CPU tensors
+        patch.setattr(paths, "_current_device", lambda: -1)  # the index of CPU tensors
         patch.setattr("cutekernels.ops.gemm.launch.current_stream", lambda device: 0)
         patch.setattr(torch.cuda, "device_count", lambda: 2)
         patch.setattr(torch.cuda, "device", lambda index: nullcontext())
-        call_cache.forget()
+        paths.forget()
         try:
             yield
         finally:
-            call_cache.forget()
+            paths.forget()
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from statistics import median
 
 import torch
 
-from cutekernels.ops.shared import registration
+from cutekernels.ops.shared import paths
 
 
 def host_cost(call: Callable[[], object], *, calls: int, chunks: int) -> float:
@@ -39,5 +39,5 @@ def _ns(call: Callable[[], object], calls: int) -> float:
 
 
 def direct_anywhere() -> Callable[..., bool]:
-    """``registration.direct``, but for tensors on the CPU too."""
-    return lambda *tensors: registration.undisturbed(*tensors) is not None
+    """``paths.direct``, but for tensors on the CPU too."""
+    return lambda *tensors: paths.undisturbed(*tensors) is not None

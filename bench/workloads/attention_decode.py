@@ -18,8 +18,8 @@ from bench.workloads.attention import NAIVE, sdpa
 from bench.workloads.declared import workload
 from bench.workloads.rope import HEADS
 from cutekernels.ops.attention import token_scales
+from cutekernels.ops.attention.api import decode_attention
 from cutekernels.ops.attention.decode import DECODE_ATTENTION, DecodeProblem
-from cutekernels.ops.attention.decode_api import decode_attention
 
 
 def _suite(cache: str, *shapes: tuple[str, int, int, int]) -> Suite:

@@ -27,9 +27,9 @@ from cutekernels.models.requests import Request, Requests
 from cutekernels.models.sampling import Choices, Sampling
 from cutekernels.models.source import Source
 from cutekernels.models.weights import Attention
-from cutekernels.ops.attention.decode_api import decode_attention
+from cutekernels.ops.attention.api import decode_attention
+from cutekernels.ops.shared.calls import Recorder
 from cutekernels.ops.shared.checks import check_flag
-from cutekernels.ops.shared.recording import Recorder
 
 
 @dataclass(frozen=True)

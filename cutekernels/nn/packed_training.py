@@ -22,8 +22,8 @@ from cutekernels.nn.packing import together
 from cutekernels.ops.activations import api as activations
 from cutekernels.ops.activations.op import GELU_MUL_BACKWARD, SILU_MUL_BACKWARD
 from cutekernels.ops.gemm.api import gemm, launch_into, linear
-from cutekernels.ops.shared.calls import call
-from cutekernels.ops.shared.registration import LIBRARY, define, transformed
+from cutekernels.ops.shared.calls import call, define
+from cutekernels.ops.shared.paths import LIBRARY, transformed
 from cutekernels.torch_names import keeps_graph, unsafe_view
 
 

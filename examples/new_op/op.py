@@ -56,14 +56,12 @@ class Softcap(TritonOp[SoftcapProblem, SoftcapConfig]):
     out = Matrix("*rows", "cols", result=True)
     x = Matrix("*rows", "cols")
     sizes = {"cols": "i64"}
+    constexprs = ("block",)
     scalar_types = {"cap": "fp32"}
     scalar_samples = {"cap": 2.0}
 
     def grid(self, p: SoftcapProblem, c: SoftcapConfig) -> tuple[int, int, int]:
         return p.rows, -(-p.cols // c.block), 1
-
-    def constants(self, p: SoftcapProblem, c: SoftcapConfig) -> dict[str, int | bool | str]:
-        return {"BLOCK": c.block}
 
     # Rules: what a method is given beside the GPU is what its decorator says it reads.
 

@@ -6,8 +6,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from cutekernels.ops.activations.op import GELU_MUL
-from cutekernels.ops.activations.tiles import TileConfig
+from cutekernels.ops.activations.op import GELU_MUL, TileConfig
 from tests.triton_compiled import built
 
 

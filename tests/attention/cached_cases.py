@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from cutekernels.gpu import GpuSpec
-from cutekernels.ops.attention.cache import draw_tables
-from cutekernels.ops.attention.cached import CACHE_ATTENTION, CacheProblem
+from cutekernels.ops.attention.cache import CACHE_ATTENTION, CacheProblem, draw_tables
 from cutekernels.ops.attention.config import AttentionConfig
 from cutekernels.ops.attention.problem import sample_sinks
 

@@ -16,8 +16,8 @@ from cutekernels.ops.attention.api import attention
 from cutekernels.ops.attention.op import ATTENTION
 from cutekernels.ops.attention.problem import AttentionProblem
 from cutekernels.ops.attention.reference import band
-from cutekernels.ops.shared.call_cache import CallCache
-from cutekernels.ops.shared.calls import ways_of
+from cutekernels.ops.shared.calls import implementations, ways_of
+from cutekernels.ops.shared.paths import CallCache
 from tests.attention.cases import qkv, random_problem, rows, torch_attention, wide
 
 # ---- mathematics ----------------------------------------------------------------------------------------
@@ -236,8 +236,8 @@ def test_torchs_op_looks_a_call_up_before_it_checks_it(monkeypatch: pytest.Monke
     known = q.clone(), q.new_empty(0)
     monkeypatch.setattr(CallCache, "recall", lambda *args: known)
     monkeypatch.setattr(type(ATTENTION), "admit", unwanted)
-    inputs = (q, k, v, None, None, None, None)
-    assert api._cuda(None, inputs, True, -1, -1, 0.25, 0.0, True) == known
+    inputs, run = (q, k, v, None, None, None, None), implementations(ATTENTION, 0, api._read)[0]
+    assert run(*inputs, True, -1, -1, 0.25, 0.0, True) == known
     for scale in (math.nan, math.inf, 0.0, -1.0):
         with pytest.raises(UnsupportedProblem, match="scale must be above 0"):
-            api._cuda(None, inputs, True, -1, -1, scale, 0.0, True)
+            run(*inputs, True, -1, -1, scale, 0.0, True)

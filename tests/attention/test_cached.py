@@ -10,11 +10,10 @@ import torch
 
 from cutekernels import KVCache, gpu
 from cutekernels.errors import InvalidConfig, UnsupportedProblem
-from cutekernels.ops.attention.api import attention
-from cutekernels.ops.attention.cached import CACHE_ATTENTION, CacheProblem
+from cutekernels.ops.attention.api import attention, decode_attention
+from cutekernels.ops.attention.cache import CACHE_ATTENTION, CacheProblem
 from cutekernels.ops.attention.config import AttentionConfig
 from cutekernels.ops.attention.decode import DecodeConfig
-from cutekernels.ops.attention.decode_api import decode_attention
 from tests.attention import compiled
 from tests.attention.cached_cases import arguments, lengths_of, random_problem, without_unseen_pages
 from tests.attention.cases import rows, wide

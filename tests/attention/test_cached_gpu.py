@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from cutekernels import KVCache, gpu
-from cutekernels.ops.attention.api import attention
-from cutekernels.ops.attention.cached import CACHE_ATTENTION, CacheProblem
-from cutekernels.ops.attention.decode_api import decode_attention
+from cutekernels.ops.attention.api import attention, decode_attention
+from cutekernels.ops.attention.cache import CACHE_ATTENTION, CacheProblem
 from tests.attention import cases
 from tests.attention.cached_cases import arguments, lengths_of, random_config, random_problem, without_unseen_pages
 

@@ -15,9 +15,9 @@ from cutekernels import gpu
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.kernels.cute.parts.cache import CacheRows
 from cutekernels.kernels.cute.parts.fragments import span_bytes, swizzled
-from cutekernels.ops.attention.cached import CACHE_ATTENTION
+from cutekernels.ops.attention.api import decode_attention
+from cutekernels.ops.attention.cache import CACHE_ATTENTION
 from cutekernels.ops.attention.decode import DECODE_ATTENTION, DecodeProblem
-from cutekernels.ops.attention.decode_api import decode_attention
 from tests.attention.cases import rows, wide
 from tests.attention.decode_cases import arguments, left_of, lengths_of, random_problem
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from cutekernels import gpu
 from cutekernels.errors import UnsupportedProblem
+from cutekernels.ops.attention.api import decode_attention
 from cutekernels.ops.attention.decode import DECODE_ATTENTION, DecodeConfig, DecodeProblem
-from cutekernels.ops.attention.decode_api import decode_attention
 from tests.attention import cases
 from tests.attention.decode_cases import GROUPS, arguments, lengths_of, random_config, random_problem
 

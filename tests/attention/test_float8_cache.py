@@ -16,9 +16,9 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.kernels.cute.parts.float8 import Float8
 from cutekernels.kv_cache import KVCache
 from cutekernels.ops.attention import token_scales
-from cutekernels.ops.attention.cached import CacheProblem
+from cutekernels.ops.attention.api import decode_attention
+from cutekernels.ops.attention.cache import CacheProblem
 from cutekernels.ops.attention.decode import DecodeProblem
-from cutekernels.ops.attention.decode_api import decode_attention
 from cutekernels.ops.kv_append.op import LENGTHS
 from cutekernels.ops.rope.api import rope
 from tests.rope.cases import table

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cutekernels import gpu
-from cutekernels.ops.attention.cached import CACHE_ATTENTION, CacheProblem
+from cutekernels.ops.attention.cache import CACHE_ATTENTION, CacheProblem
 from cutekernels.ops.attention.decode import DECODE_ATTENTION, DecodeProblem
 from tests.attention import compiled
 from tests.attention.compiled import count

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from cutekernels import gpu
 from cutekernels.kv_cache import KVCache
-from cutekernels.ops.attention.cached import CACHE_ATTENTION, CacheProblem
+from cutekernels.ops.attention.api import decode_attention
+from cutekernels.ops.attention.cache import CACHE_ATTENTION, CacheProblem
 from cutekernels.ops.attention.decode import DECODE_ATTENTION, DecodeProblem
-from cutekernels.ops.attention.decode_api import decode_attention
 from tests.attention import cached_cases, cases, decode_cases, test_cached_gpu, test_decode_gpu
 from tests.attention.test_decode_gpu import SHARED, some_config
 from tests.rope.cases import table

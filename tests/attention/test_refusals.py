@@ -13,8 +13,7 @@ pytest.importorskip("triton")
 
 from cutekernels import KVCache
 from cutekernels.errors import InvalidConfig, UnsupportedProblem
-from cutekernels.ops.attention.api import attention
-from cutekernels.ops.attention.decode_api import decode_attention
+from cutekernels.ops.attention.api import attention, decode_attention
 from cutekernels.ops.kv_append.api import kv_append
 
 BF16 = torch.bfloat16

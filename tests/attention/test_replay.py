@@ -26,16 +26,15 @@ from cutekernels import dispatch, gpu, sdpa
 from cutekernels.errors import InvalidConfig, UnsupportedProblem
 from cutekernels.ops.attention import api as attend
 from cutekernels.ops.attention import calls as attend_calls
-from cutekernels.ops.attention import decode_api as attend_decode
 from cutekernels.ops.attention.problem import score_factors
-from cutekernels.ops.shared import call_cache, per_stream
-from cutekernels.ops.shared.registration import with_results
+from cutekernels.ops.shared import paths, per_stream
+from cutekernels.ops.shared.calls import implementations
 from tests.attention.decode_cases import Workspace
 from tests.attention.operands import BF16, INT32, decode, fp8, fused, packed, prefill, randn
 from tests.host_cost import direct_anywhere, host_cost
 
 where = Tensor.data_ptr
-PATHS = {"attention": attend.ATTENTION_PATH, "decode_attention": attend_decode.DECODE_PATH}
+PATHS = {"attention": attend.ATTENTION_PATH, "decode_attention": attend.DECODE_PATH}
 
 
 def facts(t: Tensor) -> tuple[Any, ...]:
@@ -67,16 +66,17 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
     monkeypatch.setattr(dispatch.gpus, "detect", lambda device=None: spec)
     monkeypatch.setattr(dispatch.compiler, "get", lambda *args: made.kernel)
     monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
-    monkeypatch.setattr(call_cache, "_current_device", lambda: -1)
+    monkeypatch.setattr(paths, "_current_device", lambda: -1)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(attend_calls, "direct", direct_anywhere())
     monkeypatch.setattr(per_stream, "StreamWorkspace", Workspace)
     library = torch.library.Library("cutekernels", "IMPL")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that the CPU's are overridden
-        for name, module, inputs in (("attention", attend, 7), ("decode_attention", attend_decode, 8)):
+        for op, read in ((attend.ATTENTION, attend._read), (attend.DECODE_ATTENTION, attend._read_decode)):
+            name = op.name
             for results, suffix in enumerate(("", "_out")):
-                run = with_results(made.count(module._cuda), inputs, results)
+                run = made.count(implementations(op, results, read)[0])
                 library.impl(f"{name}{suffix}" if results else f"_{name}", run, "CPU", allow_override=True)
                 if not results:
                     monkeypatch.setattr(PATHS[name], "_cpu", run)
@@ -150,7 +150,7 @@ def test_the_kernel_is_handed_what_the_general_path_hands_it(seen: Seen, call: A
     memo: dict[int, Any] = {}
     others = {name: twin(value, memo) for name, value in given.items()}
     for arguments in (given, others):
-        call_cache.forget()
+        paths.forget()
         before = seen.general
         cold = results(function(**arguments))
         assert seen.general == before + 1
@@ -221,7 +221,7 @@ def test_nothing_of_a_call_is_held(seen: Seen) -> None:
 
 
 def cached() -> int:
-    return len(attend._CALLS.calls) + len(attend_decode._CALLS.calls)
+    return len(attend._CALLS.calls) + len(attend.DECODE_ATTENTION.calls.calls)
 
 
 def spread(t: Tensor) -> Tensor:
@@ -487,7 +487,7 @@ def test_another_device_is_another_key() -> None:
     t = prefill()["q"]
     names = ("shape", "stride", "dtype", "is_neg", "data_ptr")
     there = SimpleNamespace(get_device=lambda: 1, **{name: getattr(t, name) for name in names})
-    here, other = (call_cache.cache_key((None, (q, None), (), (), None)) for q in (t, there))
+    here, other = (paths.cache_key((None, (q, None), (), (), None)) for q in (t, there))
     assert here != other
 
 
@@ -525,7 +525,7 @@ def test_a_call_of_another_device_is_made_there(seen: Seen, monkeypatch: pytest.
     given, entered = prefill(), []
     for _ in range(2):
         ck.attention(**given)
-    monkeypatch.setattr(call_cache, "_current_device", lambda: 1)
+    monkeypatch.setattr(paths, "_current_device", lambda: 1)
     monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext(entered.append(index)))
     ck.attention(**given)
     assert (seen.general, entered) == (1, [-1])
@@ -550,7 +550,7 @@ def test_reload_forgets(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_calls_are_remembered_up_to_a_number(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call_cache, "MOST_CALLS", 5)
+    monkeypatch.setattr(paths, "MOST_CALLS", 5)
     for seq in range(1, 23):
         ck.attention(**prefill(seq))
         assert cached() <= 5

@@ -16,8 +16,8 @@ from cutekernels import gpu
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.attention.decode import DECODE_ATTENTION, DecodeProblem
 from cutekernels.ops.attention.op import ATTENTION
-from cutekernels.ops.shared import call_cache
-from cutekernels.ops.shared.call_cache import CallCache
+from cutekernels.ops.shared import paths
+from cutekernels.ops.shared.paths import CallCache
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_cache_one_seed")]
 BF16, INT32 = torch.bfloat16, torch.int32
@@ -37,7 +37,7 @@ def general(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return run(calls, *args)
 
     monkeypatch.setattr(CallCache, "add", counted)
-    call_cache.forget()
+    paths.forget()
     return made
 
 
@@ -136,9 +136,9 @@ def elsewhere(given: dict[str, Any]) -> dict[str, Any]:
 
 def cold(function: Any, given: dict[str, Any]) -> Any:
     """A first call, which is then forgotten."""
-    call_cache.forget()
+    paths.forget()
     returned = function(**given)
-    call_cache.forget()
+    paths.forget()
     return returned
 
 

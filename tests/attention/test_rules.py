@@ -12,7 +12,7 @@ import pytest
 from cutekernels import gpu
 from cutekernels.ops.attention.backward import ATTENTION_BACKWARD
 from cutekernels.ops.attention.backward_config import passes
-from cutekernels.ops.attention.cached import CACHE_ATTENTION
+from cutekernels.ops.attention.cache import CACHE_ATTENTION
 from cutekernels.ops.attention.decode import DECODE_ATTENTION
 from cutekernels.ops.attention.op import ATTENTION
 from tests.attention import cached_cases, cases, decode_cases

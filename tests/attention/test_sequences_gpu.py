@@ -13,9 +13,8 @@ from torch import Tensor
 from cutekernels import dispatch
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Op, Problem
-from cutekernels.ops.attention.api import attention
+from cutekernels.ops.attention.api import attention, decode_attention
 from cutekernels.ops.attention.backward import ATTENTION_BACKWARD, AttentionBackwardProblem
-from cutekernels.ops.attention.decode_api import decode_attention
 from cutekernels.ops.attention.delta import ATTENTION_DELTA
 from cutekernels.ops.attention.op import ATTENTION
 from cutekernels.ops.attention.problem import AttentionProblem

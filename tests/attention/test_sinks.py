@@ -12,11 +12,10 @@ from torch import Tensor
 from cutekernels import gpu
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Op
-from cutekernels.ops.attention.api import attention
+from cutekernels.ops.attention.api import attention, decode_attention
 from cutekernels.ops.attention.backward import AttentionBackwardProblem
 from cutekernels.ops.attention.config import AttentionConfig
 from cutekernels.ops.attention.decode import DECODE_ATTENTION, DecodeProblem
-from cutekernels.ops.attention.decode_api import decode_attention
 from cutekernels.ops.attention.op import ATTENTION
 from cutekernels.ops.attention.problem import AttentionProblem, launch_blind
 from tests.attention import compiled

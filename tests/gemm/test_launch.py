@@ -16,8 +16,8 @@ from cutekernels.ops.gemm import api as matmul
 from cutekernels.ops.gemm import launch as gemm_launch
 from cutekernels.ops.gemm.launch import AddressedLaunch
 from cutekernels.ops.gemm.op import GEMM, SCHEDULES
-from cutekernels.ops.shared import call_cache
-from cutekernels.ops.shared.call_cache import Call
+from cutekernels.ops.shared import paths
+from cutekernels.ops.shared.paths import Call
 from cutekernels.ops.shared.strides import pairs
 
 BF16 = torch.bfloat16
@@ -58,10 +58,10 @@ def test_shared_tiles_take_tensors() -> None:
 def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
     """The arguments of each kernel call."""
     monkeypatch.setattr(gemm_launch, "current_stream", lambda device: STREAM)
-    monkeypatch.setattr(call_cache, "_current_device", lambda: -1)
-    call_cache.forget()
+    monkeypatch.setattr(paths, "_current_device", lambda: -1)
+    paths.forget()
     yield []
-    call_cache.forget()
+    paths.forget()
 
 
 def launch_of(told: list[tuple[Any, ...]], out: Tensor, a: Tensor, b: Tensor) -> AddressedLaunch:

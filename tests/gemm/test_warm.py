@@ -18,8 +18,8 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.gemm import api as matmul
 from cutekernels.ops.gemm.launch import AddressedLaunch
 from cutekernels.ops.gemm.op import GEMM
-from cutekernels.ops.shared import call_cache
-from cutekernels.ops.shared.call_cache import Call
+from cutekernels.ops.shared import paths
+from cutekernels.ops.shared.paths import Call
 from cutekernels.ops.shared.strides import pairs
 from tests.gpu_path import launching
 from tests.host_cost import direct_anywhere, host_cost
@@ -46,11 +46,11 @@ class Recording(TorchDispatchMode):
 @pytest.fixture
 def cached(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     """Adds the call ``gemm(a, b, **options)``, whose launch is ``launch``, for tensors on the CPU."""
-    monkeypatch.setattr(call_cache, "_current_device", lambda: -1)
+    monkeypatch.setattr(paths, "_current_device", lambda: -1)
     monkeypatch.setattr(matmul, "direct", direct_anywhere())
 
     def put(launch: Callable[..., None], a: Tensor, b: Tensor, **options: Any) -> None:
-        call_cache.forget()
+        paths.forget()
         c, bias, out = (options.get(name) for name in ("c", "bias", "out"))
         plain = c is None and bias is None
         inputs, calls = ((a, b), matmul._CALLS) if plain else ((a, b, c, bias), matmul._FUSED_CALLS)
@@ -64,7 +64,7 @@ def cached(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
         calls.calls[key] = replace(call, launch=launch)
 
     yield put
-    call_cache.forget()
+    paths.forget()
 
 
 @pytest.fixture

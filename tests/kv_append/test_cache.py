@@ -14,8 +14,7 @@ from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.kv_cache import NO_PAGE, KVCache
-from cutekernels.ops.attention.api import attention
-from cutekernels.ops.attention.decode_api import decode_attention
+from cutekernels.ops.attention.api import attention, decode_attention
 from cutekernels.ops.kv_append.op import LENGTHS, LOST
 from cutekernels.ops.rope.api import rope
 from tests.rope.cases import table

@@ -15,7 +15,7 @@ from cutekernels import compile as compiler
 from cutekernels import gpu
 from cutekernels.errors import InvalidConfig, UnsupportedProblem
 from cutekernels.kv_cache import NO_PAGE, KVCache
-from cutekernels.ops.attention.decode_api import decode_attention
+from cutekernels.ops.attention.api import decode_attention
 from cutekernels.ops.kv_append.api import kv_append
 from cutekernels.ops.kv_append.op import KV_APPEND, KvAppendProblem
 from cutekernels.sdpa import route_sdpa

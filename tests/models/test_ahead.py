@@ -22,8 +22,8 @@ from cutekernels.lengths import Chosen, Line
 from cutekernels.models import Decoder
 from cutekernels.models.loading import outline
 from cutekernels.ops import registry
-from cutekernels.ops.shared import call_cache
-from cutekernels.ops.shared.recording import Recorder
+from cutekernels.ops.shared import paths
+from cutekernels.ops.shared.calls import Recorder
 from tests.integrations import tiny
 from tests.models.test_load_quantized import quantized
 
@@ -108,7 +108,7 @@ def test_other_threads_compute_while_calls_are_recorded() -> None:
 
 def test_recording_asks_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     """A build of torch for CUDA has none on a machine without a GPU."""
-    monkeypatch.setattr(call_cache, "_current_device", lambda: pytest.fail("no driver"))
+    monkeypatch.setattr(paths, "_current_device", lambda: pytest.fail("no driver"))
     assert decoder(tiny.model("qwen3", torch.bfloat16)).lines(1, 2)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import cutekernels as ck
 from cutekernels import nn
-from cutekernels.ops.shared import call_cache
+from cutekernels.ops.shared import paths
 from tests.host_cost import direct_anywhere
 
 FP32, BF16, FP16, FP64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
@@ -114,7 +114,7 @@ def test_modules_follow() -> None:
 
 def test_what_goes_without_torch_sees_autocast() -> None:
     x = torch.randn(4, 8)
-    guard = call_cache.guard_of([x])
+    guard = paths.guard_of([x])
     assert guard(x) and direct_anywhere()(x)
     with torch.autocast("cpu", BF16):
         assert not guard(x)  # so that no call is replayed

@@ -19,6 +19,7 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Problem
 from cutekernels.ops import registry
 from cutekernels.ops.norms.rows import NormOp
+from cutekernels.ops.optimizer.op import ADAMW_COUNT, ADAMW_SQUARES, ADAMW_TABLE
 from cutekernels.ops.shared.declared_op import DeclaredOp
 from cutekernels.ops.shared.triton_op import TritonOp
 
@@ -26,7 +27,23 @@ OPS = [op for op in registry.OPS if isinstance(op, TritonOp)]
 DECLARED = [op for op in registry.OPS if isinstance(op, DeclaredOp)]
 SUITES = [pytest.param(op, text, id=f"{op.name} {text}") for op in DECLARED for text in op.suite]
 H200 = gpu.lookup("h200")
+MOST_CLASSES = 4  # Op, DeclaredOp, TritonOp or CuteOp, the op; a family's part stands beside the third
 every_op = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+
+
+def depth(kind: type) -> int:
+    """Classes of the package in the longest chain of inheritance from ``kind`` up."""
+    ours = kind.__module__.startswith("cutekernels.")
+    return ours + max(map(depth, kind.__bases__), default=0)
+
+
+@pytest.mark.parametrize("op", [*DECLARED, ADAMW_TABLE, ADAMW_SQUARES, ADAMW_COUNT], ids=lambda op: op.name)
+def test_an_op_is_few_classes_deep(op: Any) -> None:
+    assert depth(type(op)) <= MOST_CLASSES
+
+
+def test_every_op_is_declared() -> None:
+    assert list(registry.OPS) == DECLARED
 
 
 def changed(problem: Any, changes: dict[str, Any]) -> Any:

@@ -13,7 +13,7 @@ import cutekernels as ck
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.activations.op import SILU_MUL
 from cutekernels.ops.gemm import api as matmul
-from cutekernels.ops.shared import call_cache
+from cutekernels.ops.shared import paths
 from cutekernels.ops.shared.calls import run
 from tests.gpu_path import launching
 from tests.host_cost import direct_anywhere
@@ -87,18 +87,18 @@ def test_repeated_calls_are_not_replayed() -> None:
 
 
 def test_a_repeated_gemm_is_not_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call_cache, "_current_device", lambda: -1)
+    monkeypatch.setattr(paths, "_current_device", lambda: -1)
     launches: list[Any] = []
     a, b, out = torch.randn(4, 8), torch.randn(8, 8), torch.empty(4, 8)
-    call_cache.forget()
-    call = call_cache.Call.of(lambda *args: launches.append(args), (a, b), ())
+    paths.forget()
+    call = paths.Call.of(lambda *args: launches.append(args), (a, b), ())
     matmul._CALLS.add(call, ((out,), (a, b), ("none", "fp32"), (1.0, 0.0), None))
     ck.gemm(a, b, out=out)
     assert len(launches) == 2
     with forward_ad.dual_level(), pytest.raises(UnsupportedProblem, match="no forward-mode"):
         ck.gemm(forward_ad.make_dual(a, torch.ones_like(a)), b, out=out)
     assert len(launches) == 2
-    call_cache.forget()
+    paths.forget()
 
 
 # ---- gradients by torch.func ----------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from cutekernels.ops.moe.permute import MOE_PERMUTE
 from cutekernels.ops.moe.route import MOE_ROUTE
 from cutekernels.ops.norms.op import LAYER_NORM, RMS_NORM
 from cutekernels.ops.rope.op import ROPE
-from cutekernels.ops.shared import call_cache, calls
+from cutekernels.ops.shared import calls, paths
 from cutekernels.ops.shared.triton_op import Launch
 from tests.gpu_path import H200, launching
 from tests.host_cost import host_cost
@@ -66,8 +66,8 @@ def run(gate: Tensor, up: Tensor, out: Tensor | None = None) -> Tensor:
 def recalled(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """The keys that were made: one for each call that no guard passed."""
     keys: list[object] = []
-    made = call_cache.cache_key
-    monkeypatch.setattr(call_cache, "cache_key", lambda *args: keys.append(found := made(*args)) or found)
+    made = paths.cache_key
+    monkeypatch.setattr(paths, "cache_key", lambda *args: keys.append(found := made(*args)) or found)
     return keys
 
 
@@ -202,13 +202,13 @@ def test_an_address_of_ever_other_calls_gets_no_more_guards(kernel: Kernel) -> N
     assert not SILU_MUL.calls.recent
     run(x[:7], y[:7])
     assert kernel.fired[-1][3:5] == (1, 7 * 32)
-    call_cache.forget()
+    paths.forget()
     run(x, y)
     assert list(SILU_MUL.calls.recent) == [y.data_ptr()]
 
 
 def test_without_torch_s_guards_calls_are_recalled_by_key(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call_cache, "TensorGuards", None)
+    monkeypatch.setattr(paths, "TensorGuards", None)
     x = torch.randn(4, 32, dtype=BF16)
     for _ in range(3):
         run(x, x.clone())
@@ -224,7 +224,7 @@ def test_another_device_s_call_is_made_there(kernel: Kernel, monkeypatch: pytest
     run(x, y)
     run(x, y)
     assert entered == [-1]  # where the kernel was planned and loaded
-    monkeypatch.setattr(call_cache, "_current_device", lambda: 3)
+    monkeypatch.setattr(paths, "_current_device", lambda: 3)
     run(x, y)
     assert entered == [-1, -1]
     assert len(kernel.fired) == 3

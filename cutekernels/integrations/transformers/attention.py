@@ -12,9 +12,8 @@ from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.integrations.transformers.families import FAMILIES
-from cutekernels.ops.attention.api import attention
+from cutekernels.ops.attention.api import attention, decode_attention
 from cutekernels.ops.attention.decode import MOST_QUERIES
-from cutekernels.ops.attention.decode_api import decode_attention
 from cutekernels.ops.shared.dtypes import DTYPES
 
 NAME = "cutekernels"

@@ -11,7 +11,7 @@ from torch import Tensor
 from cutekernels import dispatch
 from cutekernels.ahead import compile_first, prompt_of
 from cutekernels.integrations.transformers import attention
-from cutekernels.ops.shared.recording import Recorder
+from cutekernels.ops.shared.calls import Recorder
 
 _one_at_a_time = threading.RLock()
 _CHANGING = {"dynamic", "longrope"}  # rotary embeddings that keep what a call computed

@@ -18,8 +18,7 @@ from cutekernels.integrations.transformers.families import Family, activation_of
 from cutekernels.integrations.transformers.quantized import Quantized, why_not_computed
 from cutekernels.integrations.transformers.tensor_parallel import is_planned
 from cutekernels.nn.mlp import Gate, gate_mul, has_no_hooks
-from cutekernels.ops.attention.api import attention
-from cutekernels.ops.attention.decode_api import decode_attention
+from cutekernels.ops.attention.api import attention, decode_attention
 from cutekernels.ops.attention.problem import WIDEST
 from cutekernels.ops.gemm.api import linear
 from cutekernels.ops.moe.ffn import moe_ffn

@@ -21,11 +21,10 @@ from cutekernels.ops.activations.op import (
     SILU_MUL,
     SILU_MUL_BACKWARD,
     Gated,
+    TileConfig,
 )
-from cutekernels.ops.activations.tiles import TileConfig
-from cutekernels.ops.shared.call_cache import Call, CallCache
-from cutekernels.ops.shared.calls import call, is_grad_enabled, plan_call, refuse_others, register, run
-from cutekernels.ops.shared.registration import PLAIN, Path, define, direct, refuse_gradient
+from cutekernels.ops.shared.calls import call, define, plan_call, refuse_others, register, run
+from cutekernels.ops.shared.paths import PLAIN, Call, CallCache, Path, direct, is_grad_enabled, refuse_gradient
 
 # ---- the functions --------------------------------------------------------------------------------------
 

@@ -1,15 +1,20 @@
-"""Gated activations, ``out = act(gate) * up``, ``gelu(x + bias)``, and their gradients: six ops of one schedule."""
+"""Gated activations, ``out = act(gate) * up``, ``gelu(x + bias)``, and their gradients: six ops of one schedule,
+elementwise passes over matrices in tiles, one per program.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from cutekernels.kernels.activations import activated, gelu_slope, gelu_tanh_slope, silu_slope
-from cutekernels.op import plain, power_of_two
-from cutekernels.ops.activations.tiles import TileConfig, TiledOp, TileProblem
-from cutekernels.ops.shared import tile_rules
+from cutekernels.op import Config, Problem, Work, exact, extent, knob, ladder, plain, power_of_two
+from cutekernels.ops.shared import streaming
+from cutekernels.ops.shared.dtypes import WIDEST_BYTES
+from cutekernels.ops.shared.laid_out import LaidOut, place_as
 from cutekernels.ops.shared.operands import Matrix, Sizes, Vector
+from cutekernels.ops.shared.tile_rules import accesses_rule, idle_rule
+from cutekernels.ops.shared.triton_op import TritonOp, TritonPart
 from cutekernels.rules import of_both
 
 if TYPE_CHECKING:
@@ -17,10 +22,150 @@ if TYPE_CHECKING:
 
     from cutekernels.gpu import GpuSpec
 
+_MAX_OPERAND_REGISTERS = 160
+_MOST_COLUMNS = 1.25  # of a row's large tiles, over its own
+GRID_AXIS = 1 << 30
+_EVICT = {"normal": "", "first": "evict_first"}
+
+
+@dataclass(frozen=True)
+class TileProblem(LaidOut, Problem):
+    """An elementwise pass over matrices of one shape, leading dimensions flattened into rows."""
+
+    rows: int = extent(ladder)
+    cols: int = extent(exact)
+    dtype: str = plain("bf16", "fp16", "fp32")
+    layout: str = plain("dense", "rows", "strided")
+    align: int = plain(16, 8, 4, 2)
+
+    @property
+    def depth(self) -> float | None:
+        """See :class:`~cutekernels.op.Work`."""
+        return None
+
+
+@dataclass(frozen=True)
+class TileConfig(Config):
+    """One tile per program; ``evict="first"`` marks the inputs, which are read once, as the first to leave caches."""
+
+    block_rows: int = knob(1, 2, 4, 8, 16, 32)
+    block_cols: int = knob(32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+    warps: int = knob(1, 2, 4, 8, 16)
+    evict: str = knob("normal", "first")
+
+
+T = TypeVar("T", bound=TileProblem)
+
+
+class TiledOp(TritonPart[T, TileConfig]):
+    """The part of an op over matrices of one shape and type; some operands may be something else."""
+
+    Config = TileConfig
+    sizes = {"rows": "i64", "cols": "i64"}
+    constexprs = ("block_rows", "block_cols", "vec", "act")
+    flops_per_element: ClassVar[int]
+    large: ClassVar[tuple[tuple[int, int, float], ...]] = ((4, 2, 4.0),)
+    """Tiles of large problems: warps, accesses per thread to each operand, and the least number of such tiles, in
+    units of the 4-warp blocks that fill the GPU."""
+
+    def numbers(self, p: T, c: TileConfig) -> tuple[int, ...]:
+        return (1, p.rows * p.cols) if p.layout == "dense" else super().numbers(p, c)
+
+    def constants(self, p: T, c: TileConfig) -> dict[str, int | bool | str]:
+        one_row = {"rows": 1} if p.layout == "dense" else {}
+        return super().constants(p, c) | one_row | {"PRECISE": p.dtype == "fp32", "EVICT": _EVICT[c.evict]}
+
+    accesses = accesses_rule("block_rows", "block_cols")
+
+    @of_both
+    def registers_of_operands(self, p: T, c: TileConfig, gpu: GpuSpec) -> str | None:
+        need = self._registers(p, c)
+        if need <= _MAX_OPERAND_REGISTERS:
+            return None
+        return f"a thread's tile takes {need} registers; at most {_MAX_OPERAND_REGISTERS}"
+
+    @of_both
+    def one_long_row(self, p: T, c: TileConfig, gpu: GpuSpec) -> str | None:
+        if p.layout != "dense" or c.block_rows == 1:
+            return None
+        return "a dense problem is one long row: block_rows must be 1"
+
+    no_idle_columns = idle_rule(
+        "block_cols", lambda p: GRID_AXIS if p.layout == "dense" else p.cols, "rows of {}", least=256
+    )
+    no_idle_rows = idle_rule("block_rows", "rows", "{} rows")
+
+    def _registers(self, p: T, c: TileConfig) -> int:
+        """Per thread: fp32 values and, where nothing is known of the strides, 64-bit addresses."""
+        per_thread = c.block_rows * c.block_cols // (32 * c.warps)
+        return per_thread * len(self.operands) * (3 if p.layout == "strided" else 1)
+
+    def default(self, p: T, gpu: GpuSpec) -> TileConfig:
+        if p.layout == "strided":
+            # Square tiles: whichever dimension is contiguous, neighbouring threads use up the sectors they fetch.
+            rows = min(32, power_of_two(p.rows))
+            return TileConfig(rows, 32, min(4, rows), "normal")
+        # The tiles of large problems where those fill the GPU well and little of a row's last one is past its end, else
+        # 16 bytes of each operand per thread; where even that leaves SMs idle, smaller blocks.
+        wave = gpu.sm_count * (gpu.max_warps // 4)
+        for warps, accesses, least in (*self.large, (4, 1, 0.0), (2, 1, 0.0), (1, 1, 0.0)):
+            c = self._tile(p, 32 * warps * accesses * WIDEST_BYTES // p.itemsize, warps)
+            across = -(-p.cols // c.block_cols)
+            ragged = p.layout == "rows" and across > 1 and across * c.block_cols > _MOST_COLUMNS * p.cols
+            if self.tiles(p, c) >= max(gpu.sm_count, least * wave) and not (least and ragged):
+                break
+        return c
+
+    def _tile(self, p: T, elements: int, warps: int) -> TileConfig:
+        """A tile of about ``elements``, as wide as a row and as high as is left."""
+        least = 32
+        if p.layout == "dense":
+            return TileConfig(1, max(least, elements), warps, "normal")
+        width = min(elements, max(least, power_of_two(p.cols)))
+        height = min(32, elements // width, power_of_two(p.rows))
+        if width * height < 32 * p.vec:  # too little for one warp: lanes idle
+            width = max(least, 32 * p.vec // height)
+        return TileConfig(height, width, max(1, min(warps, width * height // (32 * p.vec))), "normal")
+
+    def tiles(self, p: T, c: TileConfig) -> int:
+        """The number of programs."""
+        if p.layout == "dense":
+            return -(-p.rows * p.cols // c.block_cols)
+        return -(-p.rows // c.block_rows) * -(-p.cols // c.block_cols)
+
+    def grid(self, p: T, c: TileConfig) -> tuple[int, int, int]:
+        tiles = self.tiles(p, c)
+        return min(tiles, GRID_AXIS), -(-tiles // GRID_AXIS), 1
+
+    def estimate_us(self, p: T, c: TileConfig, gpu: GpuSpec) -> float:
+        return streaming.estimate_us(
+            gpu,
+            self.bytes(p),
+            self.grid(p, c),
+            c.warps,
+            c.block_rows * c.block_cols * p.itemsize * len(self.inputs),
+            registers=max(32, self._registers(p, c)),
+            coalesced=p.layout != "strided",
+            walked=len(self.inputs) * c.block_rows * c.block_cols / (32 * c.warps),
+        )
+
+    def arrange(self, p: T, name: str, values: Tensor) -> Tensor:
+        if p.layout == "rows":  # as one half of a joint gate-and-up projection lies
+            return place_as(values, p, rows_apart=2)
+        if p.layout == "strided" and name == self.inputs[0]:
+            return values.t().contiguous().t()
+        return place_as(values, p)
+
+    def work(self, p: T) -> Work:
+        return Work(float(self.flops_per_element * p.rows * p.cols), self.bytes(p), p.depth)
+
+
+# ---- problems of activations ------------------------------------------------------------------------------
+
 
 @dataclass(frozen=True)
 class GluProblem(TileProblem):
-    """A gated activation. See :class:`~cutekernels.ops.activations.tiles.TileProblem`."""
+    """A gated activation. See :class:`TileProblem`."""
 
     @property
     def act(self) -> str:
@@ -76,33 +221,17 @@ class BiasGeluProblem(_Approximated, TileProblem):
 # ---- gated ----------------------------------------------------------------------------------------------
 
 G = TypeVar("G", bound=GluProblem)
+LARGE = ((16, 1, 0.9), (4, 2, 4.0))  # tiles of large forward passes: docs/notes/activations.md (H200, 2026-11)
 
 
 class Gated(TiledOp[G]):
     """Shared by both passes of every gated activation."""
 
     def constants(self, p: G, c: TileConfig) -> dict[str, int | bool | str]:
-        return super().constants(p, c) | {"ACT": p.act, "DENSE": p.layout == "dense"}
+        return super().constants(p, c) | {"DENSE": p.layout == "dense"}
 
 
-class _Forward(Gated[G]):
-    kernel = "activations:glu"
-    out = Matrix("*rows", "cols", result=True)
-    gate = Matrix("*rows", "cols")
-    up = Matrix("*rows", "cols")
-    large = ((16, 1, 0.9), (4, 2, 4.0))  # docs/notes/activations.md (H200, 2026-11)
-
-
-class _Backward(Gated[G]):
-    kernel = "activations:glu_backward"
-    dgate = Matrix("*rows", "cols", result=True)
-    dup = Matrix("*rows", "cols", result=True)
-    dout = Matrix("*rows", "cols")
-    gate = Matrix("*rows", "cols")
-    up = Matrix("*rows", "cols")
-
-
-class SiluMul(_Forward[GluProblem]):
+class SiluMul(Gated[GluProblem], TritonOp[GluProblem, TileConfig]):
     """``out = silu(gate) * up``."""
 
     name = "silu_mul"
@@ -121,6 +250,11 @@ class SiluMul(_Forward[GluProblem]):
         "rows=16384 cols=18944",
     )
     Problem = GluProblem
+    kernel = "activations:glu"
+    out = Matrix("*rows", "cols", result=True)
+    gate = Matrix("*rows", "cols")
+    up = Matrix("*rows", "cols")
+    large = LARGE
     flops_per_element = 5
 
     def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
@@ -130,7 +264,7 @@ class SiluMul(_Forward[GluProblem]):
         return ((activated(gate, "silu") * up).to(args[0].dtype),)
 
 
-class SiluMulBackward(_Backward[GluProblem]):
+class SiluMulBackward(Gated[GluProblem], TritonOp[GluProblem, TileConfig]):
     """The gradient of :class:`SiluMul`."""
 
     name = "silu_mul_backward"
@@ -145,6 +279,12 @@ class SiluMulBackward(_Backward[GluProblem]):
         "rows=2048 cols=5120 dtype=fp32",
     )
     Problem = GluProblem
+    kernel = "activations:glu_backward"
+    dgate = Matrix("*rows", "cols", result=True)
+    dup = Matrix("*rows", "cols", result=True)
+    dout = Matrix("*rows", "cols")
+    gate = Matrix("*rows", "cols")
+    up = Matrix("*rows", "cols")
     flops_per_element = 11
 
     def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
@@ -153,7 +293,7 @@ class SiluMulBackward(_Backward[GluProblem]):
         return (d * u * silu_slope(g)).to(args[1].dtype), (d * activated(g, "silu")).to(args[2].dtype)
 
 
-class GeluMul(_Forward[GeluProblem]):
+class GeluMul(Gated[GeluProblem], TritonOp[GeluProblem, TileConfig]):
     """``out = gelu(gate) * up``."""
 
     name = "gelu_mul"
@@ -171,6 +311,9 @@ class GeluMul(_Forward[GeluProblem]):
     )
     Problem = GeluProblem
     options = ("approximate",)
+    kernel = SiluMul.kernel
+    out, gate, up = SiluMul.out, SiluMul.gate, SiluMul.up
+    large = LARGE
     flops_per_element = 20
 
     def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
@@ -179,7 +322,7 @@ class GeluMul(_Forward[GeluProblem]):
         return ((activated(gate.double(), _gelu(**options)) * up.double()).to(gate.dtype),)
 
 
-class GeluMulBackward(_Backward[GeluProblem]):
+class GeluMulBackward(Gated[GeluProblem], TritonOp[GeluProblem, TileConfig]):
     """The gradient of :class:`GeluMul`."""
 
     name = "gelu_mul_backward"
@@ -195,6 +338,9 @@ class GeluMulBackward(_Backward[GeluProblem]):
     )
     Problem = GeluProblem
     options = ("approximate",)
+    kernel = SiluMulBackward.kernel
+    dgate, dup = SiluMulBackward.dgate, SiluMulBackward.dup
+    dout, gate, up = SiluMulBackward.dout, SiluMulBackward.gate, SiluMulBackward.up
     flops_per_element = 28
 
     def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
@@ -206,17 +352,14 @@ class GeluMulBackward(_Backward[GeluProblem]):
 # ---- with a bias ----------------------------------------------------------------------------------------
 
 
-class _BiasGelu(TiledOp[BiasGeluProblem]):
+class BiasedGelu(TiledOp[BiasGeluProblem]):
     """Shared by both passes."""
 
     Problem = BiasGeluProblem
     options = ("approximate",)
 
-    def constants(self, p: BiasGeluProblem, c: TileConfig) -> dict[str, int | bool | str]:
-        return super().constants(p, c) | {"ACT": p.act}
 
-
-class BiasGelu(_BiasGelu):
+class BiasGelu(BiasedGelu, TritonOp[BiasGeluProblem, TileConfig]):
     """``out = gelu(x + bias)``."""
 
     name = "bias_gelu"
@@ -242,7 +385,7 @@ class BiasGelu(_BiasGelu):
         return (activated(x.double() + bias, _gelu(**options)).to(x.dtype),)  # fp64: 1 + erf cancels left of 0
 
 
-class BiasGeluBackward(_BiasGelu):
+class BiasGeluBackward(BiasedGelu, TritonOp[BiasGeluProblem, TileConfig]):
     """The gradient of :class:`BiasGelu`: dx, and the sums of dx over slabs of rows, whose sum is the bias's."""
 
     name = "bias_gelu_backward"
@@ -272,10 +415,7 @@ class BiasGeluBackward(_BiasGelu):
     def numbers(self, p: BiasGeluProblem, c: TileConfig) -> tuple[int, ...]:
         return p.rows, p.cols, slab_rows(p.rows)
 
-    @of_both
-    def no_idle_rows(self, p: BiasGeluProblem, c: TileConfig, gpu: GpuSpec) -> str | None:
-        rows = slab_rows(p.rows)
-        return tile_rules.idles("block_rows", c.block_rows, power_of_two(rows), f"slabs of {rows} rows")
+    no_idle_rows = idle_rule("block_rows", lambda p: slab_rows(p.rows), "slabs of {} rows")
 
     def default(self, p: BiasGeluProblem, gpu: GpuSpec) -> TileConfig:
         # Narrow blocks, as there are only columns times slabs programs; two rows per thread keep enough in flight.

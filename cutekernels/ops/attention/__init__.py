@@ -6,7 +6,7 @@ from typing import Any
 
 from cutekernels.op import Op
 from cutekernels.ops.attention.backward import ATTENTION_BACKWARD
-from cutekernels.ops.attention.cached import CACHE_ATTENTION
+from cutekernels.ops.attention.cache import CACHE_ATTENTION
 from cutekernels.ops.attention.decode import DECODE_ATTENTION
 from cutekernels.ops.attention.delta import ATTENTION_DELTA
 from cutekernels.ops.attention.op import ATTENTION

@@ -27,6 +27,7 @@ from cutekernels.ops.attention.delta import ATTENTION_DELTA
 from cutekernels.ops.attention.op import ATTENTION, Attention
 from cutekernels.ops.attention.operands import VarlenOp, numbers, rows, workspace
 from cutekernels.ops.attention.problem import TilesSchedule, score_factors, since_revision_1
+from cutekernels.ops.shared.cute_op import CuteOp
 from cutekernels.ops.shared.operands import Array, Matrix, Sizes
 from cutekernels.rules import of_problem
 
@@ -72,7 +73,10 @@ class MultistageBackward(TilesSchedule[AttentionBackwardProblem, AttentionBackwa
         )  # fmt: skip
 
 
-class AttentionBackward(VarlenOp[AttentionBackwardProblem, AttentionBackwardConfig]):
+class AttentionBackward(
+    VarlenOp[AttentionBackwardProblem, AttentionBackwardConfig],
+    CuteOp[AttentionBackwardProblem, AttentionBackwardConfig],
+):
     """``stats`` is ``attention_delta``'s: ``(2, rows)`` in fp32, each query's log-sum-exp to base 2 and its delta.
 
     Results: (dk, dv), (dq,), (dk,), (dv,) or (dq, dk, dv).

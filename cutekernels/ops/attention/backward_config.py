@@ -20,8 +20,7 @@ from cutekernels.op import knob, plain
 from cutekernels.ops.attention.coefficients import HIDDEN, ORDER, WARPGROUP_BACKWARD
 from cutekernels.ops.attention.config import GROUP_ROWS, GROUP_WARPS, MOST_VALUES
 from cutekernels.ops.attention.problem import AttentionProblem, BodiesConfig, BodySchedule, walked_bytes
-from cutekernels.ops.shared.occupancy import no_warpgroups
-from cutekernels.rules import Broken, of_both, of_config, of_problem
+from cutekernels.rules import Broken, no_warpgroups, of_both, of_config, of_problem
 
 if TYPE_CHECKING:
     from cutekernels.gpu import GpuSpec

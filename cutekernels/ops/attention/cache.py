@@ -1,4 +1,5 @@
-"""Attention over a cache: operands, their checks, and samples.
+"""Attention over a cache: operands, their checks, and samples; and ``cache_attention``, of many queries, as a chunk of
+a prompt has, by the kernels of ``op.py``.
 
 Operands are as the caller has them: q and out ``(B, SQ, HQ, D)``, caches ``(B, T_MAX, HKV, D)``, or in
 pages ``(PAGES, PAGE_SIZE, HKV, D)`` with a table ``(B, MAX_PAGES)`` of the pages of each sequence. Lengths are on the
@@ -10,14 +11,26 @@ each token's head (``token_scales.py``). A number is what is stored times its sc
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
 
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.op import C, P
+from cutekernels.op import C, P, Work, plain
 from cutekernels.ops.attention import token_scales
-from cutekernels.ops.attention.indices import check_lengths, check_pages
+from cutekernels.ops.attention.config import AttentionConfig
+from cutekernels.ops.attention.op import PrefillOp
 from cutekernels.ops.attention.operands import AttentionOp, rows
-from cutekernels.ops.attention.problem import E4M3_MAX, NO_SCALES, sample_sinks
+from cutekernels.ops.attention.problem import (
+    CACHES,
+    E4M3_MAX,
+    NO_SCALES,
+    AttentionProblem,
+    depth,
+    sample_sinks,
+    since_revision_1,
+    tuned_cache,
+)
+from cutekernels.ops.shared.cute_op import CuteOp
 from cutekernels.ops.shared.dtypes import DTYPES
 from cutekernels.ops.shared.operands import Array, Named, Sizes, Vector
 
@@ -246,3 +259,117 @@ def draw_tables(p: Any, lengths: Tensor, generator: torch.Generator) -> tuple[An
         bounded = (caches[i] / own[:, None]).clamp(-E4M3_MAX, E4M3_MAX)
         caches[i] = bounded.to(torch.float8_e4m3fn)
     return q, *caches, lengths, table, *scales
+
+
+def check_pages(table: Tensor, lengths: Tensor, pages: int, size: int, seq_q: int, left: int) -> None:
+    """Refuses a page table that names no page where a query sees a token. Waits once."""
+    import torch
+
+    begins = torch.arange(table.shape[1], device=table.device) * size
+    ends = lengths.clamp(0, table.shape[1] * size).unsqueeze(-1)
+    used = begins < ends
+    if left >= 0:
+        used &= begins + size > ends - seq_q - left
+    bad = used & ((table < 0) | (table >= pages))
+    if bad.any():
+        b, entry = bad.nonzero()[0].tolist()
+        raise UnsupportedProblem(
+            f"page_table must name one of {pages} pages for each that cache_seqlens uses; entry {entry} of sequence "
+            f"{b} is {int(table[b, entry])}, and the sequence has {int(lengths[b])} tokens: reserve pages first"
+        )
+
+
+def check_lengths(lengths: Tensor, room: int) -> None:
+    """Refuses lengths that a cache has no room for. Waits once."""
+    bad = (lengths < 0) | (lengths > room)
+    if bad.any():
+        b = int(bad.nonzero()[0])
+        raise UnsupportedProblem(
+            f"cache_seqlens must be from 0 to {room}, the cache's room; sequence {b} has {int(lengths[b])} tokens: "
+            "make room for more"
+        )
+
+
+# ---- many queries ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CacheProblem(AttentionProblem):
+    """A causal problem over a cache. ``seq_kv`` is the longest sequence that it has room for."""
+
+    causal: bool = plain(True)
+    window: str = plain("none", "left")
+    mask: bool = plain(False)
+    varlen: bool = plain(False)
+    page_size: int = plain(0, *PAGE_SIZES)
+    cache: str = plain(*CACHES)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_cache_dim(self.cache, self.head_dim)
+        check_room(self.seq_kv)
+
+    def bucket(self) -> Self:
+        return super().bucket().replace(cache=tuned_cache(self.cache))
+
+    @property
+    def keys(self) -> float:
+        """Keys that a query sees, on average."""
+        return self.pairs / max(1, self.seq_q)
+
+    @property
+    def page(self) -> int | None:
+        return self.page_size
+
+    @property
+    def cached_in(self) -> str:
+        return self.cache
+
+    @property
+    def work_bytes(self) -> int:
+        table = 4 * self.batch * -(-self.seq_kv // self.page_size) if self.page_size else 0
+        of_row = (2 - cache_bytes(self.cache)) * self.head_dim - (self.cache == "fp8_tokens")
+        saved = 2 * of_row * self.batch * self.seq_kv * self.heads_kv
+        return self.bytes_moved - saved + 4 * self.batch + table
+
+
+class CacheAttention(
+    CachedOp[CacheProblem, AttentionConfig], PrefillOp[CacheProblem], CuteOp[CacheProblem, AttentionConfig]
+):
+    """Attention of many queries over a cache; ``decode_attention``, of the same operands, plans calls of either."""
+
+    name = "cache_attention"
+    revision = 2
+    earlier = {1: since_revision_1}
+    Problem = CacheProblem
+    suite = (
+        "batch=4 seq_q=2048 seq_kv=8192 heads_q=32 heads_kv=8 page_size=64",
+        "batch=1 seq_q=512 seq_kv=8192 heads_q=32 heads_kv=8 page_size=16",
+        "batch=1 seq_q=2048 seq_kv=8192 heads_q=32 heads_kv=8",
+        "batch=2 seq_q=300 seq_kv=784 heads_q=8 heads_kv=2 window_left=200 window=left lse=1 page_size=16",
+        "batch=3 seq_q=100 seq_kv=333 heads_q=4 heads_kv=4 head_dim=80 dtype=fp16 softcap=1 sinks=fp32",
+        "batch=2 seq_q=130 seq_kv=768 heads_q=8 heads_kv=1 head_dim=256 page_size=256 lse=1 sinks=same",
+        "batch=1 seq_q=2048 seq_kv=8192 heads_q=32 heads_kv=8 page_size=64 cache=fp8",
+    )
+
+    order = (
+        *("out", "lse", "q", "k_cache", "v_cache", "mask", "cu_seqlens_q"),
+        *("cache_seqlens", "page_table", "sinks", "k_scale", "v_scale"),
+    )
+
+    def kernels_order(self, *inputs: Tensor | None) -> tuple[tuple[Any, ...], tuple[Any, Any]]:
+        q, k, v, lengths, table, sinks, k_scale, v_scale = inputs
+        assert k is not None and v is not None
+        return (q, *elements(k, v), None, None, lengths, table, sinks), (k_scale, v_scale)
+
+    def problem(self, *operands: Tensor | None, **options: Any) -> CacheProblem:
+        sides = {False: "none", True: "left"}
+        window = sides.get(options["window"], options["window"])
+        return super().problem(*operands, **options | {"window": window})
+
+    def work(self, p: CacheProblem) -> Work:
+        flops = 4.0 * p.batch * p.heads_q * p.pairs * p.head_dim
+        return Work(flops=flops, bytes=float(p.work_bytes), depth=depth(p))
+
+
+CACHE_ATTENTION = CacheAttention()

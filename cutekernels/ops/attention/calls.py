@@ -1,25 +1,107 @@
-"""Attention's operands, from their checks to the problem they pose, and calls of it that repeat."""
+"""Attention's arguments, and calls of it that repeat. Every refusal names rule, value and remedy."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from operator import index
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from cutekernels import torch_names
-from cutekernels.ops.attention.arguments import check_scale
+from cutekernels.errors import InvalidConfig, UnsupportedProblem
+from cutekernels.op import Config
 from cutekernels.ops.attention.operands import AttentionOp
-from cutekernels.ops.shared.call_cache import CallCache, Inputs
-from cutekernels.ops.shared.calls import run
-from cutekernels.ops.shared.checks import check_overlap
-from cutekernels.ops.shared.registration import Implementation, direct
+from cutekernels.ops.attention.problem import UNLIMITED
+from cutekernels.ops.shared.checks import quote
+from cutekernels.ops.shared.paths import CallCache, Inputs, direct
 
 _is_compiling = torch.compiler.is_compiling
 _autocast = torch_names.autocasting
 _function_modes = torch_names.function_modes
+
+# What torch raises for arguments that fit no schema or backend, and Python for those that are no tensors.
+FOREIGN = (AttributeError, TypeError, RuntimeError)
+LIMITS = {(False, False): "none", (True, False): "left", (False, True): "right", (True, True): "both"}
+NO_WINDOW = ("none", 0, 0)
+
+
+# ---- arguments ----------------------------------------------------------------------------------------
+
+
+def default_scale(q: Tensor) -> float:
+    return 1.0 / math.sqrt(q.shape[-1]) if q.dim() and q.shape[-1] else 1.0
+
+
+def check_scale(scale: float) -> None:
+    if not 0.0 < scale < math.inf:
+        raise UnsupportedProblem(f"scale must be above 0 and finite; it is {scale}: negate q for the opposite sign")
+
+
+def cap_of(softcap: float) -> float:
+    cap = number("softcap", softcap)
+    if not 0.0 < cap < math.inf:
+        raise UnsupportedProblem(f"softcap must be above 0 and finite; it is {softcap}: leave it out for none")
+    return cap
+
+
+def number(name: str, value: Any) -> float:
+    if isinstance(value, Tensor):  # float() would drop its gradient and wait for its GPU
+        raise UnsupportedProblem(
+            f"{name} must be a number, and has no gradient; it is {quote(value)}: pass its item()"
+            + (", or multiply q by it" if name == "scale" else "")
+        )
+    if not isinstance(value, (bool, str, bytes)):
+        try:
+            return float(value)
+        except (TypeError, ValueError, OverflowError, RuntimeError):
+            pass
+    raise UnsupportedProblem(f"{name} must be a number; it is {quote(value)}: pass a float, or None for the default")
+
+
+def sides_of(window: Any, *, later: bool = True) -> tuple[int, int]:
+    """The window's ``(left, right)``, -1 for no limit. ``later``: whether there are keys behind a query's own."""
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        form = "(left, right), each" if later else "(left, None), left"
+        raise UnsupportedProblem(f"window must be {form} a number of keys or None; it is {window!r}")
+    left, right = _side(window[0]), _side(window[1])
+    if right > 0 and not later:
+        raise UnsupportedProblem(f"window's right side must be None: there are no later keys; it is {right}")
+    return left, right
+
+
+def _side(side: Any) -> int:
+    if side is None:
+        return -1
+    if not isinstance(side, bool):
+        try:
+            keys = index(side)
+        except TypeError:
+            keys = -1
+        if 0 <= keys < UNLIMITED:
+            return keys
+    raise UnsupportedProblem(
+        f"a side of window must be an integer from 0 up to 2^30; it is {side!r}: write None for no limit"
+    )
+
+
+def text_of(config: Config | str, kind: type[Config]) -> str:
+    check_config(config, kind)
+    return str(config)
+
+
+def check_config(config: object, kind: type[Config]) -> None:
+    if not isinstance(config, (str, kind)):
+        raise InvalidConfig(f"config must be of {kind.__name__} or its text; it is {config!r}: leave it out to choose")
+
+
+def window_of(left: int, right: int) -> tuple[str, int, int]:
+    """The options ``window``, ``window_left`` and ``window_right`` of sides, -1 for no limit."""
+    return LIMITS[left >= 0, right >= 0], max(left, 0), max(right, 0)
+
+
+# ---- calls --------------------------------------------------------------------------------------------
 
 
 def replay(
@@ -53,54 +135,3 @@ def check_values(op: AttentionOp[Any, Any], operands: Any, options: Any, scale: 
     chosen = dict(zip(op.options, options, strict=True))
     op.admit(operands, **chosen)
     op.check_indices(operands, on_gpu=True, **chosen)
-
-
-def implementations(
-    op: AttentionOp[Any, Any], split: Callable[..., tuple[Any, Any, Any]]
-) -> tuple[Implementation, Implementation, Implementation]:
-    """``op`` on a GPU, on the CPU and of fakes. It returns an empty lse where none is wanted, and that alone with out.
-
-    Args:
-        op: with results out and lse.
-        split: options, scalars and the config of torch's arguments behind the tensors. Refuses a scale.
-    """
-
-    def returned(given: tuple[Tensor] | None, q: Tensor, made: Sequence[Tensor]) -> Any:
-        wide = torch.promote_types(q.dtype, torch.float32)
-        lse = made[1] if len(made) > 1 else q.new_empty((0,), dtype=wide)
-        return (made[0], lse) if given is None else lse
-
-    def admit(given: tuple[Tensor] | None, inputs: Any, rest: Any) -> tuple[dict[str, Any], Any]:
-        options, scalars, _ = split(*rest)
-        chosen = dict(zip(op.options, options, strict=True))
-        op.admit(inputs, given or (), **chosen)
-        return chosen, scalars
-
-    def cuda(given: tuple[Tensor] | None, inputs: Any, *rest: Any) -> Any:
-        options, scalars, config = split(*rest)
-        made = run(op, given, inputs, options=options, scalars=scalars, config=config)
-        return returned(given, inputs[0], made)
-
-    def cpu(given: tuple[Tensor] | None, inputs: Any, *rest: Any) -> Any:
-        chosen, scalars = admit(given, inputs, rest)
-        check_overlap(op, given or (), inputs)
-        op.check_indices(inputs, **chosen)
-        made = op.evaluate(*inputs, *scalars, **chosen)
-        if given is not None:
-            given[0].copy_(made[0])
-        return returned(given, inputs[0], made)
-
-    def fake(given: tuple[Tensor] | None, inputs: Any, *rest: Any) -> Any:
-        chosen, _ = admit(given, inputs, rest)
-        return returned(given, inputs[0], op.fresh(*inputs, **chosen))
-
-    return cuda, cpu, fake
-
-
-LIMITS = {(False, False): "none", (True, False): "left", (False, True): "right", (True, True): "both"}
-NO_WINDOW = ("none", 0, 0)
-
-
-def window_of(left: int, right: int) -> tuple[str, int, int]:
-    """The options ``window``, ``window_left`` and ``window_right`` of sides, -1 for no limit."""
-    return LIMITS[left >= 0, right >= 0], max(left, 0), max(right, 0)

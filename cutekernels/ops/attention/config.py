@@ -10,14 +10,8 @@ from cutekernels.columns import ceil, gcd, larger, pick, smaller, where
 from cutekernels.kernels.cute.parts.attention_smem import MultistageAttentionSmem, WarpgroupAttentionSmem
 from cutekernels.op import knob
 from cutekernels.ops.attention.coefficients import EAGER, EXPONENTS, EXPONENTS_PER_CLOCK, HIDDEN, ORDER, WARPGROUP
-from cutekernels.ops.attention.problem import (
-    AttentionProblem,
-    BodiesConfig,
-    BodySchedule,
-    walked_bytes,
-)
-from cutekernels.ops.shared.occupancy import no_warpgroups
-from cutekernels.rules import Broken, of_both, of_config, of_problem
+from cutekernels.ops.attention.problem import AttentionProblem, BodiesConfig, BodySchedule, walked_bytes
+from cutekernels.rules import Broken, no_warpgroups, of_both, of_config, of_problem
 
 if TYPE_CHECKING:
     from cutekernels.gpu import GpuSpec

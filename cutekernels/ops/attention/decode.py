@@ -1,4 +1,4 @@
-"""Attention of few queries over a cache, whose operands ``cached.py`` has: the declaration."""
+"""Attention of few queries over a cache, whose operands ``cache.py`` has: the declaration."""
 
 from __future__ import annotations
 
@@ -12,8 +12,15 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.kernels.cute.parts.attention_smem import DecodeSmem, padded
 from cutekernels.op import Work, extent, knob, ladder, plain, power_of_two
 from cutekernels.ops.attention import token_scales
-from cutekernels.ops.attention.cache import PAGE_SIZES, CachedOp, cache_bytes, check_cache_dim, check_room, elements
-from cutekernels.ops.attention.cached import CACHE_ATTENTION
+from cutekernels.ops.attention.cache import (
+    CACHE_ATTENTION,
+    PAGE_SIZES,
+    CachedOp,
+    cache_bytes,
+    check_cache_dim,
+    check_room,
+    elements,
+)
 from cutekernels.ops.attention.coefficients import DECODE
 from cutekernels.ops.attention.operands import numbers, workspace
 from cutekernels.ops.attention.problem import (
@@ -31,8 +38,8 @@ from cutekernels.ops.attention.problem import (
     score_factors,
     tuned_cache,
 )
-from cutekernels.ops.shared.occupancy import occupancy_rules
-from cutekernels.rules import Broken, of_both, of_config
+from cutekernels.ops.shared.cute_op import CuteOp
+from cutekernels.rules import Broken, occupancy_rules, of_both, of_config
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -225,7 +232,7 @@ class SplitDecode(AttentionSchedule[DecodeProblem, DecodeConfig]):
         return rate.launch_us - early + larger(busy, dram) + (1.0 - own.hidden) * smaller(busy, dram) + met
 
 
-class DecodeAttention(CachedOp[DecodeProblem, DecodeConfig]):
+class DecodeAttention(CachedOp[DecodeProblem, DecodeConfig], CuteOp[DecodeProblem, DecodeConfig]):
     """q, k and v caches, lengths, page table, sinks, and the scales of caches in e4m3."""
 
     name = "decode_attention"

@@ -11,9 +11,9 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Problem, Work, extent, knob, ladder, plain, power_of_two
 from cutekernels.ops.attention.coefficients import FEW
 from cutekernels.ops.attention.problem import HEAD_DIMS, LOG2_E, WIDEST, WarpsConfig
-from cutekernels.ops.shared import tile_rules
 from cutekernels.ops.shared.dtypes import DTYPES
 from cutekernels.ops.shared.operands import Array, Matrix, Named, Sizes
+from cutekernels.ops.shared.tile_rules import idle_rule
 from cutekernels.ops.shared.triton_op import TritonOp
 from cutekernels.rules import of_both
 
@@ -85,6 +85,7 @@ class AttentionDelta(TritonOp[DeltaProblem, DeltaConfig]):
     lse = Array("*batch", "heads", "seq", dtype="fp32", strides=())
     dlse = Array("*batch", "heads", "seq", dtype="fp32", strides=(), given="dlse")
     sizes = {"seq": "i32", "heads": "i32", "rows": "i64"}
+    constexprs = ("head_dim", "dlse", "block_rows")
 
     # -- calls
 
@@ -127,9 +128,7 @@ class AttentionDelta(TritonOp[DeltaProblem, DeltaConfig]):
             return None
         return f"a thread has {each} elements of a row's {p.head_dim}: take from {WIDEST} to {_MAX_ELEMENTS}"
 
-    @of_both
-    def no_idle_rows(self, p: DeltaProblem, c: DeltaConfig, gpu: GpuSpec) -> str | None:
-        return tile_rules.idles("block_rows", c.block_rows, max(64, power_of_two(p.seq)), f"{p.seq} queries")
+    no_idle_rows = idle_rule("block_rows", "seq", "{} queries", least=64)
 
     @of_both
     def most_programs(self, p: DeltaProblem, c: DeltaConfig, gpu: GpuSpec) -> str | None:
@@ -152,8 +151,7 @@ class AttentionDelta(TritonOp[DeltaProblem, DeltaConfig]):
         return p.batch * p.heads * -(-p.seq // c.block_rows), 1, 1
 
     def constants(self, p: DeltaProblem, c: DeltaConfig) -> dict[str, int | bool | str]:
-        cols = power_of_two(p.head_dim)
-        return {"HEAD_DIM": p.head_dim, "DLSE": p.dlse, "BLOCK_ROWS": c.block_rows, "BLOCK_COLS": cols}
+        return super().constants(p, c) | {"BLOCK_COLS": power_of_two(p.head_dim)}
 
     def arrange(self, p: DeltaProblem, name: str, values: Tensor) -> Tensor:
         return values

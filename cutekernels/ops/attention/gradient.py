@@ -17,7 +17,6 @@ from cutekernels import dispatch
 from cutekernels import gpu as gpus
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.attention import reference
-from cutekernels.ops.attention.arguments import check_scale
 from cutekernels.ops.attention.backward import ATTENTION_BACKWARD
 from cutekernels.ops.attention.backward_config import (
     NARROWEST_HANDED,
@@ -25,14 +24,13 @@ from cutekernels.ops.attention.backward_config import (
     Launches,
     passes,
 )
-from cutekernels.ops.attention.calls import NO_WINDOW, window_of
+from cutekernels.ops.attention.calls import NO_WINDOW, check_scale, window_of
 from cutekernels.ops.attention.delta import ATTENTION_DELTA
-from cutekernels.ops.attention.indices import check_ends
 from cutekernels.ops.attention.op import ATTENTION
+from cutekernels.ops.attention.operands import check_ends
 from cutekernels.ops.attention.problem import LOG2_E, AttentionProblem, sides_of
-from cutekernels.ops.shared.call_cache import Call, CallCache, Inputs
-from cutekernels.ops.shared.calls import plan_call, ways_of
-from cutekernels.ops.shared.registration import Path, define
+from cutekernels.ops.shared.calls import define, plan_call, ways_of
+from cutekernels.ops.shared.paths import Call, CallCache, Inputs, Path
 
 if TYPE_CHECKING:
     from cutekernels.gpu import GpuSpec

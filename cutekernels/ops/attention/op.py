@@ -27,6 +27,7 @@ from cutekernels.ops.attention.problem import (
     sides_of,
     since_revision_1,
 )
+from cutekernels.ops.shared.cute_op import CuteOp
 from cutekernels.ops.shared.operands import Array, Vector
 from cutekernels.rules import Broken, of_config
 
@@ -90,6 +91,32 @@ class PrefillOp(AttentionOp[Q, AttentionConfig]):
         scales = () if c.by_groups else (k_scale, v_scale)
         return backend.compile(self.body(p, c, gpu), *operands, *self.further(p, c), *scales, gpu=gpu)
 
+    def bind(self, p: Q, c: AttentionConfig, kernel: Callable[..., Any]) -> Callable[..., Any]:
+        from cutekernels.ops.shared.per_stream import StreamWorkspace
+
+        begin = 1 + p.lse
+        if p.seq_kv == 0:
+            return launch_blind(p.lse, begin + self.inputs.index("sinks"))
+        limits, multistage, kernels_order = p.limits, not c.by_groups, self.kernels_order
+        counter = StreamWorkspace(0, 1) if c.dynamic_scheduler else None  # one ticket, no partial sums
+
+        def launch(*args: Any) -> None:
+            if args[0].numel() == 0:
+                return
+            lse = args[1].view(-1) if p.lse else None
+            operands, scales = kernels_order(*args[begin:-2])
+            factors = score_factors(args[-2], args[-1])
+            if multistage:
+                kernel(args[0], lse, *operands, *factors, *limits, *scales)
+            else:
+                kernel(args[0], lse, *operands, None if counter is None else counter.get()[1], *factors, *limits)
+
+        return launch
+
+    def kernels_order(self, *inputs: Tensor | None) -> tuple[tuple[Any, ...], tuple[Any, Any]]:
+        """A call's inputs as kernels take them behind the results, those of ``order``, and the scales of a cache."""
+        raise NotImplementedError
+
     def body(self, p: Q, c: AttentionConfig, gpu: GpuSpec) -> Any:
         """The kernel of ``c.body`` with its parts."""
         from cutekernels.backends import cute as backend
@@ -139,7 +166,9 @@ class PrefillOp(AttentionOp[Q, AttentionConfig]):
         )
 
 
-class Attention(VarlenOp[AttentionProblem, AttentionConfig], PrefillOp[AttentionProblem]):
+class Attention(
+    VarlenOp[AttentionProblem, AttentionConfig], PrefillOp[AttentionProblem], CuteOp[AttentionProblem, AttentionConfig]
+):
     """Problems of self-attention and cross-attention, with every option."""
 
     name = "attention"
@@ -174,31 +203,13 @@ class Attention(VarlenOp[AttentionProblem, AttentionConfig], PrefillOp[Attention
     )
     options = ("causal", "window", "window_left", "window_right", "softcap", "lse")
 
-    # -- kernel
+    def kernels_order(self, *inputs: Tensor | None) -> tuple[tuple[Any, ...], tuple[Any, Any]]:
+        q, k, v, mask, cu_q, cu_kv, sinks = inputs
+        if mask is not None:
+            import torch
 
-    def bind(self, p: AttentionProblem, c: AttentionConfig, kernel: Callable[..., Any]) -> Callable[..., Any]:
-        import torch
-
-        from cutekernels.ops.shared.per_stream import StreamWorkspace
-
-        if p.seq_kv == 0:
-            return launch_blind(p.lse)
-        limits, unscaled = p.limits, () if c.by_groups else NO_SCALES
-        counter = StreamWorkspace(0, 1) if c.dynamic_scheduler else None  # one ticket, no partial sums
-
-        def launch(*args: Any) -> None:
-            out, lse = args[0], args[1].view(-1) if p.lse else None
-            q, k, v, mask, cu_q, cu_kv, sinks, scale, softcap = args[1 + p.lse :]
-            if out.numel() == 0:
-                return
-            given = None if mask is None else mask.view(torch.uint8)
-            tickets = () if c.body == "multistage" else (None if counter is None else counter.get()[1],)
-            kernel(
-                out, lse, q, k, v, given, cu_q, cu_kv, None, sinks, *tickets, *score_factors(scale, softcap), *limits,
-                *unscaled,
-            )  # fmt: skip
-
-        return launch
+            mask = mask.view(torch.uint8)
+        return (q, k, v, mask, cu_q, cu_kv, None, sinks), NO_SCALES
 
     # -- mathematics
 

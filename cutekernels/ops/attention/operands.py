@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from cutekernels import rates
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import C, P, Problem
-from cutekernels.ops.attention.indices import check_ends
 from cutekernels.ops.attention.problem import HEAD_DIMS, WIDEST, AttentionSchedule
-from cutekernels.ops.shared.cute_op import CuteOp
+from cutekernels.ops.shared.cute_op import CutePart
 from cutekernels.ops.shared.operands import Array, Named, Operand, Sizes
 
 if TYPE_CHECKING:
@@ -44,8 +42,8 @@ def workspace(*, sums: bool, tickets: bool) -> list[Any]:
     return [backend.dense(kind, None) if there else None for kind, there in ((Float32, sums), (Int32, tickets))]
 
 
-class AttentionOp(CuteOp[P, C]):
-    """An op whose default is its model's best, over all configs that no rule forbids.
+class AttentionOp(CutePart[P, C]):
+    """The part of an op whose default is its model's best, over all configs that no rule forbids.
 
     Its operands lie as the caller has them: head dims contiguous, rows 16-byte aligned.
     """
@@ -64,7 +62,12 @@ class AttentionOp(CuteOp[P, C]):
     def _integers(self, options: Mapping[str, Any]) -> Sizes:
         return {}  # a window's sides are no extents of operands
 
+    def _pose(self, named: Named, **options: Any) -> tuple[Sizes, dict[str, torch.Size]]:
+        self.refuse_shapes(named)
+        return super()._pose(named, **options)
+
     def refuse_shapes(self, named: Named) -> None:
+        """Raises UnsupportedProblem for shapes of which more is to be said than that they do not fit together."""
         k, v = (named[f"{name}{self.suffix}"] for name in "kv")
         if k is not None and v is not None and k.dim() == v.dim() and k.shape != v.shape:
             raise UnsupportedProblem(
@@ -88,10 +91,6 @@ class AttentionOp(CuteOp[P, C]):
             raise UnsupportedProblem(f"q's head dim must be {most}; it is {head_dim}")
         if heads_kv == 0 or heads_q % heads_kv:
             raise UnsupportedProblem(f"k{self.suffix}'s {heads_kv} heads must divide q's {heads_q}")
-
-    @abstractmethod
-    def check_indices(self, inputs: Any, *, on_gpu: bool = False, **options: Any) -> None:
-        """Refuses wrong values of index tensors that the CPU would read, or of all, as the GPU reads them."""
 
     def draw_scalars(self, p: P, generator: torch.Generator) -> tuple[float, float]:
         return p.head_dim**-0.5, 2.0 if p.softcap else 0.0  # type: ignore[attr-defined]
@@ -173,3 +172,22 @@ def _default(op: AttentionOp[Any, Any], p: Problem, gpu: GpuSpec) -> Any:
         why = dict.fromkeys(schedule.refusal(p, gpu, p) for schedule in op.schedules)
         raise UnsupportedProblem(f"{op.name} on {gpu.name}: {'; '.join(map(str, why))}")
     return min(found, key=lambda choice: (choice[0], str(choice[1])))[1]
+
+
+def check_ends(q: Tensor, k: Tensor, cu_q: Tensor, cu_kv: Tensor) -> None:
+    """Refuses varlen sequences' ends that do not run from 0 to the tensors' rows without falling. Waits once."""
+    import torch
+
+    both = torch.stack((cu_q, cu_kv)).tolist()
+    for name, ends, rows in zip(("cu_seqlens_q", "cu_seqlens_kv"), both, (q.shape[0], k.shape[0]), strict=True):
+        falls = next((i for i in range(1, len(ends)) if ends[i] < ends[i - 1]), None)
+        if falls is not None:
+            value = f"entry {falls} is {ends[falls]}, behind {ends[falls - 1]}"
+        elif ends[0] != 0 or ends[-1] != rows:
+            value = f"it runs from {ends[0]} to {ends[-1]}"
+        else:
+            continue
+        raise UnsupportedProblem(
+            f"{name} must run from 0 to {rows}, the tensor's rows, and never fall; {value}: pass the cumulative "
+            "sums of the sequences' lengths, and slices of the tensors without the rows of no sequence"
+        )

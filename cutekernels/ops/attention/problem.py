@@ -17,8 +17,7 @@ from cutekernels.kernels.cute.parts.attention_smem import padded
 from cutekernels.op import C, Config, P, Problem, extent, ladder, plain, power_of_two, respell
 from cutekernels.ops.attention.coefficients import EXPONENTS_PER_CLOCK, MULTISTAGE, ORDER
 from cutekernels.ops.shared.dtypes import DTYPES
-from cutekernels.ops.shared.occupancy import occupancy_rules
-from cutekernels.rules import EVERY, Among, Broken, Schedule, foreign, of_both, of_config, values_of
+from cutekernels.rules import EVERY, Among, Broken, Schedule, foreign, occupancy_rules, of_both, of_config, values_of
 
 if TYPE_CHECKING:
     import torch

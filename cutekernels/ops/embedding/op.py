@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Config, Problem, Work, exact, extent, knob, ladder, plain, power_of_two
-from cutekernels.ops.shared import streaming, tile_rules
+from cutekernels.ops.shared import streaming
 from cutekernels.ops.shared.dtypes import BYTES
 from cutekernels.ops.shared.laid_out import LaidOut
 from cutekernels.ops.shared.operands import Matrix, Vector
-from cutekernels.ops.shared.triton_op import TritonOp
+from cutekernels.ops.shared.tile_rules import accesses_rule, idle_rule
+from cutekernels.ops.shared.triton_op import TritonOp, TritonPart
 from cutekernels.rules import of_both
 
 if TYPE_CHECKING:
@@ -48,16 +49,14 @@ class EmbeddingConfig(Config):
     warps: int = knob(1, 2, 4, 8)
 
 
-class _EmbeddingOp(TritonOp[EmbeddingProblem, EmbeddingConfig]):
+class EmbeddingRows(TritonPart[EmbeddingProblem, EmbeddingConfig]):
+    """What both passes share: tiles of rows."""
+
     Problem = EmbeddingProblem
     Config = EmbeddingConfig
+    constexprs = ("block_rows", "block_cols", "vec")
 
-    def constants(self, p: EmbeddingProblem, c: EmbeddingConfig) -> dict[str, int | bool | str]:
-        return {"BLOCK_ROWS": c.block_rows, "BLOCK_COLS": c.block_cols, "VEC": p.vec}
-
-    @of_both
-    def accesses(self, p: EmbeddingProblem, c: EmbeddingConfig, gpu: GpuSpec) -> str | None:
-        return tile_rules.accesses(c.block_rows * c.block_cols, c.warps, p.vec) if c.warps > 1 else None
+    accesses = accesses_rule("block_rows", "block_cols", one_warp=True)
 
     @of_both
     def registers_of_operands(self, p: EmbeddingProblem, c: EmbeddingConfig, gpu: GpuSpec) -> str | None:
@@ -65,13 +64,8 @@ class _EmbeddingOp(TritonOp[EmbeddingProblem, EmbeddingConfig]):
         need = each * (5 if p.layout == "strided" else 2)
         return f"a thread's tile takes {need} registers; at most {_MAX_REGISTERS}" if need > _MAX_REGISTERS else None
 
-    @of_both
-    def no_idle_columns(self, p: EmbeddingProblem, c: EmbeddingConfig, gpu: GpuSpec) -> str | None:
-        return tile_rules.idles("block_cols", c.block_cols, max(64, power_of_two(p.cols)), f"rows of {p.cols}")
-
-    @of_both
-    def no_idle_rows(self, p: EmbeddingProblem, c: EmbeddingConfig, gpu: GpuSpec) -> str | None:
-        return tile_rules.idles("block_rows", c.block_rows, power_of_two(p.rows), f"{p.rows} rows")
+    no_idle_columns = idle_rule("block_cols", "cols", "rows of {}", least=64)
+    no_idle_rows = idle_rule("block_rows", "rows", "{} rows")
 
     def default(self, p: EmbeddingProblem, gpu: GpuSpec) -> EmbeddingConfig:
         width = max(64, min(32 * 4 * max(2, p.vec), power_of_two(p.cols)))
@@ -89,7 +83,7 @@ class _EmbeddingOp(TritonOp[EmbeddingProblem, EmbeddingConfig]):
         return streaming.estimate_us(gpu, moved, self.grid(p, c), c.warps, tile, coalesced=p.layout == "rows")
 
 
-class Embedding(_EmbeddingOp):
+class Embedding(EmbeddingRows, TritonOp[EmbeddingProblem, EmbeddingConfig]):
     """``out[r] = table[ids[r]]``."""
 
     name = "embedding"
@@ -136,7 +130,7 @@ class Embedding(_EmbeddingOp):
         return Work(flops=0.0, bytes=float(p.rows * (2 * p.cols * p.itemsize + BYTES[p.index])))
 
 
-class EmbeddingBackward(_EmbeddingOp):
+class EmbeddingBackward(EmbeddingRows, TritonOp[EmbeddingProblem, EmbeddingConfig]):
     """``dtable[v]`` sums the rows of dout with id v, in the order and from the starts that :func:`grouped` gives."""
 
     name = "embedding_backward"

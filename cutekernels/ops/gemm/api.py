@@ -22,18 +22,20 @@ from cutekernels.ops.gemm.layouts import canonical, k_contiguous, worth_copying
 from cutekernels.ops.gemm.op import GEMM
 from cutekernels.ops.gemm.problem import GemmConfig
 from cutekernels.ops.gemm.slopes import reads_value, through_activation
-from cutekernels.ops.shared import call_cache
-from cutekernels.ops.shared.call_cache import Call, CallCache, Given, Inputs, empty_copy
+from cutekernels.ops.shared import paths
+from cutekernels.ops.shared.calls import define_with_out, splitting, with_results
 from cutekernels.ops.shared.checks import check_apart, check_arguments, check_fits, check_tensor, check_word, kinds_of
 from cutekernels.ops.shared.dtypes import DTYPES
-from cutekernels.ops.shared.registration import (
+from cutekernels.ops.shared.paths import (
     PLAIN,
+    Call,
+    CallCache,
+    Given,
+    Inputs,
     Path,
-    define_with_out,
     direct,
+    empty_copy,
     refuse_gradient,
-    splitting,
-    with_results,
 )
 from cutekernels.ops.shared.strides import pairs
 from cutekernels.quant.weight import QuantizedWeight
@@ -111,7 +113,7 @@ def gemm(
                     its_name is not name
                     or its_accumulate is not accumulate
                     or its_config is not config
-                    or (terms and ((terms[0] and _is_grad_enabled()) or terms[1] != call_cache._current_device()))
+                    or (terms and ((terms[0] and _is_grad_enabled()) or terms[1] != paths._current_device()))
                 ):
                     pass
                 elif out is None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from cutekernels import torch_names
 
 if TYPE_CHECKING:
-    from cutekernels.ops.shared.call_cache import Fire
+    from cutekernels.ops.shared.paths import Fire
 
 current_stream = torch_names.current_stream
 

@@ -15,8 +15,7 @@ from cutekernels.op import power_of_two
 from cutekernels.ops.gemm import coefficients
 from cutekernels.ops.gemm.problem import ACROSS, ELEMENT_BYTES, GemmConfig, GemmProblem
 from cutekernels.ops.gemm.schedule import PLAIN, Extras, GemmSchedule
-from cutekernels.ops.shared.occupancy import occupancy_rules
-from cutekernels.rules import Among, Broken, of_both, of_config
+from cutekernels.rules import Among, Broken, occupancy_rules, of_both, of_config
 
 if TYPE_CHECKING:
     from cutekernels.gpu import GpuSpec

@@ -19,8 +19,7 @@ from cutekernels.ops.gemm import coefficients, prefetch
 from cutekernels.ops.gemm.prefetch import Prefetches
 from cutekernels.ops.gemm.problem import BODIES, ELEMENT_BYTES, GemmConfig, GemmProblem
 from cutekernels.ops.gemm.schedule import GRID_AXIS, PLAIN, Extras, TokensSchedule
-from cutekernels.ops.shared.occupancy import no_warpgroups
-from cutekernels.rules import Among, Broken, of_both, of_config, of_problem
+from cutekernels.rules import Among, Broken, no_warpgroups, of_both, of_config, of_problem
 
 if TYPE_CHECKING:
     from cutekernels.gpu import GpuSpec

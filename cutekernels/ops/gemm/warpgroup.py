@@ -27,8 +27,7 @@ from cutekernels.ops.gemm.problem import (
 )
 from cutekernels.ops.gemm.schedule import PLAIN, Extras, GemmSchedule, extras_of
 from cutekernels.ops.gemm.skinny_warpgroup import SKINNY_WARPGROUP
-from cutekernels.ops.shared.occupancy import no_warpgroups
-from cutekernels.rules import Among, Broken, of_both, of_config, of_problem
+from cutekernels.rules import Among, Broken, no_warpgroups, of_both, of_config, of_problem
 
 if TYPE_CHECKING:
     from cutekernels.gpu import GpuSpec

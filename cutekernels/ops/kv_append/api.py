@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.ops.attention.arguments import check_config
+from cutekernels.ops.attention.calls import check_config
 from cutekernels.ops.kv_append.op import KV_APPEND, KvAppendConfig
 from cutekernels.ops.rope.api import refuse_table_gradient
 from cutekernels.ops.shared.calls import refuse_others, register_updating, run
 from cutekernels.ops.shared.checks import check_flag, check_tensor
-from cutekernels.ops.shared.registration import PLAIN, direct, refuse_duals
+from cutekernels.ops.shared.paths import PLAIN, direct, refuse_duals
 
 
 def kv_append(

@@ -18,6 +18,7 @@ from cutekernels.ops.rope.op import ROPE
 from cutekernels.ops.rope.rotary import DEPTH, MAX_PROGRAMS, Heads, RotaryConfig, RotaryOp, RotaryProblem, Table
 from cutekernels.ops.shared.laid_out import place_as
 from cutekernels.ops.shared.operands import Array, Leads, Looks, Named, Sizes, Vector, sizes_of
+from cutekernels.ops.shared.triton_op import TritonOp
 from cutekernels.rules import of_both
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ _TOKENS = ("batch", "seq", "head")
 _SLOTS = ("page", "slot", "head")
 
 
-class KvAppend(RotaryOp[KvAppendProblem, KvAppendConfig]):
+class KvAppend(RotaryOp[KvAppendProblem, KvAppendConfig], TritonOp[KvAppendProblem, KvAppendConfig]):
     """Places rows of k and v in caches, k and q turned on the way.
 
     The caches are results that the caller has filled: only the new tokens' rows are written. ``q`` may have no heads.
@@ -161,6 +162,7 @@ class KvAppend(RotaryOp[KvAppendProblem, KvAppendConfig]):
         "Tensor? page_table, Tensor? counts, Tensor? cos, Tensor? sin, bool interleaved"
     )
     sizes = RotaryOp.sizes | dict.fromkeys(("room", "pages", "angles"), "i64")
+    constexprs = (*RotaryOp.constexprs, "whole", "page_size", "counted", "gathered")
     steps = ((4, 2, 8), (4, 1, 1), (1, 2, 1), (1, 1, 1))
 
     # -- from tensors to problems
@@ -239,7 +241,7 @@ class KvAppend(RotaryOp[KvAppendProblem, KvAppendConfig]):
         number = torch.full_like(state[LENGTHS], k.shape[1]) if counts is None else counts
         return _turn(q, k, v, state[LENGTHS].long(), number, cos, sin, **options)
 
-    def update(self, results: Sequence[Tensor], args: Sequence[Any], **options: Any) -> None:
+    def update(self, results: Sequence[Tensor], args: Sequence[Any], **options: Any) -> tuple[Tensor, ...]:
         """A launch in plain PyTorch. Raises UnsupportedProblem for positions without a row of ``cos``."""
         import torch
 
@@ -268,6 +270,7 @@ class KvAppend(RotaryOp[KvAppendProblem, KvAppendConfig]):
             cache[page, slot] = row
         after = starts + found, state[LOST].long() + number - found, torch.zeros_like(starts)
         out_state.copy_(torch.stack(after))
+        return ()
 
     # -- configs
 
@@ -333,12 +336,8 @@ class KvAppend(RotaryOp[KvAppendProblem, KvAppendConfig]):
 
     def constants(self, p: KvAppendProblem, c: KvAppendConfig) -> dict[str, int | bool | str]:
         return super().constants(p, c) | {
-            "WHOLE": c.whole,
             "THREADS": 32 * c.warps,
-            "PAGE_SIZE": p.page_size,
-            "COUNTED": p.counted,
             "TURNING": p.rotary > 0,
-            "GATHERED": p.gathered,
             "FP8": p.cache == "fp8",
             "RUNS": p.runs_held,
         }

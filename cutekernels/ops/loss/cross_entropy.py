@@ -14,19 +14,21 @@ from torch import Tensor
 
 from cutekernels import torch_names
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.ops.loss import arguments, logprob
+from cutekernels.ops.loss import logprob
+from cutekernels.ops.loss import products as common
 from cutekernels.ops.loss.products import (
     Classifier,
     Gradients,
     chunks,
     differentiate,
+    fake_gradients,
     fresh_state,
     read,
 )
 from cutekernels.ops.loss.rows import MAXIMUM, SCALE_GRADIENT, SUM, TARGET, TERMS, TOTAL
-from cutekernels.ops.shared.calls import call, register
+from cutekernels.ops.shared.calls import call, define, register
 from cutekernels.ops.shared.checks import check_number, check_tensor, check_whole
-from cutekernels.ops.shared.registration import Path, define, plain, transformed
+from cutekernels.ops.shared.paths import Path, plain, transformed
 
 _unwrap = torch_names.unwrap
 REDUCTIONS = ("mean", "sum", "none")
@@ -88,13 +90,13 @@ def linear_cross_entropy(
             the CPU, an option out of its range.
     """
     name = "linear_cross_entropy"
-    x, targets, lead = arguments.flatten(name, x, weight, targets, bias)
-    scale, cap = arguments.shape(name, temperature, softcap)
+    x, targets, lead = common.flatten(name, x, weight, targets, bias)
+    scale, cap = common.shape(name, temperature, softcap)
     if reduction not in REDUCTIONS:
         raise UnsupportedProblem(f"{name} takes reduction as mean, sum or none; got {reduction!r}")
     check_whole(name, "ignore_index", ignore_index)
     check_number(name, "label_smoothing", label_smoothing, 0.0, 1.0)
-    check_number(name, "z_loss", z_loss, 0.0, arguments.GREATEST)
+    check_number(name, "z_loss", z_loss, 0.0, common.GREATEST)
     label_smoothing, z_loss = float(label_smoothing), float(z_loss)
     if accumulate not in (None, torch.float32, weight.dtype):
         raise UnsupportedProblem(f"{name} takes accumulate as torch.float32 or None; got {accumulate}")
@@ -139,7 +141,7 @@ def _items(given: int | Tensor | None, reduction: str, x: Tensor) -> Tensor | No
         if given.numel() != 1:
             raise UnsupportedProblem(f"{name} takes num_items_in_batch as one number; got {tuple(given.shape)}")
         return given.detach().reshape(()).to(device=x.device, dtype=wide)
-    check_number(name, "num_items_in_batch", given, 0.0, arguments.GREATEST)
+    check_number(name, "num_items_in_batch", given, 0.0, common.GREATEST)
     return torch.full((), float(given), dtype=wide, device=x.device)
 
 
@@ -150,18 +152,18 @@ def _items(given: int | Tensor | None, reduction: str, x: Tensor) -> Tensor | No
 def _compute(
     x: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, class_weight: Tensor | None, items: Tensor | None,
     mean: bool, ignore_index: int, label_smoothing: float, z_loss: float, softcap: float, scale: float,
-    wide: bool, wants_x: bool, wants_weight: bool, wants_bias: bool, *, products: Any = None,
+    wide: bool, wants_x: bool, wants_weight: bool, wants_bias: bool, *, multiply: Any = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The loss, its gradients by x, weight and bias (empty tensors for those nobody wants), and the factor that those
     of fp16 still want (else empty).
 
-    ``products``: :func:`_multiply`, or the op that it is in graphs; what is around it a compiler fuses.
+    ``multiply``: :func:`_multiply`, or the op that it is in graphs; what is around it a compiler fuses.
     """
     _check(x, weight, targets, bias, class_weight, ignore_index)
     targets = targets.contiguous()
     counted = targets != ignore_index
     sums = torch.promote_types(x.dtype, torch.float32)
-    of_class = arguments.class_weights(class_weight, targets, len(weight), sums)  # w[t]; NaN outside the classes
+    of_class = common.class_weights(class_weight, targets, len(weight), sums)  # w[t]; NaN outside the classes
     number = counted.sum()
     divisor = items
     if divisor is None:
@@ -185,8 +187,8 @@ def _compute(
             torch.where(counted, -share * grown, 0.0) if smoothed else None,
             None if z_loss == 0.0 else 2 * z_loss * (factor_z if shift is None else shift * factor_z),
         )
-    multiply: Any = products or _multiply
-    state, *gradients = multiply(
+    products: Any = multiply or _multiply
+    state, *gradients = products(
         x, weight, targets, bias, class_weight if smoothed else None, *factors, ignore_index, softcap, scale, smoothed,
         wide, wants_x, wants_weight, wants_bias,
     )  # fmt: skip
@@ -215,15 +217,10 @@ def _multiply(
     ``a``, ``t`` and ``s``: factors of the rows, None where no gradient is wanted. ``slope``: by which a row's
     log-sum-exp is in its ``a``, a number on the device.
     """
-    x, weight, targets = x.contiguous(), arguments.rows_contiguous(weight), targets.contiguous()
+    x, weight, targets = x.contiguous(), common.rows_contiguous(weight), targets.contiguous()
     bias = None if bias is None else bias.contiguous()
     of = Classifier(weight, bias, class_weight, 0, ignore_index, scale, softcap, moments=False, totals=totals)
-    sums = torch.promote_types(x.dtype, torch.float32)
-    into = Gradients(
-        torch.empty_like(x) if wants_x else None,
-        torch.empty_like(weight, dtype=sums if wide else weight.dtype) if wants_weight else None,
-        torch.zeros_like(bias, dtype=sums) if wants_bias and bias is not None else None,
-    )
+    into = Gradients.fresh(x, weight, bias, (wants_x, wants_weight, wants_bias), wide=wide)
     state = fresh_state(x, len(x))
     for begin, end in chunks(len(x)):
         some, own, its_state = x[begin:end], targets[begin:end], state[begin:end]
@@ -238,18 +235,12 @@ def _multiply(
         if slope is not None:
             lse = its_state[:, MAXIMUM] * of.factor + log_sum  # of a row that does not count none
             factors[:, 2] += torch.where(own != ignore_index, slope * lse, 0.0)
-        its_dx = None if into.dx is None else into.dx[begin:end]
-        differentiate(some, own, of, factors, Gradients(its_dx, into.dweight, into.dbias), begin == 0, kept)
-    if into.dweight is not None and not len(x):
-        into.dweight.zero_()
-    dx = x.new_empty(0) if into.dx is None else into.dx
-    dweight = x.new_empty(0) if into.dweight is None else into.dweight.to(weight.dtype)
-    dbias = x.new_empty(0) if into.dbias is None or bias is None else into.dbias.to(bias.dtype)
-    return state, dx, dweight, dbias
+        differentiate(some, own, of, factors, into.of_rows(begin, end), begin == 0, kept)
+    return state, *into.rounded(x, weight, bias)
 
 
 def _check(x: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, shares: Tensor | None, ignore: int) -> None:
-    arguments.check("linear_cross_entropy", x, weight, targets, bias, shares, ignore_index=ignore, first=None)
+    common.check("linear_cross_entropy", x, weight, targets, bias, shares, ignore_index=ignore, first=None)
 
 
 def _check_and_multiply(*args: Any) -> Any:
@@ -261,10 +252,8 @@ def _check_and_multiply(*args: Any) -> Any:
 def _fake(*args: Any) -> tuple[Tensor, ...]:
     x, weight, targets, bias, class_weight, _, _, _, _, ignore_index = args[:10]
     _check(x, weight, targets, bias, class_weight, ignore_index)
-    made = [x.new_empty((len(x), TERMS), dtype=torch.promote_types(x.dtype, torch.float32))]
-    for t, wanted in zip((x, weight, bias), args[-3:], strict=True):
-        made.append(torch.empty_like(t, memory_format=torch.contiguous_format) if wanted else x.new_empty(0))
-    return tuple(made)
+    state = x.new_empty((len(x), TERMS), dtype=torch.promote_types(x.dtype, torch.float32))
+    return state, *fake_gradients(x, weight, bias, args[-3:])
 
 
 def _remember(ctx: Any, args: tuple[Any, ...], made: tuple[Tensor, ...]) -> None:
@@ -315,7 +304,7 @@ _PRODUCTS = define(
 
 
 def _compute_in_graph(*args: Any) -> Any:
-    return _compute(*args, products=_PRODUCTS)
+    return _compute(*args, multiply=_PRODUCTS)
 
 
 PATH = Path(

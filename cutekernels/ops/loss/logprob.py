@@ -14,18 +14,20 @@ from typing import Literal as L
 import torch
 from torch import Tensor
 
-from cutekernels.ops.loss import arguments
+from cutekernels.ops.loss import products
 from cutekernels.ops.loss.products import (
     Classifier,
     Gradients,
     chunks,
     differentiate,
+    fake_gradients,
     fresh_state,
     read,
 )
 from cutekernels.ops.loss.rows import MAXIMUM, SUM, TARGET, TERMS, TOTAL, WEIGHED
+from cutekernels.ops.shared.calls import define
 from cutekernels.ops.shared.checks import check_flag, check_whole
-from cutekernels.ops.shared.registration import Path, define
+from cutekernels.ops.shared.paths import Path
 
 _TENSORS = "Tensor x, Tensor weight, Tensor targets, Tensor? bias, Tensor? class_weight"
 _SHAPE = "SymInt first, SymInt ignore_index, float softcap, float scale, bool moments, bool totals"
@@ -101,8 +103,8 @@ def linear_logprob(
             the CPU, an option out of its range.
     """
     name = "linear_logprob"
-    x, targets, lead = arguments.flatten(name, x, weight, targets, bias)
-    scale, cap = arguments.shape(name, temperature, softcap)
+    x, targets, lead = products.flatten(name, x, weight, targets, bias)
+    scale, cap = products.shape(name, temperature, softcap)
     check_whole(name, "ignore_index", ignore_index)
     check_flag(name, "entropy", entropy)
     target, log_sum, mean, _, maximum = SUMS(
@@ -146,8 +148,8 @@ def linear_logprob_shard(
         UnsupportedProblem: as :func:`linear_logprob`; a negative ``first``.
     """
     name = "linear_logprob_shard"
-    x, targets, lead = arguments.flatten(name, x, weight, targets, bias)
-    scale, cap = arguments.shape(name, temperature, softcap)
+    x, targets, lead = products.flatten(name, x, weight, targets, bias)
+    scale, cap = products.shape(name, temperature, softcap)
     check_whole(name, "ignore_index", ignore_index)
     check_whole(name, "first", first, 0)
     target, log_sum, mean, _, maximum = SUMS(
@@ -167,7 +169,7 @@ def token_losses(
     target, log_sum, _, total, maximum = SUMS(
         x, weight, targets, bias, shares, 0, ignore_index, cap, scale, False, smoothed, False
     )
-    of_class = arguments.class_weights(class_weight, targets, len(weight), log_sum.dtype)
+    of_class = products.class_weights(class_weight, targets, len(weight), log_sum.dtype)
     losses = (1 - label_smoothing) * of_class * (log_sum - target)
     if smoothed:
         every = class_weight.sum() if class_weight is not None else len(weight)
@@ -196,7 +198,7 @@ def _compute(
     Zeros for what is not wanted. A shard's target logit is whole.
     """
     _check(x, weight, targets, bias, class_weight, ignore_index, first if shard else None)
-    x, weight, targets = x.contiguous(), arguments.rows_contiguous(weight), targets.contiguous()
+    x, weight, targets = x.contiguous(), products.rows_contiguous(weight), targets.contiguous()
     bias = None if bias is None else bias.contiguous()
     of = Classifier(weight, bias, class_weight, first, ignore_index, scale, softcap, moments, totals)
     state = fresh_state(x, len(x))
@@ -220,14 +222,10 @@ def _differentiate(
     wants_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients by x, weight and bias: empty tensors for those nobody wants."""
-    x, weight, targets = x.contiguous(), arguments.rows_contiguous(weight), targets.contiguous()
+    x, weight, targets = x.contiguous(), products.rows_contiguous(weight), targets.contiguous()
     bias = None if bias is None else bias.contiguous()
     of = Classifier(weight, bias, class_weight, first, ignore_index, scale, softcap, moments, totals)
-    into = Gradients(
-        torch.empty_like(x) if wants_x else None,
-        torch.empty_like(weight) if wants_weight else None,
-        torch.zeros_like(bias, dtype=log_sum.dtype) if wants_bias and bias is not None else None,
-    )
+    into = Gradients.fresh(x, weight, bias, (wants_x, wants_weight, wants_bias))
     counted = targets != ignore_index
     factors = log_sum.new_zeros((len(x), TERMS))
     factors[:, 0], factors[:, 1] = maximum, log_sum
@@ -238,23 +236,16 @@ def _differentiate(
     if totals:
         factors[:, 5] = torch.where(counted, dtotal, 0.0)
     for begin, end in chunks(len(x)):
-        dx = None if into.dx is None else into.dx[begin:end]
-        rows = Gradients(dx, into.dweight, into.dbias)
+        rows = into.of_rows(begin, end)
         differentiate(x[begin:end], targets[begin:end], of, factors[begin:end], rows, begin == 0, [])
-    if into.dweight is not None and not len(x):
-        into.dweight.zero_()
-    return (
-        x.new_empty(0) if into.dx is None else into.dx,
-        x.new_empty(0) if into.dweight is None else into.dweight,
-        x.new_empty(0) if into.dbias is None or bias is None else into.dbias.to(bias.dtype),
-    )
+    return into.rounded(x, weight, bias)
 
 
 def _check(
     x: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, class_weight: Tensor | None, ignore_index: int,
     first: int | None,
 ) -> None:  # fmt: skip
-    arguments.check("linear_logprob", x, weight, targets, bias, class_weight, ignore_index=ignore_index, first=first)
+    products.check("linear_logprob", x, weight, targets, bias, class_weight, ignore_index=ignore_index, first=first)
 
 
 def _fake(*args: Any) -> tuple[Tensor, ...]:
@@ -266,10 +257,7 @@ def _fake(*args: Any) -> tuple[Tensor, ...]:
 
 def _fake_gradient(*args: Any) -> tuple[Tensor, ...]:
     x, weight, _, bias = args[7:11]
-    found = zip((x, weight, bias), args[-3:], strict=True)
-    return tuple(
-        [torch.empty_like(t, memory_format=torch.contiguous_format) if w else x.new_empty(0) for t, w in found]
-    )
+    return fake_gradients(x, weight, bias, args[-3:])
 
 
 def _remember(ctx: Any, args: tuple[Any, ...], made: tuple[Tensor, ...]) -> None:

@@ -1,4 +1,4 @@
-"""The products of a loss over a vocabulary: logits of a few tokens and classes at a time, and what becomes of them.
+"""Common ground of losses over a vocabulary: checks, and products, logits of a few tokens and classes at a time.
 
 Tokens are taken in chunks, classes in blocks, so that no piece of the logits is over 64 MB. Three products of a block:
 the logits ``x @ weight.T``, and with their gradient ``dz`` in the logits' place ``dz @ weight`` and ``dz.T @ x``.
@@ -7,21 +7,129 @@ Logits and dz are in x's type, each rounded once, as ``nn.Linear`` and autograd 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.gemm.api import gemm
 from cutekernels.ops.loss.rows import LOGIT_GRADIENT, LOGIT_STATISTICS, MAXIMUM, TERMS
 from cutekernels.ops.shared.calls import call, register
+from cutekernels.ops.shared.checks import check_number, check_tensor
+from cutekernels.ops.shared.dtypes import DTYPES
 
 MOST_BYTES = 64_000_000  # of a block of logits
 MOST_ROWS = 2048  # of a chunk: its products are as fast as those of more rows, and dweight is added up that often
 _WIDTH = 256  # blocks have multiples of it: columns of the widest tiles
 _ROWS = 128  # and chunks of this
 _VECTOR = 8  # classes; a ragged last block is two, so that most of it moves by 16 bytes
+
+_GPU_TYPES = tuple(DTYPES.values())
+_INDICES = (torch.int64, torch.int32)
+GREATEST = 3e38  # of a factor, which kernels take in fp32
+
+
+# ---- checks ---------------------------------------------------------------------------------------------
+
+
+def flatten(
+    op: str, x: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, tuple[int, ...]]:
+    """``x`` as rows, the targets as a vector, and the shape of targets."""
+    for name, t, optional in (
+        ("x", x, False), ("weight", weight, False), ("targets", targets, False), ("bias", bias, True)
+    ):  # fmt: skip
+        check_tensor(op, name, t, optional=optional)
+    check_type(op, x)
+    if weight.dim() != 2 or x.dim() == 0 or x.shape[-1] != weight.shape[1]:
+        raise UnsupportedProblem(
+            f"{op} takes x (..., K) and weight (V, K); got {tuple(x.shape)} and {tuple(weight.shape)}"
+        )
+    if targets.shape != x.shape[:-1]:
+        raise UnsupportedProblem(
+            f"{op} takes a target for each row of x, {tuple(x.shape[:-1])}; got {tuple(targets.shape)}: shift and "
+            "flatten both alike"
+        )
+    rows = math.prod(x.shape[:-1])
+    return x.reshape(rows, x.shape[-1]), targets.reshape(rows), tuple(targets.shape)
+
+
+def check_type(op: str, x: Tensor) -> None:
+    lowered = x.device.type == "cuda" and torch.is_autocast_enabled("cuda")
+    wide = (torch.float32, torch.float64) if x.device.type != "cuda" or lowered else ()
+    if x.dtype not in (*_GPU_TYPES, *wide):
+        raise UnsupportedProblem(
+            f"{op} takes x in fp16 or bf16 (on the CPU fp32 and fp64 too); got {x.dtype}: cast it, or use autocast"
+        )
+
+
+def shape(op: str, temperature: object, softcap: object) -> tuple[float, float]:
+    """``1 / temperature``, and the cap or 0."""
+    check_number(op, "temperature", temperature, 1e-30, GREATEST)
+    if softcap is not None:
+        check_number(op, "softcap", softcap, 1e-30, GREATEST)
+    return 1.0 / float(temperature), 0.0 if softcap is None else float(softcap)  # type: ignore[arg-type]
+
+
+def check(
+    op: str,
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None,
+    class_weight: Tensor | None,
+    *,
+    ignore_index: int,
+    first: int | None,
+) -> None:
+    """Raises UnsupportedProblem for operands that pose no problem. ``first``: of a shard; None for a whole vocabulary,
+    whose targets are looked at where that is free: on the CPU.
+    """
+    check_type(op, x)
+    if weight.dtype != x.dtype:
+        raise UnsupportedProblem(f"{op} takes weight in x's type {x.dtype}; got {weight.dtype}: cast it")
+    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
+        raise UnsupportedProblem(f"{op} takes x (N, K) and weight (V, K); got {tuple(x.shape)}, {tuple(weight.shape)}")
+    if not len(weight):
+        raise UnsupportedProblem(f"{op} takes a vocabulary of one class at least; weight has none")
+    if targets.dtype not in _INDICES or targets.shape != x.shape[:1]:
+        raise UnsupportedProblem(
+            f"{op} takes targets as int64 or int32, one for each row; got {targets.dtype} {tuple(targets.shape)}"
+        )
+    for name, t in (("bias", bias), ("class_weight", class_weight)):
+        if t is not None and t.shape != weight.shape[:1]:
+            raise UnsupportedProblem(f"{op} takes {name} as ({len(weight)},); got {tuple(t.shape)}")
+    if bias is not None and bias.dtype not in (x.dtype, torch.float32):
+        raise UnsupportedProblem(f"{op} takes bias in x's type {x.dtype} or fp32; got {bias.dtype}: cast it")
+    for name, t in (("weight", weight), ("targets", targets), ("bias", bias), ("class_weight", class_weight)):
+        if t is not None and t.device != x.device:
+            raise UnsupportedProblem(f"{op} takes operands of one device; {name} is on {t.device}, x on {x.device}")
+    if first is None and targets.device.type == "cpu" and targets.numel() and not torch.compiler.is_compiling():
+        wrong = (targets != ignore_index) & ((targets < 0) | (targets >= len(weight)))
+        if type(wrong) is Tensor and bool(wrong.any()):
+            at = int(wrong.nonzero()[0])
+            raise UnsupportedProblem(
+                f"{op} takes targets from 0 to {len(weight) - 1}, or ignore_index={ignore_index}; target {at} is "
+                f"{int(targets[at])}"
+            )
+
+
+def rows_contiguous(weight: Tensor) -> Tensor:
+    return weight if weight.stride(1) == 1 or weight.shape[1] == 1 else weight.contiguous()
+
+
+def class_weights(class_weight: Tensor | None, targets: Tensor, classes: int, dtype: torch.dtype) -> Tensor:
+    """The weight of each row's target in ``dtype``; NaN for targets outside the classes, those of ignored rows too."""
+    inside = (targets >= 0) & (targets < classes)
+    if class_weight is None:
+        return torch.where(inside, 1.0, torch.nan).to(dtype)
+    return torch.where(inside, class_weight[targets.clamp(0, classes - 1).long()].to(dtype), torch.nan)
+
+
+# ---- products -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -75,9 +183,47 @@ class Gradients:
     dweight: Tensor | None
     dbias: Tensor | None
 
+    @classmethod
+    def fresh(
+        cls, x: Tensor, weight: Tensor, bias: Tensor | None, wants: Sequence[bool], *, wide: bool = False
+    ) -> Gradients:
+        """Memory for those of x, weight and bias that are wanted. ``wide``: that of weight in fp32 or better."""
+        sums = torch.promote_types(x.dtype, torch.float32)
+        wants_x, wants_weight, wants_bias = wants
+        return cls(
+            torch.empty_like(x) if wants_x else None,
+            torch.empty_like(weight, dtype=sums if wide else weight.dtype) if wants_weight else None,
+            torch.zeros_like(bias, dtype=sums) if wants_bias and bias is not None else None,
+        )
+
     @property
     def wanted(self) -> bool:
         return self.dx is not None or self.dweight is not None or self.dbias is not None
+
+    def of_rows(self, begin: int, end: int) -> Gradients:
+        """Where those of some rows go."""
+        return replace(self, dx=None if self.dx is None else self.dx[begin:end])
+
+    def rounded(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """In the types of x, weight and bias: empty tensors for those nobody wants."""
+        if self.dweight is not None and not len(x):
+            self.dweight.zero_()
+        return (
+            x.new_empty(0) if self.dx is None else self.dx,
+            x.new_empty(0) if self.dweight is None else self.dweight.to(weight.dtype),
+            x.new_empty(0) if self.dbias is None or bias is None else self.dbias.to(bias.dtype),
+        )
+
+
+def fake_gradients(x: Tensor, weight: Tensor, bias: Tensor | None, wants: Sequence[bool]) -> tuple[Tensor, ...]:
+    """Fakes of :meth:`Gradients.rounded`."""
+    found = zip((x, weight, bias), wants, strict=True)
+    return tuple(
+        [
+            torch.empty_like(t, memory_format=torch.contiguous_format) if t is not None and wanted else x.new_empty(0)
+            for t, wanted in found
+        ]
+    )
 
 
 def chunks(rows: int) -> Iterator[tuple[int, int]]:

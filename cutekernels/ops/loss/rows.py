@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Config, Problem, Work, exact, extent, knob, ladder, plain, power_of_two
-from cutekernels.ops.shared import streaming, tile_rules
+from cutekernels.ops.shared import streaming
 from cutekernels.ops.shared.coefficients import STREAMING
 from cutekernels.ops.shared.dtypes import BYTES, WIDEST_BYTES
 from cutekernels.ops.shared.laid_out import LaidOut
 from cutekernels.ops.shared.operands import Array, Matrix, Sizes
-from cutekernels.ops.shared.triton_op import TritonOp
-from cutekernels.rules import of_both, of_config
+from cutekernels.ops.shared.tile_rules import accesses_rule, elements_rule, idle_rule
+from cutekernels.ops.shared.triton_op import TritonOp, TritonPart
 
 if TYPE_CHECKING:
     import torch
@@ -60,7 +60,9 @@ class LogitConfig(Config):
     warps: int = knob(1, 2, 4, 8, 16)
 
 
-class _LogitOp(TritonOp[LogitProblem, LogitConfig]):
+class LogitRows(TritonPart[LogitProblem, LogitConfig]):
+    """What both ops over a block of logits share."""
+
     Problem = LogitProblem
     Config = LogitConfig
     suite = (
@@ -75,31 +77,15 @@ class _LogitOp(TritonOp[LogitProblem, LogitConfig]):
     )
     options = ("capped", "moments", "totals")
     sizes = {"cols": "i32"}
+    constexprs = ("capped", "moments", "totals", "weighted", "block")
 
     def derive(self, sizes: Sizes, **options: Any) -> None:
         if sizes.setdefault("terms", TERMS) != TERMS:
             raise ValueError(f"a row's state and factors have {TERMS} numbers")
 
-    def constants(self, p: LogitProblem, c: LogitConfig) -> dict[str, int | bool | str]:
-        return {
-            "CAPPED": p.capped,
-            "MOMENTS": p.moments,
-            "TOTALS": p.totals,
-            "WEIGHTED": p.weighted,
-            "BLOCK": c.block,
-        }
-
-    @of_both
-    def accesses(self, p: LogitProblem, c: LogitConfig, gpu: GpuSpec) -> str | None:
-        return tile_rules.accesses(c.block, c.warps, p.vec) if c.warps > 1 else None
-
-    @of_config
-    def most_elements(self, c: LogitConfig, gpu: GpuSpec) -> str | None:
-        return tile_rules.most_elements(c.block, c.warps, _MOST_PER_THREAD)
-
-    @of_both
-    def no_idle_columns(self, p: LogitProblem, c: LogitConfig, gpu: GpuSpec) -> str | None:
-        return tile_rules.idles("block", c.block, max(256, power_of_two(p.cols)), f"{p.cols} columns")
+    accesses = accesses_rule("block", one_warp=True)
+    most_elements = elements_rule("block", most=_MOST_PER_THREAD)
+    no_idle_columns = idle_rule("block", "cols", "{} columns", least=256)
 
     def draw(self, p: LogitProblem, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor | None:
         import torch
@@ -131,7 +117,7 @@ class _LogitOp(TritonOp[LogitProblem, LogitConfig]):
         return (torch.tanh(x / cap), cap * scale) if capped else (x, scale)
 
 
-class LogitStatistics(_LogitOp):
+class LogitStatistics(LogitRows, TritonOp[LogitProblem, LogitConfig]):
     """The rows' state with a block of the vocabulary added. ``out_state`` may be ``state``."""
 
     name = "logit_statistics"
@@ -200,7 +186,7 @@ class LogitStatistics(_LogitOp):
         return Work(flops=0.0, bytes=self.bytes(p), depth=float(max(_DEPTH, p.cols)))
 
 
-class LogitGradient(_LogitOp):
+class LogitGradient(LogitRows, TritonOp[LogitProblem, LogitConfig]):
     """The gradient with respect to a block of logits, from the rows' factors. ``out`` may be ``logits``."""
 
     name = "logit_gradient"
@@ -304,6 +290,7 @@ class ScaleGradient(TritonOp[ScaleProblem, ScaleConfig]):
     grad = Array("*elements", strides=())
     factor = Array("*one", dtype="wide", strides=())
     sizes = {"elements": "i64"}
+    constexprs = ("block",)
     scalar_types = {"inverse": "fp32"}
     scalar_samples = {"inverse": 0.5}
 
@@ -318,16 +305,8 @@ class ScaleGradient(TritonOp[ScaleProblem, ScaleConfig]):
         skew = p.align % WIDEST_BYTES // values.element_size()
         return values.new_empty(values.numel() + skew)[skew:].copy_(values)
 
-    def constants(self, p: ScaleProblem, c: ScaleConfig) -> dict[str, int | bool | str]:
-        return {"BLOCK": c.block}
-
-    @of_both
-    def accesses(self, p: ScaleProblem, c: ScaleConfig, gpu: GpuSpec) -> str | None:
-        return tile_rules.accesses(c.block, c.warps, p.vec)
-
-    @of_config
-    def most_elements(self, c: ScaleConfig, gpu: GpuSpec) -> str | None:
-        return tile_rules.most_elements(c.block, c.warps, _MOST_PER_THREAD)
+    accesses = accesses_rule("block")
+    most_elements = elements_rule("block", most=_MOST_PER_THREAD)
 
     def default(self, p: ScaleProblem, gpu: GpuSpec) -> ScaleConfig:
         return ScaleConfig(2048, 4, 1024)

@@ -16,9 +16,9 @@ from cutekernels.ops.moe.packed_experts import CLAMPED, GATES
 from cutekernels.ops.moe.quantized import ALPHA, LIMIT
 from cutekernels.ops.moe.quantized_api import clamped_swiglu
 from cutekernels.ops.moe.rows import FEW_PAIRS, MOE_DISPATCH
-from cutekernels.ops.shared.calls import call, is_grad_enabled
+from cutekernels.ops.shared.calls import call
 from cutekernels.ops.shared.checks import check_number, check_tensor, check_word
-from cutekernels.ops.shared.registration import PLAIN, undisturbed
+from cutekernels.ops.shared.paths import PLAIN, is_grad_enabled, undisturbed
 from cutekernels.quant.experts import QuantizedStack
 
 _IDS = (torch.int32, torch.int64)

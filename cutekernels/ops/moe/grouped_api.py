@@ -17,7 +17,7 @@ from cutekernels.ops.moe.quantized_api import quantized_grouped_gemm
 from cutekernels.ops.quantized.backward import before_activation
 from cutekernels.ops.quantized.problem import QuantizedConfig
 from cutekernels.ops.shared.calls import call, refuse_others, register
-from cutekernels.ops.shared.registration import PLAIN
+from cutekernels.ops.shared.paths import PLAIN
 from cutekernels.quant.experts import QuantizedStack
 
 

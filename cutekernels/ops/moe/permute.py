@@ -25,11 +25,12 @@ from typing import TYPE_CHECKING, Any
 
 from cutekernels import rates
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.op import Config, Problem, Scalar, Work, extent, knob, ladder, plain, power_of_two
+from cutekernels.op import Config, Problem, Scalar, extent, knob, ladder, plain, power_of_two
 from cutekernels.ops.moe.coefficients import PERMUTE
 from cutekernels.ops.shared import tile_rules
 from cutekernels.ops.shared.dtypes import TYPES
 from cutekernels.ops.shared.operands import Array, Sizes
+from cutekernels.ops.shared.tile_rules import idle_rule
 from cutekernels.ops.shared.triton_op import Launch, TritonOp
 from cutekernels.rules import of_both, of_config
 
@@ -105,6 +106,7 @@ class MoePermute(TritonOp[MoePermuteProblem, MoePermuteConfig]):
     inverse = Array("*pairs", dtype="i32", strides=(), result=True)
     ids = Array("*pairs", dtype="index", strides=())
     sizes = {"pairs": "i32", "experts": "i32", "run": "i32"}
+    constexprs = ("bins", "block", "passes")
     extras = {"counts_ptr": "*i32", "phase": "i32"}
 
     def refuse(self, named: Mapping[str, Tensor | None], sizes: Sizes, **options: Any) -> None:
@@ -120,16 +122,11 @@ class MoePermute(TritonOp[MoePermuteProblem, MoePermuteConfig]):
     def divisible(self, p: MoePermuteProblem, c: MoePermuteConfig) -> dict[str, int]:
         return {"run": c.block, "counts_ptr": 16}
 
-    def constants(self, p: MoePermuteProblem, c: MoePermuteConfig) -> dict[str, int | bool | str]:
-        return {"BINS": p.bins, "BLOCK": c.block, "PASSES": c.passes}
-
     @of_config
     def an_id_each(self, c: MoePermuteConfig, gpu: GpuSpec) -> str | None:
         return tile_rules.accesses(c.block, c.warps, 1, unit="ids") if c.block < 256 else None
 
-    @of_both
-    def no_idle_ids(self, p: MoePermuteProblem, c: MoePermuteConfig, gpu: GpuSpec) -> str | None:
-        return tile_rules.idles("block", c.block, max(64, power_of_two(p.pairs)), f"{p.pairs} ids")
+    no_idle_ids = idle_rule("block", "pairs", "{} ids", least=64)
 
     @of_config
     def most_sorted(self, c: MoePermuteConfig, gpu: GpuSpec) -> str | None:
@@ -222,9 +219,6 @@ class MoePermute(TritonOp[MoePermuteProblem, MoePermuteConfig]):
         counts.scatter_add_(0, bins, torch.ones_like(bins))
         offsets = counts.cumsum(0) - counts
         return order.int(), offsets.int(), inverse.int().view(ids.shape)
-
-    def work(self, p: MoePermuteProblem) -> Work:
-        return Work(0.0, self.bytes(p))
 
 
 def bins_of(experts: int) -> int:

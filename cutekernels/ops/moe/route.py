@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Generic
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from cutekernels import rates
 from cutekernels.errors import UnsupportedProblem
@@ -20,7 +20,8 @@ from cutekernels.ops.shared import tile_rules
 from cutekernels.ops.shared.dtypes import WIDEST_BYTES
 from cutekernels.ops.shared.laid_out import LaidOut
 from cutekernels.ops.shared.operands import Matrix, Sizes
-from cutekernels.ops.shared.triton_op import TritonOp
+from cutekernels.ops.shared.tile_rules import accesses_rule, idle_rule
+from cutekernels.ops.shared.triton_op import TritonOp, TritonPart
 from cutekernels.rules import of_both
 
 if TYPE_CHECKING:
@@ -80,31 +81,25 @@ class MoeRouteBackwardConfig(Config):
     warps: int = knob(1, 2, 4, 8)
 
 
-class _RouteOp(TritonOp[MoeRouteProblem, C], Generic[C]):
+class RouteRows(TritonPart[MoeRouteProblem, C]):
     """Shared by routing and its gradient."""
 
     Problem = MoeRouteProblem
     options = ("top_k", "renormalize")
     in_place = False
     sizes = {"tokens": "i64", "experts": "i32"}
+    constexprs: ClassVar[tuple[str, ...]] = ("tokens", "width", "top_k", "renormalize")
 
     def refuse(self, named: Mapping[str, Tensor | None], sizes: Sizes, **options: Any) -> None:
         _check_experts(sizes["experts"], options["top_k"])
 
-    def constants(self, p: MoeRouteProblem, c: Any) -> dict[str, int | bool | str]:
-        return {"TOKENS": c.tokens, "WIDTH": p.width, "TOP_K": p.top_k, "RENORMALIZE": p.renormalize}
-
-    @of_both
-    def an_element_each(self, p: MoeRouteProblem, c: Any, gpu: GpuSpec) -> str | None:
-        return tile_rules.accesses(c.tokens * p.width, c.warps, 1) if c.warps > 1 else None
+    an_element_each = accesses_rule("tokens", "width", vec=1, one_warp=True)
 
     @of_both
     def most_elements(self, p: MoeRouteProblem, c: Any, gpu: GpuSpec) -> str | None:
         return tile_rules.most_elements(c.tokens * p.width, c.warps, _MAX_TILE)
 
-    @of_both
-    def no_idle_tokens(self, p: MoeRouteProblem, c: Any, gpu: GpuSpec) -> str | None:
-        return tile_rules.idles("tokens", c.tokens, power_of_two(p.tokens), f"{p.tokens} rows")
+    no_idle_tokens = idle_rule("tokens", "tokens", "{} rows")
 
     def _tile(self, p: MoeRouteProblem, gpu: GpuSpec) -> tuple[int, int]:
         """``(tokens, warps)``: a row inside one warp, so that its reductions are; four warps once the GPU is full."""
@@ -132,7 +127,7 @@ class _RouteOp(TritonOp[MoeRouteProblem, C], Generic[C]):
         return rate.launch_us + max(memory, issue, waves * alone)
 
 
-class MoeRoute(_RouteOp[MoeRouteConfig]):
+class MoeRoute(RouteRows[MoeRouteConfig], TritonOp[MoeRouteProblem, MoeRouteConfig]):
     """``(weights, ids)`` of the ``top_k`` largest softmax(logits)."""
 
     name = "moe_route"
@@ -152,12 +147,10 @@ class MoeRoute(_RouteOp[MoeRouteConfig]):
         "tokens=32768 experts=128",
     )
     kernel = "moe.route:moe_route"
+    constexprs = (*RouteRows.constexprs, "slots", "method")
     weights = Matrix("*tokens", "top_k", "wide", strides=(), result=True)
     ids = Matrix("*tokens", "top_k", "i32", strides=(), result=True)
     logits = Matrix("*tokens", "experts")
-
-    def constants(self, p: MoeRouteProblem, c: MoeRouteConfig) -> dict[str, int | bool | str]:
-        return super().constants(p, c) | {"SLOTS": p.slots, "METHOD": c.method}
 
     def default(self, p: MoeRouteProblem, gpu: GpuSpec) -> MoeRouteConfig:
         return MoeRouteConfig(*self._tile(p, gpu), "rounds")
@@ -187,7 +180,7 @@ class MoeRoute(_RouteOp[MoeRouteConfig]):
         return Work(4.0 * p.tokens * p.experts, self.bytes(p))
 
 
-class MoeRouteBackward(_RouteOp[MoeRouteBackwardConfig]):
+class MoeRouteBackward(RouteRows[MoeRouteBackwardConfig], TritonOp[MoeRouteProblem, MoeRouteBackwardConfig]):
     """The gradient of :class:`MoeRoute`."""
 
     name = "moe_route_backward"

@@ -14,11 +14,12 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Config, Problem, Scalar, Work, extent, knob, ladder, plain, power_of_two
 from cutekernels.ops.moe.permute import MAX_PAIRS, MOE_PERMUTE, bins_of, check_groups
 from cutekernels.ops.moe.route import MAX_TOP_K
-from cutekernels.ops.shared import streaming, tile_rules
+from cutekernels.ops.shared import streaming
 from cutekernels.ops.shared.laid_out import LaidOut
 from cutekernels.ops.shared.operands import Array, Matrix, Sizes
-from cutekernels.ops.shared.triton_op import TritonOp
-from cutekernels.rules import of_both, of_config
+from cutekernels.ops.shared.tile_rules import accesses_rule, elements_rule, idle_rule
+from cutekernels.ops.shared.triton_op import TritonOp, TritonPart
+from cutekernels.rules import of_both
 
 if TYPE_CHECKING:
     import torch
@@ -81,13 +82,14 @@ class MoeMoveConfig(Config):
     warps: int = knob(1, 2, 4, 8)
 
 
-class _MoveOp(TritonOp[MoeMoveProblem, MoeMoveConfig]):
+class MoveRows(TritonPart[MoeMoveProblem, MoeMoveConfig]):
     """Shared by all: ``inverse`` numbers the rows of the grouped order for each token."""
 
     Problem = MoeMoveProblem
     Config = MoeMoveConfig
     in_place = False
     sizes = {"tokens": "i64", "cols": "i32"}
+    constexprs: ClassVar[tuple[str, ...]] = ("top_k", "block")
 
     def derive(self, sizes: Sizes, **options: Any) -> None:
         pairs = sizes["tokens"] * sizes["top_k"]
@@ -100,20 +102,9 @@ class _MoveOp(TritonOp[MoeMoveProblem, MoeMoveConfig]):
         if sizes["pairs"] > MAX_PAIRS:
             raise UnsupportedProblem(f"at most {MAX_PAIRS} rows are numbered in int32; got {sizes['pairs']}")
 
-    def constants(self, p: MoeMoveProblem, c: MoeMoveConfig) -> dict[str, int | bool | str]:
-        return {"TOP_K": p.top_k, "BLOCK": c.block}
-
-    @of_both
-    def accesses(self, p: MoeMoveProblem, c: MoeMoveConfig, gpu: GpuSpec) -> str | None:
-        return tile_rules.accesses(c.block, c.warps, p.vec)
-
-    @of_config
-    def most_elements(self, c: MoeMoveConfig, gpu: GpuSpec) -> str | None:
-        return tile_rules.most_elements(c.block, c.warps, _MAX_PER_THREAD)
-
-    @of_both
-    def no_idle_columns(self, p: MoeMoveProblem, c: MoeMoveConfig, gpu: GpuSpec) -> str | None:
-        return tile_rules.idles("block", c.block, max(256, power_of_two(p.cols)), f"rows of {p.cols}")
+    accesses = accesses_rule("block")
+    most_elements = elements_rule("block", most=_MAX_PER_THREAD)
+    no_idle_columns = idle_rule("block", "cols", "rows of {}", least=256)
 
     @of_both
     def most_blocks(self, p: MoeMoveProblem, c: MoeMoveConfig, gpu: GpuSpec) -> str | None:
@@ -162,7 +153,7 @@ def _check(inverse: Tensor) -> Tensor:
     return inverse.long()
 
 
-class MoeGather(_MoveOp):
+class MoeGather(MoveRows, TritonOp[MoeMoveProblem, MoeMoveConfig]):
     """``rows[inverse[t, j]] = x[t]``."""
 
     name = "moe_gather"
@@ -189,7 +180,7 @@ class MoeGather(_MoveOp):
         return (torch.empty_like(copies).index_copy_(0, _check(inverse).flatten(), copies),)
 
 
-class MoeDispatch(_MoveOp):
+class MoeDispatch(MoveRows, TritonOp[MoeMoveProblem, MoeMoveConfig]):
     """``rows[inverse[t, j]] = x[t]``, with the ``offsets`` and ``inverse`` of a stable sort of ``ids`` by expert."""
 
     name = "moe_dispatch"
@@ -245,12 +236,13 @@ def _check_few(tokens: int, top_k: int, experts: int) -> None:
         )
 
 
-class MoeCombine(_MoveOp):
+class MoeCombine(MoveRows, TritonOp[MoeMoveProblem, MoeMoveConfig]):
     """``out[t] = sum_j weights[t, j] * rows[inverse[t, j]]``."""
 
     name = "moe_combine"
     revision = 1
     kernel = "moe.permute:moe_combine"
+    constexprs = (*MoveRows.constexprs, "weighted")
     suite = (
         "tokens=1 cols=2048 weighted=1",
         "tokens=16 cols=4096 weighted=1",
@@ -265,9 +257,6 @@ class MoeCombine(_MoveOp):
     inverse = Matrix("*tokens", "top_k", "i32")
     weights = Matrix("*tokens", "top_k", "wide", given="weighted")
 
-    def constants(self, p: MoeMoveProblem, c: MoeMoveConfig) -> dict[str, int | bool | str]:
-        return super().constants(p, c) | {"WEIGHTED": p.weighted}
-
     def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
         rows, inverse, weights = args
         terms = rows[_check(inverse)].double()
@@ -276,7 +265,7 @@ class MoeCombine(_MoveOp):
         return (terms.sum(-2).to(rows.dtype),)
 
 
-class MoeCombineBackward(_MoveOp):
+class MoeCombineBackward(MoveRows, TritonOp[MoeMoveProblem, MoeMoveConfig]):
     """The gradient of a weighted :class:`MoeCombine`, a program per row."""
 
     name = "moe_combine_backward"

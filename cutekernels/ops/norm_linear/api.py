@@ -24,7 +24,7 @@ from cutekernels.ops.norm_linear.problem import NormLinearConfig
 from cutekernels.ops.norms.api import rms_norm
 from cutekernels.ops.shared.calls import call, register
 from cutekernels.ops.shared.checks import INFINITE, check_eps, check_flag, check_tensor, check_word
-from cutekernels.ops.shared.registration import autocasting, transformed
+from cutekernels.ops.shared.paths import autocasting, transformed
 from cutekernels.quant.weight import QuantizedWeight
 
 

@@ -15,7 +15,7 @@ from cutekernels.ops.norms.op import ADD_RMS_NORM, LAYER_NORM, RMS_NORM
 from cutekernels.ops.norms.rows import NormConfig
 from cutekernels.ops.shared.calls import call, register
 from cutekernels.ops.shared.checks import INFINITE, check_eps, check_number
-from cutekernels.ops.shared.registration import Path
+from cutekernels.ops.shared.paths import Path
 
 _traced = torch.compiler.is_dynamo_compiling
 

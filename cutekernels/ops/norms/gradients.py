@@ -14,11 +14,10 @@ from cutekernels import rates
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Config, Problem, Scalar, Work, exact, extent, knob, ladder, plain, power_of_two
 from cutekernels.ops.norms.rows import SUITE, N, NormConfig, NormOp, NormProblem, columns, rows
-from cutekernels.ops.shared import tile_rules
 from cutekernels.ops.shared.dtypes import TYPES, WIDEST_BYTES
 from cutekernels.ops.shared.operands import Array, Leads, Looks, Named, Sizes
-from cutekernels.ops.shared.triton_op import TritonOp
-from cutekernels.rules import of_both, of_config
+from cutekernels.ops.shared.tile_rules import accesses_rule, elements_rule, idle_rule
+from cutekernels.ops.shared.triton_op import TritonOp, TritonPart
 
 if TYPE_CHECKING:
     import torch
@@ -47,6 +46,11 @@ class ColumnSumProblem(Problem):
         if self.cols * 4 % self.align:
             raise UnsupportedProblem(f"align={self.align} divides a row of {self.cols} fp32; it does not: take less")
 
+    @property
+    def vec(self) -> int:
+        """Elements in one access."""
+        return self.align // 4
+
 
 @dataclass(frozen=True)
 class ColumnSumConfig(Config):
@@ -57,23 +61,14 @@ class ColumnSumConfig(Config):
     warps: int = knob(2, 4, 8)
 
 
-class ColumnSum(TritonOp[ColumnSumProblem, ColumnSumConfig]):
-    """``out[c] = sum of parts[p, c] over p``, in an order that only the config decides."""
+class ColumnSums(TritonPart[ColumnSumProblem, ColumnSumConfig]):
+    """Sums of columns for one result or more: as many rows of ``parts`` for each."""
 
-    name = "column_sum"
     revision = 1
-    suite: ClassVar[tuple[str, ...]] = (
-        "parts=132 cols=4096",
-        "parts=264 cols=4096 dtype=bf16",
-        "parts=7 cols=1001 align=4",
-        "parts=528 cols=8192",
-    )
     Problem = ColumnSumProblem
     Config = ColumnSumConfig
-    kernel = "norms.gradients:column_sum"
-    out = Array("cols", strides=(), result=True, laid=False)
-    parts = Array("lines", "cols", dtype="fp32", strides=(), laid=True)
     sizes = {"parts": "i32", "cols": "i64"}
+    constexprs = ("block_parts", "block_cols")
     in_place = False
 
     def derive(self, sizes: Sizes, **options: Any) -> None:
@@ -88,11 +83,8 @@ class ColumnSum(TritonOp[ColumnSumProblem, ColumnSumConfig]):
         bits = WIDEST_BYTES | parts.data_ptr() | sizes["cols"] * 4  # results may lie anywhere: they are written once
         return {"align": bits & -bits}
 
-    def constants(self, p: ColumnSumProblem, c: ColumnSumConfig) -> dict[str, int | bool | str]:
-        return {"BLOCK_PARTS": c.block_parts, "BLOCK_COLS": c.block_cols}
-
     def divisible(self, p: ColumnSumProblem, c: ColumnSumConfig) -> dict[str, int]:
-        return {"cols": p.align // 4}
+        return {"cols": p.vec}
 
     def grid(self, p: ColumnSumProblem, c: ColumnSumConfig) -> tuple[int, int, int]:
         return -(-p.cols // c.block_cols), len(self.results), 1
@@ -113,21 +105,10 @@ class ColumnSum(TritonOp[ColumnSumProblem, ColumnSumConfig]):
         total = each.double().sum(1)
         return tuple(total.float() if dtype is None else total.to(dtype))
 
-    @of_both
-    def accesses(self, p: ColumnSumProblem, c: ColumnSumConfig, gpu: GpuSpec) -> str | None:
-        return tile_rules.accesses(c.block_parts * c.block_cols, c.warps, p.align // 4)
-
-    @of_config
-    def most_sums(self, c: ColumnSumConfig, gpu: GpuSpec) -> str | None:
-        return tile_rules.most_elements(c.block_parts * c.block_cols, c.warps, 64)
-
-    @of_both
-    def no_idle_parts(self, p: ColumnSumProblem, c: ColumnSumConfig, gpu: GpuSpec) -> str | None:
-        return tile_rules.idles("block_parts", c.block_parts, max(8, power_of_two(p.parts)), f"{p.parts} parts")
-
-    @of_both
-    def no_idle_columns(self, p: ColumnSumProblem, c: ColumnSumConfig, gpu: GpuSpec) -> str | None:
-        return tile_rules.idles("block_cols", c.block_cols, max(32, power_of_two(p.cols)), f"{p.cols} columns")
+    accesses = accesses_rule("block_parts", "block_cols")
+    most_sums = elements_rule("block_parts", "block_cols", most=64)
+    no_idle_parts = idle_rule("block_parts", "parts", "{} parts", least=8)
+    no_idle_columns = idle_rule("block_cols", "cols", "{} columns", least=32)
 
     def default(self, p: ColumnSumProblem, gpu: GpuSpec) -> ColumnSumConfig:
         rows = min(128, max(8, power_of_two(p.parts)))
@@ -146,7 +127,22 @@ class ColumnSum(TritonOp[ColumnSumProblem, ColumnSumConfig]):
         return Work(float(len(self.results) * p.parts * p.cols), self.bytes(p), depth=float(p.parts))
 
 
-class ColumnSumPair(ColumnSum):
+class ColumnSum(ColumnSums, TritonOp[ColumnSumProblem, ColumnSumConfig]):
+    """``out[c] = sum of parts[p, c] over p``, in an order that only the config decides."""
+
+    name = "column_sum"
+    suite = (
+        "parts=132 cols=4096",
+        "parts=264 cols=4096 dtype=bf16",
+        "parts=7 cols=1001 align=4",
+        "parts=528 cols=8192",
+    )
+    kernel = "norms.gradients:column_sum"
+    out = Array("cols", strides=(), result=True, laid=False)
+    parts = Array("lines", "cols", dtype="fp32", strides=(), laid=True)
+
+
+class ColumnSumPair(ColumnSums, TritonOp[ColumnSumProblem, ColumnSumConfig]):
     """Two sums in one launch: the first half of the rows into ``out``, the second into ``more``."""
 
     name = "column_sum_pair"
@@ -213,7 +209,7 @@ class _NormBackward(NormOp[N]):
     def constants(self, p: N, c: NormConfig) -> dict[str, int | bool | str]:
         return super().constants(p, c) | {"CENTRED": self.centred}
 
-    def chained(self, p: N, c: NormConfig, gpu: GpuSpec) -> list[tuple[ColumnSum, ColumnSumProblem]]:
+    def chained(self, p: N, c: NormConfig, gpu: GpuSpec) -> list[tuple[TritonOp[Any, Any], ColumnSumProblem]]:
         """The sums that the second pass adds up."""
         if not p.rows * p.heads * p.cols:
             return []
@@ -262,7 +258,7 @@ class _NormBackward(NormOp[N]):
         return tuple(found)
 
 
-class RmsNormBackward(_NormBackward[RmsNormBackwardProblem]):
+class RmsNormBackward(_NormBackward[RmsNormBackwardProblem], TritonOp[RmsNormBackwardProblem, NormConfig]):
     """The gradient of RMSNorm: (dx, dweight), plus ``du`` where ``x`` is the ``u`` of ``add_rms_norm``."""
 
     name = "rms_norm_backward"
@@ -293,7 +289,7 @@ class RmsNormBackward(_NormBackward[RmsNormBackwardProblem]):
     flops_per_element = 13
 
 
-class LayerNormBackward(_NormBackward[LayerNormBackwardProblem]):
+class LayerNormBackward(_NormBackward[LayerNormBackwardProblem], TritonOp[LayerNormBackwardProblem, NormConfig]):
     """The gradient of LayerNorm: (dx, dweight, dbias). ``dbias``, an option too, says of which type the bias is."""
 
     name = "layer_norm_backward"

@@ -7,12 +7,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from cutekernels.op import knob, plain
-from cutekernels.ops.norms.cute import CuteRmsNorm
-from cutekernels.ops.norms.rows import SUITE, N, NormConfig, NormOp, NormProblem, columns, rows, wide
-from cutekernels.ops.shared.two_bodies import BODIES, TwoBodies
+from cutekernels.ops.norms.rows import MAX_PROGRAMS, SUITE, NormConfig, NormOp, NormProblem, columns, rows, wide
+from cutekernels.ops.shared.tile_rules import idle_rule
+from cutekernels.ops.shared.triton_op import TritonOp
+from cutekernels.ops.shared.two_bodies import BODIES, CuteBody, TwoBodies
+from cutekernels.rules import of_both, of_problem
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from cutekernels.gpu import GpuSpec
+
+_MOST_ELEMENTS = 32  # of a thread: x, the weight and the result stay in registers
+_LEAST_THREADS = 8  # of a row
 
 
 @dataclass(frozen=True)
@@ -43,17 +50,17 @@ class LayerNormProblem(NormProblem):
     bias: str = plain("same", "none", "fp32")
 
 
-class _Norm(NormOp[N]):
-    wide_row = 2048
+class RmsNorms(NormOp[RmsNormProblem]):
+    """What both norms by the root of the mean square share."""
 
-
-class _RmsNorms(_Norm[RmsNormProblem]):
     Problem = RmsNormProblem
+    wide_row = 2048
     options = ("rounding", "shifted")
+    constexprs = (*NormOp.constexprs, "shifted")
     scalar_types = {"eps": "fp32", "weight_offset": "fp32"}
 
     def constants(self, p: RmsNormProblem, c: NormConfig) -> dict[str, int | bool | str]:
-        return super().constants(p, c) | {"SHIFTED": p.shifted, "ROUND_TWICE": p.rounding == "huggingface"}
+        return super().constants(p, c) | {"ROUND_TWICE": p.rounding == "huggingface"}
 
     def sample(self, p: RmsNormProblem, device: str, seed: int) -> tuple[Any, ...]:
         *args, offset = super().sample(p, device, seed)
@@ -67,7 +74,64 @@ class _RmsNorms(_Norm[RmsNormProblem]):
         return (y if weight is None else y * (weight.to(v.dtype) + offset)).to(x.dtype)
 
 
-class RmsNorm(TwoBodies[RmsNormProblem, NormConfig], _RmsNorms):
+class CuteRmsNorm(CuteBody[NormProblem, NormConfig]):
+    """``block_rows`` whole rows for each CTA of ``warps`` warps."""
+
+    module = "rms_norm"
+    knobs = {
+        "block_rows": (1, 2, 4, 8, 16, 32),
+        "block_cols": (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384),
+        "warps": (1, 2, 4, 8, 16),
+    }
+    shapes = {name: {"row": "rows", "col": "cols"} for name in "yx"} | {"weight": {"": "cols"}}
+
+    def body(self, kernels: Any, p: Any, c: NormConfig, gpu: GpuSpec) -> Any:
+        return kernels.RmsNorm(
+            rows=c.block_rows,
+            width=c.block_cols,
+            threads=32 * c.warps,
+            vec=p.vec,
+            shifted=p.shifted,
+            round_twice=p.rounding == "huggingface",
+            dependent=gpu.has_pdl,
+        )
+
+    @of_problem
+    def one_stride_of_rows(self, p: NormProblem, gpu: GpuSpec) -> str | None:
+        if p.layout != "heads":
+            return None
+        return "body=cute takes rows that one stride walks and one weight for all; layout is heads: take body=triton"
+
+    @of_problem
+    def most_rows(self, p: NormProblem, gpu: GpuSpec) -> str | None:
+        if p.rows <= MAX_PROGRAMS:
+            return None
+        return f"body=cute takes {MAX_PROGRAMS} rows at most; there are {p.rows}: take body=triton"
+
+    @of_both
+    def whole_rows(self, p: NormProblem, c: NormConfig, gpu: GpuSpec) -> str | None:
+        if c.block_cols == p.width:
+            return None
+        return f"body=cute takes rows whole, those of {p.cols} by block_cols={p.width}; it is {c.block_cols}"
+
+    @of_both
+    def elements_of_a_thread(self, p: NormProblem, c: NormConfig, gpu: GpuSpec) -> str | None:
+        each = c.block_rows * c.block_cols // (32 * c.warps)
+        if p.vec <= each <= _MOST_ELEMENTS:
+            return None
+        return f"body=cute gives a thread {p.vec} to {_MOST_ELEMENTS} elements; {each} are block_rows={c.block_rows}"
+
+    @of_both
+    def threads_of_a_row(self, p: NormProblem, c: NormConfig, gpu: GpuSpec) -> str | None:
+        each = 32 * c.warps // c.block_rows
+        if each >= min(_LEAST_THREADS, c.block_cols // p.vec):
+            return None
+        return f"a row of body=cute has {_LEAST_THREADS} threads or all it has accesses for; {each} are too few"
+
+    no_idle_rows = idle_rule("block_rows", "rows", "{} rows")
+
+
+class RmsNorm(TwoBodies[RmsNormProblem, NormConfig], RmsNorms, TritonOp[RmsNormProblem, NormConfig]):
     """``y = x * rstd * (weight + weight_offset)``."""
 
     name = "rms_norm"
@@ -101,7 +165,7 @@ class RmsNorm(TwoBodies[RmsNormProblem, NormConfig], _RmsNorms):
         return (self.normalise(x, weight, eps, offset if options["shifted"] else 0.0, options["rounding"]),)
 
 
-class AddRmsNorm(_RmsNorms):
+class AddRmsNorm(RmsNorms, TritonOp[RmsNormProblem, NormConfig]):
     """``u = x + residual`` and its RMSNorm ``y``."""
 
     name = "add_rms_norm"
@@ -134,7 +198,7 @@ class AddRmsNorm(_RmsNorms):
         return self.normalise(u, weight, eps, offset if options["shifted"] else 0.0, options["rounding"]), u
 
 
-class LayerNorm(_Norm[LayerNormProblem]):
+class LayerNorm(NormOp[LayerNormProblem], TritonOp[LayerNormProblem, NormConfig]):
     """``y = (x - mean) * rstd * weight + bias``."""
 
     name = "layer_norm"
@@ -149,6 +213,7 @@ class LayerNorm(_Norm[LayerNormProblem]):
         "rows=33 cols=20000 dtype=fp16 bias=none",
     )
     Problem = LayerNormProblem
+    wide_row = 2048
     kernel = "norms.forward:layer_norm"
     y = rows(result=True)
     x = rows()

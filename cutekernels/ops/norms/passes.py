@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutekernels.ops.shared.call_cache import Fire
 from cutekernels.ops.shared.calls import plan_call, run
+from cutekernels.ops.shared.paths import Fire
 from cutekernels.ops.shared.triton_op import Launch, TritonOp
 
 

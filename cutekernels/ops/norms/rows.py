@@ -14,13 +14,14 @@ from cutekernels import gpu as gpus
 from cutekernels import rates
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Config, Problem, Scalar, Work, exact, extent, knob, ladder, plain, power_of_two
-from cutekernels.ops.shared import streaming, tile_rules
+from cutekernels.ops.shared import streaming
 from cutekernels.ops.shared.coefficients import STREAMING
 from cutekernels.ops.shared.dtypes import BYTES, WIDEST_BYTES
 from cutekernels.ops.shared.laid_out import LaidOut
 from cutekernels.ops.shared.operands import Leads, Looks, Named, Operand, Sizes, misfit
 from cutekernels.ops.shared.strides import cube, matrix
-from cutekernels.ops.shared.triton_op import TritonOp
+from cutekernels.ops.shared.tile_rules import accesses_rule, idle_rule
+from cutekernels.ops.shared.triton_op import TritonPart
 from cutekernels.rules import of_both, of_config
 
 if TYPE_CHECKING:
@@ -140,8 +141,8 @@ _OTHER_SMEM = 1024  # bytes of a program, beside what it copies ahead
 _REGISTERS = 28  # of a thread, beside its tile
 
 
-class NormOp(TritonOp[N, NormConfig]):
-    """An op over :func:`rows` of one shape and type and :func:`columns` that belong to them.
+class NormOp(TritonPart[N, NormConfig]):
+    """The part of an op over :func:`rows` of one shape and type and :func:`columns` that belong to them.
 
     Kernels take weights and biases contiguous. Of results that are :func:`columns`, sums over rows, a kernel writes
     one fp32 part per program.
@@ -149,6 +150,7 @@ class NormOp(TritonOp[N, NormConfig]):
 
     Config = NormConfig
     sizes = {"rows": "i64", "heads": "i64", "cols": "i32"}
+    constexprs: ClassVar[tuple[str, ...]] = ("per_head", "block_rows", "block_cols", "resident")
     scalar_samples = {"eps": 1e-5, "weight_offset": 0.25}
     strides_over_tiles: ClassVar[bool] = False
     """Whether programs always stay, because they keep sums."""
@@ -232,13 +234,8 @@ class NormOp(TritonOp[N, NormConfig]):
             return None
         return "rows in chunks are taken one by one and not copied ahead: block_rows and stages must be 1"
 
-    @of_both
-    def accesses(self, p: N, c: NormConfig, gpu: GpuSpec) -> str | None:
-        return tile_rules.accesses(c.block_rows * c.block_cols, c.warps, p.vec) if c.warps > 1 else None
-
-    @of_both
-    def no_idle_rows(self, p: N, c: NormConfig, gpu: GpuSpec) -> str | None:
-        return tile_rules.idles("block_rows", c.block_rows, power_of_two(p.rows), f"{p.rows} rows")
+    accesses = accesses_rule("block_rows", "block_cols", one_warp=True)
+    no_idle_rows = idle_rule("block_rows", "rows", "{} rows")
 
     @of_both
     def registers_of_a_thread(self, p: N, c: NormConfig, gpu: GpuSpec) -> str | None:
@@ -421,14 +418,7 @@ class NormOp(TritonOp[N, NormConfig]):
         return programs, 1, 1
 
     def constants(self, p: N, c: NormConfig) -> dict[str, int | bool | str]:
-        found: dict[str, int | bool | str] = {
-            "NESTED": p.layout != "rows",
-            "PER_HEAD": p.per_head,
-            "BLOCK_ROWS": c.block_rows,
-            "BLOCK_COLS": c.block_cols,
-            "RESIDENT": c.resident,
-            "STAGES": c.stages if c.per_sm else 0,
-        }
+        found = super().constants(p, c) | {"NESTED": p.layout != "rows", "STAGES": c.stages if c.per_sm else 0}
         for name, operand in self.operands.items():
             if operand.optional:
                 found[name.upper()] = self.kind(p, name) is not None

@@ -23,7 +23,7 @@ from cutekernels.ops.shared.checks import (
     present,
     quote,
 )
-from cutekernels.ops.shared.registration import refuse_duals, transformed
+from cutekernels.ops.shared.paths import refuse_duals, transformed
 from cutekernels.ops.shared.strides import is_dense, walk
 
 _MOST_STEPS = int(sys.float_info.max)  # the corrections are computed in floats

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Config, Problem, Scalar, Work, extent, knob, ladder, plain
-from cutekernels.ops.shared import streaming, tile_rules
+from cutekernels.ops.shared import streaming
 from cutekernels.ops.shared.checks import check_alike, check_results
 from cutekernels.ops.shared.dtypes import BYTES, WIDEST_BYTES
 from cutekernels.ops.shared.operands import Array, Sizes
 from cutekernels.ops.shared.strides import is_dense, walk
-from cutekernels.ops.shared.triton_op import TritonOp
-from cutekernels.rules import of_both, of_config
+from cutekernels.ops.shared.tile_rules import accesses_rule, elements_rule
+from cutekernels.ops.shared.triton_op import TritonOp, TritonPart
 
 if TYPE_CHECKING:
     import torch
@@ -118,10 +118,9 @@ class Hyper(NamedTuple):
         return cls(lr, weight_decay, 1 - beta1, beta2, 1 - beta2, eps, *corrections)
 
 
-class AdamW(TritonOp[AdamWProblem, AdamWConfig]):
+class Update(TritonPart[AdamWProblem, AdamWConfig]):
     """One step of one tensor, with the numbers of :class:`Hyper`. The result of an absent master is empty."""
 
-    name = "adamw_step"
     revision = 1
     Problem = AdamWProblem
     Config = AdamWConfig
@@ -136,7 +135,6 @@ class AdamW(TritonOp[AdamWProblem, AdamWConfig]):
         "elements=10000000 dtype=bf16 grad=fp32 master=1",
         "elements=50000000",
     )
-    kernel = "optimizer:adamw_step"
     options = ("maximize",)
     out_param = Array("*elements", strides=(), result=True, laid=False)
     out_exp_avg = Array("*elements", dtype="moments", strides=(), result=True)
@@ -151,11 +149,6 @@ class AdamW(TritonOp[AdamWProblem, AdamWConfig]):
     lr = Array("*one", dtype="fp32", strides=(), optional=True)
     sizes = {"elements": "i64"}
     scalar_types = dict.fromkeys(Hyper._fields, "fp32")
-    schema = (
-        "Tensor param, Tensor grad, Tensor exp_avg, Tensor exp_avg_sq, Tensor? master, Tensor? step, "
-        "Tensor? lr_tensor, bool maximize, float lr, float weight_decay, float w1, float beta2, float w2, float eps, "
-        "float c1, float c2"
-    )
 
     # -- calls
 
@@ -231,13 +224,8 @@ class AdamW(TritonOp[AdamWProblem, AdamWConfig]):
 
     # -- configs
 
-    @of_both
-    def accesses(self, p: AdamWProblem, c: AdamWConfig, gpu: GpuSpec) -> str | None:
-        return tile_rules.accesses(c.block, c.warps, p.vec)
-
-    @of_config
-    def most_elements(self, c: AdamWConfig, gpu: GpuSpec) -> str | None:
-        return tile_rules.most_elements(c.block, c.warps, _MAX_PER_THREAD)
+    accesses = accesses_rule("block")
+    most_elements = elements_rule("block", most=_MAX_PER_THREAD)
 
     def default(self, p: AdamWProblem, gpu: GpuSpec) -> AdamWConfig:
         # Blocks of 4 warps with an access a thread, or two where even those fill the GPU eight times over.
@@ -294,21 +282,25 @@ class AdamW(TritonOp[AdamWProblem, AdamWConfig]):
         return tuple([None if t is None else _skew(t, p.align) for t in args[:5]]) + args[5:]
 
 
-class AdamWTable(AdamW):
-    """:class:`AdamW` of all tensors in a table, in place. It borrows the config of one tensor of as many elements.
+class AdamW(Update, TritonOp[AdamWProblem, AdamWConfig]):
+    """One step of one tensor."""
+
+    name = "adamw_step"
+    kernel = "optimizer:adamw_step"
+    schema = (
+        "Tensor param, Tensor grad, Tensor exp_avg, Tensor exp_avg_sq, Tensor? master, Tensor? step, "
+        "Tensor? lr_tensor, bool maximize, float lr, float weight_decay, float w1, float beta2, float w2, float eps, "
+        "float c1, float c2"
+    )
+
+
+class Tabled(Update):
+    """An op over all tensors in a table, in place. It borrows the config of one tensor of as many elements.
 
     A launch takes the grid and ``arguments``, tensors by their addresses.
     """
 
-    name = "adamw_table"
-    kernel = "optimizer:adamw_table"
-    arguments: ClassVar[dict[str, str]] = (
-        _TABLE | {"lr_ptr": "*fp32", "norm": "i64", "max_norm": "fp32"} | AdamW.scalar_types
-    )
-
-    def constants(self, p: AdamWProblem, c: AdamWConfig) -> dict[str, int | bool | str]:
-        kinds = {"PARAM": p.dtype, "GRAD": p.grad_dtype, "MOMENTS": p.moments}
-        return super().constants(p, c) | kinds | ({} if p.rate == "device" else {"lr_ptr": 0})
+    arguments: ClassVar[dict[str, str]]
 
     def launch_arguments(
         self, p: AdamWProblem, c: AdamWConfig
@@ -316,24 +308,36 @@ class AdamWTable(AdamW):
         return dict(self.arguments), {}, {}
 
 
-class AdamWSquares(AdamWTable):
+class AdamWTable(Tabled, TritonOp[AdamWProblem, AdamWConfig]):
+    """:class:`AdamW` of all tensors in a table."""
+
+    name = "adamw_table"
+    kernel = "optimizer:adamw_table"
+    arguments = _TABLE | {"lr_ptr": "*fp32", "norm": "i64", "max_norm": "fp32"} | dict.fromkeys(Hyper._fields, "fp32")
+
+    def constants(self, p: AdamWProblem, c: AdamWConfig) -> dict[str, int | bool | str]:
+        kinds = {"PARAM": p.dtype, "GRAD": p.grad_dtype, "MOMENTS": p.moments}
+        return super().constants(p, c) | kinds | ({} if p.rate == "device" else {"lr_ptr": 0})
+
+
+class AdamWSquares(Tabled, TritonOp[AdamWProblem, AdamWConfig]):
     """Sums of squares of a table's gradients, one per program."""
 
     name = "adamw_squares"
     kernel = "optimizer:adamw_squares"
-    arguments: ClassVar[dict[str, str]] = _TABLE | {"sums_ptr": "*fp32", "chunks": "i64"}
+    arguments = _TABLE | {"sums_ptr": "*fp32", "chunks": "i64"}
 
     def constants(self, p: AdamWProblem, c: AdamWConfig) -> dict[str, int | bool | str]:
         vec = WIDEST_BYTES // BYTES[p.grad_dtype] if p.align == WIDEST_BYTES else 1
         return {"BLOCK": c.block, "VEC": vec, "GRAD": p.grad_dtype}
 
 
-class AdamWCount(AdamWTable):
+class AdamWCount(Tabled, TritonOp[AdamWProblem, AdamWConfig]):
     """One more step of every tensor in a table that has a gradient."""
 
     name = "adamw_count"
     kernel = "optimizer:adamw_count"
-    arguments: ClassVar[dict[str, str]] = {"table_ptr": "*i64", "grads_ptr": "*i64", "tensors": "i32"}
+    arguments = {"table_ptr": "*i64", "grads_ptr": "*i64", "tensors": "i32"}
 
     def constants(self, p: AdamWProblem, c: AdamWConfig) -> dict[str, int | bool | str]:
         return {"BLOCK": c.block}

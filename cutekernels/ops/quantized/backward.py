@@ -20,10 +20,10 @@ from cutekernels.ops.gemm.api import gemm
 from cutekernels.ops.gemm.epilogue import GATED
 from cutekernels.ops.gemm.slopes import reads_value, through_activation
 from cutekernels.ops.quantized.decode import DEQUANTIZE, Packed, decode_codes
-from cutekernels.ops.shared.calls import run
+from cutekernels.ops.shared.calls import define_with_out, run, splitting
 from cutekernels.ops.shared.checks import check_results
 from cutekernels.ops.shared.dtypes import GPU_DTYPES
-from cutekernels.ops.shared.registration import Path, define_with_out, splitting
+from cutekernels.ops.shared.paths import Path
 from cutekernels.quant.layout import TILE
 
 Tensors = tuple[Tensor, ...]

@@ -18,6 +18,7 @@ from cutekernels.ops.rope.rotary import (
     turned,
 )
 from cutekernels.ops.shared.operands import Array, Sizes
+from cutekernels.ops.shared.triton_op import TritonOp
 
 if TYPE_CHECKING:
     import torch
@@ -58,7 +59,7 @@ class RopeProblem(RotaryProblem):
             raise UnsupportedProblem("positions=start has no index tensor: leave index out")
 
 
-class Rope(RotaryOp[RopeProblem, RotaryConfig]):
+class Rope(RotaryOp[RopeProblem, RotaryConfig], TritonOp[RopeProblem, RotaryConfig]):
     """``(x1 cos - x2 sin, x2 cos + x1 sin)`` over pairs. ``k`` may have no heads."""
 
     name = "rope"

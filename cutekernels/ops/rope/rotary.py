@@ -16,7 +16,8 @@ from cutekernels.ops.shared import streaming, tile_rules
 from cutekernels.ops.shared.coefficients import STREAMING
 from cutekernels.ops.shared.laid_out import LaidOut
 from cutekernels.ops.shared.operands import Array, Operand, Sizes
-from cutekernels.ops.shared.triton_op import TritonOp
+from cutekernels.ops.shared.tile_rules import idle_rule
+from cutekernels.ops.shared.triton_op import TritonPart
 from cutekernels.rules import of_both
 
 if TYPE_CHECKING:
@@ -123,12 +124,13 @@ P = TypeVar("P", bound=RotaryProblem)
 C = TypeVar("C", bound=RotaryConfig)
 
 
-class RotaryOp(TritonOp[P, C]):
-    """An op with the inputs ``q``, ``k``, ``cos`` and ``sin``, and options that include ``interleaved``."""
+class RotaryOp(TritonPart[P, C]):
+    """The part of an op with the inputs ``q``, ``k``, ``cos`` and ``sin``, and options that include ``interleaved``."""
 
     sizes = dict.fromkeys(
         ("seq", "seq_blocks", "heads_q", "heads_kv", "half", "head_dim", "half_blocks", "parts"), "i32"
     )
+    constexprs: ClassVar[tuple[str, ...]] = ("tokens", "heads", "block", "interleaved")
     steps: ClassVar[tuple[tuple[int, int, int], ...]]
     """Tiles to choose from, largest first: warps, a thread's accesses, and the least number of programs per SM."""
     most_registers: ClassVar[int] = _MAX_OPERAND_REGISTERS
@@ -215,14 +217,8 @@ class RotaryOp(TritonOp[P, C]):
         pairs = p.half or -(-p.head_dim // 2)
         return f"block={c.block} does not cover {pairs} pairs by a power of two from 8 to 256, {p.block}"
 
-    @of_both
-    def no_idle_heads(self, p: P, c: C, gpu: GpuSpec) -> str | None:
-        there = f"{p.heads_q} and {p.heads_kv} heads"
-        return tile_rules.idles("heads", c.heads, power_of_two(max(p.groups)), there)
-
-    @of_both
-    def no_idle_tokens(self, p: P, c: C, gpu: GpuSpec) -> str | None:
-        return tile_rules.idles("tokens", c.tokens, power_of_two(p.seq), f"{p.seq} tokens")
+    no_idle_heads = idle_rule("heads", lambda p: max(p.groups), "{p.heads_q} and {p.heads_kv} heads")
+    no_idle_tokens = idle_rule("tokens", "seq", "{} tokens")
 
     def tile(self, p: P, gpu: GpuSpec, waste: float, *, taller: int = 1) -> C:
         """The first of ``steps`` whose programs fill the GPU.
@@ -280,9 +276,7 @@ class RotaryOp(TritonOp[P, C]):
         return {"head_dim": p.vec} | ({"half": p.pairs_per_access} if p.rotary else {})
 
     def constants(self, p: P, c: C) -> dict[str, int | bool | str]:
-        spread = c.tokens * c.block >= 32 * c.warps
-        tile: dict[str, int | bool | str] = {"TOKENS": c.tokens, "HEADS": c.heads, "BLOCK": c.block, "SPREAD": spread}
-        return tile | {"INTERLEAVED": p.interleaved}
+        return super().constants(p, c) | {"SPREAD": c.tokens * c.block >= 32 * c.warps}
 
     # -- samples
 

@@ -17,7 +17,7 @@ exactly, so that the choice is the same on any machine, in any config, and on th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -115,6 +115,7 @@ class SampleFilter(TritonOp[SampleFilterProblem, SampleFilterConfig]):
     top_ps = Array("*rows", dtype="fp32", strides=(), given="top_ps")
     min_ps = Array("*rows", dtype="fp32", strides=(), given="min_ps")
     sizes = {"cols": "i32", "chunk": "i32"}
+    constexprs = ("temperatures", "top_ks", "top_ps", "min_ps", *options, "block", "bits")
     scalar_types = {"temperature": "fp32", "top_k": "i32", "top_p": "fp32", "min_p": "fp32"}
     scalar_samples = {"temperature": 0.8, "top_k": 50, "top_p": 0.9, "min_p": 0.02}
     extras = {"state_ptr": "*i64", "stage": "i32", "phase": "i32"}
@@ -125,19 +126,8 @@ class SampleFilter(TritonOp[SampleFilterProblem, SampleFilterConfig]):
     def divisible(self, p: SampleFilterProblem, c: SampleFilterConfig) -> dict[str, int]:
         return {"chunk": c.block}
 
-    def constants(self, p: SampleFilterProblem, c: SampleFilterConfig) -> Mapping[str, int | bool | str]:
-        given = {name.upper(): bool(getattr(p, name)) for name in self.inputs[1:]}
-        filters = {name.upper(): bool(getattr(p, name)) for name in self.options}
-        return (
-            given
-            | filters
-            | {
-                "BLOCK": c.block,
-                "BITS": c.bits,
-                "KEY_BITS": 8 * p.itemsize,
-                "SPLIT": c.splits > 1,
-            }
-        )
+    def constants(self, p: SampleFilterProblem, c: SampleFilterConfig) -> dict[str, int | bool | str]:
+        return super().constants(p, c) | {"KEY_BITS": 8 * p.itemsize, "SPLIT": c.splits > 1}
 
     def build_options(self, p: SampleFilterProblem, c: SampleFilterConfig) -> dict[str, Any]:
         return {"num_warps": c.warps, "enable_fp_fusion": False}

@@ -1,37 +1,45 @@
-"""One path for calls: from operands to a launch, and the definition of ops in torch.
+"""The body of public functions, from operands to a launch, and the definition of ops in torch.
 
-A public function calls :func:`call`: it replays a call like one before, or takes the op's path (``registration.py``),
-whose end is :func:`run`, which checks, poses, plans, launches and remembers. :func:`register` defines the op in
+A public function calls :func:`call`: it replays a call like one before, or takes the op's path (``paths.py``), whose
+end is :func:`run`, which checks, poses, plans, launches and remembers. :func:`register` defines the op in
 ``torch.ops.cutekernels``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from cutekernels import dispatch, torch_names
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.op import C, P, Scalar
-from cutekernels.ops.shared.call_cache import Call, Given, empty_copy, stand_ins
+from cutekernels.lengths import Posed
+from cutekernels.op import C, Op, P, Problem, Scalar
+from cutekernels.ops.shared import inductor
 from cutekernels.ops.shared.checks import check_arguments, check_overlap, check_tensor, pairs_of, present
 from cutekernels.ops.shared.declared_op import DeclaredOp
-from cutekernels.ops.shared.registration import (
+from cutekernels.ops.shared.paths import (
+    LIBRARY,
     PLAIN,
-    define,
-    define_with_out,
+    Call,
+    Given,
+    Path,
+    any_requires_grad,
     direct,
+    empty_copy,
+    is_grad_enabled,
     refuse_gradient,
+    stand_ins,
+    traced_by_dynamo,
+    without_autocast,
 )
 
-# Looked up once: each dotted name costs a call 30 ns.
-traced_by_dynamo = torch.compiler.is_dynamo_compiling
-is_grad_enabled = torch.is_grad_enabled
-any_requires_grad = torch_names.any_requires_grad
+Implementation = Callable[..., Any]  # (results or None, inputs, *the other arguments, less defaults at the end)
 
 
 def call(
@@ -185,7 +193,7 @@ def _dense(t: Tensor) -> Tensor:
     return torch.empty(t.shape, dtype=t.dtype, device="meta")
 
 
-# ---- the way through torch ------------------------------------------------------------------------------
+# ---- definition in torch --------------------------------------------------------------------------------
 
 
 def register(op: DeclaredOp[Any, Any], **path: Any) -> None:
@@ -199,7 +207,7 @@ def register(op: DeclaredOp[Any, Any], **path: Any) -> None:
         op.name,
         ", ".join(words[:n]),
         ", ".join([*words[n:], "str? config=None"]),
-        partial(_implementations, op),
+        partial(implementations, op),
         results=op.results,
         returns=("Tensor" if r == 1 else f"({', '.join(['Tensor'] * r)})", "()"),
         **path,
@@ -235,7 +243,7 @@ def register_updating(
 
         return update
 
-    define(f"{op.name}{arguments} -> ()", *map(updating, _implementations(op, len(op.results))))
+    define(f"{op.name}{arguments} -> ()", *map(updating, implementations(op, len(op.results))))
 
 
 def places(inputs: Sequence[Tensor | None], updated: Sequence[int]) -> tuple[Tensor, ...]:
@@ -245,41 +253,238 @@ def places(inputs: Sequence[Tensor | None], updated: Sequence[int]) -> tuple[Ten
     return tuple([first.new_empty(0) if (t := inputs[i]) is None else t for i in updated])
 
 
-def _implementations(op: DeclaredOp[Any, Any], given: int) -> tuple[Callable[..., Any], ...]:
-    """``op`` on the GPU, on the CPU and of fakes: ``(*inputs, *results, *options, *scalars, config)``, with so many
-    results ``given``. Torch leaves out a config of None.
+def implementations(
+    op: DeclaredOp[Any, Any], given: int, read: Callable[..., tuple[Any, Any, Any]] | None = None
+) -> tuple[Callable[..., Any], ...]:
+    """``op`` on the GPU, on the CPU and of fakes: ``(*inputs, *results, *arguments)``, with ``given`` results. They
+    return those behind, empty where options leave one out.
+
+    ``arguments`` are options, scalars and the config, which torch leaves out where it is None, unless ``read`` makes
+    those of them.
     """
-    n = len(op.inputs)
+    n, r = len(op.inputs), len(op.results)
     i, m = n + given, n + given + len(op.options)
-    k, single = m + len(op.scalars), len(op.results) == 1
+    k = m + len(op.scalars)
     replay, recall = op.calls.replay, op.calls.recall
     floating = [kind == "float" for kind, _ in op.others[len(op.options) :]]
 
-    def split(args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Results, inputs, options by name and scalars of arguments that the op admits."""
-        results, inputs, options = args[n:i], args[:n], dict(zip(op.options, args[i:m], strict=True))
-        op.admit(inputs, results, **options)
-        return results, inputs, options, args[m:k]
+    @cache
+    def kinds_behind(count: int, main: torch.dtype) -> list[torch.dtype]:
+        return [op.types_of(op.operands[name].dtype, main)[0] for name in op.results[count:]]
 
-    def returned(made: tuple[Tensor, ...]) -> Any:
-        return None if given else made[0] if single else made
+    def returned(made: tuple[Tensor, ...], inputs: tuple[Any, ...]) -> Any:
+        if given == r:
+            return None
+        if len(made) < r:
+            main: Tensor = inputs[0]
+            made += tuple([main.new_empty(0, dtype=kind) for kind in kinds_behind(len(made), main.dtype)])
+        return made[given] if given + 1 == r else made[given:]
+
+    def behind(args: tuple[Any, ...]) -> tuple[Any, Any, Any]:
+        """Options, scalars and the config."""
+        if read is not None:
+            return read(*args[i:])
+        return args[i:m], args[m:k], args[k] if len(args) > k else None
 
     def cuda(*args: Any) -> Any:
-        config = args[k] if len(args) > k else None
-        call = args[n:i] if given else None, args[:n], args[i:m], args[m:k], config
-        return returned(replay(*call) or recall(call) or _first(op, call))
+        inputs, results = args[:n], args[n:i] if given else None
+        if read is None:  # :func:`behind`, written out: graphs call it
+            call = results, inputs, args[i:m], args[m:k], args[k] if len(args) > k else None
+        else:
+            call = results, inputs, *read(*args[i:])
+        made = replay(*call) or recall(call) or _first(op, call)
+        return made[0] if r == 1 > given else returned(made, inputs)
 
     def cpu(*args: Any) -> Any:
-        results, inputs, options, scalars = split(args)
+        inputs, results, (options, scalars, _) = args[:n], args[n:i], behind(args)
+        chosen = dict(zip(op.options, options, strict=True))
+        op.admit(inputs, results, **chosen)
+        if given:
+            check_overlap(op, results, inputs)
+        op.check_indices(inputs, **chosen)
         numbers = [float(x) if floats else x for x, floats in zip(scalars, floating, strict=True)]
-        if not given:
-            return returned(tuple([t.contiguous() for t in op.evaluate(*inputs, *numbers, **options)]))
-        check_overlap(op, results, inputs)
-        op.update(results, (*inputs, *numbers), **options)
-        return None
+        if given:
+            return returned((*results, *op.update(results, (*inputs, *numbers), **chosen)), inputs)
+        return returned(tuple([t.contiguous() for t in op.evaluate(*inputs, *numbers, **chosen)]), inputs)
 
     def fake(*args: Any) -> Any:
-        _, inputs, options, _ = split(args)
-        return None if given else returned(op.fresh(*inputs, **options))
+        inputs, results, (options, _, _) = args[:n], args[n:i], behind(args)
+        chosen = dict(zip(op.options, options, strict=True))
+        op.admit(inputs, results, **chosen)
+        fresh = op.fresh(*inputs, **chosen)[given:] if given < r else ()
+        return returned((*results, *fresh), inputs)
 
     return cuda, cpu, fake
+
+
+def define(
+    schema: str,
+    cuda: Callable[..., Any],
+    cpu: Callable[..., Any],
+    fake: Callable[..., Any],
+    *,
+    into: Any = None,
+    inputs: int = 0,
+) -> Callable[..., Any]:
+    """Defines one op of torch's with its three implementations, without autograd; returns it.
+
+    One that writes to its arguments has no gradient; autograd passes it on. Torch leaves out defaults at the end.
+    ``into``: the op that does the same with its results given behind that many ``inputs``.
+    """
+    declare: Callable[[str], object] = LIBRARY.define  # torch leaves both untyped
+    implement: Callable[[str, Callable[..., object], str], object] = LIBRARY.impl
+    name = schema.partition("(")[0]
+    declare(schema)
+    cpu = without_autocast(cpu)
+    implement(name, cuda, "CUDA")
+    implement(name, cpu, "CPU")
+    op = getattr(torch.ops.cutekernels, name).default
+    telling = inductor.lowered(op, cuda, cpu, fake, into, inputs)
+    torch.library.register_fake(f"cutekernels::{name}", recordable(cuda, telling), lib=LIBRARY)
+    if "!)" not in schema:
+        torch.library.register_vmap(f"cutekernels::{name}", _one_by_one(op), lib=LIBRARY)
+    else:
+        written = [a.name if a.is_write else None for a in op._schema.arguments]
+
+        def resolved(*args: Any) -> Any:
+            for result, t in zip(written, args, strict=False):
+                if result is not None and t is not None and (t.is_neg() or t.is_conj()):
+                    raise UnsupportedProblem(
+                        f"{name} writes to the memory of {result} as it lies; got a view of it that negates: "
+                        "write to memory of its own, or call resolve_conj().resolve_neg() first"
+                    )
+            return op(*[t.resolve_conj().resolve_neg() if isinstance(t, Tensor) else t for t in args])
+
+        implement(name, torch.library.fallthrough_kernel, "Autograd")
+        implement(name, resolved, "Negative")
+        implement(name, resolved, "Conjugate")
+    return op  # type: ignore[no-any-return]
+
+
+def _one_by_one(op: Callable[..., Any]) -> Callable[..., Any]:
+    """The rule of vmap: a call for each entry of the batch."""
+
+    def mapped(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
+        if not info.batch_size:
+            raise UnsupportedProblem(f"{op} under vmap takes a batch of one entry at least; it has none: skip the call")
+        made = []
+        for i in range(info.batch_size):
+            entry = [a if dim is None else a.select(dim, i) for a, dim in zip(args, in_dims, strict=True)]
+            made.append(op(*entry))
+        if isinstance(made[0], Tensor):
+            return torch.stack(made), 0
+        return tuple([torch.stack(each) for each in zip(*made, strict=True)]), (0,) * len(made[0])
+
+    return mapped
+
+
+def define_with_out(
+    name: str,
+    inputs: str,
+    options: str,
+    implementations: Callable[[int], Sequence[Callable[..., Any]]],
+    *,
+    results: tuple[str, ...] = ("out",),
+    returns: tuple[str, str] = ("Tensor", "()"),
+    **path: Any,
+) -> Path:
+    """Defines ``name(inputs, options)`` and ``name_out(inputs, results, options)``; the path of the first.
+
+    Args:
+        name: of the op.
+        inputs: its tensors, as a schema lists them.
+        options: its other arguments.
+        implementations: those on a GPU, on the CPU and of fakes, with so many results given behind the inputs.
+        results: names of the results.
+        returns: of the two.
+        path: gradient, remember, autocast and kept, as :class:`Path` has them.
+    """
+    written = ", ".join([f"Tensor({chr(ord('a') + i)}!) {result}" for i, result in enumerate(results)])
+    out = define(f"{name}_out({inputs}, {written}, {options}) -> {returns[1]}", *implementations(len(results)))
+    schema, (cuda, cpu, fake) = f"{name}({inputs}, {options}) -> {returns[0]}", implementations(0)
+    into = out if returns[1] == "()" else None
+    op = define(f"_{schema}", cuda, cpu, fake, into=into, inputs=inputs.count(",") + 1)
+    return Path(schema, (cuda, cpu), op, **path)
+
+
+def splitting(inputs: int, *implementations: Implementation) -> Callable[[int], list[Callable[..., Any]]]:
+    """``implementations`` for :func:`define_with_out`."""
+    return lambda results: [with_results(f, inputs, results) for f in implementations]
+
+
+def with_results(f: Implementation, inputs: int, results: int) -> Callable[..., Any]:
+    """``f`` as torch calls it: with the inputs, that many results, and the other arguments."""
+    if not results:
+        return lambda *args: f(None, args[:inputs], *args[inputs:])
+    behind = inputs + results
+    return lambda *args: f(args[inputs:behind], args[:inputs], *args[behind:])
+
+
+# ---- problems that calls pose, recorded where no kernel runs ---------------------------------------------
+
+_REMEDY = "warm up pairs of an op's name and a problem's text instead"
+_APART = 1 << 48  # bytes between two fakes' memories, where no real tensor lies
+
+
+class Recorder:
+    """Notes what calls pose: ``with recorder.calls() as noted: model(ids)``, as often as one likes.
+
+    Meanwhile an op's implementation for fakes takes the way of a call on a GPU, from checks to the problem, which is
+    noted in place of a plan: on a machine without a GPU too. A fake has an address as torch's allocator gives them, so
+    its problem is that of the call which it stands for. Other threads go on meanwhile.
+
+    Tensors made meanwhile are fakes; real ones stand for themselves, without their memory. Raises UnsupportedProblem
+    for a call that depends on their values.
+    """
+
+    def __init__(self) -> None:
+        if (fakes := torch_names.fake_tensors) is None:
+            raise UnsupportedProblem(f"torch {torch.__version__} has its fake tensors elsewhere: {_REMEDY}")
+        self._fakes = fakes.FakeTensorMode(allow_non_fake_inputs=True)  # remembers the fakes of a model's parameters
+        self._unread = fakes.DataDependentOutputException, fakes.DynamicOutputShapeException
+
+    @contextmanager
+    def calls(self) -> Iterator[list[Posed]]:
+        noted: list[Posed] = []
+
+        def note(op: Op[Any, Any], p: Problem) -> dispatch.Plan:
+            noted.append((op, p))
+            return dispatch.Plan(_NO_CONFIG, _no_launch, "recorded", "")
+
+        try:
+            with dispatch.recorded_by(note), torch.no_grad(), self._fakes:
+                yield noted
+        except self._unread as error:
+            raise UnsupportedProblem(
+                f"a call that reads values of tensors cannot be recorded ({error}): {_REMEDY}"
+            ) from error
+
+
+def recordable(cuda: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
+    """``fake``, an op's implementation for fakes; that of a GPU while calls are recorded."""
+
+    def either(*args: Any) -> Any:
+        if not dispatch.recording():
+            return fake(*args)
+        with _addresses:
+            return cuda(*args)
+
+    return either
+
+
+class _Addresses(TorchFunctionMode):
+    """Gives each fake memory an address of its own."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.data_ptr and hasattr(args[0], "fake_device"):
+            t = args[0]
+            return t.untyped_storage()._cdata * _APART + t.storage_offset() * t.element_size()
+        return func(*args, **(kwargs or {}))
+
+
+def _no_launch(*args: Any) -> None:
+    """In place of a kernel: nobody reads what it would write."""
+
+
+_NO_CONFIG: Any = None
+_addresses = _Addresses()

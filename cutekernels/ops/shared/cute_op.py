@@ -12,7 +12,7 @@ from operator import methodcaller
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from cutekernels.op import C, P, Scalar
-from cutekernels.ops.shared.declared_op import DeclaredOp
+from cutekernels.ops.shared.declared_op import DeclaredOp, Part
 from cutekernels.ops.shared.dtypes import BYTES
 from cutekernels.ops.shared.operands import Named, Operand, Sizes, extents_of
 from cutekernels.ops.shared.strides import alignment
@@ -154,6 +154,12 @@ class CuteOp(DeclaredOp[P, C]):
             return values
         align, across = getattr(p, operand.align), self.contiguous(p, operand) == -2
         return (place_rows(values.mT, align).mT if across else place_rows(values, align)).copy_(values)
+
+
+if TYPE_CHECKING:
+    CutePart = CuteOp
+else:
+    CutePart = Part
 
 
 def place_rows(t: Tensor, align: int) -> Tensor:

@@ -11,7 +11,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import C, Op, P, Scalar, Work
@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from cutekernels.gpu import GpuSpec
-    from cutekernels.ops.shared.call_cache import CallCache
-    from cutekernels.ops.shared.registration import Path
+    from cutekernels.ops.shared.paths import CallCache, Path
 
 _SCHEMA_TYPES = {"fp32": "float", "i32": "int", "i64": "SymInt"}
 
@@ -63,8 +62,8 @@ class DeclaredOp(Op[P, C]):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        own = {name: value for name, value in vars(cls).items() if isinstance(value, Operand)}
-        if own:
+        declared = ({n: v for n, v in vars(base).items() if isinstance(v, Operand)} for base in cls.__mro__)
+        if own := next(filter(None, declared), None):  # of the first class that declares some: a family's part may
             cls.operands = dict(sorted(own.items(), key=lambda item: not item[1].result))
             cls.results = tuple(name for name, operand in cls.operands.items() if operand.result)
             cls.inputs = tuple(name for name, operand in cls.operands.items() if not operand.result)
@@ -84,7 +83,7 @@ class DeclaredOp(Op[P, C]):
     @cached_property
     def calls(self) -> CallCache:
         """Its calls that repeat."""
-        from cutekernels.ops.shared.call_cache import CallCache
+        from cutekernels.ops.shared.paths import CallCache
 
         return CallCache()
 
@@ -93,11 +92,11 @@ class DeclaredOp(Op[P, C]):
     def derive(self, sizes: Sizes, **options: Any) -> None:
         """Adds extents that follow from others and from options. Raises ValueError where those given contradict."""
 
-    def refuse_shapes(self, named: Named) -> None:
-        """Raises UnsupportedProblem for shapes of which more is to be said than that they do not fit together."""
-
     def refuse(self, named: Named, sizes: Sizes, **options: Any) -> None:
         """Raises UnsupportedProblem for what is special about the op."""
+
+    def check_indices(self, inputs: Any, *, on_gpu: bool = False, **options: Any) -> None:
+        """Refuses wrong values of index tensors that the CPU would read, or of all, as the GPU reads them."""
 
     def facts(self, named: Named, sizes: Sizes) -> Mapping[str, Scalar]:
         """Fields of the problem that do not follow from the operands' declarations."""
@@ -135,7 +134,7 @@ class DeclaredOp(Op[P, C]):
     def result(self, name: str, named: Named, sizes: Sizes, leads: Leads, **options: Any) -> Looks:
         """The shape of result ``name``, and the types it may have: the first one where it is allocated here."""
         operand = self.operands[name]
-        return shape_of(operand, sizes, leads), self._type(operand.dtype, self._dtype(named, options))
+        return shape_of(operand, sizes, leads), self.types_of(operand.dtype, self._dtype(named, options))
 
     @abstractmethod
     def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
@@ -180,17 +179,16 @@ class DeclaredOp(Op[P, C]):
         keeps = all(t is None or type(t) in plain for t in given.values())
         kept = self._last_pose
         if not keeps or kept[0] != asked:
-            self.refuse_shapes(named)
             declared = {name: self.operands[name] for name in given}
             derive = partial(self.derive, **options)
             kept = asked, *sizes_of(self.name, declared, given, self._integers(options), derive)
             self._last_pose = kept if keeps else self._last_pose
         return dict(kept[1]), kept[2]
 
-    def _type(self, dtype: str, main: torch.dtype) -> tuple[torch.dtype, ...]:
+    def types_of(self, dtype: str, main: torch.dtype) -> tuple[torch.dtype, ...]:
         """Types of an operand's ``dtype``."""
         if "|" in dtype:
-            return tuple([kind for each in dtype.split("|") for kind in self._type(each, main)])
+            return tuple([kind for each in dtype.split("|") for kind in self.types_of(each, main)])
         if dtype in TYPES:
             return (TYPES[dtype],)
         if dtype == "dtype":
@@ -231,7 +229,7 @@ class DeclaredOp(Op[P, C]):
         for name, t in named.items():
             if t is None:
                 continue
-            allowed = self._type(self.operands[name].dtype, dtype)
+            allowed = self.types_of(self.operands[name].dtype, dtype)
             if self.operands[name].dtype == "sums" and t.is_cuda:
                 allowed = allowed[:1]
             if t.dtype not in allowed:
@@ -390,10 +388,25 @@ class DeclaredOp(Op[P, C]):
         """The model's best of all that are valid: for small spaces."""
         return min(self.valid(p, gpu), key=lambda c: (self.estimate_us(p, c, gpu), str(c)))
 
-    def update(self, results: Sequence[Tensor], args: Sequence[Any], **options: Any) -> None:
-        """A launch that writes to ``results``, in plain PyTorch on ``(*inputs, *scalars)``."""
-        for place, value in zip(results, self.evaluate(*args, **options), strict=True):
+    def update(self, results: Sequence[Tensor], args: Sequence[Any], **options: Any) -> tuple[Tensor, ...]:
+        """A launch that writes to ``results``, in plain PyTorch on ``(*inputs, *scalars)``; returns the others."""
+        made = self.evaluate(*args, **options)
+        for place, value in zip(results, made, strict=False):
             place.copy_(value)
+        return made[len(results) :]
 
     def reference(self, p: P, *args: Any) -> tuple[Tensor, ...]:
         return self.evaluate(*args, **{name: getattr(p, name) for name in self.options})
+
+
+class Part:
+    """The base of what ops of a family share: operands, rules, models, arguments of kernels. An op inherits from its
+    family's part and from ``TritonOp`` or ``CuteOp`` side by side, and is four classes deep.
+
+    To type checkers a part is an op, so that its methods may ask ``self``: see ``TritonPart`` and ``CutePart``. As it
+    runs, ``Part[P, SomeConfig]`` is ``Generic[P]``, and of no type variables ``object``.
+    """
+
+    def __class_getitem__(cls, kinds: tuple[object, ...]) -> Any:
+        free = tuple(kind for kind in kinds if isinstance(kind, TypeVar))
+        return Generic[free] if free else object  # type: ignore[index]

@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from cutekernels.op import C, P
-from cutekernels.ops.shared.declared_op import DeclaredOp
+from cutekernels.ops.shared.declared_op import DeclaredOp, Part
 from cutekernels.ops.shared.dtypes import BYTES
 from cutekernels.ops.shared.operands import Named
 from cutekernels.rules import Ruled
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from cutekernels.backends import Artifact
     from cutekernels.gpu import GpuSpec
-    from cutekernels.ops.shared.call_cache import Fire
+    from cutekernels.ops.shared.paths import Fire
 
 
 class TritonOp(Ruled, DeclaredOp[P, C]):
@@ -33,6 +33,8 @@ class TritonOp(Ruled, DeclaredOp[P, C]):
     """``module:function`` in ``cutekernels.kernels.triton``."""
     sizes: ClassVar[Mapping[str, str]]
     """Run-time numbers of the kernel and their types; :meth:`numbers` has their values."""
+    constexprs: ClassVar[tuple[str, ...]] = ()
+    """Knobs, and properties of the problem, that the kernel takes as constexprs: ``block`` as ``BLOCK``."""
     extras: ClassVar[Mapping[str, str]] = {}
     """Parameters behind the scalars, and their types, that only an op's own ``bind`` passes: a workspace, a phase."""
 
@@ -42,9 +44,9 @@ class TritonOp(Ruled, DeclaredOp[P, C]):
         """Programs along each axis."""
         raise NotImplementedError
 
-    def constants(self, p: P, c: C) -> Mapping[str, int | bool | str]:
-        """The kernel's constexprs, but for those that follow from operands."""
-        raise NotImplementedError
+    def constants(self, p: P, c: C) -> dict[str, int | bool | str]:
+        """The kernel's constexprs, but for those that follow from operands: by default the ``constexprs``."""
+        return {name.upper(): getattr(c if hasattr(c, name) else p, name) for name in self.constexprs}
 
     def numbers(self, p: P, c: C) -> tuple[int, ...]:
         """The values of ``sizes``: the problem's fields of those names. But for those of :meth:`measure_sizes`."""
@@ -136,6 +138,12 @@ class TritonOp(Ruled, DeclaredOp[P, C]):
             return found
 
         return Launch(kernel, grid, len(strided), following)
+
+
+if TYPE_CHECKING:
+    TritonPart = TritonOp
+else:
+    TritonPart = Part
 
 
 class Launch:

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic
 from cutekernels.columns import Columns
 from cutekernels.op import C, P, Scalar
 from cutekernels.ops.shared.coefficients import STREAMING
-from cutekernels.ops.shared.triton_op import TritonOp
+from cutekernels.ops.shared.triton_op import TritonOp, TritonPart
 from cutekernels.rules import Ruled, foreign, of_problem, values_of
 
 if TYPE_CHECKING:
     from cutekernels.backends import Artifact
     from cutekernels.gpu import GpuSpec
-    from cutekernels.ops.shared.call_cache import Fire
+    from cutekernels.ops.shared.paths import Fire
 
 BODIES = ("triton", "cute")
 
@@ -50,8 +50,8 @@ class CuteBody(Ruled, ABC, Generic[P, C]):
         return values_of(op.Config, body=("cute",), **self.knobs)
 
 
-class TwoBodies(TritonOp[P, C]):
-    """A Triton op whose config has ``body``, and the body in CuTe. Put it before the family's class."""
+class TwoBodies(TritonPart[P, C]):
+    """The part of a Triton op whose config has ``body``, with the body in CuTe. Put it before the family's part."""
 
     cute: ClassVar[CuteBody[Any, Any]]
 

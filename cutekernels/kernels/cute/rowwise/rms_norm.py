@@ -13,7 +13,7 @@ Numbers: fp32, rounded once; with ``round_twice`` ``x * rstd`` is rounded to y's
 Ends: columns behind the last are read as 0 and not stored. ``vec`` divides a row's length, so a vector is in or out.
     ``y`` may be ``x``: a thread stores to what it has read itself.
 
-Refuses (``ops/norms/cute.py``): rows with a stride for each head, strided columns, rows that registers cannot hold.
+Refuses (``ops/norms/op.py``): rows with a stride for each head, strided columns, rows that registers cannot hold.
 """
 
 from dataclasses import dataclass
