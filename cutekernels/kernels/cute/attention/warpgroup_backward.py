@@ -76,7 +76,7 @@ from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers
 
 from cutekernels.kernels.cute.attention.warpgroup_queries import WarpgroupQueryGradients
-from cutekernels.kernels.cute.parts.attention_smem import BLOCK_KEYS, BLOCK_QUERIES, WarpgroupBackwardSmem
+from cutekernels.kernels.cute.parts.attention_smem import BLOCK_KEYS, WarpgroupBackwardSmem
 from cutekernels.kernels.cute.parts.groups import (
     ConsumerThread,
     GroupProducts,
@@ -100,7 +100,7 @@ from cutekernels.kernels.cute.parts.score_gradients import (
 )
 from cutekernels.kernels.cute.parts.sequences import Ends, HeadOrder, Sequences
 from cutekernels.kernels.cute.parts.smem import ALIGNMENT
-from cutekernels.kernels.cute.parts.softmax import OnlineSoftmax, by_rows
+from cutekernels.kernels.cute.parts.softmax import OnlineSoftmax
 from cutekernels.kernels.cute.parts.warp_groups import GROUP, ROWS, TmaTensor, WarpGroupBody
 
 FIRST_GROUP_BARRIER = 1  # named barriers; 0 is the CTA's
@@ -723,10 +723,10 @@ class WarpgroupAttentionBackward(WarpGroupBody):
                 rDelta = self.scores.column_stats(own.thread, 1, stage, statistics)
             self.scores.gradients(held.acc_s, held.acc_dp, rDelta, slopes)
             if const_expr(self.hands_on):
-                self.hide_missing(own.thread, seen, held.acc_dp)
+                self.blocks.hide_missing(own.thread, seen.row, seen.band.seq_q, held.acc_dp)
             round_to(held.acc_dp, held.rDs)
             if const_expr(self.hands_on):
-                self.hand_on(own.thread % 32, held.rDs, seen, block)
+                self.blocks.store(own.thread % 32, held.rDs, seen.ds, block)
             self.products.multiply(held.py_mma, held.acc_1, held.rDs, held.rY1t[None, None, None, stage], False)
         else:
             round_to(held.acc_s, held.rP)
@@ -735,16 +735,6 @@ class WarpgroupAttentionBackward(WarpGroupBody):
         warpgroup.wait_group(0)
         self.pipeline.release(own.thread, barriers.empty, stage, Boolean(True))
         return self.pipeline.next(at)
-
-    @cute.jit
-    def hide_missing(self, thread: Int32, seen: GroupTile, acc_ds: cute.Tensor):
-        """Zeros in dS for keys that do not exist: their probabilities may be infinite."""
-        if seen.row + ROWS > seen.band.seq_q:
-            gradients = by_rows(as_warps(acc_ds))
-            for r in cutlass.range_constexpr(2):
-                if seen.row + (thread // 32 * 16 + thread % 32 // 4 + 8 * r) >= seen.band.seq_q:
-                    for c in cutlass.range_constexpr(cute.size(gradients, mode=[1])):
-                        gradients[r, c] = Float32(0.0)
 
     @cute.jit
     def place_blocks(self, own: ConsumerThread, tile: Tile, head: Int32, launch: Launch) -> cute.Pointer:
@@ -758,15 +748,6 @@ class WarpgroupAttentionBackward(WarpGroupBody):
         )
         row = row + own.group * (ROWS // BLOCK_KEYS) + own.thread // 32
         return launch.mDs[layer, row, None, None].iterator + column * (2 * WORDS)
-
-    @cute.jit
-    def hand_on(self, lane: Int32, rDs: cute.Tensor, seen: GroupTile, block: Int32):
-        """A warp's dS of a walked tile to memory, a block at a time: 16 bytes of each thread."""
-        words = cute.recast_tensor(rDs, Int32)
-        target = cute.recast_ptr(seen.ds, dtype=Int32) + block * (self.tile_walked // BLOCK_QUERIES * WORDS) + lane * 4
-        for i in cutlass.range_constexpr(self.tile_walked // BLOCK_QUERIES):
-            source = cute.make_tensor(words.iterator + 4 * i, cute.make_layout(4))
-            cute.autovec_copy(source, cute.make_tensor((target + i * WORDS).align(16), cute.make_layout(4)))
 
     @cute.jit
     def clear_outside(self, own: ConsumerThread, block: Int32, stage: Int32, seq_y: Int32):

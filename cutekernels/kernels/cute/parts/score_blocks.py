@@ -8,11 +8,15 @@ gaps.
 
 from dataclasses import dataclass
 
+import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Float32, Int32, const_expr
 
 from cutekernels.kernels.cute.parts.attention_smem import BLOCK_KEYS, BLOCK_QUERIES
+from cutekernels.kernels.cute.parts.groups import as_warps
 from cutekernels.kernels.cute.parts.mask import Band, BandMask
+from cutekernels.kernels.cute.parts.softmax import by_rows
+from cutekernels.kernels.cute.parts.warp_groups import ROWS
 
 WORDS = 128  # of 32 bits: four of each thread
 
@@ -45,3 +49,23 @@ class ScoreBlocks:
             column = (blocks.end - blocks.first) * per_tile
         own = self.mask.blocks(tile * self.mask.tile_q, band)
         return row * (self.mask.tile_q // BLOCK_KEYS), column - own.first * per_tile
+
+    @cute.jit
+    def hide_missing(self, thread: Int32, row: Int32, keys: Int32, acc_ds: cute.Tensor):
+        """Zeros in a group's dS from ``row`` on for keys that do not exist: their probabilities may be infinite."""
+        if row + ROWS > keys:
+            gradients = by_rows(as_warps(acc_ds))
+            for r in cutlass.range_constexpr(2):
+                if row + (thread // 32 * 16 + thread % 32 // 4 + 8 * r) >= keys:
+                    for c in cutlass.range_constexpr(cute.size(gradients, mode=[1])):
+                        gradients[r, c] = Float32(0.0)
+
+    @cute.jit
+    def store(self, lane: Int32, rDs: cute.Tensor, at: cute.Pointer, tile: Int32):
+        """A warp's dS of a walked tile, a block at a time: 16 bytes of each thread. ``at``: its blocks from query 0."""
+        each = const_expr(self.mask.tile_kv // BLOCK_QUERIES)
+        words = cute.recast_tensor(rDs, Int32)
+        target = cute.recast_ptr(at, dtype=Int32) + tile * (each * WORDS) + lane * 4
+        for i in cutlass.range_constexpr(each):
+            source = cute.make_tensor(words.iterator + 4 * i, cute.make_layout(4))
+            cute.autovec_copy(source, cute.make_tensor((target + i * WORDS).align(16), cute.make_layout(4)))
