@@ -1,6 +1,6 @@
 """Grouped GEMM, warpgroup schedule: a product for each group of rows by TMA and warpgroup MMA.
 
-Roles, pipeline and steps are :class:`WarpgroupGemm`'s (``gemm/warpgroup_gemm.py``), over tiles that the device finds:
+Roles, pipeline and steps are :class:`WarpgroupGemm`'s (``warpgroup.py``), over tiles that the device finds:
     Producer warp: finds the CTA's next tile among the groups' ends (``parts/walk.py``), passes it on through a ring in
         shared memory, then issues its loads.
     Consumer warp groups: take tiles from the ring, in ping-pong every second entry; multiply; store what belongs to the
@@ -36,7 +36,6 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from cutekernels.kernels.cute.gemm.warpgroup_gemm import Operand, Shared, Side, WarpgroupGemm
 from cutekernels.kernels.cute.parts.boxes import BoxOperands, Corner
 from cutekernels.kernels.cute.parts.dependent import pdl_launch
 from cutekernels.kernels.cute.parts.pipeline import Position
@@ -44,6 +43,7 @@ from cutekernels.kernels.cute.parts.schedule import RingTile, TileRing
 from cutekernels.kernels.cute.parts.smem import ALIGNMENT, WarpgroupSmem
 from cutekernels.kernels.cute.parts.walk import GroupWalk
 from cutekernels.kernels.cute.parts.warp_groups import TmaTensor
+from cutekernels.kernels.cute.products.warpgroup import Operand, Shared, Side, WarpgroupGemm
 
 
 @dataclass(frozen=True)

@@ -29,12 +29,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from cutekernels.kernels.cute.gemm.warpgroup_gemm import Part, Shared, Walk, WarpgroupGemm
 from cutekernels.kernels.cute.parts.boxes import FIRST_BARRIER, BoxOperands
 from cutekernels.kernels.cute.parts.epilogue import EpilogueOperands
 from cutekernels.kernels.cute.parts.pipeline import Position
 from cutekernels.kernels.cute.parts.tile_share import VECTOR, TileOwner, add_vectors, leave_vectors
 from cutekernels.kernels.cute.parts.warp_groups import GROUP
+from cutekernels.kernels.cute.products.warpgroup import Part, Shared, Walk, WarpgroupGemm
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,7 @@ from cutekernels.kernels.cute.parts.tile_share import (
     leave,
 )
 from cutekernels.kernels.cute.parts.warp_groups import GROUP, ROWS, TmaTensor, WarpGroupBody, wgmma
-from cutekernels.kernels.cute.quantized.values import Consumer, Extents, Segment, Shared, Weight
+from cutekernels.kernels.cute.products.values import Consumer, Extents, Segment, Shared, Weight
 
 TILE = 64  # rows, and elements of K, of a packed tile
 BLOCKS = TILE // 16  # k-blocks of a packed tile

@@ -27,10 +27,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.memory import SmemAllocator
 
-from cutekernels.kernels.cute.gemm.multistage_gemm import MultistageGemm, Operands, Output
 from cutekernels.kernels.cute.parts.epilogue import EpilogueOperands
 from cutekernels.kernels.cute.parts.schedule import Tile
 from cutekernels.kernels.cute.parts.smem import ALIGNMENT
+from cutekernels.kernels.cute.products.multistage import MultistageGemm, Operands, Output
 
 WARP = 32
 

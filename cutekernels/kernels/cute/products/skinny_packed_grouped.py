@@ -27,7 +27,7 @@ from cutekernels.kernels.cute.parts.dependent import pdl_wait
 from cutekernels.kernels.cute.parts.schedule import Raster
 from cutekernels.kernels.cute.parts.tile_share import TileOwner
 from cutekernels.kernels.cute.parts.walk import GroupWalk
-from cutekernels.kernels.cute.quantized.skinny_packed import TILE, Extents, Operands, SkinnyPacked, Unit
+from cutekernels.kernels.cute.products.skinny_packed import TILE, Extents, Operands, SkinnyPacked, Unit
 
 WARP = 32
 

@@ -48,7 +48,6 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from cutlass.memory import SmemAllocator
 
-from cutekernels.kernels.cute.gemm.multistage_gemm import columns_first, rows_first
 from cutekernels.kernels.cute.parts.dependent import pdl_launch, pdl_wait
 from cutekernels.kernels.cute.parts.epilogue import Epilogue, EpilogueOperands, FragmentCoordinates
 from cutekernels.kernels.cute.parts.load import OperandLoad, TileCopies
@@ -57,6 +56,7 @@ from cutekernels.kernels.cute.parts.norm import GammaCopies, TokenNorm
 from cutekernels.kernels.cute.parts.prefetch import prefetch_bulk
 from cutekernels.kernels.cute.parts.smem import ALIGNMENT, SkinnySmem
 from cutekernels.kernels.cute.parts.tile_share import LastArrival, Others, Ticket, WarpSums, Workspace, add_up, leave
+from cutekernels.kernels.cute.products.multistage import columns_first, rows_first
 
 
 @dataclass(frozen=True)

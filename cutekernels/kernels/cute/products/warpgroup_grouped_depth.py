@@ -1,6 +1,6 @@
 """Weight gradients of grouped products, warpgroup schedule: ``out[e] = a[rows of e].T @ b[rows of e]``.
 
-Roles, barriers and the order of steps are :class:`WarpgroupGemm`'s (``gemm/warpgroup_gemm.py``): one producer warp,
+Roles, barriers and the order of steps are :class:`WarpgroupGemm`'s (``warpgroup.py``): one producer warp,
 consumer warp groups, cooperative or in ping-pong, over the tiles of every expert's matrix, one after the other. Both
 operands lie along their rows, and a tile is as deep as its expert has rows, so each tile has its own number of k-tiles;
 an expert without rows gets zeros. Producer and consumers read the ends for themselves (``span``): offsets that change
@@ -27,7 +27,6 @@ from cutlass import Float32, Int16, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
-from cutekernels.kernels.cute.gemm.warpgroup_gemm import Consumer, Operand, Shared, Walk, WarpgroupGemm
 from cutekernels.kernels.cute.parts.boxes import FIRST_BARRIER, BoxOperands
 from cutekernels.kernels.cute.parts.dependent import pdl_launch
 from cutekernels.kernels.cute.parts.fragments import swizzled
@@ -35,6 +34,7 @@ from cutekernels.kernels.cute.parts.heads import WIDEST, shared_vector
 from cutekernels.kernels.cute.parts.pipeline import Position
 from cutekernels.kernels.cute.parts.smem import ALIGNMENT
 from cutekernels.kernels.cute.parts.warp_groups import GROUP, TmaTensor
+from cutekernels.kernels.cute.products.warpgroup import Consumer, Operand, Shared, Walk, WarpgroupGemm
 
 STEP = 16  # rows of both operands that an MMA multiplies
 

@@ -1,7 +1,7 @@
 """Products of many tokens with packed experts, warpgroup schedule: a product for the rows of each group.
 
 Roles, pipeline and mainloops are :class:`WarpgroupPacked`'s, over tiles that the device finds, as ``grouped_gemm`` has
-them (``moe/warpgroup_grouped.py``):
+them (``warpgroup_grouped.py``):
     Producer warp: finds the CTA's next tile among the groups' ends (``parts/walk.py``), passes it on through a ring in
         shared memory, then issues its loads.
     Consumer warp groups: take tiles from the ring, multiply, and store what belongs to the group (``GroupBoxes``).
@@ -37,8 +37,8 @@ from cutekernels.kernels.cute.parts.schedule import RingTile, TileRing
 from cutekernels.kernels.cute.parts.smem import ALIGNMENT, WarpgroupPackedSmem, WarpgroupSmem
 from cutekernels.kernels.cute.parts.walk import GroupWalk
 from cutekernels.kernels.cute.parts.warp_groups import GROUP, ROWS, TmaTensor
-from cutekernels.kernels.cute.quantized.values import Consumer, Extents, Segment, Shared, Weight
-from cutekernels.kernels.cute.quantized.warpgroup_packed import TILE, WarpgroupPacked
+from cutekernels.kernels.cute.products.values import Consumer, Extents, Segment, Shared, Weight
+from cutekernels.kernels.cute.products.warpgroup_packed import TILE, WarpgroupPacked
 
 TAKEN, LEFT = FIRST_BARRIER + 2, FIRST_BARRIER + 3  # named barriers, behind those of two groups
 
