@@ -31,6 +31,12 @@ class Share:
     depth: Int32 | None = None  # rows of it, which no k-tile need divide
     end: Int32 | None = None  # of the tile's group of rows
     number: Int32 | None = None  # of the share
+    stop: Int32 | None = None  # behind the last k-tile, where it is known before the count
+
+    @property
+    def behind(self) -> Int32:
+        """The k-tile behind the last."""
+        return self.begin + self.count if self.stop is None else self.stop
 
 
 class TileSource:
@@ -142,12 +148,12 @@ class GroupRing(TileSource):
     clusters: tuple[int, int]  # CTAs along tokens, and along out's columns
     shifted: bool  # the last columns' tiles begin early too
     swapped: bool  # out's columns are the rows of a tile
-    block: Int32  # this CTA
     cluster: int  # CTAs
     tiles_o: Int32  # of clusters, along out's columns
     k_tiles: Int32
     rows: Int32 | None = None  # of out
     columns: Int32 | None = None
+    blocks: Int32 | None = None  # of the grid
     rank: Int32 | None = None  # of this CTA in its cluster
     first: Int32 | None = None
     step: Int32 | None = None
@@ -159,9 +165,13 @@ class GroupRing(TileSource):
     @cute.jit
     def located(self) -> "GroupRing":
         """With what the producer alone needs: out's size, the cluster's first tile, and how far apart its tiles are."""
-        rows, columns = self.given.mD.shape
-        blocks, _, _ = cute.arch.grid_dim()
-        rank, first, step = self.block % self.cluster, self.block // self.cluster, blocks // self.cluster
+        (rows, columns), blocks = (self.rows, self.columns), self.blocks
+        if rows is None:
+            rows, columns = self.given.mD.shape
+        block, _, _ = cute.arch.block_idx()
+        if blocks is None:
+            blocks, _, _ = cute.arch.grid_dim()
+        rank, first, step = block % self.cluster, block // self.cluster, blocks // self.cluster
         return replace(self, rows=rows, columns=columns, rank=rank, first=first, step=step)
 
     @cute.jit

@@ -49,10 +49,14 @@ class WarpSpecialized(WarpGroupBody):
                 if const_expr(self.dependent):
                     # The next kernel's set-up runs behind our last products.
                     pdl_launch()
+            self.end_producer()
         else:
             # -- consumers
             cute.arch.setmaxregister_increase(self.registers[1])
             self.consume(source, cta, tid, group)
+
+    def end_producer(self):
+        """What the producer's group owes others at its end."""
 
     @cute.jit
     def produce(self, source: Any, cta: Any):
@@ -129,6 +133,7 @@ class WarpSpecialized(WarpGroupBody):
         if share.owner:
             # C's first boxes and the bias, for the one who stores.
             self.results.load_inputs(buffers, own, share.corner, corner, progress.boxes_used)
+        ahead = self.read_ahead(consumer, corner)
         order_phase = progress.order_phase
         if const_expr(self.pingpong):
             # Wait until the other group has issued all products of its share. The first group's first wait passes.
@@ -140,7 +145,7 @@ class WarpSpecialized(WarpGroupBody):
         behind = Progress(order_phase, at, progress.boxes_used)
         if const_expr(self.pingpong):
             behind = self.pass_over(source, source.following(number), behind)
-        return self.store(source, consumer, buffers, own, share, corner, behind)
+        return self.store(source, consumer, (buffers, own, corner), share, ahead, behind)
 
     @cute.jit
     def pass_over(self, source: Any, number: Int32, progress: Progress) -> Progress:
@@ -148,18 +153,22 @@ class WarpSpecialized(WarpGroupBody):
         at = self.pipeline.after(progress.at, source.passed(number))
         return Progress(progress.order_phase, at, progress.boxes_used)
 
+    def read_ahead(self, consumer: Any, corner: Corner) -> Any:
+        """What :meth:`store` needs and is to be on its way while products run."""
+        return None
+
     @cute.jit
     def store(
         self,
         source: Any,
         consumer: Any,
-        buffers: BoxBuffers,
-        outputs: BoxOperands,
+        target: tuple[BoxBuffers, BoxOperands, Corner],
         share: Share,
-        corner: Corner,
+        ahead: Any,
         progress: Progress,
     ) -> Progress:
         """The end of a share: its results, or what its tile's owner needs of it."""
+        buffers, outputs, corner = target
         boxes_used = progress.boxes_used
         if self.gather(source, consumer, share):
             self.results.store_tile(buffers, outputs, consumer.acc, corner, boxes_used)

@@ -83,7 +83,6 @@ class GroupedBody(WarpgroupGemm):
             clusters=self.clusters,
             shifted=True,
             swapped=self.swap_ab,
-            block=cta.block,
             cluster=self.cluster,
             tiles_o=tiles_o,
             k_tiles=k_tiles,

@@ -22,33 +22,30 @@ Refuses (``ops/moe/packed_experts.py``): what ``quantized_linear``'s does; a gat
 """
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
-from cutlass.memory import SmemAllocator
+from cutlass import Boolean, Float32, Int32, const_expr
 
-from cutekernels.kernels.cute.parts.boxes import FIRST_BARRIER, BoxOperands, Corner
-from cutekernels.kernels.cute.parts.dependent import pdl_launch, pdl_wait
+from cutekernels.kernels.cute.parts.boxes import FIRST_BARRIER, BoxBuffers, BoxOperands, Corner
 from cutekernels.kernels.cute.parts.epilogue import Epilogue, EpilogueOperands
-from cutekernels.kernels.cute.parts.pipeline import Position
-from cutekernels.kernels.cute.parts.schedule import RingTile, TileRing
-from cutekernels.kernels.cute.parts.smem import ALIGNMENT, WarpgroupPackedSmem, WarpgroupSmem
+from cutekernels.kernels.cute.parts.schedule import TileRing
+from cutekernels.kernels.cute.parts.smem import WarpgroupPackedSmem, WarpgroupSmem
+from cutekernels.kernels.cute.parts.tile_source import GroupRing, GroupTensors, Share, TileSource
 from cutekernels.kernels.cute.parts.walk import GroupWalk
 from cutekernels.kernels.cute.parts.warp_groups import GROUP, ROWS, TmaTensor
-from cutekernels.kernels.cute.products.values import Consumer, Extents, Segment, Shared, Weight
-from cutekernels.kernels.cute.products.warpgroup_packed import TILE, WarpgroupPacked
+from cutekernels.kernels.cute.products.warpgroup_packed import (
+    TILE,
+    Consumer,
+    Extents,
+    Shared,
+    WarpgroupPacked,
+    Weight,
+)
 
 TAKEN, LEFT = FIRST_BARRIER + 2, FIRST_BARRIER + 3  # named barriers, behind those of two groups
-
-
-@dataclass(frozen=True)
-class GroupSegment(Segment):
-    """A tile of a group's rows, with all of K. ``corner`` counts columns of out, and tokens."""
-
-    expert: Int32
-    last: Int32  # behind the group's last token
 
 
 @dataclass(frozen=True)
@@ -76,6 +73,7 @@ class WarpgroupPackedGrouped(WarpgroupPacked):
 
     gate: Epilogue | None = None  # of gates and what they multiply
     clamped: bool = False  # it is gpt-oss's
+    source: ClassVar[type[TileSource]] = GroupRing
 
     @property
     def gated(self) -> bool:
@@ -123,164 +121,80 @@ class WarpgroupPackedGrouped(WarpgroupPacked):
         outputs = BoxOperands(out.tma, out.coordinates, None, None, mBias, factor, Float32(0.0), mD, None)
         clamp = (alpha, limit) if const_expr(self.clamped) else None
         tiled_mma = self.mma(mX.element_type)
-        self.kernel(tokens, outputs, Weight(mW, mS, mZ, mF), mEnds, clamp, tiled_mma, layout).launch(
-            grid=[ctas, 1, 1],
-            block=[self.threads, 1, 1],
-            min_blocks_per_mp=1,
-            preferred_smem_carveout=100,  # percent
-            use_pdl=self.dependent,
-            stream=stream,
-        )
+        self.start((tokens, outputs, Weight(mW, mS, mZ, mF), (mEnds, clamp), tiled_mma, layout, None), ctas, stream)
 
-    @cute.kernel
-    def kernel(
-        self,
-        tokens: TmaTensor,  # (T, K)
-        outputs: BoxOperands,
-        weight: Weight,
-        mEnds: cute.Tensor,
-        clamp: tuple[Float32, Float32] | None,
-        tiled_mma: cute.TiledMma,
-        layout: cute.ComposedLayout,
-    ):
-        ctas, _, _ = cute.arch.grid_dim()
-        tid, group, warp = self.role()
-        producer = const_expr(self.groups)  # the warp group that loads
-        # -- setup
-        storage = SmemAllocator().allocate(self.smem.total_bytes, byte_alignment=ALIGNMENT)
-        shared = self.allocate(storage, layout)
-        ring = cute.recast_ptr(storage + self.smem.ring_at, dtype=Int64)
-        if warp == 4 * producer:
-            with cute.arch.elect_one():
-                self.ring.init(ring)
-        self.initialize(warp, (tokens.tma, outputs.tma_d), lambda: self.pipeline.init(shared.full, shared.empty))
-        # Nobody touches the barriers before they are initialized.
-        cute.arch.sync_threads()
+    @cute.jit
+    def shares(
+        self, shared: Shared, tokens: TmaTensor, outputs: BoxOperands, extra: tuple, place: tuple
+    ) -> tuple[Extents, GroupRing]:
         (m, k), n = tokens.coordinates.shape, cute.size(outputs.tD, mode=[0])
         tiles_n = cute.ceil_div(n, self.columns)
-        of = Extents(n, m, k, cute.ceil_div(k, self.tile_k), tiles_n, Int32(0), ctas, Int32(0), Int32(0))
-        if const_expr(self.dependent):
-            pdl_wait()
-        if group == producer:
-            cute.arch.setmaxregister_decrease(self.registers[0])
-            if warp == 4 * producer:
-                self.find_and_load(tokens, weight, shared, of, mEnds, ring)
-                if const_expr(self.dependent):
-                    pdl_launch()
-        else:
-            cute.arch.setmaxregister_increase(self.registers[1])
-            self.consume(tid, group, weight, shared, of, ring, outputs, (clamp, tiled_mma))
+        of = Extents(n, m, k, cute.ceil_div(k, self.tile_k), tiles_n, Int32(0), place[1], Int32(0), Int32(0))
+        ring = GroupRing(
+            walk=self.group_walk,
+            ring=self.ring,
+            at=shared.ring,
+            given=GroupTensors(outputs.mOut, extra[0], outputs.mBias),
+            tile=(self.tile_n, self.columns),
+            clusters=(1, 1),
+            shifted=False,
+            swapped=True,
+            cluster=1,
+            tiles_o=tiles_n,
+            k_tiles=of.k_tiles,
+            rows=m,
+            blocks=place[1],
+        )
+        return of, ring
 
     # ---- rows of the weight
 
-    def first_row(self, of: Extents, segment: GroupSegment, group: int | Int32) -> Int32:
+    def first_row(self, of: Extents, corner: Corner, group: int | Int32) -> Int32:
         rows = of.n * (2 if self.gated else 1)
-        return segment.expert * rows + segment.corner.row + group * (of.n if self.gated else ROWS)
+        return corner.layer * rows + corner.row + group * (of.n if self.gated else ROWS)
 
-    def present(self, of: Extents, segment: GroupSegment) -> Int32:
+    def present(self, of: Extents, corner: Corner) -> Int32:
         if self.gated:
             return Int32(2)
-        return cutlass.min((of.n - segment.corner.row) // TILE, Int32(self.groups))
+        return cutlass.min((of.n - corner.row) // TILE, Int32(self.groups))
 
     def all_rows(self, weight: Weight, of: Extents, unit: int) -> Int32:
         return cute.size(weight.mW, mode=[0]) * TILE // unit
 
-    # ---- producer
-
-    @cute.jit
-    def find_and_load(
-        self,
-        tokens: TmaTensor,
-        weight: Weight,
-        shared: Shared,
-        of: Extents,
-        mEnds: cute.Tensor,
-        ring: cute.Pointer,
-    ):
-        """The producer warp's work: finds the CTA's tiles, passes them on, loads them."""
-        tile, _, _ = cute.arch.block_idx()
-        # The walk's chunk of groups lies in the warp's registers: each lane has the ends of four.
-        rHigh = cute.make_rmem_tensor(4, Int32)
-        lead = cutlass.min(cutlass.max(mEnds[0], Int32(0)), of.m)
-        state = self.group_walk.start(mEnds, of.m, rHigh, lead)
-        entry, at, expert = Int32(0), Position(Int32(0), Int32(1)), Int32(0)
-        while expert >= 0:
-            state, found = self.group_walk.find(mEnds, of.m, rHigh, state, tile, of.tiles_n)
-            expert = found.group
-            if expert >= 0:
-                # A group's last tile begins early, where it has so many rows.
-                first = found.begin + found.m * self.tile_n
-                token = cutlass.max(cutlass.min(first, found.end - self.tile_n), found.begin)
-                column = found.n * self.columns
-                self.ring.publish(ring, entry, RingTile(token, column, expert, found.end))
-                corner = Corner(column, token, Int32(0))
-                segment = GroupSegment(tile, corner, Int32(0), of.k_tiles, expert, found.end)
-                at = self.produce(tokens, weight, shared, of, segment, at)
-                entry, tile = entry + 1, tile + of.ctas
-        # No more tiles.
-        self.ring.publish(ring, entry, RingTile(lead, state.top, Int32(-1), Int32(0)))
-
     # ---- consumers
 
     @cute.jit
-    def consume(
-        self,
-        tid: Int32,
-        group: Int32,
-        weight: Weight,
-        shared: Shared,
-        of: Extents,
-        ring: cute.Pointer,
-        outputs: BoxOperands,
-        rest: tuple,  # alpha and limit of a clamped gate or None; the MMA
-    ):
-        """A consumer group's tiles, one after the other, then its share of the rows of no group."""
-        clamp, tiled_mma = rest
-        consumer = self.consumer(tid, group, shared, tiled_mma, of.share)
-        buffers = self.buffers(consumer, shared)
+    def buffers(self, consumer: Consumer) -> BoxBuffers:
+        buffers = WarpgroupPacked.buffers(self, consumer)
         if const_expr(self.gated):  # noqa: SIM102  known when compiled
-            if group == 0:
+            if consumer.group == 0:
                 # Nobody's accumulators lie in shared memory yet: the second group may leave its own.
                 cute.arch.barrier_arrive(barrier_id=TAKEN, number_of_threads=2 * GROUP)
-        at, boxes_used, entry = Position(Int32(0), Int32(0)), Int32(0), Int32(0)
-        # -- tile after tile, until an entry says that there is none
-        tile = self.ring.receive(ring, entry)
-        while tile.group >= 0:
-            corner = Corner(tile.column, tile.row, Int32(0))
-            segment = GroupSegment(entry, corner, Int32(0), of.k_tiles, tile.group, tile.end)
-            own = replace(outputs, end=tile.end)
-            if const_expr(self.results.biased):
-                own = replace(own, mBias=outputs.mBias[tile.group, None])
-            of_group = self.results.corner(buffers, corner)
-            self.results.load_inputs(buffers, own, corner, of_group, boxes_used)
-            consumer.acc.fill(0.0)
-            at = self.multiply(consumer, weight, shared, of, segment, at)
-            if const_expr(self.by_rows):
-                first = self.first_row(of, segment, consumer.group)
-                self.scale_by(consumer, self.row_factors(consumer, weight, of, first))
-            if const_expr(self.gated):
-                self.meet(consumer, of, segment, shared, outputs.mBias, clamp)
-            # Gated, the first group has all results.
-            if const_expr(not self.gated) or group == 0:
-                self.results.store_tile(buffers, own, consumer.acc, of_group, boxes_used)
-                boxes_used = boxes_used + self.results.count
-            entry = entry + 1
-            tile = self.ring.receive(ring, entry)
-        # -- rows of no group, of which every CTA has a share
-        self.results.drain(consumer.thread)
-        self.blank(tid, outputs.mOut, tile.row, tile.column)
+        return buffers
+
+    def read_ahead(self, consumer: Consumer, corner: Corner) -> None:
+        """Nothing: registers are few while products run."""
 
     @cute.jit
-    def meet(
-        self,
-        consumer: Consumer,
-        of: Extents,
-        segment: GroupSegment,
-        shared: Shared,
-        mBias: cute.Tensor | None,
-        clamp: tuple[Float32, Float32] | None,
-    ):
+    def gather(self, source: GroupRing, consumer: Consumer, share: Share) -> bool | Boolean:
+        if const_expr(self.by_rows):
+            first = self.first_row(consumer.cta.of, share.corner, consumer.group)
+            self.scale_by(consumer, self.row_factors(consumer, first))
+        if const_expr(not self.gated):
+            return True
+        self.meet(consumer, share)
+        # The first group has all results.
+        return consumer.group == 0
+
+    @cute.jit
+    def meet(self, consumer: Consumer, share: Share):
         """Gates and what they multiply: the first group's ``acc`` are then results."""
+        of, shared, mBias, clamp = (
+            consumer.cta.of,
+            consumer.cta.shared,
+            consumer.cta.outputs.mBias,
+            consumer.cta.extra[1],
+        )
         count = const_expr(cute.size(consumer.acc))
         left = cute.make_tensor(
             cute.recast_ptr(shared.storage + self.smem.exchange_at, dtype=Float32),
@@ -298,10 +212,10 @@ class WarpgroupPackedGrouped(WarpgroupPacked):
             biases = cute.make_rmem_tensor((2, 2), Float32)
             bias = None
             if const_expr(mBias is not None):
-                bias = mBias[segment.expert, None]
+                bias = mBias[share.corner.layer, None]
                 for half in cutlass.range_constexpr(2):
                     for r in cutlass.range_constexpr(2):
-                        row = segment.corner.row + half * of.n + self.own_row(consumer) + 8 * r
+                        row = share.corner.row + half * of.n + self.own_row(consumer) + 8 * r
                         biases[r, half] = bias[row].to(Float32)
             factor = Float32(self.weights.undone) if const_expr(self.scaled == "weights") else None
             operands = EpilogueOperands(mBias=bias, alpha=factor, clamp=clamp)
