@@ -153,7 +153,8 @@ class GroupRing(TileSource):
     k_tiles: Int32
     rows: Int32 | None = None  # of out
     columns: Int32 | None = None
-    blocks: Int32 | None = None  # of the grid
+    block: Int32 | None = None  # this CTA; None: read where the producer begins, as is the grid's size
+    blocks: Int32 | None = None
     rank: Int32 | None = None  # of this CTA in its cluster
     first: Int32 | None = None
     step: Int32 | None = None
@@ -165,12 +166,9 @@ class GroupRing(TileSource):
     @cute.jit
     def located(self) -> "GroupRing":
         """With what the producer alone needs: out's size, the cluster's first tile, and how far apart its tiles are."""
-        (rows, columns), blocks = (self.rows, self.columns), self.blocks
-        if rows is None:
-            rows, columns = self.given.mD.shape
-        block, _, _ = cute.arch.block_idx()
-        if blocks is None:
-            blocks, _, _ = cute.arch.grid_dim()
+        rows, columns = self.given.mD.shape if self.rows is None else (self.rows, self.columns)
+        block = cute.arch.block_idx()[0] if self.block is None else self.block
+        blocks = cute.arch.grid_dim()[0] if self.blocks is None else self.blocks
         rank, first, step = block % self.cluster, block // self.cluster, blocks // self.cluster
         return replace(self, rows=rows, columns=columns, rank=rank, first=first, step=step)
 

@@ -8,6 +8,7 @@ One share, consumer: ``begin``, ``multiply``, ``store``. In ping-pong two groups
 from dataclasses import dataclass
 from typing import Any
 
+import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr
@@ -15,7 +16,7 @@ from cutlass import Boolean, Int32, const_expr
 from cutekernels.kernels.cute.parts.boxes import BoxBuffers, BoxOperands, Corner, ResultBoxes
 from cutekernels.kernels.cute.parts.dependent import pdl_launch
 from cutekernels.kernels.cute.parts.pipeline import Position, StagePipeline
-from cutekernels.kernels.cute.parts.tile_source import Share
+from cutekernels.kernels.cute.parts.tile_source import Share, TileSource
 from cutekernels.kernels.cute.parts.warp_groups import WarpGroupBody
 
 
@@ -31,10 +32,35 @@ class Progress:
 class WarpSpecialized(WarpGroupBody):
     """The common part of the bodies; ``cta`` is what they hand to their roles, ``consumer`` a group's state."""
 
+    source: type[TileSource]
     pingpong: bool
+    cluster_shape: list[int] | None
+    ctas_per_sm: int
     dependent: bool
     results: ResultBoxes
     pipeline: StagePipeline
+
+    @cute.jit
+    def start(self, arguments: tuple, ctas: Int32, stream: cuda.CUstream):
+        """Launches the kernel."""
+        self.kernel(*arguments).launch(
+            grid=[ctas, 1, 1],
+            block=[self.threads, 1, 1],
+            cluster=self.cluster_shape,
+            min_blocks_per_mp=self.ctas_per_sm,
+            preferred_smem_carveout=100,  # percent
+            use_pdl=self.dependent,
+            stream=stream,
+        )
+
+    @cute.jit
+    def init_shared(self, warp: Int32, tmas: tuple[cute.CopyAtom, ...], shared: Any):
+        """Initializes the mbarriers of ``shared``; the caller's barrier is behind it, before anybody touches them."""
+        if const_expr(not self.source.counted):  # noqa: SIM102  known when compiled
+            if warp == 4 * self.groups:
+                with cute.arch.elect_one():
+                    self.ring.init(shared.ring)
+        self.initialize(warp, tmas, lambda: self.init_barriers(shared))
 
     @cute.jit
     def divide(self, source: Any, cta: Any, role: tuple[Int32, Int32, Int32]):

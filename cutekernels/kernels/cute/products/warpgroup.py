@@ -44,7 +44,7 @@ Source:
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -175,6 +175,7 @@ class WarpgroupGemm(WarpSpecialized):
     resident: int  # most CTAs in the grid
     dependent: bool  # launched under programmatic dependent launch
     source: type[TileSource] = TileWalk
+    ctas_per_sm: ClassVar[int] = 1
 
     @property
     def sharing(self) -> int:
@@ -189,6 +190,10 @@ class WarpgroupGemm(WarpSpecialized):
     @property
     def cluster(self) -> int:
         return self.cluster_m * self.cluster_n
+
+    @property
+    def cluster_shape(self) -> list[int]:
+        return [self.cluster, 1, 1]
 
     @property
     def shifted(self) -> bool:
@@ -299,19 +304,6 @@ class WarpgroupGemm(WarpSpecialized):
         """Tiles of clusters along M and N of out (M, N[, L])."""
         tiles_m = cute.ceil_div(cute.size(mD, mode=[0]), self.tile_m * self.cluster_m)
         return tiles_m, cute.ceil_div(cute.size(mD, mode=[1]), self.results.columns * self.cluster_n)
-
-    @cute.jit
-    def start(self, arguments: tuple, blocks: Int32, stream: cuda.CUstream):
-        """Launches the kernel."""
-        self.kernel(*arguments).launch(
-            grid=[blocks, 1, 1],
-            block=[self.threads, 1, 1],
-            cluster=[self.cluster, 1, 1],
-            min_blocks_per_mp=1,
-            preferred_smem_carveout=100,  # percent
-            use_pdl=self.dependent,
-            stream=stream,
-        )
 
     @cute.jit
     def ctas(self, tiles: Int32) -> Int32:
@@ -435,11 +427,7 @@ class WarpgroupGemm(WarpSpecialized):
             order=c_full + self.groups * self.smem.boxes,
             ring=cute.recast_ptr(storage + self.smem.ring_at, dtype=Int64),
         )
-        if const_expr(not self.source.counted):  # noqa: SIM102  known when compiled
-            if warp == 4 * self.groups:
-                with cute.arch.elect_one():
-                    self.ring.init(shared.ring)
-        self.initialize(warp, tmas, lambda: self.init_barriers(shared))
+        self.init_shared(warp, tmas, shared)
         # Nobody touches barriers before they are initialized: neither this CTA's threads nor the other's multicasts.
         if const_expr(self.cluster > 1):
             cute.arch.cluster_arrive_relaxed()

@@ -86,6 +86,7 @@ class GroupedBody(WarpgroupGemm):
             cluster=self.cluster,
             tiles_o=tiles_o,
             k_tiles=k_tiles,
+            block=cta.block,
         )
 
 

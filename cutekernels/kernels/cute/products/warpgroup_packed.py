@@ -198,6 +198,10 @@ class WarpgroupPacked(WarpSpecialized):
         return (40, 216) if self.ctas_per_sm > 1 else self.REGISTERS[self.groups]
 
     @property
+    def cluster_shape(self) -> list[int] | None:
+        return [self.cluster, 1, 1] if self.cluster > 1 else None
+
+    @property
     def sums(self) -> ClusterSums:
         return ClusterSums(self.cluster, self.owners, GROUP, self.tile_n // 2)
 
@@ -267,19 +271,6 @@ class WarpgroupPacked(WarpSpecialized):
         )
 
     @cute.jit
-    def start(self, arguments: tuple, ctas: Int32, stream: cuda.CUstream):
-        """Launches the kernel."""
-        self.kernel(*arguments).launch(
-            grid=[ctas, 1, 1],
-            block=[self.threads, 1, 1],
-            cluster=[self.cluster, 1, 1] if const_expr(self.cluster > 1) else None,
-            min_blocks_per_mp=self.ctas_per_sm,
-            preferred_smem_carveout=100,  # percent
-            use_pdl=self.dependent,
-            stream=stream,
-        )
-
-    @cute.jit
     def tma_of(self, mX: cute.Tensor, mD: cute.Tensor) -> tuple[TmaTensor, TmaTensor, cute.ComposedLayout]:
         """TMA copies of tokens (M, K) and of out as (N, M), and the layout of the tokens' stages."""
         layout = self.layout(mX.element_type)
@@ -323,11 +314,7 @@ class WarpgroupPacked(WarpSpecialized):
         at_x = cute.recast_ptr(storage, layout.inner, self.results.dtype)
         ring = cute.recast_ptr(storage + self.smem.ring_at, dtype=Int64)
         shared = Shared(storage, cute.make_tensor(at_x, layout.outer), full, full + self.stages, ring)
-        if const_expr(not self.source.counted):  # noqa: SIM102  known when compiled
-            if warp == 4 * self.groups:
-                with cute.arch.elect_one():
-                    self.ring.init(ring)
-        self.initialize(warp, tmas, lambda: self.init_barriers(shared))
+        self.init_shared(warp, tmas, shared)
         # Nobody touches the barriers before they are initialized.
         cute.arch.sync_threads()
         if const_expr(self.cluster > 1):
