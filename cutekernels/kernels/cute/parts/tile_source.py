@@ -135,9 +135,13 @@ class GroupTensors:
 
 @dataclass(frozen=True)
 class GroupRing(TileSource):
-    """Tiles of groups of rows, which the producer's warp finds among the groups' ends and leaves in a ring.
+    """Tiles of groups of rows, which the producer's warp finds among the groups' ends (``walk.py``) and puts in a ring
+    (``schedule.py``). The grid's clusters take tiles in turn; one at a group's end begins early, where the group has so
+    many rows. Behind the last tile consumers write zeros to the rows of no group, which the last entry names.
 
-    A tile at a group's end begins early, where the group has so many rows. The grid's clusters take tiles in turn.
+    full[place]: 1 arrival, the producer's; the consumers wait. empty[place]: 1 arrival of each warp that reads it, 4
+    times the groups that share a tile; the producer waits. In ping-pong a group reads every second entry, and each
+    has a last one.
     """
 
     walk: GroupWalk

@@ -1,30 +1,26 @@
-"""Grouped GEMM, warpgroup schedule: a product for each group of rows by TMA and warpgroup MMA.
+"""Grouped GEMM, warpgroup schedule: a product for each group of rows, or one as deep as each group has rows.
 
-Roles, pipeline and steps are :class:`WarpgroupGemm`'s (``warpgroup.py``), over tiles that the device finds:
-    Producer warp: finds the CTA's next tile among the groups' ends (``parts/walk.py``), passes it on through a ring in
-        shared memory, then issues its loads.
-    Consumer warp groups: take tiles from the ring, in ping-pong every second entry; multiply; store what belongs to the
-        group (``GroupBoxes``). Behind the last tile they write zeros to the rows of no group.
+Roles, barriers and steps are :class:`WarpgroupGemm`'s (``warpgroup.py``); the sources are others (``tile_source.py``).
 
-Ring (``parts/schedule.py``): ``PLACES`` places ahead. full[place]: 1 arrival, the producer's; the consumers wait.
-    empty[place]: 1 arrival of each warp that reads it, 4 times the groups that share a tile; the producer waits. The
-    last entry (the last two in ping-pong, one for each group) says that there is none, and which rows have no group.
-
-One tile, producer: find; publish; for each k-tile wait empty[stage], announce, load both operands.
-One tile, consumer: receive; the bias; (ping-pong: wait for order;) mainloop; boxes.
-
-Order and ends:
-    Tiles run group by group, so that CTAs at work share an expert's weights in the L2. An expert is a coordinate of the
-    weights' TMA. The tile at a group's end begins early, where the group has so many rows; else it reads rows of the
-    next group, which spoil only rows of the product that are not stored. Nothing is masked in the mainloop; a ragged K
-    is filled with zeros by the TMA.
+:class:`WarpgroupGrouped`, over tiles that the device finds (:class:`GroupRing`). Tiles run group by group, so that CTAs
+at work share an expert's weights in the L2. An expert is a coordinate of the weights' TMA. The tile at a group's end
+reads rows of the next group where the group is short: they spoil only rows that are not stored (``GroupBoxes``).
 ``swap_ab`` puts weight rows on the MMA's side of 64, and tokens on that of 16 to 256.
 
-Refuses (``ops/moe/grouped_schedules.py``): what ``gemm``'s does; a gate with a bias or a weight that is not K-major.
+:class:`WarpgroupGroupedDepth`, ``out[e] = a[rows of e].T @ b[rows of e]``: weight gradients (:class:`DepthWalk`). Both
+operands lie along their rows, and an expert without rows gets zeros. Producer and consumers read the ends for
+themselves: offsets that change while the kernel runs may hang it.
+    Loads begin at the expert's first row, wherever that is, so an expert's *last* k-tile is the ragged one, and reaches
+    into the next expert's rows. ``multiply`` treats it apart, behind the whole k-tiles: of its steps of 16 rows the one
+    that is partly the expert's own is zeroed in shared memory behind the expert's end, by each group that reads it, in
+    both operands (a NaN stays with its expert), and later steps are not multiplied.
+
+Refuses (``ops/moe/grouped_schedules.py``): what ``gemm``'s does; a gate with a bias or a weight that is not K-major;
+along the depth matrices of fewer than 32 rows or columns.
 
 Source:
-    CUTLASS's grouped GEMM finds tiles by a warp that scans the problems' sizes; here sizes are prefix sums already and
-    no descriptor is written on the device.
+    CUTLASS's grouped GEMM finds tiles by a warp that scans the problems' sizes, and writes descriptors on the device;
+    here sizes are prefix sums already and one descriptor serves all.
 """
 
 from dataclasses import dataclass, replace
@@ -38,7 +34,7 @@ from cutlass.cute.nvgpu import cpasync
 from cutekernels.kernels.cute.parts.boxes import BoxOperands
 from cutekernels.kernels.cute.parts.schedule import TileRing
 from cutekernels.kernels.cute.parts.smem import WarpgroupSmem
-from cutekernels.kernels.cute.parts.tile_source import GroupRing, GroupTensors
+from cutekernels.kernels.cute.parts.tile_source import DepthWalk, GroupRing, GroupTensors
 from cutekernels.kernels.cute.parts.walk import GroupWalk
 from cutekernels.kernels.cute.products.warpgroup import Cta, Side, WarpgroupGemm
 
@@ -124,3 +120,45 @@ class WarpgroupGrouped:
         out = BoxOperands(tma_d, tD, None, None, None, None, None)
         arguments = (tokens, weights, out, GroupTensors(mD, mEnds, mBias), tiled_mma, tiles_o)
         body.start(arguments, cutlass.min(most, Int32(body.resident)), stream)
+
+
+@dataclass(frozen=True)
+class DepthBody(WarpgroupGemm):
+    """The product, of tiles that are as deep as their groups."""
+
+    @cute.jit
+    def shares(self, cta: Cta, groups: cute.Tensor, tiles: tuple[Int32, Int32, Int32]) -> DepthWalk:
+        count = tiles[0] * tiles[1] * tiles[2]
+        walk = replace(WarpgroupGemm.shares(self, cta, None, tiles), count=count)
+        return DepthWalk(**vars(walk), mEnds=groups, depth=cute.size(cta.operands[0].box.coordinates, mode=[1]))
+
+
+@dataclass(frozen=True)
+class WarpgroupGroupedDepth:
+    """``product`` of each group of rows."""
+
+    product: WarpgroupGemm
+
+    @cute.jit
+    def __call__(
+        self,
+        mD: cute.Tensor,  # (G, M, N)
+        mA: cute.Tensor,  # (T, M)
+        mB: cute.Tensor,  # (T, N)
+        mEnds: cute.Tensor,  # (G + 1,)
+        mBias: None,
+        stream: cuda.CUstream,
+    ):
+        body = DepthBody(**vars(self.product))
+        mR = body.prepare(mA if const_expr(not body.swap_ab) else mB, True, True)  # (M, T)
+        mS = body.prepare(mB if const_expr(not body.swap_ab) else mA, True, True)  # (N, T)
+        mD = body.prepare(mD, body.swap_ab, body.results.rows_contiguous)  # (M, N, G)
+        # One descriptor serves all experts: a load moves its coordinates to the expert's first row.
+        rows, columns = body.tma_of(mR, True), body.tma_of(mS, False)
+        tma_d, tD = cpasync.make_tiled_tma_atom(
+            cpasync.CopyBulkTensorTileS2GOp(), mD, body.results.layout(), body.results.shape
+        )
+        tiles = (*body.tiles(mD), mEnds.shape[0] - 1)
+        blocks = cutlass.min(tiles[0] * tiles[1] * tiles[2] * body.cluster, Int32(body.resident))
+        out = BoxOperands(tma_d, tD, None, None, None, None, None)
+        body.start((rows, columns, out, mEnds, body.mma(mA.element_type), tiles), blocks, stream)

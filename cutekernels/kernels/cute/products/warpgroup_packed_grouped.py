@@ -1,14 +1,6 @@
 """Products of many tokens with packed experts, warpgroup schedule: a product for the rows of each group.
 
-Roles, pipeline and mainloops are :class:`WarpgroupPacked`'s, over tiles that the device finds, as ``grouped_gemm`` has
-them (``warpgroup_grouped.py``):
-    Producer warp: finds the CTA's next tile among the groups' ends (``parts/walk.py``), passes it on through a ring in
-        shared memory, then issues its loads.
-    Consumer warp groups: take tiles from the ring, multiply, and store what belongs to the group (``GroupBoxes``).
-        Behind the last tile they write zeros to the rows of no group.
-
-Ring (``parts/schedule.py``): full[place]: 1 arrival, the producer's; the consumers wait. empty[place]: 1 arrival of
-    each consumer warp; the producer waits. The last entry says that there is no tile, and which rows have no group.
+Roles, pipeline and mainloops are :class:`WarpgroupPacked`'s, over tiles that the device finds (:class:`GroupRing`).
 
 Gated, one consumer group has 64 rows of gates, the other the rows of up that belong to them, so that their threads hold
     a pair at the same place. The second leaves its accumulators in shared memory, and goes on to the next tile; the
