@@ -17,7 +17,9 @@ from cutekernels.kernels.cute.parts.boxes import BoxBuffers, BoxOperands, Corner
 from cutekernels.kernels.cute.parts.dependent import pdl_launch
 from cutekernels.kernels.cute.parts.pipeline import Position, StagePipeline
 from cutekernels.kernels.cute.parts.tile_source import Share, TileSource
-from cutekernels.kernels.cute.parts.warp_groups import WarpGroupBody
+from cutekernels.kernels.cute.parts.warp_groups import GROUP, WarpGroupBody
+
+REGISTERS_OF_SM = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,29 @@ class WarpSpecialized(WarpGroupBody):
     dependent: bool
     results: ResultBoxes
     pipeline: StagePipeline
+
+    def __post_init__(self) -> None:
+        """Holds pipelines and arrivals against the roles: where they differ the kernel would hang."""
+        readers = 1 if self.pingpong else self.groups
+        producer, consumer = self.registers
+        held = GROUP * (producer + self.groups * consumer) * self.ctas_per_sm
+        checks = [
+            (self.pingpong and self.groups != 2, f"ping-pong has two consumer groups, not {self.groups}"),
+            (
+                self.pipeline.readers != readers,
+                f"empty[stage] expects {self.pipeline.readers} groups, {readers} read it",
+            ),
+            (self.pipeline.stages < 2, f"{self.pipeline.stages} stage: the producer loads one while another is read"),
+            (held > REGISTERS_OF_SM, f"setmaxnreg gives out {held} registers of an SM's {REGISTERS_OF_SM}"),
+        ]
+        if not self.source.counted:
+            warps = 4 * readers
+            checks += [
+                (self.ring.readers != warps, f"a ring's empty expects {self.ring.readers} warps, {warps} read it")
+            ]
+        for wrong, why in checks:
+            if wrong:
+                raise ValueError(f"{type(self).__name__}: {why}")
 
     @cute.jit
     def start(self, arguments: tuple, ctas: Int32, stream: cuda.CUstream):

@@ -174,7 +174,7 @@ class WarpgroupGemm(WarpSpecialized):
     swap_ab: bool
     resident: int  # most CTAs in the grid
     dependent: bool  # launched under programmatic dependent launch
-    source: type[TileSource] = TileWalk
+    source: ClassVar[type[TileSource]] = TileWalk
     ctas_per_sm: ClassVar[int] = 1
 
     @property

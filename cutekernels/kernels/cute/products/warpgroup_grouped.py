@@ -24,6 +24,7 @@ Source:
 """
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -34,7 +35,7 @@ from cutlass.cute.nvgpu import cpasync
 from cutekernels.kernels.cute.parts.boxes import BoxOperands
 from cutekernels.kernels.cute.parts.schedule import TileRing
 from cutekernels.kernels.cute.parts.smem import WarpgroupSmem
-from cutekernels.kernels.cute.parts.tile_source import DepthWalk, GroupRing, GroupTensors
+from cutekernels.kernels.cute.parts.tile_source import DepthWalk, GroupRing, GroupTensors, TileSource
 from cutekernels.kernels.cute.parts.walk import GroupWalk
 from cutekernels.kernels.cute.products.warpgroup import Cta, Side, WarpgroupGemm
 
@@ -43,7 +44,7 @@ from cutekernels.kernels.cute.products.warpgroup import Cta, Side, WarpgroupGemm
 class GroupedBody(WarpgroupGemm):
     """The product, with a ring as its source."""
 
-    source: type[GroupRing] = GroupRing
+    source: ClassVar[type[TileSource]] = GroupRing
 
     @property
     def tokens(self) -> Side:
@@ -102,7 +103,7 @@ class WarpgroupGrouped:
         mBias: cute.Tensor | None,  # (G, N)
         stream: cuda.CUstream,
     ):
-        body = GroupedBody(**vars(replace(self.product, source=GroupRing)))
+        body = GroupedBody(**vars(self.product))
         swap_ab = const_expr(body.swap_ab)
         mX = body.prepare(mX, False, False)
         mW = body.prepare(mW, False, not (body.rows_k_major if swap_ab else body.columns_k_major))  # (N, K, G)

@@ -83,7 +83,7 @@ class SplitWalk(TileWalk):
         return Share(self.body.place(self, self.tile(index)), begin, count, owner=begin == 0)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class WarpgroupSplit(WarpgroupGemm):
     """The body."""
 
