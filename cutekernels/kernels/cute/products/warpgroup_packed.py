@@ -57,7 +57,7 @@ from cutlass.utils import hopper_helpers
 
 from cutekernels.kernels.cute.parts.boxes import FIRST_BARRIER, BoxBuffers, BoxOperands, Corner, ResultBoxes
 from cutekernels.kernels.cute.parts.dependent import pdl_wait
-from cutekernels.kernels.cute.parts.packed import PackedWeights
+from cutekernels.kernels.cute.parts.packed import PackedWeights, load_words, shared_number
 from cutekernels.kernels.cute.parts.pipeline import Position, StagePipeline
 from cutekernels.kernels.cute.parts.prefetch import prefetch_bulk
 from cutekernels.kernels.cute.parts.ptx import copy_bulk, kept_move
@@ -601,7 +601,7 @@ class WarpgroupPacked(WarpSpecialized):
         packed = packed + (lane * VECTOR + half * self.smem.tile_bytes)
         words = cute.make_rmem_tensor((4, self.weights.bits // 4), Int32)
         for w in cutlass.range_constexpr(self.weights.bits // 4):
-            self.load_words(packed + w * 32 * VECTOR, words[None, w])
+            load_words(packed + w * 32 * VECTOR, words[None, w])
         return words
 
     @cute.jit
@@ -705,12 +705,6 @@ class WarpgroupPacked(WarpSpecialized):
         return at
 
     @cute.jit
-    def load_words(self, address: Int32, words: cute.Tensor):
-        """Two or four words of shared memory."""
-        place = cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=4 * cute.size(words))
-        cute.autovec_copy(cute.make_tensor(place, cute.make_layout(cute.size(words))), words)
-
-    @cute.jit
     def own_row(self, consumer: Consumer) -> Int32:
         """A thread's first row of its group's 64; the other is 8 further."""
         return consumer.thread // 32 * 16 + consumer.thread % 32 // 4
@@ -723,11 +717,10 @@ class WarpgroupPacked(WarpSpecialized):
         for i in cutlass.range_constexpr(self.smem.strips):
             if const_expr(self.factors):
                 at = first + (i * TILE + self.own_row(consumer) + consumer.thread % 32 // 4) * size
-                self.load_words(at, cute.recast_tensor(factors, Int32)[None, i])
+                load_words(at, cute.recast_tensor(factors, Int32)[None, i])
             for r in cutlass.range_constexpr(0 if self.factors else 2):
                 at = first + (i * TILE + self.own_row(consumer) + 8 * r) * size
-                place = cute.make_ptr(self.scale, at, cute.AddressSpace.smem, assumed_align=size)
-                found = cute.make_tensor(place, cute.make_layout(1))[0]
+                found = shared_number(self.scale, at)
                 if const_expr(self.weights.code == "e2m1"):
                     cute.recast_tensor(factors, Int32)[r, i] = self.weights.power(found.to(Int32))
                 else:
@@ -747,8 +740,7 @@ class WarpgroupPacked(WarpSpecialized):
         first = stage + self.smem.zeros_at + (consumer.group * self.smem.zero_strips + strip) * TILE
         for r in cutlass.range_constexpr(2):
             at = first + self.own_row(consumer) + 8 * r
-            place = cute.make_ptr(cutlass.Uint8, at, cute.AddressSpace.smem, assumed_align=1)
-            shifts[r] = self.weights.shift(cute.make_tensor(place, cute.make_layout(1))[0].to(Int32))
+            shifts[r] = self.weights.shift(shared_number(cutlass.Uint8, at).to(Int32))
 
     @cute.jit
     def promote(self, consumer: Consumer, factors: cute.Tensor):
