@@ -2,7 +2,8 @@
 
 Producer and consumers ask the same source, each for itself (``WarpSpecialized.produce``, ``consume``):
 
-- :class:`TileWalk`: tiles a grid apart, each with all of K.
+- :class:`TileWalk`: tiles a grid apart, each with all of K. Bodies that share tiles have walks of their own:
+  ``warpgroup_split.py``, ``warpgroup_packed.py``.
 - :class:`DepthWalk`: the same over groups' matrices, each as deep as its group has rows.
 - :class:`GroupRing`: tiles of groups of rows, which the producer's warp finds and passes on.
 """

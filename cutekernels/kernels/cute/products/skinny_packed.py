@@ -227,7 +227,12 @@ class SkinnyPacked:
         share: Int32,  # units of each
         stream: cuda.CUstream,
     ):
-        self.kernel(Operands(mD, mX, mW, mS, mZ, mF, mBias, mPartials, mCounters), share).launch(
+        self.start((Operands(mD, mX, mW, mS, mZ, mF, mBias, mPartials, mCounters), share), ctas, stream)
+
+    @cute.jit
+    def start(self, arguments: tuple, ctas: Int32, stream: cuda.CUstream):
+        """Launches the kernel."""
+        self.kernel(*arguments).launch(
             grid=[ctas, 1, 1],
             block=[self.threads, 1, 1],
             min_blocks_per_mp=self.ctas_per_sm,

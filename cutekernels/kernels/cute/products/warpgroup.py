@@ -64,7 +64,7 @@ from cutekernels.kernels.cute.parts.pipeline import Position, StagePipeline
 from cutekernels.kernels.cute.parts.schedule import Raster
 from cutekernels.kernels.cute.parts.smem import ALIGNMENT, SWIZZLED, SWIZZLED_ROWS, WarpgroupSmem
 from cutekernels.kernels.cute.parts.tile_source import Share, TileSource, TileWalk
-from cutekernels.kernels.cute.parts.warp_groups import GROUP, ROWS, TmaTensor, wgmma
+from cutekernels.kernels.cute.parts.warp_groups import GROUP, ROWS, BoxLoad, TmaTensor, wgmma
 from cutekernels.kernels.cute.products.warp_specialized import WarpSpecialized
 
 STEP = 16  # of a k-tile: a k-block
@@ -97,17 +97,6 @@ class Operand:
     sX: cute.Tensor  # (rows, K, STAGE)
     side: Side
     along: str  # a tile's "row" or "column"
-
-
-@dataclass(frozen=True)
-class BoxLoad:
-    """The loads of a box's k-tiles. A gated operand has two boxes in a stage: ``half`` says which."""
-
-    tma: cute.CopyAtom
-    source: cute.Tensor  # (TMA, k)
-    target: cute.Tensor  # (TMA, STAGE), or (TMA, 2 * STAGE) of halves
-    mask: Int16 | None  # CTAs of the cluster that get it
-    half: Int32 | None
 
 
 @dataclass(frozen=True)
@@ -354,7 +343,9 @@ class WarpgroupGemm(WarpSpecialized):
         tiled_mma: cute.TiledMma,
         tiles: tuple[Int32, Int32, Int32],  # of clusters: along M, along N, layers
     ):
+        # -- setup
         block, _, _ = cute.arch.block_idx()
+        # Where a ring passes tiles on, only the producer asks how large the grid is.
         blocks = cute.arch.grid_dim()[0] if const_expr(self.source.counted) else None
         role = self.role()
         shared = self.set_up(role[2], (first.tma, second.tma, outputs.tma_d))
@@ -374,6 +365,7 @@ class WarpgroupGemm(WarpSpecialized):
             tiled_mma=tiled_mma,
             outputs=outputs,
         )
+        # -- producer and consumers
         self.divide(self.shares(cta, groups, tiles), cta, role)
         if const_expr(self.cluster > 1):
             # Both CTAs wait for each other's end: the other's multicasts and arrivals need this one's shared memory.
@@ -469,6 +461,7 @@ class WarpgroupGemm(WarpSpecialized):
     @cute.jit
     def load(self, cta: Cta, source: TileSource, share: Share, at: Position) -> Position:
         """The loads of a share's k-tiles. Returns the position behind."""
+        # A CTA's boxes of both operands, one or two each.
         loads = []
         for operand in cta.operands:
             loads += self.boxes_of(operand, share, cta.rank)
@@ -513,6 +506,7 @@ class WarpgroupGemm(WarpSpecialized):
         """Source ``(TMA, k)`` and target ``(TMA, STAGE)`` of a box from row ``first`` on: this CTA's part of it."""
         side, tX = operand.side, operand.box.coordinates
         if const_expr(share.row is not None):
+            # The tile's depth begins at a row of both operands.
             tX = cute.domain_offset((0, share.row), tX)
         if const_expr(cute.rank(tX) == 3):
             tX = tX[None, None, share.corner.layer]
@@ -562,6 +556,7 @@ class WarpgroupGemm(WarpSpecialized):
         """The mainloop of one share. Returns the position behind its last k-tile."""
         shared, before, whole = consumer.shared, Int32(0), share.count
         if const_expr(share.depth is not None):
+            # The last k-tile may have rows of the next group.
             whole = share.depth // self.tile_k
             rest = share.depth - whole * self.tile_k
         for k_tile in cutlass.range(whole, unroll=1):

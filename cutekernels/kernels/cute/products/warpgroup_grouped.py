@@ -62,10 +62,12 @@ class GroupedBody(WarpgroupGemm):
 
     @property
     def walk(self) -> GroupWalk:
+        # A row of tiles is a cluster's: its CTAs lie side by side in a group.
         return GroupWalk(self.tokens.rows * self.clusters[0], self.raster)
 
     @property
     def ring(self) -> TileRing:
+        # Each warp of the groups that share a tile says that it has read an entry.
         return TileRing(WarpgroupSmem.PLACES, 4 * self.sharing)
 
     @cute.jit
@@ -110,6 +112,7 @@ class WarpgroupGrouped:
         mTile = body.prepare(mD, body.swap_ab, body.results.rows_contiguous)
         # Tokens are the tile's rows and weights its columns, or the reverse.
         tokens, weights = body.tma_of(mX, not swap_ab), body.tma_of(mW, swap_ab)
+        # Boxes whose rows all belong to one group leave by TMA.
         tma_d, tD = cpasync.make_tiled_tma_atom(
             cpasync.CopyBulkTensorTileS2GOp(), mTile, body.results.layout(), body.results.shape
         )
@@ -129,6 +132,7 @@ class DepthBody(WarpgroupGemm):
 
     @cute.jit
     def shares(self, cta: Cta, groups: cute.Tensor, tiles: tuple[Int32, Int32, Int32]) -> DepthWalk:
+        # All experts' tiles, one expert after the other.
         count = tiles[0] * tiles[1] * tiles[2]
         walk = replace(WarpgroupGemm.shares(self, cta, None, tiles), count=count)
         return DepthWalk(**vars(walk), mEnds=groups, depth=cute.size(cta.operands[0].box.coordinates, mode=[1]))
@@ -156,6 +160,7 @@ class WarpgroupGroupedDepth:
         mD = body.prepare(mD, body.swap_ab, body.results.rows_contiguous)  # (M, N, G)
         # One descriptor serves all experts: a load moves its coordinates to the expert's first row.
         rows, columns = body.tma_of(mR, True), body.tma_of(mS, False)
+        # Every box is wholly one expert's: its matrix is a layer of out.
         tma_d, tD = cpasync.make_tiled_tma_atom(
             cpasync.CopyBulkTensorTileS2GOp(), mD, body.results.layout(), body.results.shape
         )

@@ -62,6 +62,7 @@ class SplitWalk(TileWalk):
         """All of K, or a part. A tile's owner, which has the first part, comes last: it waits for lower numbers."""
         split_k = const_expr(self.body.split_k)
         begin, count = Int32(0), self.k_tiles
+        # Behind the full waves come parts, equal shares of K but for the last.
         if index >= self.full:
             share = cute.ceil_div(self.k_tiles, split_k)
             begin = (split_k - 1 - (index - self.full) % split_k) * share
@@ -124,6 +125,7 @@ class WarpgroupSplit(WarpgroupGemm):
     @cute.jit
     def shares(self, cta: Cta, groups: None, tiles: tuple[Int32, Int32, Int32]) -> SplitWalk:
         walk = WarpgroupGemm.shares(self, cta, None, tiles)
+        # A cluster has at most one part, its last share: full waves give each cluster equally many tiles.
         full = self.full(walk.count)
         count = full + (walk.count - full) * self.split_k
         return SplitWalk(**vars(replace(walk, count=count)), full=full, parts=cta.outputs.own)
@@ -137,6 +139,7 @@ class WarpgroupSplit(WarpgroupGemm):
             if share.count < source.k_tiles:
                 self.add_others(acc, own, thread, group)
         else:
+            # Another's: the owner adds this part to its own.
             self.leave(acc, own, thread, group, share.begin, source.k_tiles)
         return share.owner
 
