@@ -242,3 +242,20 @@ def test_compiles_as_it_says(name: str) -> None:
     assert any(i.startswith("UTMASTG") for i in found)
     assert ("PREEXIT" in found) is config.pdl
     assert WARPGROUP.threads(config) == 128 * (groups(config) + 1)
+
+
+# ---- roles ----------------------------------------------------------------------------------------------
+
+
+def test_a_body_whose_barriers_do_not_fit_its_roles_is_refused() -> None:
+    from cutekernels.kernels.cute.parts.pipeline import StagePipeline
+
+    body = GEMM.body(SQUARE, BASE, H200)
+    with pytest.raises(ValueError, match="1 stage: the producer loads one while another is read"):
+        replace(body, stages=1)
+    with pytest.raises(ValueError, match="ping-pong has two consumer groups, not 3"):
+        type("Odd", (type(body),), {"groups": 3})(**{**vars(body), "pingpong": True})
+    with pytest.raises(ValueError, match=r"empty\[stage\] expects 1 groups, 2 read it"):
+        type("Odd", (type(body),), {"pipeline": StagePipeline(4, 0, 1, 1)})(**vars(body))
+    with pytest.raises(ValueError, match="setmaxnreg gives out 66560 registers of an SM's 65536"):
+        type("Odd", (type(body),), {"registers": (40, 240)})(**vars(body))

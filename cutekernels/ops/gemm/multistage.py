@@ -190,12 +190,12 @@ class Multistage(GemmSchedule):
     def body(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> Any:
         import cutlass
 
-        from cutekernels.kernels.cute.gemm.multistage_gemm import MultistageGemm
         from cutekernels.kernels.cute.parts.epilogue import Activation, Epilogue
         from cutekernels.kernels.cute.parts.load import OperandLoad
         from cutekernels.kernels.cute.parts.mma import WarpMma
         from cutekernels.kernels.cute.parts.schedule import Raster
         from cutekernels.kernels.cute.parts.tile_output import TileStore
+        from cutekernels.kernels.cute.products.multistage import MultistageGemm
 
         rows, columns = p.sides
         c = of_kernel(p, c)

@@ -157,11 +157,11 @@ class Skinny(TokensSchedule, Prefetches):
     def body(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> Any:
         import cutlass
 
-        from cutekernels.kernels.cute.gemm.skinny_gemm import SkinnyGemm
         from cutekernels.kernels.cute.parts.epilogue import Activation, Epilogue
         from cutekernels.kernels.cute.parts.load import OperandLoad
         from cutekernels.kernels.cute.parts.mma import WarpMma
         from cutekernels.kernels.cute.parts.norm import TokenNorm
+        from cutekernels.kernels.cute.products.skinny import SkinnyGemm
 
         norm = None
         if extras.norm:

@@ -179,9 +179,9 @@ class SkinnyWarpgroup(TokensSchedule, Prefetches):
         return us + where(c.split_k > 2, met + sent, 0.0)
 
     def body(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> Any:
-        from cutekernels.kernels.cute.gemm.skinny_warpgroup_gemm import SkinnyWarpgroupGemm
         from cutekernels.kernels.cute.parts.epilogue import Activation, Epilogue
         from cutekernels.kernels.cute.parts.norm import RowNorm
+        from cutekernels.kernels.cute.products.skinny_warpgroup import SkinnyWarpgroupGemm
 
         norm = None
         if extras.norm:

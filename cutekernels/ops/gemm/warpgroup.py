@@ -257,11 +257,11 @@ class Warpgroup(GemmSchedule, Prefetches):
         import cutlass
 
         from cutekernels.backends import cute as backend
-        from cutekernels.kernels.cute.gemm.warpgroup_gemm import WarpgroupGemm
-        from cutekernels.kernels.cute.gemm.warpgroup_split import WarpgroupSplit
         from cutekernels.kernels.cute.parts.boxes import ResultBoxes
         from cutekernels.kernels.cute.parts.epilogue import Activation, Epilogue
         from cutekernels.kernels.cute.parts.schedule import Raster
+        from cutekernels.kernels.cute.products.warpgroup import WarpgroupGemm
+        from cutekernels.kernels.cute.products.warpgroup_split import WarpgroupSplit
 
         rows, columns = sides(p, c)
         pitch = GROUP_ROWS * sharing(c)

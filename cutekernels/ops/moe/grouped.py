@@ -182,7 +182,7 @@ class GroupedProduct:
     # -- kernel
 
     def body(self, p: GroupedProblem, c: GemmConfig, gpu: GpuSpec) -> Any:
-        from cutekernels.kernels.cute.moe.multistage_grouped import MultistageGrouped
+        from cutekernels.kernels.cute.products.multistage_grouped import MultistageGrouped
 
         most, extras = _largest_product(self, p)
         body = self.schedule(c).body(most, c, gpu, extras)

@@ -95,8 +95,8 @@ class GroupedWarpgroupSchedule(GroupsSchedule):
         return self.walk_us(c, tiles, p.k, moved, gpu, extras)
 
     def body(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> Any:
-        from cutekernels.kernels.cute.moe.warpgroup_grouped import WarpgroupGrouped
         from cutekernels.kernels.cute.parts.boxes import GroupBoxes
+        from cutekernels.kernels.cute.products.warpgroup_grouped import WarpgroupGrouped
 
         product = super().body(p, c, gpu, extras)
         results = GroupBoxes(**vars(product.results), swap_ab=c.swap_ab)
@@ -126,7 +126,7 @@ class DepthWarpgroupSchedule(GroupsSchedule):
         return self.walk_us(c, tiles_m * tiles_n * experts, depth, moved, gpu, extras)
 
     def body(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> Any:
-        from cutekernels.kernels.cute.moe.warpgroup_grouped_depth import WarpgroupGroupedDepth
+        from cutekernels.kernels.cute.products.warpgroup_grouped import WarpgroupGroupedDepth
 
         return WarpgroupGroupedDepth(super().body(p, c, gpu, extras))
 

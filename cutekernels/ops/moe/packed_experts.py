@@ -167,7 +167,7 @@ class GroupedSkinnySchedule(_Grouped, PackedSkinnySchedule):
         return self.dealt(max(1, self.places(p, c, x)), p, c, gpu)[0]
 
     def grouped_body(self, p: QuantizedGroupedProblem, c: QuantizedConfig) -> Any:
-        from cutekernels.kernels.cute.quantized.skinny_packed_grouped import SkinnyPackedGrouped
+        from cutekernels.kernels.cute.products.skinny_packed_grouped import SkinnyPackedGrouped
 
         clamped = p.activation == CLAMPED
         return SkinnyPackedGrouped(**self.parts(p.one, c), prefetch_tiles=0, split=c.stream_k, clamped=clamped)
@@ -232,7 +232,7 @@ class GroupedWarpgroupSchedule(_Grouped, PackedWarpgroupSchedule):
     def grouped_body(self, p: QuantizedGroupedProblem, c: QuantizedConfig) -> Any:
         from cutekernels.kernels.cute.parts.boxes import GroupBoxes
         from cutekernels.kernels.cute.parts.epilogue import Activation, Epilogue
-        from cutekernels.kernels.cute.quantized.warpgroup_packed_grouped import WarpgroupPackedGrouped
+        from cutekernels.kernels.cute.products.warpgroup_packed_grouped import WarpgroupPackedGrouped
 
         gate = Epilogue(Activation("silu_approx")) if p.gated else None
         plain = p.one.replace(activation="none" if p.gated else p.activation)

@@ -119,7 +119,7 @@ class Dequantize(Ruled, CuteOp[DequantizeProblem, DequantizeConfig]):
 
     def body(self, p: DequantizeProblem, c: DequantizeConfig, gpu: GpuSpec) -> Any:
         from cutekernels.backends import cute as backend
-        from cutekernels.kernels.cute.quantized.dequantize import Dequantize as Body
+        from cutekernels.kernels.cute.products.dequantize import Dequantize as Body
 
         scale = backend.type_of(p.scale)
         return Body(p.code, scale, p.group, p.scale_rows, p.zeros, p.factors, c.tiles, p.out_align, c.pdl)

@@ -158,7 +158,7 @@ class PackedSkinnySchedule(QuantizedSchedule):
         return -(-units // share), share
 
     def body(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec) -> Any:
-        from cutekernels.kernels.cute.quantized.skinny_packed import SkinnyPacked
+        from cutekernels.kernels.cute.products.skinny_packed import SkinnyPacked
 
         return SkinnyPacked(**self.parts(p, c), prefetch_tiles=c.prefetch_l2)
 

@@ -184,7 +184,7 @@ class PackedWarpgroupSchedule(QuantizedSchedule):
 
     def body(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec) -> Any:
         from cutekernels.kernels.cute.parts.boxes import ResultBoxes
-        from cutekernels.kernels.cute.quantized.warpgroup_packed import WarpgroupPacked
+        from cutekernels.kernels.cute.products.warpgroup_packed import WarpgroupPacked
 
         return WarpgroupPacked(
             **self.parts(p, c),

@@ -255,6 +255,19 @@ class PackedWeights:
             pairs[p] = pure("prmt.b32 $0, $1, $2, $3;", halves[0][p // 2], halves[1][p // 2], choice)
 
 
+@cute.jit
+def load_words(address: Int32, words: cute.Tensor):
+    """Two or four words of shared memory."""
+    place = cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=4 * cute.size(words))
+    cute.autovec_copy(cute.make_tensor(place, cute.make_layout(cute.size(words))), words)
+
+
+def shared_number(kind: type[cutlass.Numeric], address: Int32) -> cutlass.Numeric:
+    """A number of shared memory."""
+    place = cute.make_ptr(kind, address, cute.AddressSpace.smem, assumed_align=kind.width // 8)
+    return cute.make_tensor(place, cute.make_layout(1))[0]
+
+
 def twos_complement(bits: int) -> int:
     """32 bits as a number of two's complement."""
     return bits - (bits >> 31 << 32)

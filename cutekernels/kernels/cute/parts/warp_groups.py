@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int16, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.utils import hopper_helpers
 
@@ -23,6 +23,17 @@ class TmaTensor:
 
     tma: cute.CopyAtom
     coordinates: cute.Tensor
+
+
+@dataclass(frozen=True)
+class BoxLoad:
+    """The loads of a box's k-tiles. A gated operand has two boxes in a stage: ``half`` says which."""
+
+    tma: cute.CopyAtom
+    source: cute.Tensor  # (TMA, k)
+    target: cute.Tensor  # (TMA, STAGE), or (TMA, 2 * STAGE) of halves
+    mask: Int16 | None = None  # CTAs of the cluster that get it
+    half: Int32 | None = None
 
 
 class WarpGroupBody:

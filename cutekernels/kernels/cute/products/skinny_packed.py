@@ -59,7 +59,7 @@ from cutlass.memory import SmemAllocator
 
 from cutekernels.kernels.cute.parts.dependent import pdl_launch, pdl_wait
 from cutekernels.kernels.cute.parts.epilogue import Epilogue, EpilogueOperands, FragmentCoordinates
-from cutekernels.kernels.cute.parts.packed import PackedWeights
+from cutekernels.kernels.cute.parts.packed import PackedWeights, load_words, shared_number
 from cutekernels.kernels.cute.parts.prefetch import prefetch_bulk
 from cutekernels.kernels.cute.parts.ptx import copy_async, copy_async_or_zero, load_matrices
 from cutekernels.kernels.cute.parts.smem import SkinnyPackedSmem
@@ -227,7 +227,12 @@ class SkinnyPacked:
         share: Int32,  # units of each
         stream: cuda.CUstream,
     ):
-        self.kernel(Operands(mD, mX, mW, mS, mZ, mF, mBias, mPartials, mCounters), share).launch(
+        self.start((Operands(mD, mX, mW, mS, mZ, mF, mBias, mPartials, mCounters), share), ctas, stream)
+
+    @cute.jit
+    def start(self, arguments: tuple, ctas: Int32, stream: cuda.CUstream):
+        """Launches the kernel."""
+        self.kernel(*arguments).launch(
             grid=[ctas, 1, 1],
             block=[self.threads, 1, 1],
             min_blocks_per_mp=self.ctas_per_sm,
@@ -310,7 +315,7 @@ class SkinnyPacked:
             self.multiply(member, tiled_mma, base + read * self.smem.stage_bytes, constant, acc)
             if at.k_tile == of.k_tiles - 1 or number == end - 1:
                 # -- the end of a tile, or of this CTA's part of it
-                self.finish(member, run, storage, given, of, at, acc)
+                self.end_tile(member, run, storage, given, of, at, acc)
                 acc.fill(0.0)
             coming = self.following(given, of, coming)
             at = self.following(given, of, at)
@@ -574,7 +579,7 @@ class SkinnyPacked:
                     within = const_expr((kb // 4) * self.smem.part_bytes + (kb % 4) // of_run * (32 * VECTOR))
                     before = const_expr(half * self.smem.half_blocks + own // 4)  # runs
                     offset = const_expr(before * self.smem.run_bytes + own % 4 * strip_bytes + within)
-                    self.load_words(weights_at + offset, words[None, s])
+                    load_words(weights_at + offset, words[None, s])
             if const_expr(self.zeros and (kb == 0 or (self.interval > 0 and kb * 16 % self.interval == 0))):
                 self.load_shifts(stage + self.smem.zeros_at, lane, warp_k * self.chunk + kb * 16, strip, shifts)
             if const_expr(self.weights.code == "e2m1" and kb * 16 % self.group == 0):
@@ -610,12 +615,6 @@ class SkinnyPacked:
         return s // (self.strips // self.halves), s % (self.strips // self.halves)
 
     @cute.jit
-    def load_words(self, address: Int32, words: cute.Tensor):
-        """Two or four words of shared memory."""
-        place = cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=4 * cute.size(words))
-        cute.autovec_copy(cute.make_tensor(place, cute.make_layout(cute.size(words))), words)
-
-    @cute.jit
     def load_shifts(self, zeros: Int32, lane: Int32, k: Int32, strip: Int32, shifts: cute.Tensor):
         """The numbers added to codes of rows r and r + 8 of each strip, from zero points."""
         group = k // self.group if const_expr(self.group > 0) else Int32(0)
@@ -632,7 +631,7 @@ class SkinnyPacked:
         first = stage + self.smem.scales_at + (k // self.group * self.tile_n + lane // 4 * 2) * 4
         for s in cutlass.range_constexpr(self.strips):
             half, own = self.half_of(s)
-            self.load_words(first + (half * self.rows + (strip + own) * STRIP) * 4, words[None, s])
+            load_words(first + (half * self.rows + (strip + own) * STRIP) * 4, words[None, s])
 
     @cute.jit
     def load_bytes(
@@ -643,8 +642,7 @@ class SkinnyPacked:
             half, own = self.half_of(s)
             for r in cutlass.range_constexpr(2):
                 at = first + (half * self.rows + (strip + own) * STRIP + lane // 4 + 8 * r)
-                place = cute.make_ptr(cutlass.Uint8, at, cute.AddressSpace.smem, assumed_align=1)
-                made[r, s] = change(cute.make_tensor(place, cute.make_layout(1))[0].to(Int32))
+                made[r, s] = change(shared_number(cutlass.Uint8, at).to(Int32))
 
     @cute.jit
     def promote(self, scales: Int32, lane: Int32, k: Int32, strip: Int32, part: cute.Tensor, acc: cute.Tensor):
@@ -657,8 +655,7 @@ class SkinnyPacked:
                 if const_expr(self.scale_rows == 1):
                     row = half * self.rows + (strip + own) * STRIP + lane // 4 + 8 * r
                     at = scales + (k // self.group * self.tile_n + row) * size
-                place = cute.make_ptr(self.scale, at, cute.AddressSpace.smem, assumed_align=size)
-                factor = cute.make_tensor(place, cute.make_layout(1))[0].to(Float32)
+                factor = shared_number(self.scale, at).to(Float32)
                 for t in cutlass.range_constexpr(self.tile_m // 8):
                     for i in cutlass.range_constexpr(2):
                         acc[(i, r), s, t] = acc[(i, r), s, t] + factor * part[(i, r), s, t]
@@ -666,7 +663,7 @@ class SkinnyPacked:
     # ---- the end of a tile
 
     @cute.jit
-    def finish(
+    def end_tile(
         self,
         member: Member,
         run: Int32,

@@ -144,23 +144,8 @@ class MultistageGemm:
         blocks, _, _ = cute.arch.grid_dim()
         dtype = mA.element_type
 
-        # -- setup: shared memory and accumulators
-        layout_a, layout_b = self.load_a.smem_layout(dtype), self.load_b.smem_layout(dtype)
-        layout_d = self.results.smem_layout(dtype)
-        a_elements, b_elements = cute.cosize(layout_a), cute.cosize(layout_b)
-        staged, d_elements = a_elements + b_elements, cute.cosize(layout_d)
-        d_offset = const_expr(staged if self.persistent else 0)
-        storage = SmemAllocator().allocate_array(dtype, max(staged, d_offset + d_elements), byte_alignment=ALIGNMENT)
-        factors = Operands(
-            mA,
-            mB,
-            cute.make_tensor(cute.recast_ptr(storage, layout_a.inner, dtype), layout_a.outer),
-            cute.make_tensor(cute.recast_ptr(storage + a_elements, layout_b.inner, dtype), layout_b.outer),
-        )
-        sD = cute.make_tensor(cute.recast_ptr(storage + d_offset, layout_d.inner, dtype), layout_d.outer)  # (M, N)
-        out = Output(mD, sD, operands)
-        shape = tiled_mma.partition_shape_C((self.results.tile_m, self.results.tile_n))
-        acc = cute.make_rmem_tensor(shape, self.mma.accumulate)  # ((2, 2), MMA_M, MMA_N)
+        sA, sB, sD, acc = self.set_up(dtype, tiled_mma)
+        factors, out = Operands(mA, mB, sA, sB), Output(mD, sD, operands)
 
         m, n = cute.size(mA, mode=[0]), cute.size(mB, mode=[0])
         tiles_m, tiles_n = cute.ceil_div(m, self.results.tile_m), cute.ceil_div(n, self.results.tile_n)
@@ -179,6 +164,24 @@ class MultistageGemm:
             tile = self.raster.place(block, tiles_m, tiles_n)
             self.multiply(tid, factors, tile, tiled_mma, acc)
             self.store(tid, tile, tiled_mma, acc, out)
+
+    @cute.jit
+    def set_up(
+        self, dtype: cutlass.Constexpr[type[cutlass.Numeric]], tiled_mma: cute.TiledMma
+    ) -> tuple[cute.Tensor, cute.Tensor, cute.Tensor, cute.Tensor]:
+        """Buffers of A and B, the output tile, in their place or, persistent, apart from them; accumulators."""
+        layout_a, layout_b = self.load_a.smem_layout(dtype), self.load_b.smem_layout(dtype)
+        layout_d = self.results.smem_layout(dtype)
+        a_elements, b_elements = cute.cosize(layout_a), cute.cosize(layout_b)
+        staged, d_elements = a_elements + b_elements, cute.cosize(layout_d)
+        d_offset = const_expr(staged if self.persistent else 0)
+        storage = SmemAllocator().allocate_array(dtype, max(staged, d_offset + d_elements), byte_alignment=ALIGNMENT)
+        sA = cute.make_tensor(cute.recast_ptr(storage, layout_a.inner, dtype), layout_a.outer)  # (M, K, STAGE)
+        at_b = cute.recast_ptr(storage + a_elements, layout_b.inner, dtype)
+        sB = cute.make_tensor(at_b, layout_b.outer)  # (N, K, STAGE)
+        sD = cute.make_tensor(cute.recast_ptr(storage + d_offset, layout_d.inner, dtype), layout_d.outer)  # (M, N)
+        shape = tiled_mma.partition_shape_C((self.results.tile_m, self.results.tile_n))
+        return sA, sB, sD, cute.make_rmem_tensor(shape, self.mma.accumulate)  # ((2, 2), MMA_M, MMA_N)
 
     @cute.jit
     def fill(self, tid: Int32, operands: Operands, tile: Tile):

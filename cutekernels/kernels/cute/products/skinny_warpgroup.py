@@ -64,7 +64,7 @@ from cutekernels.kernels.cute.parts.pipeline import Position, StagePipeline
 from cutekernels.kernels.cute.parts.results import Place, ResultOperands, ResultTile, TileResults
 from cutekernels.kernels.cute.parts.smem import ALIGNMENT, SWIZZLED, SWIZZLED_ROWS, SkinnyWarpgroupSmem
 from cutekernels.kernels.cute.parts.statistics import StageSquares
-from cutekernels.kernels.cute.parts.warp_groups import TmaTensor, wgmma
+from cutekernels.kernels.cute.parts.warp_groups import BoxLoad, TmaTensor, wgmma
 
 GROUP = SkinnyWarpgroupSmem.GROUP_THREADS  # a warp group
 SQUARING_WARPS = SkinnyWarpgroupSmem.SQUARING_WARPS
@@ -83,15 +83,6 @@ class NormOperands:
     gamma: TmaTensor | None  # (K,)
     mRstd: cute.Tensor | None  # (M,), where it is given
     eps: Float32 | None
-
-
-@dataclass(frozen=True)
-class BoxLoad:
-    """The loads of a box's k-tiles."""
-
-    tma: cute.CopyAtom
-    source: cute.Tensor  # (TMA, k)
-    target: cute.Tensor  # (TMA, STAGE)
 
 
 @dataclass(frozen=True)
@@ -330,25 +321,7 @@ class SkinnyWarpgroupGemm:
         k_tiles = cute.ceil_div(cute.size(tW, mode=[1]), self.tile_k)
         first, end = split * k_tiles // self.split, (split + 1) * k_tiles // self.split  # this CTA's k-tiles
 
-        # -- setup
-        shared = self.allocate(storage, dtype)
-        if warp == producer:
-            cpasync.prefetch_descriptor(head.tma)
-            cpasync.prefetch_descriptor(tma_w)
-            with cute.arch.elect_one():
-                self.pipeline.init(shared.full, shared.empty)
-                if const_expr(self.split > 1):
-                    cute.arch.mbarrier_init(shared.inbox_full, 1)
-                if const_expr(self.squaring):
-                    cute.arch.mbarrier_init(shared.squared_full, SQUARING_WARPS)
-            # Initialized barriers become visible to the cluster and to the TMA, ...
-            cute.arch.mbarrier_init_fence()
-        # ... and no thread of this CTA touches them before.
-        cute.arch.sync_threads()
-        if const_expr(self.split > 1 and not self.smem.inbox_in_stages):
-            # Tells the other CTA that this one's barriers are set up. Each role waits for the other's word before it
-            # sends there; nobody waits here. More than two CTAs arrive once they have read their stages.
-            cute.arch.cluster_arrive_relaxed()
+        shared = self.set_up(warp, storage, dtype, (head.tma, tma_w))
 
         # -- this tile's beginning: the last tiles begin early, to end where the operands do
         m, n = mD.shape
@@ -401,8 +374,14 @@ class SkinnyWarpgroupGemm:
             self.results.store_tile(ResultTile(tid, tCcD, storage, place, operands), acc, split)
 
     @cute.jit
-    def allocate(self, storage: cute.Pointer, dtype: cutlass.Constexpr[type[cutlass.Numeric]]) -> Shared:
-        """Stages and barriers in the CTA's shared memory."""
+    def set_up(
+        self,
+        warp: Int32,
+        storage: cute.Pointer,
+        dtype: cutlass.Constexpr[type[cutlass.Numeric]],
+        tmas: tuple[cute.CopyAtom, cute.CopyAtom],
+    ) -> Shared:
+        """Stages and barriers in the CTA's shared memory, initialized."""
         at_x = cute.recast_ptr(storage, swizzle(), dtype)
         at_w = cute.recast_ptr(storage + self.smem.w_at, swizzle(), dtype)
         sG = None
@@ -412,7 +391,7 @@ class SkinnyWarpgroupGemm:
                 cute.make_layout((self.tile_k, self.stages)),
             )
         full = cute.recast_ptr(storage + self.smem.barriers_at, dtype=Int64)
-        return Shared(
+        shared = Shared(
             storage=storage,
             sX=cute.make_tensor(at_x, self.stages_of(self.rows, self.tile_m)),
             sW=cute.make_tensor(at_w, self.stages_of(self.tile_n)),
@@ -422,6 +401,24 @@ class SkinnyWarpgroupGemm:
             inbox_full=cute.recast_ptr(storage + self.smem.inbox_barrier_at, dtype=Int64),
             squared_full=cute.recast_ptr(storage + self.smem.squares_barrier_at, dtype=Int64),
         )
+        if warp == self.groups * 4:
+            for tma in tmas:
+                cpasync.prefetch_descriptor(tma)
+            with cute.arch.elect_one():
+                self.pipeline.init(shared.full, shared.empty)
+                if const_expr(self.split > 1):
+                    cute.arch.mbarrier_init(shared.inbox_full, 1)
+                if const_expr(self.squaring):
+                    cute.arch.mbarrier_init(shared.squared_full, SQUARING_WARPS)
+            # Initialized barriers become visible to the cluster and to the TMA, ...
+            cute.arch.mbarrier_init_fence()
+        # ... and no thread of this CTA touches them before.
+        cute.arch.sync_threads()
+        if const_expr(self.split > 1 and not self.smem.inbox_in_stages):
+            # Tells the other CTA that this one's barriers are set up. Each role waits for the other's word before it
+            # sends there; nobody waits here. More than two CTAs arrive once they have read their stages.
+            cute.arch.cluster_arrive_relaxed()
+        return shared
 
     # ---- producer
 

@@ -20,7 +20,7 @@ Tile's end: groups of warps leave their accumulators in shared memory and the fi
     the result is the same each time. Results go straight from registers to memory: they are few.
 
 Ends: a ragged K comes *first*, in the first split's first k-tile, zero-filled and masked (``OperandLoad.first_mask``).
-    Rows of W and tokens that do not exist are masked in each copy, and not stored (``finish``).
+    Rows of W and tokens that do not exist are masked in each copy, and not stored (``store``).
 
 Dependent launch (PDL): CTAs are set up while the previous kernel still runs, and bring ``prefetch_tiles`` k-tiles of
     the weight into the L2; loads to shared memory would be wrong where the previous kernel writes the weight. The next
@@ -48,7 +48,6 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from cutlass.memory import SmemAllocator
 
-from cutekernels.kernels.cute.gemm.multistage_gemm import columns_first, rows_first
 from cutekernels.kernels.cute.parts.dependent import pdl_launch, pdl_wait
 from cutekernels.kernels.cute.parts.epilogue import Epilogue, EpilogueOperands, FragmentCoordinates
 from cutekernels.kernels.cute.parts.load import OperandLoad, TileCopies
@@ -57,6 +56,7 @@ from cutekernels.kernels.cute.parts.norm import GammaCopies, TokenNorm
 from cutekernels.kernels.cute.parts.prefetch import prefetch_bulk
 from cutekernels.kernels.cute.parts.smem import ALIGNMENT, SkinnySmem
 from cutekernels.kernels.cute.parts.tile_share import LastArrival, Others, Ticket, WarpSums, Workspace, add_up, leave
+from cutekernels.kernels.cute.products.multistage import columns_first, rows_first
 
 
 @dataclass(frozen=True)
@@ -383,7 +383,7 @@ class SkinnyGemm:
                 # Wait until the threads above have left rstd for all.
                 cute.arch.sync_threads()
             if slice_k == 0:
-                self.finish(acc, thr_mma, index_n, index_m, out)
+                self.store(acc, thr_mma, index_n, index_m, out)
         else:
             # -- the last CTA to arrive adds the accumulators of all splits
             _, tiles_m, _ = cute.arch.grid_dim()
@@ -418,7 +418,7 @@ class SkinnyGemm:
                 if slice_k == 0:
                     # Their accumulators in the order of the splits, this CTA's own read back among them.
                     add_up(acc, partials, lane, (0,), Others((), 1, self.split_k))
-                    self.finish(acc, thr_mma, index_n, index_m, out)
+                    self.store(acc, thr_mma, index_n, index_m, out)
 
     @cute.jit
     def start_loads(self, loads: Loads, k_tile: Int32, stage: Int32):
@@ -431,7 +431,7 @@ class SkinnyGemm:
             self.norm.start(loads.gamma, loads.gamma.copies, k_tile, stage)
 
     @cute.jit
-    def finish(
+    def store(
         self,
         acc: cute.Tensor,  # ((2, 2), MMA_N, MMA_M)
         thr_mma: cute.TiledMma,

@@ -27,7 +27,7 @@ from cutekernels.kernels.cute.parts.dependent import pdl_wait
 from cutekernels.kernels.cute.parts.schedule import Raster
 from cutekernels.kernels.cute.parts.tile_share import TileOwner
 from cutekernels.kernels.cute.parts.walk import GroupWalk
-from cutekernels.kernels.cute.quantized.skinny_packed import TILE, Extents, Operands, SkinnyPacked, Unit
+from cutekernels.kernels.cute.products.skinny_packed import TILE, Extents, Operands, SkinnyPacked, Unit
 
 WARP = 32
 
@@ -73,14 +73,8 @@ class SkinnyPackedGrouped(SkinnyPacked):
         stream: cuda.CUstream,
     ):
         clamp = (alpha, limit) if const_expr(self.clamped) else None
-        self.kernel(Operands(mD, mX, mW, mS, mZ, mF, mBias, mPartials, mCounters, mEnds, clamp)).launch(
-            grid=[ctas, 1, 1],
-            block=[self.threads, 1, 1],
-            min_blocks_per_mp=self.ctas_per_sm,
-            preferred_smem_carveout=100,  # percent
-            use_pdl=self.dependent,
-            stream=stream,
-        )
+        given = Operands(mD, mX, mW, mS, mZ, mF, mBias, mPartials, mCounters, mEnds, clamp)
+        self.start((given,), ctas, stream)
 
     @cute.kernel
     def kernel(self, given: Operands):

@@ -27,14 +27,14 @@ from dataclasses import dataclass, replace
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Boolean, Float32, Int32, const_expr
 
-from cutekernels.kernels.cute.gemm.warpgroup_gemm import Part, Shared, Walk, WarpgroupGemm
-from cutekernels.kernels.cute.parts.boxes import FIRST_BARRIER, BoxOperands
+from cutekernels.kernels.cute.parts.boxes import FIRST_BARRIER
 from cutekernels.kernels.cute.parts.epilogue import EpilogueOperands
-from cutekernels.kernels.cute.parts.pipeline import Position
 from cutekernels.kernels.cute.parts.tile_share import VECTOR, TileOwner, add_vectors, leave_vectors
+from cutekernels.kernels.cute.parts.tile_source import Share, TileWalk
 from cutekernels.kernels.cute.parts.warp_groups import GROUP
+from cutekernels.kernels.cute.products.warpgroup import Consumer, Cta, WarpgroupGemm
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,45 @@ class Parts:
 
     mPartials: cute.Tensor  # (VECTOR, THREAD, ACCUMULATOR / VECTOR, CTA), flat
     mCounters: cute.Tensor  # (GROUP, CTA), flat; zero before and after
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitWalk(TileWalk):
+    """Tiles, then parts of tiles, a grid further each: a cluster has at most one part, its last share."""
+
+    full: Int32  # tiles in full waves, which give each cluster equally many
+    parts: Parts
+
+    @cute.jit
+    def tile(self, index: Int32) -> Int32:
+        """The tile that share ``index`` is a part of."""
+        return index if index < self.full else self.full + (index - self.full) // self.body.split_k
+
+    @cute.jit
+    def part(self, index: Int32) -> tuple[Int32, Int32]:
+        """All of K, or a part. A tile's owner, which has the first part, comes last: it waits for lower numbers."""
+        split_k = const_expr(self.body.split_k)
+        begin, count = Int32(0), self.k_tiles
+        # Behind the full waves come parts, equal shares of K but for the last.
+        if index >= self.full:
+            share = cute.ceil_div(self.k_tiles, split_k)
+            begin = (split_k - 1 - (index - self.full) % split_k) * share
+            count = cutlass.max(cutlass.min(share, self.k_tiles - begin), Int32(0))
+        return begin, count
+
+    @cute.jit
+    def to_load(self, index: Int32) -> Share:
+        return Share(self.body.place(self, self.tile(index)), 0, self.k_tiles, number=index)
+
+    @cute.jit
+    def cut(self, share: Share) -> Share:
+        begin, count = self.part(share.number)
+        return replace(share, begin=begin, count=count)
+
+    @cute.jit
+    def share(self, index: Int32) -> Share:
+        begin, count = self.part(index)
+        return Share(self.body.place(self, self.tile(index)), begin, count, owner=begin == 0)
 
 
 @dataclass(frozen=True)
@@ -84,68 +123,33 @@ class WarpgroupSplit(WarpgroupGemm):
         return cutlass.min(full + (tiles - full) * self.split_k, Int32(self.resident // self.cluster)) * self.cluster
 
     @cute.jit
-    def walk(self, all_tiles: Walk) -> Walk:
-        """Tiles, then parts of tiles, a grid further each."""
-        # A cluster has at most one part, its last: full waves give each cluster equally many tiles.
-        full = self.full(all_tiles.count)
-        return replace(all_tiles, full=full, count=full + (all_tiles.count - full) * self.split_k)
+    def shares(self, cta: Cta, groups: None, tiles: tuple[Int32, Int32, Int32]) -> SplitWalk:
+        walk = WarpgroupGemm.shares(self, cta, None, tiles)
+        # A cluster has at most one part, its last share: full waves give each cluster equally many tiles.
+        full = self.full(walk.count)
+        count = full + (walk.count - full) * self.split_k
+        return SplitWalk(**vars(replace(walk, count=count)), full=full, parts=cta.outputs.own)
 
     @cute.jit
-    def tile(self, walk: Walk, index: Int32) -> Int32:
-        return index if index < walk.full else walk.full + (index - walk.full) // self.split_k
+    def gather(self, source: SplitWalk, consumer: Consumer, share: Share) -> Boolean:
+        """Its own accumulators and the others', for the tile's owner; who is none leaves them."""
+        acc, own, thread, group = consumer.acc, source.parts, consumer.thread, consumer.group
+        if share.owner:
+            # The tile is this CTA's to store: whole, or with the others' parts.
+            if share.count < source.k_tiles:
+                self.add_others(acc, own, thread, group)
+        else:
+            # Another's: the owner adds this part to its own.
+            self.leave(acc, own, thread, group, share.begin, source.k_tiles)
+        return share.owner
 
     @cute.jit
-    def part(self, walk: Walk, index: Int32) -> Part:
-        """All of K, or a share. A tile's owner, which has the first share, comes last."""
-        begin, count = Int32(0), walk.k_tiles
-        if index >= walk.full:
-            # The last of a tile's clusters has its first share: the owner waits for lower numbers.
-            share = cute.ceil_div(walk.k_tiles, self.split_k)
-            begin = (self.split_k - 1 - (index - walk.full) % self.split_k) * share
-            count = cutlass.max(cutlass.min(share, walk.k_tiles - begin), Int32(0))
-        return Part(begin, count)
-
-    @cute.jit
-    def consume(
-        self,
-        tid: Int32,
-        group: Int32,
-        shared: Shared,
-        walk: Walk,
-        tiled_mma: cute.TiledMma,
-        outputs: BoxOperands,
-    ):
-        """A consumer group's tiles, and its part of one, one after the other."""
-        consumer = self.consumer(tid, group, shared, tiled_mma)
-        buffers = self.buffers(consumer, shared)
-        at, boxes_used = Position(Int32(0), Int32(0)), Int32(0)
-        for index in cutlass.range(walk.first, walk.count, walk.step, unroll=1):
-            part = self.part(walk, index)
-            tile = self.place(walk, self.tile(walk, index))
-            corner = self.results.corner(buffers, tile)
-            if part.begin == 0:
-                # C's first boxes and the bias, for the one who stores.
-                self.results.load_inputs(buffers, outputs, tile, corner, boxes_used)
-            consumer.acc.fill(0.0)
-            # All products are done when this returns: accumulators may leave.
-            at = self.multiply(consumer, shared, at, part.count)
-            if part.begin == 0:
-                # The tile is this CTA's to store: whole, or with the others' parts.
-                if part.count < walk.k_tiles:
-                    self.add_others(consumer.acc, outputs.own, consumer.thread, group)
-                self.results.store_tile(buffers, outputs, consumer.acc, corner, boxes_used)
-                boxes_used = boxes_used + self.results.count
-            else:
-                self.leave(consumer.acc, outputs.own, consumer.thread, group, part.begin, walk)
-        self.results.drain(consumer.thread)
-
-    @cute.jit
-    def leave(self, acc: cute.Tensor, own: Parts, thread: Int32, group: Int32, begin: Int32, walk: Walk):
+    def leave(self, acc: cute.Tensor, own: Parts, thread: Int32, group: Int32, begin: Int32, k_tiles: Int32):
         """A group's part of a tile for the owner, whose CTA is so many clusters further as shares lie before it."""
         block, _, _ = cute.arch.block_idx()
         # Each CTA has room for one part, since it leaves one at most.
         leave_vectors(acc, self.partials(own), thread + group * GROUP, block)
-        owner = block + begin // cute.ceil_div(walk.k_tiles, self.split_k) * self.cluster
+        owner = block + begin // cute.ceil_div(k_tiles, self.split_k) * self.cluster
         TileOwner(GROUP, FIRST_BARRIER).post(self.counter(own, owner, group), thread, group)
 
     @cute.jit

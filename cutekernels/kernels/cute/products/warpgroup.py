@@ -43,7 +43,8 @@ Source:
     multiple of 8 may be a tile's columns.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -54,13 +55,19 @@ from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers
 
-from cutekernels.kernels.cute.parts.boxes import BoxBuffers, BoxOperands, Corner, ResultBoxes
-from cutekernels.kernels.cute.parts.dependent import pdl_launch, pdl_wait
+from cutekernels.kernels.cute.parts.boxes import FIRST_BARRIER, BoxBuffers, BoxOperands, Corner, ResultBoxes
+from cutekernels.kernels.cute.parts.dependent import pdl_wait
 from cutekernels.kernels.cute.parts.epilogue import EpilogueOperands
+from cutekernels.kernels.cute.parts.fragments import swizzled
+from cutekernels.kernels.cute.parts.heads import WIDEST, shared_vector
 from cutekernels.kernels.cute.parts.pipeline import Position, StagePipeline
 from cutekernels.kernels.cute.parts.schedule import Raster
 from cutekernels.kernels.cute.parts.smem import ALIGNMENT, SWIZZLED, SWIZZLED_ROWS, WarpgroupSmem
-from cutekernels.kernels.cute.parts.warp_groups import GROUP, ROWS, TmaTensor, WarpGroupBody, wgmma
+from cutekernels.kernels.cute.parts.tile_source import Share, TileSource, TileWalk
+from cutekernels.kernels.cute.parts.warp_groups import GROUP, ROWS, BoxLoad, TmaTensor, wgmma
+from cutekernels.kernels.cute.products.warp_specialized import WarpSpecialized
+
+STEP = 16  # of a k-tile: a k-block
 
 
 @dataclass(frozen=True)
@@ -88,17 +95,8 @@ class Operand:
 
     box: TmaTensor  # (rows, K[, L])
     sX: cute.Tensor  # (rows, K, STAGE)
-
-
-@dataclass(frozen=True)
-class BoxLoad:
-    """The loads of a box's k-tiles. A gated operand has two boxes in a stage: ``half`` says which."""
-
-    tma: cute.CopyAtom
-    source: cute.Tensor  # (TMA, k)
-    target: cute.Tensor  # (TMA, STAGE), or (TMA, 2 * STAGE) of halves
-    mask: Int16 | None  # CTAs of the cluster that get it
-    half: Int32 | None
+    side: Side
+    along: str  # a tile's "row" or "column"
 
 
 @dataclass(frozen=True)
@@ -112,30 +110,25 @@ class Shared:
     empty: cute.Pointer  # of each stage
     c_full: cute.Pointer  # of each box of each group
     order: cute.Pointer  # of each group
+    ring: cute.Pointer  # of tiles that the producer finds
 
 
 @dataclass(frozen=True)
-class Walk:
-    """The tiles of out, and those of this CTA's cluster: ``first``, ``first + step``, ... below ``count``."""
+class Cta:
+    """A CTA's part of the product, for all of its roles."""
 
-    rank: Int32  # of this CTA in its cluster
-    first: Int32
-    count: Int32
-    step: Int32
-    tiles_m: Int32  # of clusters
-    tiles_n: Int32
-    rows: Int32  # of out
-    columns: Int32
-    k_tiles: Int32 | None = None  # of a tile, where all have as many
-    full: Int32 | None = None  # tiles in full waves (``warpgroup_split.py``)
+    shared: Shared
+    block: Int32
+    blocks: Int32 | None  # of the grid, where all are known to have a share
+    cluster: int  # CTAs
+    operands: tuple[Operand, Operand]  # in the order of their loads
+    tiled_mma: cute.TiledMma
+    outputs: BoxOperands
 
-
-@dataclass(frozen=True)
-class Part:
-    """The k-tiles of a tile that a CTA multiplies."""
-
-    begin: int | Int32
-    count: Int32
+    @property
+    def rank(self) -> Int32:
+        """In its cluster."""
+        return self.block % self.cluster
 
 
 @dataclass(frozen=True)
@@ -144,6 +137,7 @@ class Consumer:
 
     thread: Int32  # 0 to 127, in the group
     group: Int32
+    shared: Shared
     tiled_mma: cute.TiledMma
     rR: cute.Tensor  # descriptors (MMA, MMA_M, MMA_K, STAGE)
     rS: cute.Tensor  # descriptors (MMA, MMA_N, MMA_K, STAGE)
@@ -151,7 +145,7 @@ class Consumer:
 
 
 @dataclass(frozen=True)
-class WarpgroupGemm(WarpGroupBody):
+class WarpgroupGemm(WarpSpecialized):
     """The body. ``rows_k_major`` and ``columns_k_major`` say how the operands of tile rows and columns lie."""
 
     tile_m: int
@@ -169,6 +163,8 @@ class WarpgroupGemm(WarpGroupBody):
     swap_ab: bool
     resident: int  # most CTAs in the grid
     dependent: bool  # launched under programmatic dependent launch
+    source: ClassVar[type[TileSource]] = TileWalk
+    ctas_per_sm: ClassVar[int] = 1
 
     @property
     def sharing(self) -> int:
@@ -183,6 +179,10 @@ class WarpgroupGemm(WarpGroupBody):
     @property
     def cluster(self) -> int:
         return self.cluster_m * self.cluster_n
+
+    @property
+    def cluster_shape(self) -> list[int]:
+        return [self.cluster, 1, 1]
 
     @property
     def shifted(self) -> bool:
@@ -202,7 +202,8 @@ class WarpgroupGemm(WarpGroupBody):
     @property
     def smem(self) -> WarpgroupSmem:
         tile = (self.tile_m, self.tile_n, self.tile_k)
-        return WarpgroupSmem(*tile, self.stages, self.groups, self.results.boxes, self.results.biased)
+        places = 0 if self.source.counted else WarpgroupSmem.PLACES
+        return WarpgroupSmem(*tile, self.stages, self.groups, self.results.boxes, self.results.biased, places)
 
     @property
     def pipeline(self) -> StagePipeline:
@@ -231,8 +232,10 @@ class WarpgroupGemm(WarpGroupBody):
         shape = ((SWIZZLED_ROWS, side.box // SWIZZLED_ROWS), self.tile_k, 2 * self.stages)
         return cute.make_layout(shape, stride=((SWIZZLED, SWIZZLED_ROWS * SWIZZLED), 1, side.box * SWIZZLED))
 
-    def tma_of(self, mX: cute.Tensor, layout: cute.ComposedLayout, side: Side) -> TmaTensor:
-        """The TMA load of a box of an operand into one stage of ``layout``."""
+    def tma_of(self, mX: cute.Tensor, rows: bool) -> TmaTensor:
+        """The TMA load of a box of the operand of tile rows, or of columns, into one stage."""
+        layout = self.layouts(mX.element_type)[0 if rows else 1]
+        side = self.of_rows if rows else self.of_columns
         op = cpasync.CopyBulkTensorTileG2SMulticastOp() if side.sharers > 1 else cpasync.CopyBulkTensorTileG2SOp()
         stages = self.halves(side) if side.gated else layout.outer
         # slice_ of the whole layout aborts the compiler where 16 does not divide the rows.
@@ -260,7 +263,6 @@ class WarpgroupGemm(WarpGroupBody):
     ):
         """With the operands of any epilogue: its own are in ``operands.own`` (``parts/epilogue.py``)."""
         mC = operands.mC
-        dtype = mA.element_type
         rows_contiguous = const_expr(self.results.rows_contiguous)
         # Tile rows R and tile columns S: A and B, or, swapped, B and A.
         mR = self.prepare(
@@ -270,9 +272,7 @@ class WarpgroupGemm(WarpGroupBody):
             mB if const_expr(not self.swap_ab) else mA, not self.swap_ab, not self.columns_k_major
         )  # (N, K[, L])
         mD = self.prepare(mD, self.swap_ab, rows_contiguous)  # (M, N[, L])
-        layout_r, layout_s = self.layouts(dtype)
-        rows = self.tma_of(mR, layout_r, self.of_rows)
-        columns = self.tma_of(mS, layout_s, self.of_columns)
+        rows, columns = self.tma_of(mR, True), self.tma_of(mS, False)
         box, shape = self.results.layout(), self.results.shape
         # Out leaves, and C comes in, by the same boxes of 64 x 64.
         tma_d, tD = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), mD, box, shape)
@@ -280,29 +280,19 @@ class WarpgroupGemm(WarpGroupBody):
         if const_expr(mC is not None):
             mC = self.prepare(mC, self.swap_ab, rows_contiguous)
             tma_c, tC = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), mC, box, shape)
-        tiled_mma = self.mma(dtype)
+        tiled_mma = self.mma(self.results.dtype)
         # As many CTAs as are resident at once, whole clusters, or fewer where there are fewer tiles.
         layers = cute.size(mD, mode=[2]) if const_expr(cute.rank(mD) == 3) else Int32(1)
+        tiles = (*self.tiles(mD), layers)
+        blocks = self.ctas(tiles[0] * tiles[1] * layers)
+        outputs = BoxOperands(tma_d, tD, tma_c, tC, operands.mBias, operands.alpha, operands.beta, own=operands.own)
+        self.start((rows, columns, outputs, None, tiled_mma, tiles), blocks, stream)
+
+    @cute.jit
+    def tiles(self, mD: cute.Tensor) -> tuple[Int32, Int32]:
+        """Tiles of clusters along M and N of out (M, N[, L])."""
         tiles_m = cute.ceil_div(cute.size(mD, mode=[0]), self.tile_m * self.cluster_m)
-        tiles_n = cute.ceil_div(cute.size(mD, mode=[1]), self.results.columns * self.cluster_n)
-        blocks = self.ctas(tiles_m * tiles_n * layers)
-        self.kernel(
-            rows,
-            columns,
-            BoxOperands(tma_d, tD, tma_c, tC, operands.mBias, operands.alpha, operands.beta, own=operands.own),
-            tiled_mma,
-            layout_r,
-            layout_s,
-            (tiles_m, tiles_n, layers),
-        ).launch(
-            grid=[blocks, 1, 1],
-            block=[self.threads, 1, 1],
-            cluster=[self.cluster, 1, 1],
-            min_blocks_per_mp=1,
-            preferred_smem_carveout=100,  # percent
-            use_pdl=self.dependent,
-            stream=stream,
-        )
+        return tiles_m, cute.ceil_div(cute.size(mD, mode=[1]), self.results.columns * self.cluster_n)
 
     @cute.jit
     def ctas(self, tiles: Int32) -> Int32:
@@ -346,75 +336,80 @@ class WarpgroupGemm(WarpGroupBody):
     @cute.kernel
     def kernel(
         self,
-        rows: TmaTensor,  # (M, K[, L])
-        columns: TmaTensor,  # (N, K[, L])
+        first: TmaTensor,  # (M, K[, L]), or of groups (T, K)
+        second: TmaTensor,  # (N, K[, L])
         outputs: BoxOperands,
+        groups: Any,  # their ends and what else is theirs; None without
         tiled_mma: cute.TiledMma,
-        layout_r: cute.ComposedLayout,
-        layout_s: cute.ComposedLayout,
         tiles: tuple[Int32, Int32, Int32],  # of clusters: along M, along N, layers
     ):
-        block, _, _ = cute.arch.block_idx()
-        blocks, _, _ = cute.arch.grid_dim()
-        tid, group, warp = self.role()
-        producer = const_expr(self.groups)  # the warp group that loads
         # -- setup
-        storage = SmemAllocator().allocate(self.smem.total_bytes, byte_alignment=ALIGNMENT)
-        shared = self.allocate(storage, layout_r, layout_s)
-        self.set_up(warp, (rows.tma, columns.tma, outputs.tma_d), shared)
-
-        rank = block % self.cluster
-        first, step = block // self.cluster, blocks // self.cluster
-        k_tiles = cute.ceil_div(cute.size(rows.coordinates, mode=[1]), self.tile_k)
-        walk = self.walk(
-            Walk(
-                rank=rank,
-                first=first,
-                count=tiles[0] * tiles[1] * tiles[2],
-                step=step,
-                tiles_m=tiles[0],
-                tiles_n=tiles[1],
-                rows=cute.size(outputs.tD, mode=[0]),
-                columns=cute.size(outputs.tD, mode=[1]),
-                k_tiles=k_tiles,
-            )
+        block, _, _ = cute.arch.block_idx()
+        # Where a ring passes tiles on, only the producer asks how large the grid is.
+        blocks = cute.arch.grid_dim()[0] if const_expr(self.source.counted) else None
+        role = self.role()
+        shared = self.set_up(role[2], (first.tma, second.tma, outputs.tma_d))
+        of_rows, of_columns = first, second
+        if const_expr(self.columns_first):
+            of_rows, of_columns = second, first
+        operands = (
+            Operand(of_rows, shared.sR, self.of_rows, "row"),
+            Operand(of_columns, shared.sS, self.of_columns, "column"),
         )
-        if group == producer:
-            # -- producer: one warp loads tile after tile, without regard to where one ends
-            cute.arch.setmaxregister_decrease(self.registers[0])
-            if warp == 4 * producer:
-                at = Position(Int32(0), Int32(1))  # a fresh empty barrier counts as complete at phase 1
-                for index in cutlass.range(walk.first, walk.count, walk.step, unroll=1):
-                    corner = self.place(walk, self.tile(walk, index))
-                    r, s = Operand(rows, shared.sR), Operand(columns, shared.sS)
-                    loads = [
-                        *self.load(r, self.of_rows, corner.row, corner.layer, walk.rank),
-                        *self.load(s, self.of_columns, corner.column, corner.layer, walk.rank),
-                    ]
-                    part = self.part(walk, index)
-                    at = self.produce(shared, loads, at, part.count, part.begin)
-                if const_expr(self.dependent):
-                    # The next kernel's set-up runs behind our last products.
-                    pdl_launch()
-        else:
-            # -- consumers
-            cute.arch.setmaxregister_increase(self.registers[1])
-            self.consume(tid, group, shared, walk, tiled_mma, outputs)
+        cta = Cta(
+            shared=shared,
+            block=block,
+            blocks=blocks,
+            cluster=self.cluster,
+            operands=operands[::-1] if const_expr(self.columns_first) else operands,
+            tiled_mma=tiled_mma,
+            outputs=outputs,
+        )
+        # -- producer and consumers
+        self.divide(self.shares(cta, groups, tiles), cta, role)
         if const_expr(self.cluster > 1):
             # Both CTAs wait for each other's end: the other's multicasts and arrivals need this one's shared memory.
             cute.arch.cluster_arrive_relaxed()
             cute.arch.cluster_wait()
 
+    @property
+    def columns_first(self) -> bool:
+        """Whether the operand of columns comes first: tokens do, of groups."""
+        return self.source.tokens_first and self.swap_ab
+
     @cute.jit
-    def allocate(self, storage: cute.Pointer, layout_r: cute.ComposedLayout, layout_s: cute.ComposedLayout) -> Shared:
-        """Stages and barriers in the CTA's shared memory."""
+    def shares(self, cta: Cta, groups: Any, tiles: tuple[Int32, Int32, Int32]) -> TileWalk:
+        """The source of this CTA's shares."""
+        tiles_m, tiles_n, layers = tiles
+        rank, first, step = cta.rank, cta.block // self.cluster, cta.blocks // self.cluster
+        k_tiles = cute.ceil_div(cute.size(cta.operands[0].box.coordinates, mode=[1]), self.tile_k)
+        return TileWalk(
+            body=self,
+            rank=rank,
+            first=first,
+            count=tiles_m * tiles_n * layers,
+            step=step,
+            tiles_m=tiles_m,
+            tiles_n=tiles_n,
+            rows=cute.size(cta.outputs.tD, mode=[0]),
+            columns=cute.size(cta.outputs.tD, mode=[1]),
+            k_tiles=k_tiles,
+        )
+
+    @cute.jit
+    def set_up(self, warp: Int32, tmas: tuple[cute.CopyAtom, cute.CopyAtom, cute.CopyAtom]) -> Shared:
+        """Stages and barriers in the CTA's shared memory. Initializes the mbarriers, makes them visible to the cluster,
+        then waits for the previous kernel (PDL).
+        """
         dtype = self.results.dtype
+        layout_r, layout_s = self.layouts(dtype)
+        storage = SmemAllocator().allocate(self.smem.total_bytes, byte_alignment=ALIGNMENT)
         at_r = cute.recast_ptr(storage, layout_r.inner, dtype)
         at_s = cute.recast_ptr(storage + self.smem.columns_at, layout_s.inner, dtype)
         full = cute.recast_ptr(storage + self.smem.barriers_at, dtype=Int64)
         empty = full + self.stages
         c_full = empty + self.stages
-        return Shared(
+        shared = Shared(
             storage=storage,
             sR=cute.make_tensor(at_r, layout_r.outer),
             sS=cute.make_tensor(at_s, layout_s.outer),
@@ -422,12 +417,9 @@ class WarpgroupGemm(WarpGroupBody):
             empty=empty,
             c_full=c_full,
             order=c_full + self.groups * self.smem.boxes,
+            ring=cute.recast_ptr(storage + self.smem.ring_at, dtype=Int64),
         )
-
-    @cute.jit
-    def set_up(self, warp: Int32, tmas: tuple[cute.CopyAtom, cute.CopyAtom, cute.CopyAtom], shared: Shared):
-        """Initializes the mbarriers, makes them visible to the cluster, then waits for the previous kernel (PDL)."""
-        self.initialize(warp, tmas, lambda: self.init_barriers(shared))
+        self.init_shared(warp, tmas, shared)
         # Nobody touches barriers before they are initialized: neither this CTA's threads nor the other's multicasts.
         if const_expr(self.cluster > 1):
             cute.arch.cluster_arrive_relaxed()
@@ -436,6 +428,7 @@ class WarpgroupGemm(WarpGroupBody):
             cute.arch.sync_threads()
         if const_expr(self.dependent):
             pdl_wait()
+        return shared
 
     @cute.jit
     def init_barriers(self, shared: Shared):
@@ -446,22 +439,7 @@ class WarpgroupGemm(WarpGroupBody):
             cute.arch.mbarrier_init(shared.c_full + i, 1)
 
     @cute.jit
-    def walk(self, all_tiles: Walk) -> Walk:
-        """A cluster's CTAs have neighbouring tiles; its next tile is a grid further."""
-        return all_tiles
-
-    @cute.jit
-    def tile(self, walk: Walk, index: Int32) -> Int32:
-        """The tile that ``index`` of the walk is about."""
-        return index
-
-    @cute.jit
-    def part(self, walk: Walk, index: Int32) -> Part:
-        """The part of that tile's K that this CTA multiplies: all of it."""
-        return Part(0, walk.k_tiles)
-
-    @cute.jit
-    def place(self, walk: Walk, index: Int32) -> Corner:
+    def place(self, walk: TileWalk, index: Int32) -> Corner:
         """Where this CTA's part of the cluster's tile ``index`` begins. The last tiles begin early, to end where out
         does: docs/notes/gemm.md#boxes.
         """
@@ -481,11 +459,16 @@ class WarpgroupGemm(WarpGroupBody):
     # ---- producer
 
     @cute.jit
-    def produce(self, shared: Shared, loads: list, at: Position, k_tiles: Int32, begin: int | Int32 = 0) -> Position:
-        """The loads of a tile's k-tiles from ``begin`` on, :class:`BoxLoad` each. Returns the position behind."""
-        for k_tile in cutlass.range(begin, begin + k_tiles, unroll=1):
+    def load(self, cta: Cta, source: TileSource, share: Share, at: Position) -> Position:
+        """The loads of a share's k-tiles. Returns the position behind."""
+        # A CTA's boxes of both operands, one or two each.
+        loads = []
+        for operand in cta.operands:
+            loads += self.boxes_of(operand, share, cta.rank)
+        share = source.cut(share)
+        for k_tile in cutlass.range(share.begin, share.behind, unroll=1):
             # Wait until the consumers, of both CTAs in a cluster, have read the stage; then announce its bytes.
-            self.pipeline.acquire(shared.full, shared.empty, at.stage, at.phase)
+            self.pipeline.acquire(cta.shared.full, cta.shared.empty, at.stage, at.phase)
             # All boxes of the stage complete the same full barrier; multicast ones complete it in both CTAs.
             for i in cutlass.range_constexpr(len(loads)):
                 filled = at.stage if const_expr(loads[i].half is None) else 2 * at.stage + loads[i].half
@@ -493,40 +476,40 @@ class WarpgroupGemm(WarpGroupBody):
                     loads[i].tma,
                     loads[i].source[None, k_tile],
                     loads[i].target[None, filled],
-                    tma_bar_ptr=shared.full + at.stage,
+                    tma_bar_ptr=cta.shared.full + at.stage,
                     mcast_mask=loads[i].mask,
                 )
             at = self.pipeline.next(at)
         return at
 
     @cute.jit
-    def load(
-        self, operand: Operand, side: cutlass.Constexpr[Side], first: Int32, layer: Int32, rank: Int32
-    ) -> list[BoxLoad]:
-        """The loads of an operand's rows from ``first`` on. Gated, those are two boxes, the other one as many rows
-        further as there are gates; CTAs that share them load one each.
+    def boxes_of(self, operand: Operand, share: Share, rank: Int32) -> list[BoxLoad]:
+        """The loads of an operand's rows. Gated, those are two boxes, the other one as many rows further as there are
+        gates; CTAs that share them load one each.
         """
+        side, first = operand.side, getattr(share.corner, operand.along)
         mask = Int16((1 << self.cluster) - 1) if const_expr(side.sharers > 1) else None
         if const_expr(not side.gated):
-            return [BoxLoad(operand.box.tma, *self.partition(operand, side, first, layer, rank), mask, None)]
+            return [BoxLoad(operand.box.tma, *self.partition(operand, first, share, rank), mask, None)]
         loads = []
         # Gated: gates into the stage's first half, what they multiply into its second. CTAs that share load one each.
         gates = cute.size(operand.box.coordinates, mode=[0]) // 2
-        halves = Operand(operand.box, cute.make_tensor(operand.sX.iterator, self.halves(side)))
+        halves = replace(operand, sX=cute.make_tensor(operand.sX.iterator, self.halves(side)))
         for i in cutlass.range_constexpr(2 // side.sharers):
             half = rank if const_expr(side.sharers > 1) else Int32(i)
-            boxes = self.partition(halves, side, first + half * gates, layer, rank)
+            boxes = self.partition(halves, first + half * gates, share, rank)
             loads.append(BoxLoad(operand.box.tma, *boxes, mask, half))
         return loads
 
     @cute.jit
-    def partition(
-        self, operand: Operand, side: cutlass.Constexpr[Side], first: Int32, layer: Int32, rank: Int32
-    ) -> tuple[cute.Tensor, cute.Tensor]:
+    def partition(self, operand: Operand, first: Int32, share: Share, rank: Int32) -> tuple[cute.Tensor, cute.Tensor]:
         """Source ``(TMA, k)`` and target ``(TMA, STAGE)`` of a box from row ``first`` on: this CTA's part of it."""
-        tX = operand.box.coordinates
+        side, tX = operand.side, operand.box.coordinates
+        if const_expr(share.row is not None):
+            # The tile's depth begins at a row of both operands.
+            tX = cute.domain_offset((0, share.row), tX)
         if const_expr(cute.rank(tX) == 3):
-            tX = tX[None, None, layer]
+            tX = tX[None, None, share.corner.layer]
         gX = cute.local_tile(cute.domain_offset((first, 0), tX), (side.box, self.tile_k), (0, None))  # (rows, K, k)
         part = rank if const_expr(side.parts > 1) else Int32(0)
         target, source = cpasync.tma_partition(
@@ -541,49 +524,9 @@ class WarpgroupGemm(WarpGroupBody):
     # ---- consumers
 
     @cute.jit
-    def consume(
-        self,
-        tid: Int32,
-        group: Int32,
-        shared: Shared,
-        walk: Walk,
-        tiled_mma: cute.TiledMma,
-        outputs: BoxOperands,
-    ):
-        """A consumer group's tiles, one after the other."""
-        consumer = self.consumer(tid, group, shared, tiled_mma)
-        buffers = self.buffers(consumer, shared)
-        # In ping-pong the first group finds its order at once (phase 1 of a fresh barrier); the second waits for it.
-        at, boxes_used, order_phase = Position(Int32(0), Int32(0)), Int32(0), Int32(1) - group
-        first, stride = walk.first, walk.step
-        if const_expr(self.pingpong):
-            # Ping-pong: every second tile of the CTA. The second group passes over the stages of the CTA's first tile.
-            if group == 1:
-                first = first + walk.step
-                at = self.pipeline.after(at, walk.k_tiles)
-            stride = walk.step * 2
-        # -- tile after tile
-        for index in cutlass.range(first, walk.count, stride, unroll=1):
-            tile = self.place(walk, index)
-            corner = self.results.corner(buffers, tile)
-            self.results.load_inputs(buffers, outputs, tile, corner, boxes_used)
-            if const_expr(self.pingpong):
-                # Wait until the other group has issued all products of its tile. The first group's first wait passes:
-                # its order barrier is fresh, and it begins at phase 1.
-                cute.arch.mbarrier_wait(shared.order + group, order_phase)
-                order_phase = order_phase ^ 1
-            consumer.acc.fill(0.0)
-            at = self.multiply(consumer, shared, at, walk.k_tiles)
-            if const_expr(self.pingpong):
-                at = self.pipeline.after(at, walk.k_tiles)  # the other group's stages
-            self.results.store_tile(buffers, outputs, consumer.acc, corner, boxes_used)
-            boxes_used = boxes_used + self.results.count
-        self.results.drain(consumer.thread)
-
-    @cute.jit
-    def consumer(self, tid: Int32, group: Int32, shared: Shared, tiled_mma: cute.TiledMma) -> Consumer:
+    def consumer(self, cta: Cta, tid: Int32, group: Int32) -> Consumer:
         """A group's descriptors of both operands' stages, and its accumulators."""
-        thread = tid % GROUP
+        thread, shared, tiled_mma = tid % GROUP, cta.shared, cta.tiled_mma
         # Cooperative, the MMA's tile has the rows of all groups; in ping-pong each group's is its own.
         share = group * GROUP if const_expr(not self.pingpong) else Int32(0)
         of_group = tiled_mma.get_slice(share)
@@ -591,12 +534,12 @@ class WarpgroupGemm(WarpGroupBody):
         rS = tiled_mma.make_fragment_B(of_group.partition_B(shared.sS))
         acc = cute.make_rmem_tensor(tiled_mma.partition_shape_C((self.tile_m, self.tile_n)), self.accumulate)
         tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
-        return Consumer(thread, group, tiled_mma, rR, rS, acc)
+        return Consumer(thread, group, shared, tiled_mma, rR, rS, acc)
 
     @cute.jit
-    def buffers(self, consumer: Consumer, shared: Shared) -> BoxBuffers:
+    def buffers(self, consumer: Consumer) -> BoxBuffers:
         """A group's boxes and biases in shared memory, and its first row of a tile."""
-        group = consumer.group
+        group, shared = consumer.group, consumer.shared
         boxes = shared.storage + self.smem.boxes_at + group * (self.smem.boxes * self.smem.box_bytes)
         bias = cute.recast_ptr(shared.storage + self.smem.biases_at + group * (self.smem.BIASES * 4), dtype=Float32)
         return BoxBuffers(
@@ -609,33 +552,79 @@ class WarpgroupGemm(WarpGroupBody):
         )
 
     @cute.jit
-    def multiply(self, consumer: Consumer, shared: Shared, at: Position, k_tiles: Int32) -> Position:
-        """The mainloop of one tile. Returns the position behind its last k-tile."""
-        before = Int32(0)
-        for k_tile in cutlass.range(k_tiles, unroll=1):
+    def multiply(self, consumer: Consumer, share: Share, at: Position) -> Position:
+        """The mainloop of one share. Returns the position behind its last k-tile."""
+        shared, before, whole = consumer.shared, Int32(0), share.count
+        if const_expr(share.depth is not None):
+            # The last k-tile may have rows of the next group.
+            whole = share.depth // self.tile_k
+            rest = share.depth - whole * self.tile_k
+        for k_tile in cutlass.range(whole, unroll=1):
             # Wait until the TMA has filled the stage.
             cute.arch.mbarrier_wait(shared.full + at.stage, at.phase)
             # Accumulators in registers are ordered before the products that read them.
             warpgroup.fence()
-            for kb in cutlass.range_constexpr(self.tile_k // 16):
-                cute.gemm(
-                    consumer.tiled_mma,
-                    consumer.acc,
-                    consumer.rR[None, None, kb, at.stage],
-                    consumer.rS[None, None, kb, at.stage],
-                    consumer.acc,
-                )
+            for kb in cutlass.range_constexpr(self.tile_k // STEP):
+                self.multiply_step(consumer, kb, at.stage)
             warpgroup.commit_group()
             # Waits for the products of the k-tile before: the producer may refill its stage; these go on.
             warpgroup.wait_group(1)
             self.pipeline.release(consumer.thread, shared.empty, before, k_tile > 0)
             before = at.stage
             at = self.pipeline.next(at)
+        if const_expr(share.depth is not None):  # noqa: SIM102  known when compiled
+            if rest > 0:
+                # The ragged k-tile: its first ``rest`` rows are the group's, the others the next one's.
+                cute.arch.mbarrier_wait(shared.full + at.stage, at.phase)
+                steps = cute.ceil_div(rest, STEP)
+                self.clear(consumer, shared.storage, shared.sR, at.stage, (rest, steps * STEP))
+                columns = shared.storage + self.smem.columns_at
+                self.clear(consumer, columns, shared.sS, at.stage, (rest, steps * STEP))
+                # The tensor cores see this thread's zeros, and the group multiplies when all its threads have written.
+                cute.arch.fence_proxy("async.shared", space="cta")
+                cute.arch.barrier(barrier_id=FIRST_BARRIER + consumer.group, number_of_threads=GROUP)
+                # The last whole k-tile's products are done: its stage goes back to the producer.
+                warpgroup.wait_group(0)
+                self.pipeline.release(consumer.thread, shared.empty, before, whole > 0)
+                before = at.stage
+                warpgroup.fence()
+                for kb in cutlass.range(steps, unroll=1):
+                    self.multiply_step(consumer, kb, at.stage)
+                warpgroup.commit_group()
+                at = self.pipeline.next(at)
         if const_expr(self.pingpong):  # noqa: SIM102  known when compiled
             if consumer.thread == 0:
                 # Thread 0 has issued all products of this tile: the other group may issue its own after them.
                 cute.arch.mbarrier_arrive(shared.order + (consumer.group ^ 1))
-        # Waits for the last products: then accumulators may be read, and the producer may refill the last stage.
+        # Waits for the last products: then accumulators may be read, and the producer may refill the last stage, which
+        # a group without rows does not have.
         warpgroup.wait_group(0)
-        self.pipeline.release(consumer.thread, shared.empty, before, Boolean(True))
+        some = Boolean(True) if const_expr(share.depth is None) else share.depth > 0
+        self.pipeline.release(consumer.thread, shared.empty, before, some)
         return at
+
+    @cute.jit
+    def multiply_step(self, consumer: Consumer, kb: int | Int32, stage: Int32):
+        """Issues the products of a k-block."""
+        cute.gemm(
+            consumer.tiled_mma,
+            consumer.acc,
+            consumer.rR[None, None, kb, stage],
+            consumer.rS[None, None, kb, stage],
+            consumer.acc,
+        )
+
+    @cute.jit
+    def clear(
+        self, consumer: Consumer, storage: cute.Pointer, sX: cute.Tensor, stage: Int32, rows: tuple[Int32, Int32]
+    ):
+        """Zeros rows ``rows[0]`` to ``rows[1]`` of a stage of an operand, ``sX`` (extent, K, STAGE), whose stages begin
+        at ``storage``. Groups that share a tile write the same zeros, each for itself.
+        """
+        # 16 bytes a thread, at the swizzled address; sX's layout has no swizzle.
+        first, end = rows
+        pieces = const_expr(cute.size(sX, mode=[0]) // WIDEST)
+        base = storage.toint().to(Int32)
+        for i in cutlass.range(consumer.thread, (end - first) * pieces, GROUP, unroll=1):
+            at = cute.crd2idx((i % pieces * WIDEST, first + i // pieces, stage), sX.layout) * 2
+            shared_vector(Int16, base + swizzled(at, 128)).fill(0)

@@ -25,12 +25,10 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
-from cutlass.memory import SmemAllocator
 
-from cutekernels.kernels.cute.gemm.multistage_gemm import MultistageGemm, Operands, Output
 from cutekernels.kernels.cute.parts.epilogue import EpilogueOperands
 from cutekernels.kernels.cute.parts.schedule import Tile
-from cutekernels.kernels.cute.parts.smem import ALIGNMENT
+from cutekernels.kernels.cute.products.multistage import MultistageGemm, Operands, Output
 
 WARP = 32
 
@@ -95,22 +93,7 @@ class MultistageGrouped:
         block, _, _ = cute.arch.block_idx()
         body = self.product
         tile_m, tile_n = body.results.tile_m, body.results.tile_n
-        dtype = mA.element_type
-
-        # -- setup: shared memory and accumulators; the output tile takes the place of the buffers
-        layout_a, layout_b = body.load_a.smem_layout(dtype), body.load_b.smem_layout(dtype)
-        layout_d = body.results.smem_layout(dtype)
-        a_elements, b_elements = cute.cosize(layout_a), cute.cosize(layout_b)
-        elements = max(a_elements + b_elements, cute.cosize(layout_d))
-        storage = SmemAllocator().allocate_array(dtype, elements, byte_alignment=ALIGNMENT)
-        sA = cute.make_tensor(cute.recast_ptr(storage, layout_a.inner, dtype), layout_a.outer)  # (M, K, STAGE)
-        sB = cute.make_tensor(
-            cute.recast_ptr(storage + a_elements, layout_b.inner, dtype), layout_b.outer
-        )  # (N, K, STAGE)
-        sD = cute.make_tensor(cute.recast_ptr(storage, layout_d.inner, dtype), layout_d.outer)  # (M, N)
-        shape = tiled_mma.partition_shape_C((tile_m, tile_n))
-        acc = cute.make_rmem_tensor(shape, body.mma.accumulate)  # ((2, 2), MMA_M, MMA_N)
-
+        sA, sB, sD, acc = body.set_up(mA.element_type, tiled_mma)
         groups = mEnds.shape[0] - 1
         tiles_n = cute.ceil_div(mD.shape[cute.rank(mD) - 1], tile_n)
         if const_expr(self.along == "m"):
@@ -197,13 +180,9 @@ class MultistageGrouped:
     def blank(self, tid: Int32, vD: cute.Tensor, tile: Tile):
         """Zeros for a tile of rows that belong to no group."""
         m, n = cute.size(vD, mode=[0]), cute.size(vD, mode=[1])
-        for i in cutlass.range(
-            tid, self.product.results.tile_m * self.product.results.tile_n, self.product.results.threads, unroll=1
-        ):
-            row, column = (
-                tile.m * self.product.results.tile_m + i // self.product.results.tile_n,
-                tile.n * self.product.results.tile_n + i % self.product.results.tile_n,
-            )
+        tile_m, tile_n = self.product.results.tile_m, self.product.results.tile_n
+        for i in cutlass.range(tid, tile_m * tile_n, self.product.results.threads, unroll=1):
+            row, column = tile.m * tile_m + i // tile_n, tile.n * tile_n + i % tile_n
             if row < m and column < n:
                 vD[row, column, 0] = vD.element_type(0.0)
 

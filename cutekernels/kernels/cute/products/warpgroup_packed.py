@@ -44,6 +44,7 @@ Source:
 """
 
 from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -55,8 +56,8 @@ from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers
 
 from cutekernels.kernels.cute.parts.boxes import FIRST_BARRIER, BoxBuffers, BoxOperands, Corner, ResultBoxes
-from cutekernels.kernels.cute.parts.dependent import pdl_launch, pdl_wait
-from cutekernels.kernels.cute.parts.packed import PackedWeights
+from cutekernels.kernels.cute.parts.dependent import pdl_wait
+from cutekernels.kernels.cute.parts.packed import PackedWeights, load_words, shared_number
 from cutekernels.kernels.cute.parts.pipeline import Position, StagePipeline
 from cutekernels.kernels.cute.parts.prefetch import prefetch_bulk
 from cutekernels.kernels.cute.parts.ptx import copy_bulk, kept_move
@@ -71,8 +72,9 @@ from cutekernels.kernels.cute.parts.tile_share import (
     add_up,
     leave,
 )
-from cutekernels.kernels.cute.parts.warp_groups import GROUP, ROWS, TmaTensor, WarpGroupBody, wgmma
-from cutekernels.kernels.cute.quantized.values import Consumer, Extents, Segment, Shared, Weight
+from cutekernels.kernels.cute.parts.tile_source import Share, TileSource
+from cutekernels.kernels.cute.parts.warp_groups import GROUP, ROWS, TmaTensor, wgmma
+from cutekernels.kernels.cute.products.warp_specialized import Progress, WarpSpecialized
 
 TILE = 64  # rows, and elements of K, of a packed tile
 BLOCKS = TILE // 16  # k-blocks of a packed tile
@@ -80,7 +82,94 @@ VECTOR = 16  # bytes
 
 
 @dataclass(frozen=True)
-class WarpgroupPacked(WarpGroupBody):
+class Weight:
+    """The packed weight in memory."""
+
+    mW: cute.Tensor  # (N / 64, K / 64, bytes)
+    mS: cute.Tensor  # (groups, N padded to 64), or of 128 x 128 blocks
+    mZ: cute.Tensor | None  # bytes, as the scales
+    mF: cute.Tensor | None  # (2, N padded to 64), of which the first factors of rows
+
+
+@dataclass(frozen=True)
+class Extents:
+    """Sizes of the product in the kernel's units."""
+
+    n: Int32
+    m: Int32
+    k: Int32
+    k_tiles: Int32
+    tiles_n: Int32  # along weight rows
+    tiles_m: Int32  # along tokens
+    ctas: Int32
+    rounds: Int32  # whole tiles of each CTA, where CTAs share the others
+    share: Int32  # k-tiles of each CTA in those
+    rank: Int32 | None = None  # of this CTA in a cluster that shares a tile; ``ctas`` are clusters then
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Stages and mbarriers of a CTA in shared memory."""
+
+    storage: cute.Pointer
+    sX: cute.Tensor  # (tokens, K, STAGE)
+    full: cute.Pointer
+    empty: cute.Pointer
+    ring: cute.Pointer  # of tiles that the producer finds
+
+
+@dataclass(frozen=True)
+class Cta:
+    """A CTA's part of the product, for all of its roles."""
+
+    shared: Shared
+    tokens: TmaTensor  # (M, K)
+    weight: Weight
+    of: Extents
+    tiled_mma: cute.TiledMma
+    outputs: BoxOperands
+    extra: Any  # the workspace; of experts, their ends and a clamped gate's alpha and limit
+
+
+@dataclass(frozen=True)
+class Consumer:
+    """State of a consumer warp group from its first tile to its last."""
+
+    thread: Int32  # 0 to 127, in the group
+    group: Int32
+    cta: Cta
+    tiled_mma: cute.TiledMma
+    rX: cute.Tensor  # descriptors (MMA, MMA_N, MMA_K, STAGE)
+    rW: cute.Tensor  # decoded weights of 64 of K (MMA, 1, 4)
+    rV: cute.Tensor  # those of the next 64
+    acc: cute.Tensor  # ((2, 2, N / 8), 1, 1)
+    part: cute.Tensor  # accumulators of a group of K; or those of the tile
+    constant: Int32  # of the decoder
+
+
+@dataclass(frozen=True)
+class PackedWalk(TileSource):
+    """Whole tiles, a grid apart, then a CTA's run of k-tiles that are dealt out; or a cluster's part of its tile."""
+
+    body: Any
+    of: Extents
+    cta: Int32
+    count: Int32
+    k_tiles: None = None
+    first: ClassVar[int] = 0
+    step: ClassVar[int] = 1
+    counted: ClassVar[bool] = True
+
+    @cute.jit
+    def share(self, i: Int32) -> Share:
+        return self.body.segment(self.of, self.cta, i)
+
+    def to_load(self, i: Int32) -> Share:
+        return self.share(i)
+
+
+@dataclass(frozen=True)
+class WarpgroupPacked(WarpSpecialized):
     """The body. ``tile_n`` counts tokens: they are the columns of the MMA."""
 
     weights: PackedWeights
@@ -101,10 +190,16 @@ class WarpgroupPacked(WarpGroupBody):
     cluster: int = 1  # CTAs that share a tile's K
     owners: int = 1  # of them, which have equal shares of its results
     ctas_per_sm: int = 1
+    source: ClassVar[type[TileSource]] = PackedWalk
+    pingpong: ClassVar[bool] = False
 
     @property
     def registers(self) -> tuple[int, int]:
         return (40, 216) if self.ctas_per_sm > 1 else self.REGISTERS[self.groups]
+
+    @property
+    def cluster_shape(self) -> list[int] | None:
+        return [self.cluster, 1, 1] if self.cluster > 1 else None
 
     @property
     def sums(self) -> ClusterSums:
@@ -171,14 +266,8 @@ class WarpgroupPacked(WarpGroupBody):
         alpha = Float32(self.weights.undone if const_expr(self.scaled == "weights") else 1.0)
         outputs = BoxOperands(out.tma, out.coordinates, None, None, mBias, alpha, Float32(0.0))
         weight, workspace = Weight(mW, mS, mZ, mF), Workspace(mPartials, mTickets)
-        self.kernel(tokens, outputs, weight, workspace, self.mma(mX.element_type), layout, rounds, share).launch(
-            grid=[ctas, 1, 1],
-            block=[self.threads, 1, 1],
-            cluster=[self.cluster, 1, 1] if const_expr(self.cluster > 1) else None,
-            min_blocks_per_mp=self.ctas_per_sm,
-            preferred_smem_carveout=100,  # percent
-            use_pdl=self.dependent,
-            stream=stream,
+        self.start(
+            (tokens, outputs, weight, workspace, self.mma(mX.element_type), layout, (rounds, share)), ctas, stream
         )
 
     @cute.jit
@@ -194,39 +283,53 @@ class WarpgroupPacked(WarpGroupBody):
         out = TmaTensor(*cpasync.make_tiled_tma_atom(store, mD, self.results.layout(), self.results.shape))
         return tokens, out, layout
 
-    @cute.jit
-    def allocate(self, storage: cute.Pointer, layout: cute.ComposedLayout) -> Shared:
-        """Stages and barriers in the CTA's shared memory."""
-        full = cute.recast_ptr(storage + self.smem.barriers_at, dtype=Int64)
-        at_x = cute.recast_ptr(storage, layout.inner, self.results.dtype)
-        return Shared(storage, cute.make_tensor(at_x, layout.outer), full, full + self.stages)
-
     @cute.kernel
     def kernel(
         self,
         tokens: TmaTensor,  # (M, K)
         outputs: BoxOperands,
         weight: Weight,
-        workspace: Workspace,
+        extra: Any,
         tiled_mma: cute.TiledMma,
         layout: cute.ComposedLayout,
-        rounds: Int32,
-        share: Int32,
+        dealt: tuple[Int32, Int32] | None,  # whole tiles of each CTA, and k-tiles of the others
     ):
-        cta, _, _ = cute.arch.block_idx()
+        block = cute.arch.block_idx()[0] if const_expr(self.source.counted) else None
         ctas, _, _ = cute.arch.grid_dim()
-        tid, group, warp = self.role()
-        producer = const_expr(self.groups)  # the warp group that loads
-        # -- setup
+        role = self.role()
+        shared = self.set_up(role[2], layout, (tokens.tma, outputs.tma_d))
+        of, source = self.shares(shared, tokens, outputs, extra, (block, ctas, dealt))
+        if const_expr(self.dependent):
+            if const_expr(self.source.counted):  # noqa: SIM102  known when compiled
+                if role[0] < self.stages * self.groups and source.count > 0:
+                    self.prefetch(weight, of, source.share(Int32(0)), role[0])
+            pdl_wait()
+        self.divide(source, Cta(shared, tokens, weight, of, tiled_mma, outputs, extra), role)
+
+    @cute.jit
+    def set_up(self, warp: Int32, layout: cute.ComposedLayout, tmas: tuple[cute.CopyAtom, ...]) -> Shared:
+        """Stages and barriers in the CTA's shared memory, initialized."""
         storage = SmemAllocator().allocate(self.smem.total_bytes, byte_alignment=ALIGNMENT)
-        shared = self.allocate(storage, layout)
-        self.initialize(warp, (tokens.tma, outputs.tma_d), lambda: self.init_barriers(shared))
+        full = cute.recast_ptr(storage + self.smem.barriers_at, dtype=Int64)
+        at_x = cute.recast_ptr(storage, layout.inner, self.results.dtype)
+        ring = cute.recast_ptr(storage + self.smem.ring_at, dtype=Int64)
+        shared = Shared(storage, cute.make_tensor(at_x, layout.outer), full, full + self.stages, ring)
+        self.init_shared(warp, tmas, shared)
         # Nobody touches the barriers before they are initialized.
         cute.arch.sync_threads()
-        rank = None
         if const_expr(self.cluster > 1):
             # Tells the cluster that this CTA's barriers are initialized; who sends waits for the others' word.
             cute.arch.cluster_arrive_relaxed()
+        return shared
+
+    @cute.jit
+    def shares(
+        self, shared: Shared, tokens: TmaTensor, outputs: BoxOperands, extra: Workspace, place: tuple
+    ) -> tuple[Extents, PackedWalk]:
+        """Sizes, and the source of this CTA's shares."""
+        cta, ctas, (rounds, share) = place
+        rank = None
+        if const_expr(self.cluster > 1):
             rank = cta % self.cluster
             cta, ctas = cta // self.cluster, ctas // self.cluster
         (m, k), n = tokens.coordinates.shape, cute.size(outputs.tD, mode=[0])
@@ -242,52 +345,7 @@ class WarpgroupPacked(WarpGroupBody):
             share=share,
             rank=rank,
         )
-        count = self.segments(of, cta)
-        if const_expr(self.dependent):
-            if tid < self.stages * self.groups and count > 0:
-                self.prefetch(weight, of, self.segment(of, cta, Int32(0)), tid)
-            pdl_wait()
-        if group == producer:
-            # -- producer: one warp loads segment after segment, without regard to where one ends
-            cute.arch.setmaxregister_decrease(self.registers[0])
-            if warp == 4 * producer:
-                at = Position(Int32(0), Int32(1))  # a fresh empty barrier counts as complete at phase 1
-                for i in cutlass.range(count, unroll=1):
-                    at = self.produce(tokens, weight, shared, of, self.segment(of, cta, i), at)
-                if const_expr(self.dependent):
-                    pdl_launch()
-            if const_expr(self.cluster > 1):
-                cute.arch.cluster_wait()  # pairs this warp's arrival
-        else:
-            # -- consumers
-            cute.arch.setmaxregister_increase(self.registers[1])
-            consumer = self.consumer(tid, group, shared, tiled_mma, share)
-            buffers = self.buffers(consumer, shared)
-            at, boxes_used = Position(Int32(0), Int32(0)), Int32(0)
-            for i in cutlass.range(count, unroll=1):
-                segment = self.segment(of, cta, i)
-                corner = self.results.corner(buffers, segment.corner)
-                self.results.load_inputs(buffers, outputs, segment.corner, corner, boxes_used)
-                factors = None
-                if const_expr(self.by_rows):
-                    factors = self.row_factors(consumer, weight, of, corner.row)
-                consumer.acc.fill(0.0)
-                at = self.multiply(consumer, weight, shared, of, segment, at)
-                whole, results = Boolean(True), consumer.acc
-                if const_expr(self.split):
-                    whole = self.share_tile(consumer, storage, workspace, of, segment, cta)
-                elif const_expr(self.cluster > 1):
-                    if const_expr(self.by_rows):
-                        self.scale_by(consumer, factors)
-                    whole = self.share_in_cluster(consumer, storage, rank)
-                    results = cute.make_tensor(consumer.acc.iterator, cute.make_layout(self.sums.share))
-                    corner = replace(corner, column=corner.column + rank * self.results.columns)
-                if whole:
-                    if const_expr(self.by_rows and self.cluster == 1):
-                        self.scale_by(consumer, factors)
-                    self.results.store_tile(buffers, outputs, results, corner, boxes_used)
-                    boxes_used = boxes_used + self.results.count
-            self.results.drain(consumer.thread)
+        return of, PackedWalk(self, of, cta, self.segments(of, cta))
 
     @cute.jit
     def init_barriers(self, shared: Shared):
@@ -319,7 +377,7 @@ class WarpgroupPacked(WarpGroupBody):
         return begin, cutlass.min(begin + of.share, shared * of.k_tiles)
 
     @cute.jit
-    def segment(self, of: Extents, cta: Int32, i: Int32) -> Segment:
+    def segment(self, of: Extents, cta: Int32, i: Int32) -> Share:
         """The ``i``-th segment of this CTA: its whole tiles come first."""
         tile, begin, end = cta + i * of.ctas, Int32(0), of.k_tiles
         if const_expr(self.split):
@@ -333,17 +391,17 @@ class WarpgroupPacked(WarpGroupBody):
             begin, end = of.rank * of.k_tiles // self.cluster, (of.rank + 1) * of.k_tiles // self.cluster
         place = self.raster.place(tile, of.tiles_n, of.tiles_m)
         corner = Corner(place.m * (ROWS * self.groups), place.n * self.tile_n, Int32(0))
-        return Segment(tile, corner, begin, end)
+        return Share(corner, begin, end - begin, number=tile, stop=end)
 
     # ---- rows of the weight: of one product, all that there are
 
-    def first_row(self, of: Extents, segment: Segment, group: int | Int32) -> Int32:
+    def first_row(self, of: Extents, corner: Corner, group: int | Int32) -> Int32:
         """The first row of a group in W."""
-        return segment.corner.row + group * ROWS
+        return corner.row + group * ROWS
 
-    def present(self, of: Extents, segment: Segment) -> Int32:
+    def present(self, of: Extents, corner: Corner) -> Int32:
         """Groups that have rows."""
-        return cutlass.min(cute.ceil_div(of.n - segment.corner.row, TILE), Int32(self.groups))
+        return cutlass.min(cute.ceil_div(of.n - corner.row, TILE), Int32(self.groups))
 
     def all_rows(self, weight: Weight, of: Extents, unit: int) -> Int32:
         """The rows of W in ``unit``s."""
@@ -352,7 +410,7 @@ class WarpgroupPacked(WarpGroupBody):
     # ---- producer
 
     @cute.jit
-    def prefetch(self, weight: Weight, of: Extents, segment: Segment, i: Int32):
+    def prefetch(self, weight: Weight, of: Extents, segment: Share, i: Int32):
         """The ``i``-th of the packed weights of the first stages, of one group each, into the L2."""
         tiles_k = cute.ceil_div(of.k, TILE)
         row = segment.corner.row + i % self.groups * ROWS
@@ -363,16 +421,9 @@ class WarpgroupPacked(WarpGroupBody):
             prefetch_bulk(weight.mW.iterator.toint() + at, count * self.smem.tile_bytes)
 
     @cute.jit
-    def produce(
-        self,
-        tokens: TmaTensor,
-        weight: Weight,
-        shared: Shared,
-        of: Extents,
-        segment: Segment,
-        at: Position,
-    ) -> Position:
+    def load(self, cta: Cta, source: TileSource, segment: Share, at: Position) -> Position:
         """The loads of one segment. Returns the position behind."""
+        shared, tokens, weight, of = cta.shared, cta.tokens, cta.weight, cta.of
         gX = cute.local_tile(
             cute.domain_offset((segment.corner.column, 0), tokens.coordinates), (self.tile_n, self.tile_k), (0, None)
         )  # (tokens, K, k)
@@ -382,8 +433,8 @@ class WarpgroupPacked(WarpGroupBody):
         base, full = shared.storage.toint().to(Int32), shared.full.toint().to(Int32)
         tiles_k = cute.ceil_div(of.k, TILE)
         # Groups of the tile whose rows the packed weight has.
-        present = self.present(of, segment)
-        for k_tile in cutlass.range(segment.begin, segment.end, unroll=1):
+        present = self.present(of, segment.corner)
+        for k_tile in cutlass.range(segment.begin, segment.behind, unroll=1):
             # Wait until the consumers have read the stage; then announce its bytes, those of tiles that exist.
             cute.arch.mbarrier_wait(shared.empty + at.stage, at.phase)
             first = k_tile * (self.tile_k // TILE)
@@ -398,11 +449,11 @@ class WarpgroupPacked(WarpGroupBody):
             with cute.arch.elect_one():
                 for g in cutlass.range_constexpr(self.groups):
                     if g < present:
-                        row = self.first_row(of, segment, g)
-                        source = (
+                        row = self.first_row(of, segment.corner, g)
+                        from_w = (
                             weight.mW.iterator.toint() + (Int64(row // TILE) * tiles_k + first) * self.smem.tile_bytes
                         )
-                        copy_bulk(stage + g * self.smem.weight_bytes, source, weight_bytes, barrier)
+                        copy_bulk(stage + g * self.smem.weight_bytes, from_w, weight_bytes, barrier)
                         if const_expr(self.smem.strips > 0 or self.zeros):
                             self.load_strips(weight, of, row, k_tile, stage, g, barrier)
             at = self.pipeline.next(at)
@@ -436,11 +487,17 @@ class WarpgroupPacked(WarpGroupBody):
                     stage + self.smem.zeros_at + (g * self.smem.zero_strips + i) * TILE, source, Int32(TILE), barrier
                 )
 
+    @cute.jit
+    def end_producer(self):
+        if const_expr(self.cluster > 1):
+            cute.arch.cluster_wait()  # pairs these warps' arrival
+
     # ---- consumers
 
     @cute.jit
-    def consumer(self, tid: Int32, group: Int32, shared: Shared, tiled_mma: cute.TiledMma, share: Int32) -> Consumer:
+    def consumer(self, cta: Cta, tid: Int32, group: Int32) -> Consumer:
         """A group's descriptors of the tokens' stages, its decoded weights and accumulators."""
+        shared, tiled_mma = cta.shared, cta.tiled_mma
         of_group = tiled_mma.get_slice(0)
         rX = tiled_mma.make_fragment_B(of_group.partition_B(shared.sX))
         shape_w = tiled_mma.partition_shape_A((ROWS, TILE))
@@ -449,12 +506,12 @@ class WarpgroupPacked(WarpGroupBody):
         part = acc
         if const_expr(self.interval > 0):
             part = cute.make_rmem_tensor(acc.shape, Float32)
-        return Consumer(tid % GROUP, group, tiled_mma, rX, rW, rV, acc, part, self.weights.constant(share))
+        return Consumer(tid % GROUP, group, cta, tiled_mma, rX, rW, rV, acc, part, self.weights.constant(cta.of.share))
 
     @cute.jit
-    def buffers(self, consumer: Consumer, shared: Shared) -> BoxBuffers:
+    def buffers(self, consumer: Consumer) -> BoxBuffers:
         """A group's boxes and biases in shared memory, and its first row of a tile."""
-        group = consumer.group
+        group, shared = consumer.group, consumer.cta.shared
         boxes = shared.storage + self.smem.boxes_at + group * (self.results.boxes * self.smem.BOX_BYTES)
         bias = cute.recast_ptr(shared.storage + self.smem.biases_at + group * (self.smem.BIASES * 4), dtype=Float32)
         return BoxBuffers(
@@ -462,29 +519,26 @@ class WarpgroupPacked(WarpGroupBody):
         )
 
     @cute.jit
-    def multiply(
-        self, consumer: Consumer, weight: Weight, shared: Shared, of: Extents, segment: Segment, at: Position
-    ) -> Position:
+    def multiply(self, consumer: Consumer, segment: Share, at: Position) -> Position:
         """The mainloop of one segment. Returns the position behind its last k-tile."""
         if const_expr(self.interval > 0):
-            at = self.multiply_in_groups(consumer, weight, shared, of, segment, at)
+            at = self.multiply_in_groups(consumer, segment, at)
         else:
-            at = self.multiply_ahead(consumer, weight, shared, of, segment, at)
+            at = self.multiply_ahead(consumer, segment, at)
         return at
 
     @cute.jit
-    def multiply_ahead(
-        self, consumer: Consumer, weight: Weight, shared: Shared, of: Extents, segment: Segment, at: Position
-    ) -> Position:
+    def multiply_ahead(self, consumer: Consumer, segment: Share, at: Position) -> Position:
         """The mainloop without sums of groups. Weights of 64 of K take two sets of registers in turn, so that a batch
         of products is issued while the one before runs.
         """
+        shared, weight, of = consumer.cta.shared, consumer.cta.weight, consumer.cta.of
         factors = cute.make_rmem_tensor((2, max(1, self.smem.strips)), Float32)
-        row = self.first_row(of, segment, consumer.group)
+        row = self.first_row(of, segment.corner, consumer.group)
         coming = Float32(0.0)
         if const_expr(self.scale_rows > 1):
             coming = self.block_scale(weight, of, row, segment.begin)
-        count = segment.end - segment.begin
+        count = segment.count
         # Stages of the two batches in front, which are released when their products are done.
         before, last = Int32(0), Int32(0)
         of_pair = const_expr(2 if self.tile_k == TILE else 1)  # k-tiles
@@ -547,7 +601,7 @@ class WarpgroupPacked(WarpGroupBody):
         packed = packed + (lane * VECTOR + half * self.smem.tile_bytes)
         words = cute.make_rmem_tensor((4, self.weights.bits // 4), Int32)
         for w in cutlass.range_constexpr(self.weights.bits // 4):
-            self.load_words(packed + w * 32 * VECTOR, words[None, w])
+            load_words(packed + w * 32 * VECTOR, words[None, w])
         return words
 
     @cute.jit
@@ -582,21 +636,20 @@ class WarpgroupPacked(WarpGroupBody):
                 self.weights.scale(factors[None, strip], four)
 
     @cute.jit
-    def multiply_in_groups(
-        self, consumer: Consumer, weight: Weight, shared: Shared, of: Extents, segment: Segment, at: Position
-    ) -> Position:
+    def multiply_in_groups(self, consumer: Consumer, segment: Share, at: Position) -> Position:
         """The mainloop with sums of groups, which are added to the tile's at each group's end."""
+        shared, weight, of = consumer.cta.shared, consumer.cta.weight, consumer.cta.of
         before = Int32(0)
         strips = const_expr(max(1, self.smem.strips))
         factors, next_factors = [cute.make_rmem_tensor((2, strips), Float32) for _ in range(2)]
         factors.fill(0.0)
         atom = cute.make_mma_atom(consumer.tiled_mma.op)
         held = cute.recast_tensor(consumer.rW, Int32)
-        row = self.first_row(of, segment, consumer.group)
+        row = self.first_row(of, segment.corner, consumer.group)
         coming = Float32(0.0)
         if const_expr(self.scale_rows > 1):
             coming = self.block_scale(weight, of, row, segment.begin)
-        for k_tile in cutlass.range(segment.begin, segment.end, unroll=1):
+        for k_tile in cutlass.range(segment.begin, segment.behind, unroll=1):
             if const_expr(self.scale_rows > 1):
                 # The scale of this k-tile's block was asked for a k-tile ago.
                 next_factors.fill(coming)
@@ -652,12 +705,6 @@ class WarpgroupPacked(WarpGroupBody):
         return at
 
     @cute.jit
-    def load_words(self, address: Int32, words: cute.Tensor):
-        """Two or four words of shared memory."""
-        place = cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=4 * cute.size(words))
-        cute.autovec_copy(cute.make_tensor(place, cute.make_layout(cute.size(words))), words)
-
-    @cute.jit
     def own_row(self, consumer: Consumer) -> Int32:
         """A thread's first row of its group's 64; the other is 8 further."""
         return consumer.thread // 32 * 16 + consumer.thread % 32 // 4
@@ -670,11 +717,10 @@ class WarpgroupPacked(WarpGroupBody):
         for i in cutlass.range_constexpr(self.smem.strips):
             if const_expr(self.factors):
                 at = first + (i * TILE + self.own_row(consumer) + consumer.thread % 32 // 4) * size
-                self.load_words(at, cute.recast_tensor(factors, Int32)[None, i])
+                load_words(at, cute.recast_tensor(factors, Int32)[None, i])
             for r in cutlass.range_constexpr(0 if self.factors else 2):
                 at = first + (i * TILE + self.own_row(consumer) + 8 * r) * size
-                place = cute.make_ptr(self.scale, at, cute.AddressSpace.smem, assumed_align=size)
-                found = cute.make_tensor(place, cute.make_layout(1))[0]
+                found = shared_number(self.scale, at)
                 if const_expr(self.weights.code == "e2m1"):
                     cute.recast_tensor(factors, Int32)[r, i] = self.weights.power(found.to(Int32))
                 else:
@@ -694,8 +740,7 @@ class WarpgroupPacked(WarpGroupBody):
         first = stage + self.smem.zeros_at + (consumer.group * self.smem.zero_strips + strip) * TILE
         for r in cutlass.range_constexpr(2):
             at = first + self.own_row(consumer) + 8 * r
-            place = cute.make_ptr(cutlass.Uint8, at, cute.AddressSpace.smem, assumed_align=1)
-            shifts[r] = self.weights.shift(cute.make_tensor(place, cute.make_layout(1))[0].to(Int32))
+            shifts[r] = self.weights.shift(shared_number(cutlass.Uint8, at).to(Int32))
 
     @cute.jit
     def promote(self, consumer: Consumer, factors: cute.Tensor):
@@ -707,8 +752,9 @@ class WarpgroupPacked(WarpGroupBody):
                     consumer.acc[at] = consumer.acc[at] + factors[r] * consumer.part[at]
 
     @cute.jit
-    def row_factors(self, consumer: Consumer, weight: Weight, of: Extents, first: Int32) -> cute.Tensor:
+    def row_factors(self, consumer: Consumer, first: Int32) -> cute.Tensor:
         """Scales of all of K, or factors, of rows r and r + 8 of a group's, which begin with row ``first``."""
+        weight, of = consumer.cta.weight, consumer.cta.of
         table = weight.mF if const_expr(self.factors) else weight.mS
         factors = cute.make_rmem_tensor(2, Float32)
         factors.fill(0.0)
@@ -728,20 +774,47 @@ class WarpgroupPacked(WarpGroupBody):
                     consumer.acc[at] = consumer.acc[at] * factors[r]
 
     @cute.jit
-    def share_tile(
+    def read_ahead(self, consumer: Consumer, corner: Corner) -> cute.Tensor | None:
+        """Scales of all of K, or factors."""
+        return self.row_factors(consumer, corner.row) if const_expr(self.by_rows) else None
+
+    @cute.jit
+    def store(
         self,
+        source: TileSource,
         consumer: Consumer,
-        storage: cute.Pointer,
-        workspace: Workspace,
-        of: Extents,
-        segment: Segment,
-        cta: Int32,
-    ) -> Boolean:
+        target: tuple[BoxBuffers, BoxOperands, Corner],
+        share: Share,
+        ahead: cute.Tensor | None,
+        progress: Progress,
+    ) -> Progress:
+        (buffers, outputs, corner), boxes_used, results = target, progress.boxes_used, consumer.acc
+        if const_expr(self.cluster > 1):
+            rank = consumer.cta.of.rank
+            if const_expr(ahead is not None):
+                self.scale_by(consumer, ahead)
+            whole = self.share_in_cluster(consumer, rank)
+            results = cute.make_tensor(consumer.acc.iterator, cute.make_layout(self.sums.share))
+            corner = replace(corner, column=corner.column + rank * self.results.columns)
+        else:
+            whole = self.gather(source, consumer, share)
+        if whole:
+            if const_expr(ahead is not None and self.cluster == 1):
+                self.scale_by(consumer, ahead)
+            self.results.store_tile(buffers, outputs, results, corner, boxes_used)
+            boxes_used = boxes_used + self.results.count
+        return Progress(progress.order_phase, progress.at, boxes_used)
+
+    @cute.jit
+    def gather(self, source: PackedWalk, consumer: Consumer, segment: Share) -> bool | Boolean:
         """Whether this group's accumulators are now the whole tile's: it had all of K, or was the last to arrive."""
-        whole = segment.end - segment.begin == of.k_tiles
+        if const_expr(not self.split):
+            return True
+        of, cta, storage, workspace = source.of, source.cta, consumer.cta.shared.storage, consumer.cta.extra
+        whole = segment.count == of.k_tiles
         if not whole:
             per_thread, of_part = cute.size(consumer.acc), const_expr(GROUP * cute.size(consumer.acc))
-            shared = segment.tile - of.rounds * of.ctas  # among those that are shared
+            shared = segment.number - of.rounds * of.ctas  # among those that are shared
             begin = shared * of.k_tiles
             first_cta, last_cta = begin // of.share, (begin + of.k_tiles - 1) // of.share
             # A CTA has at most two such parts: that of a tile which began before it, and that of its last tile.
@@ -762,9 +835,9 @@ class WarpgroupPacked(WarpGroupBody):
         return whole
 
     @cute.jit
-    def share_in_cluster(self, consumer: Consumer, storage: cute.Pointer, rank: Int32) -> Boolean:
+    def share_in_cluster(self, consumer: Consumer, rank: Int32) -> Boolean:
         """Whether this CTA has a share of the tile's results, which are then the first accumulators."""
-        thread, group = consumer.thread, consumer.group
+        thread, group, storage = consumer.thread, consumer.group, consumer.cta.shared.storage
         full = cute.recast_ptr(storage + self.smem.inbox_barriers_at, dtype=Int64) + group
         inbox = cute.recast_ptr(storage + self.smem.inbox_at, dtype=Float32) + group * (GROUP * self.sums.received)
         # Wait until all CTAs have initialized their barriers, on which this thread's stores arrive.

@@ -1,1 +1,0 @@
-"""GEMM bodies, one per schedule."""

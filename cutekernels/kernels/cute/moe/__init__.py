@@ -1,1 +1,0 @@
-"""CuTe kernels of mixtures of experts."""

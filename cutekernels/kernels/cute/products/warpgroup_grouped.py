@@ -1,0 +1,170 @@
+"""Grouped GEMM, warpgroup schedule: a product for each group of rows, or one as deep as each group has rows.
+
+Roles, barriers and steps are :class:`WarpgroupGemm`'s (``warpgroup.py``); the sources are others (``tile_source.py``).
+
+:class:`WarpgroupGrouped`, over tiles that the device finds (:class:`GroupRing`). Tiles run group by group, so that CTAs
+at work share an expert's weights in the L2. An expert is a coordinate of the weights' TMA. The tile at a group's end
+reads rows of the next group where the group is short: they spoil only rows that are not stored (``GroupBoxes``).
+``swap_ab`` puts weight rows on the MMA's side of 64, and tokens on that of 16 to 256.
+
+:class:`WarpgroupGroupedDepth`, ``out[e] = a[rows of e].T @ b[rows of e]``: weight gradients (:class:`DepthWalk`). Both
+operands lie along their rows, and an expert without rows gets zeros. Producer and consumers read the ends for
+themselves: offsets that change while the kernel runs may hang it.
+    Loads begin at the expert's first row, wherever that is, so an expert's *last* k-tile is the ragged one, and reaches
+    into the next expert's rows. ``multiply`` treats it apart, behind the whole k-tiles: of its steps of 16 rows the one
+    that is partly the expert's own is zeroed in shared memory behind the expert's end, by each group that reads it, in
+    both operands (a NaN stays with its expert), and later steps are not multiplied.
+
+Refuses (``ops/moe/grouped_schedules.py``): what ``gemm``'s does; a gate with a bias or a weight that is not K-major;
+along the depth matrices of fewer than 32 rows or columns.
+
+Source:
+    CUTLASS's grouped GEMM finds tiles by a warp that scans the problems' sizes, and writes descriptors on the device;
+    here sizes are prefix sums already and one descriptor serves all.
+"""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, const_expr
+from cutlass.cute.nvgpu import cpasync
+
+from cutekernels.kernels.cute.parts.boxes import BoxOperands
+from cutekernels.kernels.cute.parts.schedule import TileRing
+from cutekernels.kernels.cute.parts.smem import WarpgroupSmem
+from cutekernels.kernels.cute.parts.tile_source import DepthWalk, GroupRing, GroupTensors, TileSource
+from cutekernels.kernels.cute.parts.walk import GroupWalk
+from cutekernels.kernels.cute.products.warpgroup import Cta, Side, WarpgroupGemm
+
+
+@dataclass(frozen=True)
+class GroupedBody(WarpgroupGemm):
+    """The product, with a ring as its source."""
+
+    source: ClassVar[type[TileSource]] = GroupRing
+
+    @property
+    def tokens(self) -> Side:
+        """The operand that holds tokens."""
+        return self.of_columns if self.swap_ab else self.of_rows
+
+    @property
+    def weights(self) -> Side:
+        return self.of_rows if self.swap_ab else self.of_columns
+
+    @property
+    def clusters(self) -> tuple[int, int]:
+        """CTAs of a cluster along the tokens, which have weights in common, and along out's columns."""
+        return self.weights.sharers, self.tokens.sharers
+
+    @property
+    def walk(self) -> GroupWalk:
+        # A row of tiles is a cluster's: its CTAs lie side by side in a group.
+        return GroupWalk(self.tokens.rows * self.clusters[0], self.raster)
+
+    @property
+    def ring(self) -> TileRing:
+        # Each warp of the groups that share a tile says that it has read an entry.
+        return TileRing(WarpgroupSmem.PLACES, 4 * self.sharing)
+
+    @cute.jit
+    def shares(self, cta: Cta, groups: GroupTensors, tiles_o: Int32) -> GroupRing:
+        k_tiles = cute.ceil_div(cute.size(cta.operands[0].box.coordinates, mode=[1]), self.tile_k)
+        return GroupRing(
+            walk=self.walk,
+            ring=self.ring,
+            at=cta.shared.ring,
+            given=groups,
+            tile=(self.tokens.rows, self.weights.box),
+            clusters=self.clusters,
+            shifted=True,
+            swapped=self.swap_ab,
+            cluster=self.cluster,
+            tiles_o=tiles_o,
+            k_tiles=k_tiles,
+            block=cta.block,
+        )
+
+
+@dataclass(frozen=True)
+class WarpgroupGrouped:
+    """``product`` of each group, whose results are :class:`GroupBoxes`."""
+
+    product: WarpgroupGemm
+
+    @cute.jit
+    def __call__(
+        self,
+        mD: cute.Tensor,  # (T, N)
+        mX: cute.Tensor,  # (T, K)
+        mW: cute.Tensor,  # (G, N, K); gated (G, 2 * N, K)
+        mEnds: cute.Tensor,  # (G + 1,)
+        mBias: cute.Tensor | None,  # (G, N)
+        stream: cuda.CUstream,
+    ):
+        body = GroupedBody(**vars(self.product))
+        swap_ab = const_expr(body.swap_ab)
+        mX = body.prepare(mX, False, False)
+        mW = body.prepare(mW, False, not (body.rows_k_major if swap_ab else body.columns_k_major))  # (N, K, G)
+        mTile = body.prepare(mD, body.swap_ab, body.results.rows_contiguous)
+        # Tokens are the tile's rows and weights its columns, or the reverse.
+        tokens, weights = body.tma_of(mX, not swap_ab), body.tma_of(mW, swap_ab)
+        # Boxes whose rows all belong to one group leave by TMA.
+        tma_d, tD = cpasync.make_tiled_tma_atom(
+            cpasync.CopyBulkTensorTileS2GOp(), mTile, body.results.layout(), body.results.shape
+        )
+        tiled_mma = body.mma(mX.element_type)
+        # As many tiles as there can be at most bound the grid: the device alone knows how many there are.
+        rows, groups = mX.shape[0], mEnds.shape[0] - 1
+        tiles_o = cute.ceil_div(mD.shape[1], body.weights.box * body.clusters[1])
+        most = (rows // body.walk.unit + cutlass.min(groups, rows)) * tiles_o * body.cluster
+        out = BoxOperands(tma_d, tD, None, None, None, None, None)
+        arguments = (tokens, weights, out, GroupTensors(mD, mEnds, mBias), tiled_mma, tiles_o)
+        body.start(arguments, cutlass.min(most, Int32(body.resident)), stream)
+
+
+@dataclass(frozen=True)
+class DepthBody(WarpgroupGemm):
+    """The product, of tiles that are as deep as their groups."""
+
+    @cute.jit
+    def shares(self, cta: Cta, groups: cute.Tensor, tiles: tuple[Int32, Int32, Int32]) -> DepthWalk:
+        # All experts' tiles, one expert after the other.
+        count = tiles[0] * tiles[1] * tiles[2]
+        walk = replace(WarpgroupGemm.shares(self, cta, None, tiles), count=count)
+        return DepthWalk(**vars(walk), mEnds=groups, depth=cute.size(cta.operands[0].box.coordinates, mode=[1]))
+
+
+@dataclass(frozen=True)
+class WarpgroupGroupedDepth:
+    """``product`` of each group of rows."""
+
+    product: WarpgroupGemm
+
+    @cute.jit
+    def __call__(
+        self,
+        mD: cute.Tensor,  # (G, M, N)
+        mA: cute.Tensor,  # (T, M)
+        mB: cute.Tensor,  # (T, N)
+        mEnds: cute.Tensor,  # (G + 1,)
+        mBias: None,
+        stream: cuda.CUstream,
+    ):
+        body = DepthBody(**vars(self.product))
+        mR = body.prepare(mA if const_expr(not body.swap_ab) else mB, True, True)  # (M, T)
+        mS = body.prepare(mB if const_expr(not body.swap_ab) else mA, True, True)  # (N, T)
+        mD = body.prepare(mD, body.swap_ab, body.results.rows_contiguous)  # (M, N, G)
+        # One descriptor serves all experts: a load moves its coordinates to the expert's first row.
+        rows, columns = body.tma_of(mR, True), body.tma_of(mS, False)
+        # Every box is wholly one expert's: its matrix is a layer of out.
+        tma_d, tD = cpasync.make_tiled_tma_atom(
+            cpasync.CopyBulkTensorTileS2GOp(), mD, body.results.layout(), body.results.shape
+        )
+        tiles = (*body.tiles(mD), mEnds.shape[0] - 1)
+        blocks = cutlass.min(tiles[0] * tiles[1] * tiles[2] * body.cluster, Int32(body.resident))
+        out = BoxOperands(tma_d, tD, None, None, None, None, None)
+        body.start((rows, columns, out, mEnds, body.mma(mA.element_type), tiles), blocks, stream)

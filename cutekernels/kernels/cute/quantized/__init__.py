@@ -1,1 +1,0 @@
-"""Products with packed weights of four and eight bits, a body a schedule."""
