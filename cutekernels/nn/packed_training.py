@@ -20,7 +20,8 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.nn.mlp import Gate, gate_mul
 from cutekernels.nn.packing import together
 from cutekernels.ops.activations import api as activations
-from cutekernels.ops.gemm.api import gemm, launch_into, linear
+from cutekernels.ops.linear import linear
+from cutekernels.ops.products.api import gemm, launch_into
 from cutekernels.ops.shared.registration import LIBRARY, define, transformed
 from cutekernels.torch_names import unsafe_view
 

@@ -24,7 +24,7 @@ from bench.workloads import gemm as gemm_workload
 from cutekernels import dispatch
 from cutekernels.gpu import lookup
 from cutekernels.measure import Samples
-from cutekernels.ops.gemm.op import SCHEDULES
+from cutekernels.ops.products.dense import SCHEDULES
 from tests.db.trials import trial as db_trial
 
 H200 = lookup("h200")
@@ -110,7 +110,7 @@ class TestSuites:
     @pytest.mark.parametrize("words", ["", " b_major=k", " c=n", " dtype=fp16"])
     def test_the_call_poses_the_cases_problem(self, words: str) -> None:
         """A row's config is looked up for the same problem as the call it times."""
-        from cutekernels.ops.gemm.op import GEMM
+        from cutekernels.ops.products.dense import GEMM
 
         case = Case("gemm", f"m=24 n=16 k=32{words}", "x", beta=float("c=n" in words))
         problem = run.posed(case)[1]

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cutekernels.ops.gemm.api import gemm
 from cutekernels.ops.loss.rows import LOGIT_GRADIENT, LOGIT_STATISTICS, MAXIMUM, TERMS
+from cutekernels.ops.products.api import gemm
 from cutekernels.ops.shared.calls import call, register
 
 MOST_BYTES = 64_000_000  # of a block of logits

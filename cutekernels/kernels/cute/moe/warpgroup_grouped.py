@@ -20,7 +20,8 @@ Order and ends:
     is filled with zeros by the TMA.
 ``swap_ab`` puts weight rows on the MMA's side of 64, and tokens on that of 16 to 256.
 
-Refuses (``ops/moe/grouped_schedules.py``): what ``gemm``'s does; a gate with a bias or a weight that is not K-major.
+Refuses (``ops/products/schedules/grouped.py``): what ``gemm``'s does; a gate with a bias or a weight that is not
+K-major.
 
 Source:
     CUTLASS's grouped GEMM finds tiles by a warp that scans the problems' sizes; here sizes are prefix sums already and

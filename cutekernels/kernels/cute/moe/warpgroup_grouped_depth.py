@@ -12,7 +12,7 @@ Ends:
     that is partly the expert's own is zeroed in shared memory behind the expert's end, by each group that reads it, in
     both operands (a NaN stays with its expert), and later steps are not multiplied.
 
-Refuses (``ops/moe/grouped_schedules.py``): what ``gemm``'s does; matrices of fewer than 32 rows or columns.
+Refuses (``ops/products/schedules/grouped.py``): what ``gemm``'s does; matrices of fewer than 32 rows or columns.
 
 Source:
     CUTLASS's grouped GEMM of ragged depth writes a descriptor for each group on the device; here one serves all.
