@@ -58,7 +58,7 @@ _REACHED = ("ops", "kernels", "backends", "quant")
 # Files that no build runs: they call what was built, or users call them.
 _CALLS = re.compile(
     r"(__main__|ahead|cli|compilers|installation|introspection|kv_cache|lock|sdpa|terminal)\.py"
-    r"|ops/(library|\w+/(\w+_)?api|shared/(calls|inductor|paths))\.py"
+    r"|ops/(library|linear|norm_linear|products/(backward|chain|gradients)|\w+/(\w+_)?api|shared/(calls|inductor|paths))\.py"
 )
 _FAMILY = re.compile(rb"cutekernels\.ops(?:\.| import )(\w+)")  # named by an import
 

@@ -24,7 +24,7 @@ DOCS = Path(__file__).parent
 # Titles of the reference and what stands below each, by name or by the module a name comes from. A family of ops that
 # no title names has a section of its own.
 SECTIONS = {
-    "Matrix products": ("ops.gemm", "ops.norm_linear"),
+    "Matrix products": ("ops.products", "ops.linear", "ops.norm_linear"),
     "Attention": ("ops.attention", "kv_cache", "sdpa"),
     "Norms": ("ops.norms",),
     "Activations": ("ops.activations",),

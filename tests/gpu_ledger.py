@@ -40,6 +40,7 @@ TRUNK = "cutekernels/dispatch.py"
 EXPECTED = "gpu-tests-of-file"  # a report's property: how many tests its file has
 
 _GPU = "mark.gpu"
+PRODUCTS = ("gemm", "quantized", "norm_linear")  # folders of tests of the family of products
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ def write(path: Path, lines: dict[str, Line]) -> None:
 
 def covered(file: str) -> set[str]:
     """The sources that a test file's result stands for."""
-    family = Path(file).parent.name in registry.FAMILIES
+    family = Path(file).parent.name in (*registry.FAMILIES, *PRODUCTS)
     return reached([file]) - (reached([TRUNK]) if family else set())
 
 

@@ -29,7 +29,7 @@ def launching(launch_of: Callable[[Any, Any], Callable[..., None]]) -> Iterator[
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(calls.dispatch, "plan", plan)
         patch.setattr(paths, "_current_device", lambda: -1)  # the index of CPU tensors
-        patch.setattr("cutekernels.ops.gemm.launch.current_stream", lambda device: 0)
+        patch.setattr("cutekernels.torch_names.current_stream", lambda device: 0)
         patch.setattr(torch.cuda, "device_count", lambda: 2)
         patch.setattr(torch.cuda, "device", lambda index: nullcontext())
         paths.forget()

@@ -14,8 +14,6 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = {"cutekernels.autotune": "autotune", "cutekernels.db": "db"}
 # Imports upwards, by name and at run time only: what a caller's argument or a verb asks for.
 UPWARDS = {
-    ("cutekernels/ops/gemm/api.py", "cutekernels.ops.quantized.api.quantized_linear"),  # linear's, of packed weights
-    ("cutekernels/ops/norm_linear/api.py", "cutekernels.ops.quantized.api.gated"),  # likewise, of a gate
     ("cutekernels/cli.py", "bench.__main__"),  # the verb, from a table of text
 }
 

@@ -14,9 +14,9 @@ from bench.baselines import Absent, Contender, Inputs, Launch, example, launched
 from bench.suites import EVERY_FEW, TOKENS, Case, Suite, suite
 from bench.workloads import posed
 from bench.workloads.declared import workload
-from cutekernels.ops.gemm.api import gemm
-from cutekernels.ops.gemm.op import GEMM
-from cutekernels.ops.gemm.problem import GemmProblem
+from cutekernels.ops.products.api import gemm
+from cutekernels.ops.products.dense import GEMM
+from cutekernels.ops.products.schedules.problem import GemmProblem
 
 # ---- cases ----------------------------------------------------------------------------------------------
 

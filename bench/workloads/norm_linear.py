@@ -11,9 +11,9 @@ from torch import Tensor
 from bench.baselines import Contender, Workload, compiled, eager
 from bench.suites import EVERY_FEW, HIDDEN, INTERMEDIATE, Case, suite
 from bench.workloads.declared import launches, workload
-from cutekernels.ops.norm_linear.api import linear_silu_mul, rms_norm_linear
-from cutekernels.ops.norm_linear.op import LINEAR_SILU_MUL, RMS_NORM_LINEAR
-from cutekernels.ops.norm_linear.problem import CHAIN
+from cutekernels.ops.norm_linear import linear_silu_mul, rms_norm_linear
+from cutekernels.ops.products.fused import CHAIN
+from cutekernels.ops.products.norm import LINEAR_SILU_MUL, RMS_NORM_LINEAR
 
 EPS = 1e-6
 K = HIDDEN["qwen2.5-7b"]

@@ -20,9 +20,8 @@ from cutekernels.op import Work
 from cutekernels.ops.activations.api import silu_mul
 from cutekernels.ops.moe.api import moe_combine, moe_gather, moe_permute
 from cutekernels.ops.moe.ffn import moe_ffn
-from cutekernels.ops.moe.packed_experts import QuantizedGroupedProblem
-from cutekernels.ops.quantized.decode import rows_of_scale
-from cutekernels.ops.quantized.op import QUANTIZED_LINEAR
+from cutekernels.ops.products.dequantize import rows_of_scale
+from cutekernels.ops.products.packed import QUANTIZED_LINEAR, QuantizedGroupedProblem
 from cutekernels.quant import QuantizedStack, QuantizedWeight
 
 INT4: dict[str, Any] = {}

@@ -19,13 +19,13 @@ from bench.suites import Case, Suite, suite
 from bench.workloads import posed, quantized_peers
 from bench.workloads.declared import draw_inputs, workload
 from cutekernels.op import Work
-from cutekernels.ops.gemm.api import gemm, linear
-from cutekernels.ops.gemm.problem import ELEMENT_BYTES
-from cutekernels.ops.quantized import backward
-from cutekernels.ops.quantized.api import quantized_linear
-from cutekernels.ops.quantized.decode import DEQUANTIZE, DequantizeProblem, rows_of_scale
-from cutekernels.ops.quantized.op import QUANTIZED_LINEAR
-from cutekernels.ops.quantized.problem import QuantizedProblem
+from cutekernels.ops.linear import linear, quantized_linear
+from cutekernels.ops.products import backward
+from cutekernels.ops.products.api import gemm
+from cutekernels.ops.products.dequantize import DEQUANTIZE, DequantizeProblem, rows_of_scale
+from cutekernels.ops.products.packed import QUANTIZED_LINEAR
+from cutekernels.ops.products.schedules.packed_problem import QuantizedProblem
+from cutekernels.ops.products.schedules.problem import ELEMENT_BYTES
 from cutekernels.quant.weight import QuantizedWeight
 
 # ---- cases ----------------------------------------------------------------------------------------------
@@ -134,7 +134,7 @@ def _ours_gradient(case: Case, sets: Sequence[Inputs], config: Any) -> Sequence[
 
     def gradient(i: Inputs) -> Launch:
         dy, packed, scales = i.operands
-        return partial(backward.BACKWARD_PATH, dy, packed, scales, None, None, p.code, p.group, p.n, p.k)
+        return partial(backward.LINEAR_BACKWARD, dy, packed, scales, None, None, p.code, p.group, p.n, p.k)
 
     return [gradient(i) for i in sets]
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from bench.baselines import DTYPES, Absent, Contender, Inputs, Launch
 from bench.suites import Case
 from bench.workloads import posed
-from cutekernels.ops.quantized.problem import BITS
+from cutekernels.ops.products.schedules.packed_problem import BITS
 from cutekernels.quant import layout
 
 _INNER_K_TILES = 8  # of tinygemm: its widest loads

@@ -23,7 +23,7 @@ from cutekernels.nn.mlp import Gate, gate_mul, gated, project
 from cutekernels.nn.moe import SIGMOID, MoE, route_by_sigmoid
 from cutekernels.nn.packing import side_by_side
 from cutekernels.ops.embedding.api import embedding
-from cutekernels.ops.gemm.api import linear
+from cutekernels.ops.linear import linear
 from cutekernels.ops.moe.api import moe_route
 from cutekernels.ops.moe.ffn import moe_ffn
 from cutekernels.ops.norms.api import add_rms_norm, layer_norm, rms_norm

@@ -11,8 +11,8 @@ from torch import Tensor
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.nn.packing import split
 from cutekernels.ops.activations.api import gelu_mul, silu_mul
-from cutekernels.ops.gemm.api import linear
-from cutekernels.ops.norm_linear.api import linear_silu_mul
+from cutekernels.ops.linear import linear
+from cutekernels.ops.norm_linear import linear_silu_mul
 from cutekernels.ops.shared.checks import check_flag, check_tensor, check_whole, quote
 from cutekernels.quant.weight import QuantizedWeight
 

@@ -12,8 +12,7 @@ from cutekernels.nn.mlp import SwiGLU, plain, project
 from cutekernels.nn.packed_experts import PackedExperts
 from cutekernels.ops.moe.api import moe_route
 from cutekernels.ops.moe.ffn import moe_ffn
-from cutekernels.ops.moe.packed_experts import GATES
-from cutekernels.ops.moe.quantized import LIMIT
+from cutekernels.ops.products.epilogue import GATES, LIMIT
 from cutekernels.ops.shared.checks import check_flag, check_number, check_place, check_tensor, check_whole, check_word
 from cutekernels.quant import QuantizedStack, quantize, stack
 

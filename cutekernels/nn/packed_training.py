@@ -21,7 +21,8 @@ from cutekernels.nn.mlp import Gate, gate_mul
 from cutekernels.nn.packing import together
 from cutekernels.ops.activations import api as activations
 from cutekernels.ops.activations.op import GELU_MUL_BACKWARD, SILU_MUL_BACKWARD
-from cutekernels.ops.gemm.api import gemm, launch_into, linear
+from cutekernels.ops.linear import linear
+from cutekernels.ops.products.api import gemm, launch_into
 from cutekernels.ops.shared.calls import call, define
 from cutekernels.ops.shared.paths import LIBRARY, transformed
 from cutekernels.torch_names import keeps_graph, unsafe_view

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.ops.gemm.api import linear
+from cutekernels.ops.linear import linear
 from cutekernels.ops.shared.checks import check_tensor, quote
 from cutekernels.quant import Scheme, quantize, read, read_config, write_config
 from cutekernels.quant.formats import own

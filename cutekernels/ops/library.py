@@ -9,7 +9,9 @@ from importlib import import_module
 
 from cutekernels.ops.registry import FAMILIES
 
-_MODULES = {"moe": ("api", "grouped_api"), "loss": ("logprob", "cross_entropy")}
+_MODULES = {"loss": ("logprob", "cross_entropy")}
 for family in FAMILIES:
     for module in _MODULES.get(family, ("api",)):
         import_module(f"cutekernels.ops.{family}.{module}")
+for module in ("linear", "norm_linear"):
+    import_module(f"cutekernels.ops.{module}")

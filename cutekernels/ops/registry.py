@@ -12,9 +12,17 @@ from cutekernels.errors import UnsupportedProblem, near
 from cutekernels.op import Op
 
 FAMILIES: dict[str, tuple[str, ...]] = {
-    "gemm": ("gemm",),
+    "products": (
+        "gemm",
+        "grouped_gemm",
+        "grouped_gemm_wgrad",
+        "quantized_linear",
+        "quantized_grouped_gemm",
+        "dequantize",
+        "rms_norm_linear",
+        "linear_silu_mul",
+    ),
     "attention": ("attention", "attention_delta", "attention_backward", "decode_attention", "cache_attention"),
-    "norm_linear": ("rms_norm_linear", "linear_silu_mul"),
     "activations": (
         "silu_mul",
         "silu_mul_backward",
@@ -44,12 +52,8 @@ FAMILIES: dict[str, tuple[str, ...]] = {
         "moe_dispatch",
         "moe_combine",
         "moe_combine_backward",
-        "grouped_gemm",
-        "grouped_gemm_wgrad",
-        "quantized_grouped_gemm",
     ),
     "sampling": ("sample_filter",),
-    "quantized": ("quantized_linear", "dequantize"),
     "loss": ("logit_statistics", "logit_gradient", "scale_gradient"),
 }
 _HOMES = {op: family for family, ops in FAMILIES.items() for op in ops}

@@ -109,7 +109,7 @@ class TestSuites:
     @pytest.mark.parametrize("words", ["", " b_major=k", " c=n", " dtype=fp16"])
     def test_the_call_poses_the_cases_problem(self, words: str) -> None:
         """A row's config is looked up for the same problem as the call it times."""
-        from cutekernels.ops.gemm.op import GEMM
+        from cutekernels.ops.products.dense import GEMM
 
         case = Case("gemm", f"m=24 n=16 k=32{words}", "x", beta=float("c=n" in words))
         problem = run.posed(case)[1]

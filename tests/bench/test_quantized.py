@@ -18,8 +18,8 @@ from bench.suites import Case
 from bench.workloads import quantized, quantized_peers
 from cutekernels.gpu import lookup
 from cutekernels.measure import Samples
-from cutekernels.ops.quantized.decode import DEQUANTIZE
-from cutekernels.ops.quantized.op import QUANTIZED_LINEAR
+from cutekernels.ops.products.dequantize import DEQUANTIZE
+from cutekernels.ops.products.packed import QUANTIZED_LINEAR
 
 H200 = lookup("h200")
 SMALL: dict[str, dict[str, int]] = {

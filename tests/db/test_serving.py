@@ -14,7 +14,7 @@ from cutekernels import gpu as gpus
 from cutekernels.db.storage.store import Store
 from cutekernels.db.storage.uuid7 import uuid7
 from cutekernels.ops import registry
-from cutekernels.ops.gemm.problem import GemmProblem
+from cutekernels.ops.products.schedules.problem import GemmProblem
 from tests.db.test_cli import GEMM, SILU, SKINNY, ok, rows, run
 from tests.db.trials import H200, trial
 from tests.shipping import ship

@@ -7,8 +7,8 @@ import random
 
 from cutekernels.gpu import GpuSpec
 from cutekernels.kernels.activations import ACTIVATIONS
-from cutekernels.ops.gemm.op import GEMM
-from cutekernels.ops.gemm.problem import GemmConfig, GemmProblem
+from cutekernels.ops.products.dense import GEMM
+from cutekernels.ops.products.schedules.problem import GemmConfig, GemmProblem
 
 RAGGED = (1, 2, 3, 7, 8, 15, 16, 17, 31, 33, 48, 63, 64, 65, 96, 127, 128, 129, 200, 255, 256, 257, 384, 500, 641)
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import cutekernels as ck
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.kernels.activations import ACTIVATIONS, TABLE
-from cutekernels.ops.gemm.problem import GemmConfig
+from cutekernels.ops.products.schedules.problem import GemmConfig
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 NAMES = [None, *ACTIVATIONS[1:]]

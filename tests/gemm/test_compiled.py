@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from cutekernels import gpu
-from cutekernels.ops.gemm.multistage import MULTISTAGE
-from cutekernels.ops.gemm.op import GEMM, SCHEDULES
-from cutekernels.ops.gemm.problem import GemmConfig, GemmProblem
-from cutekernels.ops.gemm.schedule import PLAIN, extras_of
+from cutekernels.ops.products.dense import GEMM, SCHEDULES
+from cutekernels.ops.products.schedules.multistage import MULTISTAGE
+from cutekernels.ops.products.schedules.problem import GemmConfig, GemmProblem
+from cutekernels.ops.products.schedules.schedule import PLAIN, extras_of
 from tests import compiled
 from tests.compiled import H200, TARGETS
 from tests.gemm.cases import random_config

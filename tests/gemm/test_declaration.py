@@ -17,9 +17,9 @@ from cutekernels import gpu
 from cutekernels.errors import InvalidConfig, UnsupportedProblem
 from cutekernels.kernels.activations import ACTIVATIONS
 from cutekernels.ops import registry
-from cutekernels.ops.gemm.op import GEMM, SCHEDULES
-from cutekernels.ops.gemm.problem import WIDEST, GemmConfig, GemmProblem
-from cutekernels.ops.gemm.schedule import extras_of
+from cutekernels.ops.products.dense import GEMM, SCHEDULES
+from cutekernels.ops.products.schedules.problem import WIDEST, GemmConfig, GemmProblem
+from cutekernels.ops.products.schedules.schedule import extras_of
 from cutekernels.ops.shared.dtypes import DTYPES
 from tests.gemm.cases import random_problem
 

@@ -13,8 +13,8 @@ import torch
 
 from cutekernels import gpu
 from cutekernels.backends.cute import CuteArtifact
-from cutekernels.ops.gemm.op import GEMM, SCHEDULES
-from cutekernels.ops.gemm.problem import GemmConfig, GemmProblem
+from cutekernels.ops.products.dense import GEMM, SCHEDULES
+from cutekernels.ops.products.schedules.problem import GemmConfig, GemmProblem
 
 ROWS = {"multistage": 40, "skinny": 40, "skinny_warpgroup": 40, "warpgroup": 136}  # of out, by body
 

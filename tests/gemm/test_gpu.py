@@ -17,8 +17,8 @@ import cutekernels as ck
 from cutekernels import dispatch, gpu, verify
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.kernels.activations import ACTIVATIONS, activated
-from cutekernels.ops.gemm.op import GEMM
-from cutekernels.ops.gemm.problem import GemmProblem
+from cutekernels.ops.products.dense import GEMM
+from cutekernels.ops.products.schedules.problem import GemmProblem
 from tests.gemm.cases import random_config, random_problem
 
 pytestmark = pytest.mark.gpu

@@ -10,12 +10,10 @@ import torch
 from torch import Tensor
 
 import cutekernels as ck
-from cutekernels import gpu
+from cutekernels import gpu, torch_names
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.ops.gemm import api as matmul
-from cutekernels.ops.gemm import launch as gemm_launch
-from cutekernels.ops.gemm.launch import AddressedLaunch
-from cutekernels.ops.gemm.op import GEMM, SCHEDULES
+from cutekernels.ops.products import api as matmul
+from cutekernels.ops.products.dense import GEMM, SCHEDULES, AddressedLaunch
 from cutekernels.ops.shared import paths
 from cutekernels.ops.shared.paths import Call
 from cutekernels.ops.shared.strides import pairs
@@ -57,7 +55,7 @@ def test_shared_tiles_take_tensors() -> None:
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
     """The arguments of each kernel call."""
-    monkeypatch.setattr(gemm_launch, "current_stream", lambda device: STREAM)
+    monkeypatch.setattr(torch_names, "current_stream", lambda device: STREAM)
     monkeypatch.setattr(paths, "_current_device", lambda: -1)
     paths.forget()
     yield []
@@ -93,7 +91,7 @@ def test_a_bias_is_told_behind_b(told: list[tuple[Any, ...]]) -> None:
     launch(out, a, b, None, bias, 0.5, 0.0)
     fire, rest = launch.settle(out, a, b, True), (("none", "fp32"), (0.5, 0.0), None)
     inputs = (a, b, None, bias)
-    matmul._FUSED_CALLS.add(Call.of(launch, inputs, (), pairs(1, (out, *inputs)), fire), ((out,), inputs, *rest))
+    matmul.FUSED_CALLS.add(Call.of(launch, inputs, (), pairs(1, (out, *inputs)), fire), ((out,), inputs, *rest))
     ck.gemm(a, b, bias=bias, alpha=0.5, out=out)
     addresses = [t.data_ptr() for t in (out, a, b, bias)]
     assert told == [(*addresses, 8, 24, 16, 24, 48, 16, 0.5, 0.0, STREAM)] * 3
@@ -111,8 +109,8 @@ def test_the_warm_path_tells_what_the_launch_tells(told: list[tuple[Any, ...]]) 
     a, b, out = matrix(8, 16, 1, 48), matrix(16, 24, 0, 16), torch.empty(8, 24, dtype=BF16)
     launch = launch_of(told, out, a, b)
     fire, rest = launch.settle(out, a, b, False), (("none", "fp32"), (1.0, 0.0), None)
-    matmul._CALLS.add(Call.of(launch, (a, b), (), pairs(1, (out, a, b)), fire), ((out,), (a, b), *rest))
-    matmul._CALLS.add(Call.of(launch, (a, b), (out,), (), fire), (None, (a, b), *rest))
+    matmul.CALLS.add(Call.of(launch, (a, b), (), pairs(1, (out, a, b)), fire), ((out,), (a, b), *rest))
+    matmul.CALLS.add(Call.of(launch, (a, b), (out,), (), fire), (None, (a, b), *rest))
     told.clear()
     others = matrix(8, 16, 1, 48), torch.empty(8, 24, dtype=BF16)
     for left, target in ((a, out), (a, out), others, (a, None)):

@@ -11,10 +11,10 @@ from cutekernels import gpu
 from cutekernels.autotune.search import prune_reason
 from cutekernels.autotune.space import MODEL_SEEDS
 from cutekernels.op import ladder
-from cutekernels.ops.gemm import skinny, skinny_warpgroup
-from cutekernels.ops.gemm.op import GEMM
-from cutekernels.ops.gemm.problem import GemmConfig, GemmProblem
-from cutekernels.ops.gemm.skinny import SKINNY
+from cutekernels.ops.products.dense import GEMM
+from cutekernels.ops.products.schedules import skinny, skinny_warpgroup
+from cutekernels.ops.products.schedules.problem import GemmConfig, GemmProblem
+from cutekernels.ops.products.schedules.skinny import SKINNY
 from tests.compiled import area, pairs
 from tests.gemm.test_compiled import built, kernel
 

@@ -11,9 +11,9 @@ import torch
 import cutekernels as ck
 from cutekernels import gpu
 from cutekernels.kernels.activations import ACTIVATIONS
-from cutekernels.ops.gemm.op import GEMM
-from cutekernels.ops.gemm.problem import GemmConfig, GemmProblem
-from cutekernels.ops.gemm.skinny import SKINNY
+from cutekernels.ops.products.dense import GEMM
+from cutekernels.ops.products.schedules.problem import GemmConfig, GemmProblem
+from cutekernels.ops.products.schedules.skinny import SKINNY
 from tests.gemm.test_gpu import assert_right, launch
 
 pytestmark = pytest.mark.gpu

@@ -12,11 +12,11 @@ from cutekernels import dispatch, gpu, rates
 from cutekernels.db.storage import snapshot
 from cutekernels.kernels.cute.parts.smem import SkinnyWarpgroupSmem
 from cutekernels.op import ladder
-from cutekernels.ops.gemm import prefetch, skinny_warpgroup
-from cutekernels.ops.gemm.op import GEMM
-from cutekernels.ops.gemm.problem import GemmConfig, GemmProblem
-from cutekernels.ops.gemm.schedule import PLAIN
-from cutekernels.ops.gemm.skinny_warpgroup import SKINNY_WARPGROUP
+from cutekernels.ops.products.dense import GEMM
+from cutekernels.ops.products.schedules import schedule, skinny_warpgroup
+from cutekernels.ops.products.schedules.problem import GemmConfig, GemmProblem
+from cutekernels.ops.products.schedules.schedule import PLAIN
+from cutekernels.ops.products.schedules.skinny_warpgroup import SKINNY_WARPGROUP
 from tests.shipping import ship, text_of
 
 H100, H200 = gpu.lookup("h100-sxm"), gpu.lookup("h200")
@@ -174,7 +174,7 @@ def test_prefetches_only_as_a_dependent_and_little() -> None:
     assert f"asks for {8 * 144 * 128 * 2} bytes" in str(GEMM.why_not(linear(64, 18944), much, H200))
     assert all(c.pdl or not c.prefetch_l2 for c in GemmConfig.every())
     by_ahead = {
-        a: prefetch.saved_us(config.replace(tile_n=32, prefetch_l2=a), H200, 1.0) for a in (0, 2, 4, 8)
+        a: schedule.saved_us(config.replace(tile_n=32, prefetch_l2=a), H200, 1.0) for a in (0, 2, 4, 8)
     }  # of 8 KiB each
     assert by_ahead[0] == 0.0 < by_ahead[2] < by_ahead[8] < by_ahead[4], "64 KiB are more than pays"
 

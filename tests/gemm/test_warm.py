@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import cutekernels as ck
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.ops.gemm import api as matmul
-from cutekernels.ops.gemm.launch import AddressedLaunch
-from cutekernels.ops.gemm.op import GEMM
+from cutekernels.ops import linear as layers
+from cutekernels.ops.products import api as matmul
+from cutekernels.ops.products.dense import GEMM, AddressedLaunch
 from cutekernels.ops.shared import paths
 from cutekernels.ops.shared.paths import Call
 from cutekernels.ops.shared.strides import pairs
@@ -53,7 +53,7 @@ def cached(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
         paths.forget()
         c, bias, out = (options.get(name) for name in ("c", "bias", "out"))
         plain = c is None and bias is None
-        inputs, calls = ((a, b), matmul._CALLS) if plain else ((a, b, c, bias), matmul._FUSED_CALLS)
+        inputs, calls = ((a, b), matmul.CALLS) if plain else ((a, b, c, bias), matmul.FUSED_CALLS)
         results = None if out is None else (out,)
         apart = () if out is None else pairs(1, (out, *inputs), in_place=(3,))
         call = Call.of(lambda *args: None, inputs, (a @ b,) if out is None else (), apart)
@@ -75,8 +75,8 @@ def guarded(cached: Callable[..., None]) -> Callable[..., list[Any]]:
         launches: list[Any] = []
         cached(lambda *args: launches.append(args), a, b, **options)
         ck.gemm(a, b, **options)
-        assert len(matmul._CALLS.recent) == 1
-        matmul._CALLS.calls.clear()
+        assert len(matmul.CALLS.recent) == 1
+        matmul.CALLS.calls.clear()
         ck.gemm(a, b, **options)
         assert len(launches) == 2
         launches.clear()
@@ -276,11 +276,11 @@ def test_reload_forgets_cached_calls(cached: Callable[..., None]) -> None:
     a, b = randn(4, 8), randn(8, 6)
     cached(lambda *args: None, a, b)
     ck.gemm(a, b)
-    assert matmul._CALLS.calls
-    assert matmul._CALLS.recent
+    assert matmul.CALLS.calls
+    assert matmul.CALLS.recent
     ck.reload()
-    assert not matmul._CALLS.calls
-    assert not matmul._CALLS.recent
+    assert not matmul.CALLS.calls
+    assert not matmul.CALLS.recent
 
 
 def test_a_warm_call_costs_the_host_less_than_3_8_keys(cached: Callable[..., None]) -> None:
@@ -340,7 +340,7 @@ def test_a_first_call_is_posed_planned_and_launched(form: str, into: bool) -> No
                 matmul.launch_into(*arguments, out, *scalars)
             made = out if into else matmul._gemm_launch(*arguments, *scalars)
             torch.testing.assert_close(made, expected)
-        assert bool(matmul._CALLS.calls or matmul._FUSED_CALLS.calls) is known
+        assert bool(matmul.CALLS.calls or matmul.FUSED_CALLS.calls) is known
     assert len(launched) == (0 if form == "empty" else 3)
     assert out._version > version or not into or form == "empty"
 
@@ -352,9 +352,9 @@ def test_linear_repeats_its_product_s_launch(
     shape: tuple[int, ...], biased: bool, addressed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weight, bias = Parameter(randn(8, 16)), Parameter(randn(8)) if biased else None
-    monkeypatch.setattr(matmul.LINEAR_PATH, "_cpu", matmul._linear_launch)
-    monkeypatch.setattr(matmul.LINEAR_PATH, "_differentiated_on_cpu", matmul.LINEAR_PATH.differentiated)
-    monkeypatch.setattr(matmul, "_first", lambda *args, first=matmul._first: checked.append(1) or first(*args))
+    monkeypatch.setattr(layers.LINEAR_PATH, "_cpu", layers._linear_launch)
+    monkeypatch.setattr(layers.LINEAR_PATH, "_differentiated_on_cpu", layers.LINEAR_PATH.differentiated)
+    monkeypatch.setattr(layers, "first_call", lambda *args, first=layers.first_call: checked.append(1) or first(*args))
     checked: list[int] = []
     told: list[tuple[Any, ...]] = []
 

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 
 from cutekernels import gpu
-from cutekernels.ops.gemm.op import GEMM
-from cutekernels.ops.gemm.problem import GemmConfig, GemmProblem
-from cutekernels.ops.gemm.schedule import PLAIN, Extras, extras_of
-from cutekernels.ops.gemm.warpgroup import WARPGROUP, cluster_tiles, groups, sharing
+from cutekernels.ops.products.dense import GEMM
+from cutekernels.ops.products.schedules.problem import GemmConfig, GemmProblem
+from cutekernels.ops.products.schedules.schedule import PLAIN, Extras, extras_of
+from cutekernels.ops.products.schedules.warpgroup import WARPGROUP, cluster_tiles, groups, sharing
 from tests import compiled
 
 H200, A100 = gpu.lookup("h200"), gpu.lookup("a100")

@@ -11,10 +11,10 @@ import torch
 import cutekernels as ck
 from cutekernels import gpu
 from cutekernels.kernels.activations import ACTIVATIONS
-from cutekernels.ops.gemm.op import GEMM
-from cutekernels.ops.gemm.problem import GemmConfig, GemmProblem
-from cutekernels.ops.gemm.schedule import extras_of
-from cutekernels.ops.gemm.warpgroup import WARPGROUP
+from cutekernels.ops.products.dense import GEMM
+from cutekernels.ops.products.schedules.problem import GemmConfig, GemmProblem
+from cutekernels.ops.products.schedules.schedule import extras_of
+from cutekernels.ops.products.schedules.warpgroup import WARPGROUP
 from tests.gemm.test_gpu import assert_right, launch
 from tests.gemm.test_skinny_gpu import assert_dependents_wait, assert_same_every_time
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from cutekernels import gpu
-from cutekernels.ops.gemm.op import GEMM
-from cutekernels.ops.gemm.problem import GemmConfig, GemmProblem
-from cutekernels.ops.gemm.schedule import PLAIN
-from cutekernels.ops.gemm.warpgroup import WARPGROUP, cluster_tiles, clusters_of, groups
+from cutekernels.ops.products.dense import GEMM
+from cutekernels.ops.products.schedules.problem import GemmConfig, GemmProblem
+from cutekernels.ops.products.schedules.schedule import PLAIN
+from cutekernels.ops.products.schedules.warpgroup import WARPGROUP, cluster_tiles, clusters_of, groups
 from tests import sass
 from tests.compiled import cubin
 
@@ -110,7 +110,7 @@ def test_every_part_is_counted_at_an_owner_of_a_higher_number(case: tuple[GemmPr
 
 def test_a_workspace_holds_any_tile() -> None:
     """One for all launches of a stream: a part to a CTA, a counter to each of its groups."""
-    from cutekernels.ops.gemm import warpgroup
+    from cutekernels.ops.products.schedules import warpgroup
 
     per_cta = 2 * 128 * warpgroup.MOST_ACCUMULATORS
     split = [c for c in WARPGROUP.fitting(H100, PLAIN, WARPGROUP.usual(FEW, H100, PLAIN)) if c.split_k > 1]

@@ -11,8 +11,8 @@ import torch
 import cutekernels as ck
 from cutekernels import gpu
 from cutekernels.kernels.activations import ACTIVATIONS
-from cutekernels.ops.gemm.op import GEMM
-from cutekernels.ops.gemm.problem import GemmConfig, GemmProblem
+from cutekernels.ops.products.dense import GEMM
+from cutekernels.ops.products.schedules.problem import GemmConfig, GemmProblem
 from tests.gemm.test_gpu import assert_right, launch
 from tests.gemm.test_skinny_gpu import assert_same_every_time
 from tests.gemm.test_warpgroup_gpu import LAYOUTS, warpgroup

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cutekernels.ops.moe.grouped import groups_of
-from cutekernels.ops.moe.quantized import gated
+from cutekernels.ops.products.epilogue import activate
+from cutekernels.ops.products.groups import groups_of
 from cutekernels.quant import QuantizedStack, QuantizedWeight, quantize, read, stack
 
 SCHEMES = ("mxfp4", "nvfp4", "int4_g128", "int4_g32 zeros", "fp8_block", "fp8_channel", "int8_channel")
@@ -41,5 +41,5 @@ def products(
     for e, (begin, end) in enumerate(groups_of(offsets, len(x))):
         y = x[begin:end].double() @ dense[e].double().mT
         y = y if bias is None else y + bias[e].double()
-        out[begin:end] = gated(y, activation, 1.702, 7.0).to(x.dtype)
+        out[begin:end] = activate(y, activation, 1.702, 7.0).to(x.dtype)
     return out

@@ -19,18 +19,13 @@ from bench.judge import recorded as recorded_rows
 from cutekernels import gpu
 from cutekernels.errors import InvalidConfig, UnsupportedProblem
 from cutekernels.kernels.activations import ACTIVATIONS
-from cutekernels.ops.gemm.multistage import MULTISTAGE
-from cutekernels.ops.gemm.problem import GemmConfig
-from cutekernels.ops.gemm.schedule import PLAIN
-from cutekernels.ops.moe.grouped import (
-    GROUPED_GEMM,
-    GROUPED_GEMM_WGRAD,
-    SPREADS,
-    expected_experts,
-    sample_offsets,
-)
-from cutekernels.ops.moe.grouped import GroupedProblem as Problem
 from cutekernels.ops.moe.rows import MOE_DISPATCH
+from cutekernels.ops.products.grouped import GROUPED_GEMM, GROUPED_GEMM_WGRAD
+from cutekernels.ops.products.grouped import GroupedProblem as Problem
+from cutekernels.ops.products.groups import SPREADS, expected_experts, sample_offsets
+from cutekernels.ops.products.schedules.multistage import MULTISTAGE
+from cutekernels.ops.products.schedules.problem import GemmConfig
+from cutekernels.ops.products.schedules.schedule import PLAIN
 from cutekernels.ops.shared import calls
 from tests import compiled
 from tests.gpu_path import recorded

@@ -13,8 +13,9 @@ import cutekernels as ck
 import cutekernels.ops.library  # as ops of torch
 from cutekernels import compile as compiler
 from cutekernels import gpu, nn, verify
-from cutekernels.ops.moe.grouped import GROUPED_GEMM, GROUPED_GEMM_WGRAD, SPREADS, sample_offsets
-from cutekernels.ops.moe.grouped import GroupedProblem as Problem
+from cutekernels.ops.products.grouped import GROUPED_GEMM, GROUPED_GEMM_WGRAD
+from cutekernels.ops.products.grouped import GroupedProblem as Problem
+from cutekernels.ops.products.groups import SPREADS, sample_offsets
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_cache_one_seed")]
 OPS = (GROUPED_GEMM, GROUPED_GEMM_WGRAD)

@@ -11,11 +11,12 @@ from itertools import product
 import pytest
 
 from cutekernels import gpu
-from cutekernels.ops.gemm.problem import GemmConfig
-from cutekernels.ops.gemm.warpgroup import groups, sharing
-from cutekernels.ops.moe.grouped import GROUPED_GEMM, GROUPED_GEMM_WGRAD
-from cutekernels.ops.moe.grouped import GroupedProblem as Problem
-from cutekernels.ops.moe.grouped_schedules import DEPTH_WARPGROUP, GROUPED_WARPGROUP, tile_rows
+from cutekernels.ops.products.grouped import GROUPED_GEMM, GROUPED_GEMM_WGRAD
+from cutekernels.ops.products.grouped import GroupedProblem as Problem
+from cutekernels.ops.products.schedules.grouped import DEPTH_WARPGROUP, GROUPED_WARPGROUP
+from cutekernels.ops.products.schedules.groups import tile_rows
+from cutekernels.ops.products.schedules.problem import GemmConfig
+from cutekernels.ops.products.schedules.warpgroup import groups, sharing
 from tests import compiled
 
 H200, A100 = gpu.lookup("h200"), gpu.lookup("a100")
@@ -90,8 +91,8 @@ def test_a_gradient_of_weights_has_rules_of_its_own(words: str, change: dict[str
 
 
 def test_dense_products_keep_their_tiles() -> None:
-    from cutekernels.ops.gemm.op import GEMM
-    from cutekernels.ops.gemm.problem import GemmProblem
+    from cutekernels.ops.products.dense import GEMM
+    from cutekernels.ops.products.schedules.problem import GemmProblem
 
     problem = GemmProblem.parse("m=4096 n=4096 k=4096")
     assert "takes tile_m from 64" in str(GEMM.why_not(problem, NARROW, H200))

@@ -13,11 +13,10 @@ import torch
 import cutekernels as ck
 from cutekernels import gpu, nn
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.ops.moe.packed_experts import GROUPED_SKINNY, SCHEDULES, QuantizedGroupedProblem
-from cutekernels.ops.moe.quantized import QUANTIZED_GROUPED_GEMM
-from cutekernels.ops.moe.quantized_api import clamped_swiglu
-from cutekernels.ops.quantized.op import QUANTIZED_LINEAR
-from cutekernels.ops.quantized.problem import QuantizedConfig
+from cutekernels.ops.linear import clamped_swiglu
+from cutekernels.ops.products.packed import QUANTIZED_GROUPED_GEMM, QUANTIZED_LINEAR, QuantizedGroupedProblem
+from cutekernels.ops.products.schedules.packed_problem import QuantizedConfig
+from cutekernels.ops.products.schedules.packed_skinny import GROUPED_PACKED_SKINNY
 from cutekernels.quant import QuantizedStack
 from tests import compiled, sass
 from tests.moe.packed import SCHEMES, experts, products
@@ -188,7 +187,7 @@ def test_defaults_compile_without_spills_in_the_shared_memory_that_rules_count(t
     c = QUANTIZED_GROUPED_GEMM.default(p, spec)
     facts = QUANTIZED_GROUPED_GEMM.build(p, c, spec).facts
     assert facts.stack_bytes == 0
-    assert facts.smem_bytes == SCHEDULES[c.body].smem(p.one, c).total_bytes
+    assert facts.smem_bytes == QUANTIZED_GROUPED_GEMM.schedules[c.body].smem(p.one, c).total_bytes
 
 
 @pytest.mark.parametrize(
@@ -221,7 +220,7 @@ def test_ways_through_the_warpgroup_body_compile(text: str, knobs: str, tmp_path
     assert QUANTIZED_GROUPED_GEMM.why_not(p, c, spec) is None
     built = QUANTIZED_GROUPED_GEMM.build(p, c, spec)
     assert built.facts.stack_bytes == 0
-    assert built.facts.smem_bytes == SCHEDULES[c.body].smem(p.one, c).total_bytes
+    assert built.facts.smem_bytes == QUANTIZED_GROUPED_GEMM.schedules[c.body].smem(p.one, c).total_bytes
     one = p.one.replace(activation="none", n=p.n)
     both = [sass.instructions(compiled.cubin(b), tmp_path) for b in (built, QUANTIZED_LINEAR.build(one, c, spec))]
     waits = [sum(opcode.startswith("WARPGROUP.DEPBAR") for opcode, _ in code) for code in both]
@@ -236,7 +235,7 @@ def test_workspaces_hold_every_tile() -> None:
     for c in list(QUANTIZED_GROUPED_GEMM.valid(p, spec))[::97]:
         for ends in ((0, 1, 2, 3, 4, 77), (0, 77, 77, 77, 77, 77), (0, 15, 31, 46, 62, 77)):
             tiles = sum(-(-(b - a) // c.tile_m) for a, b in itertools.pairwise(ends)) * -(-p.n // c.tile_n)
-            assert tiles <= GROUPED_SKINNY.places(p.one, c, p.beside)
+            assert tiles <= GROUPED_PACKED_SKINNY.counters(p.one, c, p.beside)
 
 
 # ---- nn.MoE ---------------------------------------------------------------------------------------------

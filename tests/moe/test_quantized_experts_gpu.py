@@ -12,9 +12,9 @@ from torch import Tensor
 import cutekernels as ck
 from cutekernels import compile as compiler
 from cutekernels import gpu, verify
-from cutekernels.ops.moe.grouped import SPREADS, sample_offsets
-from cutekernels.ops.moe.packed_experts import QuantizedGroupedProblem as Problem
-from cutekernels.ops.moe.quantized import QUANTIZED_GROUPED_GEMM
+from cutekernels.ops.products.groups import SPREADS, sample_offsets
+from cutekernels.ops.products.packed import QUANTIZED_GROUPED_GEMM
+from cutekernels.ops.products.packed import QuantizedGroupedProblem as Problem
 from cutekernels.ops.shared.tolerance import rounded_operand_depth
 from cutekernels.quant import QuantizedStack
 from tests.moe.packed import SCHEMES, experts, products

@@ -16,11 +16,10 @@ from cutekernels.db.storage import snapshot as snapshots
 from cutekernels.db.storage.snapshot import Snapshot, TunedConfig
 from cutekernels.errors import InvalidConfig, UnsupportedProblem
 from cutekernels.ops.activations.op import SILU_MUL
-from cutekernels.ops.gemm.op import GEMM
-from cutekernels.ops.norm_linear.fused import FUSED_SCHEDULES
-from cutekernels.ops.norm_linear.op import LINEAR_SILU_MUL, RMS_NORM_LINEAR, NormLinear
-from cutekernels.ops.norm_linear.problem import CHAIN, NormLinearConfig, RmsNormLinearProblem
 from cutekernels.ops.norms.op import RMS_NORM
+from cutekernels.ops.products.dense import GEMM
+from cutekernels.ops.products.fused import CHAIN, FUSED_SCHEDULES, NormLinearConfig, RmsNormLinearProblem, product_of
+from cutekernels.ops.products.norm import LINEAR_SILU_MUL, RMS_NORM_LINEAR, NormLinear
 from cutekernels.verify import worst_error
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -229,7 +228,9 @@ def test_what_the_skinny_warpgroup_body_refuses() -> None:
         ("m=64 n=18944 k=3584 layout=any", "16-byte aligned"),
     ):
         problem = RMS_NORM_LINEAR.Problem.parse(words)
-        assert said in " ".join(FUSED_SCHEDULES[config.body].failures(problem, config, spec, problem.extras))
+        assert said in " ".join(
+            FUSED_SCHEDULES[config.body].failures(product_of(problem), config.product, spec, problem.extras)
+        )
         assert RMS_NORM_LINEAR.default(problem, spec) == CHAIN
     unweighted = RMS_NORM_LINEAR.Problem.parse("m=64 n=18944 k=3584 dtype=fp16 norm_weight=none")
     assert RMS_NORM_LINEAR.why_not(unweighted, config, spec) is None, "nothing multiplies x"

@@ -10,9 +10,9 @@ import pytest
 
 from cutekernels import gpu
 from cutekernels.backends.cute import CuteArtifact
-from cutekernels.ops.gemm.op import SCHEDULES
-from cutekernels.ops.norm_linear.op import LINEAR_SILU_MUL, RMS_NORM_LINEAR, NormLinear
-from cutekernels.ops.norm_linear.problem import NormLinearConfig
+from cutekernels.ops.products.dense import SCHEDULES
+from cutekernels.ops.products.fused import NormLinearConfig
+from cutekernels.ops.products.norm import LINEAR_SILU_MUL, RMS_NORM_LINEAR, NormLinear
 from tests import compiled
 
 OPS: dict[str, NormLinear] = {op.name: op for op in (RMS_NORM_LINEAR, LINEAR_SILU_MUL)}

@@ -13,11 +13,17 @@ import torch
 import cutekernels as ck
 from bench.judge import SWEEPS, load
 from cutekernels import gpu
-from cutekernels.ops.gemm.warpgroup import WARPGROUP, sharing
-from cutekernels.ops.norm_linear import api
-from cutekernels.ops.norm_linear.fused import FUSED_SCHEDULES
-from cutekernels.ops.norm_linear.op import LINEAR_SILU_MUL, RMS_NORM_LINEAR
-from cutekernels.ops.norm_linear.problem import CHAIN, LinearSiluMulProblem, NormLinearConfig, RmsNormLinearProblem
+from cutekernels.ops import norm_linear as api
+from cutekernels.ops.products.fused import (
+    CHAIN,
+    FUSED_SCHEDULES,
+    LinearSiluMulProblem,
+    NormLinearConfig,
+    RmsNormLinearProblem,
+    product_of,
+)
+from cutekernels.ops.products.norm import LINEAR_SILU_MUL, RMS_NORM_LINEAR
+from cutekernels.ops.products.schedules.warpgroup import WARPGROUP, sharing
 from tests import compiled
 
 H200, A100 = gpu.lookup("h200"), gpu.lookup("a100")
@@ -47,7 +53,9 @@ BASE = warpgroup("tile_m=128 tile_n=256 stages=4 raster=8 cluster_m=2 pdl=1")
 )
 def test_problems_that_are_for_others(change: dict[str, Any], said: str) -> None:
     problem = PREFILL.replace(**change)
-    assert said in "; ".join(FUSED_SCHEDULES[BASE.body].failures(problem, BASE, H200, problem.extras))
+    assert said in "; ".join(
+        FUSED_SCHEDULES[BASE.body].failures(product_of(problem), BASE.product, H200, problem.extras)
+    )
     assert LINEAR_SILU_MUL.default(problem, H200) == CHAIN
     assert all(c.body != "warpgroup" for c in LINEAR_SILU_MUL.valid(problem, H200))
 
@@ -63,7 +71,9 @@ def test_problems_that_are_for_others(change: dict[str, Any], said: str) -> None
     ],
 )
 def test_configs_that_break_a_rule(change: dict[str, Any], said: str) -> None:
-    assert said in "; ".join(FUSED_SCHEDULES[BASE.body].failures(PREFILL, BASE.replace(**change), H200, PREFILL.extras))
+    assert said in "; ".join(
+        FUSED_SCHEDULES[BASE.body].failures(product_of(PREFILL), BASE.replace(**change).product, H200, PREFILL.extras)
+    )
 
 
 def test_rows_of_a_norm_s_product_have_no_gate() -> None:

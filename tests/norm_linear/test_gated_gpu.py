@@ -11,8 +11,8 @@ import torch
 
 import cutekernels as ck
 from cutekernels import gpu
-from cutekernels.ops.norm_linear.op import LINEAR_SILU_MUL
-from cutekernels.ops.norm_linear.problem import CHAIN, LinearSiluMulProblem, NormLinearConfig
+from cutekernels.ops.products.fused import CHAIN, LinearSiluMulProblem, NormLinearConfig
+from cutekernels.ops.products.norm import LINEAR_SILU_MUL
 from tests.norm_linear.test_gpu import error, launch, truth
 
 pytestmark = pytest.mark.gpu

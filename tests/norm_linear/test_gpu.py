@@ -17,14 +17,14 @@ from torch import Tensor
 import cutekernels as ck
 from cutekernels import dispatch, gpu
 from cutekernels.kernels.activations import ACTIVATIONS
-from cutekernels.ops.norm_linear.op import LINEAR_SILU_MUL, RMS_NORM_LINEAR, NormLinear
-from cutekernels.ops.norm_linear.problem import (
+from cutekernels.ops.products.fused import (
     CHAIN,
     LinearSiluMulProblem,
     NormLinearConfig,
     NormLinearProblem,
     RmsNormLinearProblem,
 )
+from cutekernels.ops.products.norm import LINEAR_SILU_MUL, RMS_NORM_LINEAR, NormLinear
 from cutekernels.verify import poison, worst_error
 
 pytestmark = pytest.mark.gpu

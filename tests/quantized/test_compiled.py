@@ -9,10 +9,10 @@ import torch
 
 from cutekernels import gpu
 from cutekernels.kernels.cute.parts.packed import MOVES_BF16, MOVES_FP16
-from cutekernels.ops.quantized.op import QUANTIZED_LINEAR, SCHEDULES
-from cutekernels.ops.quantized.packed_skinny import PACKED_SKINNY
-from cutekernels.ops.quantized.packed_warpgroup import PACKED_WARPGROUP
-from cutekernels.ops.quantized.problem import QuantizedConfig, QuantizedProblem
+from cutekernels.ops.products.packed import QUANTIZED_LINEAR
+from cutekernels.ops.products.schedules.packed_problem import QuantizedConfig, QuantizedProblem
+from cutekernels.ops.products.schedules.packed_skinny import PACKED_SKINNY
+from cutekernels.ops.products.schedules.packed_warpgroup import PACKED_WARPGROUP
 from cutekernels.quant import layout
 from cutekernels.quant.weight import E2M1
 from tests import sass
@@ -55,7 +55,7 @@ WARPGROUP = (
 
 
 def frame(p: QuantizedProblem, c: QuantizedConfig) -> int:
-    return int(SCHEDULES[c.body].smem(p, c).total_bytes)
+    return int(QUANTIZED_LINEAR.schedules[c.body].smem(p, c).total_bytes)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_grids_deal_out_all_units_once() -> None:
     for text in ("m=1 n=3584 k=18944", "m=33 n=1000 k=520", "m=200 n=5120 k=13824", "m=4096 n=4096 k=4096"):
         p = QuantizedProblem.parse(text)
         for c in list(QUANTIZED_LINEAR.valid(p, spec))[::97]:
-            k_tiles, tiles = -(-p.k // c.tile_k), SCHEDULES[c.body].tiles(p, c)
+            k_tiles, tiles = -(-p.k // c.tile_k), QUANTIZED_LINEAR.schedules[c.body].tiles(p, c)
             if c.body == PACKED_SKINNY.name:
                 ctas, share = PACKED_SKINNY.grid(p, c, spec)
                 assert (ctas - 1) * share < tiles * k_tiles <= ctas * share

@@ -13,8 +13,9 @@ import cutekernels as ck
 from cutekernels import gpu
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.kernels.cute.parts.smem import DequantizeSmem
-from cutekernels.ops.quantized import api, backward
-from cutekernels.ops.quantized.decode import DEQUANTIZE, DequantizeConfig, DequantizeProblem
+from cutekernels.ops import linear as api
+from cutekernels.ops.products import backward
+from cutekernels.ops.products.dequantize import DEQUANTIZE, DequantizeConfig, DequantizeProblem
 from tests.compiled import H200, TARGETS, cubin, opcodes, pairs, sass
 from tests.quantized import cases
 from tests.quantized.cases import BF16, FP16, FP32, KINDS, error, make
@@ -184,7 +185,7 @@ def test_the_gradient_op(dtype: torch.dtype) -> None:
     weight, dout = made.weight(), torch.randn(5, 72).to(dtype)
     given = dout, weight.packed, weight.scales, weight.zeros, weight.factors
     options = "int4", 64, 72, 200
-    dx = backward.BACKWARD_PATH(*given, *options)
+    dx = backward.LINEAR_BACKWARD(*given, *options)
     dense = made.exact().to(dtype).double()
     assert error(dx, (dout.double() @ dense).to(dtype), 72) <= 1
     out = torch.full((5, 210), 7.0, dtype=dtype)
@@ -222,11 +223,11 @@ def test_refusals_of_the_gradient() -> None:
         (dout, (40, 300), r"takes packed .* = \(1, 5, 2048\)"),
     ):
         with pytest.raises(UnsupportedProblem, match=message):
-            backward.BACKWARD_PATH(given, *held, *options)
+            backward.LINEAR_BACKWARD(given, *held, *options)
     with pytest.raises(UnsupportedProblem, match="dx must be"):
         torch.ops.cutekernels.quantized_linear_backward_out(
             dout, *held[:4], torch.empty(3, 135, dtype=BF16), *held[4:], 40, 136
         )
     x = dout.clone().requires_grad_()
     with pytest.raises(UnsupportedProblem, match="no gradient"):
-        backward.BACKWARD_PATH(x, *held, 40, 136).sum().backward()
+        backward.LINEAR_BACKWARD(x, *held, 40, 136).sum().backward()

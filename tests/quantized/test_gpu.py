@@ -20,9 +20,9 @@ from cutekernels import gpu
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.kernels.activations import ACTIVATIONS
 from cutekernels.nn import QuantizedLinear
-from cutekernels.ops.quantized.api import quantized_linear
-from cutekernels.ops.quantized.op import QUANTIZED_LINEAR
-from cutekernels.ops.quantized.problem import QuantizedConfig, QuantizedProblem
+from cutekernels.ops.linear import quantized_linear
+from cutekernels.ops.products.packed import QUANTIZED_LINEAR
+from cutekernels.ops.products.schedules.packed_problem import QuantizedConfig, QuantizedProblem
 from cutekernels.quant import QuantizedWeight, quantize
 from tests.quantized.cases import (
     BF16,

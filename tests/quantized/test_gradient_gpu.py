@@ -12,7 +12,8 @@ from torch import Tensor
 
 import cutekernels as ck
 from cutekernels import gpu
-from cutekernels.ops.quantized import api, backward
+from cutekernels.ops import linear as api
+from cutekernels.ops.products import backward
 from tests.quantized.cases import BF16, COMMON, FP16, FP32, KINDS, Kind, error, make
 
 assert api, "it registers the op"
@@ -115,11 +116,11 @@ def test_a_gradient_of_several_parts(
     made, dy = make(n, k, ASYMMETRIC, "cuda"), tokens(m, n, dtype=dtype)
     weight = made.weight()
     given = weight.packed, weight.scales, weight.zeros, weight.factors, "int4", 64, n, k
-    dx = backward.BACKWARD_PATH(dy, *given)
+    dx = backward.LINEAR_BACKWARD(dy, *given)
     assert error(dx, (dy.double() @ made.exact().to(dtype).double()).to(dtype), n) <= 1
-    assert all(torch.equal(backward.BACKWARD_PATH(dy, *given), dx) for _ in range(5))
+    assert all(torch.equal(backward.LINEAR_BACKWARD(dy, *given), dx) for _ in range(5))
     turned = dy.t().contiguous().t()
-    assert error(backward.BACKWARD_PATH(turned, *given), dx, n) <= 1
+    assert error(backward.LINEAR_BACKWARD(turned, *given), dx, n) <= 1
 
 
 @on_gpu

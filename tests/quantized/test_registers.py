@@ -9,8 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from cutekernels import gpu
-from cutekernels.ops.moe.packed_experts import QuantizedGroupedProblem
-from cutekernels.ops.moe.quantized import QUANTIZED_GROUPED_GEMM
+from cutekernels.ops.products.packed import QUANTIZED_GROUPED_GEMM, QuantizedGroupedProblem
 from tests import sass
 from tests.compiled import cubin
 

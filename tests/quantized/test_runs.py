@@ -8,8 +8,8 @@ from collections import Counter, defaultdict
 import pytest
 
 from cutekernels import gpu
-from cutekernels.ops.quantized.packed_skinny import PACKED_SKINNY
-from cutekernels.ops.quantized.problem import QuantizedConfig, QuantizedProblem
+from cutekernels.ops.products.schedules.packed_problem import QuantizedConfig, QuantizedProblem
+from cutekernels.ops.products.schedules.packed_skinny import PACKED_SKINNY
 
 
 @pytest.mark.parametrize("name", ["h100", "a100", "l40s", "rtx5090"])

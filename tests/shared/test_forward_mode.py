@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 import cutekernels as ck
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.activations.op import SILU_MUL
-from cutekernels.ops.gemm import api as matmul
+from cutekernels.ops.products import api as matmul
 from cutekernels.ops.shared import paths
 from cutekernels.ops.shared.calls import run
 from tests.gpu_path import launching
@@ -92,7 +92,7 @@ def test_a_repeated_gemm_is_not_replayed(monkeypatch: pytest.MonkeyPatch) -> Non
     a, b, out = torch.randn(4, 8), torch.randn(8, 8), torch.empty(4, 8)
     paths.forget()
     call = paths.Call.of(lambda *args: launches.append(args), (a, b), ())
-    matmul._CALLS.add(call, ((out,), (a, b), ("none", "fp32"), (1.0, 0.0), None))
+    matmul.CALLS.add(call, ((out,), (a, b), ("none", "fp32"), (1.0, 0.0), None))
     ck.gemm(a, b, out=out)
     assert len(launches) == 2
     with forward_ad.dual_level(), pytest.raises(UnsupportedProblem, match="no forward-mode"):

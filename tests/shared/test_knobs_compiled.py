@@ -10,9 +10,9 @@ import pytest
 from cutekernels.errors import InvalidConfig, UnsupportedProblem
 from cutekernels.op import Config
 from cutekernels.ops import registry
-from cutekernels.ops.gemm.problem import BODIES, GemmConfig
-from cutekernels.ops.moe import grouped
-from cutekernels.ops.norm_linear.problem import NormLinearConfig
+from cutekernels.ops.products import grouped
+from cutekernels.ops.products.fused import NormLinearConfig
+from cutekernels.ops.products.schedules.problem import BODIES, GemmConfig
 from tests.compiled import H200, Value, unreached, values
 
 SIZES = (1, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024, 4096, 65536)

@@ -18,11 +18,10 @@ from cutekernels.columns import Columns, among, ceil, gcd, kept, larger, over, p
 from cutekernels.op import Config, knob
 from cutekernels.ops import registry
 from cutekernels.ops.attention.operands import AttentionOp
-from cutekernels.ops.gemm.op import SCHEDULES
-from cutekernels.ops.gemm.schedule import extras_of
-from cutekernels.ops.moe.packed_experts import SCHEDULES as EXPERTS
-from cutekernels.ops.norm_linear.fused import FUSED_SCHEDULES
-from cutekernels.ops.quantized.op import SCHEDULES as PACKED
+from cutekernels.ops.products.dense import SCHEDULES
+from cutekernels.ops.products.fused import FUSED_SCHEDULES, product_of
+from cutekernels.ops.products.packed import QUANTIZED_GROUPED_GEMM, QUANTIZED_LINEAR
+from cutekernels.ops.products.schedules.schedule import extras_of
 from cutekernels.rules import Schedule
 
 Posed = tuple[Schedule[Any, Any, Any], Any, Any]  # a body, the problem that it reads, and what it asks beside
@@ -90,7 +89,7 @@ def test_the_package_starts_without_numpy() -> None:
     code = """
 import sys, cutekernels, cutekernels.columns, cutekernels.rules
 from cutekernels import gpu
-from cutekernels.ops.gemm.op import GEMM, SCHEDULES
+from cutekernels.ops.products.dense import GEMM, SCHEDULES
 p = GEMM.Problem.parse("m=4096 n=4096 k=4096")
 c = GEMM.Config.parse("tile_m=128 tile_n=128 tile_k=32 warps_m=2 warps_n=2 stages=4 raster=8 ctas_per_sm=2")
 GEMM.why_not(p, c, gpu.lookup("a100")), GEMM.estimate_us(p, c, gpu.lookup("a100"))
@@ -104,11 +103,11 @@ def posed(name: str, p: Any) -> Iterator[Posed]:
     if name == "gemm":
         yield from ((s, p, extras_of(p)) for s in SCHEDULES.values())
     elif name in ("rms_norm_linear", "linear_silu_mul"):
-        yield from ((s, p, p.extras) for s in FUSED_SCHEDULES.values())
+        yield from ((s, product_of(p), p.extras) for s in FUSED_SCHEDULES.values())
     elif name == "quantized_linear":
-        yield from ((s, p, None) for s in PACKED.values())
+        yield from ((s, p, None) for s in QUANTIZED_LINEAR.schedules.values())
     elif name == "quantized_grouped_gemm":
-        yield from ((s, p.one, p.beside) for s in EXPERTS.values())
+        yield from ((s, p.one, p.beside) for s in QUANTIZED_GROUPED_GEMM.schedules.values())
     elif isinstance(op, AttentionOp):
         yield from ((s, p, p) for s in op.schedules)
     else:
@@ -136,7 +135,7 @@ def test_columns_and_configs_are_judged_alike(name: str, spec: gpu.GpuSpec) -> N
             for c, mask, reads in ((some, fit, "config"), (own, schedule.suiting(p, spec, x, own), "both")):
                 rows = draw.sample(range(len(c)), min(len(c), 20))
                 rows += draw.sample(list(mask.nonzero()[0]), min(10, mask.sum()))
-                for row, config in zip(rows, map(schedule.drawn, c.taken(rows)), strict=True):
+                for row, config in zip(rows, c.taken(rows), strict=True):
                     read = (p, config, spec, x) if reads == "both" else (config, spec, of_class)
                     why = list(schedule.failures_of(reads, *read))
                     assert mask[row] == (not why), (str(p), str(config), why)

@@ -25,9 +25,9 @@ from cutekernels.backends import Artifact, Facts
 from cutekernels.errors import CacheUnusable, CompileError, CompilerKilled, InvalidConfig, UnsupportedProblem
 from cutekernels.isolate import Child, Pool, RemoteError
 from cutekernels.ops import registry
-from cutekernels.ops.gemm.op import GEMM, SCHEDULES
-from cutekernels.ops.gemm.problem import GemmProblem
-from cutekernels.ops.gemm.schedule import extras_of
+from cutekernels.ops.products.dense import GEMM, SCHEDULES
+from cutekernels.ops.products.schedules.problem import GemmProblem
+from cutekernels.ops.products.schedules.schedule import extras_of
 from tests.tuner.toys import A100, H200, ToyConfig, ToyOp, ToyProblem
 
 PROBLEM = ToyProblem(16, 64)

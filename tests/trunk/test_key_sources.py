@@ -14,7 +14,7 @@ import pytest
 from cutekernels import compile as compiler
 from cutekernels import gpu as gpus
 from cutekernels.ops import registry
-from cutekernels.ops.gemm.op import GEMM
+from cutekernels.ops.products.dense import GEMM
 from tests.imports import ROOT, file_of, imports
 from tests.trunk.test_compile import Compiled
 
@@ -22,12 +22,13 @@ H200 = gpus.lookup("h200")
 PACKAGE = ROOT / "cutekernels"
 KERNELS = sorted(file for file in (PACKAGE / "kernels").rglob("*.py") if file.stem != "__init__")
 REACHED = (
-    *("kernels/cute/products/skinny.py", "ops/gemm/op.py", "ops/shared/declared_op.py", "backends/cute.py", "gpu.py"),
-    *("ops/gemm/schedules/dense.py", "ops/quantized/op.py", "ops/norms/rows.py", "dispatch.py", "a_new_module.py"),
+    *("kernels/cute/products/skinny.py", "ops/products/dense.py", "ops/shared/declared_op.py", "backends/cute.py"),
+    *("ops/products/schedules/dense.py", "ops/attention/op.py", "ops/norms/rows.py", "dispatch.py", "gpu.py"),
+    "a_new_module.py",
 )
 NOT_REACHED = (
-    *("nn/mlp.py", "cli.py", "ops/gemm/api.py", "ops/attention/api.py", "ops/shared/calls.py"),
-    *("ops/library.py", "ops/rope/op.py", "ops/rope/rotary.py"),
+    *("nn/mlp.py", "cli.py", "ops/products/api.py", "ops/attention/api.py", "ops/shared/calls.py"),
+    *("ops/linear.py", "ops/library.py", "ops/rope/op.py", "ops/rope/rotary.py"),
 )
 
 
@@ -61,8 +62,8 @@ def test_a_changed_source_is_another_key_where_a_build_can_reach_it(
 
     for name in (*REACHED, *NOT_REACHED):
         write(name, "a = 1\n")
-    write("ops/gemm/schedules/packed.py", "from cutekernels.ops.quantized import schedule\n")
-    write("ops/quantized/schedule.py", "    from cutekernels.ops import norms\n")
+    write("ops/products/schedules/packed.py", "from cutekernels.ops.attention import op\n")
+    write("ops/attention/config.py", "    from cutekernels.ops import norms\n")
     for name in NOT_REACHED:
         before = fingerprint(type(GEMM))
         write(name, "a = 2\n")

@@ -11,10 +11,10 @@ from cutekernels.columns import Columns, where
 from cutekernels.op import Config, knob
 from cutekernels.ops import registry
 from cutekernels.ops.attention.operands import AttentionOp
-from cutekernels.ops.gemm.op import SCHEDULES
-from cutekernels.ops.moe.grouped_schedules import GROUPED_WARPGROUP
-from cutekernels.ops.norm_linear.fused import FUSED_SCHEDULES
-from cutekernels.ops.quantized.op import SCHEDULES as PACKED
+from cutekernels.ops.products.dense import SCHEDULES
+from cutekernels.ops.products.fused import FUSED_SCHEDULES
+from cutekernels.ops.products.packed import QUANTIZED_LINEAR
+from cutekernels.ops.products.schedules.grouped import GROUPED_WARPGROUP
 from cutekernels.rules import EVERY, Among, Broken, Ruled, Schedule, foreign, of_both, of_config, of_problem, values_of
 
 H200 = gpu.lookup("h200")
@@ -107,7 +107,12 @@ def test_the_best_is_the_least_estimate_and_the_preferred_of_equals() -> None:
 
 
 def test_names_of_rules_are_told_apart() -> None:
-    schedules = [*SCHEDULES.values(), GROUPED_WARPGROUP, *FUSED_SCHEDULES.values(), *PACKED.values()]
+    schedules = [
+        *SCHEDULES.values(),
+        GROUPED_WARPGROUP,
+        *FUSED_SCHEDULES.values(),
+        *QUANTIZED_LINEAR.schedules.values(),
+    ]
     schedules += [s for op in registry.OPS if isinstance(op, AttentionOp) for s in op.schedules]
     schedules += [op for op in registry.OPS if isinstance(op, Ruled)]
     for schedule in schedules:

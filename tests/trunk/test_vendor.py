@@ -18,8 +18,8 @@ from cutekernels.autotune.predict import Prediction
 from cutekernels.db.storage.snapshot import Snapshot, TunedConfig
 from cutekernels.db.storage.store import Environment, Store
 from cutekernels.ops.attention.op import ATTENTION, AttentionProblem
-from cutekernels.ops.gemm.op import GEMM
-from cutekernels.ops.gemm.problem import GemmConfig, GemmProblem
+from cutekernels.ops.products.dense import GEMM
+from cutekernels.ops.products.schedules.problem import GemmConfig, GemmProblem
 from cutekernels.verify import worst_error
 from tests.tuner.toys import ToyMachine
 

@@ -131,7 +131,8 @@ def test_where_no_process_starts_the_caller_compiles(
 
 
 def test_parts_of_a_chain_are_compiled_ahead_too(orders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from cutekernels.ops.norm_linear.op import CHAIN, RMS_NORM_LINEAR
+    from cutekernels.ops.products.fused import CHAIN
+    from cutekernels.ops.products.norm import RMS_NORM_LINEAR
 
     monkeypatch.setattr(type(RMS_NORM_LINEAR), "default", lambda self, p, gpu: CHAIN)
     monkeypatch.setattr("torch.cuda.current_device", lambda: 0)

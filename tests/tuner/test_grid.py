@@ -24,7 +24,7 @@ from cutekernels.db.storage.snapshot import Snapshot, TunedConfig
 from cutekernels.db.storage.store import Store
 from cutekernels.errors import JobError
 from cutekernels.ops import registry
-from cutekernels.ops.gemm.op import GEMM
+from cutekernels.ops.products.dense import GEMM
 from tests.tuner.toys import H200, TOY, ToyMachine
 
 NOTHING = Snapshot({})

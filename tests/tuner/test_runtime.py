@@ -18,8 +18,8 @@ from cutekernels.autotune.runtime import LocalRuntime, NotPrepared
 from cutekernels.backends import Facts
 from cutekernels.errors import CacheUnusable
 from cutekernels.isolate import ChildDied, StartFailed
-from cutekernels.ops.gemm.op import GEMM
 from cutekernels.ops.norms.op import RMS_NORM
+from cutekernels.ops.products.dense import GEMM
 from tests.tuner.toys import BEST, DEFAULT, H200, PROBLEM, TOY
 
 _prepared: list[Prepare] = []

@@ -23,7 +23,7 @@ from cutekernels.integrations.transformers.projections import held, is_linear, k
 from cutekernels.nn import packed_training
 from cutekernels.nn.mlp import Gate, gate_mul, gated, has_no_hooks, project
 from cutekernels.nn.packing import side_by_side
-from cutekernels.ops.gemm.api import linear
+from cutekernels.ops.linear import linear
 from cutekernels.ops.loss.cross_entropy import linear_cross_entropy
 from cutekernels.ops.norms.api import add_rms_norm, layer_norm, rms_norm, rms_norm_beside
 

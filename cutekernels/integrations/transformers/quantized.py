@@ -19,8 +19,7 @@ from cutekernels.integrations.transformers.families import Family, shared_parame
 from cutekernels.integrations.transformers.modules import Patched, swapped
 from cutekernels.integrations.transformers.projections import computes, held, sharded
 from cutekernels.nn.quantized import applied
-from cutekernels.ops.gemm.api import linear
-from cutekernels.ops.quantized.api import check_kernels
+from cutekernels.ops.linear import check_kernels, linear
 from cutekernels.ops.shared.dtypes import DTYPES
 from cutekernels.quant.weight import QuantizedWeight
 

@@ -20,7 +20,7 @@ from cutekernels.integrations.transformers.tensor_parallel import is_planned
 from cutekernels.nn.mlp import Gate, gate_mul, has_no_hooks
 from cutekernels.ops.attention.api import attention, decode_attention
 from cutekernels.ops.attention.problem import WIDEST
-from cutekernels.ops.gemm.api import linear
+from cutekernels.ops.linear import linear
 from cutekernels.ops.moe.ffn import moe_ffn
 from cutekernels.ops.norms.api import layer_norm, rms_norm
 from cutekernels.ops.rope.api import rope

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.ops.gemm.api import gemm
 from cutekernels.ops.loss.rows import LOGIT_GRADIENT, LOGIT_STATISTICS, MAXIMUM, TERMS
+from cutekernels.ops.products.api import gemm
 from cutekernels.ops.shared.calls import call, register
 from cutekernels.ops.shared.checks import check_number, check_tensor
 from cutekernels.ops.shared.dtypes import DTYPES

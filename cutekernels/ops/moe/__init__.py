@@ -1,13 +1,11 @@
-"""Mixture of experts: routing, permutation, moving rows to experts and back, and the experts' products."""
+"""Mixture of experts: routing, permutation, moving rows to experts and back."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from cutekernels.op import Op
-from cutekernels.ops.moe.grouped import GROUPED_GEMM, GROUPED_GEMM_WGRAD
 from cutekernels.ops.moe.permute import MOE_PERMUTE
-from cutekernels.ops.moe.quantized import QUANTIZED_GROUPED_GEMM
 from cutekernels.ops.moe.route import MOE_ROUTE, MOE_ROUTE_BACKWARD
 from cutekernels.ops.moe.rows import MOE_COMBINE, MOE_COMBINE_BACKWARD, MOE_DISPATCH, MOE_GATHER
 
@@ -19,7 +17,4 @@ OPS: tuple[Op[Any, Any], ...] = (
     MOE_DISPATCH,
     MOE_COMBINE,
     MOE_COMBINE_BACKWARD,
-    GROUPED_GEMM,
-    GROUPED_GEMM_WGRAD,
-    QUANTIZED_GROUPED_GEMM,
 )

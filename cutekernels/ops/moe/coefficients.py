@@ -1,24 +1,8 @@
-"""The numbers of the models of grouped products and of routing, as in ``ops/gemm/coefficients.py``. The multistage body
-of grouped products has gemm's, packed ones those of ``ops/quantized``. Where they are from: docs/notes/moe.md.
-"""
+"""The numbers of the models of routing and permutation: docs/notes/moe.md."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, replace
-
-from cutekernels.ops.gemm.coefficients import WARPGROUP
-from cutekernels.ops.quantized.coefficients import WARPGROUP as PACKED
-
-# What differs from gemm's, fitted to 1800 runs of 95 products (H200, 2026-11-24; H100, 2026-11-25).
-GROUPED = replace(
-    WARPGROUP, port=0.63, steady=1.0, shared=math.inf, epilogue=11.0, single=0.0, latency=1.39, sharpness=2.63
-)
-# Packed products' before clusters, to which 49 problems of experts were held (H100, 2026-11-26).
-PACKED_GROUPED = replace(
-    PACKED, beside=1.8, scaled=11.3, exact=6.5, issue=0.41, alone=0.4, mma=1.01, port=0.93, dram=1.5, half_us=0.023,
-    end_us=0.011, fixed=2.6, latency=0.0, sharpness=4.9, hidden=3.3,
-)  # fmt: skip
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)

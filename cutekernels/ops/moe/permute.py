@@ -27,6 +27,7 @@ from cutekernels import rates
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Config, Problem, Scalar, extent, knob, ladder, plain, power_of_two
 from cutekernels.ops.moe.coefficients import PERMUTE
+from cutekernels.ops.products.groups import MAX_GROUPS, MAX_PAIRS
 from cutekernels.ops.shared import tile_rules
 from cutekernels.ops.shared.dtypes import TYPES
 from cutekernels.ops.shared.operands import Array, Sizes
@@ -39,9 +40,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from cutekernels.gpu import GpuSpec
-
-MAX_GROUPS = 1023
-MAX_PAIRS = (1 << 31) - (1 << 20)  # what int32 numbers, with room for the last block
 
 
 @dataclass(frozen=True)
@@ -229,13 +227,6 @@ def bins_of(experts: int) -> int:
 def check_groups(experts: int) -> None:
     if not 1 <= experts <= MAX_GROUPS:
         raise UnsupportedProblem(f"moe_permute groups by 1 to {MAX_GROUPS} experts; got {experts}")
-
-
-def check_extents(rows: int, experts: int) -> None:
-    if not 1 <= experts <= MAX_GROUPS or rows > MAX_PAIRS:
-        raise UnsupportedProblem(
-            f"grouped products take 1 to {MAX_GROUPS} experts and up to {MAX_PAIRS} rows; got {experts} and {rows}"
-        )
 
 
 MOE_PERMUTE = MoePermute()

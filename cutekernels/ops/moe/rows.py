@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Config, Problem, Scalar, Work, extent, knob, ladder, plain, power_of_two
-from cutekernels.ops.moe.permute import MAX_PAIRS, MOE_PERMUTE, bins_of, check_groups
+from cutekernels.ops.moe.permute import MOE_PERMUTE, bins_of, check_groups
 from cutekernels.ops.moe.route import MAX_TOP_K
+from cutekernels.ops.products.groups import MAX_PAIRS
 from cutekernels.ops.shared import streaming
 from cutekernels.ops.shared.laid_out import LaidOut
 from cutekernels.ops.shared.operands import Array, Matrix, Sizes

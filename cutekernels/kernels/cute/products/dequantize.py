@@ -21,7 +21,7 @@ Ends: tiles behind the last are read as the last, groups behind K too; rows and 
 Dependent launch (PDL): CTAs are set up while the previous kernel still runs. The next may start when a CTA's loads are
     under way; it waits for the stores itself.
 
-Refuses (``ops/quantized/decode.py``): packed bytes that are not 16-byte aligned.
+Refuses (``ops/products/dequantize.py``): packed bytes that are not 16-byte aligned.
 """
 
 from dataclasses import dataclass

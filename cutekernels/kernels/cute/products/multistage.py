@@ -27,8 +27,8 @@ Epilogue:
     docs/notes/gemm.md#persistent. An M-major out is computed as its transpose, ``B^T A^T``.
 
 Refuses:
-    Nothing: any layout, any alignment, 64-bit strides, K = 0. ``ops/gemm/multistage.py`` says which tiles fit which
-    problem.
+    Nothing: any layout, any alignment, 64-bit strides, K = 0. ``ops/products/schedules/multistage.py`` says which tiles
+    fit which problem.
 
 Source:
     The cp.async pipeline is the classic Ampere one (CUTLASS 2.x "multistage"; NVIDIA's CuTe DSL

@@ -12,7 +12,7 @@ One CTA:
     The grid holds as many tiles as there can be at most, whatever the ends (``slots``). Along K it is exact.
 
 Refuses:
-    A persistent product (``ops/moe/grouped.py`` asks for persistent=0) and C; along K a bias too.
+    A persistent product (``ops/products/grouped.py`` asks for persistent=0) and C; along K a bias too.
 
 Source:
     The tile search stands in for the host's sorted tile list of Triton's fused MoE (vLLM ``moe_align_block_size``),

@@ -30,8 +30,8 @@ With a norm of the tokens in front (``parts/norm.py``) its weight travels in the
     as accumulators are, in shared memory and in the workspace, and rstd multiplies the fp32 accumulators. With a gate
     behind, 8 rows of the gate's weight and the same 8 of up's make an MMA's 16, so one thread has both of an output.
 
-Refuses (``ops/gemm/skinny.py``): many tokens; operands that are not K-major with 16-byte aligned rows; an out that is
-    not N-major; a batch, 64-bit strides, fp16 accumulators.
+Refuses (``ops/products/schedules/skinny.py``): many tokens; operands that are not K-major with 16-byte aligned rows; an
+    out that is not N-major; a batch, 64-bit strides, fp16 accumulators.
 
 Source:
     Swapped operands and split-K with a ticket are common practice (CUTLASS "stream-K" and "split-K semaphore"); the

@@ -40,7 +40,7 @@ Ends: behind K, where no k-tile divides it, tokens are zeros, the buffer keeps w
 Dependent launch (PDL): CTAs are set up while the previous kernel still runs, and bring ``prefetch_tiles`` units of
     the weight into the L2. The next may start when the last loads are under way.
 
-Refuses (``ops/quantized/packed_skinny.py``): tokens whose rows are not 16-byte aligned, K no multiple of 8.
+Refuses (``ops/products/schedules/packed_skinny.py``): tokens whose rows are not 16-byte aligned, K no multiple of 8.
 
 Source:
     Packing weights in the order of MMA fragments and striped partitioning are Marlin's ideas; scales on the sums

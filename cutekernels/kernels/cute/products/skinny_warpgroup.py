@@ -32,15 +32,16 @@ more of them send takes the place of stages, so all threads of the cluster arriv
 consumers wait for that before they send: docs/notes/gemm.md#many-ctas-to-a-tile.
 
 Dependent launch (PDL): the producer prefetches the first ``prefetch_tiles`` k-tiles of W into the L2 while the previous
-kernel still runs, and lets the next kernel start when its own last loads are under way (``ops/gemm/prefetch.py``).
+kernel still runs, and lets the next kernel start when its own last loads are under way
+(``ops/products/schedules/schedule.py``).
 
 Ends: the TMA fills a ragged K with zeros. It is slow over rows that do not exist (docs/notes/gemm.md#boxes), so the
 last tile of either operand begins early enough to end where the operand does, and rows that another tile has too are
 not stored. X's ``rows`` come in two boxes, of which the second may overlap the first. Products of whatever lies behind
 them in shared memory, up to whole groups, are not stored either (``TileResults.row_of``).
 
-Refuses (``ops/gemm/skinny_warpgroup.py``): GPUs without wgmma; operands that are not K-major with 16-byte aligned
-rows; an out that is not N-major; a batch, 64-bit strides, fp16 accumulators; K = 0.
+Refuses (``ops/products/schedules/skinny_warpgroup.py``): GPUs without wgmma; operands that are not K-major with 16-byte
+aligned rows; an out that is not N-major; a batch, 64-bit strides, fp16 accumulators; K = 0.
 
 Source:
     The pairing of full and empty barriers, and a producer warp beside consumer groups, are CUTLASS's "warp

@@ -34,8 +34,8 @@ Dependent launch (PDL): barriers are set up while the previous kernel still runs
 *Gated* (``results.gate``), B's columns are gates and, behind all of them, what they multiply. A tile has equally many
 of both, in two boxes to a stage, one behind the other, so that a pair's accumulators meet in one thread.
 
-Refuses (``ops/gemm/warpgroup.py``): GPUs without wgmma, rows that are not 16-byte aligned, 64-bit strides, K = 0, fewer
-than 32 rows or columns, a C whose contiguous extent is not out's.
+Refuses (``ops/products/schedules/warpgroup.py``): GPUs without wgmma, rows that are not 16-byte aligned, 64-bit
+strides, K = 0, fewer than 32 rows or columns, a C whose contiguous extent is not out's.
 
 Source:
     CUTLASS's warp-specialized mainloops for Hopper, cooperative and pingpong, and QuACK's arrangement of them in

@@ -15,8 +15,8 @@ themselves: offsets that change while the kernel runs may hang it.
     that is partly the expert's own is zeroed in shared memory behind the expert's end, by each group that reads it, in
     both operands (a NaN stays with its expert), and later steps are not multiplied.
 
-Refuses (``ops/moe/grouped_schedules.py``): what ``gemm``'s does; a gate with a bias or a weight that is not K-major;
-along the depth matrices of fewer than 32 rows or columns.
+Refuses (``ops/products/schedules/grouped.py``): what ``gemm``'s does; a gate with a bias or a weight that is not
+K-major; along the depth matrices of fewer than 32 rows or columns.
 
 Source:
     CUTLASS's grouped GEMM finds tiles by a warp that scans the problems' sizes, and writes descriptors on the device;

@@ -36,7 +36,8 @@ Numbers, ``scaled="accumulators"``: codes less their zero points are exact, and 
 
 Ends: the TMA fills tokens behind K with zeros and clips stores at the ends of out. The packed weight is padded to 64.
 
-Refuses (``ops/quantized/packed_warpgroup.py``): GPUs without wgmma; tokens and out whose rows are not 16-byte aligned.
+Refuses (``ops/products/schedules/packed_warpgroup.py``): GPUs without wgmma; tokens and out whose rows are not 16-byte
+aligned.
 
 Source:
     Mixed-input products with the decoded operand in registers are CUTLASS's (example 55) and QuACK's; promotion of

@@ -10,7 +10,8 @@ Gated, one consumer group has 64 rows of gates, the other the rows of up that be
 Ends: a group's last tile begins early, where the group has so many rows; else it reads rows of the next group, which
     spoil only columns of the product that are not stored. Each expert has whole tiles of 64 rows.
 
-Refuses (``ops/moe/packed_experts.py``): what ``quantized_linear``'s does; a gate with other than two groups.
+Refuses (``ops/products/schedules/packed_warpgroup.py``): what ``quantized_linear``'s does; a gate with other than two
+groups.
 """
 
 from dataclasses import dataclass, replace

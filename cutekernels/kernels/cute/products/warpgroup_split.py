@@ -14,8 +14,8 @@ A part of a tile, consumer:
 Order: owners wait for CTAs of lower numbers alone, which wait for nobody (``parts/tile_share.py``).
 Ends: no tile begins early, since results of rows that two tiles had would differ by the order of their sums.
 
-Refuses (``ops/gemm/warpgroup.py``): ping-pong, accumulators in fp16, waves that are full, more parts than CTAs at once,
-a short K.
+Refuses (``ops/products/schedules/warpgroup.py``): ping-pong, accumulators in fp16, waves that are full, more parts than
+CTAs at once, a short K.
 
 Source:
     CUTLASS's split K and stream-K (Osama et al., 2023) with data-parallel waves. Here shares are equal: runs that begin

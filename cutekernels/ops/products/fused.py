@@ -1,0 +1,327 @@
+"""Problems and configs of ``rms_norm_linear`` and ``linear_silu_mul``, and the schedules of their fused kernels: those
+of ``gemm``, with rules of their own.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from cutekernels.columns import Columns
+from cutekernels.errors import UnsupportedProblem
+from cutekernels.kernels.activations import ACTIVATIONS
+from cutekernels.op import Config, Problem, extent, knob, ladder, plain, respell
+from cutekernels.ops.products.schedules.problem import (
+    ACROSS,
+    BODIES,
+    BY_SIXTEENS,
+    ELEMENT_BYTES,
+    MOST_TOKENS,
+    RENAMED,
+    WIDEST,
+    GemmConfig,
+    GemmProblem,
+)
+from cutekernels.ops.products.schedules.schedule import Extras
+from cutekernels.ops.products.schedules.skinny import Skinny
+from cutekernels.ops.products.schedules.skinny_warpgroup import SkinnyWarpgroup
+from cutekernels.ops.products.schedules.warpgroup import Warpgroup
+from cutekernels.rules import Among, of_problem
+
+if TYPE_CHECKING:
+    from cutekernels.gpu import GpuSpec
+
+GATE_ROWS = 8  # weight rows of the gate, then as many of up, in an MMA's 16
+# Values of knobs in place of those of gemm's body of that name.
+NARROWED: dict[str, dict[str, tuple[Any, ...]]] = {
+    "skinny": {"prefetch_l2": (0,)},
+    "skinny_warpgroup": {
+        "tile_m": tuple(tile for tile in BODIES["skinny_warpgroup"]["tile_m"] if tile <= MOST_TOKENS),
+        "ctas_per_sm": (1,),
+    },
+    # Behind a gate, whose tiles are of 128 columns or more, so that the deepest pipelines have no room.
+    "warpgroup": {
+        "tile_n": tuple(tile for tile in BY_SIXTEENS if tile >= 128),
+        "stages": (3, 4, 5, 6, 7, 8, 9),
+        "split_k": (1,),
+        "swap_ab": (False,),
+    },
+}
+_SKINNY = BODIES["skinny"]
+_SKINNY_WARPGROUP, _WARPGROUP = (BODIES[body] | NARROWED[body] for body in ("skinny_warpgroup", "warpgroup"))
+
+
+def _either(knob: str) -> tuple[int, ...]:
+    """The values that any body takes; skinny's first."""
+    return tuple(dict.fromkeys((*_SKINNY[knob], *_SKINNY_WARPGROUP[knob], *_WARPGROUP.get(knob, ()))))
+
+
+# ---- problems -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class NormLinearProblem(Problem):
+    """m tokens, n outputs of each, k.
+
+    ``layout``: ``aligned`` where all operands are 16-byte aligned with K contiguous; ``inputs`` where rows of the
+    result are not, though n is a multiple of 8; ``any`` elsewhere, where no fused kernel is possible.
+    """
+
+    m: int = extent(ladder)
+    n: int = extent()
+    k: int = extent()
+    dtype: str = plain("bf16", "fp16")
+    layout: str = plain("aligned", "any", "inputs")
+
+    @property
+    def weight(self) -> str:
+        """The type of the norm's weight: ``same`` as x, ``fp32`` or ``none``."""
+        return self.norm_weight  # type: ignore[attr-defined, no-any-return]
+
+    @property
+    @abstractmethod
+    def extras(self) -> Extras:
+        """Work of a fused body beside the product."""
+
+    @property
+    def product(self) -> GemmProblem:
+        """The product alone, with the weight in the layout of ``nn.Linear``."""
+        rows = self.n * (2 if self.extras.gated else 1)
+        align = WIDEST if self.layout != "any" and self.k % WIDEST == 0 else 1
+        return GemmProblem(
+            m=self.m, n=rows, k=self.k, dtype=self.dtype, b_major="k", a_align=align, b_align=align, out_align=1
+        )
+
+    @property
+    def epilogue(self) -> GemmProblem:
+        """The product with what follows it."""
+        return self.product
+
+    @property
+    def gamma_bytes(self) -> int:
+        return {"none": 0, "same": ELEMENT_BYTES, "fp32": 4}[self.weight]
+
+
+@dataclass(frozen=True)
+class RmsNormLinearProblem(NormLinearProblem):
+    """``rstd`` of each token is computed or given."""
+
+    norm_weight: str = plain("same", "none", "fp32")
+    rstd: str = plain("computed", "given")
+    bias: str = plain("none", "same", "fp32")
+    activation: str = plain(*ACTIVATIONS)
+
+    def bucket(self) -> RmsNormLinearProblem:
+        """One tuning serves every epilogue and both types, as in ``gemm``."""
+        return super().bucket().replace(bias="none", activation="none", dtype="bf16")
+
+    @property
+    def epilogue(self) -> GemmProblem:
+        return self.product.replace(bias=self.bias, activation=self.activation)
+
+    @property
+    def extras(self) -> Extras:
+        return Extras(norm=True, gamma_bytes=self.gamma_bytes, squares=self.rstd == "computed", layout=self.layout)
+
+
+@dataclass(frozen=True)
+class LinearSiluMulProblem(NormLinearProblem):
+    """``norm``: whether an RMS norm stands in front."""
+
+    norm: bool = plain(False, True)
+    norm_weight: str = plain("none", "same", "fp32")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.norm_weight != "none" and not self.norm:
+            raise UnsupportedProblem(f"norm_weight={self.norm_weight} needs norm=1")
+
+    def bucket(self) -> LinearSiluMulProblem:
+        """One tuning serves both types, as in ``gemm``."""
+        return super().bucket().replace(dtype="bf16")
+
+    @property
+    def extras(self) -> Extras:
+        return Extras(self.norm, self.gamma_bytes, self.norm, gated=True, layout=self.layout)
+
+
+# ---- configs --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class NormLinearConfig(Config):
+    """``path``, and the knobs of the fused kernel, which are those of ``gemm``'s body of that name.
+
+    A chain keeps the knobs' defaults: its text is ``path=chain``.
+    """
+
+    path: str = knob("chain", "fused")
+    tile_m: int = knob(*_either("tile_m"), added=True)
+    tile_n: int = knob(*_either("tile_n"), added=True)
+    tile_k: int = knob(*_either("tile_k"), added=True)
+    warps_n: int = knob(*_SKINNY["warps_n"], added=True)
+    warps_k: int = knob(*_SKINNY["warps_k"], added=True)
+    stages: int = knob(*_either("stages"), added=True)
+    split_k: int = knob(*_either("split_k"), added=True)
+    pdl: bool = knob(*_SKINNY["pdl"], added=True)
+    body: str = knob("skinny", "skinny_warpgroup", "warpgroup", added=True)
+    prefetch_l2: int = knob(*_either("prefetch_l2"), added=True)
+    raster: int = knob(*_WARPGROUP["raster"], added=True)
+    pingpong: bool = knob(*_WARPGROUP["pingpong"], added=True)
+    cluster_m: int = knob(*_WARPGROUP["cluster_m"], added=True)
+    cluster_n: int = knob(*_WARPGROUP["cluster_n"], added=True)
+
+    @classmethod
+    def every(cls) -> Iterator[NormLinearConfig]:
+        return iter(_every())
+
+    @classmethod
+    def fused(cls, product: GemmConfig) -> NormLinearConfig:
+        """One kernel, by that config of the product alone."""
+        return cls.drawn([("path", "fused"), *((name, getattr(product, name)) for name in KNOBS)])
+
+    @property
+    def product(self) -> GemmConfig:
+        """The config of the product alone."""
+        return _product(self)
+
+
+def since_revision_1(problem: str, config: str) -> str:
+    """Revision 1 named the tile of ``out^T`` where the body was skinny, which no text says, or specialized."""
+    return respell(config, RENAMED if "body=warpgroup" in config.split() else RENAMED | ACROSS)
+
+
+CHAIN = NormLinearConfig("chain")
+KNOBS = {name: values for name, values in NormLinearConfig.space().items() if name != "path"}
+
+
+@cache
+def _every() -> tuple[NormLinearConfig, ...]:
+    return CHAIN, *(schedule.drawn(c) for schedule in FUSED_SCHEDULES.values() for c in schedule.span())
+
+
+@cache
+def _product(c: NormLinearConfig) -> GemmConfig:
+    return GemmConfig(
+        tile_m=c.tile_m, tile_n=c.tile_n, tile_k=c.tile_k, warps_m=1, warps_n=c.warps_n, stages=c.stages,
+        raster=c.raster, ctas_per_sm=1, body=c.body, warps_k=c.warps_k, split_k=c.split_k, pdl=c.pdl,
+        prefetch_l2=c.prefetch_l2, pingpong=c.pingpong, cluster_m=c.cluster_m, cluster_n=c.cluster_n,
+    )  # fmt: skip
+
+
+# ---- fused kernels ---------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=256)
+def product_of(p: NormLinearProblem) -> GemmProblem:
+    """The product as a fused body computes it; rows of out are aligned where N is."""
+    return p.epilogue.replace(out_align=math.gcd(p.n, WIDEST))
+
+
+class Fused:
+    """One kernel by a schedule of gemm's; the rules of its own are asked before those of the product."""
+
+    def class_of(self, p: GemmProblem, x: Extras) -> Extras:
+        return replace(x, layout="aligned")
+
+    def drawn(self, c: GemmConfig) -> Any:
+        return NormLinearConfig.fused(c)
+
+
+class FusedRules:
+    """Rules of all fused kernels."""
+
+    name: ClassVar[str]
+
+    @of_problem
+    def operands(self, p: GemmProblem, gpu: GpuSpec, x: Extras) -> str | None:
+        if x.layout == "any":
+            return "path=fused takes rows of x and weight 16-byte aligned, K contiguous, of less than 2^31 elements"
+        return None
+
+    @of_problem
+    def depth(self, p: GemmProblem, gpu: GpuSpec, x: Extras) -> str | None:
+        return "path=fused needs a K to sum over" if p.k == 0 else None
+
+    @of_problem
+    def gate_rows(self, p: GemmProblem, gpu: GpuSpec, x: Extras) -> str | None:
+        if x.gated and p.n // 2 % GATE_ROWS:
+            return f"path=fused takes the gate's rows {GATE_ROWS} at a time; there are {p.n // 2}"
+        return None
+
+
+class NormInFront(FusedRules):
+    """Rules of skinny_warpgroup's: a norm in front of the product."""
+
+    @of_problem
+    def norm_alone(self, p: GemmProblem, gpu: GpuSpec, x: Extras) -> str | None:
+        if x.gated or not x.norm:
+            return f"body={self.name} has a norm in front of the product and no gate behind it"
+        return None
+
+    @of_problem
+    def range_of_fp16(self, p: GemmProblem, gpu: GpuSpec, x: Extras) -> str | None:
+        if p.dtype == "fp16" and x.gamma_bytes:
+            return f"body={self.name} scales x by norm_weight before rstd is known: it may leave the range of fp16"
+        return None
+
+    @of_problem
+    def most_tokens(self, p: GemmProblem, gpu: GpuSpec, x: Extras) -> str | None:
+        if p.m > MOST_TOKENS:
+            return f"path=fused takes {MOST_TOKENS} tokens or fewer; there are {p.m}"
+        return None
+
+    @of_problem
+    def whole_rows(self, p: GemmProblem, gpu: GpuSpec, x: Extras) -> str | None:
+        if p.n % WIDEST or x.layout == "inputs":
+            return f"body={self.name} stores {WIDEST} outputs at a time, aligned: n={p.n}, layout={x.layout}"
+        return None
+
+
+class GateBehind(FusedRules):
+    """Rules of warpgroup's: a gate behind the product."""
+
+    @of_problem
+    def gate_alone(self, p: GemmProblem, gpu: GpuSpec, x: Extras) -> str | None:
+        if x.norm or not x.gated:
+            return f"body={self.name} has a gate behind the product and no norm in front"
+        return None
+
+    @of_problem
+    def whole_rows(self, p: GemmProblem, gpu: GpuSpec, x: Extras) -> str | None:
+        if x.layout == "inputs":
+            return f"body={self.name} stores {WIDEST} outputs at a time, aligned: layout={x.layout}"
+        return None
+
+
+class FusedSkinny(Fused, Skinny, FusedRules):
+    """A norm in front of the product, a gate behind it."""
+
+    narrowed = NARROWED["skinny"]
+
+
+class FusedSkinnyWarpgroup(Fused, SkinnyWarpgroup, NormInFront):
+    """A norm in front of the product."""
+
+    narrowed = NARROWED["skinny_warpgroup"]
+
+    def usual(self, p: GemmProblem, gpu: GpuSpec, x: Extras) -> Among:
+        """More than two CTAs to a tile, whose times nobody measured behind a norm, are for the tuner."""
+        return {**super().usual(p, gpu, x), "tile_m": (self.fitting_tiles(p)[0],), "split_k": (1, 2)}
+
+    def usually(self, p: GemmProblem, c: Columns, gpu: GpuSpec, x: Extras) -> Any:
+        """Those that run all of their CTAs at once."""
+        return -(-p.n // c.tile_n) * c.split_k <= gpu.sm_count
+
+
+class FusedWarpgroup(Fused, Warpgroup, GateBehind):
+    """A gate behind the product."""
+
+    narrowed = NARROWED["warpgroup"]
+
+
+FUSED_SCHEDULES = {schedule.name: schedule for schedule in (FusedSkinny(), FusedSkinnyWarpgroup(), FusedWarpgroup())}

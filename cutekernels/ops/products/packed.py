@@ -1,0 +1,324 @@
+"""Products with packed weights: ``quantized_linear``, and ``quantized_grouped_gemm`` over the rows of experts.
+
+``out = activation(x @ dequantized(weight)^T + bias)``; the weights of experts lie one behind the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from cutekernels import rates
+from cutekernels.errors import UnsupportedProblem
+from cutekernels.kernels.activations import ACTIVATIONS
+from cutekernels.op import Problem, Work, extent, ladder, plain
+from cutekernels.ops.products.dequantize import (
+    check_scales,
+    decode_codes,
+    draw_packed,
+    rows_of_scale,
+    steps,
+    weight_operands,
+)
+from cutekernels.ops.products.epilogue import ALPHA, CLAMPED, GATES, LIMIT, bias_bytes, exact_product
+from cutekernels.ops.products.groups import SPREADS, by_group, check_extents, draw_offsets, other_rows, sampled_experts
+from cutekernels.ops.products.schedules.groups import Experts
+from cutekernels.ops.products.schedules.packed_problem import (
+    QuantizedConfig,
+    QuantizedProblem,
+    check_scaling,
+    since_revision_1,
+)
+from cutekernels.ops.products.schedules.packed_skinny import GROUPED_PACKED_SKINNY, PACKED_SKINNY
+from cutekernels.ops.products.schedules.packed_warpgroup import GROUPED_PACKED_WARPGROUP, PACKED_WARPGROUP
+from cutekernels.ops.products.schedules.problem import ELEMENT_BYTES, GATED
+from cutekernels.ops.products.schedules.schedule import PackedSchedule, Product
+from cutekernels.ops.shared.cute_op import CuteOp
+from cutekernels.ops.shared.operands import Array, Matrix, Named, Sizes, Vector
+from cutekernels.ops.shared.tolerance import rounded_operand_depth
+from cutekernels.quant.layout import TILE
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from cutekernels.gpu import GpuSpec
+
+
+@dataclass(frozen=True)
+class QuantizedGroupedProblem(Problem):
+    """``rows`` of ``k`` in ``experts`` groups, times packed weights of ``(n, k)``, or ``(2 * n, k)`` where gated.
+
+    The other fields are those of ``quantized_linear``.
+    """
+
+    rows: int = extent(ladder)
+    n: int = extent()
+    k: int = extent()
+    experts: int = extent()
+    dtype: str = plain("bf16", "fp16")
+    code: str = plain("int4", "int8", "e4m3", "nf4", "e2m1")
+    group: int = plain(128, 64, 32, 0, 16)
+    scale_rows: int = plain(1, 128)
+    scale: str = plain("fp16", "bf16", "fp32", "e8m0", "ue5m3")
+    zeros: bool = plain(False, True)
+    factors: bool = plain(False, True)
+    bias: str = plain("none", "same", "fp32")
+    activation: str = plain(*ACTIVATIONS, *GATES)
+    out_align: int = plain(8, 1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_scaling(self)
+        check_extents(self.rows, self.experts)
+        unit = max(TILE, self.scale_rows)
+        if self.k % 8 or self.n % unit:
+            raise UnsupportedProblem(
+                f"experts take k={self.k} divisible by 8, and n={self.n} by {unit}, of a gate and of up each"
+            )
+
+    def bucket(self) -> QuantizedGroupedProblem:
+        """One tuning serves every bias, activation and gate, both dtypes, and both 16-bit types of scales."""
+        scale = "fp16" if self.scale == "bf16" else self.scale
+        activation = GATED if self.gated else "none"
+        return super().bucket().replace(bias="none", activation=activation, dtype="bf16", scale=scale, out_align=8)
+
+    @property
+    def gated(self) -> bool:
+        return self.activation in GATES
+
+    @property
+    def weight_rows(self) -> int:
+        """Rows of an expert's weight."""
+        return 2 * self.n if self.gated else self.n
+
+    @cached_property
+    def one(self) -> QuantizedProblem:
+        """The product of one expert with all rows."""
+        return QuantizedProblem(
+            self.rows, self.weight_rows, self.k, self.dtype, self.code, self.group, self.scale_rows, self.scale,
+            self.zeros, self.factors, "none" if self.gated else self.bias, GATED if self.gated else self.activation,
+            self.out_align,
+        )  # fmt: skip
+
+    @property
+    def beside(self) -> Experts:
+        return Experts(self.rows, self.experts, self.activation == CLAMPED)
+
+
+class PackedProduct(Product):
+    """The common part of both. Their problems have ``one``, the product of one weight, which schedules read, and what
+    they read ``beside`` it.
+    """
+
+    Config = QuantizedConfig
+    in_place: ClassVar[bool] = False
+    beyond: ClassVar[tuple[str, ...]] = ("group",)
+    fixed: ClassVar[tuple[str, ...]] = ("tile_bytes",)
+    schedules: ClassVar[Mapping[str, PackedSchedule]]
+    scalar_types: ClassVar[Mapping[str, str]]
+
+    # -- rules and choice
+
+    def for_schedules(self, p: Any) -> tuple[QuantizedProblem, Any]:
+        return p.one, p.beside
+
+    def default(self, p: Any, gpu: GpuSpec) -> QuantizedConfig:
+        """The models' best, which compare."""
+        return _default(self, p, gpu)
+
+    def estimate_us(self, p: Any, c: QuantizedConfig, gpu: GpuSpec) -> float:
+        return float(super().estimate_us(p, c, gpu)) if p.one.m and p.one.n else 0.0
+
+    # -- kernel
+
+    def further(self, p: Any, c: QuantizedConfig) -> list[Any]:
+        """The workspace, then a call's numbers."""
+        found, count = super().further(p, c), len(self.scalar_types)
+        return [*found[count:], *found[:count]]
+
+    def bind(self, p: Any, c: QuantizedConfig, kernel: Callable[..., Any]) -> Callable[..., Any]:
+        workspace, count = self.schedules[c.body].workspace(p.one, c, p.beside), len(self.scalar_types)
+
+        def launch(*args: Any) -> None:
+            numbers = len(args) - count
+            kernel(*args[:numbers], *workspace(), *args[numbers:])
+
+        return launch
+
+    # -- calls
+
+    def refuse(self, named: Named, sizes: Sizes, **options: Any) -> None:
+        check_scales(named, options)
+
+    def facts(self, named: Named, sizes: Sizes) -> dict[str, Any]:
+        if sizes["k"] % 8 or not sizes["k"]:
+            raise UnsupportedProblem(f"K={sizes['k']} must be a multiple of 8: pad x with zeros")
+        return {"scale_rows": rows_of_scale(named["scales"], sizes.get("total", sizes["n"]))}
+
+    # -- mathematics
+
+    def draw(self, p: Any, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor | None:
+        return draw_packed(p, name, shape, generator)
+
+    def moved_weights(self, p: Any) -> float:
+        """Weights that a launch reads."""
+        return 1.0
+
+    def work(self, p: Any) -> Work:
+        one, weights = p.one, self.moved_weights(p)
+        moved = weights * one.weight_bytes + ELEMENT_BYTES * one.m * (one.k + one.columns)
+        # nf4's table and scaled weights are rounded to the activations' type.
+        depth = max(float(one.k), rounded_operand_depth(p.dtype, gated=p.gated))
+        return Work(2.0 * one.m * one.n * one.k, float(moved + weights * bias_bytes(p.bias, one.n)), depth)
+
+
+@rates.remember
+def _default(op: PackedProduct, p: Any, gpu: GpuSpec) -> QuantizedConfig:
+    """Of one estimate the first schedule's config is preferred."""
+    found = [schedule.best(p.one, gpu, p.beside) for schedule in op.schedules.values()]
+    choices = [choice for choice in found if choice is not None]
+    if not choices:
+        raise AssertionError(f"no config for {p} on {gpu.name}")
+    return min(choices, key=lambda choice: choice[0])[1]
+
+
+class QuantizedLinear(PackedProduct, CuteOp[QuantizedProblem, QuantizedConfig]):
+    """x and a QuantizedWeight's tensors, with a bias; ``columns`` are half of ``n`` where gated."""
+
+    name = "quantized_linear"
+    revision = 2
+    earlier = {1: since_revision_1}
+    Problem = QuantizedProblem
+    schedules = {schedule.name: schedule for schedule in (PACKED_SKINNY, PACKED_WARPGROUP)}
+    suite = (
+        "m=1 n=3584 k=3584",
+        "m=16 n=3072 k=8192 code=e4m3 group=0 scale=fp32",
+        "m=8 n=2048 k=2048 code=e4m3 scale_rows=128 scale=fp32 bias=same",
+        "m=64 n=4096 k=4096 zeros=1",
+        "m=200 n=3584 k=3584 code=int8 group=0 scale=bf16 activation=silu",
+        "m=1024 n=4096 k=4096",
+        "m=4 n=7168 k=3584 activation=silu_mul",
+        "m=33 n=1000 k=1096 group=32 zeros=1 dtype=fp16 scale=bf16 bias=fp32",
+        "m=5 n=129 k=200 group=64 code=nf4 scale=fp32 out_align=1",
+        "m=300 n=1160 k=520 group=64 scale=bf16 activation=relu",
+        "m=16 n=2880 k=2880 code=e2m1 group=32 scale=e8m0 bias=same",
+        "m=16 n=4096 k=4096 code=e2m1 group=16 scale=ue5m3 factors=1",
+    )
+    out = Matrix("m", "columns", result=True, align="out_align")
+    x = Matrix("m", "k", align=16)
+    packed, scales, zeros, factors = weight_operands("n", "n/64")
+    bias = Vector("columns", dtype="bias", strides=(), optional=True)
+    options = ("code", "group", "n", "activation")
+
+    def divisors(self, p: QuantizedProblem, c: QuantizedConfig) -> dict[str, int]:
+        return {"columns": p.out_align, "k": 8}
+
+    def derive(self, sizes: Sizes, **options: Any) -> None:
+        rows = sizes["n"]
+        gated = options["activation"] == GATED
+        if gated and rows % 2:
+            raise ValueError(f"activation={GATED} takes the gate's rows and as many of up's; there are {rows}")
+        sizes |= {"columns": rows // (1 + gated), **steps(options)}
+
+    def refuse(self, named: Named, sizes: Sizes, **options: Any) -> None:
+        super().refuse(named, sizes, **options)
+        if options["activation"] == GATED and named["bias"] is not None:
+            raise UnsupportedProblem(f"activation={GATED} takes no bias: add it to a product without an activation")
+
+    def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
+        x, *packed, bias = args
+        weight = decode_codes(packed, options["code"], options["group"], options["n"], x.shape[1])
+        return (exact_product(x, weight, bias, options["activation"], x.dtype),)
+
+
+class QuantizedGroupedGemm(PackedProduct, CuteOp[QuantizedGroupedProblem, QuantizedConfig]):
+    """Rows in groups times the packed weight of all experts' rows, ``total``; ``alpha`` and ``limit`` are of
+    ``swiglu_oai``.
+    """
+
+    name = "quantized_grouped_gemm"
+    revision = 1
+    Problem = QuantizedGroupedProblem
+    schedules = {schedule.name: schedule for schedule in (GROUPED_PACKED_SKINNY, GROUPED_PACKED_WARPGROUP)}
+    sample_kinds = len(SPREADS)
+    suite = (
+        "rows=4 n=2880 k=2880 experts=32 code=e2m1 group=32 scale=e8m0 activation=swiglu_oai bias=same",
+        "rows=64 n=2880 k=2880 experts=32 code=e2m1 group=32 scale=e8m0 bias=same",
+        "rows=1024 n=2880 k=2880 experts=32 code=e2m1 group=32 scale=e8m0 activation=swiglu_oai bias=same",
+        "rows=8 n=768 k=2048 experts=128 activation=silu_mul",
+        "rows=128 n=2048 k=768 experts=128",
+        "rows=512 n=768 k=2048 experts=128 zeros=1 activation=silu_mul",
+        "rows=32 n=14336 k=4096 experts=8 activation=silu_mul",
+        "rows=128 n=2048 k=768 experts=128 code=e4m3 scale_rows=128 scale=fp32",
+        "rows=77 n=192 k=200 experts=5 code=e4m3 group=0 scale=fp32 dtype=fp16 bias=fp32 activation=gelu",
+        "rows=64 n=768 k=2048 experts=128 code=e2m1 group=16 scale=ue5m3 factors=1 activation=silu_mul",
+        "rows=300 n=64 k=136 experts=40 group=32 zeros=1 scale=bf16 activation=silu_mul bias=same",
+    )
+    out = Matrix("rows", "n", result=True, align="out_align")
+    x = Matrix("rows", "k", align=16)
+    packed, scales, zeros, factors = weight_operands("total", "tiles")
+    offsets = Array("experts+1", dtype="i32", strides=())
+    bias = Array("experts", "weight_rows", dtype="bias", optional=True, align=1)
+    options = ("code", "group", "activation")
+    scalar_types = {"alpha": "fp32", "limit": "fp32"}
+    scalar_samples = {"alpha": ALPHA, "limit": LIMIT}
+
+    def divisors(self, p: QuantizedGroupedProblem, c: QuantizedConfig) -> dict[str, int]:
+        return {"n": 8, "k": 8}
+
+    def derive(self, sizes: Sizes, **options: Any) -> None:
+        if "tiles" not in sizes:  # of a problem
+            sizes["tiles"] = sizes["experts"] * sizes["n"] * (1 + (options["activation"] in GATES)) // TILE
+        total, experts = sizes["tiles"] * TILE, sizes["experts"]
+        if not experts or total % experts:
+            raise ValueError(f"a stack of {total} rows is not of {experts} experts: pass offsets of the stack's")
+        rows = total // experts
+        sizes |= {"total": total, "weight_rows": rows}
+        sizes |= {"n": rows // (1 + (options["activation"] in GATES)), **steps(options)}
+
+    def refuse(self, named: Named, sizes: Sizes, **options: Any) -> None:
+        super().refuse(named, sizes, **options)
+        check_extents(sizes["rows"], sizes["experts"])
+        n, gated = sizes["weight_rows"], options["activation"] in GATES
+        scale_rows = rows_of_scale(named["scales"], sizes["total"])
+        unit = max(TILE, scale_rows) * (1 + gated)
+        if n % unit:
+            raise UnsupportedProblem(
+                f"packed experts have {unit} rows or a multiple{', half of them gates,' if gated else ''} so that "
+                f"tiles of {TILE} and scales of {scale_rows} rows end with them; these have {n}: pad them, or quantize "
+                "them with a scale to a row"
+            )
+
+    def draw(
+        self, p: QuantizedGroupedProblem, name: str, shape: tuple[int, ...], generator: torch.Generator
+    ) -> Tensor | None:
+        if name != "offsets":
+            return super().draw(p, name, shape, generator)
+        return draw_offsets(p, generator)
+
+    def variant(self, p: QuantizedGroupedProblem, args: tuple[Any, ...], seed: int) -> tuple[Any, ...]:
+        return other_rows(self, p, args, seed)
+
+    def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
+        x, packed, scales, zeros, factors, offsets, bias, alpha, limit = args
+        activation, total = options["activation"], packed.shape[0] * TILE
+        scale_rows, n = rows_of_scale(scales, total), total // (offsets.shape[0] - 1)
+
+        def product(e: int, rows: Tensor) -> Tensor:
+            own = slice(e * n // scale_rows, (e + 1) * n // scale_rows)
+            tables = [None if t is None else t[:, own].contiguous() for t in (scales, zeros, factors)]
+            weight = packed[e * n // TILE : (e + 1) * n // TILE], *tables
+            whole = decode_codes(weight, options["code"], options["group"], n, x.shape[1])
+            return exact_product(rows, whole, None if bias is None else bias[e], activation, x.dtype, alpha, limit)
+
+        return (by_group(x, offsets, n // 2 if activation in GATES else n, product),)
+
+    def moved_weights(self, p: QuantizedGroupedProblem) -> float:
+        return sampled_experts(p.rows, p.experts)
+
+
+QUANTIZED_LINEAR = QuantizedLinear()
+QUANTIZED_GROUPED_GEMM = QuantizedGroupedGemm()

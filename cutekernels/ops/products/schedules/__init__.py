@@ -1,0 +1,1 @@
+"""Schedules of products, a file each: rules, model and body."""

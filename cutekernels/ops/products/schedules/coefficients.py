@@ -1,0 +1,166 @@
+"""The numbers of the models of products, one table for each body. Each line has the unit, mostly a rate of ``rates.py``
+that the number multiplies, and what it stands for. Where they are from: docs/notes/gemm.md; of packed weights
+docs/notes/quantized.md#models (H200, 2026-11-26), whose ``packed_problem.py`` has the instructions that decode eight
+weights, by code; of groups docs/notes/moe.md.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class MultistageCosts:
+    """Fitted to 943 runs of 47 products (H200, 2026-11)."""
+
+    latency: float = 1.1 / 0.8  # dram_latency_us: a k-tile that nothing hides
+    port: float = 70 / 99  # sm_bytes_per_us: what an SM loads
+    epilogue: float = 2.7e-4 * 99e3  # bytes at sm_bytes_per_us: an output element's end
+    barrier: tuple[float, ...] = (1.8, 1.0, 0.4)  # barrier_us: a k-tile's, with 2 stages, 3 and more
+    persistent: float = 0.4  # share of a CTA's fixed time that the next tile's loads do not hide
+    row_bytes: tuple[float, ...] = (1.07, 1.0, 0.95)  # DRAM's time: a k-tile loads 64 bytes of a row, 128, 256
+    aligned: tuple[float, ...] = (0.3, 0.6, 0.85, 1.0)  # the MMAs' rate, guesses: rows aligned to 1 element, 2, 4, 8
+    crowd: float = 0.15  # power of an SM's warps, of CROWD_WARPS, by which the MMAs' rate falls
+    reuse: float = 5.0  # multiplications per element of a fragment at which the MMAs run at half their rate
+    shown: float = 0.002  # share of the shorter of the SMs' time and DRAM's, a guess: settles ties
+
+    CROWD_WARPS = 8
+
+
+@dataclass(frozen=True)
+class SkinnyCosts:
+    """Fitted on an H200 (2026-11-21)."""
+
+    split: float = 2.8 / 0.63  # exchange_us: CTAs that share a tile leave their sums and draw a ticket
+    ahead: float = 0.4 / 0.63  # dependent_us: what a prefetch gains at most
+    port: float = 59 / 99  # sm_bytes_per_us: what an SM loads
+    cta: float = 1.3 / 0.8  # dram_latency_us: the beginning and end of a CTA
+    k_tile: float = 0.009 / 0.08  # barrier_us: a k-tile, divided by the CTAs of an SM
+    dram: float = 0.81 / 0.92  # dram_share: what the loads reach
+    crowded: float = 1.15  # factor: early CTAs of a dependent launch pile up on the SMs that are free
+    squares: float = 34.0 / 4096  # cycles: an element of a token in its sum of squares
+
+
+@dataclass(frozen=True)
+class SkinnyWarpgroupCosts:
+    """Fitted up to 128 tokens (H200 and H100, 2026-11-25), chosen for more (2026-11-26, 2026-11-27)."""
+
+    launch: float = 2.3  # launch_us: a launch, with its first and last CTA
+    ahead: float = 2.23  # dependent_us: what a prefetch gains at most
+    latency: float = 1.63  # l2_latency_us: a load, divided by the stages behind it
+    shallow: float = 0.147  # share of a k-tile's time lost to few stages, divided by them
+    started: float = 21.0  # columns that an MMA could multiply while it starts
+    dram: float = 1.09  # dram_share: what the loads reach
+    epilogue: float = 5.2  # bytes at sm_bytes_per_us: an output element's end
+    met: float = 3.3  # exchange_us: the wait for more than two CTAs to a tile, which ends the loads
+    message: float = 0.2 / 0.63  # exchange_us: each CTA beyond two, as in decode attention
+    weighed: float = 3.74  # cycles: a k of 64 tokens, multiplied by the norm's weight on its way to the MMA
+
+
+@dataclass(frozen=True)
+class WarpgroupCosts:
+    """Fitted to 2950 runs of 280 products (H200, 2026-11-24)."""
+
+    fixed: float = 2.19 / 1.5  # launch_us: a launch, with its first and last CTA
+    mma: float = 6.51 / 6.22  # warpgroup_flops_per_us: what a steady mainloop reaches
+    port: float = 105.7 / 99.0  # sm_bytes_per_us: what the L2 gives an SM that has one tile
+    steady: float = 93.9 / 99.0  # sm_bytes_per_us: what the L2 gives an SM that has several tiles
+    arrival: float = 119.8 / 99.0  # sm_bytes_per_us: what may arrive in an SM, multicast or not
+    shared: float = 1.4  # smem_bytes_per_us: what MMAs read and what arrives
+    apart: float = 1.048  # factor: a cluster shares the operand of fewer rows, which the L2 holds anyway
+    epilogue: float = 5.5e-5 * 99e3  # bytes at sm_bytes_per_us: an output element's end
+    gate: float = 1.5  # factor: a gated result's epilogue to a plain one's
+    single: float = 0.2  # share that a single box of results adds to an epilogue; half where groups take turns
+    handed: float = 1.0 / 0.63  # exchange_us: split K's wait for another CTA's part of a tile
+    latency: float = 1.1 / 0.63  # exchange_us: a load that comes back while the other stages are multiplied
+    sharpness: float = 8.2  # exponent of the mean of a k-tile's four times
+    hidden: float = 3.0  # exponent of the mean of the busiest SM's time and DRAM's
+
+
+@dataclass(frozen=True)
+class Prefetch:
+    """Bytes of weights that a CTA of a dependent launch prefetches (H200, 2026-11-22)."""
+
+    enough: int = 32 * 1024  # bytes from which the gain is whole
+    too_much: int = 48 * 1024  # bytes from which it is lost again
+
+
+@dataclass(frozen=True)
+class NormCosts:
+    """In front of a product, as a kernel or within: docs/notes/norm_linear.md (H200, 2026-11-22)."""
+
+    kernel: float = 0.8 / 1.5  # launch_us: a norm's own kernel
+    of_product: float = 0.02  # share of the product's time that its kernel adds
+    token: float = 8.5  # cycles: a token in that kernel, up to ``tokens`` of them
+    tokens: int = 64  # tokens: more of them take that kernel no longer
+    within: float = 0.5 / 0.63  # exchange_us: the norm within the product, where it is hidden
+    hidden: float = 0.55  # share of the product's time that weighing may take and be hidden
+
+
+@dataclass(frozen=True)
+class PackedSkinnyCosts:
+    """Warp MMA of packed weights."""
+
+    beside: float = 2.9  # instructions: beside decoding, for eight weights of a lane
+    column: float = 1.6  # instructions: beside these, for eight tokens
+    fragment: float = 0.66  # instructions: for eight tokens, shared by a warp's strips
+    issue: float = 0.63  # share of a scheduler's cycles that issue one
+    few: float = 2.1  # share of their time that is added, divided by an SM's warps
+    mma_cycles: float = 15.3  # cycles of a scheduler: eight weights of a lane and eight tokens
+    mma: float = 0.85  # mma_flops_per_us: what the SM's warps reach
+    port: float = 0.56  # sm_bytes_per_us: what an SM loads
+    latency: float = 1.65  # dram_latency_us: a load
+    dram: float = 0.9  # dram_share: what the loads reach
+    unit_us: float = 0.048  # us: between units
+    end_us: float = 0.45  # us: a tile's end
+    group_us: float = 0.063  # us: each further group of warps that shares K
+    shared: float = 1.7  # exchange_us: a shared tile
+    sharpness: float = 8.0  # exponent of the mean of four times
+
+
+@dataclass(frozen=True)
+class PackedWarpgroupCosts:
+    """Warpgroup MMA of packed weights."""
+
+    beside: float = 2.39  # instructions: beside decoding, for eight weights
+    scaled: float = 13.2  # instructions: to scale eight weights
+    exact: float = 6.5  # instructions: to scale eight weights where scales have the activations' type
+    issue: float = 0.58  # share of a scheduler's cycles that issue one
+    alone: float = 0.15  # share of decoding that one group alone does not hide
+    mma: float = 1.05  # warpgroup_flops_per_us: what a steady mainloop reaches
+    port: float = 1.8  # sm_bytes_per_us: what an SM loads
+    dram: float = 1.59  # dram_share: what the loads reach
+    half_us: float = 0.043  # us: each 64 of K
+    end_us: float = 0.044  # us: a group's end
+    fixed: float = 1.71  # launch_us: a launch, with its first and last CTA
+    shared: float = 3.7  # exchange_us: a shared tile, whatever its size
+    parts: float = 9  # exchange_us: 128 x 128 partial sums of a shared tile
+    met: float = 0.2  # exchange_us: the CTAs of a cluster that shares a tile, whatever its size
+    sent: float = 4  # exchange_us: 128 x 128 partial sums that they send
+    latency: float = 1.16  # dram_latency_us: a load, which all stages but one hide
+    sharpness: float = 3.9  # exponent of the mean of a k-tile's four times
+    hidden: float = 2.26  # exponent of the mean of the busiest SM's time and DRAM's
+
+
+@dataclass(frozen=True)
+class DequantizeCosts:
+    """A weight's way back; no sweep of it is recorded."""
+
+    dram: float = 1.3  # factor of the time of the bytes at the datasheet's rate
+    odd: float = 0.02  # share of that time: each tile of a program off two, and a launch that is not dependent
+
+
+MULTISTAGE, SKINNY, SKINNY_WARPGROUP = MultistageCosts(), SkinnyCosts(), SkinnyWarpgroupCosts()
+WARPGROUP, PREFETCH, NORM = WarpgroupCosts(), Prefetch(), NormCosts()
+PACKED_SKINNY, PACKED_WARPGROUP, DEQUANTIZE = PackedSkinnyCosts(), PackedWarpgroupCosts(), DequantizeCosts()
+# Groups of rows, and along the depth: what differs, fitted to 1800 runs of 95 products (H200, 2026-11-24; H100,
+# 2026-11-25). Multistage has its own numbers.
+GROUPED = replace(
+    WARPGROUP, port=0.63, steady=1.0, shared=math.inf, epilogue=11.0, single=0.0, latency=1.39, sharpness=2.63
+)
+# Packed products' before clusters, to which 49 problems of experts were held (H100, 2026-11-26).
+PACKED_GROUPED = replace(
+    PACKED_WARPGROUP, beside=1.8, scaled=11.3, exact=6.5, issue=0.41, alone=0.4, mma=1.01, port=0.93, dram=1.5,
+    half_us=0.023, end_us=0.011, fixed=2.6, latency=0.0, sharpness=4.9, hidden=3.3,
+)  # fmt: skip

@@ -1,0 +1,132 @@
+"""The warpgroup schedules of ``grouped_gemm`` and of its weights' gradient: rules, models, bodies.
+
+``grouped_gemm`` runs ``gemm``'s over tiles that the device finds; the gradient has a depth for each group.
+
+``swap_ab`` puts weight rows on the MMA's side of 64; tokens then come in tiles of 16 to 256. A gated product's weight
+has the gate's rows before up's, and a tile has as many of each.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from cutekernels.columns import Columns
+from cutekernels.kernels.cute.parts.smem import WarpgroupSmem
+from cutekernels.ops.products.schedules.coefficients import GROUPED
+from cutekernels.ops.products.schedules.groups import expected_hit, row_tiles
+from cutekernels.ops.products.schedules.problem import BY_SIXTEENS, ELEMENT_BYTES, HEIGHTS, GemmConfig, GemmProblem
+from cutekernels.ops.products.schedules.schedule import PLAIN, Extras
+from cutekernels.ops.products.schedules.warpgroup import (
+    GROUP_ROWS,
+    LEAST_EXTENT,
+    Warpgroup,
+    cluster_tiles,
+    sharing,
+)
+from cutekernels.rules import Broken, of_config, of_problem
+
+if TYPE_CHECKING:
+    from cutekernels.gpu import GpuSpec
+
+TILES_N = (16, 32, 48, *BY_SIXTEENS)  # the narrow ones of tokens, with swap_ab; steps of 8 were not tried
+
+
+class Groups:
+    """The common part of both schedules."""
+
+    table = GROUPED
+
+    def usually(self, p: GemmProblem, c: Columns, gpu: GpuSpec, x: Extras) -> Any:
+        """Clusters are for tiles of many tokens: others share little."""
+        return (c.cluster_m * c.cluster_n == 1) | (c.mma_tile[1] >= WarpgroupSmem.BOX)
+
+    @abstractmethod
+    def spread_us(self, p: GemmProblem, experts: int, c: Any, gpu: GpuSpec, extras: Extras = PLAIN) -> Any:
+        """The model where all of ``p``'s rows choose their experts at random, each as likely as another."""
+
+
+@dataclass(frozen=True)
+class GroupedWarpgroup(Groups, Warpgroup):
+    """Warpgroup over groups of rows."""
+
+    narrowed: ClassVar = {"tile_n": TILES_N, "split_k": (1,)}
+    places = WarpgroupSmem.PLACES
+    layout_of_c = strides = few_tokens = least_extents = None  # type: ignore[assignment]  # rules of gemm's alone
+
+    @of_problem
+    def least_columns(self, p: GemmProblem, gpu: GpuSpec, x: Extras) -> str | None:
+        if p.n < LEAST_EXTENT:
+            return f"{self.name} takes {LEAST_EXTENT} columns or more; they are {p.n}"
+        return None
+
+    @of_problem
+    def gated_weight(self, p: GemmProblem, gpu: GpuSpec, x: Extras) -> str | None:
+        if x.gated and (p.b_major != "k" or p.bias != "none"):
+            return f"{self.name} takes a gate with a K-major weight and without a bias"
+        return None
+
+    @of_config
+    def narrow_tiles(self, c: GemmConfig, gpu: GpuSpec, x: Extras) -> Broken:
+        narrow = (c.swap_ab == 0) & (c.tile_n < WarpgroupSmem.BOX)
+        why = "tile_n={} is a tile of tokens: results leave by {} columns; take swap_ab=1"
+        yield narrow, why, c.tile_n, WarpgroupSmem.BOX
+
+    @of_config
+    def gate(self, c: GemmConfig, gpu: GpuSpec, x: Extras) -> Broken:
+        for broken, *why in super().gate(c, gpu, x):
+            yield broken & (c.swap_ab == 0), *why
+        odd = c.swap_ab & (c.tile_n != 2 * GROUP_ROWS * sharing(c)) & x.gated
+        yield (
+            odd,
+            "tile_n={}: gate and up are halves of a tile, and a group's 64 rows of each meet in a thread",
+            c.tile_n,
+        )
+
+    def spread_us(self, p: GemmProblem, experts: int, c: Any, gpu: GpuSpec, extras: Extras = PLAIN) -> Any:
+        tiles = row_tiles(p.m, experts, c, "tile_m", "cluster_m") * -(-p.n // (c.tile_n * c.cluster_n))
+        read = expected_hit(p.m, experts) * p.n * p.k
+        moved = ELEMENT_BYTES * (p.m * (p.k + p.n // (2 if extras.gated else 1)) + read)
+        return self.walk_us(c, tiles, p.k, moved, gpu, extras)
+
+    def body(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> Any:
+        from cutekernels.kernels.cute.parts.boxes import GroupBoxes
+        from cutekernels.kernels.cute.products.warpgroup_grouped import WarpgroupGrouped
+
+        product = super().body(p, c, gpu, extras)
+        results = GroupBoxes(**vars(product.results), swap_ab=c.swap_ab)
+        return WarpgroupGrouped(replace(product, results=results))
+
+
+@dataclass(frozen=True)
+class DepthWarpgroup(Groups, Warpgroup):
+    """Warpgroup over groups along the depth: a matrix for each. No operand is K-major: see ``operand_tiles``."""
+
+    narrowed: ClassVar = {"tile_n": HEIGHTS, "split_k": (1,)}
+    layout_of_c = strides = few_tokens = least_extents = None  # type: ignore[assignment]  # rules of gemm's alone
+
+    @of_problem
+    def least_depth(self, p: GemmProblem, gpu: GpuSpec, x: Extras) -> str | None:
+        return f"{self.name} takes a row or more" if p.k == 0 else None
+
+    @of_problem
+    def least_matrix(self, p: GemmProblem, gpu: GpuSpec, x: Extras) -> str | None:
+        if min(p.m, p.n) < LEAST_EXTENT:
+            return f"{self.name} takes matrices of {LEAST_EXTENT} rows and columns or more; they are {p.m} and {p.n}"
+        return None
+
+    def spread_us(self, p: GemmProblem, experts: int, c: Any, gpu: GpuSpec, extras: Extras = PLAIN) -> Any:
+        tiles_m, tiles_n = cluster_tiles(p, c)
+        depth = -(-p.k // experts) + c.tile_k // 2  # with half of a last k-tile that is not the group's
+        moved = ELEMENT_BYTES * (p.k * (p.m + p.n) + experts * p.m * p.n)
+        return self.walk_us(c, tiles_m * tiles_n * experts, depth, moved, gpu, extras)
+
+    def body(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> Any:
+        from cutekernels.kernels.cute.products.warpgroup_grouped import WarpgroupGroupedDepth
+
+        return WarpgroupGroupedDepth(super().body(p, c, gpu, extras))
+
+
+GROUPED_WARPGROUP = GroupedWarpgroup()
+DEPTH_WARPGROUP = DepthWarpgroup()
