@@ -213,8 +213,10 @@ def fold(norm_weight: Tensor, weight: Tensor) -> Tensor:
     Raises:
         UnsupportedProblem: another dtype, two devices, extents that do not match.
     """
-    for name, t in (("norm_weight", norm_weight), ("weight", weight)):
+    named = {"norm_weight": norm_weight, "weight": weight}
+    for name, t in named.items():
         check_tensor("fold", name, t)
+    for name, t in named.items():
         if t.dtype not in _FOLDED or t.device != weight.device:
             raise UnsupportedProblem(
                 f"fold takes fp16, bf16, fp32 or fp64 on one device; {name} is {t.dtype} on {t.device}: convert it"

@@ -173,6 +173,7 @@ class WarpgroupQueryGradients(WarpGroupBody):
         tiles, layers = cute.ceil_div(mDq.shape[1], self.tile_own), mDs.shape[0]
         band = self.order.band(layers, heads_per_kv, Int64(mK.shape[1]) * (2 * self.head_dim))
         layout_k, layout_kt = self.layouts(dtype)
+        # One CTA a tile, or as many as fit, which draw their tiles from the counter.
         count = tiles * layers
         blocks = count if const_expr(self.resident == 0) else cutlass.min(count, Int32(self.resident))
         self.kernel(
@@ -200,6 +201,7 @@ class WarpgroupQueryGradients(WarpGroupBody):
         tid, group, warp = self.role()
         producer = const_expr(self.groups)
         dtype = launch.mK.element_type
+        # -- shared memory: K's stages, seen by rows for TMA and by columns for the product; behind them the barriers
         storage = SmemAllocator().allocate(self.smem.total_bytes, byte_alignment=ALIGNMENT)
         sK = self.buffer(storage, layout_k, dtype)
         sKt = self.buffer(storage, layout_kt, dtype)
@@ -209,6 +211,7 @@ class WarpgroupQueryGradients(WarpGroupBody):
         self.initialize(warp, (load.tma,), lambda: self.init_barriers(barriers))
         # All threads wait for the thread that initializes the barriers.
         cute.arch.sync_threads()
+        # -- the producer's loads, or the products of a consumer's 64 queries
         if group == producer:
             cute.arch.setmaxregister_decrease(self.registers[0])
             if warp == 4 * producer:
@@ -242,6 +245,7 @@ class WarpgroupQueryGradients(WarpGroupBody):
         """Where tile ``index`` lies, and what it walks."""
         number, layer = self.order.place(index, launch.layers, launch.tiles, launch.band)
         heads, seq_q, seq_kv = launch.mDq.shape[2], launch.mDq.shape[1], launch.mK.shape[1]
+        # A launch may begin at any head of the batch; its dS is counted from there.
         batch = (launch.layer + layer) // heads
         row, shift = number * self.tile_own, seq_kv - seq_q
         band = Band(seq_q, seq_kv, launch.left - shift, launch.right + shift)
@@ -268,6 +272,7 @@ class WarpgroupQueryGradients(WarpGroupBody):
                 # Waits on empty until every group has read what was in this stage.
                 self.pipeline.acquire(barriers.full, barriers.empty, at.stage, at.phase)
                 full = barriers.full + at.stage
+                # K by TMA; of dS, the blocks of 16 keys and all of the tile's queries lie in one run each.
                 cute.copy(keys.tma, keys.source[None, first + i], keys.target[None, at.stage], tma_bar_ptr=full)
                 own = (first + i) * ROWS // self.blocks.mask.tile_q
                 row, column = self.blocks.place(own, by_keys)
@@ -298,6 +303,7 @@ class WarpgroupQueryGradients(WarpGroupBody):
         at, queue_phase = Position(Int32(0), Int32(0)), Int32(0)
         multiply = GroupProducts(ROWS, self.padded).multiply
         while index < launch.tiles * launch.layers:
+            # The tile's keys are walked by all groups, each of which skips those that its own queries do not see.
             tile = self.locate(index, launch)
             blocks, row = tile.blocks, tile.row + own.group * ROWS
             seen = self.mask(ROWS).blocks(row, tile.band)
@@ -339,6 +345,7 @@ class WarpgroupQueryGradients(WarpGroupBody):
     def store(self, own: Consumer, tile: Tile, row: Int32, launch: Launch):
         """A group's gradients to memory, through its buffer."""
         valid = cutlass.min(cutlass.max(tile.band.seq_q - row, Int32(0)), Int32(ROWS))
+        # The scores' scale, in fp32; then one rounding.
         for i in cutlass.range_constexpr(cute.size(own.acc)):
             own.acc[i] = own.acc[i] * launch.factor
         rG = cute.make_fragment_like(own.acc, launch.mDq.element_type)
