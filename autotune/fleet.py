@@ -321,7 +321,7 @@ class Board:
             return bool(self._kinds) and len(self._reports) == len(self._kinds) * len(self._tasks)
 
     @property
-    def settled(self) -> bool:
+    def kinds_known(self) -> bool:
         """Whether no further kind of GPU is to be tuned for."""
         return self._wanted is not None
 
@@ -402,7 +402,7 @@ class _Service:
                 raise CuteKernelsError(
                     f"the time ended before a GPU was ready{self._last}; give it a larger --budget-s"
                 )
-            known = self._board.settled or (bool(self._labels) and all(s.label in self._labels for s in seats))
+            known = self._board.kinds_known or (bool(self._labels) and all(s.label in self._labels for s in seats))
             if known and self._board.complete:  # in this order: a kind is on the board before its label is known
                 return
             for seat in seats:

@@ -88,7 +88,7 @@ def bench(
         suite = suite or next(iter(workloads.get(op).suites))
         cases = cases_of(op, suite, dtype=dtype, accumulate=accumulate, match=match)
         for case in cases:
-            workloads.posed(case)
+            workloads.parse_case(case)
     except ValueError as error:
         terminal.fail(str(error), code=2)
     if not cases:

@@ -24,7 +24,7 @@ from rich.table import Table
 from bench.run import ours
 from bench.suites import Case
 from bench.wall import number, tabulated
-from bench.workloads import get, posed
+from bench.workloads import get, parse_case
 
 TIMEOUT_S = 600
 # Figures, each with ncu's name of its metric and a factor: base units are ns. Tensor pipes have several names.
@@ -113,7 +113,7 @@ def table(case: Case, kernels: Sequence[Kernel]) -> Table:
 
 def call(case: Case, device: str = "cuda") -> None:
     """One call of ours between the profiler's marks, after one on other inputs."""
-    _, problem = posed(case)
+    _, problem = parse_case(case)
     sets = [get(case.op).inputs(case, problem, device, seed) for seed in (0, 1)]
     warm, measured = ours("cutekernels").bind(case, sets)
     warm()

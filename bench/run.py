@@ -21,7 +21,7 @@ from bench import headtohead, stream, workloads
 from bench.baselines import Contender, Inputs, Launch, Shapes, Workload, absent
 from bench.rows import Row, write
 from bench.suites import Case
-from bench.workloads import posed
+from bench.workloads import parse_case
 from cutekernels import dispatch, measure, verify
 from cutekernels.errors import CompileError
 from cutekernels.gpu import GpuSpec
@@ -101,7 +101,7 @@ def _peers(workload: Workload, gpu: GpuSpec) -> Sequence[Contender]:
 
 
 def _by_config(case: Case, plan: RunPlan) -> list[Contender]:
-    op, problem = posed(case)
+    op, problem = parse_case(case)
     launched = workloads.get(case.op).launched
     if launched is not None:
         problem = launched(problem, plan.gpu)
@@ -117,7 +117,7 @@ def _by_config(case: Case, plan: RunPlan) -> list[Contender]:
 
 
 def _bodies(case: Case, plan: RunPlan, timer: Timer) -> list[Contender]:
-    op, problem = posed(case)
+    op, problem = parse_case(case)
     sets = _input_sets(case, problem, plan)
 
     def bind(config: Any) -> Sequence[Launch]:
@@ -156,7 +156,7 @@ def ours(name: str, config: Any = None, origin: str = "") -> Contender:
 
 def run_case(case: Case, plan: RunPlan, who: Sequence[Contender], timer: Timer) -> list[Row]:
     """A row for each of ``who``, in their order."""
-    _, problem = posed(case)
+    _, problem = parse_case(case)
     sets = _input_sets(case, problem, plan)
     first = tuple([t.clone() for t in sets[0].updated])
     accumulate = getattr(problem, "accumulate", "fp32")

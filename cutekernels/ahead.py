@@ -328,7 +328,7 @@ def _place(model: torch.nn.Module | Recorded, calls: object, gpu: GpuSpec) -> Pa
         if own is not None
         else [structure(model), str(getattr(model, "config", "")), package_version("transformers")]
     )
-    known = [snapshot.held(each.name) for each in (gpu, sibling(gpu)) if each is not None]
+    known = [snapshot.snapshot_of(each.name) for each in (gpu, sibling(gpu)) if each is not None]
     winners = sorted(repr(row) for each in known for table in each.table.values() for row in table.values())
     digest = hashlib.sha256(repr([made_of, calls, str(gpu), rates.of(gpu), winners]).encode())
     digest.update(compiler.source_fingerprint(Op).encode())

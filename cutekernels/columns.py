@@ -236,7 +236,7 @@ def over(c: Any, names: tuple[str, ...], function: Callable[[Any], Any]) -> Any:
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def kept(function: F) -> F:
+def cached(function: F) -> F:
     """Columns keep what ``function`` makes of them, by its other arguments: of expressions that read no extents."""
 
     @wraps(function)

@@ -255,7 +255,7 @@ def explain(
 
 def winners(gpu: GpuSpec) -> Snapshot:
     """The winners known for ``gpu``, read at first use."""
-    return snapshots.held(gpu.name)
+    return snapshots.snapshot_of(gpu.name)
 
 
 def reload(*, watch_s: float | None = None) -> None:
@@ -433,7 +433,8 @@ def _nearest(
                 return outcome
             outcome = f"{note}, but the vendor's call serves where the {VENDOR_WINNERS} closest winners are its"
         elif isinstance(outcome, Choice):
-            behind = _behind(op, own, outcome.config, gpu) / max(1.0, _behind(op, other, outcome.config, gpu))
+            here, there = (_over_default(op, problem, outcome.config, gpu) for problem in (own, other))
+            behind = here / max(1.0, there)
             if behind <= MOST_BEHIND:
                 return outcome
             outcome = f"{note}, but the model has it {behind:.2f} times as far behind the default as there"
@@ -505,7 +506,7 @@ def _octave(extent: int) -> float:
     return math.log2(extent or 0.5)
 
 
-def _behind(op: Op[Any, Any], p: Any, config: Config, gpu: GpuSpec) -> float:
+def _over_default(op: Op[Any, Any], p: Any, config: Config, gpu: GpuSpec) -> float:
     """The model's time for ``config`` over that for the default."""
     least = op.estimate_us(p, op.default(p, gpu), gpu)
     return op.estimate_us(p, config, gpu) / least if least > 0 else 1.0

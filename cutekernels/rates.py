@@ -150,7 +150,7 @@ def read_from(url: str) -> Iterator[None]:
 def rates_for(gpu: GpuSpec) -> dict[str, tuple[float, str | None]]:
     """Rates that the database of calls has for ``gpu``, or the one that it confines; each with why it is refused."""
     own, found = scaled(gpu), {}
-    known = snapshot.held(gpu.base_name) if _elsewhere is None else snapshot.load(gpu.base_name, _elsewhere)
+    known = snapshot.snapshot_of(gpu.base_name) if _elsewhere is None else snapshot.load(gpu.base_name, _elsewhere)
     for (name, revision), value in sorted(known.rates.items()):
         if revision != REVISION or name not in NAMES:
             continue

@@ -41,7 +41,7 @@ def bundled(op: Any) -> list[Any]:
             for dtype, accumulate in (("bf16", "fp32"), ("fp16", "fp32"), ("fp16", "fp16")):
                 for case in cases(dtype, accumulate):
                     try:
-                        owner, p = workloads.posed(case)
+                        owner, p = workloads.parse_case(case)
                     except CuteKernelsError:  # a suite of another type of sums
                         continue
                     if owner is not op or (_EVERY_TOKEN in suite and p.bucket() in buckets):

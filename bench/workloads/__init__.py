@@ -68,11 +68,11 @@ def work(case: Case) -> Work:
     stated = get(case.op).work
     if stated is not None:
         return stated(case)
-    op, problem = posed(case)
+    op, problem = parse_case(case)
     return op.work(problem)
 
 
-def posed(case: Case) -> tuple[Op[Any, Any], Any]:
+def parse_case(case: Case) -> tuple[Op[Any, Any], Any]:
     """The op whose config ``case`` depends on, and its problem, parsed."""
     from cutekernels.ops import registry
 

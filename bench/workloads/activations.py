@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bench.baselines import Absent, Contender, Inputs, Launch, Workload, compiled, each, eager
 from bench.suites import INTERMEDIATE, TOKENS, Case, Suite, suite
-from bench.workloads import posed
+from bench.workloads import parse_case
 from bench.workloads.declared import draw_inputs, exact, launches, of_rows, workload
 from cutekernels.ops.activations.api import bias_gelu, gelu_mul, silu_mul
 from cutekernels.ops.activations.op import (
@@ -65,7 +65,7 @@ def _inputs(op: Any, case: Case, problem: Any, device: str, seed: int) -> Inputs
 
 
 def _approximate(case: Case) -> str:
-    return str(getattr(posed(case)[1], "approximate", "none"))
+    return str(getattr(parse_case(case)[1], "approximate", "none"))
 
 
 def _swiglu(gate: Tensor, up: Tensor) -> Tensor:

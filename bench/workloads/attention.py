@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from bench.baselines import Absent, Contender, Inputs, Launch, each, example, launched
 from bench.suites import Case, suite
-from bench.workloads import posed
+from bench.workloads import parse_case
 from bench.workloads.declared import workload
 from cutekernels.ops.attention.api import attention
 from cutekernels.ops.attention.op import ATTENTION
@@ -84,7 +84,7 @@ HOPPER = by_label(
 
 
 def _ours(case: Case, sets: Sequence[Inputs], config: Any) -> Sequence[Launch]:
-    causal = posed(case)[1].causal
+    causal = parse_case(case)[1].causal
     return [partial(attention, *i.operands, causal=causal, out=i.out, config=config) for i in sets]
 
 
@@ -92,7 +92,7 @@ def sdpa(backend: SDPBackend) -> Contender:
     """torch's ``scaled_dot_product_attention`` by one of its backends, of whole prompts or of tokens over a cache."""
 
     def make(case: Case) -> Callable[..., Launch]:
-        problem = posed(case)[1]
+        problem = parse_case(case)[1]
         if getattr(problem, "page_size", 0):
             raise Absent("scaled_dot_product_attention takes no pages")
         options = {"is_causal": _causal(problem), "enable_gqa": problem.heads_q != problem.heads_kv}
@@ -113,7 +113,7 @@ def _causal(problem: Any) -> bool:
 
 def _flash_4(case: Case) -> Callable[..., Launch]:
     flash_attn_func = flash_attn_4("flash_attn.cute").flash_attn_func
-    causal = posed(case)[1].causal
+    causal = parse_case(case)[1].causal
 
     def launch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = flash_attn_func(q, k, v, causal=causal)
@@ -136,7 +136,7 @@ _NAIVE_BYTES = 1 << 30  # of scores, beyond which nobody writes them out
 
 def _naive(case: Case) -> Callable[..., Launch]:
     """Scores, softmax, product: every one written out."""
-    problem = posed(case)[1]
+    problem = parse_case(case)[1]
     shape = (problem.batch, problem.heads_q, problem.seq_q, problem.seq_kv)
     if math.prod(shape) * 2 > _NAIVE_BYTES or problem.heads_q != problem.heads_kv or getattr(problem, "page_size", 0):
         raise Absent("not for scores of more than a gigabyte, nor for groups of heads or pages")
@@ -168,7 +168,7 @@ NAIVE = each("naive", _naive)
 
 def _masked_sdpa(case: Case) -> Callable[..., Launch]:
     """minfer's call: a bool mask, and K and V repeated for each head of Q beforehand."""
-    problem = posed(case)[1]
+    problem = parse_case(case)[1]
     if problem.heads_q == problem.heads_kv or not problem.causal:
         raise Absent("for causal attention of groups of heads")
 
@@ -188,7 +188,7 @@ def nvidia_example(file: Path) -> Contender:
 
 
 def _nvidia(file: Path, case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
-    problem = posed(case)[1]
+    problem = parse_case(case)[1]
     if problem.heads_q != problem.heads_kv:
         raise Absent("the example has a head of K and V for each head of Q")
     import cutlass

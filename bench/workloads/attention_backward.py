@@ -17,7 +17,7 @@ from torch import Tensor
 from bench.baselines import Inputs, Launch, Workload, each
 from bench.suites import Case, suite
 from bench.workloads import attention as forward
-from bench.workloads import posed
+from bench.workloads import parse_case
 from cutekernels.gpu import GpuSpec
 from cutekernels.op import Work
 from cutekernels.ops.attention.api import attention
@@ -58,14 +58,14 @@ def _inputs(case: Case, problem: AttentionBackwardProblem, device: str, seed: in
 
 
 def _truth(case: Case, i: Inputs) -> tuple[Tensor, ...]:
-    problem = posed(case)[1]
+    problem = parse_case(case)[1]
     dout, q, k, v = (t.double() for t in i.operands)
     return reference(dout, None, q, k, v, None, None, None, problem.head_dim**-0.5, 0.0, **problem.sides)
 
 
 def _work(case: Case) -> Work:
-    problem = posed(case)[1]
-    own = posed(case)[0].work(problem)
+    problem = parse_case(case)[1]
+    own = parse_case(case)[0].work(problem)
     flops = 10.0 * problem.batch * problem.heads_q * problem.pairs * problem.head_dim
     rows = problem.batch * (4 * problem.seq_q * problem.heads_q + 4 * problem.seq_kv * problem.heads_kv)
     return Work(flops, float(2 * rows * problem.head_dim), depth=own.depth)
@@ -73,7 +73,7 @@ def _work(case: Case) -> Work:
 
 def _ours(case: Case, sets: Sequence[Inputs], config: Any) -> Sequence[Launch]:
     """The launches of autograd; ``config`` goes to the kernel that gives dK."""
-    problem = posed(case)[1]
+    problem = parse_case(case)[1]
     options = (problem.causal, -1, -1, problem.head_dim**-0.5, 0.0, None if config is None else str(config))
 
     def bind(dout: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Launch:
@@ -87,7 +87,7 @@ def _ours(case: Case, sets: Sequence[Inputs], config: Any) -> Sequence[Launch]:
 
 def _torchs(name: str, case: Case) -> Callable[..., Launch]:
     """The kernels behind torch's autograd, called without it."""
-    causal = posed(case)[1].causal
+    causal = parse_case(case)[1].causal
     forward = getattr(aten, f"_scaled_dot_product_{name}_attention")
     kernel = getattr(aten, f"_scaled_dot_product_{name}_attention_backward")
 
@@ -104,7 +104,7 @@ def _torchs(name: str, case: Case) -> Callable[..., Launch]:
 def _flash_4(case: Case) -> Callable[..., Launch]:
     """Its deterministic kernels, since ours have no others."""
     kernel = forward.flash_attn_4("flash_attn.cute.interface")._flash_attn_bwd
-    causal = posed(case)[1].causal
+    causal = parse_case(case)[1].causal
 
     def bind(dout: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Launch:
         left = attention(q, k, v, causal=causal, return_lse=True)

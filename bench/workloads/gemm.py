@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bench.baselines import Absent, Contender, Inputs, Launch, example, launched
 from bench.suites import EVERY_FEW, TOKENS, Case, Suite, suite
-from bench.workloads import posed
+from bench.workloads import parse_case
 from bench.workloads.declared import workload
 from cutekernels.ops.products.api import gemm
 from cutekernels.ops.products.dense import GEMM
@@ -90,11 +90,11 @@ def _alphabeta(dtype: str, accumulate: str) -> list[Case]:
 
 def _truth(case: Case, i: Inputs) -> tuple[Tensor, ...]:
     a, b, c, bias, *_ = (None if t is None else t.double() for t in i.args[:4])
-    return GEMM.reference(posed(case)[1], a, b, c, bias, case.alpha, case.beta)
+    return GEMM.reference(parse_case(case)[1], a, b, c, bias, case.alpha, case.beta)
 
 
 def _ours(case: Case, sets: Sequence[Inputs], config: Any) -> Sequence[Launch]:
-    accumulate = posed(case)[1].accumulate
+    accumulate = parse_case(case)[1].accumulate
     options = {"alpha": case.alpha, "beta": case.beta, "accumulate": accumulate, "config": config}
     return [partial(gemm, *i.operands, out=i.out, **options) for i in sets]
 
@@ -119,7 +119,7 @@ def _quack(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
 
 def _triton(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
     """The grouped product of one group."""
-    p = posed(case)[1]
+    p = parse_case(case)[1]
     if (case.alpha, case.beta, p.a_major, p.batched, p.bias, p.activation) != (1.0, 0.0, "k", False, "none", "none"):
         raise Absent("the kernel takes rows with K contiguous, and nothing but the product")
     from bench.workloads.grouped_triton import grouped

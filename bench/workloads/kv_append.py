@@ -60,7 +60,7 @@ def _place(case: Case) -> Callable[..., tuple[Tensor, ...]]:
     """Plain torch: turned, scattered to where each sequence ends. Lengths stay, so that a call can be repeated."""
     problem = KvAppendProblem.parse(case.problem)
 
-    def placed(
+    def append(
         q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, state: Tensor, cos: Tensor, sin: Tensor,
         table: Tensor | None = None,
     ) -> tuple[Tensor, ...]:  # fmt: skip
@@ -75,7 +75,7 @@ def _place(case: Case) -> Callable[..., tuple[Tensor, ...]]:
         k_cache[at], v_cache[at] = turned(k), v
         return turned(q), k_cache, v_cache
 
-    return placed
+    return append
 
 
 def _truth(case: Case, i: Inputs) -> tuple[Tensor, ...]:

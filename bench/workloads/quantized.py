@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bench.baselines import DTYPES, Contender, Inputs, Launch, Workload, each
 from bench.suites import Case, Suite, suite
-from bench.workloads import posed, quantized_peers
+from bench.workloads import parse_case, quantized_peers
 from bench.workloads.declared import draw_inputs, workload
 from cutekernels.op import Work
 from cutekernels.ops.linear import linear, quantized_linear
@@ -99,7 +99,7 @@ def _decoded_inputs(case: Case, problem: DequantizeProblem, device: str, seed: i
 
 def _of(case: Case, i: Inputs) -> QuantizedWeight:
     """The packed weight of a case, behind its other operands."""
-    p, (packed, scales) = posed(case)[1], i.operands[-2:]
+    p, (packed, scales) = parse_case(case)[1], i.operands[-2:]
     rows, dtype = rows_of_scale(scales, p.n), DTYPES[p.dtype]
     return QuantizedWeight(p.code, p.group, rows, (p.n, p.k), packed, scales, dtype=dtype)
 
@@ -130,7 +130,7 @@ def _ours(case: Case, sets: Sequence[Inputs], config: Any) -> Sequence[Launch]:
 
 def _ours_gradient(case: Case, sets: Sequence[Inputs], config: Any) -> Sequence[Launch]:
     """The launches of a backward pass: QLoRA's weights are frozen, so x alone has a gradient."""
-    p = posed(case)[1]
+    p = parse_case(case)[1]
 
     def gradient(i: Inputs) -> Launch:
         dy, packed, scales = i.operands
@@ -168,7 +168,7 @@ def _decoded_rows(columns: int, dtype: torch.dtype, nibbles: bool, codes: Tensor
 
 
 def _plain(compile: bool, case: Case) -> Callable[..., Launch]:
-    p = posed(case)[1]
+    p = parse_case(case)[1]
     decode: Callable[..., Tensor] = partial(_decoded_rows, p.columns, DTYPES[p.dtype], p.code == "int4")
     if compile:
         torch.compiler.reset()
@@ -213,6 +213,6 @@ WORKLOADS = (
         (each("torch.compile", partial(_plain, True)), each("eager", partial(_plain, False))),
         inputs=_decoded_inputs,
         truth=_decoded_truth,
-        streams=lambda case: (1, 4 if posed(case)[1].code == "int4" else 2),
+        streams=lambda case: (1, 4 if parse_case(case)[1].code == "int4" else 2),
     ),
 )

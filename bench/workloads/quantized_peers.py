@@ -15,7 +15,7 @@ from torch import Tensor
 
 from bench.baselines import DTYPES, Absent, Contender, Inputs, Launch
 from bench.suites import Case
-from bench.workloads import posed
+from bench.workloads import parse_case
 from cutekernels.ops.products.schedules.packed_problem import BITS
 from cutekernels.quant import layout
 
@@ -46,7 +46,7 @@ def nibbles(codes: Tensor, first_high: bool = False) -> Tensor:
 
 def _problem(case: Case, codes: Sequence[str], dtypes: Sequence[str] = ("bf16",)) -> Any:
     """The problem of ``case``. Absent where the peer has no such elements, or the suite's options are others."""
-    p = posed(case)[1]
+    p = parse_case(case)[1]
     if p.code not in codes or p.dtype not in dtypes:
         raise Absent(f"it has {', '.join(codes)} times {', '.join(dtypes)}, not {p.code} times {p.dtype}")
     if (p.code == "int4" and p.group != 128) or p.zeros or p.bias != "none" or p.activation != "none":

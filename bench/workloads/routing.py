@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bench.baselines import DTYPES, Contender, Inputs, compiled, eager
 from bench.suites import Case, Suite, suite
-from bench.workloads import posed
+from bench.workloads import parse_case
 from bench.workloads.declared import workload
 from cutekernels.ops.moe.api import moe_combine, moe_gather, moe_permute, moe_route
 from cutekernels.ops.moe.permute import MOE_PERMUTE, MoePermuteProblem
@@ -61,7 +61,7 @@ def _moves(op: str) -> Suite:
 
 def _of_training(cases: Suite) -> Suite:
     """Batches of tokens alone."""
-    return lambda dtype, accumulate: [c for c in cases(dtype, accumulate) if posed(c)[1].tokens >= 256]
+    return lambda dtype, accumulate: [c for c in cases(dtype, accumulate) if parse_case(c)[1].tokens >= 256]
 
 
 # ---- operands -------------------------------------------------------------------------------------------

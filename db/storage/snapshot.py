@@ -105,7 +105,7 @@ _lock = threading.RLock()
 _held: dict[str, Snapshot] = {}
 
 
-def held(gpu: str) -> Snapshot:
+def snapshot_of(gpu: str) -> Snapshot:
     """The rows known for the GPU called ``gpu``, read at first use and kept until :func:`forget`."""
     found = _held.get(gpu)
     if found is None:

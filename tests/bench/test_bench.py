@@ -81,7 +81,7 @@ class TestSuites:
             assert len({(c.problem, c.alpha, c.beta) for c in cases}) == len({c.label for c in cases}) == len(cases)
             solved = cases[:: max(1, len(cases) // 6)]  # a default takes up to 0.2 s
             for case in cases:
-                declared, problem = run.posed(case)
+                declared, problem = run.parse_case(case)
                 assert getattr(problem, "dtype", dtype) == dtype  # numbers of experts have none
                 assert str(problem) == case.problem, "already in canonical form"
                 if case in solved:
@@ -112,7 +112,7 @@ class TestSuites:
         from cutekernels.ops.products.dense import GEMM
 
         case = Case("gemm", f"m=24 n=16 k=32{words}", "x", beta=float("c=n" in words))
-        problem = run.posed(case)[1]
+        problem = run.parse_case(case)[1]
         i = workloads.get(case.op).inputs(case, problem, "cpu", 0)
         a, b, *c = i.operands
         assert GEMM.problem(i.out, a, b, c[0] if c else None, None, activation="none", accumulate="fp32") == problem
@@ -238,7 +238,7 @@ class TestOperands:
         "case", [SMALL, Case("gemm", "m=24 n=16 k=32 b_major=k", "linear"), Case("silu_mul", "rows=4 cols=64", "silu")]
     )
     def test_ours_and_the_plain_peers_agree_with_fp64(self, case: Case) -> None:
-        problem = run.posed(case)[1]
+        problem = run.parse_case(case)[1]
         i = workloads.get(case.op).inputs(case, problem, "cpu", 0)
         (truth,) = workloads.get(case.op).truth(case, i)
         assert truth.dtype is torch.float64
@@ -248,7 +248,7 @@ class TestOperands:
             torch.testing.assert_close(launch().double(), truth, rtol=2e-2, atol=2e-2)
 
     def test_seeds_differ_and_repeat(self) -> None:
-        problem = run.posed(SMALL)[1]
+        problem = run.parse_case(SMALL)[1]
         draw = partial(workloads.get("gemm").inputs, SMALL, problem, "cpu")
         assert torch.equal(draw(1).operands[0], draw(1).operands[0])
         assert not torch.equal(draw(1).operands[0], draw(2).operands[0])
@@ -371,7 +371,7 @@ class TestCase:
 
 class TestOurs:
     def test_a_winner_is_taken_and_set_beside_the_default(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        op, problem = run.posed(SMALL)
+        op, problem = run.parse_case(SMALL)
         default = op.default(problem, H200)
         other = next(c for c in op.valid(problem, H200) if c != default)
         monkeypatch.setattr(dispatch, "resolve", lambda *_: SimpleNamespace(config=other, origin="tuned"))
@@ -387,7 +387,7 @@ class TestOurs:
         assert who[0].name == "triton, MMA of a warp"
         with pytest.raises(Absent, match="not known to keep to what h200-as-a100 has"):
             next(w for w in who if w.name == "cublas").bind(SMALL, [])
-        op, problem = run.posed(SMALL)
+        op, problem = run.parse_case(SMALL)
         vendors = next(c for c in op.valid(problem, H200) if c.vendors)
         for config in (op.Config.parse(w.config) for w in who if rows.is_ours(w.name)):
             assert op.why_not(problem, config, stand_in) is None

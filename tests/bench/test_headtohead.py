@@ -73,10 +73,10 @@ def test_the_suite_has_the_references_shapes(op: str, monkeypatch: pytest.Monkey
     published = "published" if op == "silu_mul" else "reference"
     assert cases == workloads.cases(op, published, dtype="fp16")
     small = {"rope": {"seq": 6, "batch": 2}}.get(op, {"rows": 24, "cols": 64})
-    registered, problem = run.posed(cases[0])
+    registered, problem = run.parse_case(cases[0])
     case = Case(op, str(problem.replace(**small)), cases[0].label)
     in_cute = {"rms_norm": "", "rope": "tokens=1 heads=8 warps=1", "silu_mul": "block=256 warps=1"}
-    bodies = [("triton", registered.default(run.posed(case)[1], H200), "fastest of 1"), ("cute", None, "no")]
+    bodies = [("triton", registered.default(run.parse_case(case)[1], H200), "fastest of 1"), ("cute", None, "no")]
     monkeypatch.setattr(headtohead, "chosen", lambda op, *_: bodies[: len(op.Config.space().get("body", [op]))])
     monkeypatch.setattr(headtohead, "fastest", lambda configs, *_: configs[0])
     plan = run.RunPlan(headtohead.SUITE, H200, {}, device="cpu", alone=True)
@@ -93,7 +93,7 @@ def test_the_example_takes_rows_as_they_lie(
     example = pytest.importorskip("examples.silu_mul_cute")
     case = Case("silu_mul", f"rows=24 cols=66 layout={layout}", "")
     workload, sets = workloads.get("silu_mul"), []
-    sets.append(workload.inputs(case, run.posed(case)[1], "cpu", 0))
+    sets.append(workload.inputs(case, run.parse_case(case)[1], "cpu", 0))
     seen: list[Any] = []
 
     def launcher(*words: Any) -> Any:
@@ -116,7 +116,7 @@ def test_the_example_turns_what_the_op_turns(
     heads = "heads_q=4 heads_kv=2 head_dim=80"
     text = f"batch=2 seq=6 {heads} rotary={rotary} interleaved={int(interleaved)} align={2 * vec}"
     case, seen = Case("rope", text, ""), []
-    workload, (_, problem) = workloads.get("rope"), run.posed(case)
+    workload, (_, problem) = workloads.get("rope"), run.parse_case(case)
     sets = [workload.inputs(case, problem, "cpu", 0)]
 
     def launcher(dtype: str, table: str, tile: Any, *words: Any) -> Any:

@@ -32,7 +32,7 @@ FORMATS = tuple(quantized.FORMATS)
 
 def small(op: str, form: str, dtype: str = "bf16") -> tuple[Case, Any, Inputs]:
     case = next(c for c in workloads.cases(op, next(iter(workloads.get(op).suites)), dtype=dtype) if form in c.label)
-    problem = run.posed(case)[1].replace(**SMALL[op])
+    problem = run.parse_case(case)[1].replace(**SMALL[op])
     case = dataclasses.replace(case, problem=str(problem))
     return case, problem, workloads.get(op).inputs(case, problem, "cpu", 0)
 
@@ -59,12 +59,12 @@ def test_ours_and_plain_torch_agree_with_the_truth(op: str, form: str) -> None:
 def test_the_suites_are_ten_weights_of_four_models_in_three_formats() -> None:
     assert len(quantized.WEIGHTS) == 4
     for suite, tokens in (("decode", (1, 4, 8, 16)), ("tokens", (1, 8, 32, 64, 128, 256))):
-        problems = [run.posed(case)[1] for case in workloads.cases("quantized_linear", suite)]
+        problems = [run.parse_case(case)[1] for case in workloads.cases("quantized_linear", suite)]
         assert {p.m for p in problems} == set(tokens)
         weights = {(p.n, p.k) for p in problems}
         assert len(weights) == 10
         assert len(problems) == 10 * len(tokens) * len(FORMATS)
-    held = {(p.n, p.k) for p in (run.posed(c)[1] for c in workloads.cases("quantized_linear", "heldout"))}
+    held = {(p.n, p.k) for p in (run.parse_case(c)[1] for c in workloads.cases("quantized_linear", "heldout"))}
     assert not held & weights
 
 

@@ -89,7 +89,7 @@ def test_the_arrays_hold_the_bytes_of_the_case_in_its_proportion() -> None:
         ("moe_combine", "llm", "bf16"),
     ):
         case = workloads.cases(op, suite, dtype=dtype)[0]
-        declared, problem = workloads.posed(case)
+        declared, problem = workloads.parse_case(case)
         proportion = workloads.get(op).streams
         assert proportion is not None
         reads, writes = proportion(case)

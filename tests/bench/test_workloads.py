@@ -40,12 +40,12 @@ PLAIN = ("eager", "eager (complex)", "eager (fp32 chain)", "eager (erf chain)", 
 
 def small(case: Case) -> tuple[Case, Any, Inputs]:
     case = shrunken(case)
-    problem = run.posed(case)[1]
+    problem = run.parse_case(case)[1]
     return case, problem, workloads.get(case.op).inputs(case, problem, "cpu", 0)
 
 
 def shrunken(case: Case) -> Case:
-    return dataclasses.replace(case, problem=str(run.posed(case)[1].replace(**SMALL[case.op])))
+    return dataclasses.replace(case, problem=str(run.parse_case(case)[1].replace(**SMALL[case.op])))
 
 
 def kind(case: Case) -> tuple[Any, ...]:
@@ -109,7 +109,7 @@ def test_operands_pose_the_case(op: str) -> None:
     """A row's config is looked up for the same problem as the call it times."""
     for suite in workloads.get(op).suites:
         case, problem, i = small(workloads.cases(op, suite, dtype="fp16")[0])
-        declared, _ = run.posed(case)
+        declared, _ = run.parse_case(case)
         options = {name: getattr(problem, name) for name in declared.options if hasattr(problem, name)}
         missing = [None] * (len(declared.inputs) - len(i.operands))
         assert declared.problem(*i.results, *i.operands, *missing, **options) == problem
@@ -125,7 +125,7 @@ def test_an_embedding_reads_some_rows_of_one_table() -> None:
 @pytest.mark.parametrize("op", ["grouped_gemm", "moe_ffn"])
 def test_few_tokens_read_few_experts_of_one_set_of_weights(op: str) -> None:
     case = Case(op, "rows=8 n=64 k=32 experts=128", "qwen3-30b-a3b, 1 tokens")
-    problem = run.posed(case)[1]
+    problem = run.parse_case(case)[1]
     first, second = (workloads.get(op).inputs(case, problem, "cpu", seed) for seed in (0, 1))
     weights = [t for t in first.operands if t.dim() == 3]
     assert weights and all(any(t is o for o in second.operands) for t in weights)
@@ -136,7 +136,7 @@ def test_few_tokens_read_few_experts_of_one_set_of_weights(op: str) -> None:
 
 def test_a_chain_states_its_own_work_and_poses_the_problem_of_one_op() -> None:
     case = next(c for c in workloads.cases("swiglu", "published", dtype="fp16") if c.label == "32x512, hidden 4096")
-    declared, problem = workloads.posed(case)
+    declared, problem = workloads.parse_case(case)
     assert declared.name == "silu_mul"
     work = workloads.work(case)
     assert work.flops == 6 * 16384 * 4096 * 6912

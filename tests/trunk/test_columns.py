@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from cutekernels import gpu
-from cutekernels.columns import Columns, among, ceil, gcd, kept, larger, over, pick, round_off, smaller, where
+from cutekernels.columns import Columns, among, cached, ceil, gcd, larger, over, pick, round_off, smaller, where
 from cutekernels.op import Config, knob
 from cutekernels.ops import registry
 from cutekernels.ops.attention.operands import AttentionOp
@@ -44,7 +44,7 @@ class Knobs(Config):
 ALL = list(Knobs.every())
 
 
-@kept
+@cached
 def costly(c: Any, calls: list[int] | None, factor: int) -> Any:
     return c.tile * factor
 

@@ -130,7 +130,7 @@ class TestWhenTheyAreRead:
 
     def test_a_watched_database_too(self, path: Path) -> None:
         calibrate(path, L40S, launch_us=2.5)
-        before = snapshot.held("l40s")
+        before = snapshot.snapshot_of("l40s")
         calibrate(path, L40S, launch_us=2.0)
         assert snapshot.load("l40s") != before, "which is what the watching thread compares"
 

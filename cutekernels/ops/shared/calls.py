@@ -280,7 +280,7 @@ def implementations(
             made += tuple([main.new_empty(0, dtype=kind) for kind in kinds_behind(len(made), main.dtype)])
         return made[given] if given + 1 == r else made[given:]
 
-    def behind(args: tuple[Any, ...]) -> tuple[Any, Any, Any]:
+    def arguments_behind(args: tuple[Any, ...]) -> tuple[Any, Any, Any]:
         """Options, scalars and the config."""
         if read is not None:
             return read(*args[i:])
@@ -288,7 +288,7 @@ def implementations(
 
     def cuda(*args: Any) -> Any:
         inputs, results = args[:n], args[n:i] if given else None
-        if read is None:  # :func:`behind`, written out: graphs call it
+        if read is None:  # :func:`arguments_behind`, written out: graphs call it
             call = results, inputs, args[i:m], args[m:k], args[k] if len(args) > k else None
         else:
             call = results, inputs, *read(*args[i:])
@@ -296,7 +296,7 @@ def implementations(
         return made[0] if r == 1 > given else returned(made, inputs)
 
     def cpu(*args: Any) -> Any:
-        inputs, results, (options, scalars, _) = args[:n], args[n:i], behind(args)
+        inputs, results, (options, scalars, _) = args[:n], args[n:i], arguments_behind(args)
         chosen = dict(zip(op.options, options, strict=True))
         op.admit(inputs, results, **chosen)
         if given:
@@ -308,7 +308,7 @@ def implementations(
         return returned(tuple([t.contiguous() for t in op.evaluate(*inputs, *numbers, **chosen)]), inputs)
 
     def fake(*args: Any) -> Any:
-        inputs, results, (options, _, _) = args[:n], args[n:i], behind(args)
+        inputs, results, (options, _, _) = args[:n], args[n:i], arguments_behind(args)
         chosen = dict(zip(op.options, options, strict=True))
         op.admit(inputs, results, **chosen)
         fresh = op.fresh(*inputs, **chosen)[given:] if given < r else ()

@@ -100,7 +100,7 @@ class TwoBodies(TritonPart[P, C]):
             align = max(divisors.get(name, 1), element.width // 8)
             return make_ptr(element, 16, AddressSpace.gmem, assumed_align=align)
 
-        def laid(name: str) -> Laid | None:
+        def layout_of(name: str) -> Laid | None:
             if self.kind(p, name) is None:
                 return None
             modes = self.cute.shapes[name]
@@ -111,7 +111,7 @@ class TwoBodies(TritonPart[P, C]):
         entry = ByAddress(
             self.cute.body(kernels, p, c, gpu),
             kernels.Operands,
-            tuple([laid(name) for name in self.operands]),
+            tuple([layout_of(name) for name in self.operands]),
             tuple(signature),
             len(self.scalar_types),
             tuple((name, value) for name, value in known.items() if not name.endswith("_ptr")),

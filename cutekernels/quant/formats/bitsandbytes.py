@@ -61,7 +61,7 @@ def from_bitsandbytes(
         )
     data = weight.detach().as_subclass(Tensor)
     tensors = dict(state if isinstance(state, Mapping) else state.as_dict(packed=True))
-    said = _said(tensors)
+    said = _read_state(tensors)
     n, k = said["shape"]
     block = said["blocksize"]
     group = block if k % block == 0 else math.gcd(block, k)
@@ -100,7 +100,7 @@ def from_bitsandbytes(
     )
 
 
-def _said(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+def _read_state(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """The JSON of ``quant_state``, with the fields that are read."""
     names = [name for name in tensors if name.startswith("quant_state.")]
     if names and names != [STATE]:

@@ -21,7 +21,7 @@ from cutekernels.quant.assembly import assemble, groups_of, unassemble
 from cutekernels.quant.formats import nvfp4
 from cutekernels.quant.formats.gptq import order_of, unordered
 from cutekernels.quant.formats.nibbles import expect, extents, known_only, matrix, of_words, take, to_words
-from cutekernels.quant.formats.plain import ACTIVATIONS, extras, kept, read_plain, write_plain
+from cutekernels.quant.formats.plain import ACTIVATIONS, copies, extras, read_plain, write_plain
 from cutekernels.quant.layout import dense
 from cutekernels.quant.weight import FLOATS, QuantizedWeight
 
@@ -52,7 +52,7 @@ def from_compressed_tensors(
     extra = {name: tensors[name] for name in ("weight_shape", *ACTIVATIONS) if name in tensors}
     if "weight_packed" in tensors:
         known_only(tensors, (*PACKED, *ACTIVATIONS), by=_BY)
-        return _pack(tensors, weights, scale, dtype, kept(extra))
+        return _pack(tensors, weights, scale, dtype, copies(extra))
     known_only(tensors, (*PLAIN, *ACTIVATIONS), by=_BY)
     weight = take(tensors, "weight", by=_BY)
     zero = tensors.get("weight_zero_point")
@@ -71,7 +71,7 @@ def from_compressed_tensors(
         by=_BY,
         dtype=dtype,
         format="compressed-tensors",
-        details={"extra": kept(extra)},
+        details={"extra": copies(extra)},
     )
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.quant.assembly import assemble, unassemble
 from cutekernels.quant.formats.nibbles import expect, known_only, matrix, of_bytes, take, to_bytes
-from cutekernels.quant.formats.plain import ACTIVATIONS, extras, kept
+from cutekernels.quant.formats.plain import ACTIVATIONS, copies, extras
 from cutekernels.quant.layout import dense
 from cutekernels.quant.weight import QuantizedWeight, ue5m3
 
@@ -55,7 +55,7 @@ def from_nvfp4(tensors: Mapping[str, Tensor], format: str, *, dtype: torch.dtype
             f"{by}'s scales are e4m3 numbers from 0 on, and its {factor_name} one above; download the checkpoint again"
         )
     extra = {name: tensors[name] for name in BESIDE if name in tensors}
-    details = {"extra": kept(extra), "factor_shape": tuple(factor.shape)}
+    details = {"extra": copies(extra), "factor_shape": tuple(factor.shape)}
     codes, blank = of_bytes(data), (stored.float() == 0).repeat_interleave(GROUP, 1)
     if bool((codes[blank] & 7).any()):  # a scale of 0 is one of codes of 0 here
         details["blank"] = codes[blank].cpu()

@@ -59,7 +59,7 @@ def from_fp8(
         by="FP8",
         dtype=torch.bfloat16 if dtype is None else dtype,
         format="fp8",
-        details={"extra": kept(extra), "scale_name": name},
+        details={"extra": copies(extra), "scale_name": name},
         codes=("e4m3",),
     )
 
@@ -142,7 +142,7 @@ def exponents(scale: Tensor, *, by: str) -> Tensor:
     return powers_of_two(held)
 
 
-def kept(extra: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
+def copies(extra: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
     """Small tensors that stay on the CPU until ``tensors()``."""
     return {} if extra is None else {name: copy(tensor) for name, tensor in extra.items()}
 

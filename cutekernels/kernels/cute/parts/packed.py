@@ -19,7 +19,7 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
 from cutekernels.kernels.cute.parts.nf4 import NF4
-from cutekernels.kernels.cute.parts.ptx import held, pure
+from cutekernels.kernels.cute.parts.ptx import in_register, pure
 
 # Moves for each pair of e2m1: a shift to the left, and the mask of the bits that then lie where the type wants them.
 MOVES_BF16 = (((6, 0x81C0),), ((3, 0x81C0),), ((0, 0x81C0),), ((-4, 0x00C0), (-5, 0x0100), (1, 0x8000)))
@@ -81,8 +81,8 @@ class PackedWeights:
         to a register each time. ``count`` is any number that is not negative.
         """
         if const_expr(self.scales == "ue5m3"):
-            return held(0x70007000, count)
-        return held(0x000F000F if self.code == "int4" else self.magic, count)
+            return in_register(0x70007000, count)
+        return in_register(0x000F000F if self.code == "int4" else self.magic, count)
 
     @cute.jit
     def decode(self, words: cute.Tensor, shifts: cute.Tensor | None, constant: Int32, pairs: cute.Tensor):

@@ -76,7 +76,7 @@ def copy_async_or_zero(shared: Int32, source: Int64, bytes_: int, read: Int32) -
     instruction(f"cp.async.{cache}.shared.global [$0], [$1], {bytes_}, $2;", "r,l,r", shared, source, read)
 
 
-def held(value: int, count: Int32) -> Int32:
+def in_register(value: int, count: Int32) -> Int32:
     """A constant in a register: ``count`` is a number that is not negative, which ptxas cannot know."""
     return pure(f"{{ .reg .b32 t; shr.u32 t, $1, 31; add.u32 $0, t, {value}; }}", count)
 

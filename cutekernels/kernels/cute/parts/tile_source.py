@@ -35,7 +35,7 @@ class Share:
     stop: Int32 | None = None  # behind the last k-tile, where it is known before the count
 
     @property
-    def behind(self) -> Int32:
+    def k_end(self) -> Int32:
         """The k-tile behind the last."""
         return self.begin + self.count if self.stop is None else self.stop
 

@@ -466,7 +466,7 @@ class WarpgroupGemm(WarpSpecialized):
         for operand in cta.operands:
             loads += self.boxes_of(operand, share, cta.rank)
         share = source.cut(share)
-        for k_tile in cutlass.range(share.begin, share.behind, unroll=1):
+        for k_tile in cutlass.range(share.begin, share.k_end, unroll=1):
             # Wait until the consumers, of both CTAs in a cluster, have read the stage; then announce its bytes.
             self.pipeline.acquire(cta.shared.full, cta.shared.empty, at.stage, at.phase)
             # All boxes of the stage complete the same full barrier; multicast ones complete it in both CTAs.

@@ -370,7 +370,7 @@ class WarpgroupPacked(WarpSpecialized):
         tiles_k = cute.ceil_div(of.k, TILE)
         # Groups of the tile whose rows the packed weight has.
         present = self.present(of, segment.corner)
-        for k_tile in cutlass.range(segment.begin, segment.behind, unroll=1):
+        for k_tile in cutlass.range(segment.begin, segment.k_end, unroll=1):
             # Wait until the consumers have read the stage; then announce its bytes, those of tiles that exist.
             cute.arch.mbarrier_wait(shared.empty + at.stage, at.phase)
             first = k_tile * (self.tile_k // TILE)
@@ -585,7 +585,7 @@ class WarpgroupPacked(WarpSpecialized):
         coming = Float32(0.0)
         if const_expr(self.scale_rows > 1):
             coming = self.block_scale(weight, of, row, segment.begin)
-        for k_tile in cutlass.range(segment.begin, segment.behind, unroll=1):
+        for k_tile in cutlass.range(segment.begin, segment.k_end, unroll=1):
             if const_expr(self.scale_rows > 1):
                 # The scale of this k-tile's block was asked for a k-tile ago.
                 next_factors.fill(coming)

@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from cutekernels import rates
-from cutekernels.columns import among, kept, larger, smaller, where
+from cutekernels.columns import among, cached, larger, smaller, where
 from cutekernels.kernels.cute.parts.smem import SkinnyPackedSmem
 from cutekernels.ops.products.schedules import coefficients
 from cutekernels.ops.products.schedules.groups import Experts
@@ -144,7 +144,7 @@ class PackedSkinny(PackedSchedule):
 
     # -- kernel
 
-    @kept
+    @cached
     def smem(self, p: QuantizedProblem, c: QuantizedConfig) -> SkinnyPackedSmem:
         return SkinnyPackedSmem(
             c.tile_m, c.tile_n, c.tile_k, c.stages, c.warps_k, p.bits, SCALE_BYTES[p.scale], p.step, p.scale_rows,

@@ -11,7 +11,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from cutekernels import rates
-from cutekernels.columns import Columns, among, kept, larger, smaller
+from cutekernels.columns import Columns, among, cached, larger, smaller
 from cutekernels.ops.products.schedules import packed_problem, problem
 from cutekernels.ops.products.schedules.coefficients import PREFETCH
 from cutekernels.ops.products.schedules.packed_problem import QuantizedConfig, QuantizedProblem
@@ -259,7 +259,7 @@ def prefetched_bytes(c: GemmConfig) -> int:
     return c.prefetch_l2 * c.tile_n * c.tile_k * ELEMENT_BYTES
 
 
-@kept
+@cached
 def saved_us(c: GemmConfig, gpu: GpuSpec, most: float) -> float:
     """Gain of a launch whose CTAs are all placed at once, at most ``most`` of the time between launches; CTAs of later
     waves have nothing to wait for.

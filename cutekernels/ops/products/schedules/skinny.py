@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cutekernels import rates
-from cutekernels.columns import among, kept, larger, smaller, where
+from cutekernels.columns import among, cached, larger, smaller, where
 from cutekernels.kernels.cute.parts.smem import SkinnySmem
 from cutekernels.op import ladder, power_of_two
 from cutekernels.ops.products.schedules import coefficients
@@ -67,7 +67,7 @@ class Skinny(Tokens, DenseSchedule, Prefetches):
         shares = (1, 2) if tokens > USUAL_TILES[-1] else (1,)
         return sorted({usual_tile(p), *(max(8, -(-tokens // share // 8) * 8) for share in shares)})
 
-    @kept
+    @cached
     def smem(self, c: GemmConfig, extras: Extras = PLAIN) -> SkinnySmem:
         squaring = c.warps if extras.squares else 0
         return SkinnySmem(

@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cutekernels import rates
-from cutekernels.columns import kept, larger, over, smaller, where
+from cutekernels.columns import cached, larger, over, smaller, where
 from cutekernels.kernels.cute.parts.smem import SkinnyWarpgroupSmem
 from cutekernels.op import ladder
 from cutekernels.ops.products.schedules import coefficients
@@ -77,7 +77,7 @@ class SkinnyWarpgroup(Tokens, DenseSchedule, Prefetches):
             fitting.add(GROUP_TOKENS)
         return sorted(fitting)
 
-    @kept
+    @cached
     def smem(self, c: GemmConfig, extras: Extras = PLAIN) -> SkinnyWarpgroupSmem:
         return SkinnyWarpgroupSmem(
             c.tile_m, c.tile_n, c.tile_k, c.stages, c.split_k, extras.gamma_bytes, extras.squares, exclusive(c)

@@ -12,7 +12,7 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from cutekernels import rates
-from cutekernels.columns import kept, larger, where
+from cutekernels.columns import cached, larger, where
 from cutekernels.gpu import ARCHITECTURES
 from cutekernels.kernels.cute.parts.smem import WarpgroupSmem
 from cutekernels.ops.products.schedules import coefficients
@@ -82,7 +82,7 @@ class Warpgroup(DenseSchedule, Prefetches):
             return f"{self.name} takes {LEAST_EXTENT} rows and columns or more; they are {p.m} and {p.n}"
         return None
 
-    @kept
+    @cached
     def smem(self, c: GemmConfig, extras: Extras = PLAIN) -> WarpgroupSmem:
         """A group has the most boxes that fit in it."""
         own = *c.mma_tile, c.tile_k, c.stages, groups(c)
@@ -219,7 +219,7 @@ class Warpgroup(DenseSchedule, Prefetches):
         fixed = own.fixed * rate.launch_us + where(c.pdl, 0.0, rate.dependent_us)
         return (fixed + rates.both_us(busy, dram, own.hidden)) * where(apart, own.apart, 1.0)
 
-    @kept
+    @cached
     def _parts_us(self, c: Any, gpu: GpuSpec, extras: Extras) -> tuple[Any, ...]:
         """A k-tile of an SM that has one tile, and of one that has several; a tile's end, what a single box adds to it,
         and what a split's parts do.
