@@ -14,7 +14,7 @@ from cutekernels.integrations.transformers.checkpoints import REMEDY as QUANTIZE
 from cutekernels.integrations.transformers.checkpoints import is_quantized
 from cutekernels.integrations.transformers.families import activation_of, gate_of
 from cutekernels.integrations.transformers.modules import Patched
-from cutekernels.integrations.transformers.projections import multiplied, parameter_of
+from cutekernels.integrations.transformers.projections import multiplied, parameter
 from cutekernels.integrations.transformers.tensor_parallel import is_planned, is_sharded
 from cutekernels.ops.linear import grouped_gemm
 from cutekernels.ops.moe.api import moe_combine, moe_gather, moe_permute
@@ -61,13 +61,13 @@ def run_experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_w
 
 def grouped_experts(module: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     """A module of experts: ``moe_ffn`` where they are Mixtral's, else products around the module's gate."""
-    gate_up, down = parameter_of(module, "gate_up_proj"), parameter_of(module, "down_proj")
+    gate_up, down = parameter(module, "gate_up_proj"), parameter(module, "down_proj")
     own = module.__dict__  # what is missing there torch would search in Python
     turned, has_bias = own.get("is_transposed", False), "gate_up_proj_bias" in own["_parameters"] or own.get("has_bias")
     if not (turned or has_bias or _own_gate(module)) and gate_of(activation_of(module)) == "silu":
         return moe_ffn(x, gate_up, down, ids, weights)
     _, offsets, inverse = moe_permute(ids, len(gate_up))
-    biases = [parameter_of(module, f"{name}_bias") if has_bias else None for name in ("gate_up_proj", "down_proj")]
+    biases = [parameter(module, f"{name}_bias") if has_bias else None for name in ("gate_up_proj", "down_proj")]
     both = grouped_gemm(moe_gather(x, inverse), gate_up.mT if turned else gate_up, offsets, biases[0])
     if hasattr(module, "_apply_gate"):
         hidden = module._apply_gate(both)
@@ -111,7 +111,7 @@ class Experts(Patched):
         """The chosen experts' results, weighted and added up, of indices and weights by whatever name; the router and
         the gate stay the original's.
         """
-        if not multiplied(hidden_states, parameter_of(self, "gate_up_proj")):
+        if not multiplied(hidden_states, parameter(self, "gate_up_proj")):
             return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc, no-any-return]
         ids, weights = sorted((*args, *kwargs.values()), key=Tensor.is_floating_point)
         return grouped_experts(self, hidden_states, ids, weights)

@@ -19,14 +19,7 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.integrations.transformers.attention import register_attention
 from cutekernels.integrations.transformers.families import Family, activation_of, gate_of
 from cutekernels.integrations.transformers.outputs import output_of, without_logits
-from cutekernels.integrations.transformers.projections import (
-    is_linear,
-    kind_of,
-    multiplied,
-    parameter_of,
-    sharded,
-    whole,
-)
+from cutekernels.integrations.transformers.projections import is_linear, kind_of, multiplied, parameter, sharded, whole
 from cutekernels.nn import packed_training
 from cutekernels.nn.mlp import Gate, gate_mul, gated, has_no_hooks, project
 from cutekernels.nn.packing import side_by_side
@@ -160,7 +153,7 @@ class Fused(Patched):
             if grads and p is not None and p.requires_grad:
                 return None
             moved = p is not None and not traced and p.data_ptr() != address
-            now = parameter_of(source, kind)
+            now = parameter(source, kind)
             if now is not p or moved:  # it has been replaced, for this call alone where it is no parameter
                 passing = now is not p and not isinstance(now, torch.nn.Parameter)
                 return None if traced or passing or self.pack() else self.fused()
@@ -227,7 +220,7 @@ class Norm(Patched):
 
     def forward(self, x: Tensor) -> Tensor:
         """The norm, rounded as the original rounds."""
-        weight = parameter_of(self, "weight")
+        weight = parameter(self, "weight")
         if x.dtype != weight.dtype:
             return super().forward(x)  # type: ignore[misc, no-any-return]
         return rms_norm(x, weight, **self.family.norm_options(self))
@@ -237,7 +230,7 @@ class GatedNorm(Norm):
     def forward(self, hidden_states: Tensor, gate: Tensor) -> Tensor:  # type: ignore[override]
         """The norm, multiplied by ``silu(gate)`` in fp32."""
         me: Any = self
-        weight = parameter_of(me, "weight")
+        weight = parameter(me, "weight")
         if hidden_states.dtype != weight.dtype:
             return super(Norm, self).forward(hidden_states, gate)  # type: ignore[misc, no-any-return]
         normed = rms_norm(hidden_states, weight, eps=me.variance_epsilon, rounding="huggingface")
@@ -250,7 +243,7 @@ class LayerNorm(Patched):
     def forward(self, x: Tensor) -> Tensor:
         """The norm, rounded once."""
         me: Any = self
-        weight = parameter_of(me, "weight")
+        weight = parameter(me, "weight")
         if x.dtype != weight.dtype:
             return super().forward(x)  # type: ignore[misc, no-any-return]
         return layer_norm(x, weight, me._parameters.get("bias"), **self.family.norm_options(self))
@@ -261,10 +254,10 @@ class Linear(Patched):
 
     def forward(self, x: Tensor) -> Tensor:
         """The product."""
-        weight = parameter_of(self, "weight")
+        weight = parameter(self, "weight")
         if not multiplied(x, weight):
             return super().forward(x)  # type: ignore[misc, no-any-return]
-        return project(x, weight, parameter_of(self, "bias"), name="Linear")
+        return project(x, weight, parameter(self, "bias"), name="Linear")
 
 
 def own_gate(mlp: Any) -> Gate | None:
@@ -288,7 +281,7 @@ class Mlp(Patched):
         if gate is None:  # the activation has been replaced: patch leaves such modules alone
             return super().forward(x)  # type: ignore[misc, no-any-return]
         if whole(gate_up, x):
-            hidden = gated(x, parameter_of(gate_up, "weight"), parameter_of(gate_up, "bias"), gate, name="Mlp")
+            hidden = gated(x, parameter(gate_up, "weight"), parameter(gate_up, "bias"), gate, name="Mlp")
         else:
             hidden = gate_mul(gate, gate_up(x))
         return getattr(me, self.names[1])(hidden)  # type: ignore[no-any-return]
@@ -305,7 +298,7 @@ class PlainMlp(Patched):
         activation, up = own_gate(me), getattr(me, self.names[0])
         if activation is None or not whole(up, x):
             return super().forward(x)  # type: ignore[misc, no-any-return]
-        hidden = linear(x, parameter_of(up, "weight"), parameter_of(up, "bias"), activation=activation)
+        hidden = linear(x, parameter(up, "weight"), parameter(up, "bias"), activation=activation)
         return getattr(me, self.names[1])(hidden)  # type: ignore[no-any-return]
 
 
@@ -362,7 +355,7 @@ class Attention(Patched):
             me.config._attn_implementation, names.eager_attention_forward
         )
         if family.sinks:
-            kwargs["s_aux"] = parameter_of(me, "sinks")
+            kwargs["s_aux"] = parameter(me, "sinks")
         out, weights = attend(
             self, q, k, v, attention_mask, dropout=me.attention_dropout if me.training else 0.0, scaling=me.scaling,
             sliding_window=family.window_of(me), softcap=family.softcap_of(me), position_ids=position_ids, **kwargs,
@@ -596,7 +589,7 @@ def body_of(model: Any) -> Any:
 def norm_with_sum(x: Tensor, residual: Tensor | None, norm: Any) -> tuple[Tensor, Tensor]:
     """``(norm(x + residual), x + residual)``, or without a residual ``(norm(x), x)``: gradients meet in the norm's."""
     if isinstance(norm, Norm) and has_no_hooks(norm):
-        weight = parameter_of(norm, "weight")
+        weight = parameter(norm, "weight")
         if residual is not None and x.dtype == residual.dtype == weight.dtype:
             return add_rms_norm(x, residual, weight, **norm.family.norm_options(norm))
         if residual is None and x.dtype == weight.dtype and torch.is_grad_enabled():

@@ -11,7 +11,7 @@ from cutekernels.nn.mlp import has_no_hooks
 from cutekernels.ops.shared.dtypes import DTYPES
 
 
-def parameter_of(module: Any, name: str) -> Any:
+def parameter(module: Any, name: str) -> Any:
     """``module.name``, of a parameter. torch searches a module in Python, at a microsecond each."""
     own = module._parameters
     return own[name] if name in own else getattr(module, name)
@@ -45,4 +45,4 @@ def is_linear(module: Any) -> bool:
 
 def whole(linear: Any, x: Tensor) -> bool:
     """Whether a projection is its parameters alone, and multiplies what has the type of ``x``."""
-    return is_linear(linear) and multiplied(x, parameter_of(linear, "weight")) and not sharded(linear)
+    return is_linear(linear) and multiplied(x, parameter(linear, "weight")) and not sharded(linear)

@@ -17,7 +17,7 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.integrations.transformers.checkpoints import layout_of, quantized_weight, read_weight
 from cutekernels.integrations.transformers.families import Family, shared_parameters
 from cutekernels.integrations.transformers.modules import Patched, swapped
-from cutekernels.integrations.transformers.projections import computes, parameter_of, sharded
+from cutekernels.integrations.transformers.projections import computes, parameter, sharded
 from cutekernels.nn.quantized import applied
 from cutekernels.ops.linear import check_kernels, linear
 from cutekernels.ops.shared.dtypes import DTYPES
@@ -63,7 +63,7 @@ class Quantized(Patched):
         """The product."""
         me: Any = self
         weight = _outside_graphs(me) if is_replaced(me) else self.packed
-        bias, given = parameter_of(me, "bias"), x.dtype
+        bias, given = parameter(me, "bias"), x.dtype
         if not computes(x.device, given) and not torch.is_autocast_enabled(x.device.type):
             lower = me.__dict__.get("compute_dtype")  # to which bitsandbytes casts
             if lower not in DTYPES.values():
