@@ -66,7 +66,7 @@ MODULES = {
             ('elif at_bucket.origin != "measured":', 'elif at_bucket.origin == "nothing":'),
             ("elif snapshots.may_serve(at_bucket.origin, at_bucket.reason):", "elif at_bucket.reason is not None:"),
             ("if isinstance(outcome, Choice) and outcome.config.vendors:", "if False:"),
-            ("/ max(1.0, _behind(op, other, outcome.config, gpu))", ""),
+            ("here / max(1.0, there)", "here"),
             ("if distance <= MAX_OCTAVES:", "if True:"),
             ("for distance, text, row in sorted(near, key=lambda n: n[:2]):", "for distance, text, row in near:"),
             ("if problem.static() == own.static() and problem != own:", "if problem.static() == own.static():"),

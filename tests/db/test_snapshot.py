@@ -418,10 +418,10 @@ def test_the_reason_of_a_prediction_is_read_and_a_measurements_message_is_not(tm
 def test_what_was_read_is_kept_until_it_is_forgotten(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(settings.DB_VARIABLE, str(path))
     snapshot.forget({})
-    first, other = snapshot.held("h200"), snapshot.held("l40s")
-    assert snapshot.held("h200") is first and snapshot.all_held() == {"h200": first, "l40s": other}
+    first, other = snapshot.snapshot_of("h200"), snapshot.snapshot_of("l40s")
+    assert snapshot.snapshot_of("h200") is first and snapshot.all_held() == {"h200": first, "l40s": other}
     snapshot.forget({"l40s": other})
-    assert snapshot.held("l40s") is other and snapshot.held("h200") is not first
+    assert snapshot.snapshot_of("l40s") is other and snapshot.snapshot_of("h200") is not first
     snapshot.forget({})
 
 

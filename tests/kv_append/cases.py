@@ -130,7 +130,7 @@ def right(reply: dict[str, Any]) -> bool:
 # ---- the child process ----------------------------------------------------------------------------------
 
 
-def parse_case(case: dict[str, Any]) -> tuple[list[Tensor], tuple[Any, ...], list[Tensor]]:
+def posed(case: dict[str, Any]) -> tuple[list[Tensor], tuple[Any, ...], list[Tensor]]:
     """Results, inputs and the memory around the caches."""
     torch.manual_seed(5)
     batch, seq, (heads_q, heads_kv), width = (case[name] for name in ("batch", "seq", "heads", "width"))
@@ -183,7 +183,7 @@ def parse_case(case: dict[str, Any]) -> tuple[list[Tensor], tuple[Any, ...], lis
 
 
 def child_case(case: dict[str, Any]) -> dict[str, Any]:
-    results, inputs, memory = parse_case(case)
+    results, inputs, memory = posed(case)
     before = tuple([t.clone() for t in (*results[1:3], *results[4:])])
     copies = tuple([t.clone() if t is not None else None for t in inputs])
     flags = {"interleaved": bool(case.get("interleaved"))}

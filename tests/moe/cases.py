@@ -112,7 +112,7 @@ def logits_of(case: dict[str, Any], draw: torch.Generator) -> Tensor:
     return arranged(logits, case["kind"])
 
 
-def parse_case(case: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+def posed(case: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
     """The inputs and options of a case."""
     op, draw = case["op"], torch.Generator().manual_seed(case.get("seed", 7))
     options = {name: case[name] for name in OPTIONS.get(op, ())}
@@ -149,7 +149,7 @@ def parse_case(case: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
 
 def child_case(case: dict[str, Any]) -> dict[str, Any]:
     op = OPS[case["op"]]
-    inputs, options = parse_case(case)
+    inputs, options = posed(case)
     results = list(op.fresh(*inputs, **options))
     guards = []
     for i, r in enumerate(results):

@@ -292,7 +292,7 @@ def test_the_command_line_knows_it(job: Path, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("text", Scale.suite)
 def test_the_bench_reads_its_suite_as_cases(text: str) -> None:
-    op, problem = bench_run.posed(Case("scale", text, text))
+    op, problem = bench_run.parse_case(Case("scale", text, text))
     assert op is SCALE
     assert str(problem) == text
 
