@@ -46,7 +46,7 @@ class FusedAdamW(torch.optim.Optimizer):
 
     Args:
         params: as for any optimizer: tensors, or groups of them. fp32, bf16 or fp16 (on the CPU fp64 too). One that is
-            not dense, as a slice of columns, is updated by itself, by plain torch.
+            not dense, as a slice of columns, is updated by itself, through copies.
         lr: the learning rate, a float or a tensor of one number; one on the GPU is read at each replay of a CUDA graph.
         betas: decay rates of the moments.
         eps: added to the denominator.

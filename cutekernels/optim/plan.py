@@ -27,10 +27,12 @@ from cutekernels.ops.optimizer.op import (
     ADAMW_SQUARES,
     ADAMW_STEP,
     ADAMW_TABLE,
+    UPDATED,
     AdamWConfig,
     AdamWProblem,
     Hyper,
 )
+from cutekernels.ops.shared.calls import call, places
 from cutekernels.optim.operands import Mesh, Operands, alike, clip_scale, operands, shard, wide_dtype
 
 _ROW_BYTES = 64
@@ -167,7 +169,10 @@ class DeviceTable:
 
 
 class Loop:
-    """Parameters that no kernel takes, on the CPU or not dense: each is updated by itself, by the op's reference."""
+    """Parameters that no table takes: on the CPU, by the op's reference; on a GPU those that are not dense, by copies.
+
+    So a parameter has the same bits however it lies.
+    """
 
     def __init__(self, first: int, mesh: Mesh | None, kinds: _Kinds, settings: Sequence[GroupSettings]) -> None:
         groups = [group for (group, *_), found in kinds.items() for _ in found]
@@ -191,8 +196,16 @@ class Loop:
             if norm is not None:
                 o = o._replace(grad=o.grad.to(wide_dtype(o.grad)) * clip_scale(norm, max_norm).to(o.grad.device))
             rate = None if rate is None else rate.to(o.grad.device)
-            results = (o.param, o.exp_avg, o.exp_avg_sq, o.param.new_empty(0) if o.master is None else o.master)
-            ADAMW_STEP.update(results, (*o, rate, *hyper), maximize=maximize)
+            if has_kernels(o.param) and o.param.dtype != torch.float64:
+                copies = [None if t is None else t.contiguous() for t in o[:5]]
+                inputs = (*copies, o.step, rate)
+                call(ADAMW_STEP, inputs, (maximize,), tuple(hyper), out=places(inputs, UPDATED), in_place=True)
+                for t, copy in zip(o[:5], copies, strict=True):
+                    if t is not None and copy is not None and copy is not t and t is not o.grad:
+                        t.copy_(copy)
+            else:
+                results = (o.param, o.exp_avg, o.exp_avg_sq, o.param.new_empty(0) if o.master is None else o.master)
+                ADAMW_STEP.update(results, (*o, rate, *hyper), maximize=maximize)
 
 
 class StepPlan:
@@ -209,7 +222,7 @@ class StepPlan:
             raise UnsupportedProblem(
                 "a parameter stands twice in the groups, and would be updated twice: leave one out"
             )
-        places: dict[tuple[bool, torch.device, Mesh | None], _Kinds] = {}
+        homes: dict[tuple[bool, torch.device, Mesh | None], _Kinds] = {}
         for number, group in enumerate(optimizer.param_groups):
             for param in group["params"]:
                 o = _operands(param, group, optimizer)
@@ -219,14 +232,14 @@ class StepPlan:
                 if any(t is not None and t.data_ptr() % 16 for t in o[:5]):
                     self.narrow.add(id(param))
                 is_loop = not (has_kernels(param) and o.is_dense)
-                kinds = places.setdefault((is_loop, o.param.device, Mesh.of(param)), {})
+                kinds = homes.setdefault((is_loop, o.param.device, Mesh.of(param)), {})
                 types = o.param.dtype, o.grad.dtype, o.exp_avg.dtype, o.master is not None
                 kinds.setdefault((number, id(param) not in self.narrow, *types), []).append((param, o))
         rows: list[tuple[Tensor, Operands]] = []
         self.tables: list[DeviceTable | Loop] = []
         self.aligned: list[slice] = []
-        for is_loop, device, mesh in sorted(places, key=lambda place: place[0]):
-            kinds = places[is_loop, device, mesh]
+        for is_loop, device, mesh in sorted(homes, key=lambda home: home[0]):
+            kinds = homes[is_loop, device, mesh]
             self.tables.append((Loop if is_loop else DeviceTable)(len(rows), mesh, kinds, settings))
             for (_, aligned, *_), found in kinds.items():
                 self.aligned += [slice(len(rows), len(rows) + len(found))] * (aligned and not is_loop)

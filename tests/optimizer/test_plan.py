@@ -56,6 +56,31 @@ def test_one_launch_for_each_kind(launches: list[tuple[int, ...]]) -> None:
         assert torch.equal(p.detach(), kept.detach().to(p.dtype))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_is_not_dense_is_updated_through_copies(
+    dtype: torch.dtype, launches: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the kernel of one tensor, so that it has the bits of a dense parameter."""
+    real, contiguous = plans.call, []
+
+    def noted(op: Any, inputs: tuple[Any, ...], *rest: Any, **options: Any) -> Any:
+        contiguous.append([t.is_contiguous() for t in inputs[:5] if t is not None])
+        return real(op, inputs, *rest, **options)
+
+    monkeypatch.setattr(plans, "call", noted)
+    whole = torch.randn(9, 6).to(dtype)
+    param, twin = torch.nn.Parameter(whole[:, ::2]), torch.nn.Parameter(whole[:, ::2].clone().contiguous())
+    ours, other = (FusedAdamW([p], lr=0.01, master_weights=True, max_grad_norm=0.5) for p in (param, twin))
+    for seed in range(3):
+        g = torch.randn(9, 3, generator=torch.Generator().manual_seed(seed)).to(dtype)
+        param.grad, twin.grad = g.clone(), g.clone()
+        ours.step()
+        other.step()
+    assert contiguous == [[True] * (4 if dtype is torch.float32 else 5)] * 3
+    torch.testing.assert_close(param, twin, rtol=1e-6, atol=1e-7)
+    assert set(ours.state[param]) == set(other.state[twin])
+
+
 def test_a_capture_needs_a_step_before(launches: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
     param = torch.nn.Parameter(torch.randn(50))
     optimizer = FusedAdamW([param], lr=torch.tensor(0.01))
