@@ -109,7 +109,7 @@ def _plan(
         options = dict(zip(ATTENTION.options, seen, strict=True))
         passed = []
         posed = ATTENTION.problem(q, q, k, v, mask, cu_q, cu_kv, None, **options)
-        for problem in problems(posed, gpus.detect() if config is None else None):
+        for problem in problems(posed, gpus.detect(q.get_device()) if config is None else None):
             plan = dispatch.plan(ATTENTION_BACKWARD, problem, q.get_device(), config if "k" in problem.of else None)
             passed.append((plan.launch, ["qkv".index(name) for name in problem.of]))
         ways = ways_of(ATTENTION_BACKWARD, dict(zip(_OPERANDS, (dout, q, k, v, mask, cu_q, cu_kv), strict=True)))
