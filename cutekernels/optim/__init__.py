@@ -171,7 +171,7 @@ class FusedAdamW(torch.optim.Optimizer):
             for saved, group in zip(given["param_groups"], self.param_groups, strict=False):
                 for key, param in zip(saved["params"], group["params"], strict=False):
                     if found := others.get(key):
-                        new[param] = _loaded(key, param, found, group)
+                        new[param] = _load_state(key, param, found, group)
                         others[key] = {name: value for name, value in found.items() if name not in new[param]}
             return given | {"state": others}
 
@@ -221,7 +221,7 @@ class FusedAdamW(torch.optim.Optimizer):
         return [settings for _, settings in self._checked]
 
 
-def _loaded(key: Any, param: Tensor, found: dict[str, Any], group: dict[str, Any]) -> dict[str, Any]:
+def _load_state(key: Any, param: Tensor, found: dict[str, Any], group: dict[str, Any]) -> dict[str, Any]:
     """The state ``found`` for ``param`` in the types that its group keeps. Refuses that of another parameter."""
     if absent := {"step", *MOMENTS} - found.keys():
         raise UnsupportedProblem(

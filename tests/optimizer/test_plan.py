@@ -18,6 +18,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from cutekernels.errors import UnsupportedProblem
+from cutekernels.ops.optimizer import api as adamw
 from cutekernels.optim import FusedAdamW
 from cutekernels.optim import plan as plans
 from tests.optimizer import host
@@ -61,13 +62,13 @@ def test_what_is_not_dense_is_updated_through_copies(
     dtype: torch.dtype, launches: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the kernel of one tensor, so that it has the bits of a dense parameter."""
-    real, contiguous = plans.call, []
+    real, contiguous = adamw.call, []
 
     def noted(op: Any, inputs: tuple[Any, ...], *rest: Any, **options: Any) -> Any:
         contiguous.append([t.is_contiguous() for t in inputs[:5] if t is not None])
         return real(op, inputs, *rest, **options)
 
-    monkeypatch.setattr(plans, "call", noted)
+    monkeypatch.setattr(adamw, "call", noted)
     whole = torch.randn(9, 6).to(dtype)
     param, twin = torch.nn.Parameter(whole[:, ::2]), torch.nn.Parameter(whole[:, ::2].clone().contiguous())
     ours, other = (FusedAdamW([p], lr=0.01, master_weights=True, max_grad_norm=0.5) for p in (param, twin))

@@ -88,26 +88,31 @@ def adamw_step(
         raise UnsupportedProblem("adamw_step is not differentiable: call it under torch.no_grad()")
     refuse_duals("adamw_step", inputs)
 
-    def update(inputs: tuple[Tensor | None, ...]) -> None:
-        results = places(inputs, UPDATED)
-        call(ADAMW_STEP, inputs, (maximize,), tuple(hyper), config=config, out=results, in_place=True)
+    update_in_place(inputs, hyper, maximize=maximize, config=config)
+    return param
 
-    runs = present(inputs[:5])
-    if not all(walk(t) == walk(param) and is_dense(t) for t in runs):
+
+def update_in_place(
+    inputs: tuple[Tensor | None, ...], hyper: Hyper, *, maximize: bool, config: AdamWConfig | str | None = None
+) -> None:
+    """One update of the op's ``inputs``: those that do not lie densely and alike are copied, and copied back."""
+    param, given = inputs[0], inputs
+    assert param is not None
+    dense = all(walk(t) == walk(param) and is_dense(t) for t in present(inputs[:5]))
+    if not dense:
         results = places(inputs, UPDATED)
         check_results(results)
         placeless = any(t.is_meta or type(t) not in (Tensor, torch.nn.Parameter) for t in present(inputs))  # or fakes
         if not (torch.compiler.is_compiling() or transformed() or placeless):
             check_overlap(ADAMW_STEP, results, inputs)  # copies would hide it
-        copies = [None if t is None else t.contiguous() for t in inputs[:5]]
-        update((*copies, steps, rates))
+        given = (*[None if t is None else t.contiguous() for t in inputs[:5]], *inputs[5:])
+    out = places(given, UPDATED)
+    call(ADAMW_STEP, given, (maximize,), tuple(hyper), config=config, out=out, in_place=True)
+    if not dense:
         for i in UPDATED:
-            target, source = inputs[i], copies[i]
+            target, source = inputs[i], given[i]
             if target is not None and source is not None and target is not source:
                 target.copy_(source)
-        return param
-    update(inputs)
-    return param
 
 
 def check_hyper(lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
