@@ -48,7 +48,7 @@ def families() -> tuple[ProductFamily, ...]:
 
 @dataclass(frozen=True)
 class Checked:
-    """What was found before the first measurement: a line for each misfit of the machine, a row for each op."""
+    """Findings before the first measurement: a line for each misfit of the machine, a row for each op."""
 
     misfits: tuple[str, ...]
     ops: tuple[dict[str, Any], ...]
@@ -101,7 +101,7 @@ def write(folder: Path, spec: GpuSpec, report: TuneReport, checked: Checked, db:
 
 
 def page_of(spec: GpuSpec, report: TuneReport, checked: Checked, winners: Sequence[Winner]) -> str:
-    """What gained, what failed, how near the roofline it is, and the clock and power that it ran at; as Markdown."""
+    """The page, in Markdown: gains, failures, distance from the roofline, and the clock and power of the run."""
     versions = ", ".join(f"{name} {value}" for name, value in environment.collect().items() if value)
     gained = sorted((w for w in winners if (w.ratio or 1.0) > 1.0), key=lambda w: -(w.ratio or 1.0))
     failed = [t for t in report.tasks if t.state == "failed"]
@@ -115,7 +115,7 @@ def page_of(spec: GpuSpec, report: TuneReport, checked: Checked, winners: Sequen
     lines.append(f"- {done} of the models' {len(wanted)} problems are tuned; the same command goes on with the others.")
     lines.append(f"- {len(gained)} of all {len(winners)} winners are faster than the default.")
     lines.append(f"- {len(failed)} problems failed.")
-    lines += [f"- {_seen(winners, name, unit)}" for name, unit in _CONDITIONS]
+    lines += [f"- {_range_of(winners, name, unit)}" for name, unit in _CONDITIONS]
     lines += ["", *_table("What gained most", [_gain(w) for w in gained[:_SHOWN]])]
     lines += _table("Ops that are wrong, or were not reached", [_brief(row) for row in checked.bad])
     lines += _table("Problems that failed", [{"op": t.op, "problem": t.problem, "why": t.message} for t in failed])
@@ -125,7 +125,7 @@ def page_of(spec: GpuSpec, report: TuneReport, checked: Checked, winners: Sequen
 _CONDITIONS = (("clock_mhz", "MHz"), ("power_w", "W"), ("temperature_c", "C"))
 
 
-def _seen(winners: Sequence[Winner], name: str, unit: str) -> str:
+def _range_of(winners: Sequence[Winner], name: str, unit: str) -> str:
     """The range of a condition over the finals: a clock far below the boost means that power or heat was the limit."""
     values = sorted(w.certificate[name] for w in winners if w.certificate.get(name) is not None)
     what = name.partition("_")[0]

@@ -255,7 +255,7 @@ def _seconds(budget_s: float | None, minutes: float | None, default: float | Non
 
 
 def _check_card(spec: GpuSpec, budget_s: float | None, jobs: int | None) -> Checked | None:
-    """What is checked of a card before it is tuned; None where it is elsewhere, and its winners are predicted."""
+    """The check of a card before it is tuned; None where it is elsewhere, and its winners are predicted."""
     from cutekernels.autotune import card
     from cutekernels.gpu import present
 

@@ -106,7 +106,7 @@ class Workload:
     """Least flops and bytes of a case; by default those of the op's problem."""
     example: Callable[[Path], Contender] | None = None
     """A peer loaded from an example file of another project."""
-    launched: Callable[[Any, GpuSpec], Any] | None = None
+    launches: Callable[[Any, GpuSpec], Any] | None = None
     """The problem that a call of a case's problem launches, where the GPU decides that."""
     cute: Shapes | None = None
     """The body in CuTe of an op that has none, for a suite ``headtohead``."""

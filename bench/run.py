@@ -93,7 +93,7 @@ def contenders(case: Case, plan: RunPlan, timer: Timer | None = None) -> list[Co
 
 
 def _peers(workload: Workload, gpu: GpuSpec) -> Sequence[Contender]:
-    """Of a stand-in, those that keep to what the GPU has for which it stands; the others are absent."""
+    """Peers of a case; of a stand-in those alone that keep to what the other GPU has, the others absent."""
     if gpu.confined_to is None:
         return workload.peers
     kept, why = {peer.name for peer in workload.confined}, f"its kernels are not known to keep to what {gpu.name} has"
@@ -102,9 +102,9 @@ def _peers(workload: Workload, gpu: GpuSpec) -> Sequence[Contender]:
 
 def _by_config(case: Case, plan: RunPlan) -> list[Contender]:
     op, problem = parse_case(case)
-    launched = workloads.get(case.op).launched
-    if launched is not None:
-        problem = launched(problem, plan.gpu)
+    launches = workloads.get(case.op).launches
+    if launches is not None:
+        problem = launches(problem, plan.gpu)
     choice = dispatch.resolve(op, problem, plan.gpu)
     default = op.default(problem, plan.gpu)
     if choice.config.vendors:

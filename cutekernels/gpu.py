@@ -78,7 +78,7 @@ class GpuSpec:
     @property
     def arch(self) -> Architecture:
         own = ARCHITECTURES[self.capability]
-        return own if self.confined_to is None else _confined(own.target, self.confined_to)
+        return own if self.confined_to is None else _architecture_as(own.target, self.confined_to)
 
     @property
     def target(self) -> str:
@@ -107,7 +107,7 @@ class GpuSpec:
             UnknownGpu: ``other`` has what this GPU lacks, or all that it has.
         """
         label, own = STOOD_FOR.get(other.capability, other.name), ARCHITECTURES[self.capability]
-        theirs = _confined(own.target, other.capability)
+        theirs = _architecture_as(own.target, other.capability)
         more = [f.name for f in fields(own) if f.name != "target" and getattr(theirs, f.name) > getattr(own, f.name)]
         if more:
             raise UnknownGpu(f"{self.name} cannot stand in for {label}, which has more: {', '.join(more)}")
@@ -144,7 +144,7 @@ class GpuSpec:
 
 
 @cache
-def _confined(target: str, capability: tuple[int, int]) -> Architecture:
+def _architecture_as(target: str, capability: tuple[int, int]) -> Architecture:
     """The properties of a compute capability, with the compile target of a GPU that stands in for it."""
     return replace(ARCHITECTURES[capability], target=target)
 
@@ -276,8 +276,8 @@ def choose(name: str, stands_for: str | None) -> GpuSpec:
 
 
 def act_as(spec: GpuSpec) -> None:
-    """Where ``spec`` is this machine's GPU as a stand-in, this process and those that it starts from now on take it so:
-    :func:`detect` gives it, and the whole library keeps to what it has.
+    """Let :func:`detect` give ``spec`` in this process and those that it starts from now on, where ``spec`` is a
+    stand-in of the GPU here: the whole library then keeps to what it has.
     """
     if spec.confined_to is not None:
         with suppress(UnknownGpu):

@@ -46,7 +46,7 @@ HOPPER = forward.by_label(
 )
 
 
-def _launched(problem: AttentionBackwardProblem, gpu: GpuSpec) -> AttentionBackwardProblem:
+def _launch_problem(problem: AttentionBackwardProblem, gpu: GpuSpec) -> AttentionBackwardProblem:
     """The problem that gives dK: with dV, or all three."""
     return problems(problem.forward().replace(lse=False), gpu)[0]
 
@@ -124,7 +124,7 @@ WORKLOADS = (
         inputs=_inputs,
         truth=_truth,
         ours=_ours,
-        launched=_launched,
+        launches=_launch_problem,
         confined=(_FLASH,),
         peers=(
             _FLASH,

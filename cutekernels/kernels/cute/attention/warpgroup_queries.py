@@ -242,7 +242,7 @@ class WarpgroupQueryGradients(WarpGroupBody):
 
     @cute.jit
     def locate(self, index: Int32, launch: Launch) -> Tile:
-        """Where tile ``index`` lies, and what it walks."""
+        """The place of tile ``index``, and the blocks that it walks."""
         number, layer = self.order.place(index, launch.layers, launch.tiles, launch.band)
         heads, seq_q, seq_kv = launch.mDq.shape[2], launch.mDq.shape[1], launch.mK.shape[1]
         # A launch may begin at any head of the batch; its dS is counted from there.
@@ -311,7 +311,7 @@ class WarpgroupQueryGradients(WarpGroupBody):
             for i in cutlass.range(blocks.end - blocks.first, unroll=1):
                 # Waits for K and dS.
                 cute.arch.mbarrier_wait(own.barriers.full + at.stage, at.phase)
-                # Of keys that none of the group's queries sees nobody has written dS.
+                # dS exists only for keys that some query of the group sees.
                 if blocks.first + i >= seen.first and blocks.first + i < seen.end:
                     self.read_scores(own, at.stage)
                     rK = own.rK[None, None, None, at.stage]

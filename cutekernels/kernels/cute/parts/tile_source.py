@@ -1,4 +1,4 @@
-"""Where a CTA's work comes from. A source names its *shares* one after the other: tiles, or parts of a tile's K.
+"""Sources of a CTA's work, which name its *shares* one after the other: tiles, or parts of a tile's K.
 
 Producer and consumers ask the same source, each for itself (``WarpSpecialized.produce``, ``consume``):
 
@@ -41,13 +41,13 @@ class Share:
 
 
 class TileSource:
-    """What sources have in common. What of a share is not known at once, or costs registers, is found when needed."""
+    """The common part of sources. Fields of a share that are not known at once, or cost registers, come when needed."""
 
     counted: ClassVar[bool]  # a share is a number, and all know how many there are
     tokens_first: ClassVar[bool]  # tokens are the first operand, whichever side of a tile is theirs
     k_tiles: Int32 | None  # of a tile, where all have as many
 
-    def deepened(self, share: Share) -> Share:
+    def deepen(self, share: Share) -> Share:
         """``share`` with its depth, where that lies in memory: for the producer at once, before its products else."""
         return share
 
@@ -92,7 +92,7 @@ class TileWalk(TileSource):
 
     def to_load(self, index: Int32) -> Share:
         """Share ``index`` for the producer."""
-        return self.deepened(self.share(index))
+        return self.deepen(self.share(index))
 
     @cute.jit
     def following(self, number: Int32) -> Int32:
@@ -115,7 +115,7 @@ class DepthWalk(TileWalk):
         return begin, end - begin
 
     @cute.jit
-    def deepened(self, share: Share) -> Share:
+    def deepen(self, share: Share) -> Share:
         row, depth = self.span(share.corner.layer)
         return replace(share, count=cute.ceil_div(depth, self.body.tile_k), row=row, depth=depth)
 
@@ -169,7 +169,7 @@ class GroupRing(TileSource):
     # ---- the producer's warp
 
     @cute.jit
-    def located(self) -> "GroupRing":
+    def locate(self) -> "GroupRing":
         """With what the producer alone needs: out's size, the cluster's first tile, and how far apart its tiles are."""
         rows, columns = self.given.mD.shape if self.rows is None else (self.rows, self.columns)
         block = cute.arch.block_idx()[0] if self.block is None else self.block
@@ -191,16 +191,15 @@ class GroupRing(TileSource):
     @cute.jit
     def publish(self, entry: Int32, found: GroupTile) -> Share:
         """Passes this CTA's tile of the cluster's on, as entry ``entry``."""
-        (tile_t, tile_o), (cluster_t, cluster_o) = self.tile, self.clusters
         tile_m, tile_n = found.m, found.n
-        if const_expr(cluster_t > 1):
-            tile_m = tile_m * cluster_t + self.rank
-        if const_expr(cluster_o > 1):
-            tile_n = tile_n * cluster_o + self.rank
-        token = cutlass.max(cutlass.min(found.begin + tile_m * tile_t, found.end - tile_t), found.begin)
-        column = tile_n * tile_o
+        if const_expr(self.clusters[0] > 1):
+            tile_m = tile_m * self.clusters[0] + self.rank
+        if const_expr(self.clusters[1] > 1):
+            tile_n = tile_n * self.clusters[1] + self.rank
+        token = cutlass.max(cutlass.min(found.begin + tile_m * self.tile[0], found.end - self.tile[0]), found.begin)
+        column = tile_n * self.tile[1]
         if const_expr(self.shifted):
-            column = cutlass.max(cutlass.min(column, self.columns - tile_o), Int32(0))
+            column = cutlass.max(cutlass.min(column, self.columns - self.tile[1]), Int32(0))
         tile = RingTile(token, column, found.group, found.end)
         self.ring.publish(self.at, entry, tile)
         return self.share(tile)

@@ -117,7 +117,7 @@ class WarpSpecialized(WarpGroupBody):
             for index in cutlass.range(source.first, source.count, source.step, unroll=1):
                 at = self.load(cta, source, source.to_load(index), at)
         else:
-            source = source.located()
+            source = source.locate()
             # The walk's chunk of groups lies in the warp's registers: each lane has the ends of four.
             rHigh = cute.make_rmem_tensor(4, Int32)
             state, lead = source.start(rHigh)
@@ -192,7 +192,7 @@ class WarpSpecialized(WarpGroupBody):
             order_phase = order_phase ^ 1
         consumer.acc.fill(0.0)
         # All products are done when this returns: accumulators may leave.
-        at = self.multiply(consumer, source.deepened(share), progress.at)
+        at = self.multiply(consumer, source.deepen(share), progress.at)
         behind = Progress(order_phase, at, progress.boxes_used)
         if const_expr(self.pingpong):
             behind = self.pass_over(source, source.following(number), behind)
