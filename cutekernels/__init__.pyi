@@ -21,7 +21,6 @@ from cutekernels.ops.activations.api import silu_mul as silu_mul
 from cutekernels.ops.attention.api import attention as attention
 from cutekernels.ops.attention.api import decode_attention as decode_attention
 from cutekernels.ops.embedding.api import embedding as embedding
-from cutekernels.ops.linear import grouped_gemm as grouped_gemm
 from cutekernels.ops.linear import linear as linear
 from cutekernels.ops.loss.cross_entropy import linear_cross_entropy as linear_cross_entropy
 from cutekernels.ops.loss.logprob import linear_logprob as linear_logprob
@@ -39,6 +38,7 @@ from cutekernels.ops.norms.api import layer_norm as layer_norm
 from cutekernels.ops.norms.api import rms_norm as rms_norm
 from cutekernels.ops.optimizer.api import adamw_step as adamw_step
 from cutekernels.ops.products.api import gemm as gemm
+from cutekernels.ops.products.grouped_api import grouped_gemm as grouped_gemm
 from cutekernels.ops.rope.api import rope as rope
 from cutekernels.ops.sampling.api import sample_filter as sample_filter
 from cutekernels.sdpa import route_sdpa as route_sdpa

@@ -70,7 +70,8 @@ def reference() -> str:
     lines = ["# Reference", "", about, ""]
     left = public_names()
     placed = {place for places in SECTIONS.values() for place in places}
-    further = {f.replace("_", " ").capitalize(): (f"ops.{f}",) for f in registry.FAMILIES if f"ops.{f}" not in placed}
+    packages = dict.fromkeys(f"ops.{family.partition('.')[0]}" for family in registry.FAMILIES)
+    further = {p.removeprefix("ops.").replace("_", " ").capitalize(): (p,) for p in packages if p not in placed}
     for title, places in (SECTIONS | further).items():
         prefixes = tuple(f"cutekernels.{place}." for place in places)
         here = {name: path for name, path in sorted(left.items()) if path.startswith(prefixes)}

@@ -75,7 +75,7 @@ FLOORS = {
     "cutekernels/columns.py": 0,
 }
 FAMILY_FLOOR = 8  # of a family of ops that builds on no other
-OWN_FLOOR = {f"cutekernels/ops/{family}/" for family in registry.FAMILIES} - set(FLOORS)
+OWN_FLOOR = {f"cutekernels/ops/{family}/" for family in registry.FAMILIES if "." not in family} - set(FLOORS)
 FLOORS |= dict.fromkeys(OWN_FLOOR, FAMILY_FLOOR)
 MOST_UPWARDS = 5
 CIRCLES = set[frozenset[str]]()

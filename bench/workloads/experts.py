@@ -19,9 +19,9 @@ from bench.baselines import DTYPES, Absent, Contender, Inputs, Launch, Workload,
 from bench.suites import Case, Suite, suite
 from bench.workloads.declared import workload
 from cutekernels.op import Work
-from cutekernels.ops.linear import grouped_gemm
 from cutekernels.ops.moe.ffn import moe_ffn
 from cutekernels.ops.products.grouped import GROUPED_GEMM, GroupedProblem
+from cutekernels.ops.products.grouped_api import grouped_gemm
 from cutekernels.ops.products.groups import SPREADS, expected_experts
 
 MODELS = {  # experts, top_k, hidden, intermediate

@@ -19,11 +19,12 @@ from bench.suites import Case, Suite, suite
 from bench.workloads import parse_case, quantized_peers
 from bench.workloads.declared import draw_inputs, workload
 from cutekernels.op import Work
-from cutekernels.ops.linear import linear, quantized_linear
+from cutekernels.ops.linear import linear
 from cutekernels.ops.products import backward
 from cutekernels.ops.products.api import gemm
 from cutekernels.ops.products.dequantize import DEQUANTIZE, DequantizeProblem, rows_of_scale
 from cutekernels.ops.products.packed import QUANTIZED_LINEAR
+from cutekernels.ops.products.packed_api import quantized_linear
 from cutekernels.ops.products.schedules.packed_problem import QuantizedProblem
 from cutekernels.ops.products.schedules.problem import ELEMENT_BYTES
 from cutekernels.quant.weight import QuantizedWeight

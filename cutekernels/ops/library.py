@@ -9,9 +9,9 @@ from importlib import import_module
 
 from cutekernels.ops.registry import FAMILIES
 
-_MODULES = {"loss": ("logprob", "cross_entropy")}
-for family in FAMILIES:
-    for module in _MODULES.get(family, ("api",)):
-        import_module(f"cutekernels.ops.{family}.{module}")
+_MODULES = {"loss": ("logprob", "cross_entropy"), "products": ("api", "grouped_api", "packed_api")}
+for package in dict.fromkeys(family.partition(".")[0] for family in FAMILIES):
+    for module in _MODULES.get(package, ("api",)):
+        import_module(f"cutekernels.ops.{package}.{module}")
 for module in ("linear", "norm_linear"):
     import_module(f"cutekernels.ops.{module}")

@@ -18,7 +18,7 @@ from torch import Tensor
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.kernels.activations import Activation
 from cutekernels.ops.activations.api import silu_mul
-from cutekernels.ops.linear import gated, linear
+from cutekernels.ops.linear import linear
 from cutekernels.ops.norms.api import add_rms_norm, rms_norm
 from cutekernels.ops.products.chain import normalise
 from cutekernels.ops.products.fused import NormLinearConfig
@@ -176,6 +176,8 @@ def linear_silu_mul(
         raise UnsupportedProblem("norm=False takes no norm_weight: leave one of them out")
     norm = bool(norm) or norm_weight is not None
     if isinstance(w_gate_up, QuantizedWeight):
+        from cutekernels.ops.products.packed_api import gated
+
         if config is not None:
             raise UnsupportedProblem("config= is for one kernel; with a packed weight several run: leave it out")
         check_tensor("linear_silu_mul", "out", out, optional=True)

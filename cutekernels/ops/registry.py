@@ -1,4 +1,5 @@
-"""The families of ops, and the ops of each. A family is a package of this folder, with its ops in ``OPS``.
+"""The families of ops, and the ops of each. A family is a package of this folder, or a module of one, with its ops in
+``OPS``.
 
 Nothing here imports torch, and an op that is asked for by name imports its own family alone.
 """
@@ -12,16 +13,11 @@ from cutekernels.errors import UnsupportedProblem, near
 from cutekernels.op import Op
 
 FAMILIES: dict[str, tuple[str, ...]] = {
-    "products": (
-        "gemm",
-        "grouped_gemm",
-        "grouped_gemm_wgrad",
-        "quantized_linear",
-        "quantized_grouped_gemm",
-        "dequantize",
-        "rms_norm_linear",
-        "linear_silu_mul",
-    ),
+    "products.dense": ("gemm",),
+    "products.grouped": ("grouped_gemm", "grouped_gemm_wgrad"),
+    "products.packed": ("quantized_linear", "quantized_grouped_gemm"),
+    "products.dequantize": ("dequantize",),
+    "products.norm": ("rms_norm_linear", "linear_silu_mul"),
     "attention": ("attention", "attention_delta", "attention_backward", "decode_attention", "cache_attention"),
     "activations": (
         "silu_mul",

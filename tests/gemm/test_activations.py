@@ -15,8 +15,8 @@ import cutekernels as ck
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.kernels import activations
 from cutekernels.kernels.activations import ACTIVATIONS, KERNELS, TABLE, Row
-from cutekernels.ops.linear import clamped_swiglu
 from cutekernels.ops.products.gradients import through_activation
+from cutekernels.ops.products.grouped_api import clamped_swiglu
 
 
 class Tensors:

@@ -13,7 +13,7 @@ import torch
 import cutekernels as ck
 from cutekernels import gpu, nn
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.ops.linear import clamped_swiglu
+from cutekernels.ops.products.grouped_api import clamped_swiglu
 from cutekernels.ops.products.packed import QUANTIZED_GROUPED_GEMM, QUANTIZED_LINEAR, QuantizedGroupedProblem
 from cutekernels.ops.products.schedules.packed_problem import QuantizedConfig
 from cutekernels.ops.products.schedules.packed_skinny import GROUPED_PACKED_SKINNY

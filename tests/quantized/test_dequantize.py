@@ -13,8 +13,8 @@ import cutekernels as ck
 from cutekernels import gpu
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.kernels.cute.parts.smem import DequantizeSmem
-from cutekernels.ops import linear as api
 from cutekernels.ops.products import backward
+from cutekernels.ops.products import packed_api as api
 from cutekernels.ops.products.dequantize import DEQUANTIZE, DequantizeConfig, DequantizeProblem
 from tests.compiled import H200, TARGETS, cubin, opcodes, pairs, sass
 from tests.quantized import cases

@@ -20,8 +20,8 @@ from cutekernels import gpu
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.kernels.activations import ACTIVATIONS
 from cutekernels.nn import QuantizedLinear
-from cutekernels.ops.linear import quantized_linear
 from cutekernels.ops.products.packed import QUANTIZED_LINEAR
+from cutekernels.ops.products.packed_api import quantized_linear
 from cutekernels.ops.products.schedules.packed_problem import QuantizedConfig, QuantizedProblem
 from cutekernels.quant import QuantizedWeight, quantize
 from tests.quantized.cases import (

@@ -12,8 +12,8 @@ from torch import Tensor
 
 import cutekernels as ck
 from cutekernels import gpu
-from cutekernels.ops import linear as api
 from cutekernels.ops.products import backward
+from cutekernels.ops.products import packed_api as api
 from tests.quantized.cases import BF16, COMMON, FP16, FP32, KINDS, Kind, error, make
 
 assert api, "it registers the op"

@@ -13,7 +13,7 @@ from torch import Tensor
 import cutekernels as ck
 from cutekernels.errors import InvalidConfig, UnsupportedProblem
 from cutekernels.kernels.activations import ACTIVATIONS, activated
-from cutekernels.ops.linear import quantized_linear
+from cutekernels.ops.products.packed_api import quantized_linear
 from cutekernels.quant import QuantizedWeight
 from tests.quantized.cases import (
     BF16,

@@ -23,6 +23,20 @@ def test_import_loads_nothing_heavy() -> None:
     assert _loaded("import cutekernels; dir(cutekernels); cutekernels.__version__") == []
 
 
+@pytest.mark.parametrize(
+    ("code", "others"),
+    [
+        ("cutekernels.linear", ("packed", "packed_api", "grouped", "grouped_api", "norm", "backward", "dequantize")),
+        ("from cutekernels.ops import registry; registry.get('gemm')", ("packed", "grouped", "norm", "api")),
+        ("cutekernels.grouped_gemm", ("packed", "packed_api", "norm")),
+    ],
+)
+def test_a_product_loads_no_other_kind(code: str, others: tuple[str, ...]) -> None:
+    script = f"import sys, cutekernels; {code}; print(' '.join(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert not {f"cutekernels.ops.products.{other}" for other in others} & set(done.stdout.split())
+
+
 def test_the_rooms_below_the_ops_load_nothing_heavy() -> None:
     rooms = "errors settings gpu op measure verify isolate environment backends dispatch compile db.storage.snapshot"
     assert _loaded("import " + ", ".join(f"cutekernels.{room}" for room in rooms.split())) == []

@@ -16,9 +16,9 @@ from cutekernels.integrations.transformers.families import activation_of, gate_o
 from cutekernels.integrations.transformers.modules import Patched
 from cutekernels.integrations.transformers.projections import multiplied, parameter
 from cutekernels.integrations.transformers.tensor_parallel import is_planned, is_sharded
-from cutekernels.ops.linear import grouped_gemm
 from cutekernels.ops.moe.api import moe_combine, moe_gather, moe_permute
 from cutekernels.ops.moe.ffn import moe_ffn
+from cutekernels.ops.products.grouped_api import grouped_gemm
 
 
 @cache

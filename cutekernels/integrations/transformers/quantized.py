@@ -19,7 +19,8 @@ from cutekernels.integrations.transformers.families import Family, shared_parame
 from cutekernels.integrations.transformers.modules import Patched, swapped
 from cutekernels.integrations.transformers.projections import computes, parameter, sharded
 from cutekernels.nn.quantized import applied
-from cutekernels.ops.linear import check_kernels, linear
+from cutekernels.ops.linear import linear
+from cutekernels.ops.products.packed_api import check_kernels
 from cutekernels.ops.shared.dtypes import DTYPES
 from cutekernels.quant.weight import QuantizedWeight
 

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.activations.api import silu_mul
-from cutekernels.ops.linear import clamped_swiglu, grouped_gemm
 from cutekernels.ops.moe.api import moe_combine, moe_gather, moe_permute
 from cutekernels.ops.moe.rows import FEW_PAIRS, MOE_DISPATCH
 from cutekernels.ops.products.epilogue import ALPHA, CLAMPED, GATES, LIMIT
+from cutekernels.ops.products.grouped_api import clamped_swiglu, grouped_gemm
 from cutekernels.ops.products.schedules.problem import GATED
 from cutekernels.ops.shared.calls import call
 from cutekernels.ops.shared.checks import check_number, check_tensor, check_word

@@ -360,6 +360,12 @@ def _sum_over_batch(x: Tensor, y: Tensor, alpha: float) -> Tensor:
     return product(joint_x, joint_y, alpha)
 
 
+def check_depth(x: Tensor, k: int) -> None:
+    """Refuses an ``x`` that a weight of ``k`` columns does not multiply."""
+    if x.dim() == 0 or x.shape[-1] != k:
+        raise UnsupportedProblem(f"x must be (..., K) with weight's K={k}; its shape is {tuple(x.shape)}")
+
+
 GEMM_PATH = define_with_out(
     "gemm",
     _INPUTS,

@@ -18,7 +18,7 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.gpu import GpuSpec
 from cutekernels.ops.products.api import gemm
 from cutekernels.ops.products.dequantize import DEQUANTIZE, Packed, decode_codes
-from cutekernels.ops.products.grouped import GROUPED_GEMM
+from cutekernels.ops.products.grouped import GROUPED_GEMM, GROUPED_GEMM_WGRAD
 from cutekernels.ops.products.groups import by_group, check_offsets
 from cutekernels.ops.shared.calls import define_with_out, run, splitting
 from cutekernels.ops.shared.checks import check_results
@@ -30,6 +30,7 @@ Tensors = tuple[Tensor, ...]
 DECODED_BYTES = 24 << 20  # of decoded columns at a time: they stay in the L2
 MOST_DECODED_BYTES = 256 << 20  # where few tokens need more columns for a product that fills a GPU
 _ROWS, _COLUMNS = 128, 256  # of dx, that an SM takes at a time in such a product
+_BIAS_COLUMNS = 8  # of ones, whose product with dout is the gradient of experts' biases: 16-byte rows
 _HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -100,6 +101,15 @@ def _check(given: Tensors | None, inputs: tuple[Any, ...], options: tuple[Any, .
             raise UnsupportedProblem(f"all tensors must be on dout's device {dout.device}; one is on {t.device}")
     check_results(given or ())
     return n
+
+
+def group_sums(rows: Tensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:
+    """``(E, N)``: the rows of each group added up, in a fixed order; rounded once, to ``dtype``."""
+    if dtype == rows.dtype:
+        ones = rows.new_ones((rows.shape[0], _BIAS_COLUMNS))
+        return GROUPED_GEMM_WGRAD.path(rows, ones, offsets, None)[..., 0]  # type: ignore[no-any-return]
+    ends = offsets.clamp(0, rows.shape[0]).cummax(0).values.long()  # as the kernels read offsets, whatever they are
+    return torch.segment_reduce(rows.to(dtype), "sum", offsets=ends, unsafe=True)
 
 
 def _of_experts(weight: Tensor, offsets: Tensor) -> Tensor:

@@ -303,3 +303,6 @@ def _default(p: GemmProblem, gpu: GpuSpec) -> GemmConfig:
 
 def nothing(*args: Any) -> None:
     """The launch of an empty problem."""
+
+
+OPS = (GEMM,)

@@ -226,3 +226,6 @@ def draw_packed(p: Any, name: str, shape: tuple[int, ...], draw: torch.Generator
     size = {"int4": 5.0, "int8": 74.0, "e4m3": 130.0, "nf4": 0.5, "e2m1": 2.9}[p.code] * max(1, p.k) ** 0.5
     scales = (torch.rand(shape, generator=draw, device=device) + 0.5) / size
     return (torch.frexp(scales).exponent + 126).to(torch.uint8) if p.scale == EXPONENT else scales
+
+
+OPS = (DEQUANTIZE,)

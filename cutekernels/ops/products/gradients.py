@@ -9,12 +9,8 @@ from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.kernels.activations import TABLE
-from cutekernels.ops.activations.api import JOINED_BACKWARD
 from cutekernels.ops.products.epilogue import ALPHA, CLAMPED, LIMIT
-from cutekernels.ops.products.grouped import GROUPED_GEMM_WGRAD
 from cutekernels.ops.products.schedules.problem import GATED
-
-_BIAS_COLUMNS = 8  # of ones, whose product with dout is the gradient of experts' biases: 16-byte rows
 
 
 def before_activation(
@@ -35,6 +31,8 @@ def before_activation(
         assert value is not None
         return through_activation(grad, value, activation)
     if activation == GATED:
+        from cutekernels.ops.activations.api import JOINED_BACKWARD
+
         return JOINED_BACKWARD["silu_mul"](grad, z(), None)  # type: ignore[no-any-return]
     if activation == CLAMPED:
         return _through_clamped(grad, z(), alpha, limit)
@@ -87,12 +85,3 @@ def _through_clamped(dout: Tensor, z: Tensor, alpha: float, limit: float) -> Ten
 def column_sums(dz: Tensor, dtype: torch.dtype) -> Tensor:
     """The sum over all dimensions but the last, in fp32 or better, rounded once."""
     return dz.sum(tuple(range(dz.dim() - 1)), dtype=dtype)  # torch accumulates halves in fp32
-
-
-def group_sums(rows: Tensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:
-    """``(E, N)``: the rows of each group added up, in a fixed order; rounded once, to ``dtype``."""
-    if dtype == rows.dtype:
-        ones = rows.new_ones((rows.shape[0], _BIAS_COLUMNS))
-        return GROUPED_GEMM_WGRAD.path(rows, ones, offsets, None)[..., 0]  # type: ignore[no-any-return]
-    ends = offsets.clamp(0, rows.shape[0]).cummax(0).values.long()  # as the kernels read offsets, whatever they are
-    return torch.segment_reduce(rows.to(dtype), "sum", offsets=ends, unsafe=True)

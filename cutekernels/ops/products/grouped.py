@@ -1,4 +1,4 @@
-"""``grouped_gemm`` and the gradient of its weights: the declarations. Public functions stand in ``ops/linear.py``.
+"""``grouped_gemm`` and the gradient of its weights: the declarations. The public function stands in ``grouped_api.py``.
 
 A group is the rows of one expert, from ``offsets[e]`` to ``offsets[e + 1]``, as :func:`moe_permute` returns them.
 """
@@ -367,3 +367,4 @@ class GroupedGemmWgrad(GroupedProduct, CuteOp[GroupedProblem, GemmConfig]):
 
 GROUPED_GEMM = GroupedGemm()
 GROUPED_GEMM_WGRAD = GroupedGemmWgrad()
+OPS = GROUPED_GEMM, GROUPED_GEMM_WGRAD

@@ -371,3 +371,4 @@ def _exact_norm(x: Tensor, norm_weight: Tensor | None, rstd: Tensor | None, eps:
 
 RMS_NORM_LINEAR = RmsNormLinear()
 LINEAR_SILU_MUL = LinearSiluMul()
+OPS = RMS_NORM_LINEAR, LINEAR_SILU_MUL

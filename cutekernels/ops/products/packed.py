@@ -322,3 +322,4 @@ class QuantizedGroupedGemm(PackedProduct, CuteOp[QuantizedGroupedProblem, Quanti
 
 QUANTIZED_LINEAR = QuantizedLinear()
 QUANTIZED_GROUPED_GEMM = QuantizedGroupedGemm()
+OPS = QUANTIZED_LINEAR, QUANTIZED_GROUPED_GEMM
