@@ -150,6 +150,16 @@ def _cublas(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
     return [product(i) for i in sets]
 
 
+def _decoding_cublas(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
+    """The weight decoded by our kernel, whole, before each product."""
+
+    def product(i: Inputs) -> Launch:
+        weight = _of(case, i)
+        return lambda: torch.mm(i.operands[0], weight.dequantize(), out=i.out)
+
+    return [product(i) for i in sets]
+
+
 def _in_bf16(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
     """``ck.linear``, or the gradient of its x, of the weight decoded beforehand."""
     product = gemm if case.op == "quantized_linear_backward" else linear
@@ -204,7 +214,7 @@ WORKLOADS = (
         inputs=_inputs_backward,
         truth=_truth,
         ours=_ours_gradient,
-        peers=_IN_16_BITS,
+        peers=(*_IN_16_BITS, Contender("decoding, then cublas", _decoding_cublas)),
         configured=False,
         work=_gradient_work,
     ),
