@@ -17,7 +17,7 @@ import gc
 import importlib
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -202,14 +202,16 @@ def _time(step: Step) -> float:
     return (time.perf_counter() - begin) * 1e6
 
 
-def run(case: TrainingCase, rounds: int, stamp: dict[str, str], skip: str = "") -> Iterator[Row]:
-    """A row of each contender but those with ``skip`` in their name.
+def run(
+    case: TrainingCase, rounds: int, stamp: dict[str, str], contenders: Collection[str] | None = None
+) -> Iterator[Row]:
+    """A row of each contender, or of those that are named.
 
     Contenders live side by side and take their samples in turns, as far as memory allows; those that it has no room
     for come after the others are gone.
     """
     every = LOSSES if case.suite == "loss" else MODELS
-    waiting = {name: make for name, make in every.items() if not skip or skip not in name}
+    waiting = {name: make for name, make in every.items() if not contenders or name in contenders}
     times: dict[str, list[float]] = {}
     memory: dict[str, float] = {}
     failed: dict[str, Exception] = {}
@@ -271,13 +273,15 @@ def curves(case: TrainingCase, stamp: dict[str, str]) -> Iterator[Row]:
 def command(
     match: Match = None,
     rounds: Rounds = 20,
-    skip: Annotated[str, typer.Option(help="Leave out contenders with this in their name: compiled, say.")] = "",
+    contender: Annotated[list[str] | None, typer.Option(help="Only contenders of one of these names.")] = None,
     out: Out = None,
     dry_run: DryRun = False,
     commit: Commit = None,
 ) -> None:
     """Time steps of training and losses beside their peers, and record a row of each case and contender."""
     some = wall.chosen(CASES, match, lambda case: f"{case.suite} {case}")
+    if unknown := set(contender or ()) - {*MODELS, *LOSSES}:
+        terminal.fail(f"--contender is one of {'; '.join({**MODELS, **LOSSES})}; it is {min(unknown)!r}", code=2)
     if dry_run:
         for case in some:
             terminal.show(f"{case.suite} {case}: {'; '.join(LOSSES if case.suite == 'loss' else MODELS)}")
@@ -285,5 +289,5 @@ def command(
     gpu = wall.detect_gpu()
     path = (out or wall.RESULTS / gpu.name / "training") / "training.jsonl"
     stamp = environment.stamp(gpu.name, commit)
-    found = (curves(case, stamp) if case.suite == "curve" else run(case, rounds, stamp, skip) for case in some)
+    found = (curves(case, stamp) if case.suite == "curve" else run(case, rounds, stamp, contender) for case in some)
     wall.record(chain.from_iterable(found), path, wall.table)
