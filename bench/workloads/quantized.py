@@ -27,6 +27,7 @@ from cutekernels.ops.products.packed import QUANTIZED_LINEAR
 from cutekernels.ops.products.packed_api import quantized_linear
 from cutekernels.ops.products.schedules.packed_problem import QuantizedProblem
 from cutekernels.ops.products.schedules.problem import ELEMENT_BYTES
+from cutekernels.ops.shared.calls import run
 from cutekernels.quant.weight import QuantizedWeight
 
 # ---- cases ----------------------------------------------------------------------------------------------
@@ -151,11 +152,19 @@ def _cublas(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
 
 
 def _decoding_cublas(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
-    """The weight decoded by our kernel, whole, before each product."""
+    """The whole weight decoded by our kernel before each product."""
+    p = parse_case(case)[1]
 
     def product(i: Inputs) -> Launch:
-        weight = _of(case, i)
-        return lambda: torch.mm(i.operands[0], weight.dequantize(), out=i.out)
+        dy, packed, scales = i.operands
+        weight = dy.new_empty((p.n, p.k))
+        options = (p.code, p.group, p.n, p.k, p.k, p.dtype)
+
+        def launch() -> Tensor:
+            run(DEQUANTIZE, (weight,), (packed, scales, None, None), options=options, scalars=(0,))
+            return torch.mm(dy, weight, out=i.out)
+
+        return launch
 
     return [product(i) for i in sets]
 
