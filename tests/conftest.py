@@ -6,6 +6,7 @@ Nothing here imports torch unless a test marked ``gpu`` was collected.
 from __future__ import annotations
 
 import gc
+import os
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -73,34 +74,36 @@ def _folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     return (parent / str(number) for number in count())
 
 
+@pytest.fixture(scope="session")
+def _kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The compiled kernels of a run's GPU tests: the first worker that needs one builds it for all."""
+    base = tmp_path_factory.getbasetemp()
+    return (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "kernels"
+
+
 @pytest.fixture(autouse=True)
 def _own_database_and_cache(
-    request: pytest.FixtureRequest, _folders: Iterator[Path], monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest, _folders: Iterator[Path], _kernels: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No test reads or writes the user's tuned-config database or compiled kernels.
 
     A test that asks for ``tmp_path`` has its own there. To name one pytest lists those of all tests before, which took
-    4 ms after 3,000 of them; the others do without.
+    4 ms after 3,000 of them; the others do without. GPU tests of ops and models share their kernels.
     """
     asked = "tmp_path" in request.fixturenames
     own = request.getfixturevalue("tmp_path") if asked else next(_folders)
     own.mkdir(exist_ok=asked)
+    shared = request.node.get_closest_marker("gpu") and request.path.parent.name not in ("trunk", "tuner")
     monkeypatch.setenv("CUTEKERNELS_DB", str(own / "tuned.db"))
-    monkeypatch.setenv("CUTEKERNELS_CACHE", str(own / "cache"))
+    monkeypatch.setenv("CUTEKERNELS_CACHE", str(_kernels if shared else own / "cache"))
     monkeypatch.delenv("CUTEKERNELS_LOG", raising=False)
 
 
-@pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tmp_path_factory.mktemp("kernels"))
-
-
 @pytest.fixture
-def one_cache_one_seed(kernels: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """For files of GPU tests: kernels are compiled once for a whole file, random numbers are the same each time."""
+def one_seed() -> Iterator[None]:
+    """For files of GPU tests: random numbers are the same each time."""
     import torch
 
-    monkeypatch.setenv("CUTEKERNELS_CACHE", kernels)
     torch.manual_seed(7)
     yield
     torch.cuda.empty_cache()

@@ -20,7 +20,7 @@ from cutekernels.ops.activations.op import slab_rows
 from tests.activations.gelu_cases import APPROXIMATE, OPS, VALUES, error_ratio, truth
 from tests.activations.silu_mul_cases import DTYPES
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_cache_one_seed")]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_seed")]
 
 AWKWARD = [
     "rows=1 cols=1",

@@ -19,7 +19,7 @@ from cutekernels.ops.activations.api import silu_mul
 from cutekernels.ops.activations.op import SILU_MUL, SILU_MUL_BACKWARD, GluProblem
 from tests.activations.silu_mul_cases import DTYPES, OPS, VALUES, error_ratio, truth
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_cache_one_seed")]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_seed")]
 
 SUITES = [(op, text) for op in (SILU_MUL, SILU_MUL_BACKWARD) for text in op.suite]
 AWKWARD = [

@@ -20,7 +20,7 @@ from tests.attention import cases
 from tests.attention.backward_cases import chosen, random_backward, random_config, torch_gradients
 from tests.attention.cases import ROUNDING, row_errors
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_cache_one_seed")]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_seed")]
 
 
 launched = partial(cases.launched, ATTENTION_BACKWARD)

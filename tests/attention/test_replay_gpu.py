@@ -19,7 +19,7 @@ from cutekernels.ops.attention.op import ATTENTION
 from cutekernels.ops.shared import paths
 from cutekernels.ops.shared.paths import CallCache
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_cache_one_seed")]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_seed")]
 BF16, INT32 = torch.bfloat16, torch.int32
 
 

@@ -25,7 +25,7 @@ from tests.attention import cases
 from tests.attention.backward_cases import random_backward
 from tests.attention.test_backward_gpu import judge
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_cache_one_seed")]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_seed")]
 launched = partial(cases.launched, ATTENTION_BACKWARD)
 
 

@@ -16,7 +16,7 @@ from tests.integrations.test_quantized_models import LAYOUTS
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.usefixtures("one_cache_one_seed"),
+    pytest.mark.usefixtures("one_seed"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores"),  # where the tests' twins are fp32
     pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning"),  # torch's, where it imports its compiler

@@ -16,7 +16,7 @@ from tests.models.near_ties import check_greedy, routing_gap, widened
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.usefixtures("one_cache_one_seed"),
+    pytest.mark.usefixtures("one_seed"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning"),  # torch's, where it imports its compiler
 ]

@@ -18,7 +18,7 @@ from tests.models.test_threads import at_once
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.usefixtures("one_cache_one_seed"),
+    pytest.mark.usefixtures("one_seed"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
 WIDE = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64, "vocab_size": 1031}

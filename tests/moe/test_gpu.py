@@ -21,7 +21,7 @@ from cutekernels.ops.moe.route import MOE_ROUTE, MOE_ROUTE_BACKWARD
 from cutekernels.ops.moe.rows import MOE_COMBINE, MOE_COMBINE_BACKWARD, MOE_DISPATCH, MOE_GATHER
 from tests.moe.cases import DTYPES, OPS, ratio, truth, worst
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_cache_one_seed")]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_seed")]
 
 moe_route, moe_permute = cutekernels.moe_route, cutekernels.moe_permute
 moe_gather, moe_combine = cutekernels.moe_gather, cutekernels.moe_combine

@@ -17,7 +17,7 @@ from cutekernels.ops.products.grouped import GROUPED_GEMM, GROUPED_GEMM_WGRAD
 from cutekernels.ops.products.grouped import GroupedProblem as Problem
 from cutekernels.ops.products.groups import SPREADS, sample_offsets
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_cache_one_seed")]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_seed")]
 OPS = (GROUPED_GEMM, GROUPED_GEMM_WGRAD)
 AWKWARD = [
     (GROUPED_GEMM, "rows=1 n=8 k=8 experts=1"),

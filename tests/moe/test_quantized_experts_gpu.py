@@ -19,7 +19,7 @@ from cutekernels.ops.shared.tolerance import rounded_operand_depth
 from cutekernels.quant import QuantizedStack
 from tests.moe.packed import SCHEMES, experts, products
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_cache_one_seed")]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_seed")]
 AWKWARD = [
     "rows=1 n=64 k=8 experts=1 code=e2m1 group=32 scale=e8m0",
     "rows=129 n=256 k=40 experts=1023 code=int8 group=0 scale=bf16 bias=same activation=gelu",

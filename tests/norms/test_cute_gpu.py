@@ -17,7 +17,7 @@ from cutekernels.ops.norms.op import RMS_NORM
 from tests.norms import cases
 from tests.norms.cute_cases import CONFIG, RAGGED, in_cute
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_cache_one_seed")]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_seed")]
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:

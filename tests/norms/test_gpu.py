@@ -19,7 +19,7 @@ from cutekernels.ops.norms.api import add_rms_norm, layer_norm, rms_norm
 from cutekernels.ops.norms.gradients import COLUMN_SUM, COLUMN_SUM_PAIR
 from tests.norms.cases import DTYPES, OPS, error_ratio, truth
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_cache_one_seed")]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_seed")]
 
 SUITES = [(op, text) for op in OPS.values() for text in op.suite]
 AWKWARD = [

@@ -89,7 +89,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 def device(request: pytest.FixtureRequest) -> str:
     """The device of each way that a step takes: parameter by parameter, by launches of stand-ins, by launches."""
     if request.param == "cuda":
-        request.getfixturevalue("one_cache_one_seed")
+        request.getfixturevalue("one_seed")
         return "cuda"
     if request.param == "launches":
         request.getfixturevalue("launches")

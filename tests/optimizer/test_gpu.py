@@ -19,7 +19,7 @@ from cutekernels.ops.optimizer.op import ADAMW_STEP, AdamWProblem
 from cutekernels.optim import FusedAdamW
 from tests.optimizer.cases import SETTINGS, operands, truth, worst
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_cache_one_seed")]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_seed")]
 
 AWKWARD = [
     "elements=1", "elements=7 dtype=bf16 align=2", "elements=131073 dtype=fp16 master=1 grad=fp32 rate=device",

@@ -15,7 +15,7 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.optim import FusedAdamW
 from tests.optimizer.test_gpu import grads, model
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_cache_one_seed")]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_seed")]
 
 OPTIONS: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1}
 

@@ -44,7 +44,7 @@ from tests.quantized.cases import (
 )
 
 on_gpu = pytest.mark.gpu
-shared = pytest.mark.usefixtures("one_cache_one_seed")
+shared = pytest.mark.usefixtures("one_seed")
 BODIES = ("skinny", "warpgroup")
 ASYMMETRIC = Kind(group=64, zeros=True)
 FEW = {8: 64, 16: 64, 24: 64, 32: 64, 48: 64, 64: 64}  # tile_n by tile_m of the skinny body

@@ -18,7 +18,7 @@ from tests.quantized.cases import BF16, COMMON, FP16, FP32, KINDS, Kind, error, 
 
 assert api, "it registers the op"
 on_gpu = pytest.mark.gpu
-shared = pytest.mark.usefixtures("one_cache_one_seed")
+shared = pytest.mark.usefixtures("one_seed")
 ASYMMETRIC = Kind(group=64, zeros=True)
 K = 1096
 

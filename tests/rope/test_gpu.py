@@ -17,7 +17,7 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.rope.op import ROPE, RopeProblem
 from tests.rope.cases import DTYPES, error_ratio, rows_of, table, truth, worst
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_cache_one_seed")]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_seed")]
 
 AWKWARD = [
     "batch=1 seq=1 heads_q=1 head_dim=2 rotary=2 heads_kv=1 align=2",

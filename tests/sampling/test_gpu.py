@@ -17,7 +17,7 @@ from cutekernels.errors import InvalidConfig, UnsupportedProblem
 from cutekernels.ops.sampling.op import SAMPLE_FILTER, SampleFilterProblem
 from tests.sampling.cases import ALL, BY_ROW, CASES, DTYPES, FILTERS, fault, logits_of, numbers_of
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_cache_one_seed")]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_seed")]
 
 sample_filter = cutekernels.sample_filter
 AWKWARD = [

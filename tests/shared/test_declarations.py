@@ -25,7 +25,6 @@ from cutekernels.ops.shared.triton_op import TritonOp
 
 OPS = [op for op in registry.OPS if isinstance(op, TritonOp)]
 DECLARED = [op for op in registry.OPS if isinstance(op, DeclaredOp)]
-SUITES = [pytest.param(op, text, id=f"{op.name} {text}") for op in DECLARED for text in op.suite]
 H200 = gpu.lookup("h200")
 MOST_CLASSES = 4  # Op, DeclaredOp, TritonOp or CuteOp, the op; a family's part stands beside the third
 every_op = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
@@ -112,21 +111,26 @@ def test_the_default_of_any_problem_is_valid_and_texts_round_trip(
     assert x < 1 << 31 and max(y, z) < 1 << 16
 
 
-@pytest.mark.parametrize(("op", "text"), SUITES)
-def test_samples_of_the_suite_pose_their_problem(op: Any, text: str) -> None:
-    """Two of one seed are alike, of another are not; references have the results' shapes and types."""
+def small(op: Any, text: str) -> Any:
+    """A problem of the suite, shrunk; of a cache, one page of it."""
     problem = shrunk(op, text, 40)
-    if "seq_kv" in problem.extent_names() and getattr(problem, "page_size", 0):
-        problem = problem.replace(seq_kv=problem.page_size)
-    args = op.sample(problem, "cpu", 3)
-    inputs, _ = parts(op, args)
-    results = op.outputs(problem, *args)
-    assert op.problem(*results, *inputs, **{name: getattr(problem, name) for name in op.options}) == problem
-    for again, alike in ((op.sample(problem, "cpu", 3), True), (op.sample(problem, "cpu", 4), False)):
-        same = [bits(a) == bits(b) for a, b in zip(args, again, strict=True)]
-        assert all(same) is alike
-    looks = [(t.shape, t.dtype) for t in op.reference(problem, *args)]
-    assert looks == [(t.shape, t.dtype) for t in results]
+    paged = "seq_kv" in problem.extent_names() and getattr(problem, "page_size", 0)
+    return problem.replace(seq_kv=problem.page_size) if paged else problem
+
+
+@pytest.mark.parametrize("op", DECLARED, ids=lambda op: op.name)
+def test_samples_of_the_suite_pose_their_problem(op: Any) -> None:
+    """Two of one seed are alike, of another are not; references have the results' shapes and types."""
+    for problem in {str(each): each for each in (small(op, text) for text in op.suite)}.values():
+        args = op.sample(problem, "cpu", 3)
+        inputs, _ = parts(op, args)
+        results = op.outputs(problem, *args)
+        assert op.problem(*results, *inputs, **{name: getattr(problem, name) for name in op.options}) == problem
+        for again, alike in ((op.sample(problem, "cpu", 3), True), (op.sample(problem, "cpu", 4), False)):
+            same = [bits(a) == bits(b) for a, b in zip(args, again, strict=True)]
+            assert all(same) is alike, problem
+        looks = [(t.shape, t.dtype) for t in op.reference(problem, *args)]
+        assert looks == [(t.shape, t.dtype) for t in results], problem
 
 
 @pytest.mark.parametrize(
