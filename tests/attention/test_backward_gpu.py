@@ -19,6 +19,7 @@ from cutekernels.ops.attention.delta import ATTENTION_DELTA, DeltaProblem
 from tests.attention import cases
 from tests.attention.backward_cases import chosen, random_backward, random_config, torch_gradients
 from tests.attention.cases import ROUNDING, row_errors
+from tests.seeds import seeds
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_seed")]
 
@@ -54,7 +55,7 @@ def test_the_suite_is_right_and_as_exact_as_torch(text: str) -> None:
     judge(p, args, launched(p, args))
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", seeds(30))
 def test_random_configs_are_right(seed: int) -> None:
     rng = random.Random(seed)
     p = random_backward(rng)

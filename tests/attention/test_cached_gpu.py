@@ -16,6 +16,7 @@ from cutekernels.ops.attention.api import attention, decode_attention
 from cutekernels.ops.attention.cache import CACHE_ATTENTION, CacheProblem
 from tests.attention import cases
 from tests.attention.cached_cases import arguments, lengths_of, random_config, random_problem, without_unseen_pages
+from tests.seeds import seeds
 
 pytestmark = pytest.mark.gpu
 launched = partial(cases.launched, CACHE_ATTENTION)
@@ -45,7 +46,7 @@ def test_the_suite_is_right(text: str) -> None:
     judge(p, args, launched(p, args))
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", seeds(40))
 def test_random_problems_and_configs(seed: int) -> None:
     """Ragged lengths, NaN behind the ends and before the windows, hostile entries where nothing is seen."""
     rng = random.Random(seed)

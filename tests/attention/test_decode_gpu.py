@@ -17,6 +17,7 @@ from cutekernels.ops.attention.api import decode_attention
 from cutekernels.ops.attention.decode import DECODE_ATTENTION, DecodeConfig, DecodeProblem
 from tests.attention import cases
 from tests.attention.decode_cases import GROUPS, arguments, lengths_of, random_config, random_problem
+from tests.seeds import seeds
 
 pytestmark = pytest.mark.gpu
 
@@ -65,7 +66,7 @@ def test_the_suite_is_right(text: str) -> None:
     judge(p, args, launched(p, args))
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", seeds(30))
 def test_random_configs_are_right(seed: int) -> None:
     rng = random.Random(seed)
     p = random_problem(rng)

@@ -19,6 +19,7 @@ from cutekernels.ops.attention.decode import DECODE_ATTENTION, DecodeProblem
 from tests.attention import cached_cases, cases, decode_cases, test_cached_gpu, test_decode_gpu
 from tests.attention.test_decode_gpu import SHARED, some_config
 from tests.rope.cases import table
+from tests.seeds import seeds
 
 pytestmark = pytest.mark.gpu
 decoded = partial(cases.launched, DECODE_ATTENTION)
@@ -37,7 +38,7 @@ def fp8(p: Any, cache: str) -> Any:
 # ---- decode ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", seeds(60))
 def test_random_problems_and_configs(seed: int) -> None:
     rng = random.Random(seed)
     p = fp8(decode_cases.random_problem(rng, sinks=("none", "same", "fp32")), KINDS[seed % 3 > 0])
@@ -178,7 +179,7 @@ def test_a_planted_bug_is_caught(cache: str) -> None:
 # ---- many queries ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(45))
+@pytest.mark.parametrize("seed", seeds(45))
 def test_random_chunks_of_prompts(seed: int) -> None:
     rng = random.Random(seed)
     p = fp8(cached_cases.random_problem(rng), KINDS[seed % 3 > 0])

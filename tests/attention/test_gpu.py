@@ -18,6 +18,7 @@ from cutekernels.ops.attention.problem import AttentionProblem
 from cutekernels.ops.attention.reference import attention as reference
 from tests.attention import cases
 from tests.attention.cases import LENGTHS, ROUNDING, random_config, random_problem, row_errors, torch_attention, truth
+from tests.seeds import seeds
 
 pytestmark = pytest.mark.gpu
 
@@ -56,7 +57,7 @@ def test_the_suite_is_right_and_as_exact_as_torch(text: str) -> None:
     judge(p, args, launched(p, args))
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", seeds(30))
 def test_random_configs_are_right(seed: int) -> None:
     rng = random.Random(seed)
     p = random_problem(rng)

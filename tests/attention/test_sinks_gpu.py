@@ -16,6 +16,7 @@ from cutekernels.ops.attention.decode import DECODE_ATTENTION, DecodeProblem
 from cutekernels.ops.attention.op import ATTENTION
 from cutekernels.ops.attention.problem import AttentionProblem
 from tests.attention import cases, decode_cases
+from tests.seeds import seeds
 
 pytestmark = pytest.mark.gpu
 KINDS = ("same", "fp32")
@@ -35,7 +36,7 @@ def bodies() -> tuple[str, ...]:
     return ("multistage", "warpgroup") if gpu.detect().has_wgmma else ("multistage",)
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", seeds(30))
 def test_random_problems_and_configs(seed: int) -> None:
     rng = random.Random(seed)
     p = cases.random_problem(rng, sinks=KINDS)
@@ -45,7 +46,7 @@ def test_random_problems_and_configs(seed: int) -> None:
         judge(ATTENTION, p, args, cases.launched(ATTENTION, p, args, config))
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", seeds(30))
 def test_random_decode_problems_and_configs(seed: int) -> None:
     """With several splits too: the sink counts once."""
     rng = random.Random(seed)

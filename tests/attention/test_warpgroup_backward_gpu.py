@@ -24,6 +24,7 @@ from cutekernels.ops.attention.backward_config import (
 from tests.attention import cases
 from tests.attention.backward_cases import random_backward
 from tests.attention.test_backward_gpu import judge
+from tests.seeds import seeds
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_seed")]
 launched = partial(cases.launched, ATTENTION_BACKWARD)
@@ -47,7 +48,7 @@ def _nan_in_fresh_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "new_empty", lambda *args, **named: fresh(*args, **named).fill_(math.nan))
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", seeds(40))
 def test_random_problems_and_configs(seed: int) -> None:
     rng = random.Random(seed)
     p = random_backward(rng)
@@ -58,7 +59,7 @@ def test_random_problems_and_configs(seed: int) -> None:
 
 
 @pytest.mark.usefixtures("_nan_in_fresh_memory")
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", seeds(40))
 def test_all_gradients_of_random_problems(seed: int) -> None:
     rng = random.Random(seed)
     p = next(p for p in iter(lambda: random_backward(rng), None) if p.may_hand_on).replace(of="qkv")

@@ -17,6 +17,7 @@ from cutekernels.ops.attention.problem import AttentionProblem
 from tests.attention import cases
 from tests.attention.cases import random_problem
 from tests.attention.test_gpu import judge
+from tests.seeds import seeds
 
 pytestmark = pytest.mark.gpu
 launched = partial(cases.launched, ATTENTION)
@@ -33,7 +34,7 @@ def warpgroup(p: AttentionProblem, **values: Any) -> list[AttentionConfig]:
     return [c for c in valid if all(getattr(c, name) == value for name, value in values.items())]
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", seeds(40))
 def test_random_problems_and_configs(seed: int) -> None:
     rng = random.Random(seed)
     p = random_problem(rng)

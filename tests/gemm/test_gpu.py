@@ -20,9 +20,9 @@ from cutekernels.kernels.activations import ACTIVATIONS, activated
 from cutekernels.ops.products.dense import GEMM
 from cutekernels.ops.products.schedules.problem import GemmProblem
 from tests.gemm.cases import random_config, random_problem
+from tests.seeds import seeds
 
 pytestmark = pytest.mark.gpu
-CASES = 160
 
 
 def launch(problem: GemmProblem, args: tuple[Any, ...], config: str | None = None) -> Tensor:
@@ -58,7 +58,7 @@ def test_suite_by_default(text: str) -> None:
     assert_right(launch(problem, args), problem, args)
 
 
-@pytest.mark.parametrize("seed", range(CASES))
+@pytest.mark.parametrize("seed", seeds(160))
 def test_random_problems_and_configs(seed: int) -> None:
     rng = random.Random(seed)
     problem = random_problem(rng)
@@ -70,7 +70,7 @@ def test_random_problems_and_configs(seed: int) -> None:
 
 def test_larger_random_configs() -> None:
     spec, rng = gpu.detect(), random.Random(7)
-    for seed in range(24):
+    for seed in range(8):
         problem = random_problem(rng, (512, 640, 1000, 1024, 1536))
         args = GEMM.sample(problem, "cuda", seed)
         config = str(random_config(rng, problem, spec))

@@ -46,7 +46,7 @@ def posed(rng: random.Random, m: int, sources: tuple[str, ...] = ("none", "n")) 
 @pytest.mark.parametrize("m", TOKENS)
 def test_random_problems_and_configs(m: int) -> None:
     rng = random.Random(m)
-    for seed in range(6):
+    for seed in range(2):
         problem = posed(rng, m)
         args = GEMM.sample(problem, "cuda", seed)
         for config in rng.sample(skinny_configs(problem), 2):

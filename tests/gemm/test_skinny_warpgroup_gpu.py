@@ -33,7 +33,7 @@ def skinny_warpgroup(problem: GemmProblem, **values: Any) -> list[GemmConfig]:
 @pytest.mark.parametrize("m", TOKENS)
 def test_random_problems_and_configs(m: int) -> None:
     rng = random.Random(m)
-    for seed in range(5):
+    for seed in range(2):
         problem = posed(rng, m, ("none", "n", "m"))
         args = GEMM.sample(problem, "cuda", seed)
         for config in rng.sample(skinny_warpgroup(problem), 2):

@@ -53,12 +53,11 @@ def posed(rng: random.Random, layout: tuple[str, str, str], c: str) -> GemmProbl
 @pytest.mark.parametrize("c", ["none", "out"])
 def test_random_problems_and_configs(layout: tuple[str, str, str], c: str) -> None:
     rng = random.Random(f"split {layout}{c}")
-    for seed in range(3):
-        problem = posed(rng, layout, c)
-        args = GEMM.sample(problem, "cuda", seed)
-        found = shared(problem)
-        for config in rng.sample(found, min(3, len(found))):
-            assert_right(launch(problem, args, str(config)), problem, args, str(config))
+    problem = posed(rng, layout, c)
+    args = GEMM.sample(problem, "cuda", 0)
+    found = shared(problem)
+    for config in rng.sample(found, min(4, len(found))):
+        assert_right(launch(problem, args, str(config)), problem, args, str(config))
 
 
 @pytest.mark.parametrize("split_k", [2, 3, 4])

@@ -41,11 +41,11 @@ def fused(p: LinearSiluMulProblem, **values: Any) -> list[NormLinearConfig]:
 @pytest.mark.parametrize("m", [129, 200, 333, 1000])
 def test_random_problems_and_configs(m: int, dtype: str) -> None:
     rng = random.Random(f"{m} {dtype}")
-    for seed in range(4):
+    for seed in range(2):
         n, k = rng.choice((136, 520, 1000, 1864, 3000)), rng.choice((8, 72, 264, 1000, 2048))
         p = LinearSiluMulProblem(m=m, n=n, k=k, dtype=dtype)
         args = LINEAR_SILU_MUL.sample(p, "cuda", seed)
-        for config in rng.sample(fused(p), 4):
+        for config in rng.sample(fused(p), 2):
             found = error(LINEAR_SILU_MUL, p, args, launch(LINEAR_SILU_MUL, p, args, config))
             assert found <= 1, f"[{p}] [{config}]: {found:.3g} times the tolerance"
 
