@@ -16,7 +16,6 @@ from torch import Tensor
 from bench.baselines import DTYPES, Absent, Contender, Inputs, Launch
 from bench.suites import Case
 from bench.workloads import parse_case
-from cutekernels.ops.products.schedules.packed_problem import BITS
 from cutekernels.quant import layout
 
 _INNER_K_TILES = 8  # of tinygemm: its widest loads
@@ -33,7 +32,7 @@ class Rows:
 
 def rows_of(problem: Any, packed: Tensor, scales: Tensor) -> Rows:
     """The weight of a problem of ``quantized_linear`` or ``dequantize``, unpacked."""
-    codes = layout.unpack(packed, BITS[problem.code], problem.n, problem.k)
+    codes = layout.unpack(packed, problem.code, problem.n, problem.k)
     rows = problem.n if problem.scale_rows == 1 else -(-problem.n // problem.scale_rows)
     return Rows(codes, scales.t()[:rows].contiguous())
 

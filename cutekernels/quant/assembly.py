@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.quant import layout
-from cutekernels.quant.weight import BITS, EXPONENTS, FLOATS, GROUPS, NF4_ZERO, QuantizedWeight, scales_shape
+from cutekernels.quant.weight import EXPONENTS, FLOATS, GROUPS, NF4_ZERO, QuantizedWeight, scales_shape
 
 MOST_EXPONENT = 152  # of MXFP4: a scale of 2 ** 25; decoding holds a weight times 2 ** -24 in bf16
 MOST_UE5M3 = 190  # e4m3's 448
@@ -88,7 +88,7 @@ def assemble(
             128,
             128,
             shape,
-            layout.pack(codes, BITS[code]),
+            layout.pack(codes, code),
             layout.dense(table.t()),
             None,
             None,
@@ -119,7 +119,7 @@ def assemble(
         size,
         1,
         shape,
-        layout.pack(codes, BITS[code], fill, spread=code == "e2m1"),
+        layout.pack(codes, code, fill),
         strip(scales),
         None if zeros is None else strip(zeros),
         None if order is None else layout.dense(order.to(torch.int32)),
@@ -155,7 +155,7 @@ def check_scales(scales: Tensor, code: str, group: int) -> None:
 def unassemble(weight: QuantizedWeight) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """``(codes, scales, zeros, offsets)`` as :func:`assemble` was given them; columns stay as packed."""
     n, k = weight.shape
-    codes = layout.unpack(weight.packed, weight.bits, n, k, spread=weight.code == "e2m1")
+    codes = layout.unpack(weight.packed, weight.code, n, k)
     details = weight.details
     if weight.scale_rows == 128:
         rows, columns = details.get("block", (128, 128))

@@ -7,8 +7,10 @@ k ``2 (l % 4) + 8 c + e``, where ``h``, ``c`` and ``e`` are 0 or 1. Bytes of a t
     4 bits   [strip 4][lane 32][k-block 4][e 2][c 2]                 h = 0 in the low nibble, h = 1 in the high one
     8 bits   [strip 4][half 2][lane 32][k-block 2][c 2][e 2][h 2]    k-block ``2 half + b``
 
-e2m1 spreads the bits of each 16, four codes of (sign, exponent, mantissa), so that decoding moves most codes at once:
-of codes 0, 1 and 2 exponent and mantissa to bits 0, 3 and 6 and up, signs to 9, 12 and 15; of code 3 to what is left.
+Floats spread the bits of each 16, so that decoding moves most codes at once. e2m1, four codes of (sign, exponent,
+mantissa): of codes 0, 1 and 2 exponent and mantissa to bits 0, 3 and 6 and up, signs to 9, 12 and 15; of code 3 to what
+is left. e4m3: of the high byte to where bf16 has sign, exponent and mantissa, bits 15 and 4 to 10; of the low one the
+last four to bits 0 to 3, the others, the sign first, to 11 to 14.
 
 Scales of 16 elements (NVFP4's, a byte each: :func:`pack_scales`) stand four to a word, that of 64 of K: of rows r and
 r + 8 and two neighbours of K, words of a strip as ``[r 8][pair 2]``, so that two rows' are one run of eight bytes.
@@ -27,13 +29,17 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+BITS = {"int4": 4, "nf4": 4, "e2m1": 4, "int8": 8, "e4m3": 8}  # by code
 TILE = 64  # rows and elements of K
 TILE_BYTES = {4: 2048, 8: 4096}
 _CHUNK_ELEMENTS = 32 << 20  # a chunk has up to four byte-sized temporaries
 
-# Where e2m1 has bits 0 to 15 of four nibbles, and the reverse.
-SPREAD = (0, 1, 2, 9, 3, 4, 5, 12, 6, 7, 8, 15, 10, 11, 13, 14)
-_NIBBLES = tuple(SPREAD.index(i) for i in range(16))
+# Where floats have bits 0 to 15 of four codes, or of two; and the reverse.
+_SPREAD = {
+    "e2m1": (0, 1, 2, 9, 3, 4, 5, 12, 6, 7, 8, 15, 10, 11, 13, 14),
+    "e4m3": (0, 1, 2, 3, 12, 13, 14, 11, 4, 5, 6, 7, 8, 9, 10, 15),
+}
+_GATHERED = {code: tuple(places.index(i) for i in range(16)) for code, places in _SPREAD.items()}
 
 # Indices of a tile's elements within (rows, K) as (strip, h, lane // 4) x (k-block, c, lane % 4, e).
 _SPLIT = (4, 2, 8, 4, 2, 4, 2)
@@ -49,30 +55,29 @@ def step_of(group: int) -> int:
     return TILE if group == 16 else group
 
 
-def packed_shape(shape: tuple[int, int], bits: int) -> tuple[int, int, int]:
+def packed_shape(shape: tuple[int, int], code: str) -> tuple[int, int, int]:
     """The shape of ``pack``'s result for a weight of ``shape``."""
-    return *tiles(shape), TILE_BYTES[bits]
+    return *tiles(shape), TILE_BYTES[BITS[code]]
 
 
-def pack(codes: Tensor, bits: int, fill: int | Tensor = 0, *, spread: bool = False) -> Tensor:
+def pack(codes: Tensor, code: str, fill: int | Tensor = 0) -> Tensor:
     """``codes`` in the packed layout: uint8 ``(ceil(N / 64), ceil(K / 64), 2048 or 4096)``, on the same device.
 
     Args:
         codes: ``(N, K)``, uint8, one element a byte. Any strides.
-        bits: 4 (codes of 0 to 15) or 8.
+        code: ``"int4" | "nf4" | "e2m1"`` (0 to 15), or ``"int8" | "e4m3"``.
         fill: the code of the padding along K: one for all, or one per row, uint8 ``(N,)``. Rows are padded with 0.
-        spread: of e2m1.
 
     Raises:
-        UnsupportedProblem: codes of another type or shape, or beyond ``bits``.
+        UnsupportedProblem: another code, codes of another type or shape, or beyond its bits.
     """
     import torch
     from torch import Tensor
 
-    _check(codes, bits)
+    _check(codes, code)
     n, k = codes.shape
     rows, columns = tiles((n, k))
-    packed = torch.empty(packed_shape((n, k), bits), dtype=torch.uint8, device=codes.device)
+    packed = torch.empty(packed_shape((n, k), code), dtype=torch.uint8, device=codes.device)
     step = max(1, _CHUNK_ELEMENTS // (columns * TILE * TILE))
     for first in range(0, rows, step):
         last = min(first + step, rows)
@@ -84,12 +89,11 @@ def pack(codes: Tensor, bits: int, fill: int | Tensor = 0, *, spread: bool = Fal
                 edge = fill[first * TILE : last * TILE, None] if isinstance(fill, Tensor) else fill
                 padded[: chunk.shape[0], k:] = edge
             chunk = padded
-        tiles_ = _pack_tiles(chunk, last - first, columns, bits)
-        packed[first:last] = _looked_up(tiles_, SPREAD) if spread else tiles_
+        packed[first:last] = spread(_pack_tiles(chunk, last - first, columns, BITS[code]), code)
     return packed
 
 
-def unpack(packed: Tensor, bits: int, n: int, k: int, *, spread: bool = False) -> Tensor:
+def unpack(packed: Tensor, code: str, n: int, k: int) -> Tensor:
     """The codes that ``pack`` was given: uint8 ``(n, k)``, contiguous, on the same device.
 
     Raises:
@@ -97,11 +101,11 @@ def unpack(packed: Tensor, bits: int, n: int, k: int, *, spread: bool = False) -
     """
     import torch
 
-    _check_bits(bits)
-    expected = packed_shape((n, k), bits)
+    _check_code(code)
+    expected = packed_shape((n, k), code)
     if packed.dtype != torch.uint8 or packed.shape != expected:
         raise UnsupportedProblem(
-            f"a packed weight of {n} x {k} elements of {bits} bits is uint8 {expected}, "
+            f"a packed weight of {n} x {k} elements in {code} is uint8 {expected}, "
             f"not {packed.dtype} {tuple(packed.shape)}; pass what `pack` returned"
         )
     rows, columns = tiles((n, k))
@@ -109,10 +113,19 @@ def unpack(packed: Tensor, bits: int, n: int, k: int, *, spread: bool = False) -
     step = max(1, _CHUNK_ELEMENTS // (columns * TILE * TILE))
     for first in range(0, rows, step):
         last = min(first + step, rows)
-        part = packed[first:last]
-        chunk = _unpack_tiles(_looked_up(part, _NIBBLES) if spread else part, last - first, columns, bits)
+        chunk = _unpack_tiles(gather(packed[first:last], code), last - first, columns, BITS[code])
         codes[first * TILE : last * TILE] = chunk[: n - first * TILE, :k]
     return codes
+
+
+def spread(packed: Tensor, code: str) -> Tensor:
+    """``packed`` as it lies in memory, of codes that follow one another."""
+    return _looked_up(packed, _SPREAD[code]) if code in _SPREAD else packed
+
+
+def gather(packed: Tensor, code: str) -> Tensor:
+    """The reverse of :func:`spread`."""
+    return _looked_up(packed, _GATHERED[code]) if code in _GATHERED else packed
 
 
 def pack_scales(scales: Tensor) -> Tensor:
@@ -170,22 +183,22 @@ def _looked_up(packed: Tensor, places: tuple[int, ...]) -> Tensor:
     return _table(places, packed.device)[words].view(torch.uint8)
 
 
-def _check_bits(bits: int) -> None:
-    if bits not in TILE_BYTES:
-        raise UnsupportedProblem(f"elements are packed in 4 or 8 bits, not {bits}; quantize to int4, int8, e4m3 or nf4")
+def _check_code(code: str) -> None:
+    if code not in BITS:
+        raise UnsupportedProblem(f"code is one of {', '.join(BITS)}, not {code!r}; quantize to one of these")
 
 
-def _check(codes: Tensor, bits: int) -> None:
+def _check(codes: Tensor, code: str) -> None:
     import torch
 
-    _check_bits(bits)
+    _check_code(code)
     if codes.dtype != torch.uint8 or codes.dim() != 2 or 0 in codes.shape:
         raise UnsupportedProblem(
             f"codes are uint8 of shape (N, K), not {codes.dtype} {tuple(codes.shape)}; "
             "view int8 and e4m3 as torch.uint8, and pass a weight's matrix"
         )
-    if bits == 4 and int(codes.amax()) > 15:
-        raise UnsupportedProblem(f"codes of 4 bits are 0 to 15, not {int(codes.amax())}; pack them with bits=8")
+    if BITS[code] == 4 and int(codes.amax()) > 15:
+        raise UnsupportedProblem(f"codes of {code} are 0 to 15, not {int(codes.amax())}; view bytes as int8 or e4m3")
 
 
 def _pack_tiles(codes: Tensor, rows: int, columns: int, bits: int) -> Tensor:

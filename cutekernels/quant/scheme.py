@@ -10,8 +10,8 @@ from typing import Any
 
 from cutekernels.errors import UnsupportedProblem, near
 from cutekernels.quant.formats import awq, bitsandbytes, compressed_tensors, gptq, mxfp4, nvfp4, own, plain, torchao
+from cutekernels.quant.layout import BITS
 from cutekernels.quant.support import REFUSED
-from cutekernels.quant.weight import BITS
 
 _HEAD = ("lm_head",)  # what transformers leaves alone where a config names nothing
 _PATTERN = "re:"  # compressed-tensors: a regular expression behind it, else the whole name

@@ -14,7 +14,6 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.kernels.cute.parts.nf4 import NF4
 from cutekernels.quant import layout
 
-BITS = {"int4": 4, "nf4": 4, "e2m1": 4, "int8": 8, "e4m3": 8}
 FORMATS = {  # each with its file in formats/, whose write() gives the checkpoint's tensors of a weight
     "awq": "awq",
     "gptq": "gptq",
@@ -89,7 +88,7 @@ class QuantizedWeight:
     @property
     def bits(self) -> int:
         """Bits of an element: 4 or 8."""
-        return BITS[self.code]
+        return layout.BITS[self.code]
 
     @property
     def device(self) -> torch.device:
@@ -146,7 +145,8 @@ class QuantizedWeight:
             rows = min(step, n - first)
             tile = first // layout.TILE
             part = self.packed[tile : tile + -(-rows // layout.TILE)]
-            values = _values(self.code, layout.unpack(part, self.bits, rows, k, spread=self.code == "e2m1"), table)
+            codes = layout.unpack(part, self.code, rows, k)
+            values = _values(self.code, codes, table)
             if self.code == "int4":
                 values -= 8.0 if self.zeros is None else self._spread(self.zeros, first, rows)
             values *= self._spread(self.scales, first, rows)
@@ -219,7 +219,7 @@ def scales_shape(group: int, scale_rows: int, shape: tuple[int, int]) -> tuple[i
 def _check_fields(w: QuantizedWeight) -> None:
     """One sentence for the first rule that ``w`` breaks."""
     for name, value, known in (
-        ("code", w.code, tuple(BITS)),
+        ("code", w.code, tuple(layout.BITS)),
         ("group", w.group, GROUPS_E2M1 if w.code == "e2m1" else GROUPS),
         ("scale_rows", w.scale_rows, SCALE_ROWS),
         ("format", w.format, FORMATS),
@@ -243,7 +243,7 @@ def _check_fields(w: QuantizedWeight) -> None:
         raise UnsupportedProblem("factors are of groups of 16 elements, which all have them; pass both, or neither")
     table = scales_shape(w.group, w.scale_rows, w.shape)
     expected: dict[str, tuple[tuple[int, ...], tuple[torch.dtype, ...]]] = {
-        "packed": (layout.packed_shape(w.shape, w.bits), (torch.uint8,)),
+        "packed": (layout.packed_shape(w.shape, w.code), (torch.uint8,)),
         "scales": (table, (torch.int32,) if w.group == 16 else (EXPONENTS,) if w.code == "e2m1" else FLOATS),
         "zeros": (table, (torch.uint8,)),
         "order": ((w.shape[1],), (torch.int32,)),

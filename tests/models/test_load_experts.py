@@ -156,7 +156,8 @@ def test_experts_in_fp8_that_transformers_has_loaded(family: str, monkeypatch: p
             dense = getattr(other.mlp.experts, name).data
             for e, w in enumerate(dense):
                 weight = quant.quantize(w, "fp8_block")
-                getattr(held, name).data[e] = quant.unpack(weight.packed, 8, *w.shape).view(torch.float8_e4m3fn)
+                codes = quant.unpack(weight.packed, "e4m3", *w.shape)
+                getattr(held, name).data[e] = codes.view(torch.float8_e4m3fn)
                 getattr(held, f"{name}_scale_inv").data[e] = weight.scales.t()
                 w.copy_(weight.dequantize())
         layer.mlp.experts = held

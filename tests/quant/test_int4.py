@@ -64,7 +64,7 @@ def test_the_packed_weight_is_the_contract_s_with_act_order() -> None:
     assert weight.order is not None
     assert weight.zeros is not None
     assert weight.order.dtype == torch.int32
-    codes = layout.unpack(weight.packed, 4, 8, 128)
+    codes = layout.unpack(weight.packed, "int4", 8, 128)
     x = torch.randn(128, dtype=torch.float64)
     sums = torch.zeros(8, dtype=torch.float64)
     for j in range(128):
@@ -147,7 +147,7 @@ def test_padding_is_worth_nothing() -> None:
     case = golden.case(8, 72, 32, zeros="all")
     weight = _awq_like(case)
     assert not weight.scales[:, 8:].any()
-    codes = layout.unpack(weight.packed, 4, 64, 128)
+    codes = layout.unpack(weight.packed, "int4", 64, 128)
     assert codes[:8, 72:].tolist() == [[min(z, 15)] * 56 for z in case.z[-1]]
 
 

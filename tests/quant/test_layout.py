@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.quant import layout
+from cutekernels.quant import layout, quantize
+from cutekernels.quant.formats import own
 from cutekernels.quant.layout import pack, packed_shape, unpack
 
 
@@ -30,8 +31,8 @@ def locate(row: int, k: int, bits: int) -> tuple[int, int, int, int]:
 @pytest.mark.parametrize("bits", [4, 8])
 def test_every_element_of_a_tile_stands_where_the_definition_says(bits: int) -> None:
     codes = torch.randint(0, 1 << bits, (70, 130), dtype=torch.uint8)
-    packed = pack(codes, bits)
-    expected = torch.zeros(packed_shape((70, 130), bits), dtype=torch.int32)
+    packed = pack(codes, f"int{bits}")
+    expected = torch.zeros(packed_shape((70, 130), f"int{bits}"), dtype=torch.int32)
     for row in range(70):
         for k in range(130):
             *place, shift = locate(row, k, bits)
@@ -39,36 +40,49 @@ def test_every_element_of_a_tile_stands_where_the_definition_says(bits: int) -> 
     assert torch.equal(packed, expected.to(torch.uint8))
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("code", layout.BITS)
 @pytest.mark.parametrize("n", [1, 17, 100, 192])
 @pytest.mark.parametrize("k", [64, 100, 256, 4096])
-def test_unpack_undoes_pack(bits: int, n: int, k: int) -> None:
-    codes = torch.randint(0, 1 << bits, (k, n), dtype=torch.uint8).t()
-    assert torch.equal(unpack(pack(codes, bits), bits, n, k), codes)
+def test_unpack_undoes_pack(code: str, n: int, k: int) -> None:
+    codes = torch.randint(0, 1 << layout.BITS[code], (k, n), dtype=torch.uint8).t()
+    assert torch.equal(unpack(pack(codes, code), code, n, k), codes)
 
 
 def test_chunks_give_what_one_piece_gives(monkeypatch: pytest.MonkeyPatch) -> None:
     codes = torch.randint(0, 16, (300, 200), dtype=torch.uint8)
     fill = torch.arange(300, dtype=torch.uint8) % 16
-    whole = pack(codes, 4, fill)
+    whole = pack(codes, "int4", fill)
     monkeypatch.setattr(layout, "_CHUNK_ELEMENTS", 1)
-    assert torch.equal(pack(codes, 4, fill), whole)
-    assert torch.equal(unpack(whole, 4, 300, 200), codes)
+    assert torch.equal(pack(codes, "int4", fill), whole)
+    assert torch.equal(unpack(whole, "int4", 300, 200), codes)
 
 
 def test_padding_along_k_has_each_rows_own_code() -> None:
     codes, fill = torch.zeros(3, 40, dtype=torch.uint8), torch.tensor([3, 8, 15], dtype=torch.uint8)
-    padded = unpack(pack(codes, 4, fill), 4, 64, 64)
+    padded = unpack(pack(codes, "int4", fill), "int4", 64, 64)
     assert torch.equal(padded[:3, 40:], fill[:, None].expand(3, 24))
     assert not padded[3:].any()
 
 
 def test_codes_that_do_not_fit_are_refused() -> None:
     with pytest.raises(UnsupportedProblem, match="0 to 15, not 16"):
-        pack(torch.full((2, 2), 16, dtype=torch.uint8), 4)
-    with pytest.raises(UnsupportedProblem, match="4 or 8 bits, not 3"):
-        pack(torch.zeros(2, 2, dtype=torch.uint8), 3)
+        pack(torch.full((2, 2), 16, dtype=torch.uint8), "nf4")
+    with pytest.raises(UnsupportedProblem, match="one of int4, .*, not 8"):  # what tells e4m3 from int8
+        pack(torch.zeros(2, 2, dtype=torch.uint8), 8)  # type: ignore[arg-type]
     with pytest.raises(UnsupportedProblem, match="uint8 of shape"):
-        pack(torch.zeros(2, 2), 8)
+        pack(torch.zeros(2, 2), "int8")
     with pytest.raises(UnsupportedProblem, match="pass what `pack` returned"):
-        unpack(torch.zeros(1, 1, 2048, dtype=torch.uint8), 8, 64, 64)
+        unpack(torch.zeros(1, 1, 2048, dtype=torch.uint8), "e4m3", 64, 64)
+
+
+def test_files_of_fp8_hold_codes_in_a_row() -> None:
+    """As version 0.2.0 wrote them: bits are spread in memory alone, and a weight comes back in every bit."""
+    weight = quantize(torch.randn(100, 200), "fp8_channel")
+    stored = own.write(weight)["weight.packed"]
+    codes = unpack(weight.packed, "e4m3", 100, 200)
+    assert torch.equal(stored, pack(codes, "int8"))
+    assert not torch.equal(stored, weight.packed)
+    assert torch.equal(own.from_own(own.write(weight), "fp8_channel").packed, weight.packed)
+    stored[0, 0, 5] = 0x7F
+    with pytest.raises(UnsupportedProblem, match="NaN codes"):
+        own.bytes_of(stored, "e4m3")

@@ -174,7 +174,11 @@ def test_a_swapped_byte_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bytes 1 and 2 of a word of eight bits hold the second pair's low and the first pair's high element."""
     test_blocks(130, 256)
     swapped = layout.pack
-    monkeypatch.setattr(layout, "pack", lambda *a: swapped(*a).unflatten(-1, (-1, 4))[..., [0, 2, 1, 3]].flatten(-2))
+
+    def pack(codes: Tensor, code: str) -> Tensor:
+        return swapped(codes, code).unflatten(-1, (-1, 4))[..., [0, 2, 1, 3]].flatten(-2)
+
+    monkeypatch.setattr(layout, "pack", pack)
     with pytest.raises(AssertionError):
         test_blocks(130, 256)
 

@@ -11,8 +11,9 @@ import torch
 from cutekernels import quant
 from cutekernels.gpu import ARCHITECTURES
 from cutekernels.quant import support
+from cutekernels.quant.layout import BITS
 from cutekernels.quant.support import REFUSED, SUPPORT
-from cutekernels.quant.weight import BITS, FORMATS
+from cutekernels.quant.weight import FORMATS
 
 
 def test_every_element_has_kernels_on_every_target() -> None:

@@ -12,7 +12,7 @@ from cutekernels.kernels.activations import activated
 from cutekernels.kernels.cute.parts.nf4 import NF4
 from cutekernels.ops.shared.tolerance import rounded_operand_depth
 from cutekernels.quant import QuantizedWeight, layout
-from cutekernels.quant.weight import BITS, E2M1, scales_shape
+from cutekernels.quant.weight import E2M1, scales_shape
 from cutekernels.verify import worst_error
 
 BF16, FP16, FP32, E8M0, UE5M3 = torch.bfloat16, torch.float16, torch.float32, torch.uint8, torch.int32
@@ -77,7 +77,7 @@ class Made:
         fill = 0 if kind.code != "int4" else 8
         return QuantizedWeight(
             kind.code, kind.group, kind.scale_rows, self.shape,
-            layout.pack(self.codes, BITS[kind.code], fill, spread=kind.code == "e2m1"),
+            layout.pack(self.codes, kind.code, fill),
             layout.pack_scales(self.scales) if kind.scale == UE5M3 else self.scales, self.zeros, self.order,
             factors=self.factors,
         )  # fmt: skip
@@ -114,7 +114,7 @@ class Made:
 def make(n: int, k: int, kind: Kind = Kind(), device: str = "cpu", seed: int = 0) -> Made:
     """Random codes, of which a product with standard normal tokens is near 1."""
     draw = torch.Generator().manual_seed(seed)
-    codes = torch.randint(0, 1 << BITS[kind.code], (n, k), generator=draw, dtype=torch.int32)
+    codes = torch.randint(0, 1 << layout.BITS[kind.code], (n, k), generator=draw, dtype=torch.int32)
     if kind.code == "e4m3":
         codes = torch.where(codes % 128 == 127, codes - 1, codes)  # no NaN
     shape = scales_shape(kind.group, kind.scale_rows, (n, k))
@@ -162,7 +162,7 @@ def error(y: Tensor, expected: Tensor, k: int) -> float:
 def wrong_nibble(made: Made, row: int, column: int) -> Made:
     """One code off by half its range: of e4m3 its sign."""
     codes = made.codes.clone()
-    codes[row, column] ^= 1 << BITS[made.kind.code] - 1
+    codes[row, column] ^= 1 << layout.BITS[made.kind.code] - 1
     return replace(made, codes=codes)
 
 

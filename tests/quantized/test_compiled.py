@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 
 from cutekernels import gpu
-from cutekernels.kernels.cute.parts.packed import MOVES_BF16, MOVES_FP16
+from cutekernels.kernels.cute.parts.packed import MOVES_8_BF16, MOVES_8_FP16, MOVES_BF16, MOVES_FP16
 from cutekernels.ops.products.packed import QUANTIZED_LINEAR
 from cutekernels.ops.products.schedules.packed_problem import QuantizedConfig, QuantizedProblem
 from cutekernels.ops.products.schedules.packed_skinny import PACKED_SKINNY
@@ -102,11 +103,29 @@ def test_grids_deal_out_all_units_once() -> None:
                 assert not c.stream_k or (rest >= 0 and rest * k_tiles <= ctas * share)
 
 
+def test_e4m3_is_exact_in_registers() -> None:
+    """The decoder's shifts and masks, in Python, on words as they are packed: each code in each place."""
+    codes = torch.arange(64 * 64, dtype=torch.int32).view(64, 64) * 7 % 256
+    codes = torch.where(codes % 128 == 127, codes - 1, codes).to(torch.uint8)  # no NaN
+    packed = layout.pack(codes, "e4m3")
+    assert torch.equal(layout.unpack(packed, "e4m3", 64, 64), codes)
+    words = packed.view(torch.int32)[0, 0].view(4, 2, 32, 2, 2).long()  # (strip, half, lane, k-block, c)
+    values = codes.view(torch.float8_e4m3fn).double()
+    for dtype, moves, bias in ((torch.bfloat16, MOVES_8_BF16, 120), (torch.float16, MOVES_8_FP16, 8)):
+        for h in range(2):
+            moved = sum(((words << by if by > 0 else words >> -by) & mask * 0x10001) for by, mask in moves[h])
+            for e in range(2):
+                found = (moved >> 16 * e & 0xFFFF).to(torch.uint16).view(dtype).double() * 2.0**bias
+                for strip, half, lane, kb, c in product(range(4), range(2), range(32), range(2), range(2)):
+                    row, k = 16 * strip + lane // 4 + 8 * h, 16 * (2 * half + kb) + 2 * (lane % 4) + 8 * c + e
+                    assert found[strip, half, lane, kb, c] == values[row, k]
+
+
 def test_powers_of_two_times_e2m1_are_exact_in_registers() -> None:
     """The decoder's shifts and masks, in Python, on words as they are packed: each code in each place, each power."""
     codes = torch.arange(64 * 64, dtype=torch.uint8).view(64, 64) * 7 % 16
-    packed = layout.pack(codes, 4, spread=True)
-    assert torch.equal(layout.unpack(packed, 4, 64, 64, spread=True), codes)
+    packed = layout.pack(codes, "e2m1")
+    assert torch.equal(layout.unpack(packed, "e2m1", 64, 64), codes)
     words = packed.view(torch.int32)[0, 0].view(4, 32, 4).long()  # (strip, lane, k-block)
     for dtype, moves, bias in ((torch.bfloat16, MOVES_BF16, 126), (torch.float16, MOVES_FP16, 14)):
         for p in range(4):

@@ -10,7 +10,7 @@ from cutekernels import rates
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Config, Problem, Work, extent, knob, plain
 from cutekernels.ops.products.schedules import coefficients
-from cutekernels.ops.products.schedules.packed_problem import BITS, SCALE_BYTES, check_scaling
+from cutekernels.ops.products.schedules.packed_problem import SCALE_BYTES, check_scaling
 from cutekernels.ops.products.schedules.problem import ELEMENT_BYTES
 from cutekernels.ops.shared.cute_op import CuteOp
 from cutekernels.ops.shared.dtypes import DTYPES, TYPES
@@ -157,7 +157,7 @@ class Dequantize(Ruled, CuteOp[DequantizeProblem, DequantizeConfig]):
         share = min(1.0, p.columns / max(1, p.k))
         groups = -(-p.k // step) if (step := layout.step_of(p.group)) else 1
         scales = groups * p.n / p.scale_rows * (SCALE_BYTES[p.scale] + p.zeros)
-        moved = p.n * p.columns * (BITS[p.code] / 8 + ELEMENT_BYTES) + share * scales
+        moved = p.n * p.columns * (layout.BITS[p.code] / 8 + ELEMENT_BYTES) + share * scales
         return Work(2.0 * p.n * p.columns, float(moved), 1.0)
 
 
@@ -184,7 +184,8 @@ def decode_codes(weight: Packed, code: str, group: int, n: int, k: int) -> Tenso
 
 def steps(options: Mapping[str, Any]) -> Sizes:
     """Bytes of a packed tile of 64 x 64, elements of K that a number of the scales is for, and rows of factors."""
-    return {"tile_bytes": layout.TILE_BYTES[BITS[options["code"]]], "step": layout.step_of(options["group"]), "pair": 2}
+    tile_bytes = layout.packed_shape((1, 1), options["code"])[-1]
+    return {"tile_bytes": tile_bytes, "step": layout.step_of(options["group"]), "pair": 2}
 
 
 def check_scales(named: Named, options: Mapping[str, Any]) -> None:
@@ -206,7 +207,9 @@ def draw_packed(p: Any, name: str, shape: tuple[int, ...], draw: torch.Generator
     device = draw.device
     if name == "packed":
         packed = torch.randint(0, 256, shape, generator=draw, device=device, dtype=torch.uint8)
-        return torch.where(packed % 128 == 127, packed - 1, packed) if p.code == "e4m3" else packed  # no NaN
+        if p.code == "e4m3":
+            packed = layout.spread(torch.where(packed % 128 == 127, packed - 1, packed), "e4m3")  # no NaN
+        return packed
     if name == "zeros":
         return torch.randint(0, 17, shape, generator=draw, device=device).to(torch.uint8)
     if name == "factors":

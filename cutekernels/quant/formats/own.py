@@ -1,4 +1,4 @@
-"""This package's own format: the packed tensors as they are, of weights that ``quantize`` made.
+"""This package's own format: the packed tensors, of weights that ``quantize`` made. e4m3's bits are not spread.
 
 ``quantization_config`` is ``{"quant_method": "cutekernels", "scheme": "int4_g128"}``.
 """
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
+from cutekernels.quant import layout
 from cutekernels.quant.assembly import check_scales
 from cutekernels.quant.formats.nibbles import extents, known_only, take
 from cutekernels.quant.weight import FLOATS, TENSORS, QuantizedWeight
@@ -73,7 +74,15 @@ def bytes_of(packed: Tensor, code: str) -> Tensor:
         raise UnsupportedProblem(
             f"weight.packed of {code} elements is {stored}, not {packed.dtype}; load what was saved with this scheme"
         )
-    return packed.view(torch.uint8)
+    packed = packed.view(torch.uint8)
+    if code == "e4m3":
+        if bool(((packed & 0x7F) == 0x7F).any()):
+            raise UnsupportedProblem(
+                "e4m3 weights hold numbers, not the NaN codes 0x7f and 0xff; download the checkpoint again or quantize "
+                "anew"
+            )
+        packed = layout.spread(packed, code)
+    return packed
 
 
 def _stored_type(code: str) -> torch.dtype:
@@ -89,16 +98,13 @@ def check_values(weight: QuantizedWeight) -> None:
         raise UnsupportedProblem(f"weight.order is a permutation of {k} columns, and here it is not; download it again")
     if weight.zeros is not None and int(weight.zeros.amax()) > 16:
         raise UnsupportedProblem(f"zeros are 0 to 16, not {int(weight.zeros.amax())}; download the checkpoint again")
-    if weight.code == "e4m3" and bool(((weight.packed & 0x7F) == 0x7F).any()):
-        raise UnsupportedProblem(
-            "e4m3 weights hold numbers, not the NaN codes 0x7f and 0xff; download the checkpoint again or quantize anew"
-        )
 
 
 def write(weight: QuantizedWeight) -> dict[str, Tensor]:
     """The packed tensors."""
+    packed = layout.gather(weight.packed, weight.code) if weight.code == "e4m3" else weight.packed
     tensors = {
-        "packed": weight.packed.view(_stored_type(weight.code)),
+        "packed": packed.view(_stored_type(weight.code)),
         "scales": weight.scales,
         "shape": torch.tensor(weight.shape),
     }

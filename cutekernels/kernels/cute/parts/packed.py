@@ -3,10 +3,11 @@
 A weight lies in the order in which a thread of an MMA holds it (``quant/layout.py``): 16 bytes are a lane's own.
 A word of 4-bit codes is one k-block of 16: pair p (p = 0..3, as the registers of an A fragment) in nibbles p and p + 4;
 of e2m1 the bits of each half are spread as ``quant/layout.py`` says, and ``MOVES_*`` brings them back.
-Of 8-bit codes two words are one k-block: word i has pair 2i in bytes 0 and 2, pair 2i + 1 in bytes 1 and 3.
+Of 8-bit codes two words are one k-block: word i has pair 2i in bytes 0 and 2, pair 2i + 1 in bytes 1 and 3; of e4m3 the
+bits of each half are spread, and ``MOVES_8_*`` brings them back.
 
 Decoding is exact: integers, e4m3 and e2m1 are numbers of both 16-bit types. Only nf4's table is rounded to them, once.
-Instructions for 8 weights: int4 11 (fp16 9), int8 14, e4m3 18, e2m1 15 with its scale, nf4 about 30.
+Instructions for 8 weights: int4 11 (fp16 9), int8 14, e4m3 14 (fp16 22), e2m1 15 with its scale, nf4 about 30.
 
 e2m1 has a power of two for each 32 of K (MXFP4), which multiplies decoded weights: in bf16 exactly. Or for each 16 of K
 a number of ue5m3 (NVFP4), which has no subnormal ones: exactly too, in both types, always folded.
@@ -29,6 +30,9 @@ MOVES_FP16 = (
     ((3, 0x0E00), (0, 0x8000)),
     ((-1, 0x0600), (-2, 0x0800), (1, 0x8000)),
 )
+# Of pairs of e4m3, those of low bytes first.
+MOVES_8_BF16 = (((-4, 0x0700), (4, 0x80F0)), ((0, 0x87F0),))
+MOVES_8_FP16 = (((-1, 0x3800), (7, 0x0780), (4, 0x8000)), ((3, 0x3F80), (0, 0x8000)))
 
 
 @dataclass(frozen=True)
@@ -100,8 +104,8 @@ class PackedWeights:
                     pairs[2 * i] = self.signed(words[i], constant)
                     pairs[2 * i + 1] = self.signed(words[i] >> 8, constant)
                 else:
-                    pairs[2 * i] = self.float8(words[i] << 8)
-                    pairs[2 * i + 1] = self.float8(words[i])
+                    for p in cutlass.range_constexpr(2):
+                        pairs[2 * i + p] = self.float8(words[i], p)
 
     @cute.jit
     def scale(self, factors: cute.Tensor, pairs: cute.Tensor):
@@ -167,25 +171,21 @@ class PackedWeights:
         return pure("fma.rn.bf16x2 $0, $1, $2, $3;", sign, Int32(-0x407F4080), low)  # 0xBF80BF80: -1
 
     @cute.jit
-    def float8(self, word: Int32) -> Int32:
-        """e4m3 in bytes 1 and 3 of ``word``: sign, then exponent and mantissa moved to their places; the exponent's
-        bias is made up for by a power of two, exact, subnormal numbers too.
+    def float8(self, word: Int32, p: cutlass.Constexpr[int]) -> Int32:
+        """Pair ``p`` of e4m3: sign, exponent and mantissa moved to their places; the exponent's bias is made up for by
+        a power of two, exact, subnormal numbers too.
         """
-        zero = Int32(-0x7FFF8000)  # -0.0 twice: keeps the sign of zero
-        if const_expr(self.halves):
-            moved = ((word >> 1) & 0x3F803F80) | (word & -0x7FFF8000)
-            return pure("fma.rn.f16x2 $0, $1, $2, $3;", moved, Int32(0x5C005C00), zero)  # 2^8
-        moved = ((word >> 4) & 0x07F007F0) | (word & -0x7FFF8000)
+        moved = joined(word, (MOVES_8_FP16 if self.halves else MOVES_8_BF16)[p])
         if const_expr(self.folded):
             return moved
-        return pure("fma.rn.bf16x2 $0, $1, $2, $3;", moved, Int32(0x7B807B80), zero)  # 2^120
+        # 2^8, or 2^120; -0.0 twice keeps the sign of zero.
+        bias = Int32(0x5C005C00 if self.halves else 0x7B807B80)
+        return pure(f"fma.rn.{kind_of(self.dtype)}x2 $0, $1, $2, $3;", moved, bias, Int32(-0x7FFF8000))
 
     @cute.jit
     def float4(self, word: Int32, p: cutlass.Constexpr[int]) -> Int32:
         """Pair ``p`` of e2m1, as :meth:`float8`."""
-        moved = Int32(0)
-        for by, mask in (MOVES_FP16 if self.halves else MOVES_BF16)[p]:
-            moved = moved | (shifted(word, by) & twos_complement(mask * 0x10001))
+        moved = joined(word, (MOVES_FP16 if self.halves else MOVES_BF16)[p])
         if const_expr(self.folded):
             return moved
         # 2^14, or 2^126; -0.0 twice keeps the sign of zero.
@@ -271,6 +271,14 @@ def shared_number(kind: type[cutlass.Numeric], address: Int32) -> cutlass.Numeri
 def twos_complement(bits: int) -> int:
     """32 bits as a number of two's complement."""
     return bits - (bits >> 31 << 32)
+
+
+def joined(word: Int32, moves: tuple[tuple[int, int], ...]) -> Int32:
+    """The bits of ``word`` that ``moves`` takes, each a shift to the left and a mask of both halves, as one word."""
+    found = Int32(0)
+    for by, mask in moves:
+        found = found | (shifted(word, by) & twos_complement(mask * 0x10001))
+    return found
 
 
 def shifted(word: Int32, by: int) -> Int32:

@@ -15,10 +15,9 @@ from cutekernels.op import Config, Problem, extent, knob, ladder, plain, respell
 from cutekernels.ops.products.schedules.problem import GATED
 from cutekernels.quant import layout
 
-BITS = {"int4": 4, "int8": 8, "e4m3": 8, "nf4": 4, "e2m1": 4}
 SCALE_BYTES = {"fp16": 2, "bf16": 2, "fp32": 4, "e8m0": 1, "ue5m3": 4}
 E2M1 = {("e8m0", 32, 1, False), ("ue5m3", 16, 1, True)}  # scale, group, scale_rows, factors: MXFP4, NVFP4
-DECODE_INSTRUCTIONS = {"int4": 11, "int8": 14, "e4m3": 18, "nf4": 30, "e2m1": 17}  # of a thread, for 8 weights
+DECODE_INSTRUCTIONS = {"int4": 11, "int8": 14, "e4m3": 14, "nf4": 30, "e2m1": 17}  # of a thread, for 8 weights
 
 
 def check_scaling(p: Any) -> None:
@@ -88,7 +87,7 @@ class QuantizedProblem(Problem):
     @property
     def bits(self) -> int:
         """Bits of an element."""
-        return BITS[self.code]
+        return layout.BITS[self.code]
 
     @property
     def step(self) -> int:
