@@ -14,7 +14,7 @@ from cutekernels.kernels.cute.parts.smem import GemmSmem
 from cutekernels.op import power_of_two
 from cutekernels.ops.products.schedules import coefficients
 from cutekernels.ops.products.schedules.problem import ACROSS, ELEMENT_BYTES, GemmConfig, GemmProblem
-from cutekernels.ops.products.schedules.schedule import PLAIN, DenseSchedule, Extras
+from cutekernels.ops.products.schedules.schedule import PLAIN, DenseSchedule, Extras, mma_share
 from cutekernels.rules import Among, Broken, occupancy_rules, of_both, of_config
 
 if TYPE_CHECKING:
@@ -154,17 +154,15 @@ class Multistage(DenseSchedule):
         rate, own = rates.of(gpu), coefficients.MULTISTAGE
         rows, columns = p.sides
         c = of_kernel(p, c)
-        warp_m, warp_n = c.warp_tile
         peak = rate.mma_fp16_flops_per_us if p.accumulate == "fp16" else rate.mma_flops_per_us
         flops_per_us = peak * own.aligned[min(p.a_align, p.b_align).bit_length() - 1]
-        reuse = warp_m * warp_n / (warp_m + warp_n)  # multiplications per element of a fragment loaded
         k_tiles = larger(1, -(-p.k // c.tile_k))
         stage_bytes = (c.tile_m + c.tile_n) * c.tile_k * ELEMENT_BYTES
         awaited = rate.barrier_us * pick(smaller(c.stages, 4), dict(enumerate(own.barrier, 2)))
 
         def wave_us(together: Any) -> Any:
             """How long ``together`` CTAs on an SM take."""
-            fed = smaller(1.0, (together * c.warps / own.CROWD_WARPS) ** own.crowd) * reuse / (reuse + own.reuse)
+            fed = mma_share(together * c.warps, *c.warp_tile)
             multiply = together * 2.0 * c.tile_m * c.tile_n * c.tile_k / (flops_per_us * fed)
             fetch = together * stage_bytes / (own.port * rate.sm_bytes_per_us)
             step = larger(multiply, fetch) + awaited / smaller(together, 2)
