@@ -27,6 +27,9 @@ MIN_WARP_TILE = 16
 FEW_ROWS = 32  # the most of a tile's smaller side where k-tiles may be 256 bytes
 # Registers beside accumulators and double-buffered fragments: addresses, masks, loop state.
 OTHER_REGISTERS = 48  # docs/notes/gemm.md#registers (compiled for the H200, 2026-11)
+# Registers that a default has for each element loaded alone, by strides of 32 bits and of 64: with fewer most tiles
+# spill, docs/notes/gemm.md#registers (compiled for sm_80, sm_89 and sm_90a, 2026-11-30).
+_LONE_REGISTERS = 5, 7
 
 # Tiles and warps that the default chooses among.
 _SHORTLIST = (
@@ -131,6 +134,14 @@ class Multistage(DenseSchedule):
     def usual(self, p: GemmProblem, gpu: GpuSpec, x: Extras) -> Among:
         knobs = ("tile_m", "tile_n", "warps_m", "warps_n")
         return {tuple(ACROSS[name] for name in knobs) if p.transposed else knobs: _SHORTLIST}
+
+    def usually(self, p: GemmProblem, c: Any, gpu: GpuSpec, x: Extras) -> Any:
+        """Tiles that leave registers to elements loaded alone; the tuner tries others too, and drops what spills."""
+        c = of_kernel(p, c)
+        threads = self.threads(c)
+        lone = sum(tile for tile, side in zip((c.tile_m, c.tile_n), p.sides, strict=True) if side.align == 1)
+        needed = _LONE_REGISTERS[p.wide] * lone * c.tile_k // threads
+        return needed <= smaller(gpu.MAX_REGISTERS_PER_THREAD, gpu.REGISTERS_PER_SM // (threads * c.ctas_per_sm))
 
     def times_us(self, p: GemmProblem, c: Any, gpu: GpuSpec, x: Extras = PLAIN) -> Any:
         rows, columns = p.sides
