@@ -58,6 +58,13 @@ POSED: dict[Any, Callable[[random.Random], Any]] = {
 }
 
 
+def test_a_large_head_dim_has_two_warps_a_scheduler() -> None:
+    p = ATTENTION.Problem.parse("batch=4 seq_q=4096 seq_kv=4096 heads_q=8 heads_kv=8 head_dim=256")
+    for name in ("a100", "h200-as-a100"):
+        default = ATTENTION.default(p, gpu.lookup(name))
+        assert (default.tile_q, default.tile_kv, default.warps * default.ctas_per_sm) == (128, 64, 8)
+
+
 @pytest.mark.parametrize("name", ["a100", "l40s", "h200", "rtx5090", "rtx3090", "h200-as-l40s"])
 @pytest.mark.parametrize("op", POSED, ids=lambda op: op.name)
 def test_there_is_a_default_for_every_problem_and_gpu(op: Any, name: str) -> None:

@@ -6,7 +6,6 @@ import csv
 import io
 import json
 import os
-import shutil
 import sqlite3
 import subprocess
 import sys
@@ -40,14 +39,20 @@ SKINNY = trial(
     median_us=None,
 )
 
+ELSEWHERE = trial(
+    "tile_m=32 tile_n=64 tile_k=128 warps_m=1 warps_n=4 stages=2 raster=1 ctas_per_sm=2",
+    gpu=replace(H200, name="rtx5090", target="sm_120a"),
+    problem="m=32 n=4096 k=4096 b_major=k",
+    median_us=32.0,
+)
 SILU = trial("block=[red]1024", gpu=L40S, op="silu_mul", problem="rows=4096 cols=64")
 LOST = trial("tile_m=256 stages=2", problem="m=4096 n=4096 k=4096", status="crashed", message="Xid 13\nillegal address")
 
 
 @pytest.fixture
 def db(tmp_path: Path, shipped: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A small database, which is also the one in the settings, beside the few winners that ship for one GPU."""
-    shutil.copy(Path(snapshot.__file__).parents[1] / "shipped/rtx5090.jsonl.xz", shipped)
+    """A small database, which is also the one in the settings, beside a winner that ships for another GPU."""
+    ship(shipped, "rtx5090", ELSEWHERE.as_line() + "\n")
     path = tmp_path / "tuned.db"
     with Store(path) as store:
         store.record([GEMM, SKINNY, SILU, LOST])

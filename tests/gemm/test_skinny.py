@@ -13,7 +13,9 @@ from cutekernels.autotune.space import MODEL_SEEDS
 from cutekernels.op import ladder
 from cutekernels.ops.products.dense import GEMM
 from cutekernels.ops.products.schedules import skinny, skinny_warpgroup
+from cutekernels.ops.products.schedules.multistage import MULTISTAGE
 from cutekernels.ops.products.schedules.problem import GemmConfig, GemmProblem
+from cutekernels.ops.products.schedules.schedule import PLAIN
 from cutekernels.ops.products.schedules.skinny import SKINNY
 from tests.compiled import area, pairs
 from tests.gemm.test_compiled import built, kernel
@@ -58,11 +60,35 @@ def test_the_default_chooses_among_the_usual(spec: gpu.GpuSpec) -> None:
         for n, k in ((3584, 3584), (18944, 3584), (520, 328)):
             problem = decode(m, n, k)
             default = GEMM.default(problem, spec)
-            few = m <= skinny.DEFAULT_TOKENS
-            if spec.has_wgmma:
-                few = m < skinny_warpgroup.least_tokens(problem, spec)
-            beyond = "skinny_warpgroup" if spec.has_wgmma else "multistage"
-            assert skinny.usual(default) if few else default.body == beyond
+            if spec.has_wgmma and m >= skinny_warpgroup.least_tokens(problem, spec):
+                assert default.body == "skinny_warpgroup"
+            else:
+                assert default.body == "multistage" or skinny.usual(default)
+
+
+@pytest.mark.parametrize("spec", [g for g in gpu.GPUS if not g.has_wgmma], ids=lambda g: g.name)
+def test_without_warpgroups_the_models_choose_the_body(spec: gpu.GpuSpec) -> None:
+    for m in (1, 16, 24, 48, 96, 128):
+        for n, k in ((4096, 4096), (24576, 4096), (4096, 12288)):
+            problem = decode(m, n, k)
+            found = [body.best(problem, spec, PLAIN) for body in (SKINNY, MULTISTAGE)]
+            assert (min(us for us, _ in found), GEMM.default(problem, spec)) in found
+
+
+def test_neither_body_has_all_numbers_of_tokens() -> None:
+    bodies = {m: GEMM.default(decode(m, 4096, 4096), gpu.lookup("a100")).body for m in (16, 24)}
+    assert bodies == {16: "skinny", 24: "multistage"}
+    assert GEMM.default(decode(128, 4096, 12288), gpu.lookup("h200-as-a100")).body == "skinny"
+
+
+def test_registers_limit_the_blocks_of_an_sm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four splits need two waves of blocks with 160 registers a thread: 63 us to 50 (bench/sweeps/h200-as-a100)."""
+    problem, spec = decode(128, 4096, 12288), gpu.lookup("h200-as-a100")
+    tile = "tile_m=64 tile_n=128 tile_k=64 warps_m=1 warps_n=4 raster=1 ctas_per_sm=1 body=skinny warps_k=2"
+    two, four = (GemmConfig.parse(f"{tile} {rest}") for rest in ("stages=6 split_k=2", "stages=3 split_k=4"))
+    assert GEMM.estimate_us(problem, two, spec) < GEMM.estimate_us(problem, four, spec)
+    monkeypatch.setattr(skinny, "registers_per_thread", lambda c, extras: 32)
+    assert GEMM.estimate_us(problem, two, spec) > GEMM.estimate_us(problem, four, spec)
 
 
 @pytest.mark.parametrize("tile", NEW_TILES)

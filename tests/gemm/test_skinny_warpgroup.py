@@ -212,7 +212,7 @@ def test_default_beyond_a_few_tokens() -> None:
     }
     assert GEMM.default(linear(1), H200).body == "skinny_warpgroup"
     assert GEMM.default(linear(1, 18944), H200).body == "skinny_warpgroup"
-    assert GEMM.default(linear(64), gpu.lookup("l40s")).body == "multistage"
+    assert GEMM.default(linear(129), gpu.lookup("l40s")).body == "multistage"
 
 
 @pytest.mark.parametrize(

@@ -350,7 +350,7 @@ def built(op: str, text: str, config: GemmConfig, target: str) -> Any:
 
 @compiled.in_turns({name: name for name in OPS})
 def test_compiles_for_every_architecture(op: str, spec: gpu.GpuSpec) -> None:
-    for text in (OPS[op].suite[1], OPS[op].suite[-2]):
+    for text in (OPS[op].suite[1], *OPS[op].suite[-2:]):
         config = OPS[op].default(Problem.parse(text), spec)
         facts = built(op, text, config, spec.name).facts
         assert facts.stack_bytes == 0

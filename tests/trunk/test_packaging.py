@@ -261,8 +261,8 @@ def test_queries_need_few_packages(tmp_path: Path) -> None:
     commands = [
         ["db", "query", "--gpu", "h200", "--limit", "1"],
         ["explain", "gemm", "m=16 n=4096 k=4096", "--gpu", "h200"],
-        ["db", "import", str(ROOT / "db/shipped/rtx5090.jsonl.xz")],
-        ["db", "export", str(tmp_path / "winners.jsonl"), "--gpu", "rtx5090"],
+        ["db", "import", str(ROOT / "db/shipped/h200.jsonl.xz")],
+        ["db", "export", str(tmp_path / "winners.jsonl"), "--gpu", "h200"],
         ["gpus"],
         ["jobs"],
     ]

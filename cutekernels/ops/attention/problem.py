@@ -406,8 +406,7 @@ class TilesSchedule(BodySchedule[Q, T]):
         """
         rate, model = rates.of(gpu), MULTISTAGE
         own, walked = c.own, c.walked
-        heads = p.batch * (p.heads_kv if p.by_keys else p.heads_q)
-        if 0 in (heads, p.seq_own, p.seq_walked):
+        if 0 in (p.batch, p.heads_kv if p.by_keys else p.heads_q, p.seq_own, p.seq_walked):
             return rate.launch_us
         # Rows that an owned tile walks, on average.
         seen = p.pairs / p.seq_own + (model.edge * own if p.limited_left or p.limited_right else 0)
@@ -415,8 +414,7 @@ class TilesSchedule(BodySchedule[Q, T]):
         multiply = 2.0 * products * own * walked * p.width / (model.fed * rate.mma_flops_per_us)
         feed = c.warps * (products * walked + read_rows) * p.width * 2 / rate.smem_bytes_per_us
         exponent_us = own * walked / (EXPONENTS_PER_CLOCK * rate.clock_mhz)
-        per_sm = -(-p.seq_own // own) * heads / gpu.sm_count
-        together = smaller(c.ctas_per_sm, ceil(per_sm))
+        per_sm, together = tiles_of_sm(p, c, gpu), ctas_of_sm(p, c, gpu)
         step = (larger(multiply, feed) + exponents * exponent_us) / crowd + fixed * rate.barrier_us / together
         cta = steps * step + model.cta * rate.dram_latency_us / together
         busy = cta * where((per_sm > model.many) | uneven, larger(1.0, per_sm), ceil(per_sm))
@@ -425,6 +423,16 @@ class TilesSchedule(BodySchedule[Q, T]):
         busy = busy * pick(c.order, ORDER[uneven])
         dram = larger(p.work_bytes, walked_bytes(p, c, gpu)) / (model.dram * rate.dram_share * gpu.dram_gbps * 1e3)
         return rate.launch_us + larger(busy, dram) + model.unhidden * smaller(busy, dram)
+
+
+def tiles_of_sm(p: Q, c: TilesConfig, gpu: GpuSpec) -> Any:
+    """Owned tiles of each SM."""
+    return -(-p.seq_own // c.own) * p.batch * (p.heads_kv if p.by_keys else p.heads_q) / gpu.sm_count
+
+
+def ctas_of_sm(p: Q, c: Any, gpu: GpuSpec) -> Any:
+    """CTAs that an SM runs at once."""
+    return smaller(c.ctas_per_sm, ceil(tiles_of_sm(p, c, gpu)))
 
 
 def walked_bytes(p: AttentionProblem, c: Any, gpu: GpuSpec) -> Any:

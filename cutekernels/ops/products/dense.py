@@ -10,7 +10,7 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.kernels.activations import activated
 from cutekernels.op import Work
 from cutekernels.ops.products.epilogue import bias_bytes
-from cutekernels.ops.products.schedules import skinny, skinny_warpgroup
+from cutekernels.ops.products.schedules import skinny_warpgroup
 from cutekernels.ops.products.schedules.multistage import MULTISTAGE
 from cutekernels.ops.products.schedules.problem import (
     ELEMENT_BYTES,
@@ -284,20 +284,18 @@ class AddressedLaunch:
 
 @rates.remember
 def _default(p: GemmProblem, gpu: GpuSpec) -> GemmConfig:
-    """The first choice that has a config: skinny for the fewest tokens, skinny_warpgroup up to MOST_TOKENS; beyond, and
-    for other layouts, the body that its model puts first, of warpgroup and the one it would replace.
+    """The best of the bodies by their models; but where skinny_warpgroup takes ``p``, skinny for the fewest tokens,
+    that one up to MOST_TOKENS, and then the better of it and warpgroup.
     """
     x = extras_of(p)
-    special = SKINNY_WARPGROUP.refusal(p, gpu, x) is None
-    few = skinny_warpgroup.least_tokens(p, gpu) if special else skinny.DEFAULT_TOKENS + 1
-    if p.m < few and (found := SKINNY.best(p, gpu, x)):
-        return found[1]
-    before = (SKINNY_WARPGROUP.best(p, gpu, x) if special else None) or MULTISTAGE.best(p, gpu, x)
-    after = None if special and p.m <= MOST_TOKENS else WARPGROUP.best(p, gpu, x)
-    if before and after:
-        return after[1] if after[0] < before[0] else before[1]
-    if found := before or after:
-        return found[1]
+    bodies: tuple[DenseSchedule, ...] = (SKINNY, MULTISTAGE, WARPGROUP)
+    if SKINNY_WARPGROUP.refusal(p, gpu, x) is None:
+        if p.m < skinny_warpgroup.least_tokens(p, gpu) and (few := SKINNY.best(p, gpu, x)):
+            return few[1]
+        bodies = (SKINNY_WARPGROUP, WARPGROUP) if p.m > MOST_TOKENS else (SKINNY_WARPGROUP,)
+    for among in (bodies, (MULTISTAGE,)):
+        if found := [best for body in among if (best := body.best(p, gpu, x))]:
+            return min(found, key=lambda best: best[0])[1]
     raise AssertionError(f"no config for {p} on {gpu.name}")
 
 

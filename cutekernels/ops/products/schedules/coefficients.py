@@ -19,7 +19,7 @@ class MultistageCosts:
     epilogue: float = 2.7e-4 * 99e3  # bytes at sm_bytes_per_us: an output element's end
     barrier: tuple[float, ...] = (1.8, 1.0, 0.4)  # barrier_us: a k-tile's, with 2 stages, 3 and more
     persistent: float = 0.4  # share of a CTA's fixed time that the next tile's loads do not hide
-    row_bytes: tuple[float, ...] = (1.07, 1.0, 0.95)  # DRAM's time: a k-tile loads 64 bytes of a row, 128, 256
+    row_bytes: tuple[float, ...] = (1.13, 1.05, 1.0)  # DRAM's time: a k-tile loads 64 bytes of a row, 128, 256
     aligned: tuple[float, ...] = (0.3, 0.6, 0.85, 1.0)  # the MMAs' rate, guesses: rows aligned to 1 element, 2, 4, 8
     crowd: float = 0.15  # power of an SM's warps, of CROWD_WARPS, by which the MMAs' rate falls
     reuse: float = 5.0  # multiplications per element of a fragment at which the MMAs run at half their rate
@@ -30,14 +30,14 @@ class MultistageCosts:
 
 @dataclass(frozen=True)
 class SkinnyCosts:
-    """Fitted on an H200 (2026-11-21)."""
+    """Fitted on an H200 (2026-11-21); ``mma`` on it and on an H100, up to 128 tokens (2026-11-30)."""
 
     split: float = 2.8 / 0.63  # exchange_us: CTAs that share a tile leave their sums and draw a ticket
     ahead: float = 0.4 / 0.63  # dependent_us: what a prefetch gains at most
     port: float = 59 / 99  # sm_bytes_per_us: what an SM loads
     cta: float = 1.3 / 0.8  # dram_latency_us: the beginning and end of a CTA
     k_tile: float = 0.009 / 0.08  # barrier_us: a k-tile, divided by the CTAs of an SM
-    dram: float = 0.81 / 0.92  # dram_share: what the loads reach
+    mma: float = 0.3  # share of the MMAs' time that loads do not hide
     crowded: float = 1.15  # factor: early CTAs of a dependent launch pile up on the SMs that are free
     squares: float = 34.0 / 4096  # cycles: an element of a token in its sum of squares
 

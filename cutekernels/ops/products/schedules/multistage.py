@@ -14,7 +14,7 @@ from cutekernels.kernels.cute.parts.smem import GemmSmem
 from cutekernels.op import power_of_two
 from cutekernels.ops.products.schedules import coefficients
 from cutekernels.ops.products.schedules.problem import ACROSS, ELEMENT_BYTES, GemmConfig, GemmProblem
-from cutekernels.ops.products.schedules.schedule import PLAIN, DenseSchedule, Extras
+from cutekernels.ops.products.schedules.schedule import PLAIN, DenseSchedule, Extras, mma_share
 from cutekernels.rules import Among, Broken, occupancy_rules, of_both, of_config
 
 if TYPE_CHECKING:
@@ -27,6 +27,9 @@ MIN_WARP_TILE = 16
 FEW_ROWS = 32  # the most of a tile's smaller side where k-tiles may be 256 bytes
 # Registers beside accumulators and double-buffered fragments: addresses, masks, loop state.
 OTHER_REGISTERS = 48  # docs/notes/gemm.md#registers (compiled for the H200, 2026-11)
+# Registers that a default has for each element loaded alone, by strides of 32 bits and of 64: with fewer most tiles
+# spill, docs/notes/gemm.md#registers (compiled for sm_80, sm_89 and sm_90a, 2026-11-30).
+_LONE_REGISTERS = 5, 7
 
 # Tiles and warps that the default chooses among.
 _SHORTLIST = (
@@ -132,6 +135,14 @@ class Multistage(DenseSchedule):
         knobs = ("tile_m", "tile_n", "warps_m", "warps_n")
         return {tuple(ACROSS[name] for name in knobs) if p.transposed else knobs: _SHORTLIST}
 
+    def usually(self, p: GemmProblem, c: Any, gpu: GpuSpec, x: Extras) -> Any:
+        """Tiles that leave registers to elements loaded alone; the tuner tries others too, and drops what spills."""
+        c = of_kernel(p, c)
+        threads = self.threads(c)
+        lone = sum(tile for tile, side in zip((c.tile_m, c.tile_n), p.sides, strict=True) if side.align == 1)
+        needed = _LONE_REGISTERS[p.wide] * lone * c.tile_k // threads
+        return needed <= smaller(gpu.MAX_REGISTERS_PER_THREAD, gpu.REGISTERS_PER_SM // (threads * c.ctas_per_sm))
+
     def times_us(self, p: GemmProblem, c: Any, gpu: GpuSpec, x: Extras = PLAIN) -> Any:
         rows, columns = p.sides
         seen = of_kernel(p, c)
@@ -154,17 +165,15 @@ class Multistage(DenseSchedule):
         rate, own = rates.of(gpu), coefficients.MULTISTAGE
         rows, columns = p.sides
         c = of_kernel(p, c)
-        warp_m, warp_n = c.warp_tile
         peak = rate.mma_fp16_flops_per_us if p.accumulate == "fp16" else rate.mma_flops_per_us
         flops_per_us = peak * own.aligned[min(p.a_align, p.b_align).bit_length() - 1]
-        reuse = warp_m * warp_n / (warp_m + warp_n)  # multiplications per element of a fragment loaded
         k_tiles = larger(1, -(-p.k // c.tile_k))
         stage_bytes = (c.tile_m + c.tile_n) * c.tile_k * ELEMENT_BYTES
         awaited = rate.barrier_us * pick(smaller(c.stages, 4), dict(enumerate(own.barrier, 2)))
 
         def wave_us(together: Any) -> Any:
             """How long ``together`` CTAs on an SM take."""
-            fed = smaller(1.0, (together * c.warps / own.CROWD_WARPS) ** own.crowd) * reuse / (reuse + own.reuse)
+            fed = mma_share(together * c.warps, *c.warp_tile)
             multiply = together * 2.0 * c.tile_m * c.tile_n * c.tile_k / (flops_per_us * fed)
             fetch = together * stage_bytes / (own.port * rate.sm_bytes_per_us)
             step = larger(multiply, fetch) + awaited / smaller(together, 2)

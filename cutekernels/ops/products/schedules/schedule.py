@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from cutekernels import rates
 from cutekernels.columns import Columns, among, cached, larger, smaller
 from cutekernels.ops.products.schedules import packed_problem, problem
-from cutekernels.ops.products.schedules.coefficients import PREFETCH
+from cutekernels.ops.products.schedules.coefficients import MULTISTAGE, PREFETCH
 from cutekernels.ops.products.schedules.packed_problem import QuantizedConfig, QuantizedProblem
 from cutekernels.ops.products.schedules.problem import BODIES, ELEMENT_BYTES, WIDEST, GemmConfig, GemmProblem
 from cutekernels.rules import EVERY, Among, Broken, Schedule, of_both, of_config, of_problem
@@ -257,6 +257,15 @@ class Prefetches:
 def prefetched_bytes(c: GemmConfig) -> int:
     """Bytes that a CTA prefetches."""
     return c.prefetch_l2 * c.tile_n * c.tile_k * ELEMENT_BYTES
+
+
+# ---- terms of models ------------------------------------------------------------------------------------
+
+
+def mma_share(warps: Any, rows: Any, columns: Any) -> Any:
+    """The share of the MMAs' rate that ``warps`` of an SM reach, each with a tile of ``rows`` by ``columns``."""
+    reuse = rows * columns / (rows + columns)  # multiplications per element of a fragment loaded
+    return smaller(1.0, (warps / MULTISTAGE.CROWD_WARPS) ** MULTISTAGE.crowd) * reuse / (reuse + MULTISTAGE.reuse)
 
 
 @cached

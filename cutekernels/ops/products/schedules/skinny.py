@@ -23,6 +23,7 @@ from cutekernels.ops.products.schedules.schedule import (
     Extras,
     Prefetches,
     Tokens,
+    mma_share,
     saved_us,
 )
 from cutekernels.rules import Among, Broken, of_both, of_config, of_problem
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
 
 USUAL_TILES = (8, 16, 32, 64)  # tokens of a tile that the default chooses among
 WIDE_WARPS = 8  # of tiles of more tokens than those
-# The default up to here on GPUs without warpgroup MMA: docs/notes/gemm.md#skinny-or-multistage (H200, 2026-11-21).
-DEFAULT_TOKENS = 32
 LEAST_IN_FLIGHT = 32 * 1024  # bytes of stages
 # fp16 weights of the norm are multiplied by this before they multiply the linear layer's weight; the epilogue divides.
 # Products down to 4e-6 stay normal numbers (fp16's own end at 6e-5), and those up to 4094 stay finite.
@@ -130,31 +129,36 @@ class Skinny(Tokens, DenseSchedule, Prefetches):
         return {"tile_m": (usual_tile(p),), "tile_k": (128, 256), "stages": (3, 5, 8), "prefetch_l2": (0, 2, 4)}
 
     def preference(self, p: GemmProblem, c: Any, extras: Extras = PLAIN) -> tuple[Any, ...]:
-        """Small tiles, then many warps, most of them along the rows: docs/notes/gemm.md#skinny-ties."""
-        return c.tile_n, -c.warps, -c.warps_n
+        """As many rows as tokens, small tiles, many warps, most along the rows: docs/notes/gemm.md#skinny-ties."""
+        return -smaller(c.tile_n, c.tile_m), c.tile_n, -c.warps, -c.warps_n
 
     def times_us(self, p: GemmProblem, c: Any, gpu: GpuSpec, extras: Extras = PLAIN) -> Any:
-        """The slowest of an SM's port, latency and DRAM, plus fixed costs."""
+        """The slower of DRAM and an SM, plus fixed costs; an SM's port or latency hides a part of the MMAs."""
         if p.m == 0 or p.n == 0:
             return 0.0
         rate, own = rates.of(gpu), coefficients.SKINNY
         ctas = tiles(p, c) * c.split_k
         fit = gpu.smem_per_sm_bytes // (self.smem(c, extras).total_bytes + gpu.SMEM_RESERVED_BYTES)
+        registers = -(-smaller(registers_per_thread(c, extras), gpu.MAX_REGISTERS_PER_THREAD) // 8) * 8
+        fit = smaller(fit, gpu.REGISTERS_PER_SM // (32 * c.warps * registers))
         resident = larger(1, smaller(fit, gpu.max_warps // c.warps))
         tokens = smaller(p.m, c.tile_m)
         cta_bytes = (c.tile_n + tokens) * p.k * ELEMENT_BYTES / c.split_k
+        cta_flops = 2.0 * c.tile_n * c.tile_m * p.k / c.split_k
         k_tiles = -(-p.k // c.tile_k) / c.split_k
 
         def wave_us(together: Any) -> Any:
             in_flight = together * (c.stages - 1) * (c.tile_n + tokens) * c.tile_k * ELEMENT_BYTES
             bytes_per_us = smaller(own.port * rate.sm_bytes_per_us, in_flight / rate.dram_latency_us)
             fixed = own.cta * rate.dram_latency_us + own.k_tile * rate.barrier_us * k_tiles / together
-            return together * cta_bytes / bytes_per_us + fixed
+            fed = mma_share(together * c.warps, c.tile_n / c.warps_n, c.tile_m)
+            multiply = together * cta_flops / (rate.mma_flops_per_us * fed)
+            return together * cta_bytes / bytes_per_us + own.mma * multiply + fixed
 
         waves, rest = divmod(ctas, gpu.sm_count * resident)
         last = wave_us(larger(1, -(-rest // gpu.sm_count)))
         busy = waves * wave_us(resident) + where(rest > 0, last, 0.0)
-        dram = ELEMENT_BYTES * p.n * p.k / (own.dram * rate.dram_share * gpu.dram_gbps * 1e3)
+        dram = ELEMENT_BYTES * p.n * p.k / (rate.dram_share * gpu.dram_gbps * 1e3)
         us = rate.launch_us + larger(dram, busy) - where(c.pdl, rate.dependent_us, 0.0)
         us = us + where(c.split_k > 1, own.split * rate.exchange_us, 0.0)
         us = us - where(ctas <= gpu.sm_count * resident, saved_us(c, gpu, own.ahead), 0.0)
