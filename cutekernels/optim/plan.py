@@ -22,16 +22,17 @@ from cutekernels import compile as compiler
 from cutekernels import dispatch
 from cutekernels import gpu as gpus
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.ops.optimizer.api import update_in_place
 from cutekernels.ops.optimizer.op import (
     ADAMW_COUNT,
     ADAMW_SQUARES,
     ADAMW_STEP,
     ADAMW_TABLE,
+    UPDATED,
     AdamWConfig,
     AdamWProblem,
     Hyper,
 )
+from cutekernels.ops.shared.calls import call, places
 from cutekernels.optim.operands import Mesh, Operands, alike, clip_scale, operands, shard, wide_dtype
 
 _ROW_BYTES = 64
@@ -196,7 +197,8 @@ class Loop:
                 o = o._replace(grad=o.grad.to(wide_dtype(o.grad)) * clip_scale(norm, max_norm).to(o.grad.device))
             rate = None if rate is None else rate.to(o.grad.device)
             if has_kernels(o.param) and o.param.dtype != torch.float64:
-                update_in_place((*o, rate), hyper, maximize=maximize)
+                out = places((*o, rate), UPDATED)
+                call(ADAMW_STEP, (*o, rate), (maximize,), tuple(hyper), out=out, in_place=True)
             else:
                 results = (o.param, o.exp_avg, o.exp_avg_sq, o.param.new_empty(0) if o.master is None else o.master)
                 ADAMW_STEP.update(results, (*o, rate, *hyper), maximize=maximize)

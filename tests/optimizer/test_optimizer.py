@@ -15,6 +15,7 @@ pytest.importorskip("triton")
 from cutekernels import adamw_step
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.optimizer.op import ADAMW_STEP, AdamWProblem, Hyper
+from cutekernels.ops.shared.calls import ways_of
 from cutekernels.optim import FusedAdamW
 from tests.compiled import half
 from tests.interpreted import kernel_tests
@@ -88,6 +89,19 @@ def test_any_strides(lay: Callable[[Tensor], Tensor]) -> None:
     adamw_step(*given, step=2, **SETTINGS)
     assert worst((given[0], *given[2:]), exact) <= 1
     assert others[0].shape == given[0].shape
+
+
+@pytest.mark.parametrize(
+    ("lay", "copied"),
+    [(lambda t: t, 0), (Tensor.t, 0), (lambda t: t[:, ::2], 9), (lambda t: t.t() if t.dtype == torch.half else t, 3)],
+)
+def test_kernels_take_any_order_of_dimensions_that_all_operands_have(lay: Any, copied: int) -> None:
+    """Others are copied, but for those that are contiguous: here the parameter, its result and its gradient."""
+    half, wide = torch.ones(6, 4, dtype=torch.half), torch.ones(6, 4)
+    operands = [half, wide, wide, wide, half, half, wide, wide, wide]
+    named = dict(zip((*ADAMW_STEP.results, *ADAMW_STEP.inputs), map(lay, operands), strict=False))
+    ways = ways_of(ADAMW_STEP, named | {"step": torch.ones(()), "lr": None})
+    assert len(ways) - ways.count(None) == copied
 
 
 def overlapping() -> dict[str, tuple[Tensor, ...]]:

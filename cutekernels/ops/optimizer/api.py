@@ -14,17 +14,8 @@ from torch import Tensor
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.optimizer.op import ADAMW_STEP, UPDATED, AdamWConfig, Hyper
 from cutekernels.ops.shared.calls import call, places, register, register_inplace
-from cutekernels.ops.shared.checks import (
-    check_flag,
-    check_number,
-    check_overlap,
-    check_results,
-    check_tensor,
-    present,
-    quote,
-)
-from cutekernels.ops.shared.paths import refuse_duals, transformed
-from cutekernels.ops.shared.strides import is_dense, walk
+from cutekernels.ops.shared.checks import check_flag, check_number, check_tensor, present, quote
+from cutekernels.ops.shared.paths import refuse_duals
 
 _MOST_STEPS = int(sys.float_info.max)  # the corrections are computed in floats
 
@@ -88,31 +79,8 @@ def adamw_step(
         raise UnsupportedProblem("adamw_step is not differentiable: call it under torch.no_grad()")
     refuse_duals("adamw_step", inputs)
 
-    update_in_place(inputs, hyper, maximize=maximize, config=config)
+    call(ADAMW_STEP, inputs, (maximize,), tuple(hyper), config=config, out=places(inputs, UPDATED), in_place=True)
     return param
-
-
-def update_in_place(
-    inputs: tuple[Tensor | None, ...], hyper: Hyper, *, maximize: bool, config: AdamWConfig | str | None = None
-) -> None:
-    """One update of the op's ``inputs``: those that do not lie densely and alike are copied, and copied back."""
-    param, given = inputs[0], inputs
-    assert param is not None
-    dense = all(walk(t) == walk(param) and is_dense(t) for t in present(inputs[:5]))
-    if not dense:
-        results = places(inputs, UPDATED)
-        check_results(results)
-        placeless = any(t.is_meta or type(t) not in (Tensor, torch.nn.Parameter) for t in present(inputs))  # or fakes
-        if not (torch.compiler.is_compiling() or transformed() or placeless):
-            check_overlap(ADAMW_STEP, results, inputs)  # copies would hide it
-        given = (*[None if t is None else t.contiguous() for t in inputs[:5]], *inputs[5:])
-    out = places(given, UPDATED)
-    call(ADAMW_STEP, given, (maximize,), tuple(hyper), config=config, out=out, in_place=True)
-    if not dense:
-        for i in UPDATED:
-            target, source = inputs[i], given[i]
-            if target is not None and source is not None and target is not source:
-                target.copy_(source)
 
 
 def check_hyper(lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:

@@ -152,8 +152,10 @@ class Update(TritonPart[AdamWProblem, AdamWConfig]):
 
     # -- calls
 
-    def takes(self, name: str, t: Tensor) -> bool:
-        return True  # alike and dense, which layout() checks
+    def views(self, named: Mapping[str, Tensor | None], **options: Any) -> Mapping[str, None]:
+        """All operands are taken as they are where they lie densely and alike, whatever the order of dimensions."""
+        runs = _runs(named)
+        return dict.fromkeys(named if all(is_dense(t) and walk(t) == walk(runs[0]) for t in runs) else ())
 
     def derive(self, sizes: Sizes, **options: Any) -> None:
         sizes.setdefault("one", 1)
@@ -187,16 +189,8 @@ class Update(TritonPart[AdamWProblem, AdamWConfig]):
         return {field: "host" if named[name] is None else "device" for field, name in _SOURCES.items()}
 
     def layout(self, named: Mapping[str, Tensor | None], sizes: Sizes, found: Mapping[str, Any]) -> dict[str, Scalar]:
-        param = named["param"]
-        assert param is not None
-        runs = [t for name, t in named.items() if name not in _SOURCES.values() and t is not None and t.numel()]
-        if not all(is_dense(t) and walk(t) == walk(param) for t in runs):
-            raise UnsupportedProblem(
-                "operands lie densely and alike: clone them with torch.contiguous_format, or use adamw_step, "
-                f"which does; got strides {', '.join(str(t.stride()) for t in runs)}"
-            )
-        aligned = all(t.data_ptr() % WIDEST_BYTES == 0 for t in runs)
-        return {"align": WIDEST_BYTES if aligned else param.element_size()}
+        aligned = all(t.data_ptr() % WIDEST_BYTES == 0 for t in _runs(named))
+        return {"align": WIDEST_BYTES if aligned else BYTES[found["dtype"]]}
 
     def kind(self, p: AdamWProblem, name: str) -> str | None:
         absent = any(name == source and getattr(p, field) == "host" for field, source in _SOURCES.items())
@@ -341,6 +335,11 @@ class AdamWCount(Tabled, TritonOp[AdamWProblem, AdamWConfig]):
 
     def constants(self, p: AdamWProblem, c: AdamWConfig) -> dict[str, int | bool | str]:
         return {"BLOCK": c.block}
+
+
+def _runs(named: Mapping[str, Tensor | None]) -> list[Tensor]:
+    """Operands of as many elements as the parameter, but for empty ones."""
+    return [t for name, t in named.items() if name not in _SOURCES.values() and t is not None and t.numel()]
 
 
 def _skew(t: Tensor, align: int) -> Tensor:
