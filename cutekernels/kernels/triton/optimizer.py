@@ -25,7 +25,7 @@ ROW = tl.constexpr(8)
 Pointers = namedtuple(
     "Pointers",
     "out_param_ptr out_exp_avg_ptr out_exp_avg_sq_ptr out_master_ptr param_ptr grad_ptr exp_avg_ptr exp_avg_sq_ptr "
-    "master_ptr step_ptr lr_ptr",
+    "master_ptr step_ptr rate_ptr",
 )
 Table = namedtuple("Table", "table_ptr grads_ptr chunks_ptr")
 Hyper = namedtuple("Hyper", "lr weight_decay w1 beta2 w2 eps c1 c2")
@@ -126,7 +126,7 @@ def adamw_step(at: Pointers, elements, of: Hyper, how: How, DEPENDENT: tl.conste
     # A learning rate and a step count on the device keep a captured graph valid.
     lr = of.lr
     if how.LR_ON_DEVICE:
-        lr = tl.load(at.lr_ptr).to(tl.float32)
+        lr = tl.load(at.rate_ptr).to(tl.float32)
     bias1, root = _corrections(at.step_ptr, of.c1, of.c2, how.STEP_ON_DEVICE)
     # Without a master copy its pointers are never used; the parameter's stand in.
     begin = tl.program_id(0).to(tl.int64) * how.BLOCK
@@ -164,7 +164,7 @@ def _place(chunk, table, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def adamw_table(table: Table, lr_ptr, norm, max_norm, of: Hyper, how: How, DEPENDENT: tl.constexpr = False):
+def adamw_table(table: Table, rate_ptr, norm, max_norm, of: Hyper, how: How, DEPENDENT: tl.constexpr = False):
     """:func:`adamw_step` in place, of every tensor in a table that has a gradient.
 
     ``chunks``: for each program which tensor it works on and where it begins there, in blocks. Steps are on the device,
@@ -186,7 +186,7 @@ def adamw_table(table: Table, lr_ptr, norm, max_norm, of: Hyper, how: How, DEPEN
         master = _typed_pointer(tl.load(row + 3), "fp32", how.VEC) + begin
     lr = of.lr
     if how.LR_ON_DEVICE:
-        lr = tl.load(lr_ptr).to(tl.float32)
+        lr = tl.load(rate_ptr).to(tl.float32)
     # Clipping, as torch.nn.utils.clip_grad_norm_ does it. NaN is not above 1, and stays.
     scale = 1.0
     if norm != 0:

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Config, Problem, Scalar, Work, extent, knob, ladder, plain
 from cutekernels.ops.shared import streaming
-from cutekernels.ops.shared.checks import check_alike, check_results
 from cutekernels.ops.shared.dtypes import BYTES, WIDEST_BYTES
-from cutekernels.ops.shared.operands import Array, Sizes
+from cutekernels.ops.shared.operands import Array, Leads, Looks, Named, Sizes
 from cutekernels.ops.shared.strides import is_dense, walk
 from cutekernels.ops.shared.tile_rules import accesses_rule, elements_rule
 from cutekernels.ops.shared.triton_op import TritonOp, TritonPart
@@ -82,7 +81,7 @@ class AdamWConfig(Config):
 
 _TABLE = {"table_ptr": "*i64", "grads_ptr": "*i64", "chunks_ptr": "*i32"}
 _EVICT = {"normal": "", "first": "evict_first"}
-_SOURCES = {"step": "step", "rate": "lr"}  # fields of the problem, and the operands that they are of
+_NUMBERS = ("step", "rate")  # operands of one element
 _MAX_PER_THREAD = 16  # elements: each takes an address, four values and what becomes of them
 _DEPTH = 32.0  # a gradient and a moment several times the typical one may cancel: 4 ulp of fp32 of that
 UPDATED = (0, 2, 3, 4)  # inputs that the in-place form writes to: those of the results' names
@@ -145,14 +144,14 @@ class Update(TritonPart[AdamWProblem, AdamWConfig]):
     exp_avg = Array("*elements", dtype="moments", strides=())
     exp_avg_sq = Array("*elements", dtype="moments", strides=())
     master = Array("*elements", dtype="wide", strides=(), given="master")
-    step = Array("*one", dtype="fp32", strides=(), optional=True)
-    lr = Array("*one", dtype="fp32", strides=(), optional=True)
+    step = Array("*one", dtype="fp32", strides=(), given="step=device")
+    rate = Array("*one", dtype="fp32", strides=(), given="rate=device")
     sizes = {"elements": "i64"}
     scalar_types = dict.fromkeys(Hyper._fields, "fp32")
 
     # -- calls
 
-    def views(self, named: Mapping[str, Tensor | None], **options: Any) -> Mapping[str, None]:
+    def views(self, named: Named, **options: Any) -> Mapping[str, None]:
         """All operands are taken as they are where they lie densely and alike, whatever the order of dimensions."""
         runs = _runs(named)
         return dict.fromkeys(named if all(is_dense(t) and walk(t) == walk(runs[0]) for t in runs) else ())
@@ -160,7 +159,7 @@ class Update(TritonPart[AdamWProblem, AdamWConfig]):
     def derive(self, sizes: Sizes, **options: Any) -> None:
         sizes.setdefault("one", 1)
 
-    def refuse(self, named: Mapping[str, Tensor | None], sizes: Sizes, **options: Any) -> None:
+    def refuse(self, named: Named, sizes: Sizes, **options: Any) -> None:
         if sizes["one"] != 1:
             raise UnsupportedProblem(f"a step or lr on the device is one number in fp32; got {sizes['one']}")
         param, master = named["param"], named["master"]
@@ -173,35 +172,24 @@ class Update(TritonPart[AdamWProblem, AdamWConfig]):
             )
 
     def admit(self, inputs: Sequence[Tensor | None], results: Sequence[Tensor] = (), **options: Any) -> None:
-        super().admit(inputs, **options)
-        for t, out in zip([t for i in UPDATED if (t := inputs[i]) is not None], results, strict=False):
-            check_alike(self, t, [out])
-        check_results(results)
+        present = results if inputs[4] is not None else results[:3]  # an absent master copy has an empty place
+        super().admit(inputs, present, **options)
 
-    def fresh(self, *inputs: Tensor | None, **options: Any) -> tuple[Tensor, ...]:
-        import torch
+    def result(self, name: str, named: Named, sizes: Sizes, leads: Leads, **options: Any) -> Looks:
+        """The looks of the input that it renews; empty for an absent master copy."""
+        t = named[name.removeprefix("out_")]
+        return (t.shape, (t.dtype,)) if t is not None else ((0,), (self._main(named).dtype,))
 
-        param = inputs[0]
-        assert param is not None
-        return tuple([param.new_empty(0) if (t := inputs[i]) is None else torch.empty_like(t) for i in UPDATED])
-
-    def facts(self, named: Mapping[str, Tensor | None], sizes: Sizes) -> Mapping[str, Scalar]:
-        return {field: "host" if named[name] is None else "device" for field, name in _SOURCES.items()}
-
-    def layout(self, named: Mapping[str, Tensor | None], sizes: Sizes, found: Mapping[str, Any]) -> dict[str, Scalar]:
+    def layout(self, named: Named, sizes: Sizes, found: Mapping[str, Any]) -> dict[str, Scalar]:
         aligned = all(t.data_ptr() % WIDEST_BYTES == 0 for t in _runs(named))
         return {"align": WIDEST_BYTES if aligned else BYTES[found["dtype"]]}
-
-    def kind(self, p: AdamWProblem, name: str) -> str | None:
-        absent = any(name == source and getattr(p, field) == "host" for field, source in _SOURCES.items())
-        return None if absent else super().kind(p, name)
 
     def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
         import torch
 
-        param, grad, exp_avg, exp_avg_sq, master, step, lr_tensor, *numbers = args
+        param, grad, exp_avg, exp_avg_sq, master, step, rate, *numbers = args
         hyper = Hyper(*numbers)
-        lr: Any = hyper.lr if lr_tensor is None else lr_tensor.double()
+        lr: Any = hyper.lr if rate is None else rate.double()
         bias1: Any = hyper.c1
         root: Any = hyper.c2
         if step is not None:
@@ -251,7 +239,7 @@ class Update(TritonPart[AdamWProblem, AdamWConfig]):
         return found | flags | {"LR_ON_DEVICE": p.rate == "device", "STEP_ON_DEVICE": p.step == "device"}
 
     def divisible(self, p: AdamWProblem, c: AdamWConfig) -> dict[str, int]:
-        kinds = {name: self.kind(p, name) for name in self.operands if name not in _SOURCES.values()}
+        kinds = {name: self.kind(p, name) for name in self.operands if name not in _NUMBERS}
         return {f"{name}_ptr": p.vec * BYTES[kind] for name, kind in kinds.items() if kind is not None}
 
     # -- samples: the third step of a parameter, its moments as two gradients of its kind would have left them
@@ -262,7 +250,7 @@ class Update(TritonPart[AdamWProblem, AdamWConfig]):
     def draw(self, p: AdamWProblem, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor | None:
         import torch
 
-        if name in _SOURCES.values():
+        if name in _NUMBERS:
             return torch.full(shape, 3.0 if name == "step" else 0.01, device=generator.device)
         scale = {"exp_avg": 0.1, "exp_avg_sq": 0.05}.get(name, 1.0)
         values = torch.randn(shape, generator=generator, device=generator.device) * scale
@@ -281,11 +269,6 @@ class AdamW(Update, TritonOp[AdamWProblem, AdamWConfig]):
 
     name = "adamw_step"
     kernel = "optimizer:adamw_step"
-    schema = (
-        "Tensor param, Tensor grad, Tensor exp_avg, Tensor exp_avg_sq, Tensor? master, Tensor? step, "
-        "Tensor? lr_tensor, bool maximize, float lr, float weight_decay, float w1, float beta2, float w2, float eps, "
-        "float c1, float c2"
-    )
 
 
 class Tabled(Update):
@@ -307,11 +290,11 @@ class AdamWTable(Tabled, TritonOp[AdamWProblem, AdamWConfig]):
 
     name = "adamw_table"
     kernel = "optimizer:adamw_table"
-    arguments = _TABLE | {"lr_ptr": "*fp32", "norm": "i64", "max_norm": "fp32"} | dict.fromkeys(Hyper._fields, "fp32")
+    arguments = _TABLE | {"rate_ptr": "*fp32", "norm": "i64", "max_norm": "fp32"} | dict.fromkeys(Hyper._fields, "fp32")
 
     def constants(self, p: AdamWProblem, c: AdamWConfig) -> dict[str, int | bool | str]:
         kinds = {"PARAM": p.dtype, "GRAD": p.grad_dtype, "MOMENTS": p.moments}
-        return super().constants(p, c) | kinds | ({} if p.rate == "device" else {"lr_ptr": 0})
+        return super().constants(p, c) | kinds | ({} if p.rate == "device" else {"rate_ptr": 0})
 
 
 class AdamWSquares(Tabled, TritonOp[AdamWProblem, AdamWConfig]):
@@ -337,9 +320,9 @@ class AdamWCount(Tabled, TritonOp[AdamWProblem, AdamWConfig]):
         return {"BLOCK": c.block}
 
 
-def _runs(named: Mapping[str, Tensor | None]) -> list[Tensor]:
+def _runs(named: Named) -> list[Tensor]:
     """Operands of as many elements as the parameter, but for empty ones."""
-    return [t for name, t in named.items() if name not in _SOURCES.values() and t is not None and t.numel()]
+    return [t for name, t in named.items() if name not in _NUMBERS and t is not None and t.numel()]
 
 
 def _skew(t: Tensor, align: int) -> Tensor:
