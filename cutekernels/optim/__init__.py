@@ -22,13 +22,14 @@ from cutekernels.ops.optimizer.api import check_hyper
 from cutekernels.ops.optimizer.op import Hyper
 from cutekernels.ops.shared.checks import check_flag, check_number, quote
 from cutekernels.ops.shared.dtypes import GPU_DTYPES
-from cutekernels.optim.operands import MOMENTS, moments_dtype, wide_dtype
+from cutekernels.optim.operands import MOMENTS, state_dtypes
 from cutekernels.optim.plan import GroupSettings, StepPlan
 
 __all__ = ["FusedAdamW"]
 
-_FLAGS = ("maximize", "master_weights", "amsgrad", "capturable", "differentiable")
-_HYPER = ("lr", "betas", "eps", "weight_decay", "moments_dtype", "max_grad_norm", *_FLAGS)
+_FLAGS = ("maximize", "master_weights", "capturable")
+_FIXED = {"fused": (None, True), "foreach": (None, False), "amsgrad": (False,), "differentiable": (False,)}
+_HYPER = ("lr", "betas", "eps", "weight_decay", "moments_dtype", "max_grad_norm", *_FLAGS, *_FIXED)
 
 
 class FusedAdamW(torch.optim.Optimizer):
@@ -96,23 +97,16 @@ class FusedAdamW(torch.optim.Optimizer):
         moments_dtype: torch.dtype | Literal["param", "fp32", "bf16", "fp16"] = torch.float32,
         max_grad_norm: float | None = None,
     ) -> None:
-        for name, value, taken in (
-            ("fused", fused, (None, True)),
-            ("foreach", foreach, (None, False)),
-            ("differentiable", differentiable, (False,)),
-        ):
-            if not any(value is one for one in taken):
-                raise UnsupportedProblem(
-                    f"FusedAdamW takes {name} as {' or '.join(map(str, taken))}; got {value!r}: use torch.optim.AdamW"
-                )
         defaults: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        defaults |= {"amsgrad": amsgrad, "maximize": maximize, "foreach": None, "capturable": capturable}
-        defaults |= {"differentiable": False, "fused": True, "decoupled_weight_decay": True}
+        defaults |= {"amsgrad": amsgrad, "maximize": maximize, "foreach": foreach, "capturable": capturable}
+        defaults |= {"differentiable": differentiable, "fused": fused, "decoupled_weight_decay": True}
         # Torch's distributed state dict refuses groups that have other keys than the loading optimizer's.
         if master_weights is not False:
             defaults["master_weights"] = master_weights
         if moments_dtype is not torch.float32:
             defaults["moments_dtype"] = moments_dtype
+        _check_max_norm(max_grad_norm)
+        _normalize_group(defaults)
         self.max_grad_norm = max_grad_norm
         self._captured: list[Any] = []  # what graphs read at each replay: it lives as long as the optimizer
         self._forget()
@@ -120,9 +114,6 @@ class FusedAdamW(torch.optim.Optimizer):
             super().__init__(params, defaults)
         except TypeError as reason:
             raise UnsupportedProblem(f"FusedAdamW takes params as tensors, or groups of them: {reason}") from None
-        _check_max_norm(max_grad_norm)
-        for group in self.param_groups:
-            _normalize_group(group)
 
     def _forget(self) -> None:
         """Drops what is known of parameters and their state."""
@@ -170,24 +161,18 @@ class FusedAdamW(torch.optim.Optimizer):
             others = dict(given["state"])
             for saved, group in zip(given["param_groups"], self.param_groups, strict=False):
                 for key, param in zip(saved["params"], group["params"], strict=False):
-                    if found := others.get(key):
-                        new[param] = _load_state(key, param, found, group)
-                        others[key] = {name: value for name, value in found.items() if name not in new[param]}
+                    if found := others.pop(key, None):
+                        new[param] = found | _load_state(key, param, found, group)
             return given | {"state": others}
 
         def put(_: Any) -> None:
-            for param, state in new.items():
-                self.state[param].update(state)
+            self.state.update(new)
 
-        hooks = (
+        with (
             self.register_load_state_dict_pre_hook(convert),
             self.register_load_state_dict_post_hook(put, prepend=True),
-        )
-        try:
+        ):
             super().load_state_dict(state_dict)
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -199,14 +184,11 @@ class FusedAdamW(torch.optim.Optimizer):
         _check_max_norm(self.max_grad_norm)
         settings = self._settings()  # of all groups, before the first is updated
         found = None if self._plan is None else self._plan.check(self, settings)
-        if self._plan is None or found is None:
+        if found is None:
             self._plan = StepPlan(self, settings, self._plan)
             found = self._plan.check(self, settings)
-            assert found is not None, "a new plan holds"
-        if any(found.addresses):
-            self.grad_norm = self._plan.run(self, settings, found, self.max_grad_norm, self._captured)
-        elif self.max_grad_norm is not None:
-            self.grad_norm = torch.zeros((), device="cpu")
+        assert self._plan is not None and found is not None, "a new plan holds"
+        self.grad_norm = self._plan.run(self, settings, found, self.max_grad_norm, self._captured)
         return loss
 
     def _settings(self) -> list[GroupSettings]:
@@ -228,20 +210,20 @@ def _load_state(key: Any, param: Tensor, found: dict[str, Any], group: dict[str,
             f"the state of parameter {key} has step, {' and '.join(MOMENTS)}, and here it lacks "
             f"{', '.join(sorted(absent))}: load a whole state of AdamW, or leave the parameter out of it"
         )
-    kinds = dict.fromkeys(MOMENTS, moments_dtype(param, group)) | {"master": wide_dtype(param), "step": torch.float32}
     state = {}
-    for name in [name for name in kinds if name in found]:
+    for name, dtype in state_dtypes(param, group).items():
+        if name not in found:
+            continue
         t, shape = found[name], () if name == "step" else param.shape
-        is_number = name == "step" and (isinstance(t, Real) or (isinstance(t, Tensor) and t.numel() == 1))
-        if not is_number and not (isinstance(t, Tensor) and t.shape == shape):
+        if name == "step" and (isinstance(t, Real) or (isinstance(t, Tensor) and t.numel() == 1)):
+            state[name] = torch.tensor(float(t), dtype=dtype, device=param.device)
+        elif isinstance(t, Tensor) and t.shape == shape:
+            state[name] = torch.empty_like(param, dtype=dtype).copy_(t)
+        else:
             raise UnsupportedProblem(
                 f"{name} of parameter {key} is of shape {tuple(shape)}; the state has {quote(t)}: load the "
                 "state of this model's optimizer"
             )
-        if is_number:
-            state[name] = torch.as_tensor(float(t), dtype=kinds[name], device=param.device)
-        else:
-            state[name] = torch.empty_like(param, dtype=kinds[name]).copy_(t)
     return state
 
 
@@ -271,11 +253,13 @@ def _normalize_group(group: dict[str, Any]) -> None:
     rate = lr if isinstance(lr, int) else float(lr) if isinstance(lr, Real) else lr
     check_hyper(0.0 if isinstance(lr, Tensor) else rate, group["betas"], group["eps"], group["weight_decay"])
     for name in _FLAGS:
-        if name != "differentiable":
-            check_flag("FusedAdamW", name, group.get(name, False))
-    for name in ("amsgrad", "differentiable"):
-        if group.get(name):
-            raise UnsupportedProblem(f"FusedAdamW has no {name}: use torch.optim.AdamW for it")
+        check_flag("FusedAdamW", name, group.get(name, False))
+    for name, taken in _FIXED.items():
+        value = group.get(name, taken[0])
+        if not any(value is one for one in taken):
+            raise UnsupportedProblem(
+                f"FusedAdamW takes {name} as {' or '.join(map(str, taken))}; got {value!r}: use torch.optim.AdamW"
+            )
     kind = group.get("moments_dtype", "fp32")
     moments = GPU_DTYPES.names.get(kind) if isinstance(kind, torch.dtype) else kind
     if not isinstance(moments, str) or moments not in ("param", *GPU_DTYPES):
@@ -287,6 +271,6 @@ def _normalize_group(group: dict[str, Any]) -> None:
             "gradients are clipped by one norm over all groups, and a group has a max_grad_norm of its own: "
             "give it to FusedAdamW, or use torch.nn.utils.clip_grad_norm_ for each group"
         )
-    group.update(lr=rate, betas=tuple(group["betas"]))
+    group.update(lr=rate, betas=tuple(group["betas"]), fused=True, foreach=None)
     if "moments_dtype" in group:
         group["moments_dtype"] = moments

@@ -117,7 +117,11 @@ def test_groups_are_checked_at_each_step(kernels: bool, request: pytest.FixtureR
     optimizer = FusedAdamW([{"params": [p]} for p in params])
     for p in params:
         p.grad = torch.ones(8)
-    for name, value, rule in (("amsgrad", True, "no amsgrad"), ("lr", -1.0, "lr is 0"), ("betas", (0, 1), "below 1")):
+    for name, value, rule in (
+        ("amsgrad", True, "takes amsgrad as False"),
+        ("lr", -1.0, "lr is 0"),
+        ("betas", (0, 1), "below 1"),
+    ):
         group = optimizer.param_groups[1]
         kept, group[name] = group[name], value
         with pytest.raises(UnsupportedProblem, match=rule):
