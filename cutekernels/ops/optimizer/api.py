@@ -13,8 +13,8 @@ from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.optimizer.op import ADAMW_STEP, UPDATED, AdamWConfig, Hyper
-from cutekernels.ops.shared.calls import call, places, register, register_inplace
-from cutekernels.ops.shared.checks import check_flag, check_number, check_tensor, present, quote
+from cutekernels.ops.shared.calls import call, places, refuse_others, register, register_inplace
+from cutekernels.ops.shared.checks import check_number, present, quote
 from cutekernels.ops.shared.paths import refuse_duals
 
 _MOST_STEPS = int(sys.float_info.max)  # the corrections are computed in floats
@@ -66,15 +66,13 @@ def adamw_step(
     steps, count = (step, None) if isinstance(step, Tensor) else (None, step)
     rates, rate = (lr, 0.0) if isinstance(lr, Tensor) else (None, lr)
     check_hyper(rate, betas, eps, weight_decay)
-    check_flag("adamw_step", "maximize", maximize)
     if steps is None and (not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= _MOST_STEPS):
         raise UnsupportedProblem(
             f"steps are whole numbers counted from 1, as far as floats go, or a tensor; step is {quote(count)}"
         )
     hyper = Hyper.of(rate, betas, eps, weight_decay, count)
     inputs = (param, grad, exp_avg, exp_avg_sq, master, steps, rates)
-    for name, t in zip(ADAMW_STEP.inputs, inputs, strict=True):
-        check_tensor("adamw_step", name, t, optional=ADAMW_STEP.operands[name].optional)
+    refuse_others(ADAMW_STEP, inputs, None, (maximize,))
     if torch.is_grad_enabled() and any(t.requires_grad for t in present(inputs)):
         raise UnsupportedProblem("adamw_step is not differentiable: call it under torch.no_grad()")
     refuse_duals("adamw_step", inputs)

@@ -135,15 +135,15 @@ class Update(TritonPart[AdamWProblem, AdamWConfig]):
         "elements=50000000",
     )
     options = ("maximize",)
-    out_param = Array("*elements", strides=(), result=True, laid=False)
+    out_param = Array("*elements", strides=(), result=True)
     out_exp_avg = Array("*elements", dtype="moments", strides=(), result=True)
     out_exp_avg_sq = Array("*elements", dtype="moments", strides=(), result=True)
     out_master = Array("*elements", dtype="wide", strides=(), result=True, given="master")
-    param = Array("*elements", strides=(), laid=False)
-    grad = Array("*elements", dtype="grad", strides=())
-    exp_avg = Array("*elements", dtype="moments", strides=())
-    exp_avg_sq = Array("*elements", dtype="moments", strides=())
-    master = Array("*elements", dtype="wide", strides=(), given="master")
+    param = Array("*elements", strides=())
+    grad = Array("*elements", dtype="grad", strides=(), laid=True)
+    exp_avg = Array("*elements", dtype="moments", strides=(), laid=True)
+    exp_avg_sq = Array("*elements", dtype="moments", strides=(), laid=True)
+    master = Array("*elements", dtype="wide", strides=(), laid=True, given="master")
     step = Array("*one", dtype="fp32", strides=(), given="step=device")
     rate = Array("*one", dtype="fp32", strides=(), given="rate=device")
     sizes = {"elements": "i64"}
@@ -188,19 +188,18 @@ class Update(TritonPart[AdamWProblem, AdamWConfig]):
         import torch
 
         param, grad, exp_avg, exp_avg_sq, master, step, rate, *numbers = args
-        hyper = Hyper(*numbers)
-        lr: Any = hyper.lr if rate is None else rate.double()
-        bias1: Any = hyper.c1
-        root: Any = hyper.c2
+        lr, weight_decay, w1, beta2, w2, eps, bias1, root = numbers
+        if rate is not None:
+            lr = rate.double()
         if step is not None:
             count = step.double().clamp_min(1)
-            bias1, root = -torch.expm1(count * hyper.c1), (-torch.expm1(count * hyper.c2)).sqrt()
+            bias1, root = -torch.expm1(count * bias1), (-torch.expm1(count * root)).sqrt()
         g, p = grad.double(), (param if master is None else master).double()
         if options["maximize"]:
             g = -g
-        m = exp_avg.double() + hyper.w1 * (g - exp_avg.double())
-        v = exp_avg_sq.double() * hyper.beta2 + hyper.w2 * g * g
-        p = p * (1 - lr * hyper.weight_decay) - lr / bias1 * (m / (v.sqrt() / root + hyper.eps))
+        m = exp_avg.double() + w1 * (g - exp_avg.double())
+        v = exp_avg_sq.double() * beta2 + w2 * g * g
+        p = p * (1 - lr * weight_decay) - lr / bias1 * (m / (v.sqrt() / root + eps))
         kept = param.new_empty(0) if master is None else p.to(master.dtype)
         return p.to(param.dtype), m.to(exp_avg.dtype), v.to(exp_avg_sq.dtype), kept
 
@@ -244,8 +243,13 @@ class Update(TritonPart[AdamWProblem, AdamWConfig]):
 
     # -- samples: the third step of a parameter, its moments as two gradients of its kind would have left them
 
+    def arrange(self, p: AdamWProblem, name: str, values: Tensor) -> Tensor:
+        """``values`` at an address that is a multiple of ``p.align`` bytes and of no more."""
+        skew = p.align % WIDEST_BYTES // values.element_size() or int(p.align < WIDEST_BYTES)
+        return values.new_empty(values.numel() + skew)[skew:].copy_(values) if skew else values
+
     def place(self, p: AdamWProblem, name: str, result: Tensor) -> Tensor:
-        return result if not result.numel() else _skew(result, p.align)
+        return self.arrange(p, name, result)
 
     def draw(self, p: AdamWProblem, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor | None:
         import torch
@@ -258,10 +262,6 @@ class Update(TritonPart[AdamWProblem, AdamWConfig]):
 
     def draw_scalars(self, p: AdamWProblem, generator: torch.Generator) -> tuple[Any, ...]:
         return Hyper.of(0.01, (0.9, 0.999), 1e-8, 0.1, 3 if p.step == "host" else None)
-
-    def sample(self, p: AdamWProblem, device: str, seed: int) -> tuple[Any, ...]:
-        args = super().sample(p, device, seed)
-        return tuple([None if t is None else _skew(t, p.align) for t in args[:5]]) + args[5:]
 
 
 class AdamW(Update, TritonOp[AdamWProblem, AdamWConfig]):
@@ -323,12 +323,6 @@ class AdamWCount(Tabled, TritonOp[AdamWProblem, AdamWConfig]):
 def _runs(named: Named) -> list[Tensor]:
     """Operands of as many elements as the parameter, but for empty ones."""
     return [t for name, t in named.items() if name not in _NUMBERS and t is not None and t.numel()]
-
-
-def _skew(t: Tensor, align: int) -> Tensor:
-    """``t`` at an address that is a multiple of ``align`` and of no more."""
-    skew = align % WIDEST_BYTES // t.element_size() or int(align < WIDEST_BYTES)
-    return t.new_empty(t.numel() + skew)[skew:].copy_(t) if skew else t
 
 
 ADAMW_STEP = AdamW()
