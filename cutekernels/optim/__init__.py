@@ -7,7 +7,7 @@ the device, and replay correctly from a CUDA graph. What a step launches is plan
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from numbers import Real
 from operator import is_
@@ -76,8 +76,10 @@ class FusedAdamW(torch.optim.Optimizer):
             operands that no kernel takes.
     """
 
-    grad_norm: Tensor | None
+    grad_norm: Tensor | None = None
     """The gradients' norm before the last step clipped them; None before the first step and without max_grad_norm."""
+    _plan: StepPlan | None = None
+    _settings: Sequence[GroupSettings] = ()
 
     def __init__(
         self,
@@ -109,17 +111,10 @@ class FusedAdamW(torch.optim.Optimizer):
         _normalize_group(defaults)
         self.max_grad_norm = max_grad_norm
         self._captured: list[Any] = []  # what graphs read at each replay: it lives as long as the optimizer
-        self._forget()
         try:
             super().__init__(params, defaults)
         except TypeError as reason:
             raise UnsupportedProblem(f"FusedAdamW takes params as tensors, or groups of them: {reason}") from None
-
-    def _forget(self) -> None:
-        """Drops what is known of parameters and their state."""
-        self.grad_norm = None
-        self._plan: StepPlan | None = None
-        self._checked: list[tuple[list[Any], GroupSettings]] = []  # a group's values, and what was made of them
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
@@ -135,7 +130,6 @@ class FusedAdamW(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         own = getattr(self, "param_groups", ())
         for number, group in enumerate(state["param_groups"]):  # before anything is taken over
-            group.setdefault("maximize", False)
             if number < len(own):  # how this optimizer keeps its state, whatever the saved one did
                 group.pop("moments_dtype", None)
                 for name in ("moments_dtype", "master_weights"):
@@ -146,7 +140,7 @@ class FusedAdamW(torch.optim.Optimizer):
         super().__setstate__(state)
         vars(self).setdefault("max_grad_norm", None)
         vars(self).setdefault("_captured", [])
-        self._forget()
+        self.grad_norm, self._plan = None, None
 
     def state_dict(self) -> dict[str, Any]:
         for group in self.param_groups:  # a schedule may have written numpy's numbers since the last step
@@ -182,25 +176,17 @@ class FusedAdamW(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         _check_max_norm(self.max_grad_norm)
-        settings = self._settings()  # of all groups, before the first is updated
-        found = None if self._plan is None else self._plan.check(self, settings)
+        self._settings = [  # of all groups, before the first is updated
+            _settings_of(group, self.max_grad_norm is not None, last)
+            for group, last in zip_longest(self.param_groups, self._settings[: len(self.param_groups)])
+        ]
+        found = None if self._plan is None else self._plan.check(self, self._settings)
         if found is None:
-            self._plan = StepPlan(self, settings, self._plan)
-            found = self._plan.check(self, settings)
+            self._plan = StepPlan(self, self._settings, self._plan)
+            found = self._plan.check(self, self._settings)
         assert self._plan is not None and found is not None, "a new plan holds"
-        self.grad_norm = self._plan.run(self, settings, found, self.max_grad_norm, self._captured)
+        self.grad_norm = self._plan.run(self, self._settings, found, self.max_grad_norm, self._captured)
         return loss
-
-    def _settings(self) -> list[GroupSettings]:
-        """Checked settings of each group, renewed where a value is another object or may have changed."""
-        known, self._checked = self._checked, []
-        for group, last in zip_longest(self.param_groups, known[: len(self.param_groups)]):
-            values = [*map(group.get, _HYPER), self.max_grad_norm is not None]
-            if last is None or isinstance(values[0], Tensor) or not all(map(is_, values, last[0])):
-                _normalize_group(group)
-                last = [*map(group.get, _HYPER), values[-1]], _settings_of(group, values[-1])
-            self._checked.append(last)
-        return [settings for _, settings in self._checked]
 
 
 def _load_state(key: Any, param: Tensor, found: dict[str, Any], group: dict[str, Any]) -> dict[str, Any]:
@@ -227,12 +213,18 @@ def _load_state(key: Any, param: Tensor, found: dict[str, Any], group: dict[str,
     return state
 
 
-def _settings_of(group: dict[str, Any], clips: bool) -> GroupSettings:
+def _settings_of(group: dict[str, Any], clips: bool, last: GroupSettings | None) -> GroupSettings:
+    """Checked settings of a group: the last ones, unless a value is another object or may have changed."""
+    values = [*map(group.get, _HYPER), clips]
+    if last is not None and all(map(is_, values, last.values)) and not isinstance(last.lr, Tensor):
+        return last
+    _normalize_group(group)
     lr = group["lr"]
     rate = lr.to(torch.float32) if isinstance(lr, Tensor) and lr.is_cuda else None
     hyper = Hyper.of(0.0 if rate is not None else float(lr), group["betas"], group["eps"], group["weight_decay"])
     kept = group.get("master_weights", False), group.get("moments_dtype", "fp32")
-    return GroupSettings(lr, rate, hyper, (rate is not None, group["maximize"], clips, *kept))
+    flags = (rate is not None, group.get("maximize", False), clips, *kept)
+    return GroupSettings([*map(group.get, _HYPER), clips], lr, rate, hyper, flags)
 
 
 def _check_max_norm(max_grad_norm: float | None) -> None:

@@ -38,8 +38,9 @@ def has_kernels(param: Tensor) -> bool:
 
 
 class GroupSettings(NamedTuple):
-    """A group's values in a step. ``rate``: the learning rate, where it is on the GPU."""
+    """A group's values in a step, and what was made of them. ``rate``: the learning rate, where it is on the GPU."""
 
+    values: list[Any]
     lr: float | Tensor
     rate: Tensor | None
     hyper: adamw.Hyper
@@ -120,7 +121,7 @@ class DeviceTable:
                     self.launches.append(Launch.of(group, row, aligned, alike, settings[group]))
                 row += len(found)
 
-    def begin(self, plan: StepPlan, optimizer: Optimizer, step: Step) -> tuple[Tensor, Tensor]:
+    def begin(self, optimizer: Optimizer, step: Step) -> tuple[Tensor, Tensor]:
         """Sends the column of addresses and counts steps. At its replays, a graph sends the second tensor again."""
         column = torch.frombuffer(array("q", step.addresses[self.rows]), dtype=torch.int64)
         if torch.cuda.is_current_stream_capturing():
@@ -135,21 +136,21 @@ class DeviceTable:
         self.count((-(-len(column) // _COUNTED), 1, 1), self.table.data_ptr(), sent.data_ptr(), len(column))
         return sent, staging
 
-    def squares(self, begun: tuple[Tensor, Tensor]) -> list[Tensor]:
-        """The sum of the gradients' squares, over all ranks."""
+    def squares(self, begun: tuple[Tensor, Tensor]) -> Tensor:
+        """The sum of the gradients' squares on this rank."""
         partial = torch.empty(sum([each.sums for each in self.launches]), dtype=torch.float32, device=self.device)
         tables, place = (self.table.data_ptr(), begun[0].data_ptr()), partial.data_ptr()
         for each in self.launches:
             assert each.squares is not None
             each.squares((each.sums, 1, 1), *tables, each.chunks.data_ptr(), place, len(each.chunks))
             place += each.sums * partial.element_size()
-        return [sum_over(self.ranks, partial.sum())]
+        return partial.sum()
 
     def update(self, begun: Any, settings: Sequence[GroupSettings], norm: Tensor | None, max_norm: float) -> None:
         norm = None if norm is None else norm.to(self.device, torch.float32)
         tables = self.table.data_ptr(), begun[0].data_ptr()
         for each in self.launches:
-            _, rate, hyper, _ = settings[each.group]
+            _, _, rate, hyper, _ = settings[each.group]
             rate = None if rate is None else rate.to(self.device)
             scalars = [0 if t is None else t.data_ptr() for t in (rate, norm)]
             each.update((len(each.chunks), 1, 1), *tables, each.chunks.data_ptr(), *scalars, max_norm, *hyper)
@@ -162,23 +163,23 @@ class Loop:
     """
 
     def __init__(self, first: int, ranks: tuple[Any, ...], kinds: _Kinds, settings: Sequence[GroupSettings]) -> None:
-        groups = [group for (group, *_), found in kinds.items() for _ in found]
-        self.groups, self.ranks, self.device = list(enumerate(groups, first)), ranks, -1
+        self.params = [(group, param) for (group, *_), found in kinds.items() for param, _ in found]
+        self.rows, self.ranks, self.device = slice(first, first + len(self.params)), ranks, -1
 
-    def begin(self, plan: StepPlan, optimizer: Optimizer, step: Step) -> list[tuple[int, Operands]]:
+    def begin(self, optimizer: Optimizer, step: Step) -> list[tuple[int, Operands]]:
         """Counts steps; returns the group and the operands of each parameter that has a gradient."""
-        params = [(plan.rows[row], group) for row, group in self.groups if step.addresses[row]]
-        begun = [(group, operands(p, optimizer.param_groups[group], optimizer.state[p])) for p, group in params]
+        params = compress(self.params, step.addresses[self.rows])
+        begun = [(group, operands(p, optimizer.param_groups[group], optimizer.state[p])) for group, p in params]
         for _, o in begun:
             o.step.add_(1.0)
         return begun
 
-    def squares(self, begun: list[tuple[int, Operands]]) -> list[Tensor]:
-        return [sum_over(self.ranks, o.grad.to(wide_dtype(o.grad)).square().sum()) for _, o in begun]
+    def squares(self, begun: list[tuple[int, Operands]]) -> Tensor:
+        return torch.stack([o.grad.to(wide_dtype(o.grad)).square().sum() for _, o in begun]).sum()
 
     def update(self, begun: Any, settings: Sequence[GroupSettings], norm: Tensor | None, max_norm: float) -> None:
         for group, o in begun:
-            _, rate, hyper, (_, maximize, *_) = settings[group]
+            _, _, rate, hyper, (_, maximize, *_) = settings[group]
             if norm is not None:
                 o = o._replace(grad=o.grad.to(wide_dtype(o.grad)) * clip_scale(norm, max_norm).to(o.grad.device))
             inputs = *o, None if rate is None else rate.to(o.grad.device)
@@ -288,7 +289,7 @@ class StepPlan:
 
         ``captured`` keeps what a graph that captures this reads at each replay.
         """
-        tables = self.tables if any(step.addresses) else []
+        tables = [table for table in self.tables if any(step.addresses[table.rows])]
         capturing = any(isinstance(each, DeviceTable) for each in tables) and torch.cuda.is_current_stream_capturing()
         if capturing and any(isinstance(each.lr, Tensor) and not has_kernels(each.lr) for each in settings):
             raise UnsupportedProblem("a CUDA graph would keep a learning rate that is on the CPU: move it to the GPU")
@@ -302,8 +303,8 @@ class StepPlan:
         squares: list[Tensor] = []
         for table in tables:
             with torch.cuda.device(table.device):  # no-op for -1
-                begun.append(table.begin(self, optimizer, step))
-                squares += [] if limit is None else table.squares(begun[-1])
+                begun.append(table.begin(optimizer, step))
+                squares += [] if limit is None else [sum_over(table.ranks, table.squares(begun[-1]))]
         norm = None
         if limit is not None:
             squares = squares or [torch.zeros((), device="cpu")]
