@@ -78,8 +78,10 @@ class FusedAdamW(torch.optim.Optimizer):
 
     grad_norm: Tensor | None = None
     """The gradients' norm before the last step clipped them; None before the first step and without max_grad_norm."""
+    max_grad_norm: float | None = None
     _plan: StepPlan | None = None
     _settings: Sequence[GroupSettings] = ()
+    _captured: Sequence[Any] = ()  # what graphs read at each replay: it lives as long as the optimizer
 
     def __init__(
         self,
@@ -110,7 +112,6 @@ class FusedAdamW(torch.optim.Optimizer):
         _check_max_norm(max_grad_norm)
         _normalize_group(defaults)
         self.max_grad_norm = max_grad_norm
-        self._captured: list[Any] = []  # what graphs read at each replay: it lives as long as the optimizer
         try:
             super().__init__(params, defaults)
         except TypeError as reason:
@@ -138,8 +139,6 @@ class FusedAdamW(torch.optim.Optimizer):
             group["fused"], group["foreach"] = True, None
             _normalize_group(group)
         super().__setstate__(state)
-        vars(self).setdefault("max_grad_norm", None)
-        vars(self).setdefault("_captured", [])
         self.grad_norm, self._plan = None, None
 
     def state_dict(self) -> dict[str, Any]:
@@ -185,7 +184,8 @@ class FusedAdamW(torch.optim.Optimizer):
             self._plan = StepPlan(self, self._settings, self._plan)
             found = self._plan.check(self, self._settings)
         assert self._plan is not None and found is not None, "a new plan holds"
-        self.grad_norm = self._plan.run(self, self._settings, found, self.max_grad_norm, self._captured)
+        self.grad_norm, captured = self._plan.run(self, found, self.max_grad_norm)
+        self._captured = [*self._captured, *captured]
         return loss
 
 

@@ -113,12 +113,6 @@ def ranks_beside(param: Any) -> tuple[Any, ...]:
     return tuple([param.device_mesh.get_group(i) for i, placement in placements if not placement.is_replicate()])
 
 
-def sum_over(ranks: tuple[Any, ...], squares: Tensor) -> Tensor:
-    for group in ranks:
-        torch.distributed.all_reduce(squares, group=group)
-    return squares
-
-
 def clip_scale(norm: Tensor, max_norm: float) -> Tensor:
     """The factor of torch.nn.utils.clip_grad_norm_: NaN for a norm that is NaN."""
     return torch.clamp(max_norm / (norm + 1e-6), max=1.0)

@@ -25,7 +25,7 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.optimizer import op as adamw
 from cutekernels.ops.optimizer.op import ADAMW_STEP, AdamWConfig, AdamWProblem
 from cutekernels.ops.shared.calls import call, places
-from cutekernels.optim.operands import Operands, alike, clip_scale, operands, ranks_beside, shard, sum_over, wide_dtype
+from cutekernels.optim.operands import Operands, alike, clip_scale, operands, ranks_beside, shard, wide_dtype
 
 _COUNTED = 256  # tensors per program that counts steps
 _MOST_SUMS = 2048  # programs that sum squares: a constant, so that the norm has the same bits on every GPU
@@ -49,11 +49,12 @@ class GroupSettings(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A step's tensors by row: gradients and their addresses, and the parts of parameters that this rank holds.
+    """Settings by group, and by row gradients, their addresses, and the parts of parameters that this rank holds.
 
     A gradient that is missing is on the meta device, and its address is 0.
     """
 
+    settings: Sequence[GroupSettings]
     grads: list[Tensor]
     addresses: list[int]
     written: list[Tensor]
@@ -70,10 +71,7 @@ class Launch(NamedTuple):
     chunks: Tensor
     update: Callable[..., None]
     squares: Callable[..., None] | None
-
-    @property
-    def sums(self) -> int:
-        return min(_MOST_SUMS, len(self.chunks))
+    sums: int
 
     @classmethod
     def of(cls, group: int, first: int, aligned: bool, tensors: list[Operands], settings: GroupSettings) -> Launch:
@@ -97,7 +95,7 @@ class Launch(NamedTuple):
         chunks = torch.stack((first + which, within), dim=1).to(o.param.device, torch.int32)
         update = compiler.get(adamw.ADAMW_TABLE, problem, config, spec)
         squares = compiler.get(adamw.ADAMW_SQUARES, plain, config, spec) if clips else None
-        return cls(group, chunks, update, squares)
+        return cls(group, chunks, update, squares, min(_MOST_SUMS, len(chunks)))
 
 
 class DeviceTable:
@@ -146,11 +144,11 @@ class DeviceTable:
             place += each.sums * partial.element_size()
         return partial.sum()
 
-    def update(self, begun: Any, settings: Sequence[GroupSettings], norm: Tensor | None, max_norm: float) -> None:
+    def update(self, begun: Any, step: Step, norm: Tensor | None, max_norm: float) -> None:
         norm = None if norm is None else norm.to(self.device, torch.float32)
         tables = self.table.data_ptr(), begun[0].data_ptr()
         for each in self.launches:
-            _, _, rate, hyper, _ = settings[each.group]
+            _, _, rate, hyper, _ = step.settings[each.group]
             rate = None if rate is None else rate.to(self.device)
             scalars = [0 if t is None else t.data_ptr() for t in (rate, norm)]
             each.update((len(each.chunks), 1, 1), *tables, each.chunks.data_ptr(), *scalars, max_norm, *hyper)
@@ -177,9 +175,9 @@ class Loop:
     def squares(self, begun: list[tuple[int, Operands]]) -> Tensor:
         return torch.stack([o.grad.to(wide_dtype(o.grad)).square().sum() for _, o in begun]).sum()
 
-    def update(self, begun: Any, settings: Sequence[GroupSettings], norm: Tensor | None, max_norm: float) -> None:
+    def update(self, begun: Any, step: Step, norm: Tensor | None, max_norm: float) -> None:
         for group, o in begun:
-            _, _, rate, hyper, (_, maximize, *_) = settings[group]
+            _, _, rate, hyper, (_, maximize, *_) = step.settings[group]
             if norm is not None:
                 o = o._replace(grad=o.grad.to(wide_dtype(o.grad)) * clip_scale(norm, max_norm).to(o.grad.device))
             inputs = *o, None if rate is None else rate.to(o.grad.device)
@@ -215,9 +213,9 @@ class StepPlan:
                     continue
                 if any(t is not None and t.data_ptr() % 16 for t in o[:5]):
                     self.narrow.add(id(param))
-                is_loop = not (has_kernels(param) and o.is_dense)
-                kinds = homes.setdefault((is_loop, o.param.device, ranks_beside(param)), {})
+                home = not (has_kernels(param) and o.is_dense), o.param.device, ranks_beside(param)
                 types = o.param.dtype, o.grad.dtype, o.exp_avg.dtype, o.master is not None
+                kinds = homes.setdefault(home, {})
                 kinds.setdefault((number, id(param) not in self.narrow, *types), []).append((param, o))
         rows: list[tuple[Tensor, Operands]] = []
         self.tables: list[DeviceTable | Loop] = []
@@ -275,23 +273,15 @@ class StepPlan:
         column = list(map(Tensor.data_ptr, grads))
         if not all(column):
             column = [at or (0 if g.is_meta else _NOWHERE) for g, at in zip(grads, column, strict=True)]
-        return None if any(map(and_, column, self.masks)) else Step(grads, column, written)
+        return None if any(map(and_, column, self.masks)) else Step(settings, grads, column, written)
 
-    def run(
-        self,
-        optimizer: Optimizer,
-        settings: Sequence[GroupSettings],
-        step: Step,
-        limit: float | None,
-        captured: list[Any],
-    ) -> Tensor | None:
-        """Updates parameters and state; returns the norm of the gradients where they are clipped to ``limit``.
-
-        ``captured`` keeps what a graph that captures this reads at each replay.
+    def run(self, optimizer: Optimizer, step: Step, limit: float | None) -> tuple[Tensor | None, list[Any]]:
+        """Updates parameters and state. Returns the norm of the gradients where they are clipped to ``limit``, and
+        what a graph that captures this reads at each replay.
         """
         tables = [table for table in self.tables if any(step.addresses[table.rows])]
         capturing = any(isinstance(each, DeviceTable) for each in tables) and torch.cuda.is_current_stream_capturing()
-        if capturing and any(isinstance(each.lr, Tensor) and not has_kernels(each.lr) for each in settings):
+        if capturing and any(isinstance(each.lr, Tensor) and not has_kernels(each.lr) for each in step.settings):
             raise UnsupportedProblem("a CUDA graph would keep a learning rate that is on the CPU: move it to the GPU")
         # Masters take over what others wrote; their low bits stay where that is nothing new.
         for i, key in self.masters.items():
@@ -304,21 +294,22 @@ class StepPlan:
         for table in tables:
             with torch.cuda.device(table.device):  # no-op for -1
                 begun.append(table.begin(optimizer, step))
-                squares += [] if limit is None else [sum_over(table.ranks, table.squares(begun[-1]))]
+                if limit is not None:
+                    squares.append(table.squares(begun[-1]))
+                    for group in table.ranks:
+                        torch.distributed.all_reduce(squares[-1], group=group)
         norm = None
         if limit is not None:
             squares = squares or [torch.zeros((), device="cpu")]
             norm = reduce(lambda total, more: total + more.to(total.device), squares).sqrt()
         for table, each in zip(tables, begun, strict=True):
             with torch.cuda.device(table.device):  # no-op for -1
-                table.update(each, settings, norm, float(limit or 0.0))
+                table.update(each, step, norm, float(limit or 0.0))
         torch.autograd.graph.increment_version(list(compress(step.written, step.addresses)))
         for i, key in self.masters.items():
             if step.addresses[i]:
                 self.versions[key] = step.written[i]._version
-        if capturing:
-            captured.append((self, settings, step, [*map(dict, optimizer.state.values())], begun, norm))
-        return norm
+        return norm, [self, step, [*map(dict, optimizer.state.values())], begun, norm] if capturing else []
 
 
 def _layouts(tensors: list[Tensor]) -> list[list[Any]]:

@@ -158,15 +158,17 @@ def refusals() -> dict[str, Callable[[], Any]]:
         "step is True": lambda: adamw_step(p, g, m, v, step=True),
         "one number in fp32": lambda: adamw_step(p, g, m, v, step=torch.tensor([1.0, 2.0])),
         "from 0 to below 1": lambda: adamw_step(p, g, m, v, step=1, betas=(0.9, 1.0)),
-        "lr is 0 or more; it is -1": lambda: adamw_step(p, g, m, v, step=1, lr=-1),
-        "eps is 0 or more; it is nan": lambda: adamw_step(p, g, m, v, step=1, eps=float("nan")),
+        "takes lr as a finite number of at least 0; got -1": lambda: adamw_step(p, g, m, v, step=1, lr=-1),
+        "takes eps as a finite number of at least 0; got nan": lambda: adamw_step(p, g, m, v, step=1, eps=float("nan")),
         "layout torch.sparse_coo: call to_dense": lambda: adamw_step(p, g.to_sparse(), m, v, step=1),
         "not differentiable": lambda: adamw_step(p.clone().requires_grad_(), g, m, v, step=1),
         "overlaps an operand": lambda: adamw_step(p[:4], g[:4], p[1:5], v[:4], step=1),
         "overlap itself": lambda: ADAMW_STEP.admit((p,) * 4 + (None,) * 3, (p[:1].expand(6), p, p, p), maximize=False),
         "FusedAdamW takes amsgrad as False": lambda: FusedAdamW([p], amsgrad=True),
         "betas are from 0": lambda: FusedAdamW([p], betas=(0.9, 2.0)),
-        "weight_decay is 0 or more": lambda: FusedAdamW([{"params": [p], "weight_decay": -0.1}]),
+        "takes weight_decay as a finite number of at least 0": lambda: FusedAdamW(
+            [{"params": [p], "weight_decay": -0.1}]
+        ),
         "a learning rate is one number": lambda: FusedAdamW([p], lr=torch.ones(2)),
         "torch.optim.SparseAdam": _sparse_step,
     }
@@ -340,7 +342,7 @@ def test_hooks_around_loading_have_their_say() -> None:
 def test_a_refused_group_is_not_kept() -> None:
     param, late = (torch.nn.Parameter(torch.ones(8)) for _ in range(2))
     optimizer = FusedAdamW([param])
-    with pytest.raises(UnsupportedProblem, match="lr is 0 or more"):
+    with pytest.raises(UnsupportedProblem, match="takes lr as a finite number of at least 0"):
         optimizer.add_param_group({"params": [late], "lr": -1.0})
     assert len(optimizer.param_groups) == 1
     saved = optimizer.state_dict()

@@ -119,7 +119,7 @@ def test_groups_are_checked_at_each_step(kernels: bool, request: pytest.FixtureR
         p.grad = torch.ones(8)
     for name, value, rule in (
         ("amsgrad", True, "takes amsgrad as False"),
-        ("lr", -1.0, "lr is 0"),
+        ("lr", -1.0, "lr as a finite number of at least 0"),
         ("betas", (0, 1), "below 1"),
     ):
         group = optimizer.param_groups[1]

@@ -88,11 +88,9 @@ def _update(run, inside, of, by, how, CLIP: tl.constexpr):
     m += of.w1 * (g - m)
     v = v * of.beta2 + (of.w2 * g) * g
     p = p * by.decay - by.size * (m / (tl.sqrt_rn(v) / by.root + of.eps))
-    tl.store(run.out_exp_avg_ptr, m.to(run.out_exp_avg_ptr.dtype.element_ty), mask=inside, eviction_policy=how.EVICT)
-    tl.store(
-        run.out_exp_avg_sq_ptr, v.to(run.out_exp_avg_sq_ptr.dtype.element_ty), mask=inside, eviction_policy=how.EVICT
-    )
-    tl.store(run.out_param_ptr, p.to(run.out_param_ptr.dtype.element_ty), mask=inside, eviction_policy=how.EVICT)
+    tl.store(run.out_exp_avg_ptr, m, mask=inside, eviction_policy=how.EVICT)
+    tl.store(run.out_exp_avg_sq_ptr, v, mask=inside, eviction_policy=how.EVICT)
+    tl.store(run.out_param_ptr, p, mask=inside, eviction_policy=how.EVICT)
     if how.MASTER:
         tl.store(run.out_master_ptr, p, mask=inside, eviction_policy=how.EVICT)
 
