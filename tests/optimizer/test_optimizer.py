@@ -151,11 +151,11 @@ def refusals() -> dict[str, Callable[[], Any]]:
         "both moments have one dtype": lambda: adamw_step(half, g, m.bfloat16(), v, step=1),
         "takes grad in bfloat16 or float32; got torch.float16": lambda: adamw_step(half, g.half(), m, v, step=1),
         "their own master copy": lambda: adamw_step(p, g, m, v, step=1, master=p.clone()),
-        "counted from 1, .* or a tensor; step is 0": lambda: adamw_step(p, g, m, v, step=0),
-        "step is None": lambda: adamw_step(p, g, m, v, step=None),  # type: ignore[arg-type]
-        "step is nan": lambda: adamw_step(p, g, m, v, step=float("nan")),  # type: ignore[arg-type]
-        "step is 1.5": lambda: adamw_step(p, g, m, v, step=1.5),  # type: ignore[arg-type]
-        "step is True": lambda: adamw_step(p, g, m, v, step=True),
+        "takes step as a whole number of at least 1; got 0": lambda: adamw_step(p, g, m, v, step=0),
+        "step as a whole number of at least 1; got None": lambda: adamw_step(p, g, m, v, step=None),  # type: ignore[arg-type]
+        "step as a whole number of at least 1; got nan": lambda: adamw_step(p, g, m, v, step=float("nan")),  # type: ignore[arg-type]
+        "step as a whole number of at least 1; got 1.5": lambda: adamw_step(p, g, m, v, step=1.5),  # type: ignore[arg-type]
+        "step as a whole number of at least 1; got True": lambda: adamw_step(p, g, m, v, step=True),
         "one number in fp32": lambda: adamw_step(p, g, m, v, step=torch.tensor([1.0, 2.0])),
         "from 0 to below 1": lambda: adamw_step(p, g, m, v, step=1, betas=(0.9, 1.0)),
         "takes lr as a finite number of at least 0; got -1": lambda: adamw_step(p, g, m, v, step=1, lr=-1),

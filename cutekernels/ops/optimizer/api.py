@@ -13,7 +13,7 @@ from torch import Tensor
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.optimizer.op import ADAMW_STEP, UPDATED, AdamWConfig, Hyper
 from cutekernels.ops.shared.calls import call, places, refuse_others, register, register_inplace
-from cutekernels.ops.shared.checks import check_number, present, quote
+from cutekernels.ops.shared.checks import check_number, check_whole, present, quote
 from cutekernels.ops.shared.paths import refuse_duals
 
 _MOST_STEPS = int(sys.float_info.max)  # the corrections are computed in floats
@@ -65,10 +65,8 @@ def adamw_step(
     steps, count = (step, None) if isinstance(step, Tensor) else (None, step)
     rates, rate = (lr, 0.0) if isinstance(lr, Tensor) else (None, lr)
     check_hyper(rate, betas, eps, weight_decay)
-    if steps is None and (not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= _MOST_STEPS):
-        raise UnsupportedProblem(
-            f"steps are whole numbers counted from 1, as far as floats go, or a tensor; step is {quote(count)}"
-        )
+    if steps is None:
+        check_whole("adamw_step", "step", count, 1, _MOST_STEPS)
     hyper = Hyper.of(rate, betas, eps, weight_decay, count)
     inputs = (param, grad, exp_avg, exp_avg_sq, master, steps, rates)
     refuse_others(ADAMW_STEP, inputs, None, (maximize,))
