@@ -22,7 +22,7 @@ from cutekernels.ops.optimizer.api import check_hyper
 from cutekernels.ops.optimizer.op import Hyper
 from cutekernels.ops.shared.checks import check_flag, check_number, quote
 from cutekernels.ops.shared.dtypes import GPU_DTYPES
-from cutekernels.optim.operands import MOMENTS, state_dtypes
+from cutekernels.optim.operands import state_dtypes
 from cutekernels.optim.plan import GroupSettings, StepPlan
 
 __all__ = ["FusedAdamW"]
@@ -158,12 +158,9 @@ class FusedAdamW(torch.optim.Optimizer):
                         new[param] = found | _load_state(key, param, found, group)
             return given | {"state": others}
 
-        def put(_: Any) -> None:
-            self.state.update(new)
-
         with (
             self.register_load_state_dict_pre_hook(convert),
-            self.register_load_state_dict_post_hook(put, prepend=True),
+            self.register_load_state_dict_post_hook(lambda _: self.state.update(new), prepend=True),
         ):
             super().load_state_dict(state_dict)
 
@@ -191,24 +188,17 @@ class FusedAdamW(torch.optim.Optimizer):
 
 def _load_state(key: Any, param: Tensor, found: dict[str, Any], group: dict[str, Any]) -> dict[str, Any]:
     """The state ``found`` for ``param`` in the types that its group keeps. Refuses that of another parameter."""
-    if absent := {"step", *MOMENTS} - found.keys():
-        raise UnsupportedProblem(
-            f"the state of parameter {key} has step, {' and '.join(MOMENTS)}, and here it lacks "
-            f"{', '.join(sorted(absent))}: load a whole state of AdamW, or leave the parameter out of it"
-        )
     state = {}
     for name, dtype in state_dtypes(param, group).items():
-        if name not in found:
-            continue
-        t, shape = found[name], () if name == "step" else param.shape
+        t, shape = found.get(name), () if name == "step" else param.shape
         if name == "step" and (isinstance(t, Real) or (isinstance(t, Tensor) and t.numel() == 1)):
             state[name] = torch.tensor(float(t), dtype=dtype, device=param.device)
         elif isinstance(t, Tensor) and t.shape == shape:
             state[name] = torch.empty_like(param, dtype=dtype).copy_(t)
-        else:
+        elif name in found or name != "master":
             raise UnsupportedProblem(
-                f"{name} of parameter {key} is of shape {tuple(shape)}; the state has {quote(t)}: load the "
-                "state of this model's optimizer"
+                f"{name} of parameter {key} is of shape {tuple(shape)}; the state has {quote(t)}: load the whole state "
+                "of this model's optimizer, or leave the parameter out of it"
             )
     return state
 

@@ -15,7 +15,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Operands(NamedTuple):
-    """In the order of the op. ``grad`` is on the meta device where there is none."""
+    """As the op names and orders them. ``grad`` is on the meta device where there is none."""
 
     param: Tensor
     grad: Tensor
@@ -23,11 +23,6 @@ class Operands(NamedTuple):
     exp_avg_sq: Tensor
     master: Tensor | None
     step: Tensor
-
-    @property
-    def is_dense(self) -> bool:
-        """Whether all lie densely and alike, as kernels take them."""
-        return all(t is None or (is_dense(t) and walk(t) == walk(self.param)) for t in self[:5])
 
     def row(self) -> list[int]:
         """The tensor's row of a table, as kernels read it."""

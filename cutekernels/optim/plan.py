@@ -194,6 +194,8 @@ class StepPlan:
     It refers to parameters, and to nothing else that belongs to the optimizer: state that is moved elsewhere is freed.
     """
 
+    versions: dict[tuple[int, int], int | None]
+
     def __init__(self, optimizer: Optimizer, settings: Sequence[GroupSettings], before: StepPlan | None) -> None:
         params = [param for group in optimizer.param_groups for param in group["params"]]
         self.narrow: set[int] = set() if before is None else before.narrow  # ids of parameters that were unaligned once
@@ -213,18 +215,19 @@ class StepPlan:
                     continue
                 if any(t is not None and t.data_ptr() % 16 for t in o[:5]):
                     self.narrow.add(id(param))
-                home = not (has_kernels(param) and o.is_dense), o.param.device, ranks_beside(param)
+                is_tabled = has_kernels(param) and bool(ADAMW_STEP.views(o._asdict()))  # as kernels take them
+                home = is_tabled, o.param.device, ranks_beside(param)
                 types = o.param.dtype, o.grad.dtype, o.exp_avg.dtype, o.master is not None
                 kinds = homes.setdefault(home, {})
                 kinds.setdefault((number, id(param) not in self.narrow, *types), []).append((param, o))
         rows: list[tuple[Tensor, Operands]] = []
         self.tables: list[DeviceTable | Loop] = []
         self.masks: list[int] = []  # bits that a gradient's address may not have
-        for is_loop, device, ranks in sorted(homes, key=lambda home: home[0]):
-            kinds = homes[is_loop, device, ranks]
-            self.tables.append((Loop if is_loop else DeviceTable)(len(rows), ranks, kinds, settings))
+        # Tables first: they may refuse a capture, before a loop has counted a step.
+        for (is_tabled, _, ranks), kinds in sorted(homes.items(), key=lambda item: not item[0][0]):
+            self.tables.append((DeviceTable if is_tabled else Loop)(len(rows), ranks, kinds, settings))
             for (_, aligned, *_), found in kinds.items():
-                self.masks += [15 if aligned and not is_loop else 0] * len(found)
+                self.masks += [15 if aligned and is_tabled else 0] * len(found)
                 rows += found
         self.rows = [param for param, _ in rows]
         self.sharded = any(hasattr(param, "placements") for param in self.rows)
@@ -234,9 +237,8 @@ class StepPlan:
         # Masters take over what others wrote since, which a version or an address tells that is not the last step's.
         masters = [(i, param, o) for i, (param, o) in enumerate(rows) if o.master is not None]
         self.masters = {i: (id(param), o.param.data_ptr()) for i, param, o in masters}
-        self.versions: dict[tuple[int, int], int | None] = dict.fromkeys(self.masters.values())
-        if before is not None:
-            self.versions |= {key: last for key, last in before.versions.items() if key in self.versions}
+        known = {} if before is None else before.versions
+        self.versions = {key: known.get(key) for key in self.masters.values()}
 
     def check(self, optimizer: Optimizer, settings: Sequence[GroupSettings]) -> Step | None:
         """The step's tensors, or None where the plan does not hold: where facts are not those of the first check.

@@ -50,12 +50,8 @@ class AdamWProblem(Problem):
             raise UnsupportedProblem("beside fp32 parameters an fp32 gradient is called grad=same, not fp32")
         if (self.dtype, self.master) == ("fp32", True):
             raise UnsupportedProblem("fp32 parameters are their own master copy: leave master out")
-        if self.align not in (WIDEST_BYTES, self.itemsize):
+        if self.align not in (WIDEST_BYTES, BYTES[self.dtype]):
             raise UnsupportedProblem(f"align is 16 or one element of {self.dtype}; it is {self.align}")
-
-    @property
-    def itemsize(self) -> int:
-        return BYTES[self.dtype]
 
     @property
     def grad_dtype(self) -> str:
@@ -226,7 +222,7 @@ class Update(TritonPart[AdamWProblem, AdamWConfig]):
 
     def work(self, p: AdamWProblem) -> Work:
         # Moments in and out, the gradient; the parameter in and out, or its copy in and out and itself out.
-        item = p.itemsize
+        item = BYTES[p.dtype]
         each = 4 * BYTES[p.moments] + BYTES[p.grad_dtype] + (8 + item if p.master else 2 * item)
         return Work(flops=float(15 * p.elements), bytes=float(each * p.elements), depth=_DEPTH)
 
