@@ -129,13 +129,11 @@ class FusedAdamW(torch.optim.Optimizer):
         return super().__getstate__() | {"max_grad_norm": self.max_grad_norm}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        own = getattr(self, "param_groups", ())
-        for number, group in enumerate(state["param_groups"]):  # before anything is taken over
-            if number < len(own):  # how this optimizer keeps its state, whatever the saved one did
+        # Before anything is taken over.
+        for group, own in zip_longest(state["param_groups"], getattr(self, "param_groups", ())):
+            if own is not None:  # how this optimizer keeps its state, whatever the saved one did
                 group.pop("moments_dtype", None)
-                for name in ("moments_dtype", "master_weights"):
-                    if name in own[number]:
-                        group.setdefault(name, own[number][name])
+                group |= {name: own[name] for name in ("moments_dtype", "master_weights") if name in own} | group
             group["fused"], group["foreach"] = True, None
             _normalize_group(group)
         super().__setstate__(state)
