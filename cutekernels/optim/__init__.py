@@ -211,8 +211,8 @@ def _settings_of(group: dict[str, Any], clips: bool, last: GroupSettings | None)
     rate = lr.to(torch.float32) if isinstance(lr, Tensor) and lr.is_cuda else None
     hyper = Hyper.of(0.0 if rate is not None else float(lr), group["betas"], group["eps"], group["weight_decay"])
     kept = group.get("master_weights", False), group.get("moments_dtype", "fp32")
-    flags = (rate is not None, group.get("maximize", False), clips, *kept)
-    return GroupSettings([*map(group.get, _HYPER), clips], lr, rate, hyper, flags)
+    values = [*map(group.get, _HYPER), clips]
+    return GroupSettings(values, lr, rate, hyper, group.get("maximize", False), clips, kept)
 
 
 def _check_max_norm(max_grad_norm: float | None) -> None:

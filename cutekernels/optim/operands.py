@@ -52,21 +52,20 @@ def operands(param: Tensor, group: dict[str, Any], state: dict[str, Any]) -> Ope
     if param.is_meta:
         raise UnsupportedProblem("FusedAdamW updates values, and a parameter is on the meta device: move it first")
     dtypes, local = state_dtypes(param, group), shard(param, param)
+    has_master = param.dtype != dtypes["master"] and ("master" in state or group.get("master_weights", False))
+    found = {} if grad is None else {"grad": alike(shard(grad, param), local)}
     if "step" not in state:
         state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
-    for name in MOMENTS:
+    for name in (*MOMENTS, "master") if has_master else MOMENTS:
         if name not in state:
             state[name] = torch.zeros_like(param, dtype=dtypes[name])
+            if name == "master":
+                state[name].copy_(param)
         elif state[name].dtype != dtypes[name]:
             raise UnsupportedProblem(
-                f"moments_dtype makes {name} {dtypes[name]}, and the state has {state[name].dtype}: "
-                "change it by a new FusedAdamW, whose load_state_dict converts"
+                f"{'moments_dtype' if name in MOMENTS else 'master_weights'} makes {name} {dtypes[name]}, and the "
+                f"state has {state[name].dtype}: change it by a new FusedAdamW, whose load_state_dict converts"
             )
-    is_narrow = param.dtype != dtypes["master"]
-    if is_narrow and group.get("master_weights") and "master" not in state:
-        state["master"] = torch.empty_like(param, dtype=dtypes["master"]).copy_(param)
-    found = {} if grad is None else {"grad": alike(shard(grad, param), local)}
-    for name in (*MOMENTS, "master") if is_narrow and "master" in state else MOMENTS:
         state[name] = alike(state[name], param)  # which may lie otherwise by now, by channels for one
         found[name] = shard(state[name], param)
     for name, t in found.items():

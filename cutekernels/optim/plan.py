@@ -44,8 +44,10 @@ class GroupSettings(NamedTuple):
     lr: float | Tensor
     rate: Tensor | None
     hyper: adamw.Hyper
-    flags: tuple[bool, bool, bool, bool, str]
-    """All that plans depend on: whether there is a rate, maximize, whether gradients are clipped, master, moments."""
+    maximize: bool
+    clips: bool
+    kept: tuple[bool, str]
+    """Master weights, and the moments' type."""
 
 
 class Step(NamedTuple):
@@ -78,11 +80,10 @@ class Launch(NamedTuple):
         """Chooses and compiles the kernels, and cuts ``tensors``, the table's rows from ``first`` on, into blocks."""
         o, sizes = tensors[0], [o.param.numel() for o in tensors]
         inputs = (o.param, o.param if o.grad.is_meta else o.grad, *o[2:], None)
-        on_device, maximize, clips, *_ = settings.flags
-        ADAMW_STEP.admit(inputs, maximize=maximize)
-        problem = ADAMW_STEP.problem(*places(inputs, adamw.UPDATED), *inputs, maximize=maximize).replace(
+        ADAMW_STEP.admit(inputs, maximize=settings.maximize)
+        problem = ADAMW_STEP.problem(*places(inputs, adamw.UPDATED), *inputs, maximize=settings.maximize).replace(
             elements=sum(sizes),
-            rate="device" if on_device else "host",
+            rate="host" if settings.rate is None else "device",
             align=16 if aligned else o.param.element_size(),
         )
         # Tuned as one tensor of as many elements, whose step the host knows.
@@ -94,7 +95,7 @@ class Launch(NamedTuple):
         within = torch.arange(len(which), device="cpu") - (blocks.cumsum(0) - blocks)[which]
         chunks = torch.stack((first + which, within), dim=1).to(o.param.device, torch.int32)
         update = compiler.get(adamw.ADAMW_TABLE, problem, config, spec)
-        squares = compiler.get(adamw.ADAMW_SQUARES, plain, config, spec) if clips else None
+        squares = compiler.get(adamw.ADAMW_SQUARES, plain, config, spec) if settings.clips else None
         return cls(group, chunks, update, squares, min(_MOST_SUMS, len(chunks)))
 
 
@@ -148,10 +149,10 @@ class DeviceTable:
         norm = None if norm is None else norm.to(self.device, torch.float32)
         tables = self.table.data_ptr(), begun[0].data_ptr()
         for each in self.launches:
-            _, _, rate, hyper, _ = step.settings[each.group]
-            rate = None if rate is None else rate.to(self.device)
+            its = step.settings[each.group]
+            rate = None if its.rate is None else its.rate.to(self.device)
             scalars = [0 if t is None else t.data_ptr() for t in (rate, norm)]
-            each.update((len(each.chunks), 1, 1), *tables, each.chunks.data_ptr(), *scalars, max_norm, *hyper)
+            each.update((len(each.chunks), 1, 1), *tables, each.chunks.data_ptr(), *scalars, max_norm, *its.hyper)
 
 
 class Loop:
@@ -177,15 +178,15 @@ class Loop:
 
     def update(self, begun: Any, step: Step, norm: Tensor | None, max_norm: float) -> None:
         for group, o in begun:
-            _, _, rate, hyper, (_, maximize, *_) = step.settings[group]
+            its = step.settings[group]
             if norm is not None:
                 o = o._replace(grad=o.grad.to(wide_dtype(o.grad)) * clip_scale(norm, max_norm).to(o.grad.device))
-            inputs = *o, None if rate is None else rate.to(o.grad.device)
+            inputs = *o, None if its.rate is None else its.rate.to(o.grad.device)
             out = places(inputs, adamw.UPDATED)
             if has_kernels(o.param) and o.param.dtype != torch.float64:
-                call(ADAMW_STEP, inputs, (maximize,), tuple(hyper), out=out, in_place=True)
+                call(ADAMW_STEP, inputs, (its.maximize,), tuple(its.hyper), out=out, in_place=True)
             else:
-                ADAMW_STEP.update(out, (*inputs, *hyper), maximize=maximize)
+                ADAMW_STEP.update(out, (*inputs, *its.hyper), maximize=its.maximize)
 
 
 class StepPlan:
@@ -193,8 +194,6 @@ class StepPlan:
 
     It refers to parameters, and to nothing else that belongs to the optimizer: state that is moved elsewhere is freed.
     """
-
-    versions: dict[tuple[int, int], int | None]
 
     def __init__(self, optimizer: Optimizer, settings: Sequence[GroupSettings], before: StepPlan | None) -> None:
         params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -237,8 +236,8 @@ class StepPlan:
         # Masters take over what others wrote since, which a version or an address tells that is not the last step's.
         masters = [(i, param, o) for i, (param, o) in enumerate(rows) if o.master is not None]
         self.masters = {i: (id(param), o.param.data_ptr()) for i, param, o in masters}
-        known = {} if before is None else before.versions
-        self.versions = {key: known.get(key) for key in self.masters.values()}
+        known = {} if before is None else dict(zip(before.masters.values(), before.versions, strict=True))
+        self.versions: list[int | None] = [known.get(key) for key in self.masters.values()]
 
     def check(self, optimizer: Optimizer, settings: Sequence[GroupSettings]) -> Step | None:
         """The step's tensors, or None where the plan does not hold: where facts are not those of the first check.
@@ -261,15 +260,15 @@ class StepPlan:
             addresses = [*map(Tensor.data_ptr, written), *map(Tensor.data_ptr, kept)]
         except TypeError:  # what is no tensor is not ours
             addresses = [t.data_ptr() for t in chain(written, kept) if isinstance(t, Tensor)]
-        storage = [g.layout for g in grads]
         dtypes, sizes, *layouts = _layouts(grads)
-        facts = [[each.flags for each in settings], ids, addresses, _layouts(written), storage, dtypes, sizes]
+        flags = [(each.rate is None, each.maximize, each.clips, each.kept) for each in settings]
+        facts = [flags, ids, addresses, _layouts(written), dtypes, sizes]
         self.facts = self.facts or facts
         if facts != self.facts or [1 for param in self.idle if param.grad is not None]:
             return None
         # Gradients that lie otherwise are copied. Their addresses are the column that kernels read.
         if layouts != self.layouts:
-            if [g.shape for g in grads] != [p.shape for p in written]:
+            if [1 for g in grads if g.is_sparse] or [g.shape for g in grads] != [p.shape for p in written]:
                 return None
             grads = list(map(alike, grads, written))
         column = list(map(Tensor.data_ptr, grads))
@@ -286,9 +285,10 @@ class StepPlan:
         if capturing and any(isinstance(each.lr, Tensor) and not has_kernels(each.lr) for each in step.settings):
             raise UnsupportedProblem("a CUDA graph would keep a learning rate that is on the CPU: move it to the GPU")
         # Masters take over what others wrote; their low bits stay where that is nothing new.
-        for i, key in self.masters.items():
-            param = step.written[i]
-            if step.addresses[i] and param._version != self.versions[key]:
+        versions = [step.written[i]._version for i in self.masters]
+        for i, version, last in zip(self.masters, versions, self.versions, strict=True):
+            if version != last and step.addresses[i]:
+                param = step.written[i]
                 master = shard(optimizer.state[self.rows[i]]["master"], self.rows[i])
                 master.copy_(torch.where(master.to(param.dtype) == param, master, param.to(master.dtype)))
         begun: list[Any] = []
@@ -308,9 +308,8 @@ class StepPlan:
             with torch.cuda.device(table.device):  # no-op for -1
                 table.update(each, step, norm, float(limit or 0.0))
         torch.autograd.graph.increment_version(list(compress(step.written, step.addresses)))
-        for i, key in self.masters.items():
-            if step.addresses[i]:
-                self.versions[key] = step.written[i]._version
+        rows = zip(self.masters, self.versions, strict=True)
+        self.versions = [step.written[i]._version if step.addresses[i] else last for i, last in rows]
         return norm, [self, step, [*map(dict, optimizer.state.values())], begun, norm] if capturing else []
 
 
@@ -323,7 +322,9 @@ def _layouts(tensors: list[Tensor]) -> list[list[Any]]:
     contiguous = list(map(Tensor.is_contiguous, tensors))
     found: list[list[Any]] = [[t.dtype for t in tensors], list(map(Tensor.numel, tensors)), contiguous]
     if not all(contiguous):
-        found.append([each or (t.shape, t.stride()) for t, each in zip(tensors, contiguous, strict=True)])
+        found.append(
+            [each or t.is_sparse or (t.shape, t.stride()) for t, each in zip(tensors, contiguous, strict=True)]
+        )
     return found
 
 
