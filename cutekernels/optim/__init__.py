@@ -7,7 +7,7 @@ the device, and replay correctly from a CUDA graph. What a step launches is plan
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from numbers import Real
 from operator import is_
@@ -22,13 +22,14 @@ from cutekernels.ops.optimizer.api import check_hyper
 from cutekernels.ops.optimizer.op import Hyper
 from cutekernels.ops.shared.checks import check_flag, check_number, quote
 from cutekernels.ops.shared.dtypes import GPU_DTYPES
-from cutekernels.optim.operands import MOMENTS, moments_dtype, wide_dtype
+from cutekernels.optim.operands import state_dtypes
 from cutekernels.optim.plan import GroupSettings, StepPlan
 
 __all__ = ["FusedAdamW"]
 
-_FLAGS = ("maximize", "master_weights", "amsgrad", "capturable", "differentiable")
-_HYPER = ("lr", "betas", "eps", "weight_decay", "moments_dtype", "max_grad_norm", *_FLAGS)
+_FLAGS = ("maximize", "master_weights", "capturable")
+_FIXED = {"fused": (None, True), "foreach": (None, False), "amsgrad": (False,), "differentiable": (False,)}
+_HYPER = ("lr", "betas", "eps", "weight_decay", "moments_dtype", "max_grad_norm", *_FLAGS, *_FIXED)
 
 
 class FusedAdamW(torch.optim.Optimizer):
@@ -75,8 +76,12 @@ class FusedAdamW(torch.optim.Optimizer):
             operands that no kernel takes.
     """
 
-    grad_norm: Tensor | None
+    grad_norm: Tensor | None = None
     """The gradients' norm before the last step clipped them; None before the first step and without max_grad_norm."""
+    max_grad_norm: float | None = None
+    _plan: StepPlan | None = None
+    _settings: Sequence[GroupSettings] = ()
+    _captured: Sequence[Any] = ()  # what graphs read at each replay: it lives as long as the optimizer
 
     def __init__(
         self,
@@ -96,39 +101,21 @@ class FusedAdamW(torch.optim.Optimizer):
         moments_dtype: torch.dtype | Literal["param", "fp32", "bf16", "fp16"] = torch.float32,
         max_grad_norm: float | None = None,
     ) -> None:
-        for name, value, taken in (
-            ("fused", fused, (None, True)),
-            ("foreach", foreach, (None, False)),
-            ("differentiable", differentiable, (False,)),
-        ):
-            if not any(value is one for one in taken):
-                raise UnsupportedProblem(
-                    f"FusedAdamW takes {name} as {' or '.join(map(str, taken))}; got {value!r}: use torch.optim.AdamW"
-                )
         defaults: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        defaults |= {"amsgrad": amsgrad, "maximize": maximize, "foreach": None, "capturable": capturable}
-        defaults |= {"differentiable": False, "fused": True, "decoupled_weight_decay": True}
+        defaults |= {"amsgrad": amsgrad, "maximize": maximize, "foreach": foreach, "capturable": capturable}
+        defaults |= {"differentiable": differentiable, "fused": fused, "decoupled_weight_decay": True}
         # Torch's distributed state dict refuses groups that have other keys than the loading optimizer's.
         if master_weights is not False:
             defaults["master_weights"] = master_weights
         if moments_dtype is not torch.float32:
             defaults["moments_dtype"] = moments_dtype
+        _check_max_norm(max_grad_norm)
+        _normalize_group(defaults)
         self.max_grad_norm = max_grad_norm
-        self._captured: list[Any] = []  # what graphs read at each replay: it lives as long as the optimizer
-        self._forget()
         try:
             super().__init__(params, defaults)
         except TypeError as reason:
             raise UnsupportedProblem(f"FusedAdamW takes params as tensors, or groups of them: {reason}") from None
-        _check_max_norm(max_grad_norm)
-        for group in self.param_groups:
-            _normalize_group(group)
-
-    def _forget(self) -> None:
-        """Drops what is known of parameters and their state."""
-        self.grad_norm = None
-        self._plan: StepPlan | None = None
-        self._checked: list[tuple[list[Any], GroupSettings]] = []  # a group's values, and what was made of them
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
@@ -142,20 +129,15 @@ class FusedAdamW(torch.optim.Optimizer):
         return super().__getstate__() | {"max_grad_norm": self.max_grad_norm}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        own = getattr(self, "param_groups", ())
-        for number, group in enumerate(state["param_groups"]):  # before anything is taken over
-            group.setdefault("maximize", False)
-            if number < len(own):  # how this optimizer keeps its state, whatever the saved one did
+        # Before anything is taken over.
+        for group, own in zip_longest(state["param_groups"], getattr(self, "param_groups", ())):
+            if own is not None:  # how this optimizer keeps its state, whatever the saved one did
                 group.pop("moments_dtype", None)
-                for name in ("moments_dtype", "master_weights"):
-                    if name in own[number]:
-                        group.setdefault(name, own[number][name])
+                group |= {name: own[name] for name in ("moments_dtype", "master_weights") if name in own} | group
             group["fused"], group["foreach"] = True, None
             _normalize_group(group)
         super().__setstate__(state)
-        vars(self).setdefault("max_grad_norm", None)
-        vars(self).setdefault("_captured", [])
-        self._forget()
+        self.grad_norm, self._plan = None, None
 
     def state_dict(self) -> dict[str, Any]:
         for group in self.param_groups:  # a schedule may have written numpy's numbers since the last step
@@ -170,24 +152,15 @@ class FusedAdamW(torch.optim.Optimizer):
             others = dict(given["state"])
             for saved, group in zip(given["param_groups"], self.param_groups, strict=False):
                 for key, param in zip(saved["params"], group["params"], strict=False):
-                    if found := others.get(key):
-                        new[param] = _load_state(key, param, found, group)
-                        others[key] = {name: value for name, value in found.items() if name not in new[param]}
+                    if found := others.pop(key, None):
+                        new[param] = found | _load_state(key, param, found, group)
             return given | {"state": others}
 
-        def put(_: Any) -> None:
-            for param, state in new.items():
-                self.state[param].update(state)
-
-        hooks = (
+        with (
             self.register_load_state_dict_pre_hook(convert),
-            self.register_load_state_dict_post_hook(put, prepend=True),
-        )
-        try:
+            self.register_load_state_dict_post_hook(lambda _: self.state.update(new), prepend=True),
+        ):
             super().load_state_dict(state_dict)
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -197,60 +170,49 @@ class FusedAdamW(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         _check_max_norm(self.max_grad_norm)
-        settings = self._settings()  # of all groups, before the first is updated
-        found = None if self._plan is None else self._plan.check(self, settings)
-        if self._plan is None or found is None:
-            self._plan = StepPlan(self, settings, self._plan)
-            found = self._plan.check(self, settings)
-            assert found is not None, "a new plan holds"
-        if any(found.addresses):
-            self.grad_norm = self._plan.run(self, settings, found, self.max_grad_norm, self._captured)
-        elif self.max_grad_norm is not None:
-            self.grad_norm = torch.zeros((), device="cpu")
+        self._settings = [  # of all groups, before the first is updated
+            _settings_of(group, self.max_grad_norm is not None, last)
+            for group, last in zip_longest(self.param_groups, self._settings[: len(self.param_groups)])
+        ]
+        found = None if self._plan is None else self._plan.check(self, self._settings)
+        if found is None:
+            self._plan = StepPlan(self, self._settings, self._plan)
+            found = self._plan.check(self, self._settings)
+        assert self._plan is not None and found is not None, "a new plan holds"
+        self.grad_norm, captured = self._plan.run(self, found, self.max_grad_norm)
+        self._captured = [*self._captured, *captured]
         return loss
-
-    def _settings(self) -> list[GroupSettings]:
-        """Checked settings of each group, renewed where a value is another object or may have changed."""
-        known, self._checked = self._checked, []
-        for group, last in zip_longest(self.param_groups, known[: len(self.param_groups)]):
-            values = [*map(group.get, _HYPER), self.max_grad_norm is not None]
-            if last is None or isinstance(values[0], Tensor) or not all(map(is_, values, last[0])):
-                _normalize_group(group)
-                last = [*map(group.get, _HYPER), values[-1]], _settings_of(group, values[-1])
-            self._checked.append(last)
-        return [settings for _, settings in self._checked]
 
 
 def _load_state(key: Any, param: Tensor, found: dict[str, Any], group: dict[str, Any]) -> dict[str, Any]:
     """The state ``found`` for ``param`` in the types that its group keeps. Refuses that of another parameter."""
-    if absent := {"step", *MOMENTS} - found.keys():
-        raise UnsupportedProblem(
-            f"the state of parameter {key} has step, {' and '.join(MOMENTS)}, and here it lacks "
-            f"{', '.join(sorted(absent))}: load a whole state of AdamW, or leave the parameter out of it"
-        )
-    kinds = dict.fromkeys(MOMENTS, moments_dtype(param, group)) | {"master": wide_dtype(param), "step": torch.float32}
     state = {}
-    for name in [name for name in kinds if name in found]:
-        t, shape = found[name], () if name == "step" else param.shape
-        is_number = name == "step" and (isinstance(t, Real) or (isinstance(t, Tensor) and t.numel() == 1))
-        if not is_number and not (isinstance(t, Tensor) and t.shape == shape):
+    for name, dtype in state_dtypes(param, group).items():
+        t, shape = found.get(name), () if name == "step" else param.shape
+        if name == "step" and (isinstance(t, Real) or (isinstance(t, Tensor) and t.numel() == 1)):
+            state[name] = torch.tensor(float(t), dtype=dtype, device=param.device)
+        elif isinstance(t, Tensor) and t.shape == shape:
+            state[name] = torch.empty_like(param, dtype=dtype).copy_(t)
+        elif name in found or name != "master":
             raise UnsupportedProblem(
-                f"{name} of parameter {key} is of shape {tuple(shape)}; the state has {quote(t)}: load the "
-                "state of this model's optimizer"
+                f"{name} of parameter {key} is of shape {tuple(shape)}; the state has {quote(t)}: load the whole state "
+                "of this model's optimizer, or leave the parameter out of it"
             )
-        if is_number:
-            state[name] = torch.as_tensor(float(t), dtype=kinds[name], device=param.device)
-        else:
-            state[name] = torch.empty_like(param, dtype=kinds[name]).copy_(t)
     return state
 
 
-def _settings_of(group: dict[str, Any], clips: bool) -> GroupSettings:
+def _settings_of(group: dict[str, Any], clips: bool, last: GroupSettings | None) -> GroupSettings:
+    """Checked settings of a group: the last ones, unless a value is another object or may have changed."""
+    values = [*map(group.get, _HYPER), clips]
+    if last is not None and all(map(is_, values, last.values)) and not isinstance(last.lr, Tensor):
+        return last
+    _normalize_group(group)
     lr = group["lr"]
     rate = lr.to(torch.float32) if isinstance(lr, Tensor) and lr.is_cuda else None
     hyper = Hyper.of(0.0 if rate is not None else float(lr), group["betas"], group["eps"], group["weight_decay"])
     kept = group.get("master_weights", False), group.get("moments_dtype", "fp32")
-    return GroupSettings(lr, rate, hyper, (rate is not None, group["maximize"], clips, *kept))
+    values = [*map(group.get, _HYPER), clips]
+    return GroupSettings(values, lr, rate, hyper, group.get("maximize", False), clips, kept)
 
 
 def _check_max_norm(max_grad_norm: float | None) -> None:
@@ -271,11 +233,13 @@ def _normalize_group(group: dict[str, Any]) -> None:
     rate = lr if isinstance(lr, int) else float(lr) if isinstance(lr, Real) else lr
     check_hyper(0.0 if isinstance(lr, Tensor) else rate, group["betas"], group["eps"], group["weight_decay"])
     for name in _FLAGS:
-        if name != "differentiable":
-            check_flag("FusedAdamW", name, group.get(name, False))
-    for name in ("amsgrad", "differentiable"):
-        if group.get(name):
-            raise UnsupportedProblem(f"FusedAdamW has no {name}: use torch.optim.AdamW for it")
+        check_flag("FusedAdamW", name, group.get(name, False))
+    for name, taken in _FIXED.items():
+        value = group.get(name, taken[0])
+        if not any(value is one for one in taken):
+            raise UnsupportedProblem(
+                f"FusedAdamW takes {name} as {' or '.join(map(str, taken))}; got {value!r}: use torch.optim.AdamW"
+            )
     kind = group.get("moments_dtype", "fp32")
     moments = GPU_DTYPES.names.get(kind) if isinstance(kind, torch.dtype) else kind
     if not isinstance(moments, str) or moments not in ("param", *GPU_DTYPES):
@@ -287,6 +251,6 @@ def _normalize_group(group: dict[str, Any]) -> None:
             "gradients are clipped by one norm over all groups, and a group has a max_grad_norm of its own: "
             "give it to FusedAdamW, or use torch.nn.utils.clip_grad_norm_ for each group"
         )
-    group.update(lr=rate, betas=tuple(group["betas"]))
+    group.update(lr=rate, betas=tuple(group["betas"]), fused=True, foreach=None)
     if "moments_dtype" in group:
         group["moments_dtype"] = moments

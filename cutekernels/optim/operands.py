@@ -15,7 +15,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Operands(NamedTuple):
-    """In the order of the op. ``grad`` is on the meta device where there is none."""
+    """As the op names and orders them. ``grad`` is on the meta device where there is none."""
 
     param: Tensor
     grad: Tensor
@@ -24,27 +24,21 @@ class Operands(NamedTuple):
     master: Tensor | None
     step: Tensor
 
-    @property
-    def is_dense(self) -> bool:
-        """Whether all lie densely and alike, as kernels take them."""
-        return all(t is None or (is_dense(t) and walk(t) == walk(self.param)) for t in self[:5])
-
     def row(self) -> list[int]:
         """The tensor's row of a table, as kernels read it."""
         tensors = (self.param, self.exp_avg, self.exp_avg_sq, self.master, self.step)
         return [*[0 if t is None else t.data_ptr() for t in tensors], self.param.numel(), 0, 0]
 
 
-def moments_dtype(param: Tensor, group: dict[str, Any]) -> torch.dtype:
-    """The dtype that its group asks for, "param" or a type's name; the default, fp32, means fp64 beside fp64."""
-    chosen = group.get("moments_dtype", "fp32")
-    if chosen == "param":
-        return param.dtype
-    return wide_dtype(param) if chosen == "fp32" else GPU_DTYPES[chosen]
-
-
 def wide_dtype(param: Tensor) -> torch.dtype:
     return torch.promote_types(param.dtype, torch.float32)
+
+
+def state_dtypes(param: Tensor, group: dict[str, Any]) -> dict[str, torch.dtype]:
+    """Types of the state of a parameter in ``group``. Its moments_dtype "fp32", the default, is fp64 beside fp64."""
+    chosen, wide = group.get("moments_dtype", "fp32"), wide_dtype(param)
+    moments = param.dtype if chosen == "param" else wide if chosen == "fp32" else GPU_DTYPES[chosen]
+    return {"step": torch.float32, **dict.fromkeys(MOMENTS, moments), "master": wide}
 
 
 def operands(param: Tensor, group: dict[str, Any], state: dict[str, Any]) -> Operands:
@@ -57,25 +51,23 @@ def operands(param: Tensor, group: dict[str, Any], state: dict[str, Any]) -> Ope
         )
     if param.is_meta:
         raise UnsupportedProblem("FusedAdamW updates values, and a parameter is on the meta device: move it first")
-    kind, wide, local = moments_dtype(param, group), wide_dtype(param), shard(param, param)
+    dtypes, local = state_dtypes(param, group), shard(param, param)
+    has_master = param.dtype != dtypes["master"] and ("master" in state or group.get("master_weights", False))
+    found = {} if grad is None else {"grad": alike(shard(grad, param), local)}
     if "step" not in state:
         state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
-    for name in MOMENTS:
+    for name in (*MOMENTS, "master") if has_master else MOMENTS:
         if name not in state:
-            state[name] = torch.zeros_like(param, dtype=kind)
-        elif state[name].dtype != kind:
+            state[name] = torch.zeros_like(param, dtype=dtypes[name])
+            if name == "master":
+                state[name].copy_(param)
+        elif state[name].dtype != dtypes[name]:
             raise UnsupportedProblem(
-                f"moments_dtype makes {name} {kind}, and the state has {state[name].dtype}: "
-                "change it by a new FusedAdamW, whose load_state_dict converts"
+                f"{'moments_dtype' if name in MOMENTS else 'master_weights'} makes {name} {dtypes[name]}, and the "
+                f"state has {state[name].dtype}: change it by a new FusedAdamW, whose load_state_dict converts"
             )
-    if group.get("master_weights") and param.dtype != wide and "master" not in state:
-        state["master"] = torch.empty_like(param, dtype=wide).copy_(param)
-    names = (*MOMENTS, "master") if "master" in state and param.dtype != wide else MOMENTS
-    for name in names:  # the parameter may lie otherwise by now, by channels for one
-        state[name] = alike(state[name], param)
-    found = {name: shard(state[name], param) for name in names}
-    if grad is not None:
-        found["grad"] = alike(shard(grad, param), local)
+        state[name] = alike(state[name], param)  # which may lie otherwise by now, by channels for one
+        found[name] = shard(state[name], param)
     for name, t in found.items():
         if t.shape != local.shape or t.device != local.device:
             raise UnsupportedProblem(
@@ -88,9 +80,9 @@ def operands(param: Tensor, group: dict[str, Any], state: dict[str, Any]) -> Ope
             f"state['step'] is one number in fp32 on {local.device}; got shape {tuple(step.shape)} in {step.dtype} on "
             f"{step.device}: load_state_dict converts"
         )
-    moments = [found[name] for name in MOMENTS]
     missing = torch.empty_like(local, device="meta")
-    return Operands(local, found.get("grad", missing), moments[0], moments[1], found.get("master"), step)
+    avg, sq = (found[name] for name in MOMENTS)
+    return Operands(local, found.get("grad", missing), avg, sq, found.get("master"), step)
 
 
 def alike(t: Tensor, param: Tensor) -> Tensor:
@@ -109,24 +101,10 @@ def shard(t: Any, param: Any) -> Tensor:
     return t.to_local()  # type: ignore[no-any-return]
 
 
-class Mesh(NamedTuple):
-    """Ranks that hold parts of a tensor: the dimensions of a device mesh over which it is sharded."""
-
-    mesh: Any
-    dims: tuple[int, ...]
-
-    @classmethod
-    def of(cls, param: Any) -> Mesh | None:
-        """None for a tensor that every rank holds whole."""
-        if not hasattr(param, "placements"):
-            return None
-        dims = tuple([i for i, placement in enumerate(param.placements) if not placement.is_replicate()])
-        return cls(param.device_mesh, dims) if dims else None
-
-    def sum_over(self, squares: Tensor) -> Tensor:
-        for dim in self.dims:
-            torch.distributed.all_reduce(squares, group=self.mesh.get_group(dim))
-        return squares
+def ranks_beside(param: Any) -> tuple[Any, ...]:
+    """Process groups over which ``param`` is sharded, one for each such dimension of its mesh."""
+    placements = enumerate(getattr(param, "placements", ()))
+    return tuple([param.device_mesh.get_group(i) for i, placement in placements if not placement.is_replicate()])
 
 
 def clip_scale(norm: Tensor, max_norm: float) -> Tensor:

@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from functools import reduce
 from itertools import chain, compress
-from operator import is_, or_
+from operator import and_
 from typing import Any, NamedTuple
 
 import torch
@@ -22,20 +22,11 @@ from cutekernels import compile as compiler
 from cutekernels import dispatch
 from cutekernels import gpu as gpus
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.ops.optimizer.api import update_in_place
-from cutekernels.ops.optimizer.op import (
-    ADAMW_COUNT,
-    ADAMW_SQUARES,
-    ADAMW_STEP,
-    ADAMW_TABLE,
-    AdamWConfig,
-    AdamWProblem,
-    Hyper,
-)
-from cutekernels.optim.operands import Mesh, Operands, alike, clip_scale, operands, shard, wide_dtype
+from cutekernels.ops.optimizer import op as adamw
+from cutekernels.ops.optimizer.op import ADAMW_STEP, AdamWConfig, AdamWProblem
+from cutekernels.ops.shared.calls import call, places
+from cutekernels.optim.operands import Operands, alike, clip_scale, operands, ranks_beside, shard, wide_dtype
 
-_ROW_BYTES = 64
-_ADDRESS_BYTES = 8
 _COUNTED = 256  # tensors per program that counts steps
 _MOST_SUMS = 2048  # programs that sum squares: a constant, so that the norm has the same bits on every GPU
 _SPARES = 4  # steps that one capture may hold
@@ -47,25 +38,28 @@ def has_kernels(param: Tensor) -> bool:
 
 
 class GroupSettings(NamedTuple):
-    """A group's values in a step. ``rate``: the learning rate, where it is on the GPU."""
+    """A group's values in a step, and what was made of them. ``rate``: the learning rate, where it is on the GPU."""
 
+    values: list[Any]
     lr: float | Tensor
     rate: Tensor | None
-    hyper: Hyper
-    flags: tuple[bool, bool, bool, bool, str]
-    """All that plans depend on: whether there is a rate, maximize, whether gradients are clipped, master, moments."""
+    hyper: adamw.Hyper
+    maximize: bool
+    clips: bool
+    kept: tuple[bool, str]
+    """Master weights, and the moments' type."""
 
 
 class Step(NamedTuple):
-    """A step's tensors by row: gradients and their addresses, and the parts of parameters that this rank holds.
+    """Settings by group, and by row gradients, their addresses, and the parts of parameters that this rank holds.
 
-    A gradient that is missing is on the meta device, and its address is 0. ``kept``: the state, of whatever row.
+    A gradient that is missing is on the meta device, and its address is 0.
     """
 
+    settings: Sequence[GroupSettings]
     grads: list[Tensor]
     addresses: list[int]
     written: list[Tensor]
-    kept: list[Any]
 
 
 _Kinds = dict[tuple[Any, ...], list[tuple[Tensor, Operands]]]
@@ -73,25 +67,23 @@ _Kinds = dict[tuple[Any, ...], list[tuple[Tensor, Operands]]]
 
 
 class Launch(NamedTuple):
-    """Kernels over tensors of one group and kind: the rows from ``first`` on of their table."""
+    """Kernels over the chunks of one group's tensors of one kind. ``squares`` is None where nothing is clipped."""
 
     group: int
-    first: int
     chunks: Tensor
-    sums: int
-    update: Callable[..., None] | None
+    update: Callable[..., None]
     squares: Callable[..., None] | None
+    sums: int
 
     @classmethod
     def of(cls, group: int, first: int, aligned: bool, tensors: list[Operands], settings: GroupSettings) -> Launch:
-        """Chooses and compiles the kernels, and cuts the tensors into their blocks."""
+        """Chooses and compiles the kernels, and cuts ``tensors``, the table's rows from ``first`` on, into blocks."""
         o, sizes = tensors[0], [o.param.numel() for o in tensors]
         inputs = (o.param, o.param if o.grad.is_meta else o.grad, *o[2:], None)
-        on_device, maximize, clips, *_ = settings.flags
-        ADAMW_STEP.admit(inputs, maximize=maximize)
-        problem = ADAMW_STEP.problem(o.param, *o[2:5], *inputs, maximize=maximize).replace(
+        ADAMW_STEP.admit(inputs, maximize=settings.maximize)
+        problem = ADAMW_STEP.problem(*places(inputs, adamw.UPDATED), *inputs, maximize=settings.maximize).replace(
             elements=sum(sizes),
-            rate="device" if on_device else "host",
+            rate="host" if settings.rate is None else "device",
             align=16 if aligned else o.param.element_size(),
         )
         # Tuned as one tensor of as many elements, whose step the host knows.
@@ -99,72 +91,68 @@ class Launch(NamedTuple):
         spec = gpus.detect(o.param.device.index)
         config: Any = dispatch.resolve(ADAMW_STEP, plain, spec).config
         blocks = torch.tensor([-(-n // config.block) for n in sizes], device="cpu")
-        which = torch.repeat_interleave(torch.arange(len(sizes), device="cpu"), blocks)
-        within = torch.arange(len(which), device="cpu") - torch.repeat_interleave(blocks.cumsum(0) - blocks, blocks)
-        chunks = torch.stack((which, within), dim=1).to(o.param.device, torch.int32)
-        update = compiler.get(ADAMW_TABLE, problem, config, spec) if sum(sizes) else None
-        squares = compiler.get(ADAMW_SQUARES, plain, config, spec) if sum(sizes) and clips else None
-        return cls(group, first, chunks, min(_MOST_SUMS, len(chunks)), update, squares)
+        which = torch.arange(len(sizes), device="cpu").repeat_interleave(blocks)
+        within = torch.arange(len(which), device="cpu") - (blocks.cumsum(0) - blocks)[which]
+        chunks = torch.stack((first + which, within), dim=1).to(o.param.device, torch.int32)
+        update = compiler.get(adamw.ADAMW_TABLE, problem, config, spec)
+        squares = compiler.get(adamw.ADAMW_SQUARES, plain, config, spec) if settings.clips else None
+        return cls(group, chunks, update, squares, min(_MOST_SUMS, len(chunks)))
 
 
 class DeviceTable:
     """Launches on one device, over one table of the plan's rows from ``first`` on."""
 
-    def __init__(self, first: int, mesh: Mesh | None, kinds: _Kinds, settings: Sequence[GroupSettings]) -> None:
+    def __init__(self, first: int, ranks: tuple[Any, ...], kinds: _Kinds, settings: Sequence[GroupSettings]) -> None:
         tensors = [o for found in kinds.values() for _, o in found]
-        self.device, self.mesh = tensors[0].param.device, mesh
+        self.device, self.ranks = tensors[0].param.device, ranks
         self.rows = slice(first, first + len(tensors))
         self.launches: list[Launch] = []
         # Pinned memory for columns that are sent while a graph is captured, which must not allocate any.
         self.spares: list[Tensor] = []
         with torch.cuda.device(self.device):
-            numbers = torch.frombuffer(array("q", [number for o in tensors for number in o.row()]), dtype=torch.int64)
-            self.table = numbers.pin_memory().to(self.device, non_blocking=True)
+            self.table = torch.tensor([o.row() for o in tensors], device=self.device)
             counting = AdamWProblem(0), AdamWConfig(_COUNTED, 1, "normal")
-            self.count = compiler.get(ADAMW_COUNT, *counting, gpus.detect(self.device.index))
+            self.count = compiler.get(adamw.ADAMW_COUNT, *counting, gpus.detect(self.device.index))
             row = 0
             for (group, aligned, *_), found in kinds.items():
-                self.launches.append(Launch.of(group, row, aligned, [o for _, o in found], settings[group]))
+                alike = [o for _, o in found]
+                if any(o.param.numel() for o in alike):
+                    self.launches.append(Launch.of(group, row, aligned, alike, settings[group]))
                 row += len(found)
 
-    def begin(self, plan: StepPlan, optimizer: Optimizer, step: Step) -> tuple[Tensor, Tensor]:
+    def begin(self, optimizer: Optimizer, step: Step) -> tuple[Tensor, Tensor]:
         """Sends the column of addresses and counts steps. At its replays, a graph sends the second tensor again."""
         column = torch.frombuffer(array("q", step.addresses[self.rows]), dtype=torch.int64)
         if torch.cuda.is_current_stream_capturing():
+            if not self.spares:
+                refuse_capture()
             staging = self.spares.pop().copy_(column)
         else:
-            while len(self.spares) < _SPARES:
-                self.spares.append(torch.empty(len(column), dtype=torch.int64, device="cpu", pin_memory=True))
             # torch gives this out again once the copy from it has ended: steps never wait for one another.
             staging = column.pin_memory()
+            self.spares += [column.pin_memory() for _ in range(_SPARES - len(self.spares))]
         sent = staging.to(self.device, non_blocking=True)
         self.count((-(-len(column) // _COUNTED), 1, 1), self.table.data_ptr(), sent.data_ptr(), len(column))
         return sent, staging
 
-    def squares(self, begun: tuple[Tensor, Tensor]) -> list[Tensor]:
-        """The sum of the gradients' squares, over all ranks."""
-        partial = torch.empty(sum(launch.sums for launch in self.launches), dtype=torch.float32, device=self.device)
-        place = partial.data_ptr()
-        for launch in self.launches:
-            if launch.squares is not None:
-                launch.squares((launch.sums, 1, 1), *self._tables(launch, begun), place, len(launch.chunks))
-                place += launch.sums * partial.element_size()
-        total = partial.sum()
-        return [total if self.mesh is None else self.mesh.sum_over(total)]
+    def squares(self, begun: tuple[Tensor, Tensor]) -> Tensor:
+        """The sum of the gradients' squares on this rank."""
+        partial = torch.empty(sum([each.sums for each in self.launches]), dtype=torch.float32, device=self.device)
+        tables, place = (self.table.data_ptr(), begun[0].data_ptr()), partial.data_ptr()
+        for each in self.launches:
+            assert each.squares is not None
+            each.squares((each.sums, 1, 1), *tables, each.chunks.data_ptr(), place, len(each.chunks))
+            place += each.sums * partial.element_size()
+        return partial.sum()
 
-    def update(self, begun: Any, settings: Sequence[GroupSettings], norm: Tensor | None, max_norm: float) -> None:
+    def update(self, begun: Any, step: Step, norm: Tensor | None, max_norm: float) -> None:
         norm = None if norm is None else norm.to(self.device, torch.float32)
-        for launch in self.launches:
-            if launch.update is not None:
-                rate, hyper = settings[launch.group].rate, settings[launch.group].hyper
-                rate = None if rate is None else rate.to(self.device)
-                scalars = [0 if t is None else t.data_ptr() for t in (rate, norm)]
-                launch.update((len(launch.chunks), 1, 1), *self._tables(launch, begun), *scalars, max_norm, *hyper)
-
-    def _tables(self, launch: Launch, begun: tuple[Tensor, Tensor]) -> tuple[int, int, int]:
-        """Addresses of a launch's rows, gradients and chunks."""
-        rows = self.table.data_ptr() + launch.first * _ROW_BYTES
-        return rows, begun[0].data_ptr() + launch.first * _ADDRESS_BYTES, launch.chunks.data_ptr()
+        tables = self.table.data_ptr(), begun[0].data_ptr()
+        for each in self.launches:
+            its = step.settings[each.group]
+            rate = None if its.rate is None else its.rate.to(self.device)
+            scalars = [0 if t is None else t.data_ptr() for t in (rate, norm)]
+            each.update((len(each.chunks), 1, 1), *tables, each.chunks.data_ptr(), *scalars, max_norm, *its.hyper)
 
 
 class Loop:
@@ -173,33 +161,32 @@ class Loop:
     So a parameter has the same bits however it lies.
     """
 
-    def __init__(self, first: int, mesh: Mesh | None, kinds: _Kinds, settings: Sequence[GroupSettings]) -> None:
-        groups = [group for (group, *_), found in kinds.items() for _ in found]
-        self.groups, self.mesh, self.device = list(enumerate(groups, first)), mesh, -1
+    def __init__(self, first: int, ranks: tuple[Any, ...], kinds: _Kinds, settings: Sequence[GroupSettings]) -> None:
+        self.params = [(group, param) for (group, *_), found in kinds.items() for param, _ in found]
+        self.rows, self.ranks, self.device = slice(first, first + len(self.params)), ranks, -1
 
-    def begin(self, plan: StepPlan, optimizer: Optimizer, step: Step) -> list[tuple[int, Operands]]:
+    def begin(self, optimizer: Optimizer, step: Step) -> list[tuple[int, Operands]]:
         """Counts steps; returns the group and the operands of each parameter that has a gradient."""
-        params = [(plan.rows[row], group) for row, group in self.groups if step.addresses[row]]
-        begun = [(group, operands(p, optimizer.param_groups[group], optimizer.state[p])) for p, group in params]
+        params = compress(self.params, step.addresses[self.rows])
+        begun = [(group, operands(p, optimizer.param_groups[group], optimizer.state[p])) for group, p in params]
         for _, o in begun:
             o.step.add_(1.0)
         return begun
 
-    def squares(self, begun: list[tuple[int, Operands]]) -> list[Tensor]:
-        sums = [o.grad.to(wide_dtype(o.grad)).square().sum() for _, o in begun]
-        return sums if self.mesh is None else list(map(self.mesh.sum_over, sums))
+    def squares(self, begun: list[tuple[int, Operands]]) -> Tensor:
+        return torch.stack([o.grad.to(wide_dtype(o.grad)).square().sum() for _, o in begun]).sum()
 
-    def update(self, begun: Any, settings: Sequence[GroupSettings], norm: Tensor | None, max_norm: float) -> None:
+    def update(self, begun: Any, step: Step, norm: Tensor | None, max_norm: float) -> None:
         for group, o in begun:
-            _, rate, hyper, (_, maximize, *_) = settings[group]
+            its = step.settings[group]
             if norm is not None:
                 o = o._replace(grad=o.grad.to(wide_dtype(o.grad)) * clip_scale(norm, max_norm).to(o.grad.device))
-            rate = None if rate is None else rate.to(o.grad.device)
+            inputs = *o, None if its.rate is None else its.rate.to(o.grad.device)
+            out = places(inputs, adamw.UPDATED)
             if has_kernels(o.param) and o.param.dtype != torch.float64:
-                update_in_place((*o, rate), hyper, maximize=maximize)
+                call(ADAMW_STEP, inputs, (its.maximize,), tuple(its.hyper), out=out, in_place=True)
             else:
-                results = (o.param, o.exp_avg, o.exp_avg_sq, o.param.new_empty(0) if o.master is None else o.master)
-                ADAMW_STEP.update(results, (*o, rate, *hyper), maximize=maximize)
+                ADAMW_STEP.update(out, (*inputs, *its.hyper), maximize=its.maximize)
 
 
 class StepPlan:
@@ -209,14 +196,16 @@ class StepPlan:
     """
 
     def __init__(self, optimizer: Optimizer, settings: Sequence[GroupSettings], before: StepPlan | None) -> None:
-        self.params = [param for group in optimizer.param_groups for param in group["params"]]
+        params = [param for group in optimizer.param_groups for param in group["params"]]
         self.narrow: set[int] = set() if before is None else before.narrow  # ids of parameters that were unaligned once
         self.idle: list[Tensor] = []  # those without a gradient that have no row
-        if len(set(map(id, self.params))) < len(self.params):
+        if len(set(map(id, params))) < len(params):
             raise UnsupportedProblem(
                 "a parameter stands twice in the groups, and would be updated twice: leave one out"
             )
-        homes: dict[tuple[bool, torch.device, Mesh | None], _Kinds] = {}
+        if any(has_kernels(param) and param.grad is not None for param in params):
+            refuse_capture()
+        homes: dict[tuple[bool, torch.device, tuple[Any, ...]], _Kinds] = {}
         for number, group in enumerate(optimizer.param_groups):
             for param in group["params"]:
                 o = _operands(param, group, optimizer)
@@ -225,130 +214,103 @@ class StepPlan:
                     continue
                 if any(t is not None and t.data_ptr() % 16 for t in o[:5]):
                     self.narrow.add(id(param))
-                is_loop = not (has_kernels(param) and o.is_dense)
-                kinds = homes.setdefault((is_loop, o.param.device, Mesh.of(param)), {})
+                is_tabled = has_kernels(param) and bool(ADAMW_STEP.views(o._asdict()))  # as kernels take them
+                home = is_tabled, o.param.device, ranks_beside(param)
                 types = o.param.dtype, o.grad.dtype, o.exp_avg.dtype, o.master is not None
+                kinds = homes.setdefault(home, {})
                 kinds.setdefault((number, id(param) not in self.narrow, *types), []).append((param, o))
         rows: list[tuple[Tensor, Operands]] = []
         self.tables: list[DeviceTable | Loop] = []
-        self.aligned: list[slice] = []
-        for is_loop, device, mesh in sorted(homes, key=lambda home: home[0]):
-            kinds = homes[is_loop, device, mesh]
-            self.tables.append((Loop if is_loop else DeviceTable)(len(rows), mesh, kinds, settings))
+        self.masks: list[int] = []  # bits that a gradient's address may not have
+        # Tables first: they may refuse a capture, before a loop has counted a step.
+        for (is_tabled, _, ranks), kinds in sorted(homes.items(), key=lambda item: not item[0][0]):
+            self.tables.append((DeviceTable if is_tabled else Loop)(len(rows), ranks, kinds, settings))
             for (_, aligned, *_), found in kinds.items():
-                self.aligned += [slice(len(rows), len(rows) + len(found))] * (aligned and not is_loop)
+                self.masks += [15 if aligned and is_tabled else 0] * len(found)
                 rows += found
-        # What check() compares.
         self.rows = [param for param, _ in rows]
         self.sharded = any(hasattr(param, "placements") for param in self.rows)
         self.blanks = [torch.empty_like(o.param, dtype=o.grad.dtype, device="meta") for _, o in rows]
-        self.grad_layouts = _layouts(self.blanks)
-        self.has_empty = not all(self.grad_layouts[1])
-        self.facts, written, _ = self._facts(optimizer, settings)
+        self.layouts = _layouts(self.blanks)[2:]
+        self.facts: list[Any] = []
         # Masters take over what others wrote since, which a version or an address tells that is not the last step's.
-        self.mastered = [i for i, (_, o) in enumerate(rows) if o.master is not None]
-        self.keys = [(id(self.rows[i]), written[i].data_ptr()) for i in self.mastered]
-        known = {} if before is None else dict(zip(before.keys, before.versions, strict=True))
-        self.versions: list[int | None] = [known.get(key) for key in self.keys]
+        masters = [(i, param, o) for i, (param, o) in enumerate(rows) if o.master is not None]
+        self.masters = {i: (id(param), o.param.data_ptr()) for i, param, o in masters}
+        known = {} if before is None else dict(zip(before.masters.values(), before.versions, strict=True))
+        self.versions: list[int | None] = [known.get(key) for key in self.masters.values()]
 
-    def _facts(
-        self, optimizer: Optimizer, settings: Sequence[GroupSettings]
-    ) -> tuple[list[Any], list[Tensor], list[Any]]:
-        """Facts that the plan was made of, beside the list of parameters; the rows' own parts of them; the state.
+    def check(self, optimizer: Optimizer, settings: Sequence[GroupSettings]) -> Step | None:
+        """The step's tensors, or None where the plan does not hold: where facts are not those of the first check.
 
         Facts hold identities of the state alone, so that what others move away is freed at once. What takes an old
         one's place and identity at the same address is as good.
         """
+        params = chain.from_iterable([group["params"] for group in optimizer.param_groups])
         states = list(optimizer.state.values())
-        kept = [*chain.from_iterable(map(dict.values, states))]
-        ids = list(map(id, chain(optimizer.state, states, kept)))
-        written, local = self.rows, kept
-        if self.sharded:
-            written, local = [shard(p, p) for p in written], [shard(t, t) for t in kept]
-        try:
-            addresses = [*map(Tensor.data_ptr, written), *map(Tensor.data_ptr, local)]
-        except TypeError:  # what is no tensor is not ours
-            addresses = [t.data_ptr() for t in chain(written, local) if isinstance(t, Tensor)]
-        return [[each.flags for each in settings], ids, addresses, _layouts(written)], written, kept
-
-    def check(self, optimizer: Optimizer, settings: Sequence[GroupSettings]) -> Step | None:
-        """The step's tensors, or None where the plan no longer holds."""
-        params = [*chain.from_iterable([group["params"] for group in optimizer.param_groups])]
-        if len(params) != len(self.params) or not all(map(is_, params, self.params)):
-            return None
-        facts, written, kept = self._facts(optimizer, settings)
-        if facts != self.facts or [1 for param in self.idle if param.grad is not None]:
-            return None
-        # Gradients: whether they lie as planned, and their addresses, the column that kernels read.
-        grads: list[Any] = [param.grad for param in self.rows]
+        kept: list[Any] = [*chain.from_iterable(map(dict.values, states))]
+        ids = list(map(id, chain(params, optimizer.state, states, kept)))
+        written = self.rows
+        grads: list[Any] = [param.grad for param in written]
         if [1 for g in grads if g is None]:
             grads = [blank if g is None else g for g, blank in zip(grads, self.blanks, strict=True)]
         if self.sharded:
+            written, kept = [shard(p, p) for p in written], [shard(t, t) for t in kept]
             grads = [shard(g, p) for g, p in zip(grads, self.rows, strict=True)]
-        if [1 for g in grads if g.layout is not torch.strided]:
+        try:
+            addresses = [*map(Tensor.data_ptr, written), *map(Tensor.data_ptr, kept)]
+        except TypeError:  # what is no tensor is not ours
+            addresses = [t.data_ptr() for t in chain(written, kept) if isinstance(t, Tensor)]
+        dtypes, sizes, *layouts = _layouts(grads)
+        flags = [(each.rate is None, each.maximize, each.clips, each.kept) for each in settings]
+        facts = [flags, ids, addresses, _layouts(written), dtypes, sizes]
+        self.facts = self.facts or facts
+        if facts != self.facts or [1 for param in self.idle if param.grad is not None]:
             return None
-        found = _layouts(grads)
-        if found[:2] != self.grad_layouts[:2]:
-            return None
-        if found != self.grad_layouts:
-            if [g.shape for g in grads] != [p.shape for p in written]:
+        # Gradients that lie otherwise are copied. Their addresses are the column that kernels read.
+        if layouts != self.layouts:
+            if [1 for g in grads if g.is_sparse] or [g.shape for g in grads] != [p.shape for p in written]:
                 return None
             grads = list(map(alike, grads, written))
-        addresses = list(map(Tensor.data_ptr, grads))
-        if self.has_empty:
-            addresses = [at or (0 if g.is_meta else _NOWHERE) for g, at in zip(grads, addresses, strict=True)]
-        if any(reduce(or_, addresses[part], 0) % 16 for part in self.aligned):
-            return None
-        return Step(grads, addresses, written, kept)
+        column = list(map(Tensor.data_ptr, grads))
+        if not all(column):
+            column = [at or (0 if g.is_meta else _NOWHERE) for g, at in zip(grads, column, strict=True)]
+        return None if any(map(and_, column, self.masks)) else Step(settings, grads, column, written)
 
-    def run(
-        self,
-        optimizer: Optimizer,
-        settings: Sequence[GroupSettings],
-        step: Step,
-        limit: float | None,
-        captured: list[Any],
-    ) -> Tensor | None:
-        """Updates parameters and state; returns the norm of the gradients where they are clipped to ``limit``.
-
-        ``captured`` keeps what a graph that captures this reads at each replay.
+    def run(self, optimizer: Optimizer, step: Step, limit: float | None) -> tuple[Tensor | None, list[Any]]:
+        """Updates parameters and state. Returns the norm of the gradients where they are clipped to ``limit``, and
+        what a graph that captures this reads at each replay.
         """
-        capturing = self._check_capture(settings)
+        tables = [table for table in self.tables if any(step.addresses[table.rows])]
+        capturing = any(isinstance(each, DeviceTable) for each in tables) and torch.cuda.is_current_stream_capturing()
+        if capturing and any(isinstance(each.lr, Tensor) and not has_kernels(each.lr) for each in step.settings):
+            raise UnsupportedProblem("a CUDA graph would keep a learning rate that is on the CPU: move it to the GPU")
         # Masters take over what others wrote; their low bits stay where that is nothing new.
-        versions = [step.written[i]._version for i in self.mastered]
-        for i, version, last in zip(self.mastered, versions, self.versions, strict=True):
+        versions = [step.written[i]._version for i in self.masters]
+        for i, version, last in zip(self.masters, versions, self.versions, strict=True):
             if version != last and step.addresses[i]:
                 param = step.written[i]
                 master = shard(optimizer.state[self.rows[i]]["master"], self.rows[i])
                 master.copy_(torch.where(master.to(param.dtype) == param, master, param.to(master.dtype)))
         begun: list[Any] = []
         squares: list[Tensor] = []
-        for table in self.tables:
+        for table in tables:
             with torch.cuda.device(table.device):  # no-op for -1
-                begun.append(table.begin(self, optimizer, step))
-                squares += [] if limit is None else table.squares(begun[-1])
-        norm = reduce(lambda total, more: total + more.to(total.device), squares).sqrt() if squares else None
-        for table, each in zip(self.tables, begun, strict=True):
+                begun.append(table.begin(optimizer, step))
+                if limit is not None:
+                    squares.append(table.squares(begun[-1]))
+                    for group in table.ranks:
+                        torch.distributed.all_reduce(squares[-1], group=group)
+        norm = None
+        if limit is not None:
+            squares = squares or [torch.zeros((), device="cpu")]
+            norm = reduce(lambda total, more: total + more.to(total.device), squares).sqrt()
+        for table, each in zip(tables, begun, strict=True):
             with torch.cuda.device(table.device):  # no-op for -1
-                table.update(each, settings, norm, float(limit or 0.0))
+                table.update(each, step, norm, float(limit or 0.0))
         torch.autograd.graph.increment_version(list(compress(step.written, step.addresses)))
-        for j, i in enumerate(self.mastered):
-            if step.addresses[i]:
-                self.versions[j] = step.written[i]._version
-        if capturing:
-            captured.append((self, settings, step, begun, norm))
-        return norm
-
-    def _check_capture(self, settings: Sequence[GroupSettings]) -> bool:
-        """Whether a graph is captured. A step that it could not replay is refused, before anything is done."""
-        tables = [table for table in self.tables if isinstance(table, DeviceTable)]
-        if not tables or not torch.cuda.is_current_stream_capturing():
-            return False
-        if any(isinstance(each.lr, Tensor) and not has_kernels(each.lr) for each in settings):
-            raise UnsupportedProblem("a CUDA graph would keep a learning rate that is on the CPU: move it to the GPU")
-        if not all(table.spares for table in tables):
-            refuse_capture()
-        return True
+        rows = zip(self.masters, self.versions, strict=True)
+        self.versions = [step.written[i]._version if step.addresses[i] else last for i, last in rows]
+        return norm, [self, step, [*map(dict, optimizer.state.values())], begun, norm] if capturing else []
 
 
 def _layouts(tensors: list[Tensor]) -> list[list[Any]]:
@@ -360,21 +322,21 @@ def _layouts(tensors: list[Tensor]) -> list[list[Any]]:
     contiguous = list(map(Tensor.is_contiguous, tensors))
     found: list[list[Any]] = [[t.dtype for t in tensors], list(map(Tensor.numel, tensors)), contiguous]
     if not all(contiguous):
-        found.append([each or (t.shape, t.stride()) for t, each in zip(tensors, contiguous, strict=True)])
+        found.append(
+            [each or t.is_sparse or (t.shape, t.stride()) for t, each in zip(tensors, contiguous, strict=True)]
+        )
     return found
 
 
 def _operands(param: Tensor, group: dict[str, Any], optimizer: Optimizer) -> Operands | None:
     """None for a parameter without a gradient whose state is not ready for one, for whatever reason."""
-    if param.grad is not None:
-        if has_kernels(param):
-            refuse_capture()
-        return operands(param, group, optimizer.state[param])
-    if "step" not in optimizer.state.get(param, {}):
+    if param.grad is None and "step" not in optimizer.state.get(param, {}):
         return None
     try:
         return operands(param, group, optimizer.state[param])
     except UnsupportedProblem:
+        if param.grad is not None:
+            raise
         return None
 
 

@@ -175,7 +175,7 @@ def table_case(case: dict[str, Any], step: int, settings: dict[str, Any], maximi
     assert norm.isfinite() or torch.equal(found.double().nan_to_num(1.5), norm.nan_to_num(1.5))
     found += case.get("norm is off", 0.0)
     clip = {"norm": 0 if max_norm is None else found.data_ptr(), "max_norm": max_norm or 0.0}
-    launch(ADAMW_TABLE, len(chunks), **tables, lr_ptr=0, **clip, **Hyper.of(**settings)._asdict())
+    launch(ADAMW_TABLE, len(chunks), **tables, rate_ptr=0, **clip, **Hyper.of(**settings)._asdict())
     outside = [float(s) for s in steps] == [step + i for i in range(len(sizes))]
     for i, (o, e) in enumerate(zip(every, exact, strict=True)):
         if i in missing:

@@ -15,6 +15,7 @@ pytest.importorskip("triton")
 from cutekernels import adamw_step
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.optimizer.op import ADAMW_STEP, AdamWProblem, Hyper
+from cutekernels.ops.shared.calls import ways_of
 from cutekernels.optim import FusedAdamW
 from tests.compiled import half
 from tests.interpreted import kernel_tests
@@ -90,6 +91,19 @@ def test_any_strides(lay: Callable[[Tensor], Tensor]) -> None:
     assert others[0].shape == given[0].shape
 
 
+@pytest.mark.parametrize(
+    ("lay", "copied"),
+    [(lambda t: t, 0), (Tensor.t, 0), (lambda t: t[:, ::2], 9), (lambda t: t.t() if t.dtype == torch.half else t, 3)],
+)
+def test_kernels_take_any_order_of_dimensions_that_all_operands_have(lay: Any, copied: int) -> None:
+    """Others are copied, but for those that are contiguous: here the parameter, its result and its gradient."""
+    half, wide = torch.ones(6, 4, dtype=torch.half), torch.ones(6, 4)
+    operands = [half, wide, wide, wide, half, half, wide, wide, wide]
+    named = dict(zip((*ADAMW_STEP.results, *ADAMW_STEP.inputs), map(lay, operands), strict=False))
+    ways = ways_of(ADAMW_STEP, named | {"step": torch.ones(()), "lr": None})
+    assert len(ways) - ways.count(None) == copied
+
+
 def overlapping() -> dict[str, tuple[Tensor, ...]]:
     g, s, t = torch.ones(4, 6), torch.rand(8, 12), torch.zeros(4, 6)
     return {
@@ -137,22 +151,24 @@ def refusals() -> dict[str, Callable[[], Any]]:
         "both moments have one dtype": lambda: adamw_step(half, g, m.bfloat16(), v, step=1),
         "takes grad in bfloat16 or float32; got torch.float16": lambda: adamw_step(half, g.half(), m, v, step=1),
         "their own master copy": lambda: adamw_step(p, g, m, v, step=1, master=p.clone()),
-        "counted from 1, .* or a tensor; step is 0": lambda: adamw_step(p, g, m, v, step=0),
-        "step is None": lambda: adamw_step(p, g, m, v, step=None),  # type: ignore[arg-type]
-        "step is nan": lambda: adamw_step(p, g, m, v, step=float("nan")),  # type: ignore[arg-type]
-        "step is 1.5": lambda: adamw_step(p, g, m, v, step=1.5),  # type: ignore[arg-type]
-        "step is True": lambda: adamw_step(p, g, m, v, step=True),
+        "takes step as a whole number of at least 1; got 0": lambda: adamw_step(p, g, m, v, step=0),
+        "step as a whole number of at least 1; got None": lambda: adamw_step(p, g, m, v, step=None),  # type: ignore[arg-type]
+        "step as a whole number of at least 1; got nan": lambda: adamw_step(p, g, m, v, step=float("nan")),  # type: ignore[arg-type]
+        "step as a whole number of at least 1; got 1.5": lambda: adamw_step(p, g, m, v, step=1.5),  # type: ignore[arg-type]
+        "step as a whole number of at least 1; got True": lambda: adamw_step(p, g, m, v, step=True),
         "one number in fp32": lambda: adamw_step(p, g, m, v, step=torch.tensor([1.0, 2.0])),
         "from 0 to below 1": lambda: adamw_step(p, g, m, v, step=1, betas=(0.9, 1.0)),
-        "lr is 0 or more; it is -1": lambda: adamw_step(p, g, m, v, step=1, lr=-1),
-        "eps is 0 or more; it is nan": lambda: adamw_step(p, g, m, v, step=1, eps=float("nan")),
+        "takes lr as a finite number of at least 0; got -1": lambda: adamw_step(p, g, m, v, step=1, lr=-1),
+        "takes eps as a finite number of at least 0; got nan": lambda: adamw_step(p, g, m, v, step=1, eps=float("nan")),
         "layout torch.sparse_coo: call to_dense": lambda: adamw_step(p, g.to_sparse(), m, v, step=1),
         "not differentiable": lambda: adamw_step(p.clone().requires_grad_(), g, m, v, step=1),
         "overlaps an operand": lambda: adamw_step(p[:4], g[:4], p[1:5], v[:4], step=1),
         "overlap itself": lambda: ADAMW_STEP.admit((p,) * 4 + (None,) * 3, (p[:1].expand(6), p, p, p), maximize=False),
-        "FusedAdamW has no amsgrad": lambda: FusedAdamW([p], amsgrad=True),
+        "FusedAdamW takes amsgrad as False": lambda: FusedAdamW([p], amsgrad=True),
         "betas are from 0": lambda: FusedAdamW([p], betas=(0.9, 2.0)),
-        "weight_decay is 0 or more": lambda: FusedAdamW([{"params": [p], "weight_decay": -0.1}]),
+        "takes weight_decay as a finite number of at least 0": lambda: FusedAdamW(
+            [{"params": [p], "weight_decay": -0.1}]
+        ),
         "a learning rate is one number": lambda: FusedAdamW([p], lr=torch.ones(2)),
         "torch.optim.SparseAdam": _sparse_step,
     }
@@ -236,7 +252,7 @@ def test_groups_and_closures() -> None:
         ({"exp_avg_sq": None}, "exp_avg_sq of parameter 1 is of shape .* has None"),
         ({"master": torch.ones(4)}, "master of parameter 1"),
         ({"step": torch.ones(2)}, "step of parameter 1"),
-        ("exp_avg_sq", "it lacks exp_avg_sq: load a whole state"),
+        ("exp_avg_sq", "exp_avg_sq of parameter 1 is .* the state has None: load the whole state"),
     ],
 )
 def test_state_of_another_model_is_refused_whole(change: Any, rule: str) -> None:
@@ -326,12 +342,12 @@ def test_hooks_around_loading_have_their_say() -> None:
 def test_a_refused_group_is_not_kept() -> None:
     param, late = (torch.nn.Parameter(torch.ones(8)) for _ in range(2))
     optimizer = FusedAdamW([param])
-    with pytest.raises(UnsupportedProblem, match="lr is 0 or more"):
+    with pytest.raises(UnsupportedProblem, match="takes lr as a finite number of at least 0"):
         optimizer.add_param_group({"params": [late], "lr": -1.0})
     assert len(optimizer.param_groups) == 1
     saved = optimizer.state_dict()
     saved["param_groups"][0] |= {"amsgrad": True, "lr": 0.5}
-    with pytest.raises(UnsupportedProblem, match="no amsgrad"):
+    with pytest.raises(UnsupportedProblem, match="takes amsgrad as False"):
         optimizer.load_state_dict(saved)
     assert optimizer.param_groups[0]["lr"] == 1e-3 and not optimizer.param_groups[0]["amsgrad"]
     optimizer.add_param_group({"params": [late]})

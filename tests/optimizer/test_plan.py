@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,8 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.ops.optimizer import api as adamw
+from cutekernels.ops.optimizer.op import ADAMW_STEP
+from cutekernels.ops.shared import calls
 from cutekernels.optim import FusedAdamW
 from cutekernels.optim import plan as plans
 from tests.optimizer import host
@@ -62,13 +64,19 @@ def test_what_is_not_dense_is_updated_through_copies(
     dtype: torch.dtype, launches: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the kernel of one tensor, so that it has the bits of a dense parameter."""
-    real, contiguous = adamw.call, []
+    contiguous = []
 
-    def noted(op: Any, inputs: tuple[Any, ...], *rest: Any, **options: Any) -> Any:
-        contiguous.append([t.is_contiguous() for t in inputs[:5] if t is not None])
-        return real(op, inputs, *rest, **options)
+    def launch(*args: Any) -> None:
+        contiguous.append([t.is_contiguous() for t in args[:9] if t is not None])
+        ADAMW_STEP.update(args[:4], args[4:], maximize=False)
 
-    monkeypatch.setattr(adamw, "call", noted)
+    def launched(op: Any, inputs: Any, options: Any, scalars: Any, *, out: Any, in_place: bool) -> None:
+        planned = calls.plan_call(op, inputs, out, options, len(scalars))
+        assert planned.launch is not None and in_place
+        planned.launch(*out, *inputs, *scalars)
+
+    monkeypatch.setattr(calls.dispatch, "plan", lambda *args: SimpleNamespace(launch=launch))
+    monkeypatch.setattr(plans, "call", launched)
     whole = torch.randn(9, 6).to(dtype)
     param, twin = torch.nn.Parameter(whole[:, ::2]), torch.nn.Parameter(whole[:, ::2].clone().contiguous())
     ours, other = (FusedAdamW([p], lr=0.01, master_weights=True, max_grad_norm=0.5) for p in (param, twin))
@@ -77,7 +85,7 @@ def test_what_is_not_dense_is_updated_through_copies(
         param.grad, twin.grad = g.clone(), g.clone()
         ours.step()
         other.step()
-    assert contiguous == [[True] * (4 if dtype is torch.float32 else 5)] * 3
+    assert contiguous == [[True] * (8 if dtype is torch.float32 else 9)] * 3
     torch.testing.assert_close(param, twin, rtol=1e-6, atol=1e-7)
     assert set(ours.state[param]) == set(other.state[twin])
 
@@ -109,7 +117,11 @@ def test_groups_are_checked_at_each_step(kernels: bool, request: pytest.FixtureR
     optimizer = FusedAdamW([{"params": [p]} for p in params])
     for p in params:
         p.grad = torch.ones(8)
-    for name, value, rule in (("amsgrad", True, "no amsgrad"), ("lr", -1.0, "lr is 0"), ("betas", (0, 1), "below 1")):
+    for name, value, rule in (
+        ("amsgrad", True, "takes amsgrad as False"),
+        ("lr", -1.0, "lr as a finite number of at least 0"),
+        ("betas", (0, 1), "below 1"),
+    ):
         group = optimizer.param_groups[1]
         kept, group[name] = group[name], value
         with pytest.raises(UnsupportedProblem, match=rule):

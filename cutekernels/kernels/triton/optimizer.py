@@ -22,14 +22,14 @@ from cutekernels.kernels.triton.dependent import pdl_wait
 # 64-bit numbers per tensor in a table: param, exp_avg, exp_avg_sq, master, step, elements, 0, 0
 ROW = tl.constexpr(8)
 
-Pointers = namedtuple(
-    "Pointers",
+# Pointers; those of a master copy are used only where there is one.
+Run = namedtuple(
+    "Run",
     "out_param_ptr out_exp_avg_ptr out_exp_avg_sq_ptr out_master_ptr param_ptr grad_ptr exp_avg_ptr exp_avg_sq_ptr "
-    "master_ptr step_ptr lr_ptr",
+    "master_ptr",
 )
 Table = namedtuple("Table", "table_ptr grads_ptr chunks_ptr")
 Hyper = namedtuple("Hyper", "lr weight_decay w1 beta2 w2 eps c1 c2")
-Run = namedtuple("Run", "out_param out_avg out_sq out_master param grad avg sq master")  # pointers
 Factors = namedtuple("Factors", "decay size root scale")
 
 
@@ -72,14 +72,14 @@ def _corrections(step_ptr, c1, c2, ON_DEVICE: tl.constexpr):
 def _update(run, inside, of, by, how, CLIP: tl.constexpr):
     """One AdamW update of the elements that the pointers are at: in fp32, each result rounded once, when stored."""
     # All loads before any store: a result may be its operand's memory.
-    g = tl.load(run.grad, mask=inside, other=0.0, eviction_policy=how.EVICT).to(tl.float32)
+    g = tl.load(run.grad_ptr, mask=inside, other=0.0, eviction_policy=how.EVICT).to(tl.float32)
     # The update is of the fp32 copy where there is one; the parameter is its rounding.
     if how.MASTER:
-        p = tl.load(run.master, mask=inside, other=0.0, eviction_policy=how.EVICT)
+        p = tl.load(run.master_ptr, mask=inside, other=0.0, eviction_policy=how.EVICT)
     else:
-        p = tl.load(run.param, mask=inside, other=0.0, eviction_policy=how.EVICT).to(tl.float32)
-    m = tl.load(run.avg, mask=inside, other=0.0, eviction_policy=how.EVICT).to(tl.float32)
-    v = tl.load(run.sq, mask=inside, other=0.0, eviction_policy=how.EVICT).to(tl.float32)
+        p = tl.load(run.param_ptr, mask=inside, other=0.0, eviction_policy=how.EVICT).to(tl.float32)
+    m = tl.load(run.exp_avg_ptr, mask=inside, other=0.0, eviction_policy=how.EVICT).to(tl.float32)
+    v = tl.load(run.exp_avg_sq_ptr, mask=inside, other=0.0, eviction_policy=how.EVICT).to(tl.float32)
     if CLIP:
         g = g * by.scale
     if how.MAXIMIZE:
@@ -88,11 +88,11 @@ def _update(run, inside, of, by, how, CLIP: tl.constexpr):
     m += of.w1 * (g - m)
     v = v * of.beta2 + (of.w2 * g) * g
     p = p * by.decay - by.size * (m / (tl.sqrt_rn(v) / by.root + of.eps))
-    tl.store(run.out_avg, m.to(run.out_avg.dtype.element_ty), mask=inside, eviction_policy=how.EVICT)
-    tl.store(run.out_sq, v.to(run.out_sq.dtype.element_ty), mask=inside, eviction_policy=how.EVICT)
-    tl.store(run.out_param, p.to(run.out_param.dtype.element_ty), mask=inside, eviction_policy=how.EVICT)
+    tl.store(run.out_exp_avg_ptr, m, mask=inside, eviction_policy=how.EVICT)
+    tl.store(run.out_exp_avg_sq_ptr, v, mask=inside, eviction_policy=how.EVICT)
+    tl.store(run.out_param_ptr, p, mask=inside, eviction_policy=how.EVICT)
     if how.MASTER:
-        tl.store(run.out_master, p, mask=inside, eviction_policy=how.EVICT)
+        tl.store(run.out_master_ptr, p, mask=inside, eviction_policy=how.EVICT)
 
 
 @triton.jit
@@ -116,7 +116,7 @@ def _chunk(run, left, of, by, how, CLIP: tl.constexpr):
 
 
 @triton.jit
-def adamw_step(at: Pointers, elements, of: Hyper, how: How, DEPENDENT: tl.constexpr = False):
+def adamw_step(run: Run, step_ptr, rate_ptr, elements, of: Hyper, how: How, DEPENDENT: tl.constexpr = False):
     """``p <- p (1 - lr wd) - lr / (1 - beta1^t) m / (sqrt(v / (1 - beta2^t)) + eps)`` with the moments m and v of g.
 
     Grid: one block of BLOCK elements per program: all loads, the arithmetic in fp32, all stores.
@@ -126,17 +126,10 @@ def adamw_step(at: Pointers, elements, of: Hyper, how: How, DEPENDENT: tl.conste
     # A learning rate and a step count on the device keep a captured graph valid.
     lr = of.lr
     if how.LR_ON_DEVICE:
-        lr = tl.load(at.lr_ptr).to(tl.float32)
-    bias1, root = _corrections(at.step_ptr, of.c1, of.c2, how.STEP_ON_DEVICE)
-    # Without a master copy its pointers are never used; the parameter's stand in.
+        lr = tl.load(rate_ptr).to(tl.float32)
+    bias1, root = _corrections(step_ptr, of.c1, of.c2, how.STEP_ON_DEVICE)
     begin = tl.program_id(0).to(tl.int64) * how.BLOCK
-    master = at.param_ptr
-    out_master = at.out_param_ptr
-    if how.MASTER:
-        master = at.master_ptr
-        out_master = at.out_master_ptr
-    results = (at.out_param_ptr, at.out_exp_avg_ptr, at.out_exp_avg_sq_ptr, out_master)
-    run = _from(Run(*results, at.param_ptr, at.grad_ptr, at.exp_avg_ptr, at.exp_avg_sq_ptr, master), begin)
+    run = _from(run, begin)
     left = tl.minimum(elements - begin, how.BLOCK).to(tl.int32)
     _chunk(run, left, of, Factors(1.0 - lr * of.weight_decay, lr / bias1, root, 1.0), how, False)
 
@@ -144,12 +137,8 @@ def adamw_step(at: Pointers, elements, of: Hyper, how: How, DEPENDENT: tl.conste
 @triton.jit
 def _typed_pointer(address, TYPE: tl.constexpr, VEC: tl.constexpr):
     """A pointer to elements of TYPE at ``address``, aligned to VEC of them."""
-    if TYPE == "bf16":
-        return tl.multiple_of(address.to(tl.pointer_type(tl.bfloat16)), 2 * VEC)
-    elif TYPE == "fp16":
-        return tl.multiple_of(address.to(tl.pointer_type(tl.float16)), 2 * VEC)
-    else:
-        return tl.multiple_of(address.to(tl.pointer_type(tl.float32)), 4 * VEC)
+    kind: tl.constexpr = tl.dtype(TYPE)
+    return tl.multiple_of(address.to(tl.pointer_type(kind)), kind.primitive_bitwidth // 8 * VEC)
 
 
 @triton.jit
@@ -164,7 +153,7 @@ def _place(chunk, table, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def adamw_table(table: Table, lr_ptr, norm, max_norm, of: Hyper, how: How, DEPENDENT: tl.constexpr = False):
+def adamw_table(table: Table, rate_ptr, norm, max_norm, of: Hyper, how: How, DEPENDENT: tl.constexpr = False):
     """:func:`adamw_step` in place, of every tensor in a table that has a gradient.
 
     ``chunks``: for each program which tensor it works on and where it begins there, in blocks. Steps are on the device,
@@ -181,12 +170,10 @@ def adamw_table(table: Table, lr_ptr, norm, max_norm, of: Hyper, how: How, DEPEN
     grad = _typed_pointer(gradient, how.GRAD, how.VEC) + begin
     avg = _typed_pointer(tl.load(row + 1), how.MOMENTS, how.VEC) + begin
     sq = _typed_pointer(tl.load(row + 2), how.MOMENTS, how.VEC) + begin
-    master = param
-    if how.MASTER:
-        master = _typed_pointer(tl.load(row + 3), "fp32", how.VEC) + begin
+    master = _typed_pointer(tl.load(row + 3), "fp32", how.VEC) + begin
     lr = of.lr
     if how.LR_ON_DEVICE:
-        lr = tl.load(lr_ptr).to(tl.float32)
+        lr = tl.load(rate_ptr).to(tl.float32)
     # Clipping, as torch.nn.utils.clip_grad_norm_ does it. NaN is not above 1, and stays.
     scale = 1.0
     if norm != 0:

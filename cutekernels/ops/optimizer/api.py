@@ -5,7 +5,6 @@ The op writes results of its own, which the public function lets be the inputs.
 
 from __future__ import annotations
 
-import math
 import sys
 
 import torch
@@ -13,18 +12,9 @@ from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.optimizer.op import ADAMW_STEP, UPDATED, AdamWConfig, Hyper
-from cutekernels.ops.shared.calls import call, places, register, register_inplace
-from cutekernels.ops.shared.checks import (
-    check_flag,
-    check_number,
-    check_overlap,
-    check_results,
-    check_tensor,
-    present,
-    quote,
-)
-from cutekernels.ops.shared.paths import refuse_duals, transformed
-from cutekernels.ops.shared.strides import is_dense, walk
+from cutekernels.ops.shared.calls import call, places, refuse_others, register, register_inplace
+from cutekernels.ops.shared.checks import check_number, check_whole, present, quote
+from cutekernels.ops.shared.paths import refuse_duals
 
 _MOST_STEPS = int(sys.float_info.max)  # the corrections are computed in floats
 
@@ -75,52 +65,23 @@ def adamw_step(
     steps, count = (step, None) if isinstance(step, Tensor) else (None, step)
     rates, rate = (lr, 0.0) if isinstance(lr, Tensor) else (None, lr)
     check_hyper(rate, betas, eps, weight_decay)
-    check_flag("adamw_step", "maximize", maximize)
-    if steps is None and (not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= _MOST_STEPS):
-        raise UnsupportedProblem(
-            f"steps are whole numbers counted from 1, as far as floats go, or a tensor; step is {quote(count)}"
-        )
+    if steps is None:
+        check_whole("adamw_step", "step", count, 1, _MOST_STEPS)
     hyper = Hyper.of(rate, betas, eps, weight_decay, count)
     inputs = (param, grad, exp_avg, exp_avg_sq, master, steps, rates)
-    for name, t in zip(ADAMW_STEP.inputs, inputs, strict=True):
-        check_tensor("adamw_step", name, t, optional=ADAMW_STEP.operands[name].optional)
+    refuse_others(ADAMW_STEP, inputs, None, (maximize,))
     if torch.is_grad_enabled() and any(t.requires_grad for t in present(inputs)):
         raise UnsupportedProblem("adamw_step is not differentiable: call it under torch.no_grad()")
     refuse_duals("adamw_step", inputs)
 
-    update_in_place(inputs, hyper, maximize=maximize, config=config)
+    call(ADAMW_STEP, inputs, (maximize,), tuple(hyper), config=config, out=places(inputs, UPDATED), in_place=True)
     return param
-
-
-def update_in_place(
-    inputs: tuple[Tensor | None, ...], hyper: Hyper, *, maximize: bool, config: AdamWConfig | str | None = None
-) -> None:
-    """One update of the op's ``inputs``: those that do not lie densely and alike are copied, and copied back."""
-    param, given = inputs[0], inputs
-    assert param is not None
-    dense = all(walk(t) == walk(param) and is_dense(t) for t in present(inputs[:5]))
-    if not dense:
-        results = places(inputs, UPDATED)
-        check_results(results)
-        placeless = any(t.is_meta or type(t) not in (Tensor, torch.nn.Parameter) for t in present(inputs))  # or fakes
-        if not (torch.compiler.is_compiling() or transformed() or placeless):
-            check_overlap(ADAMW_STEP, results, inputs)  # copies would hide it
-        given = (*[None if t is None else t.contiguous() for t in inputs[:5]], *inputs[5:])
-    out = places(given, UPDATED)
-    call(ADAMW_STEP, given, (maximize,), tuple(hyper), config=config, out=out, in_place=True)
-    if not dense:
-        for i in UPDATED:
-            target, source = inputs[i], given[i]
-            if target is not None and source is not None and target is not source:
-                target.copy_(source)
 
 
 def check_hyper(lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
     """Refuses what torch.optim.AdamW refuses."""
     for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
-        check_number("AdamW", name, value, finite=False)
-        if not 0.0 <= value < math.inf:
-            raise UnsupportedProblem(f"{name} is 0 or more; it is {value}: pass a finite number")
+        check_number("AdamW", name, value, 0.0)
     if not isinstance(betas, tuple | list) or len(betas) != 2:
         raise UnsupportedProblem(f"AdamW takes betas as two numbers (beta1, beta2); got {quote(betas)}")
     for beta in betas:

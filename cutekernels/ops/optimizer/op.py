@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Config, Problem, Scalar, Work, extent, knob, ladder, plain
 from cutekernels.ops.shared import streaming
-from cutekernels.ops.shared.checks import check_alike, check_results
 from cutekernels.ops.shared.dtypes import BYTES, WIDEST_BYTES
-from cutekernels.ops.shared.operands import Array, Sizes
+from cutekernels.ops.shared.operands import Array, Leads, Looks, Named, Sizes
 from cutekernels.ops.shared.strides import is_dense, walk
 from cutekernels.ops.shared.tile_rules import accesses_rule, elements_rule
 from cutekernels.ops.shared.triton_op import TritonOp, TritonPart
@@ -51,12 +50,8 @@ class AdamWProblem(Problem):
             raise UnsupportedProblem("beside fp32 parameters an fp32 gradient is called grad=same, not fp32")
         if (self.dtype, self.master) == ("fp32", True):
             raise UnsupportedProblem("fp32 parameters are their own master copy: leave master out")
-        if self.align not in (WIDEST_BYTES, self.itemsize):
+        if self.align not in (WIDEST_BYTES, BYTES[self.dtype]):
             raise UnsupportedProblem(f"align is 16 or one element of {self.dtype}; it is {self.align}")
-
-    @property
-    def itemsize(self) -> int:
-        return BYTES[self.dtype]
 
     @property
     def grad_dtype(self) -> str:
@@ -82,7 +77,7 @@ class AdamWConfig(Config):
 
 _TABLE = {"table_ptr": "*i64", "grads_ptr": "*i64", "chunks_ptr": "*i32"}
 _EVICT = {"normal": "", "first": "evict_first"}
-_SOURCES = {"step": "step", "rate": "lr"}  # fields of the problem, and the operands that they are of
+_NUMBERS = ("step", "rate")  # operands of one element
 _MAX_PER_THREAD = 16  # elements: each takes an address, four values and what becomes of them
 _DEPTH = 32.0  # a gradient and a moment several times the typical one may cancel: 4 ulp of fp32 of that
 UPDATED = (0, 2, 3, 4)  # inputs that the in-place form writes to: those of the results' names
@@ -136,29 +131,31 @@ class Update(TritonPart[AdamWProblem, AdamWConfig]):
         "elements=50000000",
     )
     options = ("maximize",)
-    out_param = Array("*elements", strides=(), result=True, laid=False)
+    out_param = Array("*elements", strides=(), result=True)
     out_exp_avg = Array("*elements", dtype="moments", strides=(), result=True)
     out_exp_avg_sq = Array("*elements", dtype="moments", strides=(), result=True)
     out_master = Array("*elements", dtype="wide", strides=(), result=True, given="master")
-    param = Array("*elements", strides=(), laid=False)
-    grad = Array("*elements", dtype="grad", strides=())
-    exp_avg = Array("*elements", dtype="moments", strides=())
-    exp_avg_sq = Array("*elements", dtype="moments", strides=())
-    master = Array("*elements", dtype="wide", strides=(), given="master")
-    step = Array("*one", dtype="fp32", strides=(), optional=True)
-    lr = Array("*one", dtype="fp32", strides=(), optional=True)
+    param = Array("*elements", strides=())
+    grad = Array("*elements", dtype="grad", strides=(), laid=True)
+    exp_avg = Array("*elements", dtype="moments", strides=(), laid=True)
+    exp_avg_sq = Array("*elements", dtype="moments", strides=(), laid=True)
+    master = Array("*elements", dtype="wide", strides=(), laid=True, given="master")
+    step = Array("*one", dtype="fp32", strides=(), given="step=device")
+    rate = Array("*one", dtype="fp32", strides=(), given="rate=device")
     sizes = {"elements": "i64"}
     scalar_types = dict.fromkeys(Hyper._fields, "fp32")
 
     # -- calls
 
-    def takes(self, name: str, t: Tensor) -> bool:
-        return True  # alike and dense, which layout() checks
+    def views(self, named: Named, **options: Any) -> Mapping[str, None]:
+        """All operands are taken as they are where they lie densely and alike, whatever the order of dimensions."""
+        runs = _runs(named)
+        return dict.fromkeys(named if all(is_dense(t) and walk(t) == walk(runs[0]) for t in runs) else ())
 
     def derive(self, sizes: Sizes, **options: Any) -> None:
         sizes.setdefault("one", 1)
 
-    def refuse(self, named: Mapping[str, Tensor | None], sizes: Sizes, **options: Any) -> None:
+    def refuse(self, named: Named, sizes: Sizes, **options: Any) -> None:
         if sizes["one"] != 1:
             raise UnsupportedProblem(f"a step or lr on the device is one number in fp32; got {sizes['one']}")
         param, master = named["param"], named["master"]
@@ -171,54 +168,34 @@ class Update(TritonPart[AdamWProblem, AdamWConfig]):
             )
 
     def admit(self, inputs: Sequence[Tensor | None], results: Sequence[Tensor] = (), **options: Any) -> None:
-        super().admit(inputs, **options)
-        for t, out in zip([t for i in UPDATED if (t := inputs[i]) is not None], results, strict=False):
-            check_alike(self, t, [out])
-        check_results(results)
+        present = results if inputs[4] is not None else results[:3]  # an absent master copy has an empty place
+        super().admit(inputs, present, **options)
 
-    def fresh(self, *inputs: Tensor | None, **options: Any) -> tuple[Tensor, ...]:
-        import torch
+    def result(self, name: str, named: Named, sizes: Sizes, leads: Leads, **options: Any) -> Looks:
+        """The looks of the input that it renews; empty for an absent master copy."""
+        t = named[name.removeprefix("out_")]
+        return (t.shape, (t.dtype,)) if t is not None else ((0,), (self._main(named).dtype,))
 
-        param = inputs[0]
-        assert param is not None
-        return tuple([param.new_empty(0) if (t := inputs[i]) is None else torch.empty_like(t) for i in UPDATED])
-
-    def facts(self, named: Mapping[str, Tensor | None], sizes: Sizes) -> Mapping[str, Scalar]:
-        return {field: "host" if named[name] is None else "device" for field, name in _SOURCES.items()}
-
-    def layout(self, named: Mapping[str, Tensor | None], sizes: Sizes, found: Mapping[str, Any]) -> dict[str, Scalar]:
-        param = named["param"]
-        assert param is not None
-        runs = [t for name, t in named.items() if name not in _SOURCES.values() and t is not None and t.numel()]
-        if not all(is_dense(t) and walk(t) == walk(param) for t in runs):
-            raise UnsupportedProblem(
-                "operands lie densely and alike: clone them with torch.contiguous_format, or use adamw_step, "
-                f"which does; got strides {', '.join(str(t.stride()) for t in runs)}"
-            )
-        aligned = all(t.data_ptr() % WIDEST_BYTES == 0 for t in runs)
-        return {"align": WIDEST_BYTES if aligned else param.element_size()}
-
-    def kind(self, p: AdamWProblem, name: str) -> str | None:
-        absent = any(name == source and getattr(p, field) == "host" for field, source in _SOURCES.items())
-        return None if absent else super().kind(p, name)
+    def layout(self, named: Named, sizes: Sizes, found: Mapping[str, Any]) -> dict[str, Scalar]:
+        aligned = all(t.data_ptr() % WIDEST_BYTES == 0 for t in _runs(named))
+        return {"align": WIDEST_BYTES if aligned else BYTES[found["dtype"]]}
 
     def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
         import torch
 
-        param, grad, exp_avg, exp_avg_sq, master, step, lr_tensor, *numbers = args
-        hyper = Hyper(*numbers)
-        lr: Any = hyper.lr if lr_tensor is None else lr_tensor.double()
-        bias1: Any = hyper.c1
-        root: Any = hyper.c2
+        param, grad, exp_avg, exp_avg_sq, master, step, rate, *numbers = args
+        lr, weight_decay, w1, beta2, w2, eps, bias1, root = numbers
+        if rate is not None:
+            lr = rate.double()
         if step is not None:
             count = step.double().clamp_min(1)
-            bias1, root = -torch.expm1(count * hyper.c1), (-torch.expm1(count * hyper.c2)).sqrt()
+            bias1, root = -torch.expm1(count * bias1), (-torch.expm1(count * root)).sqrt()
         g, p = grad.double(), (param if master is None else master).double()
         if options["maximize"]:
             g = -g
-        m = exp_avg.double() + hyper.w1 * (g - exp_avg.double())
-        v = exp_avg_sq.double() * hyper.beta2 + hyper.w2 * g * g
-        p = p * (1 - lr * hyper.weight_decay) - lr / bias1 * (m / (v.sqrt() / root + hyper.eps))
+        m = exp_avg.double() + w1 * (g - exp_avg.double())
+        v = exp_avg_sq.double() * beta2 + w2 * g * g
+        p = p * (1 - lr * weight_decay) - lr / bias1 * (m / (v.sqrt() / root + eps))
         kept = param.new_empty(0) if master is None else p.to(master.dtype)
         return p.to(param.dtype), m.to(exp_avg.dtype), v.to(exp_avg_sq.dtype), kept
 
@@ -245,7 +222,7 @@ class Update(TritonPart[AdamWProblem, AdamWConfig]):
 
     def work(self, p: AdamWProblem) -> Work:
         # Moments in and out, the gradient; the parameter in and out, or its copy in and out and itself out.
-        item = p.itemsize
+        item = BYTES[p.dtype]
         each = 4 * BYTES[p.moments] + BYTES[p.grad_dtype] + (8 + item if p.master else 2 * item)
         return Work(flops=float(15 * p.elements), bytes=float(each * p.elements), depth=_DEPTH)
 
@@ -257,18 +234,23 @@ class Update(TritonPart[AdamWProblem, AdamWConfig]):
         return found | flags | {"LR_ON_DEVICE": p.rate == "device", "STEP_ON_DEVICE": p.step == "device"}
 
     def divisible(self, p: AdamWProblem, c: AdamWConfig) -> dict[str, int]:
-        kinds = {name: self.kind(p, name) for name in self.operands if name not in _SOURCES.values()}
+        kinds = {name: self.kind(p, name) for name in self.operands if name not in _NUMBERS}
         return {f"{name}_ptr": p.vec * BYTES[kind] for name, kind in kinds.items() if kind is not None}
 
     # -- samples: the third step of a parameter, its moments as two gradients of its kind would have left them
 
+    def arrange(self, p: AdamWProblem, name: str, values: Tensor) -> Tensor:
+        """``values`` at an address that is a multiple of ``p.align`` bytes and of no more."""
+        skew = p.align % WIDEST_BYTES // values.element_size() or int(p.align < WIDEST_BYTES)
+        return values.new_empty(values.numel() + skew)[skew:].copy_(values) if skew else values
+
     def place(self, p: AdamWProblem, name: str, result: Tensor) -> Tensor:
-        return result if not result.numel() else _skew(result, p.align)
+        return self.arrange(p, name, result)
 
     def draw(self, p: AdamWProblem, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor | None:
         import torch
 
-        if name in _SOURCES.values():
+        if name in _NUMBERS:
             return torch.full(shape, 3.0 if name == "step" else 0.01, device=generator.device)
         scale = {"exp_avg": 0.1, "exp_avg_sq": 0.05}.get(name, 1.0)
         values = torch.randn(shape, generator=generator, device=generator.device) * scale
@@ -277,21 +259,12 @@ class Update(TritonPart[AdamWProblem, AdamWConfig]):
     def draw_scalars(self, p: AdamWProblem, generator: torch.Generator) -> tuple[Any, ...]:
         return Hyper.of(0.01, (0.9, 0.999), 1e-8, 0.1, 3 if p.step == "host" else None)
 
-    def sample(self, p: AdamWProblem, device: str, seed: int) -> tuple[Any, ...]:
-        args = super().sample(p, device, seed)
-        return tuple([None if t is None else _skew(t, p.align) for t in args[:5]]) + args[5:]
-
 
 class AdamW(Update, TritonOp[AdamWProblem, AdamWConfig]):
     """One step of one tensor."""
 
     name = "adamw_step"
     kernel = "optimizer:adamw_step"
-    schema = (
-        "Tensor param, Tensor grad, Tensor exp_avg, Tensor exp_avg_sq, Tensor? master, Tensor? step, "
-        "Tensor? lr_tensor, bool maximize, float lr, float weight_decay, float w1, float beta2, float w2, float eps, "
-        "float c1, float c2"
-    )
 
 
 class Tabled(Update):
@@ -313,11 +286,11 @@ class AdamWTable(Tabled, TritonOp[AdamWProblem, AdamWConfig]):
 
     name = "adamw_table"
     kernel = "optimizer:adamw_table"
-    arguments = _TABLE | {"lr_ptr": "*fp32", "norm": "i64", "max_norm": "fp32"} | dict.fromkeys(Hyper._fields, "fp32")
+    arguments = _TABLE | {"rate_ptr": "*fp32", "norm": "i64", "max_norm": "fp32"} | dict.fromkeys(Hyper._fields, "fp32")
 
     def constants(self, p: AdamWProblem, c: AdamWConfig) -> dict[str, int | bool | str]:
         kinds = {"PARAM": p.dtype, "GRAD": p.grad_dtype, "MOMENTS": p.moments}
-        return super().constants(p, c) | kinds | ({} if p.rate == "device" else {"lr_ptr": 0})
+        return super().constants(p, c) | kinds | ({} if p.rate == "device" else {"rate_ptr": 0})
 
 
 class AdamWSquares(Tabled, TritonOp[AdamWProblem, AdamWConfig]):
@@ -343,10 +316,9 @@ class AdamWCount(Tabled, TritonOp[AdamWProblem, AdamWConfig]):
         return {"BLOCK": c.block}
 
 
-def _skew(t: Tensor, align: int) -> Tensor:
-    """``t`` at an address that is a multiple of ``align`` and of no more."""
-    skew = align % WIDEST_BYTES // t.element_size() or int(align < WIDEST_BYTES)
-    return t.new_empty(t.numel() + skew)[skew:].copy_(t) if skew else t
+def _runs(named: Named) -> list[Tensor]:
+    """Operands of as many elements as the parameter, but for empty ones."""
+    return [t for name, t in named.items() if name not in _NUMBERS and t is not None and t.numel()]
 
 
 ADAMW_STEP = AdamW()

@@ -178,7 +178,11 @@ def ways_of(
     """Functions to what stands in for operands that kernels do not take as they are: copies, or views."""
     views = op.views(named, **options)
     return [
-        views.get(name) if t is None or op.takes(name, t) else empty_copy if name in op.results else _dense_copy
+        views.get(name)
+        if t is None or name in views or op.takes(name, t)
+        else empty_copy
+        if name in op.results
+        else _dense_copy
         for name, t in named.items()
     ]
 

@@ -121,12 +121,12 @@ class CuteOp(DeclaredOp[P, C]):
             return operand.is_aligned(t) and t.is_contiguous()
         return operand.is_aligned(t) and (t.stride(-1) == 1 or (operand.major is not None and t.stride(-2) == 1))
 
-    def views(self, named: Named, **options: Any) -> dict[str, Callable[[Tensor], Tensor]]:
+    def views(self, named: Named, **options: Any) -> Mapping[str, Callable[[Tensor], Tensor] | None]:
         found: dict[str, Callable[[Tensor], Tensor]] = {}
         for name, t in named.items():
             operand = self.operands[name]
             spread = any(axis.endswith("|1") for axis in operand.axes)
-            if t is not None and (operand.canonical or spread):
+            if t is not None and (operand.canonical or spread) and self.takes(name, t):
                 seen = operand.seen(t, self._pose(named, **options)[0] if spread else {})
                 if seen != (t.shape, t.stride()):
                     found[name] = methodcaller("as_strided", *seen)

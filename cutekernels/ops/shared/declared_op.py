@@ -150,8 +150,8 @@ class DeclaredOp(Op[P, C]):
         """The op that plans and launches admitted ``inputs``: this one, or another of the same operands and options."""
         return self
 
-    def views(self, named: Named, **options: Any) -> Mapping[str, Callable[[Tensor], Tensor]]:
-        """Functions from operands, by their names, to the views that stand in for them."""
+    def views(self, named: Named, **options: Any) -> Mapping[str, Callable[[Tensor], Tensor] | None]:
+        """Functions from operands, by their names, to the views that stand in for them; None for one taken as it is."""
         return {}
 
     def takes(self, name: str, t: Tensor) -> bool:

@@ -57,7 +57,7 @@ class TritonOp(Ruled, DeclaredOp[P, C]):
         return ()
 
     def divisible(self, p: P, c: C) -> dict[str, int]:
-        """Divisors of ``sizes`` that kernels may assume."""
+        """Divisors of ``sizes`` that kernels may assume, and of addresses that need not be multiples of ``p.align``."""
         return {}
 
     def strides(self, p: P, name: str, t: Tensor) -> Sequence[int]:
@@ -83,7 +83,7 @@ class TritonOp(Ruled, DeclaredOp[P, C]):
             if kind is None:
                 constants[f"{name}_ptr"] = 0
             elif self.operands[name].laid and promised is not None:
-                divisible[f"{name}_ptr"] = promised
+                divisible.setdefault(f"{name}_ptr", promised)
         signature |= self.sizes
         aligned = getattr(self.Problem, "aligns_rows", None)
         if aligned in self.sizes and promised is not None:
