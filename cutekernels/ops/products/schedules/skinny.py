@@ -133,7 +133,7 @@ class Skinny(Tokens, DenseSchedule, Prefetches):
         return -smaller(c.tile_n, c.tile_m), c.tile_n, -c.warps, -c.warps_n
 
     def times_us(self, p: GemmProblem, c: Any, gpu: GpuSpec, extras: Extras = PLAIN) -> Any:
-        """The slower of DRAM and an SM, plus fixed costs; an SM's port or latency hides a part of the MMAs."""
+        """Waves, each as slow as DRAM or an SM, plus fixed costs; an SM's port or latency hides a part of the MMAs."""
         if p.m == 0 or p.n == 0:
             return 0.0
         rate, own = rates.of(gpu), coefficients.SKINNY
@@ -155,13 +155,14 @@ class Skinny(Tokens, DenseSchedule, Prefetches):
             multiply = together * cta_flops / (rate.mma_flops_per_us * fed)
             return together * cta_bytes / bytes_per_us + own.mma * multiply + fixed
 
-        waves, rest = divmod(ctas, gpu.sm_count * resident)
-        last = wave_us(larger(1, -(-rest // gpu.sm_count)))
-        busy = waves * wave_us(resident) + where(rest > 0, last, 0.0)
         dram = ELEMENT_BYTES * p.n * p.k / (rate.dram_share * gpu.dram_gbps * 1e3)
-        us = rate.launch_us + larger(dram, busy) - where(c.pdl, rate.dependent_us, 0.0)
+        at_once = gpu.sm_count * resident
+        waves, rest = divmod(ctas, at_once)
+        last = larger(wave_us(larger(1, -(-rest // gpu.sm_count))), dram * rest / ctas)
+        busy = waves * larger(wave_us(resident), dram * at_once / ctas) + where(rest > 0, last, 0.0)
+        us = rate.launch_us + busy - where(c.pdl, rate.dependent_us, 0.0)
         us = us + where(c.split_k > 1, own.split * rate.exchange_us, 0.0)
-        us = us - where(ctas <= gpu.sm_count * resident, saved_us(c, gpu, own.ahead), 0.0)
+        us = us - where(ctas <= at_once, saved_us(c, gpu, own.ahead), 0.0)
         us = us * where(c.pdl & (resident > 1) & (waves == 0), own.crowded, 1.0)
         return us + (own.squares / rate.clock_mhz * tokens * p.k if extras.squares else 0.0)
 
