@@ -94,6 +94,7 @@ class Loads:
 class SkinnyGemm:
     """The body. ``load_w`` and ``load_x`` may have fewer threads than the CTA."""
 
+    smem: SkinnySmem
     load_w: OperandLoad
     load_x: OperandLoad
     mma: WarpMma
@@ -122,17 +123,6 @@ class SkinnyGemm:
     @property
     def squaring(self) -> bool:
         return self.norm is not None and self.norm.statistics
-
-    def smem(self, gamma_bytes: int) -> SkinnySmem:
-        return SkinnySmem(
-            self.load_w.rows,
-            self.load_x.rows,
-            self.load_w.tile_k,
-            self.load_w.stages,
-            self.warps_k,
-            squaring=self.threads // 32 if self.squaring else 0,
-            gamma_bytes=gamma_bytes,
-        )
 
     @cute.jit
     def __call__(
@@ -244,8 +234,7 @@ class SkinnyGemm:
         shape_acc = tiled_mma.partition_shape_C((self.load_w.rows, self.load_x.rows))
         acc = cute.make_rmem_tensor(shape_acc, Float32)  # ((2, 2), MMA_N, MMA_M)
         per_thread = cute.size(acc)
-        smem = self.smem(given.mGamma.element_type.width // 8 if const_expr(self.weighted) else 0)
-        storage = SmemAllocator().allocate(smem.total_bytes, byte_alignment=ALIGNMENT)
+        storage = SmemAllocator().allocate(self.smem.total_bytes, byte_alignment=ALIGNMENT)
         base = cute.recast_ptr(storage, dtype=dtype)
         sW = cute.make_tensor(cute.recast_ptr(base, layout_w.inner, dtype), layout_w.outer)  # (N, K, STAGE)
         sX = cute.make_tensor(
@@ -256,7 +245,7 @@ class SkinnyGemm:
         sQ = tCsG = rG = squares = gamma = None
         if const_expr(self.squaring):
             sQ = cute.make_tensor(
-                cute.recast_ptr(storage + smem.squares_at, dtype=Float32),
+                cute.recast_ptr(storage + self.smem.squares_at, dtype=Float32),
                 cute.make_layout((self.load_x.rows, self.threads // 32)),
             )  # (M, WARP)
 
@@ -277,7 +266,8 @@ class SkinnyGemm:
         if const_expr(self.weighted):
             kind = given.mGamma.element_type
             sG = cute.make_tensor(
-                cute.recast_ptr(storage + smem.gamma_at, dtype=kind), cute.make_layout((self.load_w.tile_k, stages))
+                cute.recast_ptr(storage + self.smem.gamma_at, dtype=kind),
+                cute.make_layout((self.load_w.tile_k, stages)),
             )  # (K, STAGE)
             gamma = self.norm.copies(tid, given.mGamma, sG)
             tCsG = self.norm.of_fragments(tid, sG)  # ((2, 2), MMA_K, STAGE)
@@ -406,7 +396,7 @@ class SkinnyGemm:
                 )  # (M, SPLIT)
                 if tid < self.load_x.rows:
                     gQ[tid, split] = self.norm.total(sQ, tid)
-            flag = cute.recast_ptr(storage + smem.flag_at, dtype=Int32)
+            flag = cute.recast_ptr(storage + self.smem.flag_at, dtype=Int32)
             ticket = Ticket(workspace.mTickets.iterator + tile, flag)
             if LastArrival().draw(ticket, tid, Int32(0), self.split_k):
                 # Last to arrive: rstd comes from the squares of all splits.

@@ -143,6 +143,7 @@ class StripCoordinates(FragmentCoordinates):
 class SkinnyPacked:
     """The body."""
 
+    smem: SkinnyPackedSmem
     weights: PackedWeights
     scale: type[cutlass.Numeric]
     group: int  # elements of K that share a scale: 16 to 128; 0: all
@@ -194,22 +195,6 @@ class SkinnyPacked:
     def interval(self) -> int:
         """Elements of K between two additions to the tile's accumulators; 0: scales multiply at the tile's end."""
         return 0 if self.weights.code == "e2m1" else min(self.group, self.chunk)
-
-    @property
-    def smem(self) -> SkinnyPackedSmem:
-        return SkinnyPackedSmem(
-            self.tile_m,
-            self.tile_n,
-            self.tile_k,
-            self.stages,
-            self.warps_k,
-            self.weights.bits,
-            self.scale.width // 8,
-            self.group,
-            self.scale_rows,
-            self.zeros,
-            self.halves,
-        )
 
     @cute.jit
     def __call__(

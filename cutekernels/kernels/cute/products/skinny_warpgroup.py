@@ -117,6 +117,7 @@ class SkinnyWarpgroupGemm:
     ``out_align`` columns of out are one aligned store.
     """
 
+    smem: SkinnyWarpgroupSmem
     rows: int
     tile_n: int
     tile_k: int
@@ -126,10 +127,8 @@ class SkinnyWarpgroupGemm:
     epilogue: Epilogue
     out_align: int
     ctas_per_sm: int
-    exclusive: bool  # on its SM, whatever would fit
     prefetch_tiles: int  # k-tiles of W prefetched before pdl_wait
     norm: RowNorm | None = None  # of X's rows
-    gamma_bytes: int = 0  # an element of its weight
 
     @property
     def weighted(self) -> bool:
@@ -140,7 +139,7 @@ class SkinnyWarpgroupGemm:
         return self.norm is not None and self.norm.statistics
 
     def gamma_type(self, dtype: type[cutlass.Numeric]) -> type[cutlass.Numeric]:
-        return Float32 if self.gamma_bytes == 4 else dtype
+        return Float32 if self.smem.gamma_bytes == 4 else dtype
 
     @property
     def groups(self) -> int:
@@ -167,19 +166,6 @@ class SkinnyWarpgroupGemm:
     def threads(self) -> int:
         """The groups, then the producer warp, then warps that square rows."""
         return GROUP * self.groups + 32 + 32 * SQUARING_WARPS * self.squaring
-
-    @property
-    def smem(self) -> SkinnyWarpgroupSmem:
-        return SkinnyWarpgroupSmem(
-            self.rows,
-            self.tile_n,
-            self.tile_k,
-            self.stages,
-            self.split,
-            self.gamma_bytes,
-            self.squaring,
-            self.exclusive,
-        )
 
     @property
     def pipeline(self) -> StagePipeline:

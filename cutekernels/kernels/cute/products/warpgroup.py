@@ -148,6 +148,7 @@ class Consumer:
 class WarpgroupGemm(WarpSpecialized):
     """The body. ``rows_k_major`` and ``columns_k_major`` say how the operands of tile rows and columns lie."""
 
+    smem: WarpgroupSmem
     tile_m: int
     tile_n: int
     tile_k: int
@@ -198,12 +199,6 @@ class WarpgroupGemm(WarpSpecialized):
     @property
     def of_columns(self) -> Side:
         return Side(self.tile_n, self.cluster_m, self.results.gate == "n")
-
-    @property
-    def smem(self) -> WarpgroupSmem:
-        tile = (self.tile_m, self.tile_n, self.tile_k)
-        places = 0 if self.source.counted else WarpgroupSmem.PLACES
-        return WarpgroupSmem(*tile, self.stages, self.groups, self.results.boxes, self.results.biased, places)
 
     @property
     def pipeline(self) -> StagePipeline:

@@ -108,6 +108,7 @@ class PackedWalk(TileSource):
 class WarpgroupPacked(WarpSpecialized):
     """The body. ``tile_n`` counts tokens: they are the columns of the MMA."""
 
+    smem: WarpgroupPackedSmem
     weights: PackedWeights
     scale: type[cutlass.Numeric]
     group: int  # elements of K that share a scale: 16 to 128; 0: all
@@ -150,23 +151,6 @@ class WarpgroupPacked(WarpSpecialized):
     def interval(self) -> int:
         """Elements of K between two additions to the tile's accumulators; 0: none, its products add up there."""
         return min(self.group, self.tile_k) if self.scaled == "accumulators" else 0
-
-    @property
-    def smem(self) -> WarpgroupPackedSmem:
-        return WarpgroupPackedSmem(
-            self.groups,
-            self.tile_n,
-            self.tile_k,
-            self.stages,
-            self.results.boxes,
-            self.results.biased,
-            self.weights.bits,
-            self.scale.width // 8,
-            self.group,
-            self.scale_rows,
-            self.zeros,
-            received=self.sums.received,
-        )
 
     @property
     def pipeline(self) -> StagePipeline:

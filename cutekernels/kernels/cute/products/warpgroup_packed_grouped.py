@@ -14,7 +14,7 @@ Refuses (``ops/products/schedules/packed_warpgroup.py``): what ``quantized_linea
 groups.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import cuda.bindings.driver as cuda
@@ -25,7 +25,7 @@ from cutlass import Boolean, Float32, Int32, const_expr
 from cutekernels.kernels.cute.parts.boxes import FIRST_BARRIER, BoxBuffers, BoxOperands, Corner
 from cutekernels.kernels.cute.parts.epilogue import Epilogue, EpilogueOperands
 from cutekernels.kernels.cute.parts.schedule import TileRing
-from cutekernels.kernels.cute.parts.smem import WarpgroupPackedSmem, WarpgroupSmem
+from cutekernels.kernels.cute.parts.smem import WarpgroupSmem
 from cutekernels.kernels.cute.parts.tile_source import GroupRing, GroupTensors, Share, TileSource
 from cutekernels.kernels.cute.parts.walk import GroupWalk
 from cutekernels.kernels.cute.parts.warp_groups import GROUP, ROWS, TmaTensor
@@ -76,11 +76,6 @@ class WarpgroupPackedGrouped(WarpgroupPacked):
     def columns(self) -> int:
         """Columns of out in a tile."""
         return ROWS if self.gated else ROWS * self.groups
-
-    @property
-    def smem(self) -> WarpgroupPackedSmem:
-        exchanged = self.tile_n // 2 if self.gated else 0
-        return replace(super().smem, places=WarpgroupSmem.PLACES, exchanged=exchanged)
 
     @property
     def group_walk(self) -> GroupWalk:

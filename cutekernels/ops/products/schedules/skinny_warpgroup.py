@@ -194,6 +194,7 @@ class SkinnyWarpgroup(Tokens, DenseSchedule, Prefetches):
         if extras.norm:
             norm = RowNorm(tile_k=c.tile_k, stages=c.stages, weighted=extras.gamma_bytes > 0, statistics=extras.squares)
         return SkinnyWarpgroupGemm(
+            smem=self.smem(c, extras),
             rows=c.tile_m,
             tile_n=c.tile_n,
             tile_k=c.tile_k,
@@ -203,10 +204,8 @@ class SkinnyWarpgroup(Tokens, DenseSchedule, Prefetches):
             epilogue=Epilogue(Activation(p.activation)),
             out_align=p.out_align,
             ctas_per_sm=c.ctas_per_sm,
-            exclusive=exclusive(c),
             prefetch_tiles=c.prefetch_l2,
             norm=norm,
-            gamma_bytes=extras.gamma_bytes,
         )
 
 
