@@ -42,16 +42,18 @@ from dataclasses import dataclass, replace
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Int32, const_expr
 from cutlass.memory import SmemAllocator
 
 from cutekernels.kernels.cute.parts.epilogue import EpilogueOperands
+from cutekernels.kernels.cute.parts.gemm_arguments import NO_WORKSPACE, GemmBody, columns_first, rows_first
 from cutekernels.kernels.cute.parts.load import OperandLoad
 from cutekernels.kernels.cute.parts.mma import WarpMma
 from cutekernels.kernels.cute.parts.ptx import instruction
 from cutekernels.kernels.cute.parts.schedule import Raster, Tile
 from cutekernels.kernels.cute.parts.smem import ALIGNMENT
 from cutekernels.kernels.cute.parts.tile_output import TileOutput, TileStore
+from cutekernels.kernels.cute.parts.tile_share import Workspace
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ class Output:
 
 
 @dataclass(frozen=True)
-class MultistageGemm:
+class MultistageGemm(GemmBody):
     """The body; ``ctas_per_sm`` bounds registers so that so many CTAs fit."""
 
     load_a: OperandLoad
@@ -91,24 +93,15 @@ class MultistageGemm:
         return self.resident > 0
 
     @cute.jit
-    def __call__(
-        self,
-        mD: cute.Tensor,  # ([L,] M, N)
-        mA: cute.Tensor,  # ([L,] M, K)
-        mB: cute.Tensor,  # ([L,] K, N)
-        mC: cute.Tensor | None,  # ([L,] M, N)
-        mBias: cute.Tensor | None,  # (N,)
-        alpha: Float32,
-        beta: Float32,
-        stream: cuda.CUstream,
-    ):
-        self.extend(mD, mA, mB, EpilogueOperands(mC, mBias, alpha, beta), stream)
-
-    @cute.jit
     def extend(
-        self, mD: cute.Tensor, mA: cute.Tensor, mB: cute.Tensor, operands: EpilogueOperands, stream: cuda.CUstream
+        self,
+        mD: cute.Tensor,
+        mA: cute.Tensor,
+        mB: cute.Tensor,
+        operands: EpilogueOperands,
+        stream: cuda.CUstream,
+        workspace: Workspace = NO_WORKSPACE,
     ):
-        """With the operands of any epilogue."""
         mC = operands.mC
         if const_expr(self.transposed):
             mA, mB, mD = columns_first(mB), rows_first(mA), columns_first(mD)
@@ -287,20 +280,3 @@ class MultistageGemm:
 def opaque(x: Int32) -> Int32:
     """``x`` as a value unknown to the compiler, which then keeps nothing derived from it in registers."""
     return Int32(instruction("mov.b32 $0, $1;", "=r,r", x, result=Int32.mlir_type))
-
-
-def rows_first(t: cute.Tensor) -> cute.Tensor:
-    """``([L,] X, Y)`` as ``(X, Y, L)``."""
-    return batch_last(t, (0, 1))
-
-
-def columns_first(t: cute.Tensor) -> cute.Tensor:
-    """``([L,] X, Y)`` as ``(Y, X, L)``."""
-    return batch_last(t, (1, 0))
-
-
-def batch_last(t: cute.Tensor, order: tuple[int, int]) -> cute.Tensor:
-    if cute.rank(t) == 3:
-        return cute.make_tensor(t.iterator, cute.select(t.layout, mode=[order[0] + 1, order[1] + 1, 0]))
-    matrix = cute.select(t.layout, mode=list(order))
-    return cute.make_tensor(t.iterator, cute.append(matrix, cute.make_layout(1, stride=0)))

@@ -40,7 +40,6 @@ Source:
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -50,13 +49,19 @@ from cutlass.memory import SmemAllocator
 
 from cutekernels.kernels.cute.parts.dependent import pdl_launch, pdl_wait
 from cutekernels.kernels.cute.parts.epilogue import Epilogue, EpilogueOperands, FragmentCoordinates
+from cutekernels.kernels.cute.parts.gemm_arguments import (
+    NO_WORKSPACE,
+    GemmBody,
+    NormOperands,
+    columns_first,
+    rows_first,
+)
 from cutekernels.kernels.cute.parts.load import OperandLoad, TileCopies
 from cutekernels.kernels.cute.parts.mma import WarpMma
 from cutekernels.kernels.cute.parts.norm import GammaCopies, TokenNorm
 from cutekernels.kernels.cute.parts.prefetch import prefetch_bulk
 from cutekernels.kernels.cute.parts.smem import ALIGNMENT, SkinnySmem
 from cutekernels.kernels.cute.parts.tile_share import LastArrival, Others, Ticket, WarpSums, Workspace, add_up, leave
-from cutekernels.kernels.cute.products.multistage import columns_first, rows_first
 
 
 @dataclass(frozen=True)
@@ -65,18 +70,6 @@ class SkinnyOutput:
 
     mD: cute.Tensor  # (N, M, 1)
     operands: EpilogueOperands  # C (N, M), row factors (M,)
-
-
-@dataclass(frozen=True)
-class NormOperands:
-    """Operands of a norm in front, beside the tokens."""
-
-    mGamma: cute.Tensor | None = None  # (K,)
-    mRstd: cute.Tensor | None = None  # (M,), where it is given
-    eps: Float32 | None = None
-
-
-NO_NORM, NO_WORKSPACE = NormOperands(), Workspace()
 
 
 @dataclass(frozen=True)
@@ -91,7 +84,7 @@ class Loads:
 
 
 @dataclass(frozen=True)
-class SkinnyGemm:
+class SkinnyGemm(GemmBody):
     """The body. ``load_w`` and ``load_x`` may have fewer threads than the CTA."""
 
     smem: SkinnySmem
@@ -125,23 +118,6 @@ class SkinnyGemm:
         return self.norm is not None and self.norm.statistics
 
     @cute.jit
-    def __call__(
-        self,
-        mD: cute.Tensor,  # (M, N)
-        mX: cute.Tensor,  # (M, K)
-        mW: cute.Tensor,  # (K, N)
-        mC: cute.Tensor | None,  # (M, N)
-        mBias: cute.Tensor | None,  # (N,)
-        alpha: Float32,
-        beta: Float32,
-        *rest: Any,  # for ``split_k > 1`` the workspace's tensors; the stream
-    ):
-        """Partials are ``(tiles * split_k * tile_m * tile_n,)``, tickets ``(tiles,)``, of tiles as GemmConfig names
-        them.
-        """
-        self.extend(mD, mX, mW, EpilogueOperands(mC, mBias, alpha, beta), rest[-1], Workspace(*rest[:-1]))
-
-    @cute.jit
     def extend(
         self,
         mD: cute.Tensor,
@@ -150,44 +126,25 @@ class SkinnyGemm:
         operands: EpilogueOperands,
         stream: cuda.CUstream,
         workspace: Workspace = NO_WORKSPACE,
+        norm: NormOperands | None = None,
     ):
-        """With the operands of any epilogue."""
+        """Of the workspace, partials are ``(tiles * split_k * tile_m * tile_n,)``, with as many squares as tokens more
+        where those are summed, and counters ``(tiles,)``.
+        """
+        if const_expr(self.norm is not None):
+            operands = replace(operands, alpha=Float32(const_expr(1.0 / self.norm.scale)))
         if const_expr(operands.mC is not None):
             operands = replace(operands, mC=columns_first(operands.mC)[None, None, 0])
-        self.start(SkinnyOutput(columns_first(mD), operands), mX, columns_first(mW), NO_NORM, workspace, stream)
-
-    @cute.jit
-    def with_norm(
-        self,
-        mD: cute.Tensor,  # (M, N), or (M, I) where gated
-        mX: cute.Tensor,  # (M, K)
-        mW: cute.Tensor,  # (N, K), or (2 * I, K) where gated
-        mBias: cute.Tensor | None,  # (N,)
-        mGamma: cute.Tensor | None,  # (K,)
-        mRstd: cute.Tensor | None,  # (M,)
-        eps: Float32,
-        *rest: Any,  # for ``split_k > 1`` the workspace's tensors; the stream
-    ):
-        """A norm in front or a gate behind; partials are ``(tiles * split_k * (tile_m * tile_n + tile_n),)``."""
-        alpha = Float32(const_expr(1.0 if self.norm is None else 1.0 / self.norm.scale))
-        mW = self.interleaved(mW) if const_expr(self.gated) else rows_first(mW)
-        out = SkinnyOutput(columns_first(mD), EpilogueOperands(None, mBias, alpha, Float32(0.0)))
-        self.start(out, mX, mW, NormOperands(mGamma, mRstd, eps), Workspace(*rest[:-1]), rest[-1])
-
-    @cute.jit
-    def start(
-        self,
-        out: SkinnyOutput,
-        mX: cute.Tensor,  # (M, K)
-        mW: cute.Tensor,  # (N, K, 1)
-        norm: NormOperands,
-        workspace: Workspace,
-        stream: cuda.CUstream,
-    ):
+        if const_expr(norm is None):
+            norm = NormOperands()
+            mD, mW = columns_first(mD), columns_first(mW)
+        else:
+            mW = self.interleaved(mW) if const_expr(self.gated) else rows_first(mW)
+            mD = columns_first(mD)
         tiles_n = cute.ceil_div(cute.size(mW, mode=[0]), self.load_w.rows)
-        tiles_m = cute.ceil_div(cute.size(out.mD, mode=[1]), self.load_x.rows)
+        tiles_m = cute.ceil_div(cute.size(mD, mode=[1]), self.load_x.rows)
         tiled_mma = self.mma.tiled_mma(mX.element_type)
-        self.kernel(out.mD, rows_first(mX), mW, out.operands, workspace, norm, tiled_mma).launch(
+        self.kernel(mD, rows_first(mX), mW, operands, workspace, norm, tiled_mma).launch(
             grid=[self.split_k, tiles_m, tiles_n],
             block=[self.threads, 1, 1],
             min_blocks_per_mp=self.ctas_per_sm,
@@ -397,7 +354,7 @@ class SkinnyGemm:
                 if tid < self.load_x.rows:
                     gQ[tid, split] = self.norm.total(sQ, tid)
             flag = cute.recast_ptr(storage + self.smem.flag_at, dtype=Int32)
-            ticket = Ticket(workspace.mTickets.iterator + tile, flag)
+            ticket = Ticket(workspace.mCounters.iterator + tile, flag)
             if LastArrival().draw(ticket, tid, Int32(0), self.split_k):
                 # Last to arrive: rstd comes from the squares of all splits.
                 if const_expr(self.squaring):

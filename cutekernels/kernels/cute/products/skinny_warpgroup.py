@@ -48,7 +48,7 @@ Source:
     specialized" mainloop for Hopper; tokens on the m64 side and odd tile widths are for few tokens.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -60,11 +60,13 @@ from cutlass.memory import SmemAllocator
 
 from cutekernels.kernels.cute.parts.dependent import pdl_launch, pdl_wait
 from cutekernels.kernels.cute.parts.epilogue import Epilogue, EpilogueOperands
+from cutekernels.kernels.cute.parts.gemm_arguments import NO_WORKSPACE, GemmBody, NormOperands, transposed
 from cutekernels.kernels.cute.parts.norm import RowNorm
 from cutekernels.kernels.cute.parts.pipeline import Position, StagePipeline
 from cutekernels.kernels.cute.parts.results import Place, ResultOperands, ResultTile, TileResults
 from cutekernels.kernels.cute.parts.smem import ALIGNMENT, SWIZZLED, SWIZZLED_ROWS, SkinnyWarpgroupSmem
 from cutekernels.kernels.cute.parts.statistics import StageSquares
+from cutekernels.kernels.cute.parts.tile_share import Workspace
 from cutekernels.kernels.cute.parts.warp_groups import BoxLoad, TmaTensor, wgmma
 
 GROUP = SkinnyWarpgroupSmem.GROUP_THREADS  # a warp group
@@ -75,15 +77,6 @@ ROWS = SkinnyWarpgroupSmem.GROUP_ROWS  # of X that it multiplies
 def swizzle() -> cute.Swizzle:
     """The 128-byte pattern: 8 rows' chunks of 16 bytes lie in different banks."""
     return cute.make_swizzle(3, 4, 3)
-
-
-@dataclass(frozen=True)
-class NormOperands:
-    """Operands of a norm in front, beside X."""
-
-    gamma: TmaTensor | None  # (K,)
-    mRstd: cute.Tensor | None  # (M,), where it is given
-    eps: Float32 | None
 
 
 @dataclass(frozen=True)
@@ -112,7 +105,7 @@ class Consumer:
 
 
 @dataclass(frozen=True)
-class SkinnyWarpgroupGemm:
+class SkinnyWarpgroupGemm(GemmBody):
     """The body. ``rows`` of X are loaded: whole groups' 64, or about as many as there are where one tile has them all.
     ``out_align`` columns of out are one aligned store.
     """
@@ -196,53 +189,18 @@ class SkinnyWarpgroupGemm:
         return TmaTensor(*cpasync.make_tiled_tma_atom(op, mX, stage, (taken, self.tile_k)))
 
     @cute.jit
-    def __call__(
-        self,
-        mD: cute.Tensor,  # (M, N)
-        mX: cute.Tensor,  # (M, K)
-        mW: cute.Tensor,  # (K, N)
-        mC: cute.Tensor | None,  # (M, N)
-        mBias: cute.Tensor | None,  # (N,)
-        alpha: Float32,
-        beta: Float32,
-        stream: cuda.CUstream,
-    ):
-        self.extend(mD, mX, mW, EpilogueOperands(mC, mBias, alpha, beta), stream)
-
-    @cute.jit
     def extend(
-        self, mD: cute.Tensor, mX: cute.Tensor, mW: cute.Tensor, operands: EpilogueOperands, stream: cuda.CUstream
-    ):
-        """With the operands of any epilogue."""
-        mW = cute.make_tensor(mW.iterator, cute.select(mW.layout, mode=[1, 0]))  # (N, K)
-        self.start(ResultOperands(mD, operands, None, None, None), mX, mW, None, stream)
-
-    @cute.jit
-    def with_norm(
         self,
-        mD: cute.Tensor,  # (M, N)
-        mX: cute.Tensor,  # (M, K)
-        mW: cute.Tensor,  # (N, K)
-        mBias: cute.Tensor | None,  # (N,)
-        mGamma: cute.Tensor | None,  # (K,)
-        mRstd: cute.Tensor | None,  # (M,)
-        eps: Float32,
+        mD: cute.Tensor,
+        mX: cute.Tensor,
+        mW: cute.Tensor,
+        operands: EpilogueOperands,
         stream: cuda.CUstream,
+        workspace: Workspace = NO_WORKSPACE,
+        norm: NormOperands | None = None,
     ):
-        """With ``norm`` in front of X."""
-        epilogue = EpilogueOperands(None, mBias, Float32(1.0), Float32(0.0))
-        operands = ResultOperands(mD, epilogue, mRstd, None, eps)
-        self.start(operands, mX, mW, mGamma, stream)
-
-    @cute.jit
-    def start(
-        self,
-        operands: ResultOperands,
-        mX: cute.Tensor,  # (M, K)
-        mW: cute.Tensor,  # (N, K)
-        mGamma: cute.Tensor | None,
-        stream: cuda.CUstream,
-    ):
+        if const_expr(norm is None):
+            norm, mW = NormOperands(), transposed(mW)  # (N, K)
         dtype = mX.element_type
         mX, mW = self.pitched(mX), self.pitched(mW)
         # W comes in one box, X in two: a power of two of its rows, then the others.
@@ -255,19 +213,11 @@ class SkinnyWarpgroupGemm:
         gamma = None
         if const_expr(self.weighted):
             one = cute.make_layout(self.tile_k)
-            gamma = TmaTensor(*cpasync.make_tiled_tma_atom(op, mGamma, one, (self.tile_k,)))
-        tiles_m = cute.ceil_div(cute.size(operands.mD, mode=[0]), self.tile_m)
-        tiles_n = cute.ceil_div(cute.size(operands.mD, mode=[1]), self.tile_n)
-        self.kernel(
-            operands.mD,
-            weight.coordinates,
-            operands.epilogue,
-            weight.tma,
-            head,
-            tail,
-            tiled_mma,
-            NormOperands(gamma, operands.mRstd, operands.eps),
-        ).launch(
+            gamma = TmaTensor(*cpasync.make_tiled_tma_atom(op, norm.mGamma, one, (self.tile_k,)))
+        tiles_m = cute.ceil_div(cute.size(mD, mode=[0]), self.tile_m)
+        tiles_n = cute.ceil_div(cute.size(mD, mode=[1]), self.tile_n)
+        tmas, norm = (weight.tma, head, tail), replace(norm, mGamma=None)
+        self.kernel(mD, weight.coordinates, operands, *tmas, tiled_mma, gamma, norm).launch(
             grid=[self.split, tiles_m, tiles_n],
             block=[self.threads, 1, 1],
             cluster=[self.split, 1, 1],
@@ -296,6 +246,7 @@ class SkinnyWarpgroupGemm:
         head: TmaTensor,  # (M, K)
         tail: TmaTensor | None,  # (M, K)
         tiled_mma: cute.TiledMma,
+        gamma: TmaTensor | None,  # (K,)
         norm: NormOperands,
     ):
         operands = ResultOperands(mD, epilogue, norm.mRstd, cute.size(tW, mode=[1]), norm.eps)
@@ -326,9 +277,9 @@ class SkinnyWarpgroupGemm:
             at_tail = cute.make_tensor(at_x + self.head * SWIZZLED, self.stages_of(self.rows, others))  # (M, K, STAGE)
             boxes += [self.load(tail, at_tail, later, others)]
         if const_expr(self.weighted):
-            gG = cute.local_tile(norm.gamma.coordinates, (self.tile_k,), (None,))  # (tile_k, k)
-            target, source = cpasync.tma_partition(norm.gamma.tma, 0, cute.make_layout(1), shared.sG, gG)
-            boxes += [BoxLoad(norm.gamma.tma, source, target)]
+            gG = cute.local_tile(gamma.coordinates, (self.tile_k,), (None,))  # (tile_k, k)
+            target, source = cpasync.tma_partition(gamma.tma, 0, cute.make_layout(1), shared.sG, gG)
+            boxes += [BoxLoad(gamma.tma, source, target)]
         if const_expr(self.dependent):  # noqa: SIM102  known when compiled
             # PDL: before the wait only prefetches, which are right whatever the previous kernel still writes: they
             # bring lines to the L2, where its writes go too.

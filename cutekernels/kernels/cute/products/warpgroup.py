@@ -59,10 +59,12 @@ from cutekernels.kernels.cute.parts.boxes import FIRST_BARRIER, BoxBuffers, BoxO
 from cutekernels.kernels.cute.parts.dependent import pdl_wait
 from cutekernels.kernels.cute.parts.epilogue import EpilogueOperands
 from cutekernels.kernels.cute.parts.fragments import swizzled
+from cutekernels.kernels.cute.parts.gemm_arguments import NO_WORKSPACE, GemmBody, NormOperands, transposed
 from cutekernels.kernels.cute.parts.heads import WIDEST, shared_vector
 from cutekernels.kernels.cute.parts.pipeline import Position, StagePipeline
 from cutekernels.kernels.cute.parts.schedule import Raster
 from cutekernels.kernels.cute.parts.smem import ALIGNMENT, SWIZZLED, SWIZZLED_ROWS, WarpgroupSmem
+from cutekernels.kernels.cute.parts.tile_share import Workspace
 from cutekernels.kernels.cute.parts.tile_source import Share, TileSource, TileWalk
 from cutekernels.kernels.cute.parts.warp_groups import GROUP, ROWS, BoxLoad, TmaTensor, wgmma
 from cutekernels.kernels.cute.products.warp_specialized import WarpSpecialized
@@ -145,7 +147,7 @@ class Consumer:
 
 
 @dataclass(frozen=True)
-class WarpgroupGemm(WarpSpecialized):
+class WarpgroupGemm(GemmBody, WarpSpecialized):
     """The body. ``rows_k_major`` and ``columns_k_major`` say how the operands of tile rows and columns lie."""
 
     smem: WarpgroupSmem
@@ -239,24 +241,18 @@ class WarpgroupGemm(WarpSpecialized):
         return TmaTensor(*cpasync.make_tiled_tma_atom(op, mX, layout, box, num_multicast=side.parts))
 
     @cute.jit
-    def __call__(
-        self,
-        mD: cute.Tensor,  # ([L,] M, N)
-        mA: cute.Tensor,  # ([L,] M, K)
-        mB: cute.Tensor,  # ([L,] K, N)
-        mC: cute.Tensor | None,  # ([L,] M, N)
-        mBias: cute.Tensor | None,  # (N,)
-        alpha: Float32,
-        beta: Float32,
-        stream: cuda.CUstream,
-    ):
-        self.extend(mD, mA, mB, EpilogueOperands(mC, mBias, alpha, beta), stream)
-
-    @cute.jit
     def extend(
-        self, mD: cute.Tensor, mA: cute.Tensor, mB: cute.Tensor, operands: EpilogueOperands, stream: cuda.CUstream
+        self,
+        mD: cute.Tensor,
+        mA: cute.Tensor,
+        mB: cute.Tensor,
+        operands: EpilogueOperands,
+        stream: cuda.CUstream,
+        workspace: Workspace = NO_WORKSPACE,
+        norm: NormOperands | None = None,
     ):
-        """With the operands of any epilogue: its own are in ``operands.own`` (``parts/epilogue.py``)."""
+        if const_expr(norm is not None):
+            mB = transposed(mB)  # (K, N)
         mC = operands.mC
         rows_contiguous = const_expr(self.results.rows_contiguous)
         # Tile rows R and tile columns S: A and B, or, swapped, B and A.
@@ -281,7 +277,7 @@ class WarpgroupGemm(WarpSpecialized):
         tiles = (*self.tiles(mD), layers)
         blocks = self.ctas(tiles[0] * tiles[1] * layers)
         outputs = BoxOperands(tma_d, tD, tma_c, tC, operands.mBias, operands.alpha, operands.beta, own=operands.own)
-        self.start((rows, columns, outputs, None, tiled_mma, tiles), blocks, stream)
+        self.start((rows, columns, outputs, workspace, tiled_mma, tiles), blocks, stream)
 
     @cute.jit
     def tiles(self, mD: cute.Tensor) -> tuple[Int32, Int32]:
@@ -293,22 +289,6 @@ class WarpgroupGemm(WarpSpecialized):
     def ctas(self, tiles: Int32) -> Int32:
         """CTAs of the grid, for so many tiles of clusters."""
         return cutlass.min(tiles * self.cluster, Int32(self.resident))
-
-    @cute.jit
-    def with_norm(
-        self,
-        mD: cute.Tensor,  # (M, I)
-        mX: cute.Tensor,  # (M, K)
-        mW: cute.Tensor,  # (2 * I, K), the gates' rows first
-        mBias: None,
-        mGamma: None,
-        mRstd: None,
-        eps: Float32,
-        stream: cuda.CUstream,
-    ):
-        """The gated product, with the arguments of the bodies that take a norm."""
-        mW = cute.make_tensor(mW.iterator, cute.select(mW.layout, mode=[1, 0]))  # (K, 2 * I)
-        self(mD, mX, mW, None, None, Float32(1.0), Float32(0.0), stream)
 
     @cute.jit
     def prepare(self, t: cute.Tensor, flipped: cutlass.Constexpr[bool], first: cutlass.Constexpr[bool]):
@@ -334,7 +314,7 @@ class WarpgroupGemm(WarpSpecialized):
         first: TmaTensor,  # (M, K[, L]), or of groups (T, K)
         second: TmaTensor,  # (N, K[, L])
         outputs: BoxOperands,
-        groups: Any,  # their ends and what else is theirs; None without
+        extra: Any,  # the workspace; of groups, their ends and what else is theirs
         tiled_mma: cute.TiledMma,
         tiles: tuple[Int32, Int32, Int32],  # of clusters: along M, along N, layers
     ):
@@ -361,7 +341,7 @@ class WarpgroupGemm(WarpSpecialized):
             outputs=outputs,
         )
         # -- producer and consumers
-        self.divide(self.shares(cta, groups, tiles), cta, role)
+        self.divide(self.shares(cta, extra, tiles), cta, role)
         if const_expr(self.cluster > 1):
             # Both CTAs wait for each other's end: the other's multicasts and arrivals need this one's shared memory.
             cute.arch.cluster_arrive_relaxed()
@@ -373,7 +353,7 @@ class WarpgroupGemm(WarpSpecialized):
         return self.source.tokens_first and self.swap_ab
 
     @cute.jit
-    def shares(self, cta: Cta, groups: Any, tiles: tuple[Int32, Int32, Int32]) -> TileWalk:
+    def shares(self, cta: Cta, extra: Any, tiles: tuple[Int32, Int32, Int32]) -> TileWalk:
         """The source of this CTA's shares."""
         tiles_m, tiles_n, layers = tiles
         rank, first, step = cta.rank, cta.block // self.cluster, cta.blocks // self.cluster

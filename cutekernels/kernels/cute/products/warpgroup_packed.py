@@ -176,7 +176,7 @@ class WarpgroupPacked(WarpSpecialized):
         mF: cute.Tensor | None,  # (2, N padded to 64)
         mBias: cute.Tensor | None,  # (N,)
         mPartials: cute.Tensor,
-        mTickets: cute.Tensor,  # (tiles * groups,), zero before and after
+        mCounters: cute.Tensor,  # (tiles * groups,), zero before and after
         ctas: Int32,
         rounds: Int32,  # whole tiles of each, where they share the others
         share: Int32,  # k-tiles of each in those
@@ -185,7 +185,7 @@ class WarpgroupPacked(WarpSpecialized):
         tokens, out, layout = self.tma_of(mX, mD)
         alpha = Float32(self.weights.undone if const_expr(self.scaled == "weights") else 1.0)
         outputs = BoxOperands(out.tma, out.coordinates, None, None, mBias, alpha, Float32(0.0))
-        weight, workspace = Weight(mW, mS, mZ, mF), Workspace(mPartials, mTickets)
+        weight, workspace = Weight(mW, mS, mZ, mF), Workspace(mPartials, mCounters)
         self.start(
             (tokens, outputs, weight, workspace, self.mma(mX.element_type), layout, (rounds, share)), ctas, stream
         )
@@ -745,7 +745,7 @@ class WarpgroupPacked(WarpSpecialized):
             sums = cute.make_tensor(workspace.mPartials.iterator, layout)  # (THREAD, ACCUMULATOR, GROUP, PART, CTA)
             flags = cute.recast_ptr(storage + self.smem.flags_at, dtype=Int32)
             thread, group = consumer.thread, consumer.group
-            ticket = Ticket(workspace.mTickets.iterator + shared * self.groups + group, flags + group)
+            ticket = Ticket(workspace.mCounters.iterator + shared * self.groups + group, flags + group)
             own = Int32(1) if cta == first_cta else Int32(0)
             leave(consumer.acc, sums, thread, (group, own, cta))
             whole = LastArrival(GROUP, FIRST_BARRIER).draw(ticket, thread, group, last_cta - first_cta + 1)

@@ -97,7 +97,7 @@ class WarpgroupPackedGrouped(WarpgroupPacked):
         mEnds: cute.Tensor,  # (E + 1,)
         mBias: cute.Tensor | None,  # (E, rows)
         mPartials: cute.Tensor,  # of the skinny body
-        mTickets: cute.Tensor,
+        mCounters: cute.Tensor,
         ctas: Int32,
         alpha: Float32,
         limit: Float32,
