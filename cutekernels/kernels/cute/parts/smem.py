@@ -186,12 +186,40 @@ class SkinnyWarpgroupSmem:
         return larger(self.squares_barrier_at + 8 * self.squares, self.EXCLUSIVE_BYTES * self.exclusive)
 
 
-@dataclass(frozen=True, slots=True)
-class WarpgroupSmem:
-    """Shared memory of a warpgroup GEMM: stages of both operands, then boxes of results and bias for each consumer warp
-    group, then barriers, then a ring of ``places`` for tiles that are found on the device.
+class BoxesSmem:
+    """Boxes of results and bias for each consumer warp group, behind ``staged_bytes`` of stages; barriers follow.
 
     A box is 64 x 64 results on their way out; with C in front, a box brings its part of C first.
+    """
+
+    groups: int
+    boxes: int  # of a group
+    biased: bool
+    staged_bytes: int
+    BOX = 64  # rows and columns
+    BOX_BYTES = BOX * BOX * 2
+    BIASES = 256  # of a tile, at most
+    PLACE_BYTES = 32  # of a ring of tiles: two barriers and four numbers
+    PLACES = 4  # of a ring: tiles found ahead
+
+    @property
+    def boxes_at(self) -> int:
+        return -(-self.staged_bytes // ALIGNMENT) * ALIGNMENT
+
+    @property
+    def biases_at(self) -> int:
+        return self.boxes_at + self.groups * self.boxes * self.BOX_BYTES
+
+    @property
+    def barriers_at(self) -> int:
+        return self.biases_at + self.groups * self.BIASES * 4 * self.biased
+
+
+@dataclass(frozen=True)
+class WarpgroupSmem(BoxesSmem):
+    """Shared memory of a warpgroup GEMM: stages of both operands, boxes of results and bias, barriers, then a ring of
+    ``places`` for tiles that are found on the device. Barriers are full and empty for each stage, then ``c_full`` for
+    each box of each group, then ``order`` for each group.
     """
 
     tile_m: int
@@ -203,10 +231,6 @@ class WarpgroupSmem:
     biased: bool = False
     places: int = 0
     element_bytes: int = 2
-    BOX = 64  # rows and columns
-    BIASES = 256  # of a tile, at most
-    PLACE_BYTES = 32  # two barriers and four numbers
-    PLACES = 4  # of a ring: tiles found ahead
 
     @staticmethod
     def sharing(tile_m: int, pingpong: bool) -> int:
@@ -226,22 +250,8 @@ class WarpgroupSmem:
         return self.stages * self.rows_bytes
 
     @property
-    def boxes_at(self) -> int:
-        at = self.stages * self.stage_bytes
-        return -(-at // ALIGNMENT) * ALIGNMENT
-
-    @property
-    def box_bytes(self) -> int:
-        return self.BOX * self.BOX * self.element_bytes
-
-    @property
-    def biases_at(self) -> int:
-        return self.boxes_at + self.groups * self.boxes * self.box_bytes
-
-    @property
-    def barriers_at(self) -> int:
-        """Full and empty for each stage, then ``c_full`` for each box of each group, then ``order`` for each group."""
-        return self.biases_at + self.groups * self.BIASES * 4 * self.biased
+    def staged_bytes(self) -> int:
+        return self.stages * self.stage_bytes
 
     @property
     def ring_at(self) -> int:
@@ -353,8 +363,8 @@ class DequantizeSmem:
         return self.tiles * self.TILE * self.TILE * self.ELEMENT_BYTES
 
 
-@dataclass(frozen=True, slots=True)
-class WarpgroupPackedSmem:
+@dataclass(frozen=True)
+class WarpgroupPackedSmem(BoxesSmem):
     """Shared memory of a warpgroup product with a packed weight: stages of tokens; stages of packed weight, scales and
     zero points; boxes of results and bias for each consumer group; barriers; a flag for each group; a ring of
     ``places`` for tiles that are found on the device; what a group leaves for another.
@@ -375,9 +385,6 @@ class WarpgroupPackedSmem:
     exchanged: int = 0  # accumulators of a thread that one group leaves for another
     received: int = 0  # accumulators of a thread that a cluster's other CTAs send it
     TILE = 64
-    BIASES = 256
-    PLACE_BYTES = 32  # two barriers and four numbers
-    BOX_BYTES = 64 * 64 * 2
 
     @property
     def tile_bytes(self) -> int:
@@ -434,17 +441,8 @@ class WarpgroupPackedSmem:
         return -(-(self.zeros_at + self.groups * self.zeros_bytes) // 128) * 128
 
     @property
-    def boxes_at(self) -> int:
-        at = self.packed_at + self.stages * self.packed_bytes
-        return -(-at // ALIGNMENT) * ALIGNMENT
-
-    @property
-    def biases_at(self) -> int:
-        return self.boxes_at + self.groups * self.boxes * self.BOX_BYTES
-
-    @property
-    def barriers_at(self) -> int:
-        return self.biases_at + self.groups * self.BIASES * 4 * self.biased
+    def staged_bytes(self) -> int:
+        return self.packed_at + self.stages * self.packed_bytes
 
     @property
     def flags_at(self) -> int:
@@ -460,7 +458,7 @@ class WarpgroupPackedSmem:
 
     @property
     def exchange_at(self) -> int:
-        return self.ring_at + self.places * WarpgroupSmem.PLACE_BYTES
+        return self.ring_at + self.places * self.PLACE_BYTES
 
     @property
     def inbox_barriers_at(self) -> int:

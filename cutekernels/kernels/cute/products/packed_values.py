@@ -44,6 +44,7 @@ class Shared:
     sX: cute.Tensor  # (tokens, K, STAGE)
     full: cute.Pointer
     empty: cute.Pointer
+    c_full: cute.Pointer  # of no boxes: there is no C
     ring: cute.Pointer  # of tiles that the producer finds
 
 
@@ -74,3 +75,7 @@ class Consumer:
     acc: cute.Tensor  # ((2, 2, N / 8), 1, 1)
     part: cute.Tensor  # accumulators of a group of K; or those of the tile
     constant: Int32  # of the decoder
+
+    @property
+    def shared(self) -> Shared:
+        return self.cta.shared

@@ -49,13 +49,13 @@ from typing import Any, ClassVar
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int16, Int32, Int64, const_expr
+from cutlass import Boolean, Int16, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers
 
-from cutekernels.kernels.cute.parts.boxes import FIRST_BARRIER, BoxBuffers, BoxOperands, Corner, ResultBoxes
+from cutekernels.kernels.cute.parts.boxes import FIRST_BARRIER, BoxOperands, Corner, ResultBoxes
 from cutekernels.kernels.cute.parts.dependent import pdl_wait
 from cutekernels.kernels.cute.parts.epilogue import EpilogueOperands
 from cutekernels.kernels.cute.parts.fragments import swizzled
@@ -66,7 +66,7 @@ from cutekernels.kernels.cute.parts.schedule import Raster
 from cutekernels.kernels.cute.parts.smem import ALIGNMENT, SWIZZLED, SWIZZLED_ROWS, WarpgroupSmem
 from cutekernels.kernels.cute.parts.tile_share import Workspace
 from cutekernels.kernels.cute.parts.tile_source import Share, TileSource, TileWalk
-from cutekernels.kernels.cute.parts.warp_groups import GROUP, ROWS, BoxLoad, TmaTensor, wgmma
+from cutekernels.kernels.cute.parts.warp_groups import GROUP, BoxLoad, TmaTensor, wgmma
 from cutekernels.kernels.cute.products.warp_specialized import WarpSpecialized
 
 STEP = 16  # of a k-tile: a k-block
@@ -264,13 +264,12 @@ class WarpgroupGemm(GemmBody, WarpSpecialized):
         )  # (N, K[, L])
         mD = self.prepare(mD, self.swap_ab, rows_contiguous)  # (M, N[, L])
         rows, columns = self.tma_of(mR, True), self.tma_of(mS, False)
-        box, shape = self.results.layout(), self.results.shape
         # Out leaves, and C comes in, by the same boxes of 64 x 64.
-        tma_d, tD = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), mD, box, shape)
+        tma_d, tD = self.results.tma(cpasync.CopyBulkTensorTileS2GOp(), mD)
         tma_c, tC = None, None
         if const_expr(mC is not None):
             mC = self.prepare(mC, self.swap_ab, rows_contiguous)
-            tma_c, tC = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), mC, box, shape)
+            tma_c, tC = self.results.tma(cpasync.CopyBulkTensorTileG2SOp(), mC)
         tiled_mma = self.mma(self.results.dtype)
         # As many CTAs as are resident at once, whole clusters, or fewer where there are fewer tiles.
         layers = cute.size(mD, mode=[2]) if const_expr(cute.rank(mD) == 3) else Int32(1)
@@ -510,21 +509,6 @@ class WarpgroupGemm(GemmBody, WarpSpecialized):
         acc = cute.make_rmem_tensor(tiled_mma.partition_shape_C((self.tile_m, self.tile_n)), self.accumulate)
         tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
         return Consumer(thread, group, shared, tiled_mma, rR, rS, acc)
-
-    @cute.jit
-    def buffers(self, consumer: Consumer) -> BoxBuffers:
-        """A group's boxes and biases in shared memory, and its first row of a tile."""
-        group, shared = consumer.group, consumer.shared
-        boxes = shared.storage + self.smem.boxes_at + group * (self.smem.boxes * self.smem.box_bytes)
-        bias = cute.recast_ptr(shared.storage + self.smem.biases_at + group * (self.smem.BIASES * 4), dtype=Float32)
-        return BoxBuffers(
-            thread=consumer.thread,
-            group=group,
-            boxes=boxes,
-            bias=bias,
-            c_full=shared.c_full + group * self.smem.boxes,
-            first_row=group * ROWS if const_expr(not self.pingpong) else Int32(0),
-        )
 
     @cute.jit
     def multiply(self, consumer: Consumer, share: Share, at: Position) -> Position:

@@ -33,8 +33,6 @@ from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from cutekernels.kernels.cute.parts.boxes import BoxOperands
-from cutekernels.kernels.cute.parts.schedule import TileRing
-from cutekernels.kernels.cute.parts.smem import WarpgroupSmem
 from cutekernels.kernels.cute.parts.tile_source import DepthWalk, GroupRing, GroupTensors, TileSource
 from cutekernels.kernels.cute.parts.walk import GroupWalk
 from cutekernels.kernels.cute.products.warpgroup import Cta, Side, WarpgroupGemm
@@ -65,11 +63,6 @@ class WarpgroupGrouped(WarpgroupGemm):
         # A row of tiles is a cluster's: its CTAs lie side by side in a group.
         return GroupWalk(self.tokens.rows * self.clusters[0], self.raster)
 
-    @property
-    def ring(self) -> TileRing:
-        # Each warp of the groups that share a tile says that it has read an entry.
-        return TileRing(WarpgroupSmem.PLACES, 4 * self.sharing)
-
     @cute.jit
     def __call__(
         self,
@@ -87,15 +80,12 @@ class WarpgroupGrouped(WarpgroupGemm):
         # Tokens are the tile's rows and weights its columns, or the reverse.
         tokens, weights = self.tma_of(mX, not swap_ab), self.tma_of(mW, swap_ab)
         # Boxes whose rows all belong to one group leave by TMA.
-        tma_d, tD = cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileS2GOp(), mTile, self.results.layout(), self.results.shape
-        )
+        out = BoxOperands(*self.results.tma(cpasync.CopyBulkTensorTileS2GOp(), mTile))
         tiled_mma = self.mma(mX.element_type)
         # As many tiles as there can be at most bound the grid: the device alone knows how many there are.
         rows, groups = mX.shape[0], mEnds.shape[0] - 1
         tiles_o = cute.ceil_div(mD.shape[1], self.weights.box * self.clusters[1])
         most = (rows // self.walk.unit + cutlass.min(groups, rows)) * tiles_o * self.cluster
-        out = BoxOperands(tma_d, tD, None, None, None, None, None)
         arguments = (tokens, weights, out, GroupTensors(mD, mEnds, mBias), tiled_mma, tiles_o)
         self.start(arguments, cutlass.min(most, Int32(self.resident)), stream)
 
@@ -138,12 +128,9 @@ class WarpgroupGroupedDepth(WarpgroupGemm):
         # One descriptor serves all experts: a load moves its coordinates to the expert's first row.
         rows, columns = self.tma_of(mR, True), self.tma_of(mS, False)
         # Every box is wholly one expert's: its matrix is a layer of out.
-        tma_d, tD = cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileS2GOp(), mD, self.results.layout(), self.results.shape
-        )
+        out = BoxOperands(*self.results.tma(cpasync.CopyBulkTensorTileS2GOp(), mD))
         tiles = (*self.tiles(mD), mEnds.shape[0] - 1)
         blocks = cutlass.min(tiles[0] * tiles[1] * tiles[2] * self.cluster, Int32(self.resident))
-        out = BoxOperands(tma_d, tD, None, None, None, None, None)
         self.start((rows, columns, out, mEnds, self.mma(mA.element_type), tiles), blocks, stream)
 
     @cute.jit

@@ -200,7 +200,7 @@ class WarpgroupPacked(WarpSpecialized):
         stage = cute.make_composed_layout(layout.inner, 0, cute.select(layout.outer, mode=[0, 1]))
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         tokens = TmaTensor(*cpasync.make_tiled_tma_atom(load, mX, stage, (self.tile_n, self.tile_k)))
-        out = TmaTensor(*cpasync.make_tiled_tma_atom(store, mD, self.results.layout(), self.results.shape))
+        out = TmaTensor(*self.results.tma(store, mD))
         return tokens, out, layout
 
     @cute.kernel
@@ -233,7 +233,8 @@ class WarpgroupPacked(WarpSpecialized):
         full = cute.recast_ptr(storage + self.smem.barriers_at, dtype=Int64)
         at_x = cute.recast_ptr(storage, layout.inner, self.results.dtype)
         ring = cute.recast_ptr(storage + self.smem.ring_at, dtype=Int64)
-        shared = Shared(storage, cute.make_tensor(at_x, layout.outer), full, full + self.stages, ring)
+        sX = cute.make_tensor(at_x, layout.outer)
+        shared = Shared(storage, sX, full, full + self.stages, full, ring)
         self.init_shared(warp, tmas, shared)
         # Nobody touches the barriers before they are initialized.
         cute.arch.sync_threads()
@@ -427,16 +428,6 @@ class WarpgroupPacked(WarpSpecialized):
         if const_expr(self.interval > 0):
             part = cute.make_rmem_tensor(acc.shape, Float32)
         return Consumer(tid % GROUP, group, cta, tiled_mma, rX, rW, rV, acc, part, self.weights.constant(cta.of.share))
-
-    @cute.jit
-    def buffers(self, consumer: Consumer) -> BoxBuffers:
-        """A group's boxes and biases in shared memory, and its first row of a tile."""
-        group, shared = consumer.group, consumer.cta.shared
-        boxes = shared.storage + self.smem.boxes_at + group * (self.results.boxes * self.smem.BOX_BYTES)
-        bias = cute.recast_ptr(shared.storage + self.smem.biases_at + group * (self.smem.BIASES * 4), dtype=Float32)
-        return BoxBuffers(
-            thread=consumer.thread, group=group, boxes=boxes, bias=bias, c_full=shared.full, first_row=group * ROWS
-        )
 
     @cute.jit
     def multiply(self, consumer: Consumer, segment: Share, at: Position) -> Position:

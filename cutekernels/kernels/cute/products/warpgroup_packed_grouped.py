@@ -24,8 +24,6 @@ from cutlass import Boolean, Float32, Int32, const_expr
 
 from cutekernels.kernels.cute.parts.boxes import FIRST_BARRIER, BoxBuffers, BoxOperands, Corner
 from cutekernels.kernels.cute.parts.epilogue import Epilogue, EpilogueOperands
-from cutekernels.kernels.cute.parts.schedule import TileRing
-from cutekernels.kernels.cute.parts.smem import WarpgroupSmem
 from cutekernels.kernels.cute.parts.tile_source import GroupRing, GroupTensors, Share, TileSource
 from cutekernels.kernels.cute.parts.walk import GroupWalk
 from cutekernels.kernels.cute.parts.warp_groups import GROUP, ROWS, TmaTensor
@@ -80,10 +78,6 @@ class WarpgroupPackedGrouped(WarpgroupPacked):
     @property
     def group_walk(self) -> GroupWalk:
         return GroupWalk(self.tile_n, self.raster)
-
-    @property
-    def ring(self) -> TileRing:
-        return TileRing(WarpgroupSmem.PLACES, 4 * self.groups)
 
     @cute.jit
     def __call__(
