@@ -35,6 +35,11 @@ class Extents:
     share: Int32  # k-tiles of each CTA in those
     rank: Int32 | None = None  # of this CTA in a cluster that shares a tile; ``ctas`` are clusters then
 
+    @property
+    def tiles(self) -> Int32:
+        """Tiles of out."""
+        return self.tiles_n * self.tiles_m
+
 
 @dataclass(frozen=True)
 class Shared:

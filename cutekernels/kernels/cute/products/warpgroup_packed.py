@@ -90,7 +90,7 @@ class PackedWalk(TileSource):
     body: Any
     of: Extents
     cta: Int32
-    count: Int32
+    count: Int32 | None = None
     k_tiles: None = None
     first: ClassVar[int] = 0
     step: ClassVar[int] = 1
@@ -98,7 +98,39 @@ class PackedWalk(TileSource):
 
     @cute.jit
     def share(self, i: Int32) -> Share:
-        return self.body.segment(self.of, self.cta, i)
+        """The ``i``-th share of this CTA: its whole tiles come first."""
+        tile, begin, end = self.cta + i * self.of.ctas, Int32(0), self.of.k_tiles
+        if const_expr(self.body.split):
+            if i >= self.of.rounds:
+                first, last = self.run()
+                shared = first // self.of.k_tiles + (i - self.of.rounds)
+                tile = self.of.rounds * self.of.ctas + shared
+                begin = cutlass.max(first - shared * self.of.k_tiles, Int32(0))
+                end = cutlass.min(last - shared * self.of.k_tiles, self.of.k_tiles)
+        elif const_expr(self.body.cluster > 1):
+            begin = self.of.rank * self.of.k_tiles // self.body.cluster
+            end = (self.of.rank + 1) * self.of.k_tiles // self.body.cluster
+        place = self.body.raster.place(tile, self.of.tiles_n, self.of.tiles_m)
+        corner = Corner(place.m * (ROWS * self.body.groups), place.n * self.body.tile_n, Int32(0))
+        return Share(corner, begin, end - begin, number=tile, stop=end)
+
+    @cute.jit
+    def run(self) -> tuple[Int32, Int32]:
+        """This CTA's k-tiles of the tiles that are shared, counted from the first one's."""
+        shared = self.of.tiles - self.of.rounds * self.of.ctas
+        begin = self.cta * self.of.share
+        return begin, cutlass.min(begin + self.of.share, shared * self.of.k_tiles)
+
+    @cute.jit
+    def total(self) -> Int32:
+        """How many tiles this CTA has a part of."""
+        if const_expr(not self.body.split):
+            return cutlass.max((self.of.tiles - self.cta + self.of.ctas - 1) // self.of.ctas, Int32(0))
+        begin, end = self.run()
+        parts = Int32(0)
+        if end > begin:
+            parts = (end - 1) // self.of.k_tiles - begin // self.of.k_tiles + 1
+        return self.of.rounds + parts
 
     def to_load(self, i: Int32) -> Share:
         return self.share(i)
@@ -266,7 +298,8 @@ class WarpgroupPacked(WarpSpecialized):
             share=share,
             rank=rank,
         )
-        return of, PackedWalk(self, of, cta, self.segments(of, cta))
+        walk = PackedWalk(self, of, cta)
+        return of, replace(walk, count=walk.total())
 
     @cute.jit
     def init_barriers(self, shared: Shared):
@@ -276,43 +309,6 @@ class WarpgroupPacked(WarpSpecialized):
             inboxes = cute.recast_ptr(shared.storage + self.smem.inbox_barriers_at, dtype=Int64)
             for group in cutlass.range_constexpr(self.groups):
                 cute.arch.mbarrier_init(inboxes + group, 1)
-
-    # ---- work
-
-    @cute.jit
-    def segments(self, of: Extents, cta: Int32) -> Int32:
-        """How many tiles this CTA has a part of."""
-        if const_expr(not self.split):
-            return cutlass.max((of.tiles_n * of.tiles_m - cta + of.ctas - 1) // of.ctas, Int32(0))
-        begin, end = self.run(of, cta)
-        parts = Int32(0)
-        if end > begin:
-            parts = (end - 1) // of.k_tiles - begin // of.k_tiles + 1
-        return of.rounds + parts
-
-    @cute.jit
-    def run(self, of: Extents, cta: Int32) -> tuple[Int32, Int32]:
-        """This CTA's k-tiles of the tiles that are shared, counted from the first one's."""
-        shared = of.tiles_n * of.tiles_m - of.rounds * of.ctas
-        begin = cta * of.share
-        return begin, cutlass.min(begin + of.share, shared * of.k_tiles)
-
-    @cute.jit
-    def segment(self, of: Extents, cta: Int32, i: Int32) -> Share:
-        """The ``i``-th segment of this CTA: its whole tiles come first."""
-        tile, begin, end = cta + i * of.ctas, Int32(0), of.k_tiles
-        if const_expr(self.split):
-            if i >= of.rounds:
-                first, last = self.run(of, cta)
-                shared = first // of.k_tiles + (i - of.rounds)
-                tile = of.rounds * of.ctas + shared
-                begin = cutlass.max(first - shared * of.k_tiles, Int32(0))
-                end = cutlass.min(last - shared * of.k_tiles, of.k_tiles)
-        elif const_expr(self.cluster > 1):
-            begin, end = of.rank * of.k_tiles // self.cluster, (of.rank + 1) * of.k_tiles // self.cluster
-        place = self.raster.place(tile, of.tiles_n, of.tiles_m)
-        corner = Corner(place.m * (ROWS * self.groups), place.n * self.tile_n, Int32(0))
-        return Share(corner, begin, end - begin, number=tile, stop=end)
 
     # ---- rows of the weight: of one product, all that there are
 
@@ -331,22 +327,22 @@ class WarpgroupPacked(WarpSpecialized):
     # ---- producer
 
     @cute.jit
-    def prefetch(self, weight: Weight, of: Extents, segment: Share, i: Int32):
+    def prefetch(self, weight: Weight, of: Extents, share: Share, i: Int32):
         """The ``i``-th of the packed weights of the first stages, of one group each, into the L2."""
         tiles_k = cute.ceil_div(of.k, TILE)
-        row = segment.corner.row + i % self.groups * ROWS
-        first = (segment.begin + i // self.groups) * (self.tile_k // TILE)
+        row = share.corner.row + i % self.groups * ROWS
+        first = (share.begin + i // self.groups) * (self.tile_k // TILE)
         count = cutlass.min(tiles_k - first, Int32(self.tile_k // TILE))
         if row < of.n and count > 0:
             at = (Int64(row // TILE) * tiles_k + first) * self.smem.tile_bytes
             prefetch_bulk(weight.mW.iterator.toint() + at, count * self.smem.tile_bytes)
 
     @cute.jit
-    def load(self, cta: Cta, source: TileSource, segment: Share, at: Position) -> Position:
-        """The loads of one segment. Returns the position behind."""
+    def load(self, cta: Cta, source: TileSource, share: Share, at: Position) -> Position:
+        """The loads of one share. Returns the position behind."""
         shared, tokens, weight, of = cta.shared, cta.tokens, cta.weight, cta.of
         gX = cute.local_tile(
-            cute.domain_offset((segment.corner.column, 0), tokens.coordinates), (self.tile_n, self.tile_k), (0, None)
+            cute.domain_offset((share.corner.column, 0), tokens.coordinates), (self.tile_n, self.tile_k), (0, None)
         )  # (tokens, K, k)
         to_x, from_x = cpasync.tma_partition(
             tokens.tma, 0, cute.make_layout(1), cute.group_modes(shared.sX, 0, 2), cute.group_modes(gX, 0, 2)
@@ -354,8 +350,8 @@ class WarpgroupPacked(WarpSpecialized):
         base, full = shared.storage.toint().to(Int32), shared.full.toint().to(Int32)
         tiles_k = cute.ceil_div(of.k, TILE)
         # Groups of the tile whose rows the packed weight has.
-        present = self.present(of, segment.corner)
-        for k_tile in cutlass.range(segment.begin, segment.k_end, unroll=1):
+        present = self.present(of, share.corner)
+        for k_tile in cutlass.range(share.begin, share.k_end, unroll=1):
             # Wait until the consumers have read the stage; then announce its bytes, those of tiles that exist.
             cute.arch.mbarrier_wait(shared.empty + at.stage, at.phase)
             first = k_tile * (self.tile_k // TILE)
@@ -370,7 +366,7 @@ class WarpgroupPacked(WarpSpecialized):
             with cute.arch.elect_one():
                 for g in cutlass.range_constexpr(self.groups):
                     if g < present:
-                        row = self.first_row(of, segment.corner, g)
+                        row = self.first_row(of, share.corner, g)
                         from_w = (
                             weight.mW.iterator.toint() + (Int64(row // TILE) * tiles_k + first) * self.smem.tile_bytes
                         )
@@ -430,26 +426,26 @@ class WarpgroupPacked(WarpSpecialized):
         return Consumer(tid % GROUP, group, cta, tiled_mma, rX, rW, rV, acc, part, self.weights.constant(cta.of.share))
 
     @cute.jit
-    def multiply(self, consumer: Consumer, segment: Share, at: Position) -> Position:
-        """The mainloop of one segment. Returns the position behind its last k-tile."""
+    def multiply(self, consumer: Consumer, share: Share, at: Position) -> Position:
+        """The mainloop of one share. Returns the position behind its last k-tile."""
         if const_expr(self.interval > 0):
-            at = self.multiply_in_groups(consumer, segment, at)
+            at = self.multiply_in_groups(consumer, share, at)
         else:
-            at = self.multiply_ahead(consumer, segment, at)
+            at = self.multiply_ahead(consumer, share, at)
         return at
 
     @cute.jit
-    def multiply_ahead(self, consumer: Consumer, segment: Share, at: Position) -> Position:
+    def multiply_ahead(self, consumer: Consumer, share: Share, at: Position) -> Position:
         """The mainloop without sums of groups. Weights of 64 of K take two sets of registers in turn, so that a batch
         of products is issued while the one before runs.
         """
         shared, weight, of = consumer.cta.shared, consumer.cta.weight, consumer.cta.of
         factors = cute.make_rmem_tensor((2, max(1, self.smem.strips)), Float32)
-        row = self.first_row(of, segment.corner, consumer.group)
+        row = self.first_row(of, share.corner, consumer.group)
         coming = Float32(0.0)
         if const_expr(self.scale_rows > 1):
-            coming = self.block_scale(weight, of, row, segment.begin)
-        count = segment.count
+            coming = self.block_scale(weight, of, row, share.begin)
+        count = share.count
         # Stages of the two batches in front, which are released when their products are done.
         before, last = Int32(0), Int32(0)
         of_pair = const_expr(2 if self.tile_k == TILE else 1)  # k-tiles
@@ -462,7 +458,7 @@ class WarpgroupPacked(WarpSpecialized):
                         if const_expr(self.scale_rows > 1):
                             # The scale of this k-tile's block was asked for a k-tile ago.
                             factors.fill(coming)
-                            following = cutlass.min(segment.begin + done + 1, of.k_tiles - 1)
+                            following = cutlass.min(share.begin + done + 1, of.k_tiles - 1)
                             coming = self.block_scale(weight, of, row, following)
                         # Wait until the copies have filled the stage.
                         cute.arch.mbarrier_wait(shared.full + at.stage, at.phase)
@@ -547,7 +543,7 @@ class WarpgroupPacked(WarpSpecialized):
                 self.weights.scale(factors[None, strip], four)
 
     @cute.jit
-    def multiply_in_groups(self, consumer: Consumer, segment: Share, at: Position) -> Position:
+    def multiply_in_groups(self, consumer: Consumer, share: Share, at: Position) -> Position:
         """The mainloop with sums of groups, which are added to the tile's at each group's end."""
         shared, weight, of = consumer.cta.shared, consumer.cta.weight, consumer.cta.of
         before = Int32(0)
@@ -556,11 +552,11 @@ class WarpgroupPacked(WarpSpecialized):
         factors.fill(0.0)
         atom = cute.make_mma_atom(consumer.tiled_mma.op)
         held = cute.recast_tensor(consumer.rW, Int32)
-        row = self.first_row(of, segment.corner, consumer.group)
+        row = self.first_row(of, share.corner, consumer.group)
         coming = Float32(0.0)
         if const_expr(self.scale_rows > 1):
-            coming = self.block_scale(weight, of, row, segment.begin)
-        for k_tile in cutlass.range(segment.begin, segment.k_end, unroll=1):
+            coming = self.block_scale(weight, of, row, share.begin)
+        for k_tile in cutlass.range(share.begin, share.k_end, unroll=1):
             if const_expr(self.scale_rows > 1):
                 # The scale of this k-tile's block was asked for a k-tile ago.
                 next_factors.fill(coming)
@@ -577,8 +573,8 @@ class WarpgroupPacked(WarpSpecialized):
                 # The products of the 64 before are done: their weights' registers are free, and their stage.
                 warpgroup.wait_group(0)
                 if const_expr(half == 0):
-                    self.pipeline.release(consumer.thread, shared.empty, before, k_tile > segment.begin)
-                    if k_tile > segment.begin:
+                    self.pipeline.release(consumer.thread, shared.empty, before, k_tile > share.begin)
+                    if k_tile > share.begin:
                         self.promote(consumer, factors[None, strips - 1])
                     for i in cutlass.range_constexpr(cute.size(factors)):
                         factors[i] = next_factors[i]
@@ -717,15 +713,15 @@ class WarpgroupPacked(WarpSpecialized):
         return Progress(progress.order_phase, progress.at, boxes_used)
 
     @cute.jit
-    def gather(self, source: PackedWalk, consumer: Consumer, segment: Share) -> bool | Boolean:
+    def gather(self, source: PackedWalk, consumer: Consumer, share: Share) -> bool | Boolean:
         """Whether this group's accumulators are now the whole tile's: it had all of K, or was the last to arrive."""
         if const_expr(not self.split):
             return True
         of, cta, storage, workspace = source.of, source.cta, consumer.cta.shared.storage, consumer.cta.extra
-        whole = segment.count == of.k_tiles
+        whole = share.count == of.k_tiles
         if not whole:
             per_thread, of_part = cute.size(consumer.acc), const_expr(GROUP * cute.size(consumer.acc))
-            shared = segment.number - of.rounds * of.ctas  # among those that are shared
+            shared = share.number - of.rounds * of.ctas  # among those that are shared
             begin = shared * of.k_tiles
             first_cta, last_cta = begin // of.share, (begin + of.k_tiles - 1) // of.share
             # A CTA has at most two such parts: that of a tile which began before it, and that of its last tile.
