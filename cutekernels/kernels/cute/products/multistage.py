@@ -16,7 +16,7 @@ One k-tile of the mainloop:
     3. Last k-block: wait for the next k-tile and for all warps, load its block 0, multiply the last block.
 
 Ends:
-    A ragged K comes *first*: ``OperandLoad.copies`` shifts k-tiles so that the first is partial. ``fill`` zeros its
+    A ragged K comes *first*: ``OperandLoad.copies`` shifts k-tiles so that the first is partial. ``produce`` zeros its
     buffer and masks it along K (``OperandLoad.first_mask``), so the mainloop needs no bounds along K. Rows beyond M or
     N are masked in each copy (``OperandLoad.mask``); their products are whatever lay in shared memory, and the epilogue
     does not store them.
@@ -143,19 +143,19 @@ class MultistageGemm(GemmBody):
         m, n = cute.size(mA, mode=[0]), cute.size(mB, mode=[0])
         tiles_m, tiles_n = cute.ceil_div(m, self.results.tile_m), cute.ceil_div(n, self.results.tile_n)
         tiles = tiles_m * tiles_n * cute.size(mD, mode=[2])
-        self.fill(tid, factors, self.raster.place(block, tiles_m, tiles_n))
+        self.produce(tid, factors, self.raster.place(block, tiles_m, tiles_n))
         if const_expr(self.persistent):
             # -- tile after tile: the next one's first copies are under way while this one's result leaves
             for index in cutlass.range(block, tiles, blocks, unroll=1):
                 tile = self.raster.place(index, tiles_m, tiles_n)
-                self.multiply(opaque(tid), factors, tile, tiled_mma, acc)
+                self.consume(opaque(tid), factors, tile, tiled_mma, acc)
                 if index + blocks < tiles:
-                    self.fill(opaque(tid), factors, self.raster.place(index + blocks, tiles_m, tiles_n))
+                    self.produce(opaque(tid), factors, self.raster.place(index + blocks, tiles_m, tiles_n))
                 self.store(opaque(tid), tile, tiled_mma, acc, out)
         else:
             # -- one tile
             tile = self.raster.place(block, tiles_m, tiles_n)
-            self.multiply(tid, factors, tile, tiled_mma, acc)
+            self.consume(tid, factors, tile, tiled_mma, acc)
             self.store(tid, tile, tiled_mma, acc, out)
 
     @cute.jit
@@ -177,7 +177,7 @@ class MultistageGemm(GemmBody):
         return sA, sB, sD, cute.make_rmem_tensor(shape, self.mma.accumulate)  # ((2, 2), MMA_M, MMA_N)
 
     @cute.jit
-    def fill(self, tid: Int32, operands: Operands, tile: Tile):
+    def produce(self, tid: Int32, operands: Operands, tile: Tile):
         """Starts the copies of the first ``stages - 1`` k-tiles of ``tile``, the partial one first.
 
         Nobody may read the buffers any more. Each k-tile is one commit group, those that do not exist too.
@@ -208,8 +208,8 @@ class MultistageGemm(GemmBody):
             cute.arch.cp_async_commit_group()
 
     @cute.jit
-    def multiply(self, tid: Int32, operands: Operands, tile: Tile, tiled_mma: cute.TiledMma, acc: cute.Tensor):
-        """The mainloop of ``tile``, whose first copies :meth:`fill` has started. All buffers are free afterwards."""
+    def consume(self, tid: Int32, operands: Operands, tile: Tile, tiled_mma: cute.TiledMma, acc: cute.Tensor):
+        """The mainloop of ``tile``, whose first copies :meth:`produce` has started. All buffers are free afterwards."""
         mA, mB, sA, sB = operands.mA, operands.mB, operands.sA, operands.sB
         stages = const_expr(self.load_a.stages)
         k_tiles = cute.ceil_div(cute.size(mA, mode=[1]), self.load_a.tile_k)

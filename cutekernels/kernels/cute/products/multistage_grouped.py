@@ -1,9 +1,9 @@
 """Grouped GEMM, multistage schedule: a product for each group of rows, whose ends are known to the device alone.
 
 Roles and pipeline:
-    Those of :class:`MultistageGemm`, whose ``fill``, ``multiply`` and ``store`` run on views of the CTA's group. A view
-    ends where the group does: what lies outside is neither read nor written, so a ragged group is masked by the same
-    row masks (along M) or by the same partial first k-tile (along K) as a ragged matrix.
+    Those of :class:`MultistageGemm`, whose ``produce``, ``consume`` and ``store`` run on views of the CTA's group. A
+    view ends where the group does: what lies outside is neither read nor written, so a ragged group is masked by the
+    same row masks (along M) or by the same partial first k-tile (along K) as a ragged matrix.
 
 One CTA:
     1. Each warp finds the CTA's tile among the groups' ends, without a barrier (``find``).
@@ -112,8 +112,8 @@ class MultistageGrouped:
             # A surplus CTA has no rows and returns. Rows before the first group or behind the last get zeros.
             if own.tile * tile_m < own.extent:
                 if own.group >= 0 and own.group < groups:
-                    body.fill(tid, operands, tile)
-                    body.multiply(tid, operands, tile, tiled_mma, acc)
+                    body.produce(tid, operands, tile)
+                    body.consume(tid, operands, tile, tiled_mma, acc)
                     body.store(tid, tile, tiled_mma, acc, out)
                 else:
                     self.blank(tid, vD, tile)
@@ -125,8 +125,8 @@ class MultistageGrouped:
             extent = cutlass.min(cutlass.max(mEnds[own_tile.layer + 1], begin), depth) - begin
             operands = Operands(part(mA, 1, begin, extent), part(mB, 1, begin, extent), sA, sB)
             tile = Tile(own_tile.m, own_tile.n, Int32(0))
-            body.fill(tid, operands, tile)
-            body.multiply(tid, operands, tile, tiled_mma, acc)
+            body.produce(tid, operands, tile)
+            body.consume(tid, operands, tile, tiled_mma, acc)
             out = Output(layer(mD, own_tile.layer), sD, EpilogueOperands(alpha=Float32(1.0)))
             body.store(tid, tile, tiled_mma, acc, out)
 

@@ -249,11 +249,11 @@ class SkinnyGemm(GemmBody):
                 self.norm.start(gamma, gamma.copies and gamma.exists, 0, 0)
         else:
             if first < end:
-                self.start_loads(loads, first, 0)
+                self.produce(loads, first, 0)
         cute.arch.cp_async_commit_group()
         for stage in cutlass.range_constexpr(1, stages - 1):
             if first + stage < end:
-                self.start_loads(loads, first + stage, stage)
+                self.produce(loads, first + stage, stage)
             cute.arch.cp_async_commit_group()
 
         # -- mainloop: this warp's k-blocks of each k-tile
@@ -282,7 +282,7 @@ class SkinnyGemm(GemmBody):
             cute.arch.sync_threads()
             coming = k_tile + (stages - 1)
             if coming < end:
-                self.start_loads(loads, coming, write)
+                self.produce(loads, coming, write)
             cute.arch.cp_async_commit_group()
             if const_expr(self.dependent):  # noqa: SIM102  known when compiled
                 if k_tile == cutlass.max(first, end - stages + 1):
@@ -368,7 +368,7 @@ class SkinnyGemm(GemmBody):
                     self.store(acc, thr_mma, index_n, index_m, out)
 
     @cute.jit
-    def start_loads(self, loads: Loads, k_tile: Int32, stage: Int32):
+    def produce(self, loads: Loads, k_tile: Int32, stage: Int32):
         """Starts this thread's part of a k-tile's copies into ``stage``; the caller commits the group."""
         if loads.copies_w:
             self.load_w.start(loads.w, k_tile, stage, loads.w.mask)

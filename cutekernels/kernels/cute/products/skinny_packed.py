@@ -282,7 +282,7 @@ class SkinnyPacked:
         coming = at
         for stage in cutlass.range_constexpr(self.stages - 1):
             if first + stage < end:
-                self.start_loads(cta, coming, base + stage * self.smem.stage_bytes)
+                self.produce(cta, coming, base + stage * self.smem.stage_bytes)
             cute.arch.cp_async_commit_group()
             coming = self.following(cta, coming)
 
@@ -294,12 +294,12 @@ class SkinnyPacked:
             cute.arch.cp_async_wait_group(self.stages - 2)
             cute.arch.sync_threads()
             if number + (self.stages - 1) < end:
-                self.start_loads(cta, coming, base + write * self.smem.stage_bytes)
+                self.produce(cta, coming, base + write * self.smem.stage_bytes)
             cute.arch.cp_async_commit_group()
             if const_expr(self.dependent):  # noqa: SIM102  known when compiled
                 if number == cutlass.max(first, end - (self.stages - 1)):
                     pdl_launch()
-            self.multiply(member, tiled_mma, base + read * self.smem.stage_bytes, constant, acc)
+            self.consume(member, tiled_mma, base + read * self.smem.stage_bytes, constant, acc)
             if at.k_tile == cta.of.k_tiles - 1 or number == end - 1:
                 # -- the end of a tile, or of this CTA's part of it
                 self.end_tile(cta, member, at, acc)
@@ -364,7 +364,7 @@ class SkinnyPacked:
     # ---- loads
 
     @cute.jit
-    def start_loads(self, cta: Cta, unit: Unit, stage: Int32):
+    def produce(self, cta: Cta, unit: Unit, stage: Int32):
         """Starts this thread's copies of a unit into ``stage``; the caller commits the group."""
         first_k = unit.k_tile * self.tile_k
         if first_k + self.tile_k <= cta.of.k:
@@ -520,7 +520,7 @@ class SkinnyPacked:
     # ---- products
 
     @cute.jit
-    def multiply(
+    def consume(
         self,
         member: Member,
         tiled_mma: cute.TiledMma,
