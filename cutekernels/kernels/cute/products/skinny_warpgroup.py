@@ -269,13 +269,13 @@ class SkinnyWarpgroupGemm(GemmBody):
         column = cutlass.max(cutlass.min(own_n, n - self.tile_n), Int32(0))
         # A stage's boxes: W, X's first rows, X's other rows, the norm's weight.
         at_x = shared.sX.iterator
-        boxes = [self.load(TmaTensor(tma_w, tW), shared.sW, column, self.tile_n)]
+        boxes = [TmaTensor(tma_w, tW).loads(shared.sW, column, (self.tile_n, self.tile_k))]
         at_head = cute.make_tensor(at_x, self.stages_of(self.rows, self.head))  # (M, K, STAGE)
-        boxes += [self.load(head, at_head, row, self.head)]
+        boxes += [head.loads(at_head, row, (self.head, self.tile_k))]
         if const_expr(tail is not None):
             others = const_expr(self.rows - self.head)
             at_tail = cute.make_tensor(at_x + self.head * SWIZZLED, self.stages_of(self.rows, others))  # (M, K, STAGE)
-            boxes += [self.load(tail, at_tail, later, others)]
+            boxes += [tail.loads(at_tail, later, (others, self.tile_k))]
         if const_expr(self.weighted):
             gG = cute.local_tile(gamma.coordinates, (self.tile_k,), (None,))  # (tile_k, k)
             target, source = cpasync.tma_partition(gamma.tma, 0, cute.make_layout(1), shared.sG, gG)
@@ -359,15 +359,6 @@ class SkinnyWarpgroupGemm(GemmBody):
         return shared
 
     # ---- producer
-
-    @cute.jit
-    def load(self, box: TmaTensor, sX: cute.Tensor, row: Int32, rows: cutlass.Constexpr[int]) -> BoxLoad:
-        """The loads of ``rows`` from ``row`` on."""
-        tX = cute.domain_offset((row, 0), box.coordinates)
-        gX = cute.local_tile(tX, (rows, self.tile_k), (0, None))  # (rows, K, k)
-        one = cute.make_layout(1)
-        target, source = cpasync.tma_partition(box.tma, 0, one, cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2))
-        return BoxLoad(box.tma, source, target)
 
     @cute.jit
     def prefetch_l2(self, boxes: list[BoxLoad], number: Int32, k_tiles: Int32, first: Int32, end: Int32):

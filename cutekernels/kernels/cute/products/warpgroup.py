@@ -464,36 +464,27 @@ class WarpgroupGemm(GemmBody, WarpSpecialized):
         side, first = operand.side, getattr(share.corner, operand.along)
         mask = Int16((1 << self.cluster) - 1) if const_expr(side.sharers > 1) else None
         if const_expr(not side.gated):
-            return [BoxLoad(operand.box.tma, *self.partition(operand, first, share, rank), mask, None)]
+            return [replace(self.partition(operand, first, share, rank), mask=mask)]
         loads = []
         # Gated: gates into the stage's first half, what they multiply into its second. CTAs that share load one each.
         gates = cute.size(operand.box.coordinates, mode=[0]) // 2
         halves = replace(operand, sX=cute.make_tensor(operand.sX.iterator, self.halves(side)))
         for i in cutlass.range_constexpr(2 // side.sharers):
             half = rank if const_expr(side.sharers > 1) else Int32(i)
-            boxes = self.partition(halves, first + half * gates, share, rank)
-            loads.append(BoxLoad(operand.box.tma, *boxes, mask, half))
+            loads.append(replace(self.partition(halves, first + half * gates, share, rank), mask=mask, half=half))
         return loads
 
     @cute.jit
-    def partition(self, operand: Operand, first: Int32, share: Share, rank: Int32) -> tuple[cute.Tensor, cute.Tensor]:
-        """Source ``(TMA, k)`` and target ``(TMA, STAGE)`` of a box from row ``first`` on: this CTA's part of it."""
+    def partition(self, operand: Operand, first: Int32, share: Share, rank: Int32) -> BoxLoad:
+        """The loads of a box from row ``first`` on: this CTA's part of it."""
         side, tX = operand.side, operand.box.coordinates
         if const_expr(share.row is not None):
             # The tile's depth begins at a row of both operands.
             tX = cute.domain_offset((0, share.row), tX)
         if const_expr(cute.rank(tX) == 3):
             tX = tX[None, None, share.corner.layer]
-        gX = cute.local_tile(cute.domain_offset((first, 0), tX), (side.box, self.tile_k), (0, None))  # (rows, K, k)
         part = rank if const_expr(side.parts > 1) else Int32(0)
-        target, source = cpasync.tma_partition(
-            operand.box.tma,
-            part,
-            cute.make_layout(side.parts),
-            cute.group_modes(operand.sX, 0, 2),
-            cute.group_modes(gX, 0, 2),
-        )
-        return source, target
+        return TmaTensor(operand.box.tma, tX).loads(operand.sX, first, (side.box, self.tile_k), part, side.parts)
 
     # ---- consumers
 

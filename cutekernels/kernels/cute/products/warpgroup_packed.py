@@ -341,12 +341,7 @@ class WarpgroupPacked(WarpSpecialized):
     def load(self, cta: Cta, source: TileSource, share: Share, at: Position) -> Position:
         """The loads of one share. Returns the position behind."""
         shared, tokens, weight, of = cta.shared, cta.tokens, cta.weight, cta.of
-        gX = cute.local_tile(
-            cute.domain_offset((share.corner.column, 0), tokens.coordinates), (self.tile_n, self.tile_k), (0, None)
-        )  # (tokens, K, k)
-        to_x, from_x = cpasync.tma_partition(
-            tokens.tma, 0, cute.make_layout(1), cute.group_modes(shared.sX, 0, 2), cute.group_modes(gX, 0, 2)
-        )
+        x = tokens.loads(shared.sX, share.corner.column, (self.tile_n, self.tile_k))
         base, full = shared.storage.toint().to(Int32), shared.full.toint().to(Int32)
         tiles_k = cute.ceil_div(of.k, TILE)
         # Groups of the tile whose rows the packed weight has.
@@ -360,7 +355,7 @@ class WarpgroupPacked(WarpSpecialized):
             bytes_ = self.smem.x_bytes + present * (weight_bytes + self.smem.scales_bytes + self.smem.zeros_bytes)
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(shared.full + at.stage, bytes_)
-            cute.copy(tokens.tma, from_x[None, k_tile], to_x[None, at.stage], tma_bar_ptr=shared.full + at.stage)
+            cute.copy(x.tma, x.source[None, k_tile], x.target[None, at.stage], tma_bar_ptr=shared.full + at.stage)
             barrier = full + at.stage * 8
             stage = base + at.stage * self.smem.packed_bytes + self.smem.packed_at
             with cute.arch.elect_one():
