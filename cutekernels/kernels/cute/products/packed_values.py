@@ -1,4 +1,4 @@
-"""Values that the warpgroup body of packed weights hands on: weight, sizes, a CTA's share and memory, a consumer."""
+"""Values that the warpgroup body of packed weights hands on: sizes, a CTA's share and memory, a consumer."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,17 +7,8 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from cutekernels.kernels.cute.parts.boxes import BoxOperands
+from cutekernels.kernels.cute.parts.packed import Weight
 from cutekernels.kernels.cute.parts.warp_groups import TmaTensor
-
-
-@dataclass(frozen=True)
-class Weight:
-    """The packed weight in memory."""
-
-    mW: cute.Tensor  # (N / 64, K / 64, bytes)
-    mS: cute.Tensor  # (groups, N padded to 64), or of 128 x 128 blocks
-    mZ: cute.Tensor | None  # bytes, as the scales
-    mF: cute.Tensor | None  # (2, N padded to 64), of which the first factors of rows
 
 
 @dataclass(frozen=True)

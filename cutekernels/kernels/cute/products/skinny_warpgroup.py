@@ -67,11 +67,9 @@ from cutekernels.kernels.cute.parts.results import Place, ResultOperands, Result
 from cutekernels.kernels.cute.parts.smem import ALIGNMENT, SWIZZLED, SWIZZLED_ROWS, SkinnyWarpgroupSmem
 from cutekernels.kernels.cute.parts.statistics import StageSquares
 from cutekernels.kernels.cute.parts.tile_share import Workspace
-from cutekernels.kernels.cute.parts.warp_groups import BoxLoad, TmaTensor, wgmma
+from cutekernels.kernels.cute.parts.warp_groups import GROUP, ROWS, BoxLoad, TmaTensor, wgmma
 
-GROUP = SkinnyWarpgroupSmem.GROUP_THREADS  # a warp group
 SQUARING_WARPS = SkinnyWarpgroupSmem.SQUARING_WARPS
-ROWS = SkinnyWarpgroupSmem.GROUP_ROWS  # of X that it multiplies
 
 
 def swizzle() -> cute.Swizzle:

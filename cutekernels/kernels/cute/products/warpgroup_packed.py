@@ -58,7 +58,7 @@ from cutlass.utils import hopper_helpers
 
 from cutekernels.kernels.cute.parts.boxes import FIRST_BARRIER, BoxBuffers, BoxOperands, Corner, ResultBoxes
 from cutekernels.kernels.cute.parts.dependent import pdl_wait
-from cutekernels.kernels.cute.parts.packed import PackedWeights, load_words, shared_number
+from cutekernels.kernels.cute.parts.packed import PackedWeights, Weight, load_words, shared_number
 from cutekernels.kernels.cute.parts.pipeline import Position, StagePipeline
 from cutekernels.kernels.cute.parts.prefetch import prefetch_bulk
 from cutekernels.kernels.cute.parts.ptx import copy_bulk, kept_move
@@ -75,7 +75,7 @@ from cutekernels.kernels.cute.parts.tile_share import (
 )
 from cutekernels.kernels.cute.parts.tile_source import Share, TileSource
 from cutekernels.kernels.cute.parts.warp_groups import GROUP, ROWS, TmaTensor, wgmma
-from cutekernels.kernels.cute.products.packed_values import Consumer, Cta, Extents, Shared, Weight
+from cutekernels.kernels.cute.products.packed_values import Consumer, Cta, Extents, Shared
 from cutekernels.kernels.cute.products.warp_specialized import Progress, WarpSpecialized
 
 TILE = 64  # rows, and elements of K, of a packed tile

@@ -24,6 +24,7 @@ from cutlass import Boolean, Float32, Int32, const_expr
 
 from cutekernels.kernels.cute.parts.boxes import FIRST_BARRIER, BoxBuffers, BoxOperands, Corner
 from cutekernels.kernels.cute.parts.epilogue import Epilogue, EpilogueOperands
+from cutekernels.kernels.cute.parts.packed import Weight
 from cutekernels.kernels.cute.parts.tile_source import GroupRing, GroupTensors, Share, TileSource
 from cutekernels.kernels.cute.parts.walk import GroupWalk
 from cutekernels.kernels.cute.parts.warp_groups import GROUP, ROWS, TmaTensor
@@ -33,7 +34,6 @@ from cutekernels.kernels.cute.products.warpgroup_packed import (
     Extents,
     Shared,
     WarpgroupPacked,
-    Weight,
 )
 
 TAKEN, LEFT = FIRST_BARRIER + 2, FIRST_BARRIER + 3  # named barriers, behind those of two groups
