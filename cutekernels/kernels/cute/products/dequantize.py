@@ -39,9 +39,8 @@ from cutekernels.kernels.cute.parts.nf4 import NF4
 from cutekernels.kernels.cute.parts.packed import PackedWeights, Weight, kind_of, power_of_two, product16, ue5m3
 from cutekernels.kernels.cute.parts.ptx import pure
 from cutekernels.kernels.cute.parts.results import store_16
-from cutekernels.kernels.cute.parts.smem import DequantizeSmem
+from cutekernels.kernels.cute.parts.smem import TILE, DequantizeSmem
 
-TILE = 64  # rows, and elements of K, of a packed tile
 STRIP = 16  # rows of a warp
 VECTOR = 16  # bytes
 LINE = 128  # bytes of a tile's row

@@ -62,10 +62,9 @@ from cutekernels.kernels.cute.parts.epilogue import Epilogue, EpilogueOperands, 
 from cutekernels.kernels.cute.parts.packed import PackedWeights, load_words, shared_number
 from cutekernels.kernels.cute.parts.prefetch import prefetch_bulk
 from cutekernels.kernels.cute.parts.ptx import copy_async, copy_async_or_zero, load_matrices
-from cutekernels.kernels.cute.parts.smem import SkinnyPackedSmem
+from cutekernels.kernels.cute.parts.smem import TILE, SkinnyPackedSmem
 from cutekernels.kernels.cute.parts.tile_share import TileOwner, WarpSums, add_parts, leave
 
-TILE = 64  # rows, and elements of K, of a packed tile
 STRIP = 16  # rows of an MMA
 VECTOR = 16  # bytes
 

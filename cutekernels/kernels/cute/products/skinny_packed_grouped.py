@@ -25,9 +25,10 @@ from cutlass.memory import SmemAllocator
 
 from cutekernels.kernels.cute.parts.dependent import pdl_wait
 from cutekernels.kernels.cute.parts.schedule import Raster
+from cutekernels.kernels.cute.parts.smem import TILE
 from cutekernels.kernels.cute.parts.tile_share import TileOwner
 from cutekernels.kernels.cute.parts.walk import GroupWalk
-from cutekernels.kernels.cute.products.skinny_packed import TILE, Cta, Operands, SkinnyPacked, Unit
+from cutekernels.kernels.cute.products.skinny_packed import Cta, Operands, SkinnyPacked, Unit
 
 WARP = 32
 

@@ -63,7 +63,7 @@ from cutekernels.kernels.cute.parts.pipeline import Position, StagePipeline
 from cutekernels.kernels.cute.parts.prefetch import prefetch_bulk
 from cutekernels.kernels.cute.parts.ptx import copy_bulk, kept_move
 from cutekernels.kernels.cute.parts.schedule import Raster
-from cutekernels.kernels.cute.parts.smem import ALIGNMENT, WarpgroupPackedSmem
+from cutekernels.kernels.cute.parts.smem import ALIGNMENT, TILE, WarpgroupPackedSmem
 from cutekernels.kernels.cute.parts.tile_share import (
     ClusterSums,
     LastArrival,
@@ -78,7 +78,6 @@ from cutekernels.kernels.cute.parts.warp_groups import GROUP, ROWS, TmaTensor, w
 from cutekernels.kernels.cute.products.packed_values import Consumer, Cta, Extents, Shared
 from cutekernels.kernels.cute.products.warp_specialized import Progress, WarpSpecialized
 
-TILE = 64  # rows, and elements of K, of a packed tile
 BLOCKS = TILE // 16  # k-blocks of a packed tile
 VECTOR = 16  # bytes
 

@@ -25,11 +25,11 @@ from cutlass import Boolean, Float32, Int32, const_expr
 from cutekernels.kernels.cute.parts.boxes import FIRST_BARRIER, BoxBuffers, BoxOperands, Corner
 from cutekernels.kernels.cute.parts.epilogue import Epilogue, EpilogueOperands
 from cutekernels.kernels.cute.parts.packed import Weight
+from cutekernels.kernels.cute.parts.smem import TILE
 from cutekernels.kernels.cute.parts.tile_source import GroupRing, GroupTensors, Share, TileSource
 from cutekernels.kernels.cute.parts.walk import GroupWalk
 from cutekernels.kernels.cute.parts.warp_groups import GROUP, ROWS, TmaTensor
 from cutekernels.kernels.cute.products.warpgroup_packed import (
-    TILE,
     Consumer,
     Extents,
     Shared,

@@ -144,7 +144,7 @@ class SkinnyWarpgroup(Tokens, DenseSchedule, Prefetches):
         """
         frame, alone = self.smem(c), c.split_k == 1
         in_flight = c.stages * frame.stage_bytes
-        weights = c.stages * c.tile_n * c.tile_k * frame.element_bytes
+        weights = c.stages * c.tile_n * c.tile_k * ELEMENT_BYTES
         few = (c.tile_m <= _FEW_TOKENS) & (not extras.weighs)
         enough = smaller(weights, where(few, _FEW_TOKENS_WEIGHTS, _WEIGHTS))
         return c.ctas_per_sm, -c.split_k, -where(alone, in_flight, enough), -c.tile_k, where(alone, 0, in_flight)
