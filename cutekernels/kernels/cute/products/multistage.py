@@ -49,6 +49,7 @@ from cutekernels.kernels.cute.parts.epilogue import EpilogueOperands
 from cutekernels.kernels.cute.parts.gemm_arguments import NO_WORKSPACE, GemmBody, columns_first, rows_first
 from cutekernels.kernels.cute.parts.load import OperandLoad
 from cutekernels.kernels.cute.parts.mma import WarpMma
+from cutekernels.kernels.cute.parts.pipeline import next_stage
 from cutekernels.kernels.cute.parts.ptx import instruction
 from cutekernels.kernels.cute.parts.schedule import Raster, Tile
 from cutekernels.kernels.cute.parts.smem import ALIGNMENT
@@ -237,9 +238,7 @@ class MultistageGemm(GemmBody):
             for kb in cutlass.range_constexpr(k_blocks):
                 nxt = (kb + 1) % k_blocks
                 if const_expr(kb == k_blocks - 1):
-                    read = read + 1
-                    if read == stages:
-                        read = Int32(0)
+                    read = next_stage(read, stages)
                     # The next k-tile has landed, for this thread and then for all; and all warps have this k-tile's
                     # fragments in registers, so its buffer may be filled again in the next round.
                     cute.arch.cp_async_wait_group(stages - 2)
@@ -254,9 +253,7 @@ class MultistageGemm(GemmBody):
                         self.load_a.start(a, ahead, write, a.mask)
                         self.load_b.start(b, ahead, write, b.mask)
                     cute.arch.cp_async_commit_group()
-                    write = write + 1
-                    if write == stages:
-                        write = Int32(0)
+                    write = next_stage(write, stages)
                 cute.gemm(tiled_mma, acc, rA[None, None, kb], rB[None, None, kb], acc)
         # No copy is on its way and every warp has read: the epilogue, or the next tile's copies, may take the buffers.
         cute.arch.cp_async_wait_group(0)

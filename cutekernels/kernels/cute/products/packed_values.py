@@ -1,4 +1,4 @@
-"""Values that the warpgroup body of packed weights hands on: sizes, a CTA's share and memory, a consumer."""
+"""Values that bodies of packed weights hand on: sizes; of the warpgroup body a CTA's share and memory, a consumer."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -18,13 +18,14 @@ class Extents:
     n: Int32
     m: Int32
     k: Int32
-    k_tiles: Int32
+    k_tiles: Int32  # of a tile of out
     tiles_n: Int32  # along weight rows
     tiles_m: Int32  # along tokens
-    ctas: Int32
-    rounds: Int32  # whole tiles of each CTA, where CTAs share the others
-    share: Int32  # k-tiles of each CTA in those
+    share: Int32  # k-tiles of each CTA in tiles that CTAs share
+    rounds: Int32 | None = None  # whole tiles of each CTA, where CTAs share the others
+    ctas: Int32 | None = None
     rank: Int32 | None = None  # of this CTA in a cluster that shares a tile; ``ctas`` are clusters then
+    tiles_k: Int32 | None = None  # packed tiles along K
 
     @property
     def tiles(self) -> Int32:

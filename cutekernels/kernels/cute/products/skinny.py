@@ -59,17 +59,10 @@ from cutekernels.kernels.cute.parts.gemm_arguments import (
 from cutekernels.kernels.cute.parts.load import OperandLoad, TileCopies
 from cutekernels.kernels.cute.parts.mma import WarpMma
 from cutekernels.kernels.cute.parts.norm import GammaCopies, TokenNorm
+from cutekernels.kernels.cute.parts.pipeline import next_stage
 from cutekernels.kernels.cute.parts.prefetch import prefetch_bulk
 from cutekernels.kernels.cute.parts.smem import ALIGNMENT, SkinnySmem
 from cutekernels.kernels.cute.parts.tile_share import LastArrival, Others, Ticket, WarpSums, Workspace, add_up, leave
-
-
-@dataclass(frozen=True)
-class SkinnyOutput:
-    """Where results go, and what the epilogue makes them of."""
-
-    mD: cute.Tensor  # (N, M, 1)
-    operands: EpilogueOperands  # C (N, M), row factors (M,)
 
 
 @dataclass(frozen=True)
@@ -301,12 +294,7 @@ class SkinnyGemm(GemmBody):
                 if const_expr(self.squaring):
                     self.norm.square(tiled_mma, lane // 32, k_tile * blocks + block, squares, rX[None, None, block])
                 cute.gemm(tiled_mma, acc, rW[None, None, block], rX[None, None, block], acc)
-            read = read + 1
-            if read == stages:
-                read = Int32(0)
-            write = write + 1
-            if write == stages:
-                write = Int32(0)
+            read, write = next_stage(read, stages), next_stage(write, stages)
         if const_expr(self.squaring):
             self.norm.leave(tid, squares, sQ)
         # No copy is on its way and every warp has read: accumulators may take the stages' place. Squares are left.
@@ -321,7 +309,7 @@ class SkinnyGemm(GemmBody):
         row_factors = given.mRstd
         if const_expr(self.squaring):
             row_factors = sQ[None, 0]
-        out = SkinnyOutput(mD, replace(operands, row_factors=row_factors))
+        operands = replace(operands, row_factors=row_factors)
         if const_expr(self.split_k == 1):
             # -- this CTA has the whole K
             if const_expr(self.squaring):
@@ -330,7 +318,7 @@ class SkinnyGemm(GemmBody):
                 # Wait until the threads above have left rstd for all.
                 cute.arch.sync_threads()
             if slice_k == 0:
-                self.store(acc, thr_mma, index_n, index_m, out)
+                self.store(acc, thr_mma, index_n, index_m, mD, operands)
         else:
             # -- the last CTA to arrive adds the accumulators of all splits
             _, tiles_m, _ = cute.arch.grid_dim()
@@ -365,7 +353,7 @@ class SkinnyGemm(GemmBody):
                 if slice_k == 0:
                     # Their accumulators in the order of the splits, this CTA's own read back among them.
                     add_up(acc, partials, lane, (0,), Others((), 1, self.split_k))
-                    self.store(acc, thr_mma, index_n, index_m, out)
+                    self.store(acc, thr_mma, index_n, index_m, mD, operands)
 
     @cute.jit
     def produce(self, loads: Loads, k_tile: Int32, stage: Int32):
@@ -384,10 +372,10 @@ class SkinnyGemm(GemmBody):
         thr_mma: cute.TiledMma,
         index_n: Int32,
         index_m: Int32,
-        out: SkinnyOutput,
+        mD: cute.Tensor,  # (N, M, 1)
+        operands: EpilogueOperands,  # C (N, M), row factors (M,)
     ):
         """The epilogue; stores the tile, element by element. Those outside are masked here."""
-        mD = out.mD
         n, m = cute.size(mD, mode=[0]) * (2 if const_expr(self.gated) else 1), cute.size(mD, mode=[1])
         tile = (self.load_w.rows, self.load_x.rows)
         cD = cute.local_tile(cute.make_identity_tensor((n, m)), tile, (index_n, index_m))
@@ -395,7 +383,7 @@ class SkinnyGemm(GemmBody):
         origin = (index_n * tile[0], index_m * tile[1])
         # Rows r and r + 8 of an MMA's 16 are the gate and up of one output.
         coordinates = FragmentCoordinates(tCcD, (n, m), 0, origin, gated=self.gated)
-        x = self.epilogue.apply(acc.load(), coordinates, out.operands)
+        x = self.epilogue.apply(acc.load(), coordinates, operands)
         cOut = tCcD[(None, 0), None, None] if const_expr(self.gated) else tCcD
         rD = cute.make_rmem_tensor(cOut.shape, mD.element_type)
         rD.store(x.to(mD.element_type))

@@ -48,7 +48,7 @@ Source:
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -60,10 +60,12 @@ from cutlass.memory import SmemAllocator
 from cutekernels.kernels.cute.parts.dependent import pdl_launch, pdl_wait
 from cutekernels.kernels.cute.parts.epilogue import Epilogue, EpilogueOperands, FragmentCoordinates
 from cutekernels.kernels.cute.parts.packed import PackedWeights, load_words, shared_number
+from cutekernels.kernels.cute.parts.pipeline import next_stage
 from cutekernels.kernels.cute.parts.prefetch import prefetch_bulk
 from cutekernels.kernels.cute.parts.ptx import copy_async, copy_async_or_zero, load_matrices
 from cutekernels.kernels.cute.parts.smem import TILE, SkinnyPackedSmem
 from cutekernels.kernels.cute.parts.tile_share import TileOwner, WarpSums, add_parts, leave
+from cutekernels.kernels.cute.products.packed_values import Extents
 
 STRIP = 16  # rows of an MMA
 VECTOR = 16  # bytes
@@ -87,29 +89,6 @@ class Operands:
 
 
 @dataclass(frozen=True)
-class Member:
-    """A thread, and its warp's part: of the rows, and of each k-tile."""
-
-    tid: Int32
-    warp_n: Int32
-    warp_k: Int32
-
-
-@dataclass(frozen=True)
-class Extents:
-    """Sizes of the product in the kernel's units."""
-
-    m: Int32
-    n: Int32
-    k: Int32
-    tiles_k: Int32  # packed tiles along K
-    k_tiles: Int32  # of a tile of out
-    tiles_m: Int32  # along tokens
-    tiles_n: Int32  # along weight rows
-    share: Int32  # units of a CTA
-
-
-@dataclass(frozen=True)
 class Cta:
     """A CTA's part of the product, as one of its threads has it."""
 
@@ -118,6 +97,8 @@ class Cta:
     storage: cute.Pointer
     given: Operands
     of: Extents
+    warp_n: Int32 | None = None  # the warp's part of the rows
+    warp_k: Int32 | None = None  # and of each k-tile
 
 
 @dataclass(frozen=True)
@@ -261,7 +242,7 @@ class SkinnyPacked:
         """Sizes of ``given``, with ``tiles_m`` tiles along tokens, for all of which a CTA has ``share`` units."""
         (m, k), (_, n) = given.mX.shape, given.mD.shape
         k_tiles, tiles_n = cute.ceil_div(k, self.tile_k), cute.ceil_div(n, self.rows)
-        return Extents(m, n, k, cute.ceil_div(k, TILE), k_tiles, tiles_m, tiles_n, share)
+        return Extents(n, m, k, k_tiles, tiles_n, tiles_m, share, tiles_k=cute.ceil_div(k, TILE))
 
     @cute.jit
     def walk(self, cta: Cta, at: Unit, first: Int32, end: Int32):
@@ -275,7 +256,7 @@ class SkinnyPacked:
         constant = self.weights.constant(cta.of.share)
         warp_n = cute.arch.make_warp_uniform(cta.tid // 32 % self.warps_n)
         warp_k = cute.arch.make_warp_uniform(cta.tid // self.group_threads)
-        member = Member(cta.tid, warp_n, warp_k)
+        cta = replace(cta, warp_n=warp_n, warp_k=warp_k)
 
         # -- prologue: the first stages - 1 units, a commit group each; unrolled, since a load is on its way the sooner
         coming = at
@@ -298,19 +279,14 @@ class SkinnyPacked:
             if const_expr(self.dependent):  # noqa: SIM102  known when compiled
                 if number == cutlass.max(first, end - (self.stages - 1)):
                     pdl_launch()
-            self.consume(member, tiled_mma, base + read * self.smem.stage_bytes, constant, acc)
+            self.consume(cta, tiled_mma, base + read * self.smem.stage_bytes, constant, acc)
             if at.k_tile == cta.of.k_tiles - 1 or number == end - 1:
                 # -- the end of a tile, or of this CTA's part of it
-                self.end_tile(cta, member, at, acc)
+                self.end_tile(cta, at, acc)
                 acc.fill(0.0)
             coming = self.following(cta, coming)
             at = self.following(cta, at)
-            read = read + 1
-            if read == self.stages:
-                read = Int32(0)
-            write = write + 1
-            if write == self.stages:
-                write = Int32(0)
+            read, write = next_stage(read, self.stages), next_stage(write, self.stages)
 
     @cute.jit
     def unit(self, of: Extents, number: Int32) -> Unit:
@@ -521,14 +497,14 @@ class SkinnyPacked:
     @cute.jit
     def consume(
         self,
-        member: Member,
+        cta: Cta,
         tiled_mma: cute.TiledMma,
         stage: Int32,
         constant: Int32,
         acc: cute.Tensor,  # ((2, 2), STRIP, TOKENS)
     ):
         """A unit's products of this warp: its strips of rows, its chunk of K."""
-        lane, warp_n, warp_k = member.tid % 32, member.warp_n, member.warp_k
+        lane, warp_n, warp_k = cta.tid % 32, cta.warp_n, cta.warp_k
         strips, tokens = const_expr(self.strips), const_expr(self.tile_m // 8)
         strip_bytes = const_expr(self.smem.tile_bytes // 4)
         # The lane's bytes of the warp's first strip: strips of a tile lie one behind the other, and so do tiles.
@@ -641,12 +617,12 @@ class SkinnyPacked:
     # ---- the end of a tile
 
     @cute.jit
-    def end_tile(self, cta: Cta, member: Member, at: Unit, acc: cute.Tensor):
+    def end_tile(self, cta: Cta, at: Unit, acc: cute.Tensor):
         """Adds the accumulators of all groups of warps, and of all CTAs that have a part of the tile; stores them."""
-        lane = member.tid % self.group_threads
+        lane = cta.tid % self.group_threads
         if const_expr(self.warps_k > 1):
             # The groups leave the next tile's behind the next unit's barrier, so after the first group has read.
-            WarpSums(self.group_threads, self.warps_k).add_up(cta.storage + self.smem.sums_at, lane, member.warp_k, acc)
+            WarpSums(self.group_threads, self.warps_k).add_up(cta.storage + self.smem.sums_at, lane, cta.warp_k, acc)
         tile = self.tile_number(cta, at)
         begin, counter = tile * cta.of.k_tiles, cta.given.mCounters.iterator + tile
         # A run has one part at most of a tile that began before it.
@@ -656,24 +632,24 @@ class SkinnyPacked:
         )
         sums = cute.make_tensor(cta.given.mPartials.iterator, layout)  # (THREAD, ACCUMULATOR, RUN)
         if cta.run * cta.of.share > begin:
-            if member.warp_k == 0:
+            if cta.warp_k == 0:
                 leave(acc, sums, lane, (cta.run,))
-            TileOwner().post(counter, member.tid)
+            TileOwner().post(counter, cta.tid)
         else:
             if at.k_tile < cta.of.k_tiles - 1:
                 # The tile's other k-tiles are the later runs'.
                 last = (begin + cta.of.k_tiles - 1) // cta.of.share
-                TileOwner().wait(counter, member.tid, last - cta.run)
-                if member.warp_k == 0:
+                TileOwner().wait(counter, cta.tid, last - cta.run)
+                if cta.warp_k == 0:
                     add_parts(acc, sums, lane, cta.run + 1, last + 1)
-            if member.warp_k == 0:
-                self.store(cta, member, at, acc)
+            if cta.warp_k == 0:
+                self.store(cta, at, acc)
 
     @cute.jit
-    def store(self, cta: Cta, member: Member, at: Unit, acc: cute.Tensor):
+    def store(self, cta: Cta, at: Unit, acc: cute.Tensor):
         """The epilogue; stores the tile, element by element. Those outside are masked here."""
-        mD, strips, lane = cta.given.mD, const_expr(self.strips // self.halves), member.tid % 32
-        first_row = at.n * self.rows + member.warp_n * (strips * STRIP) + lane // 4
+        mD, strips, lane = cta.given.mD, const_expr(self.strips // self.halves), cta.tid % 32
+        first_row = at.n * self.rows + cta.warp_n * (strips * STRIP) + lane // 4
         first_token = self.first_token(at) + lane % 4 * 2
         # Of the lane's accumulators: two tokens, rows r and r + 8; strips of 16 rows, in each half; 8 tokens apart.
         row, token, half = cute.E(0), cute.E(1), cute.E(2)

@@ -111,7 +111,7 @@ class WarpgroupPackedGrouped(WarpgroupPacked):
     ) -> tuple[Extents, GroupRing]:
         (m, k), n = tokens.coordinates.shape, cute.size(outputs.tD, mode=[0])
         tiles_n = cute.ceil_div(n, self.columns)
-        of = Extents(n, m, k, cute.ceil_div(k, self.tile_k), tiles_n, Int32(0), place[1], Int32(0), Int32(0))
+        of = Extents(n, m, k, cute.ceil_div(k, self.tile_k), tiles_n, Int32(0), Int32(0))
         ring = GroupRing(
             walk=self.group_walk,
             ring=self.ring,
@@ -171,12 +171,8 @@ class WarpgroupPackedGrouped(WarpgroupPacked):
     @cute.jit
     def meet(self, consumer: Consumer, share: Share):
         """Gates and what they multiply: the first group's ``acc`` are then results."""
-        of, shared, mBias, clamp = (
-            consumer.cta.of,
-            consumer.cta.shared,
-            consumer.cta.outputs.mBias,
-            consumer.cta.extra[1],
-        )
+        of, shared = consumer.cta.of, consumer.shared
+        mBias, clamp = consumer.cta.outputs.mBias, consumer.cta.extra[1]
         count = const_expr(cute.size(consumer.acc))
         left = cute.make_tensor(
             cute.recast_ptr(shared.storage + self.smem.exchange_at, dtype=Float32),
