@@ -184,7 +184,7 @@ class GroupedProduct(Product):
         from cutekernels.kernels.cute.products.multistage_grouped import MultistageGrouped
 
         body = super().body(p, c, gpu)
-        return MultistageGrouped(body, self.along) if c.body == MULTISTAGE.name else body
+        return MultistageGrouped(**vars(body), along=self.along) if c.body == MULTISTAGE.name else body
 
     def divisors(self, p: GroupedProblem, c: GemmConfig) -> dict[str, int]:
         return dict.fromkeys(("n", "k", "weight_rows"), p.align)

@@ -116,7 +116,13 @@ class MultistageGemm(GemmBody):
         blocks = tiles_m * tiles_n * cute.size(mD, mode=[2])
         if const_expr(self.persistent):
             blocks = cutlass.min(blocks, Int32(self.resident))
-        self.kernel(mD, mA, mB, replace(operands, mC=mC), self.mma.tiled_mma(mA.element_type)).launch(
+        operands = replace(operands, mC=mC)
+        self.start((mD, mA, mB, operands, self.mma.tiled_mma(mA.element_type)), blocks, stream)
+
+    @cute.jit
+    def start(self, arguments: tuple, blocks: Int32, stream: cuda.CUstream):
+        """Launches the kernel."""
+        self.kernel(*arguments).launch(
             grid=[blocks, 1, 1],
             block=[self.results.threads, 1, 1],
             min_blocks_per_mp=self.ctas_per_sm,
