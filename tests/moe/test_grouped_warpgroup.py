@@ -136,7 +136,7 @@ def test_swapped_gates_and_ups_meet_in_a_thread(knobs: str) -> None:
 
     config = GemmConfig.parse(f"{knobs} raster=8 swap_ab=1 {COMMON}")
     problem, extras = GROUPED_GEMM.one(GATE, most=True), GROUPED_GEMM.extras(GATE)
-    body = GROUPED_WARPGROUP.body(problem, config, H200, extras).product
+    body = GROUPED_WARPGROUP.body(problem, config, H200, extras)
     half, apart = config.tile_n // 2, body.results.gate_distance
     lies, held = [], []
 

@@ -206,11 +206,7 @@ def _every() -> tuple[NormLinearConfig, ...]:
 
 @cache
 def _product(c: NormLinearConfig) -> GemmConfig:
-    return GemmConfig(
-        tile_m=c.tile_m, tile_n=c.tile_n, tile_k=c.tile_k, warps_m=1, warps_n=c.warps_n, stages=c.stages,
-        raster=c.raster, ctas_per_sm=1, body=c.body, warps_k=c.warps_k, split_k=c.split_k, pdl=c.pdl,
-        prefetch_l2=c.prefetch_l2, pingpong=c.pingpong, cluster_m=c.cluster_m, cluster_n=c.cluster_n,
-    )  # fmt: skip
+    return GemmConfig(warps_m=1, ctas_per_sm=1, **{name: getattr(c, name) for name in KNOBS})
 
 
 # ---- fused kernels ---------------------------------------------------------------------------------------

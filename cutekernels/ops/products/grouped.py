@@ -137,11 +137,7 @@ class GroupedProduct(Product):
                 yield from c.taken(fit)
 
     def fit(
-        self,
-        p: GroupedProblem,
-        gpu: GpuSpec,
-        schedule: DenseSchedule,
-        among: Among = EVERY,
+        self, p: GroupedProblem, gpu: GpuSpec, schedule: DenseSchedule, among: Among = EVERY
     ) -> tuple[Columns, Any] | None:
         """Configs of ``schedule``, and a mask of those that :meth:`why_not` accepts; None where it takes no ``p``."""
         most, extras = _largest_product(self, p)
@@ -157,12 +153,11 @@ class GroupedProduct(Product):
     def best(self, p: GroupedProblem, gpu: GpuSpec, schedule: DenseSchedule) -> GemmConfig | None:
         """The model's best of ``schedule``."""
         most, extras = _largest_product(self, p)
-        posed = self.one(p) if schedule is MULTISTAGE else most
-        if (found := self.fit(p, gpu, schedule, schedule.usual(posed, gpu, extras))) is None:
+        if (found := self.fit(p, gpu, schedule, schedule.usual(most, gpu, extras))) is None:
             return None
         c, fit = found
-        fit &= schedule.usually(posed, c, gpu, extras)
-        return schedule.least(posed, c, extras, fit, self.estimate_us(p, c, gpu))[1] if fit.any() else None
+        fit &= schedule.usually(most, c, gpu, extras)
+        return schedule.least(most, c, extras, fit, self.estimate_us(p, c, gpu))[1] if fit.any() else None
 
     def estimate_us(self, p: GroupedProblem, c: Any, gpu: GpuSpec) -> Any:
         """The model's time of a config, or of columns of one body's."""
@@ -189,7 +184,7 @@ class GroupedProduct(Product):
         from cutekernels.kernels.cute.products.multistage_grouped import MultistageGrouped
 
         body = super().body(p, c, gpu)
-        return MultistageGrouped(body, self.along) if c.body == MULTISTAGE.name else body
+        return MultistageGrouped(**vars(body), along=self.along) if c.body == MULTISTAGE.name else body
 
     def divisors(self, p: GroupedProblem, c: GemmConfig) -> dict[str, int]:
         return dict.fromkeys(("n", "k", "weight_rows"), p.align)

@@ -71,11 +71,11 @@ class BoxOperands:
 
     tma_d: cute.CopyAtom
     tD: cute.Tensor  # (M, N[, L]), coordinates
-    tma_c: cute.CopyAtom | None
-    tC: cute.Tensor | None  # (M, N[, L]), coordinates
-    mBias: cute.Tensor | None
-    alpha: Float32
-    beta: Float32
+    tma_c: cute.CopyAtom | None = None
+    tC: cute.Tensor | None = None  # (M, N[, L]), coordinates
+    mBias: cute.Tensor | None = None
+    alpha: Float32 | None = None
+    beta: Float32 | None = None
     mOut: cute.Tensor | None = None  # (T, N), of rows in groups
     end: Int32 | None = None  # of the tile's group of rows
     own: Any = None  # of a further epilogue
@@ -204,6 +204,10 @@ class ResultBoxes:
         """A box in shared memory."""
         plain = cute.make_layout(self.shape, stride=(1, BOX) if self.rows_contiguous else (BOX, 1))
         return cute.make_composed_layout(cute.make_swizzle(3, 4, 3), 0, plain)
+
+    def tma(self, op: Any, mX: cute.Tensor) -> tuple[cute.CopyAtom, cute.Tensor]:
+        """The TMA copy of boxes of ``mX``, and its coordinates."""
+        return cpasync.make_tiled_tma_atom(op, mX, self.layout(), self.shape)
 
     def offset(self, box: int) -> tuple[int, int]:
         """The first row and column of a group's ``box``."""

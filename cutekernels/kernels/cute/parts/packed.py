@@ -36,6 +36,16 @@ MOVES_8_FP16 = (((-1, 0x3800), (7, 0x0780), (4, 0x8000)), ((3, 0x3F80), (0, 0x80
 
 
 @dataclass(frozen=True)
+class Weight:
+    """A packed weight in memory."""
+
+    mW: cute.Tensor  # (N / 64, K / 64, bytes)
+    mS: cute.Tensor  # (groups, N padded to 64), or of 128 x 128 blocks
+    mZ: cute.Tensor | None  # bytes, as the scales
+    mF: cute.Tensor | None  # (2, N padded to 64): factors of rows, and divisors or 1
+
+
+@dataclass(frozen=True)
 class PackedWeights:
     """How elements are coded, and the type they become. ``code``: ``"int4" | "int8" | "e4m3" | "e2m1" | "nf4"``."""
 

@@ -15,6 +15,15 @@ class Position:
     phase: Int32
 
 
+@cute.jit
+def next_stage(stage: Int32, stages: cutlass.Constexpr[int]) -> Int32:
+    """The stage behind ``stage`` in a ring of so many."""
+    stage = stage + 1
+    if stage == stages:
+        stage = Int32(0)
+    return stage
+
+
 @dataclass(frozen=True)
 class StagePipeline:
     """``stages`` buffers with two mbarriers each: full (bytes have landed) and empty (readers are done).

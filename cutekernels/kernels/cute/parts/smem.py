@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from cutekernels.columns import larger, smaller, where
 
 ALIGNMENT = 1024  # span of a 128-byte swizzle pattern
-SWIZZLED_ROWS, SWIZZLED = 8, 64  # its rows, and 2-byte elements in a row
+SWIZZLED_ROWS, SWIZZLED = 8, 64  # its rows, and elements in a row
+ELEMENT_BYTES = 2  # of operands and results
+TILE = 64  # rows, and elements of K, of a packed tile
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,24 +27,12 @@ class GemmSmem:
     tile_k: int
     stages: int
     persistent: bool = False
-    element_bytes: int = 2
-
-    @property
-    def a_bytes(self) -> int:
-        return self.tile_m * self.tile_k * self.stages * self.element_bytes
-
-    @property
-    def b_bytes(self) -> int:
-        return self.tile_n * self.tile_k * self.stages * self.element_bytes
-
-    @property
-    def out_bytes(self) -> int:
-        return self.tile_m * self.tile_n * self.element_bytes
 
     @property
     def total_bytes(self) -> int:
-        staged = self.a_bytes + self.b_bytes
-        return where(self.persistent, staged + self.out_bytes, larger(staged, self.out_bytes))
+        staged = (self.tile_m + self.tile_n) * self.tile_k * self.stages * ELEMENT_BYTES
+        out = self.tile_m * self.tile_n * ELEMENT_BYTES
+        return where(self.persistent, staged + out, larger(staged, out))
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +49,13 @@ class SkinnySmem:
     tile_k: int
     stages: int
     warps_k: int
-    element_bytes: int = 2
     squaring: int = 0
     gamma_bytes: int = 0
     FLAG_BYTES = 16
 
     @property
     def staged_bytes(self) -> int:
-        return (self.tile_m + self.tile_n) * self.tile_k * self.stages * self.element_bytes
+        return (self.tile_m + self.tile_n) * self.tile_k * self.stages * ELEMENT_BYTES
 
     @property
     def flag_at(self) -> int:
@@ -106,7 +95,6 @@ class SkinnyWarpgroupSmem:
     gamma_bytes: int = 0
     squares: bool = False
     exclusive: bool = False
-    element_bytes: int = 2
     GROUP_ROWS = 64  # of the MMA; a tile_m that is no multiple is rounded up
     GROUP_THREADS = 128  # that share those rows
     ACCUMULATORS_PER_BLOCK = 4  # of a thread, in 8 columns
@@ -115,15 +103,15 @@ class SkinnyWarpgroupSmem:
 
     @property
     def stage_bytes(self) -> int:
-        return ((self.tile_m + self.tile_n) * self.element_bytes + self.gamma_bytes) * self.tile_k
+        return ((self.tile_m + self.tile_n) * ELEMENT_BYTES + self.gamma_bytes) * self.tile_k
 
     @property
     def w_at(self) -> int:
-        return self.stages * self.tile_m * self.tile_k * self.element_bytes
+        return self.stages * self.tile_m * self.tile_k * ELEMENT_BYTES
 
     @property
     def gamma_at(self) -> int:
-        return self.w_at + self.stages * self.tile_n * self.tile_k * self.element_bytes
+        return self.w_at + self.stages * self.tile_n * self.tile_k * ELEMENT_BYTES
 
     def begin(self, cta: int) -> int:
         """First of a thread's accumulators that CTA ``cta`` of the cluster adds up: whole blocks of 8 columns."""
@@ -150,7 +138,7 @@ class SkinnyWarpgroupSmem:
 
     @property
     def inbox_at(self) -> int:
-        results = self.tile_m * self.out_pitch * self.element_bytes
+        results = self.tile_m * self.out_pitch * ELEMENT_BYTES
         return where(self.inbox_in_stages, results, larger(self.stages * self.stage_bytes, results))
 
     @property
@@ -186,12 +174,40 @@ class SkinnyWarpgroupSmem:
         return larger(self.squares_barrier_at + 8 * self.squares, self.EXCLUSIVE_BYTES * self.exclusive)
 
 
-@dataclass(frozen=True, slots=True)
-class WarpgroupSmem:
-    """Shared memory of a warpgroup GEMM: stages of both operands, then boxes of results and bias for each consumer warp
-    group, then barriers, then a ring of ``places`` for tiles that are found on the device.
+class BoxesSmem:
+    """Boxes of results and bias for each consumer warp group, behind ``staged_bytes`` of stages; barriers follow.
 
     A box is 64 x 64 results on their way out; with C in front, a box brings its part of C first.
+    """
+
+    groups: int
+    boxes: int  # of a group
+    biased: bool
+    staged_bytes: int
+    BOX = 64  # rows and columns
+    BOX_BYTES = BOX * BOX * 2
+    BIASES = 256  # of a tile, at most
+    PLACE_BYTES = 32  # of a ring of tiles: two barriers and four numbers
+    PLACES = 4  # of a ring: tiles found ahead
+
+    @property
+    def boxes_at(self) -> int:
+        return -(-self.staged_bytes // ALIGNMENT) * ALIGNMENT
+
+    @property
+    def biases_at(self) -> int:
+        return self.boxes_at + self.groups * self.boxes * self.BOX_BYTES
+
+    @property
+    def barriers_at(self) -> int:
+        return self.biases_at + self.groups * self.BIASES * 4 * self.biased
+
+
+@dataclass(frozen=True)
+class WarpgroupSmem(BoxesSmem):
+    """Shared memory of a warpgroup GEMM: stages of both operands, boxes of results and bias, barriers, then a ring of
+    ``places`` for tiles that are found on the device. Barriers are full and empty for each stage, then ``c_full`` for
+    each box of each group, then ``order`` for each group.
     """
 
     tile_m: int
@@ -202,11 +218,6 @@ class WarpgroupSmem:
     boxes: int  # of a group
     biased: bool = False
     places: int = 0
-    element_bytes: int = 2
-    BOX = 64  # rows and columns
-    BIASES = 256  # of a tile, at most
-    PLACE_BYTES = 32  # two barriers and four numbers
-    PLACES = 4  # of a ring: tiles found ahead
 
     @staticmethod
     def sharing(tile_m: int, pingpong: bool) -> int:
@@ -214,34 +225,16 @@ class WarpgroupSmem:
         return where(pingpong, 1, where(tile_m <= 3 * 64, tile_m // 64, 2))
 
     @property
-    def rows_bytes(self) -> int:
-        return self.tile_m * self.tile_k * self.element_bytes
-
-    @property
     def stage_bytes(self) -> int:
-        return (self.tile_m + self.tile_n) * self.tile_k * self.element_bytes
+        return (self.tile_m + self.tile_n) * self.tile_k * ELEMENT_BYTES
 
     @property
     def columns_at(self) -> int:
-        return self.stages * self.rows_bytes
+        return self.stages * self.tile_m * self.tile_k * ELEMENT_BYTES
 
     @property
-    def boxes_at(self) -> int:
-        at = self.stages * self.stage_bytes
-        return -(-at // ALIGNMENT) * ALIGNMENT
-
-    @property
-    def box_bytes(self) -> int:
-        return self.BOX * self.BOX * self.element_bytes
-
-    @property
-    def biases_at(self) -> int:
-        return self.boxes_at + self.groups * self.boxes * self.box_bytes
-
-    @property
-    def barriers_at(self) -> int:
-        """Full and empty for each stage, then ``c_full`` for each box of each group, then ``order`` for each group."""
-        return self.biases_at + self.groups * self.BIASES * 4 * self.biased
+    def staged_bytes(self) -> int:
+        return self.stages * self.stage_bytes
 
     @property
     def ring_at(self) -> int:
@@ -271,7 +264,6 @@ class SkinnyPackedSmem:
     scale_rows: int  # rows that share a scale: 1, or 128
     zeros: bool
     halves: int = 1  # 2 where half of the rows are gates
-    TILE = 64  # rows, and elements of K, of a packed tile
     VECTOR = 16
 
     @property
@@ -282,22 +274,22 @@ class SkinnyPackedSmem:
     @property
     def half_blocks(self) -> int:
         """Runs of up to 64 rows of a half."""
-        return larger(1, self.half_rows // self.TILE)
+        return larger(1, self.half_rows // TILE)
 
     @property
     def tile_bytes(self) -> int:
         """Bytes of a packed tile of 64 x 64."""
-        return self.TILE * self.TILE * self.bits // 8
+        return TILE * TILE * self.bits // 8
 
     @property
     def part_bytes(self) -> int:
         """Bytes of the CTA's rows of a packed tile."""
-        return self.tile_bytes * smaller(self.half_rows, self.TILE) // self.TILE
+        return self.tile_bytes * smaller(self.half_rows, TILE) // TILE
 
     @property
     def run_bytes(self) -> int:
         """Bytes of up to 64 rows of a stage's weight; of all 64 contiguous in memory too."""
-        return self.tile_k // self.TILE * self.part_bytes
+        return self.tile_k // TILE * self.part_bytes
 
     @property
     def x_at(self) -> int:
@@ -341,20 +333,18 @@ class DequantizeSmem:
     """Shared memory of decoding a packed weight: a buffer of 64 x 64 decoded numbers for each tile of the CTA."""
 
     tiles: int
-    TILE = 64
-    ELEMENT_BYTES = 2
 
     def tile_bytes(self, bits: int) -> int:
         """Bytes of a packed tile."""
-        return self.TILE * self.TILE * bits // 8
+        return TILE * TILE * bits // 8
 
     @property
     def total_bytes(self) -> int:
-        return self.tiles * self.TILE * self.TILE * self.ELEMENT_BYTES
+        return self.tiles * TILE * TILE * ELEMENT_BYTES
 
 
-@dataclass(frozen=True, slots=True)
-class WarpgroupPackedSmem:
+@dataclass(frozen=True)
+class WarpgroupPackedSmem(BoxesSmem):
     """Shared memory of a warpgroup product with a packed weight: stages of tokens; stages of packed weight, scales and
     zero points; boxes of results and bias for each consumer group; barriers; a flag for each group; a ring of
     ``places`` for tiles that are found on the device; what a group leaves for another.
@@ -374,15 +364,11 @@ class WarpgroupPackedSmem:
     places: int = 0  # of a ring, for tiles that are found on the device
     exchanged: int = 0  # accumulators of a thread that one group leaves for another
     received: int = 0  # accumulators of a thread that a cluster's other CTAs send it
-    TILE = 64
-    BIASES = 256
-    PLACE_BYTES = 32  # two barriers and four numbers
-    BOX_BYTES = 64 * 64 * 2
 
     @property
     def tile_bytes(self) -> int:
         """Bytes of a packed tile of 64 x 64."""
-        return self.TILE * self.TILE * self.bits // 8
+        return TILE * TILE * self.bits // 8
 
     @property
     def x_bytes(self) -> int:
@@ -391,7 +377,7 @@ class WarpgroupPackedSmem:
     @property
     def weight_bytes(self) -> int:
         """Bytes of one group's packed rows in a stage."""
-        return self.tile_k // self.TILE * self.tile_bytes
+        return self.tile_k // TILE * self.tile_bytes
 
     @property
     def strips(self) -> int:
@@ -401,7 +387,7 @@ class WarpgroupPackedSmem:
     @property
     def scales_bytes(self) -> int:
         """Bytes of the scales of one group's rows in a stage."""
-        return self.strips * self.TILE * self.scale_bytes
+        return self.strips * TILE * self.scale_bytes
 
     @property
     def zero_strips(self) -> int:
@@ -410,7 +396,7 @@ class WarpgroupPackedSmem:
 
     @property
     def zeros_bytes(self) -> int:
-        return self.zero_strips * self.TILE
+        return self.zero_strips * TILE
 
     @property
     def stage_bytes(self) -> int:
@@ -434,17 +420,8 @@ class WarpgroupPackedSmem:
         return -(-(self.zeros_at + self.groups * self.zeros_bytes) // 128) * 128
 
     @property
-    def boxes_at(self) -> int:
-        at = self.packed_at + self.stages * self.packed_bytes
-        return -(-at // ALIGNMENT) * ALIGNMENT
-
-    @property
-    def biases_at(self) -> int:
-        return self.boxes_at + self.groups * self.boxes * self.BOX_BYTES
-
-    @property
-    def barriers_at(self) -> int:
-        return self.biases_at + self.groups * self.BIASES * 4 * self.biased
+    def staged_bytes(self) -> int:
+        return self.packed_at + self.stages * self.packed_bytes
 
     @property
     def flags_at(self) -> int:
@@ -460,7 +437,7 @@ class WarpgroupPackedSmem:
 
     @property
     def exchange_at(self) -> int:
-        return self.ring_at + self.places * WarpgroupSmem.PLACE_BYTES
+        return self.ring_at + self.places * self.PLACE_BYTES
 
     @property
     def inbox_barriers_at(self) -> int:

@@ -12,7 +12,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from cutekernels.kernels.cute.parts.pipeline import Position, StagePipeline
-from cutekernels.kernels.cute.parts.smem import SWIZZLED, SkinnyWarpgroupSmem
+from cutekernels.kernels.cute.parts.smem import ELEMENT_BYTES, SWIZZLED, SkinnyWarpgroupSmem
 
 WARPS = SkinnyWarpgroupSmem.SQUARING_WARPS
 _VECTOR = 8  # elements in 16 bytes
@@ -75,8 +75,8 @@ class StageSquares:
         empty = full + self.smem.stages
         sums = cute.make_rmem_tensor((self.rows4, self.smem.tile_k // SWIZZLED), Float32)
         sums.fill(0.0)
-        begin = storage + (warp * _TOGETHER * SWIZZLED * self.smem.element_bytes + lane * 16)
-        pitch = const_expr(self.smem.tile_m * self.smem.tile_k * self.smem.element_bytes)
+        begin = storage + (warp * _TOGETHER * SWIZZLED * ELEMENT_BYTES + lane * 16)
+        pitch = const_expr(self.smem.tile_m * self.smem.tile_k * ELEMENT_BYTES)
         at = Position(Int32(0), Int32(0))
         for _ in cutlass.range(first, end, unroll=1):
             # Wait until the TMA has filled the stage.
@@ -99,7 +99,7 @@ class StageSquares:
         x = cute.make_rmem_tensor((_VECTOR, self.rows4, blocks), dtype)
         for i in cutlass.range_constexpr(self.rows4):
             for block in cutlass.range_constexpr(blocks):
-                at = begin + (i * WARPS * _TOGETHER + block * self.smem.tile_m) * SWIZZLED * self.smem.element_bytes
+                at = begin + (i * WARPS * _TOGETHER + block * self.smem.tile_m) * SWIZZLED * ELEMENT_BYTES
                 at = cute.make_ptr(dtype, at.toint(), cute.AddressSpace.smem, assumed_align=16)
                 cute.autovec_copy(cute.make_tensor(at, cute.make_layout(_VECTOR)), x[None, i, block])
         add_squares(x, sums)

@@ -121,10 +121,10 @@ def add_vectors(acc: cute.Tensor, parts: cute.Tensor, thread: Int32, numbers: tu
 
 @dataclass(frozen=True)
 class Workspace:
-    """Partial results of CTAs that share a tile, for the last of them; None where none do."""
+    """Partial results of CTAs that share a tile, for the one that adds them up; None where none do."""
 
     mPartials: cute.Tensor | None = None
-    mTickets: cute.Tensor | None = None  # zero before and after
+    mCounters: cute.Tensor | None = None  # zero before and after
 
 
 @dataclass(frozen=True)

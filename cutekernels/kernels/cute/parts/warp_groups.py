@@ -18,14 +18,6 @@ ROWS = 64  # that it multiplies at once
 
 
 @dataclass(frozen=True)
-class TmaTensor:
-    """A TMA copy, and the coordinates that it is given in the tensor it copies from or to."""
-
-    tma: cute.CopyAtom
-    coordinates: cute.Tensor
-
-
-@dataclass(frozen=True)
 class BoxLoad:
     """The loads of a box's k-tiles. A gated operand has two boxes in a stage: ``half`` says which."""
 
@@ -34,6 +26,30 @@ class BoxLoad:
     target: cute.Tensor  # (TMA, STAGE), or (TMA, 2 * STAGE) of halves
     mask: Int16 | None = None  # CTAs of the cluster that get it
     half: Int32 | None = None
+
+
+@dataclass(frozen=True)
+class TmaTensor:
+    """A TMA copy, and the coordinates that it is given in the tensor it copies from or to."""
+
+    tma: cute.CopyAtom
+    coordinates: cute.Tensor
+
+    @cute.jit
+    def loads(
+        self,
+        sX: cute.Tensor,  # (rows, K, STAGE)
+        first: Int32,
+        shape: tuple[int, int],
+        part: int | Int32 = 0,
+        parts: cutlass.Constexpr[int] = 1,
+    ) -> BoxLoad:
+        """The loads of boxes of ``shape`` along K, from row ``first`` on; ``part`` of each, where CTAs load parts."""
+        gX = cute.local_tile(cute.domain_offset((first, 0), self.coordinates), shape, (0, None))  # (rows, K, k)
+        target, source = cpasync.tma_partition(
+            self.tma, part, cute.make_layout(parts), cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2)
+        )
+        return BoxLoad(self.tma, source, target)
 
 
 class WarpGroupBody:

@@ -36,12 +36,11 @@ from cutlass.memory import SmemAllocator
 
 from cutekernels.kernels.cute.parts.dependent import pdl_launch, pdl_wait
 from cutekernels.kernels.cute.parts.nf4 import NF4
-from cutekernels.kernels.cute.parts.packed import PackedWeights, kind_of, power_of_two, product16, ue5m3
+from cutekernels.kernels.cute.parts.packed import PackedWeights, Weight, kind_of, power_of_two, product16, ue5m3
 from cutekernels.kernels.cute.parts.ptx import pure
 from cutekernels.kernels.cute.parts.results import store_16
-from cutekernels.kernels.cute.parts.smem import DequantizeSmem
+from cutekernels.kernels.cute.parts.smem import TILE, DequantizeSmem
 
-TILE = 64  # rows, and elements of K, of a packed tile
 STRIP = 16  # rows of a warp
 VECTOR = 16  # bytes
 LINE = 128  # bytes of a tile's row
@@ -110,7 +109,7 @@ class Dequantize:
         stream: cuda.CUstream,
     ):
         n, columns = mD.shape
-        self.kernel(mD, mW, mS, mZ, mF, first).launch(
+        self.kernel(mD, Weight(mW, mS, mZ, mF), first).launch(
             grid=[cute.ceil_div(columns, TILE * self.tiles), cute.ceil_div(n, TILE), 1],
             block=[THREADS, 1, 1],
             preferred_smem_carveout=100,  # percent
@@ -119,21 +118,13 @@ class Dequantize:
         )
 
     @cute.kernel
-    def kernel(
-        self,
-        mD: cute.Tensor,
-        mW: cute.Tensor,
-        mS: cute.Tensor,
-        mZ: cute.Tensor | None,
-        mF: cute.Tensor | None,
-        first: Int32,
-    ):
+    def kernel(self, mD: cute.Tensor, weight: Weight, first: Int32):
         tid, _, _ = cute.arch.thread_idx()
         cta_k, cta_n, _ = cute.arch.block_idx()
         warp, lane = cute.arch.make_warp_uniform(tid // 32), tid % 32
         base = SmemAllocator().allocate(self.smem.total_bytes, byte_alignment=LINE).toint().to(Int32)
         row = cta_n * TILE + warp * STRIP
-        tiles_k, groups = cute.size(mW, mode=[1]), cute.size(mS, mode=[0])
+        tiles_k, groups = cute.size(weight.mW, mode=[1]), cute.size(weight.mS, mode=[0])
         known = nf4_of(lane) if const_expr(self.code == "nf4") else self.weights.constant(first)
         if const_expr(self.dependent):
             pdl_wait()
@@ -146,7 +137,7 @@ class Dequantize:
         tile_bytes = const_expr(self.smem.tile_bytes(self.weights.bits))
         for t in cutlass.range_constexpr(self.tiles):
             tile = cutlass.min((first >> 6) + (cta_k * self.tiles + t), tiles_k - 1)
-            source = mW.iterator.toint() + (Int64(cta_n) * tiles_k + tile) * tile_bytes
+            source = weight.mW.iterator.toint() + (Int64(cta_n) * tiles_k + tile) * tile_bytes
             source = source + (warp * (tile_bytes // 4) + lane * VECTOR)
             for i in cutlass.range_constexpr(self.runs):
                 place = cute.make_ptr(Int32, source + i * 32 * VECTOR, cute.AddressSpace.gmem, assumed_align=VECTOR)
@@ -158,15 +149,17 @@ class Dequantize:
                 for h in cutlass.range_constexpr(2):
                     at = (row + lane // 4 + 8 * h) >> (self.scale_rows.bit_length() - 1)
                     if const_expr(self.factors):
-                        word = mS[group, row + lane // 4 * 2 + g // 2]
+                        word = weight.mS[group, row + lane // 4 * 2 + g // 2]
                         scale = ue5m3(word, 2 * h + g % 2).bitcast(Float32)
-                        factors[h, g, t] = (scale * (mF[0, at] if mF[1, at] == 1.0 else Float32(1.0))) / mF[1, at]
+                        factors[h, g, t] = (
+                            scale * (weight.mF[0, at] if weight.mF[1, at] == 1.0 else Float32(1.0))
+                        ) / weight.mF[1, at]
                     elif const_expr(self.code == "e2m1"):
-                        cute.recast_tensor(factors, Int32)[h, g, t] = power_of_two(mS[group, at].to(Int32))
+                        cute.recast_tensor(factors, Int32)[h, g, t] = power_of_two(weight.mS[group, at].to(Int32))
                     else:
-                        factors[h, g, t] = mS[group, at].to(Float32)
+                        factors[h, g, t] = weight.mS[group, at].to(Float32)
                     if const_expr(self.zeros):
-                        shifts[h, g, t] = self.weights.shift(mZ[group, at].to(Int32))
+                        shifts[h, g, t] = self.weights.shift(weight.mZ[group, at].to(Int32))
         if const_expr(self.dependent):
             pdl_launch()
 

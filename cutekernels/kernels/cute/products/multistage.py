@@ -16,7 +16,7 @@ One k-tile of the mainloop:
     3. Last k-block: wait for the next k-tile and for all warps, load its block 0, multiply the last block.
 
 Ends:
-    A ragged K comes *first*: ``OperandLoad.copies`` shifts k-tiles so that the first is partial. ``fill`` zeros its
+    A ragged K comes *first*: ``OperandLoad.copies`` shifts k-tiles so that the first is partial. ``produce`` zeros its
     buffer and masks it along K (``OperandLoad.first_mask``), so the mainloop needs no bounds along K. Rows beyond M or
     N are masked in each copy (``OperandLoad.mask``); their products are whatever lay in shared memory, and the epilogue
     does not store them.
@@ -42,16 +42,19 @@ from dataclasses import dataclass, replace
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Int32, const_expr
 from cutlass.memory import SmemAllocator
 
 from cutekernels.kernels.cute.parts.epilogue import EpilogueOperands
+from cutekernels.kernels.cute.parts.gemm_arguments import NO_WORKSPACE, GemmBody, columns_first, rows_first
 from cutekernels.kernels.cute.parts.load import OperandLoad
 from cutekernels.kernels.cute.parts.mma import WarpMma
+from cutekernels.kernels.cute.parts.pipeline import next_stage
 from cutekernels.kernels.cute.parts.ptx import instruction
 from cutekernels.kernels.cute.parts.schedule import Raster, Tile
 from cutekernels.kernels.cute.parts.smem import ALIGNMENT
 from cutekernels.kernels.cute.parts.tile_output import TileOutput, TileStore
+from cutekernels.kernels.cute.parts.tile_share import Workspace
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,7 @@ class Output:
 
 
 @dataclass(frozen=True)
-class MultistageGemm:
+class MultistageGemm(GemmBody):
     """The body; ``ctas_per_sm`` bounds registers so that so many CTAs fit."""
 
     load_a: OperandLoad
@@ -91,24 +94,15 @@ class MultistageGemm:
         return self.resident > 0
 
     @cute.jit
-    def __call__(
-        self,
-        mD: cute.Tensor,  # ([L,] M, N)
-        mA: cute.Tensor,  # ([L,] M, K)
-        mB: cute.Tensor,  # ([L,] K, N)
-        mC: cute.Tensor | None,  # ([L,] M, N)
-        mBias: cute.Tensor | None,  # (N,)
-        alpha: Float32,
-        beta: Float32,
-        stream: cuda.CUstream,
-    ):
-        self.extend(mD, mA, mB, EpilogueOperands(mC, mBias, alpha, beta), stream)
-
-    @cute.jit
     def extend(
-        self, mD: cute.Tensor, mA: cute.Tensor, mB: cute.Tensor, operands: EpilogueOperands, stream: cuda.CUstream
+        self,
+        mD: cute.Tensor,
+        mA: cute.Tensor,
+        mB: cute.Tensor,
+        operands: EpilogueOperands,
+        stream: cuda.CUstream,
+        workspace: Workspace = NO_WORKSPACE,
     ):
-        """With the operands of any epilogue."""
         mC = operands.mC
         if const_expr(self.transposed):
             mA, mB, mD = columns_first(mB), rows_first(mA), columns_first(mD)
@@ -122,7 +116,13 @@ class MultistageGemm:
         blocks = tiles_m * tiles_n * cute.size(mD, mode=[2])
         if const_expr(self.persistent):
             blocks = cutlass.min(blocks, Int32(self.resident))
-        self.kernel(mD, mA, mB, replace(operands, mC=mC), self.mma.tiled_mma(mA.element_type)).launch(
+        operands = replace(operands, mC=mC)
+        self.start((mD, mA, mB, operands, self.mma.tiled_mma(mA.element_type)), blocks, stream)
+
+    @cute.jit
+    def start(self, arguments: tuple, blocks: Int32, stream: cuda.CUstream):
+        """Launches the kernel."""
+        self.kernel(*arguments).launch(
             grid=[blocks, 1, 1],
             block=[self.results.threads, 1, 1],
             min_blocks_per_mp=self.ctas_per_sm,
@@ -150,19 +150,19 @@ class MultistageGemm:
         m, n = cute.size(mA, mode=[0]), cute.size(mB, mode=[0])
         tiles_m, tiles_n = cute.ceil_div(m, self.results.tile_m), cute.ceil_div(n, self.results.tile_n)
         tiles = tiles_m * tiles_n * cute.size(mD, mode=[2])
-        self.fill(tid, factors, self.raster.place(block, tiles_m, tiles_n))
+        self.produce(tid, factors, self.raster.place(block, tiles_m, tiles_n))
         if const_expr(self.persistent):
             # -- tile after tile: the next one's first copies are under way while this one's result leaves
             for index in cutlass.range(block, tiles, blocks, unroll=1):
                 tile = self.raster.place(index, tiles_m, tiles_n)
-                self.multiply(opaque(tid), factors, tile, tiled_mma, acc)
+                self.consume(opaque(tid), factors, tile, tiled_mma, acc)
                 if index + blocks < tiles:
-                    self.fill(opaque(tid), factors, self.raster.place(index + blocks, tiles_m, tiles_n))
+                    self.produce(opaque(tid), factors, self.raster.place(index + blocks, tiles_m, tiles_n))
                 self.store(opaque(tid), tile, tiled_mma, acc, out)
         else:
             # -- one tile
             tile = self.raster.place(block, tiles_m, tiles_n)
-            self.multiply(tid, factors, tile, tiled_mma, acc)
+            self.consume(tid, factors, tile, tiled_mma, acc)
             self.store(tid, tile, tiled_mma, acc, out)
 
     @cute.jit
@@ -184,7 +184,7 @@ class MultistageGemm:
         return sA, sB, sD, cute.make_rmem_tensor(shape, self.mma.accumulate)  # ((2, 2), MMA_M, MMA_N)
 
     @cute.jit
-    def fill(self, tid: Int32, operands: Operands, tile: Tile):
+    def produce(self, tid: Int32, operands: Operands, tile: Tile):
         """Starts the copies of the first ``stages - 1`` k-tiles of ``tile``, the partial one first.
 
         Nobody may read the buffers any more. Each k-tile is one commit group, those that do not exist too.
@@ -215,8 +215,8 @@ class MultistageGemm:
             cute.arch.cp_async_commit_group()
 
     @cute.jit
-    def multiply(self, tid: Int32, operands: Operands, tile: Tile, tiled_mma: cute.TiledMma, acc: cute.Tensor):
-        """The mainloop of ``tile``, whose first copies :meth:`fill` has started. All buffers are free afterwards."""
+    def consume(self, tid: Int32, operands: Operands, tile: Tile, tiled_mma: cute.TiledMma, acc: cute.Tensor):
+        """The mainloop of ``tile``, whose first copies :meth:`produce` has started. All buffers are free afterwards."""
         mA, mB, sA, sB = operands.mA, operands.mB, operands.sA, operands.sB
         stages = const_expr(self.load_a.stages)
         k_tiles = cute.ceil_div(cute.size(mA, mode=[1]), self.load_a.tile_k)
@@ -244,9 +244,7 @@ class MultistageGemm:
             for kb in cutlass.range_constexpr(k_blocks):
                 nxt = (kb + 1) % k_blocks
                 if const_expr(kb == k_blocks - 1):
-                    read = read + 1
-                    if read == stages:
-                        read = Int32(0)
+                    read = next_stage(read, stages)
                     # The next k-tile has landed, for this thread and then for all; and all warps have this k-tile's
                     # fragments in registers, so its buffer may be filled again in the next round.
                     cute.arch.cp_async_wait_group(stages - 2)
@@ -261,9 +259,7 @@ class MultistageGemm:
                         self.load_a.start(a, ahead, write, a.mask)
                         self.load_b.start(b, ahead, write, b.mask)
                     cute.arch.cp_async_commit_group()
-                    write = write + 1
-                    if write == stages:
-                        write = Int32(0)
+                    write = next_stage(write, stages)
                 cute.gemm(tiled_mma, acc, rA[None, None, kb], rB[None, None, kb], acc)
         # No copy is on its way and every warp has read: the epilogue, or the next tile's copies, may take the buffers.
         cute.arch.cp_async_wait_group(0)
@@ -287,20 +283,3 @@ class MultistageGemm:
 def opaque(x: Int32) -> Int32:
     """``x`` as a value unknown to the compiler, which then keeps nothing derived from it in registers."""
     return Int32(instruction("mov.b32 $0, $1;", "=r,r", x, result=Int32.mlir_type))
-
-
-def rows_first(t: cute.Tensor) -> cute.Tensor:
-    """``([L,] X, Y)`` as ``(X, Y, L)``."""
-    return batch_last(t, (0, 1))
-
-
-def columns_first(t: cute.Tensor) -> cute.Tensor:
-    """``([L,] X, Y)`` as ``(Y, X, L)``."""
-    return batch_last(t, (1, 0))
-
-
-def batch_last(t: cute.Tensor, order: tuple[int, int]) -> cute.Tensor:
-    if cute.rank(t) == 3:
-        return cute.make_tensor(t.iterator, cute.select(t.layout, mode=[order[0] + 1, order[1] + 1, 0]))
-    matrix = cute.select(t.layout, mode=list(order))
-    return cute.make_tensor(t.iterator, cute.append(matrix, cute.make_layout(1, stride=0)))

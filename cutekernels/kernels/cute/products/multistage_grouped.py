@@ -1,9 +1,9 @@
 """Grouped GEMM, multistage schedule: a product for each group of rows, whose ends are known to the device alone.
 
 Roles and pipeline:
-    Those of :class:`MultistageGemm`, whose ``fill``, ``multiply`` and ``store`` run on views of the CTA's group. A view
-    ends where the group does: what lies outside is neither read nor written, so a ragged group is masked by the same
-    row masks (along M) or by the same partial first k-tile (along K) as a ragged matrix.
+    Those of :class:`MultistageGemm`, whose ``produce``, ``consume`` and ``store`` run on views of the CTA's group. A
+    view ends where the group does: what lies outside is neither read nor written, so a ragged group is masked by the
+    same row masks (along M) or by the same partial first k-tile (along K) as a ragged matrix.
 
 One CTA:
     1. Each warp finds the CTA's tile among the groups' ends, without a barrier (``find``).
@@ -44,10 +44,9 @@ class GroupTile:
 
 
 @dataclass(frozen=True)
-class MultistageGrouped:
-    """``product`` of each group. ``along``: the groups divide ``"m"``, rows of A and out, or ``"k"``, the depth."""
+class MultistageGrouped(MultistageGemm):
+    """The body. ``along``: the groups divide ``"m"``, rows of A and out, or ``"k"``, the depth."""
 
-    product: MultistageGemm
     along: str
 
     @cute.jit
@@ -60,24 +59,17 @@ class MultistageGrouped:
         mBias: cute.Tensor | None,  # (G, N)
         stream: cuda.CUstream,
     ):
-        results = self.product.results
         groups = mEnds.shape[0] - 1
         if const_expr(self.along == "k"):
             # Both operands lie along their rows: (K, M) and (K, N), seen as (M, K) and (N, K).
             mA, mB = [cute.make_tensor(t.iterator, cute.select(t.layout, mode=[1, 0])) for t in (mA, mB)]
-        tiles_n = cute.ceil_div(mD.shape[cute.rank(mD) - 1], results.tile_n)
+        tiles_n = cute.ceil_div(mD.shape[cute.rank(mD) - 1], self.results.tile_n)
         # Along M, as many tiles as there can be at most, whatever the ends; along K, every group's matrix.
         if const_expr(self.along == "m"):
-            blocks = slots(mA.shape[0], groups, results.tile_m) * tiles_n
+            blocks = slots(mA.shape[0], groups, self.results.tile_m) * tiles_n
         else:
-            blocks = cute.ceil_div(mA.shape[0], results.tile_m) * tiles_n * groups
-        self.kernel(mD, mA, mB, mEnds, mBias, self.product.mma.tiled_mma(mA.element_type)).launch(
-            grid=[blocks, 1, 1],
-            block=[results.threads, 1, 1],
-            min_blocks_per_mp=self.product.ctas_per_sm,
-            preferred_smem_carveout=100,  # percent; without it the DSL needs the driver, which may be absent
-            stream=stream,
-        )
+            blocks = cute.ceil_div(mA.shape[0], self.results.tile_m) * tiles_n * groups
+        self.start((mD, mA, mB, mEnds, mBias, self.mma.tiled_mma(mA.element_type)), blocks, stream)
 
     @cute.kernel
     def kernel(
@@ -91,15 +83,14 @@ class MultistageGrouped:
     ):
         tid, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
-        body = self.product
-        tile_m, tile_n = body.results.tile_m, body.results.tile_n
-        sA, sB, sD, acc = body.set_up(mA.element_type, tiled_mma)
+        tile_m, tile_n = self.results.tile_m, self.results.tile_n
+        sA, sB, sD, acc = self.set_up(mA.element_type, tiled_mma)
         groups = mEnds.shape[0] - 1
         tiles_n = cute.ceil_div(mD.shape[cute.rank(mD) - 1], tile_n)
         if const_expr(self.along == "m"):
             # -- rows of A in groups: find the tile's group, and multiply views that end where the group does
             rows = mA.shape[0]
-            slot, column = body.raster.tile(block, slots(rows, groups, tile_m), tiles_n)
+            slot, column = self.raster.tile(block, slots(rows, groups, tile_m), tiles_n)
             own = self.find(mEnds, rows, slot, tile_m)
             expert = cutlass.min(cutlass.max(own.group, Int32(0)), groups - 1)
             vA, vD = part(mA, 0, own.begin, own.extent), part(mD, 0, own.begin, own.extent)
@@ -112,23 +103,23 @@ class MultistageGrouped:
             # A surplus CTA has no rows and returns. Rows before the first group or behind the last get zeros.
             if own.tile * tile_m < own.extent:
                 if own.group >= 0 and own.group < groups:
-                    body.fill(tid, operands, tile)
-                    body.multiply(tid, operands, tile, tiled_mma, acc)
-                    body.store(tid, tile, tiled_mma, acc, out)
+                    self.produce(tid, operands, tile)
+                    self.consume(tid, operands, tile, tiled_mma, acc)
+                    self.store(tid, tile, tiled_mma, acc, out)
                 else:
                     self.blank(tid, vD, tile)
         else:
             # -- the depth in groups: each CTA reads its group's two ends, and its K is as deep as the group
-            own_tile = body.raster.place(block, cute.ceil_div(mA.shape[0], tile_m), tiles_n)
+            own_tile = self.raster.place(block, cute.ceil_div(mA.shape[0], tile_m), tiles_n)
             depth = mA.shape[1]
             begin = cutlass.min(cutlass.max(mEnds[own_tile.layer], Int32(0)), depth)
             extent = cutlass.min(cutlass.max(mEnds[own_tile.layer + 1], begin), depth) - begin
             operands = Operands(part(mA, 1, begin, extent), part(mB, 1, begin, extent), sA, sB)
             tile = Tile(own_tile.m, own_tile.n, Int32(0))
-            body.fill(tid, operands, tile)
-            body.multiply(tid, operands, tile, tiled_mma, acc)
+            self.produce(tid, operands, tile)
+            self.consume(tid, operands, tile, tiled_mma, acc)
             out = Output(layer(mD, own_tile.layer), sD, EpilogueOperands(alpha=Float32(1.0)))
-            body.store(tid, tile, tiled_mma, acc, out)
+            self.store(tid, tile, tiled_mma, acc, out)
 
     @cute.jit
     def find(self, mEnds: cute.Tensor, rows: Int32, slot: Int32, tile: int) -> GroupTile:
@@ -180,8 +171,8 @@ class MultistageGrouped:
     def blank(self, tid: Int32, vD: cute.Tensor, tile: Tile):
         """Zeros for a tile of rows that belong to no group."""
         m, n = cute.size(vD, mode=[0]), cute.size(vD, mode=[1])
-        tile_m, tile_n = self.product.results.tile_m, self.product.results.tile_n
-        for i in cutlass.range(tid, tile_m * tile_n, self.product.results.threads, unroll=1):
+        tile_m, tile_n = self.results.tile_m, self.results.tile_n
+        for i in cutlass.range(tid, tile_m * tile_n, self.results.threads, unroll=1):
             row, column = tile.m * tile_m + i // tile_n, tile.n * tile_n + i % tile_n
             if row < m and column < n:
                 vD[row, column, 0] = vD.element_type(0.0)

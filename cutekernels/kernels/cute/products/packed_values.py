@@ -1,4 +1,4 @@
-"""Values that the warpgroup body of packed weights hands on: weight, sizes, a CTA's share and memory, a consumer."""
+"""Values that bodies of packed weights hand on: sizes; of the warpgroup body a CTA's share and memory, a consumer."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,17 +7,8 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from cutekernels.kernels.cute.parts.boxes import BoxOperands
+from cutekernels.kernels.cute.parts.packed import Weight
 from cutekernels.kernels.cute.parts.warp_groups import TmaTensor
-
-
-@dataclass(frozen=True)
-class Weight:
-    """The packed weight in memory."""
-
-    mW: cute.Tensor  # (N / 64, K / 64, bytes)
-    mS: cute.Tensor  # (groups, N padded to 64), or of 128 x 128 blocks
-    mZ: cute.Tensor | None  # bytes, as the scales
-    mF: cute.Tensor | None  # (2, N padded to 64), of which the first factors of rows
 
 
 @dataclass(frozen=True)
@@ -27,13 +18,19 @@ class Extents:
     n: Int32
     m: Int32
     k: Int32
-    k_tiles: Int32
+    k_tiles: Int32  # of a tile of out
     tiles_n: Int32  # along weight rows
     tiles_m: Int32  # along tokens
-    ctas: Int32
-    rounds: Int32  # whole tiles of each CTA, where CTAs share the others
-    share: Int32  # k-tiles of each CTA in those
+    share: Int32  # k-tiles of each CTA in tiles that CTAs share
+    rounds: Int32 | None = None  # whole tiles of each CTA, where CTAs share the others
+    ctas: Int32 | None = None
     rank: Int32 | None = None  # of this CTA in a cluster that shares a tile; ``ctas`` are clusters then
+    tiles_k: Int32 | None = None  # packed tiles along K
+
+    @property
+    def tiles(self) -> Int32:
+        """Tiles of out."""
+        return self.tiles_n * self.tiles_m
 
 
 @dataclass(frozen=True)
@@ -44,6 +41,7 @@ class Shared:
     sX: cute.Tensor  # (tokens, K, STAGE)
     full: cute.Pointer
     empty: cute.Pointer
+    c_full: cute.Pointer  # of no boxes: there is no C
     ring: cute.Pointer  # of tiles that the producer finds
 
 
@@ -74,3 +72,7 @@ class Consumer:
     acc: cute.Tensor  # ((2, 2, N / 8), 1, 1)
     part: cute.Tensor  # accumulators of a group of K; or those of the tile
     constant: Int32  # of the decoder
+
+    @property
+    def shared(self) -> Shared:
+        return self.cta.shared

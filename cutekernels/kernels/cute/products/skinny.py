@@ -40,7 +40,6 @@ Source:
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -50,33 +49,20 @@ from cutlass.memory import SmemAllocator
 
 from cutekernels.kernels.cute.parts.dependent import pdl_launch, pdl_wait
 from cutekernels.kernels.cute.parts.epilogue import Epilogue, EpilogueOperands, FragmentCoordinates
+from cutekernels.kernels.cute.parts.gemm_arguments import (
+    NO_WORKSPACE,
+    GemmBody,
+    NormOperands,
+    columns_first,
+    rows_first,
+)
 from cutekernels.kernels.cute.parts.load import OperandLoad, TileCopies
 from cutekernels.kernels.cute.parts.mma import WarpMma
 from cutekernels.kernels.cute.parts.norm import GammaCopies, TokenNorm
+from cutekernels.kernels.cute.parts.pipeline import next_stage
 from cutekernels.kernels.cute.parts.prefetch import prefetch_bulk
 from cutekernels.kernels.cute.parts.smem import ALIGNMENT, SkinnySmem
 from cutekernels.kernels.cute.parts.tile_share import LastArrival, Others, Ticket, WarpSums, Workspace, add_up, leave
-from cutekernels.kernels.cute.products.multistage import columns_first, rows_first
-
-
-@dataclass(frozen=True)
-class SkinnyOutput:
-    """Where results go, and what the epilogue makes them of."""
-
-    mD: cute.Tensor  # (N, M, 1)
-    operands: EpilogueOperands  # C (N, M), row factors (M,)
-
-
-@dataclass(frozen=True)
-class NormOperands:
-    """Operands of a norm in front, beside the tokens."""
-
-    mGamma: cute.Tensor | None = None  # (K,)
-    mRstd: cute.Tensor | None = None  # (M,), where it is given
-    eps: Float32 | None = None
-
-
-NO_NORM, NO_WORKSPACE = NormOperands(), Workspace()
 
 
 @dataclass(frozen=True)
@@ -91,9 +77,10 @@ class Loads:
 
 
 @dataclass(frozen=True)
-class SkinnyGemm:
+class SkinnyGemm(GemmBody):
     """The body. ``load_w`` and ``load_x`` may have fewer threads than the CTA."""
 
+    smem: SkinnySmem
     load_w: OperandLoad
     load_x: OperandLoad
     mma: WarpMma
@@ -123,34 +110,6 @@ class SkinnyGemm:
     def squaring(self) -> bool:
         return self.norm is not None and self.norm.statistics
 
-    def smem(self, gamma_bytes: int) -> SkinnySmem:
-        return SkinnySmem(
-            self.load_w.rows,
-            self.load_x.rows,
-            self.load_w.tile_k,
-            self.load_w.stages,
-            self.warps_k,
-            squaring=self.threads // 32 if self.squaring else 0,
-            gamma_bytes=gamma_bytes,
-        )
-
-    @cute.jit
-    def __call__(
-        self,
-        mD: cute.Tensor,  # (M, N)
-        mX: cute.Tensor,  # (M, K)
-        mW: cute.Tensor,  # (K, N)
-        mC: cute.Tensor | None,  # (M, N)
-        mBias: cute.Tensor | None,  # (N,)
-        alpha: Float32,
-        beta: Float32,
-        *rest: Any,  # for ``split_k > 1`` the workspace's tensors; the stream
-    ):
-        """Partials are ``(tiles * split_k * tile_m * tile_n,)``, tickets ``(tiles,)``, of tiles as GemmConfig names
-        them.
-        """
-        self.extend(mD, mX, mW, EpilogueOperands(mC, mBias, alpha, beta), rest[-1], Workspace(*rest[:-1]))
-
     @cute.jit
     def extend(
         self,
@@ -160,44 +119,25 @@ class SkinnyGemm:
         operands: EpilogueOperands,
         stream: cuda.CUstream,
         workspace: Workspace = NO_WORKSPACE,
+        norm: NormOperands | None = None,
     ):
-        """With the operands of any epilogue."""
+        """Of the workspace, partials are ``(tiles * split_k * tile_m * tile_n,)``, with as many squares as tokens more
+        where those are summed, and counters ``(tiles,)``.
+        """
+        if const_expr(self.norm is not None):
+            operands = replace(operands, alpha=Float32(const_expr(1.0 / self.norm.scale)))
         if const_expr(operands.mC is not None):
             operands = replace(operands, mC=columns_first(operands.mC)[None, None, 0])
-        self.start(SkinnyOutput(columns_first(mD), operands), mX, columns_first(mW), NO_NORM, workspace, stream)
-
-    @cute.jit
-    def with_norm(
-        self,
-        mD: cute.Tensor,  # (M, N), or (M, I) where gated
-        mX: cute.Tensor,  # (M, K)
-        mW: cute.Tensor,  # (N, K), or (2 * I, K) where gated
-        mBias: cute.Tensor | None,  # (N,)
-        mGamma: cute.Tensor | None,  # (K,)
-        mRstd: cute.Tensor | None,  # (M,)
-        eps: Float32,
-        *rest: Any,  # for ``split_k > 1`` the workspace's tensors; the stream
-    ):
-        """A norm in front or a gate behind; partials are ``(tiles * split_k * (tile_m * tile_n + tile_n),)``."""
-        alpha = Float32(const_expr(1.0 if self.norm is None else 1.0 / self.norm.scale))
-        mW = self.interleaved(mW) if const_expr(self.gated) else rows_first(mW)
-        out = SkinnyOutput(columns_first(mD), EpilogueOperands(None, mBias, alpha, Float32(0.0)))
-        self.start(out, mX, mW, NormOperands(mGamma, mRstd, eps), Workspace(*rest[:-1]), rest[-1])
-
-    @cute.jit
-    def start(
-        self,
-        out: SkinnyOutput,
-        mX: cute.Tensor,  # (M, K)
-        mW: cute.Tensor,  # (N, K, 1)
-        norm: NormOperands,
-        workspace: Workspace,
-        stream: cuda.CUstream,
-    ):
+        if const_expr(norm is None):
+            norm = NormOperands()
+            mD, mW = columns_first(mD), columns_first(mW)
+        else:
+            mW = self.interleaved(mW) if const_expr(self.gated) else rows_first(mW)
+            mD = columns_first(mD)
         tiles_n = cute.ceil_div(cute.size(mW, mode=[0]), self.load_w.rows)
-        tiles_m = cute.ceil_div(cute.size(out.mD, mode=[1]), self.load_x.rows)
+        tiles_m = cute.ceil_div(cute.size(mD, mode=[1]), self.load_x.rows)
         tiled_mma = self.mma.tiled_mma(mX.element_type)
-        self.kernel(out.mD, rows_first(mX), mW, out.operands, workspace, norm, tiled_mma).launch(
+        self.kernel(mD, rows_first(mX), mW, operands, workspace, norm, tiled_mma).launch(
             grid=[self.split_k, tiles_m, tiles_n],
             block=[self.threads, 1, 1],
             min_blocks_per_mp=self.ctas_per_sm,
@@ -244,8 +184,7 @@ class SkinnyGemm:
         shape_acc = tiled_mma.partition_shape_C((self.load_w.rows, self.load_x.rows))
         acc = cute.make_rmem_tensor(shape_acc, Float32)  # ((2, 2), MMA_N, MMA_M)
         per_thread = cute.size(acc)
-        smem = self.smem(given.mGamma.element_type.width // 8 if const_expr(self.weighted) else 0)
-        storage = SmemAllocator().allocate(smem.total_bytes, byte_alignment=ALIGNMENT)
+        storage = SmemAllocator().allocate(self.smem.total_bytes, byte_alignment=ALIGNMENT)
         base = cute.recast_ptr(storage, dtype=dtype)
         sW = cute.make_tensor(cute.recast_ptr(base, layout_w.inner, dtype), layout_w.outer)  # (N, K, STAGE)
         sX = cute.make_tensor(
@@ -256,7 +195,7 @@ class SkinnyGemm:
         sQ = tCsG = rG = squares = gamma = None
         if const_expr(self.squaring):
             sQ = cute.make_tensor(
-                cute.recast_ptr(storage + smem.squares_at, dtype=Float32),
+                cute.recast_ptr(storage + self.smem.squares_at, dtype=Float32),
                 cute.make_layout((self.load_x.rows, self.threads // 32)),
             )  # (M, WARP)
 
@@ -277,7 +216,8 @@ class SkinnyGemm:
         if const_expr(self.weighted):
             kind = given.mGamma.element_type
             sG = cute.make_tensor(
-                cute.recast_ptr(storage + smem.gamma_at, dtype=kind), cute.make_layout((self.load_w.tile_k, stages))
+                cute.recast_ptr(storage + self.smem.gamma_at, dtype=kind),
+                cute.make_layout((self.load_w.tile_k, stages)),
             )  # (K, STAGE)
             gamma = self.norm.copies(tid, given.mGamma, sG)
             tCsG = self.norm.of_fragments(tid, sG)  # ((2, 2), MMA_K, STAGE)
@@ -302,11 +242,11 @@ class SkinnyGemm:
                 self.norm.start(gamma, gamma.copies and gamma.exists, 0, 0)
         else:
             if first < end:
-                self.start_loads(loads, first, 0)
+                self.produce(loads, first, 0)
         cute.arch.cp_async_commit_group()
         for stage in cutlass.range_constexpr(1, stages - 1):
             if first + stage < end:
-                self.start_loads(loads, first + stage, stage)
+                self.produce(loads, first + stage, stage)
             cute.arch.cp_async_commit_group()
 
         # -- mainloop: this warp's k-blocks of each k-tile
@@ -335,7 +275,7 @@ class SkinnyGemm:
             cute.arch.sync_threads()
             coming = k_tile + (stages - 1)
             if coming < end:
-                self.start_loads(loads, coming, write)
+                self.produce(loads, coming, write)
             cute.arch.cp_async_commit_group()
             if const_expr(self.dependent):  # noqa: SIM102  known when compiled
                 if k_tile == cutlass.max(first, end - stages + 1):
@@ -354,12 +294,7 @@ class SkinnyGemm:
                 if const_expr(self.squaring):
                     self.norm.square(tiled_mma, lane // 32, k_tile * blocks + block, squares, rX[None, None, block])
                 cute.gemm(tiled_mma, acc, rW[None, None, block], rX[None, None, block], acc)
-            read = read + 1
-            if read == stages:
-                read = Int32(0)
-            write = write + 1
-            if write == stages:
-                write = Int32(0)
+            read, write = next_stage(read, stages), next_stage(write, stages)
         if const_expr(self.squaring):
             self.norm.leave(tid, squares, sQ)
         # No copy is on its way and every warp has read: accumulators may take the stages' place. Squares are left.
@@ -374,7 +309,7 @@ class SkinnyGemm:
         row_factors = given.mRstd
         if const_expr(self.squaring):
             row_factors = sQ[None, 0]
-        out = SkinnyOutput(mD, replace(operands, row_factors=row_factors))
+        operands = replace(operands, row_factors=row_factors)
         if const_expr(self.split_k == 1):
             # -- this CTA has the whole K
             if const_expr(self.squaring):
@@ -383,7 +318,7 @@ class SkinnyGemm:
                 # Wait until the threads above have left rstd for all.
                 cute.arch.sync_threads()
             if slice_k == 0:
-                self.store(acc, thr_mma, index_n, index_m, out)
+                self.store(acc, thr_mma, index_n, index_m, mD, operands)
         else:
             # -- the last CTA to arrive adds the accumulators of all splits
             _, tiles_m, _ = cute.arch.grid_dim()
@@ -406,8 +341,8 @@ class SkinnyGemm:
                 )  # (M, SPLIT)
                 if tid < self.load_x.rows:
                     gQ[tid, split] = self.norm.total(sQ, tid)
-            flag = cute.recast_ptr(storage + smem.flag_at, dtype=Int32)
-            ticket = Ticket(workspace.mTickets.iterator + tile, flag)
+            flag = cute.recast_ptr(storage + self.smem.flag_at, dtype=Int32)
+            ticket = Ticket(workspace.mCounters.iterator + tile, flag)
             if LastArrival().draw(ticket, tid, Int32(0), self.split_k):
                 # Last to arrive: rstd comes from the squares of all splits.
                 if const_expr(self.squaring):
@@ -418,10 +353,10 @@ class SkinnyGemm:
                 if slice_k == 0:
                     # Their accumulators in the order of the splits, this CTA's own read back among them.
                     add_up(acc, partials, lane, (0,), Others((), 1, self.split_k))
-                    self.store(acc, thr_mma, index_n, index_m, out)
+                    self.store(acc, thr_mma, index_n, index_m, mD, operands)
 
     @cute.jit
-    def start_loads(self, loads: Loads, k_tile: Int32, stage: Int32):
+    def produce(self, loads: Loads, k_tile: Int32, stage: Int32):
         """Starts this thread's part of a k-tile's copies into ``stage``; the caller commits the group."""
         if loads.copies_w:
             self.load_w.start(loads.w, k_tile, stage, loads.w.mask)
@@ -437,10 +372,10 @@ class SkinnyGemm:
         thr_mma: cute.TiledMma,
         index_n: Int32,
         index_m: Int32,
-        out: SkinnyOutput,
+        mD: cute.Tensor,  # (N, M, 1)
+        operands: EpilogueOperands,  # C (N, M), row factors (M,)
     ):
         """The epilogue; stores the tile, element by element. Those outside are masked here."""
-        mD = out.mD
         n, m = cute.size(mD, mode=[0]) * (2 if const_expr(self.gated) else 1), cute.size(mD, mode=[1])
         tile = (self.load_w.rows, self.load_x.rows)
         cD = cute.local_tile(cute.make_identity_tensor((n, m)), tile, (index_n, index_m))
@@ -448,7 +383,7 @@ class SkinnyGemm:
         origin = (index_n * tile[0], index_m * tile[1])
         # Rows r and r + 8 of an MMA's 16 are the gate and up of one output.
         coordinates = FragmentCoordinates(tCcD, (n, m), 0, origin, gated=self.gated)
-        x = self.epilogue.apply(acc.load(), coordinates, out.operands)
+        x = self.epilogue.apply(acc.load(), coordinates, operands)
         cOut = tCcD[(None, 0), None, None] if const_expr(self.gated) else tCcD
         rD = cute.make_rmem_tensor(cOut.shape, mD.element_type)
         rD.store(x.to(mD.element_type))

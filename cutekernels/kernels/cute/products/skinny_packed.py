@@ -48,7 +48,7 @@ Source:
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -60,12 +60,13 @@ from cutlass.memory import SmemAllocator
 from cutekernels.kernels.cute.parts.dependent import pdl_launch, pdl_wait
 from cutekernels.kernels.cute.parts.epilogue import Epilogue, EpilogueOperands, FragmentCoordinates
 from cutekernels.kernels.cute.parts.packed import PackedWeights, load_words, shared_number
+from cutekernels.kernels.cute.parts.pipeline import next_stage
 from cutekernels.kernels.cute.parts.prefetch import prefetch_bulk
 from cutekernels.kernels.cute.parts.ptx import copy_async, copy_async_or_zero, load_matrices
-from cutekernels.kernels.cute.parts.smem import SkinnyPackedSmem
+from cutekernels.kernels.cute.parts.smem import TILE, SkinnyPackedSmem
 from cutekernels.kernels.cute.parts.tile_share import TileOwner, WarpSums, add_parts, leave
+from cutekernels.kernels.cute.products.packed_values import Extents
 
-TILE = 64  # rows, and elements of K, of a packed tile
 STRIP = 16  # rows of an MMA
 VECTOR = 16  # bytes
 
@@ -88,26 +89,16 @@ class Operands:
 
 
 @dataclass(frozen=True)
-class Member:
-    """A thread, and its warp's part: of the rows, and of each k-tile."""
+class Cta:
+    """A CTA's part of the product, as one of its threads has it."""
 
     tid: Int32
-    warp_n: Int32
-    warp_k: Int32
-
-
-@dataclass(frozen=True)
-class Extents:
-    """Sizes of the product in the kernel's units."""
-
-    m: Int32
-    n: Int32
-    k: Int32
-    tiles_k: Int32  # packed tiles along K
-    k_tiles: Int32  # of a tile of out
-    tiles_m: Int32  # along tokens
-    tiles_n: Int32  # along weight rows
-    share: Int32  # units of a CTA
+    run: Int32  # its number
+    storage: cute.Pointer
+    given: Operands
+    of: Extents
+    warp_n: Int32 | None = None  # the warp's part of the rows
+    warp_k: Int32 | None = None  # and of each k-tile
 
 
 @dataclass(frozen=True)
@@ -143,6 +134,7 @@ class StripCoordinates(FragmentCoordinates):
 class SkinnyPacked:
     """The body."""
 
+    smem: SkinnyPackedSmem
     weights: PackedWeights
     scale: type[cutlass.Numeric]
     group: int  # elements of K that share a scale: 16 to 128; 0: all
@@ -195,22 +187,6 @@ class SkinnyPacked:
         """Elements of K between two additions to the tile's accumulators; 0: scales multiply at the tile's end."""
         return 0 if self.weights.code == "e2m1" else min(self.group, self.chunk)
 
-    @property
-    def smem(self) -> SkinnyPackedSmem:
-        return SkinnyPackedSmem(
-            self.tile_m,
-            self.tile_n,
-            self.tile_k,
-            self.stages,
-            self.warps_k,
-            self.weights.bits,
-            self.scale.width // 8,
-            self.group,
-            self.scale_rows,
-            self.zeros,
-            self.halves,
-        )
-
     @cute.jit
     def __call__(
         self,
@@ -249,55 +225,46 @@ class SkinnyPacked:
         first = run * share
         end = cutlass.min(first + share, of.tiles_n * of.tiles_m * of.k_tiles)
         storage = SmemAllocator().allocate(self.smem.total_bytes, byte_alignment=128)
+        cta = Cta(tid, run, storage, given, of)
         at = self.unit(of, first)
         if const_expr(self.dependent):
             if const_expr(self.prefetch_tiles > 0):
                 if tid < self.prefetch_tiles and at.k_tile + tid < of.k_tiles:
-                    self.prefetch(given, of, Unit(at.n, at.m, at.k_tile + tid))
+                    self.prefetch(cta, Unit(at.n, at.m, at.k_tile + tid))
                 if const_expr(self.group == 0):  # noqa: SIM102  known when compiled
                     if tid == self.prefetch_tiles:
-                        self.prefetch_scales(given, of, at)
+                        self.prefetch_scales(cta, at)
             pdl_wait()
-        self.walk(tid, run, storage, given, of, at, first, end)
+        self.walk(cta, at, first, end)
 
     @cute.jit
     def extents(self, given: Operands, tiles_m: Int32, share: Int32) -> Extents:
         """Sizes of ``given``, with ``tiles_m`` tiles along tokens, for all of which a CTA has ``share`` units."""
         (m, k), (_, n) = given.mX.shape, given.mD.shape
         k_tiles, tiles_n = cute.ceil_div(k, self.tile_k), cute.ceil_div(n, self.rows)
-        return Extents(m, n, k, cute.ceil_div(k, TILE), k_tiles, tiles_m, tiles_n, share)
+        return Extents(n, m, k, k_tiles, tiles_n, tiles_m, share, tiles_k=cute.ceil_div(k, TILE))
 
     @cute.jit
-    def walk(
-        self,
-        tid: Int32,
-        run: Int32,
-        storage: cute.Pointer,
-        given: Operands,
-        of: Extents,
-        at: Unit,
-        first: Int32,
-        end: Int32,
-    ):
+    def walk(self, cta: Cta, at: Unit, first: Int32, end: Int32):
         """This CTA's units, from number ``first``, which is ``at``, to ``end``."""
         # -- setup
-        base = storage.toint().to(Int32)
+        base = cta.storage.toint().to(Int32)
         strips, tokens = const_expr(self.strips), const_expr(self.tile_m // 8)
         tiled_mma = cute.make_tiled_mma(warp.MmaF16BF16Op(self.weights.dtype, Float32, (STRIP, 8, 16)))
         acc = cute.make_rmem_tensor(((2, 2), strips, tokens), Float32)
         acc.fill(0.0)
-        constant = self.weights.constant(of.share)
-        warp_n = cute.arch.make_warp_uniform(tid // 32 % self.warps_n)
-        warp_k = cute.arch.make_warp_uniform(tid // self.group_threads)
-        member = Member(tid, warp_n, warp_k)
+        constant = self.weights.constant(cta.of.share)
+        warp_n = cute.arch.make_warp_uniform(cta.tid // 32 % self.warps_n)
+        warp_k = cute.arch.make_warp_uniform(cta.tid // self.group_threads)
+        cta = replace(cta, warp_n=warp_n, warp_k=warp_k)
 
         # -- prologue: the first stages - 1 units, a commit group each; unrolled, since a load is on its way the sooner
         coming = at
         for stage in cutlass.range_constexpr(self.stages - 1):
             if first + stage < end:
-                self.start_loads(tid, given, of, coming, base + stage * self.smem.stage_bytes)
+                self.produce(cta, coming, base + stage * self.smem.stage_bytes)
             cute.arch.cp_async_commit_group()
-            coming = self.following(given, of, coming)
+            coming = self.following(cta, coming)
 
         # -- mainloop
         read, write = Int32(0), Int32(self.stages - 1)
@@ -307,24 +274,19 @@ class SkinnyPacked:
             cute.arch.cp_async_wait_group(self.stages - 2)
             cute.arch.sync_threads()
             if number + (self.stages - 1) < end:
-                self.start_loads(tid, given, of, coming, base + write * self.smem.stage_bytes)
+                self.produce(cta, coming, base + write * self.smem.stage_bytes)
             cute.arch.cp_async_commit_group()
             if const_expr(self.dependent):  # noqa: SIM102  known when compiled
                 if number == cutlass.max(first, end - (self.stages - 1)):
                     pdl_launch()
-            self.multiply(member, tiled_mma, base + read * self.smem.stage_bytes, constant, acc)
-            if at.k_tile == of.k_tiles - 1 or number == end - 1:
+            self.consume(cta, tiled_mma, base + read * self.smem.stage_bytes, constant, acc)
+            if at.k_tile == cta.of.k_tiles - 1 or number == end - 1:
                 # -- the end of a tile, or of this CTA's part of it
-                self.end_tile(member, run, storage, given, of, at, acc)
+                self.end_tile(cta, at, acc)
                 acc.fill(0.0)
-            coming = self.following(given, of, coming)
-            at = self.following(given, of, at)
-            read = read + 1
-            if read == self.stages:
-                read = Int32(0)
-            write = write + 1
-            if write == self.stages:
-                write = Int32(0)
+            coming = self.following(cta, coming)
+            at = self.following(cta, at)
+            read, write = next_stage(read, self.stages), next_stage(write, self.stages)
 
     @cute.jit
     def unit(self, of: Extents, number: Int32) -> Unit:
@@ -333,86 +295,86 @@ class SkinnyPacked:
         return Unit(tile // of.tiles_m, tile % of.tiles_m, number % of.k_tiles)
 
     @cute.jit
-    def following(self, given: Operands, of: Extents, unit: Unit) -> Unit:
+    def following(self, cta: Cta, unit: Unit) -> Unit:
         """The unit behind ``unit``."""
         n, m, k_tile = unit.n, unit.m, unit.k_tile + 1
-        if k_tile == of.k_tiles:
+        if k_tile == cta.of.k_tiles:
             k_tile = Int32(0)
             m = m + 1
-            if m == of.tiles_m:
+            if m == cta.of.tiles_m:
                 m = Int32(0)
                 n = n + 1
         return Unit(n, m, k_tile)
 
     # ---- where a unit lies: of one product, whose weight has all rows and whose tokens are all of X's
 
-    def tile_number(self, of: Extents, unit: Unit) -> Int32:
+    def tile_number(self, cta: Cta, unit: Unit) -> Int32:
         """The number of a unit's tile, among all."""
-        return unit.n * of.tiles_m + unit.m
+        return unit.n * cta.of.tiles_m + unit.m
 
-    def first_row(self, of: Extents, unit: Unit) -> int | Int32:
+    def first_row(self, cta: Cta, unit: Unit) -> int | Int32:
         """The row of W with which the unit's weight begins."""
         return 0
 
-    def all_rows(self, given: Operands, of: Extents, unit: int) -> Int32:
+    def all_rows(self, cta: Cta, unit: int) -> Int32:
         """The rows of W in ``unit``s."""
-        return cute.ceil_div(of.n * self.halves, unit)
+        return cute.ceil_div(cta.of.n * self.halves, unit)
 
     def first_token(self, unit: Unit) -> Int32:
         """The first token of a unit's tile."""
         return unit.m * self.tile_m
 
-    def end_of_tokens(self, of: Extents, unit: Unit) -> Int32:
+    def end_of_tokens(self, cta: Cta, unit: Unit) -> Int32:
         """Behind the last token of its weight."""
-        return of.m
+        return cta.of.m
 
-    def row_scales(self, given: Operands, of: Extents, unit: Unit) -> cute.Tensor:
+    def row_scales(self, cta: Cta, unit: Unit) -> cute.Tensor:
         """Scales of all of K, or factors: one for each of out's columns."""
-        return (given.mF if self.factors else given.mS)[0, None]
+        return (cta.given.mF if self.factors else cta.given.mS)[0, None]
 
-    def bias(self, given: Operands, unit: Unit) -> cute.Tensor | None:
+    def bias(self, cta: Cta, unit: Unit) -> cute.Tensor | None:
         """The bias of the weight's rows."""
-        return given.mBias
+        return cta.given.mBias
 
     # ---- loads
 
     @cute.jit
-    def start_loads(self, tid: Int32, given: Operands, of: Extents, unit: Unit, stage: Int32):
+    def produce(self, cta: Cta, unit: Unit, stage: Int32):
         """Starts this thread's copies of a unit into ``stage``; the caller commits the group."""
         first_k = unit.k_tile * self.tile_k
-        if first_k + self.tile_k <= of.k:
-            self.load_weight(tid, given, of, unit, stage, None)
-            self.load_tokens(tid, given.mX, of, unit, stage + self.smem.x_at, False)
+        if first_k + self.tile_k <= cta.of.k:
+            self.load_weight(cta, unit, stage, None)
+            self.load_tokens(cta, unit, stage + self.smem.x_at, False)
         else:
             # The last k-tile: nothing is read behind K, and tokens are zeros there. What the buffer of the weight holds
             # then adds nothing: every code is a finite number.
-            self.load_weight(tid, given, of, unit, stage, (of.tiles_k - first_k // TILE) * self.smem.tile_bytes)
-            self.load_tokens(tid, given.mX, of, unit, stage + self.smem.x_at, True)
+            self.load_weight(cta, unit, stage, (cta.of.tiles_k - first_k // TILE) * self.smem.tile_bytes)
+            self.load_tokens(cta, unit, stage + self.smem.x_at, True)
         if const_expr(self.group > 0 or self.zeros):
-            self.load_scales(tid, given, of, unit, first_k, stage)
+            self.load_scales(cta, unit, first_k, stage)
 
     @cute.jit
-    def load_weight(self, tid: Int32, given: Operands, of: Extents, unit: Unit, stage: Int32, limit: Int32 | None):
+    def load_weight(self, cta: Cta, unit: Unit, stage: Int32, limit: Int32 | None):
         """A run along K of packed tiles, or of the CTA's strips in them, for each 64 rows; up to ``limit`` bytes."""
         # A step of all threads covers whole tiles, or a part of one: either way a constant and a thread's own offset.
         step, part = const_expr(VECTOR * self.threads), const_expr(self.smem.part_bytes)
-        own_tile, own = tid * VECTOR // part, tid * VECTOR % part
+        own_tile, own = cta.tid * VECTOR // part, cta.tid * VECTOR % part
         for block in cutlass.range_constexpr(self.halves * self.smem.half_blocks):
             half = const_expr(block // self.smem.half_blocks)
             in_half = unit.n * self.rows + block % self.smem.half_blocks * TILE
-            row = in_half + (self.first_row(of, unit) + half * of.n)
-            first = Int64(row // TILE) * of.tiles_k + unit.k_tile * (self.tile_k // TILE)
-            source = given.mW.iterator.toint() + first * self.smem.tile_bytes
+            row = in_half + (self.first_row(cta, unit) + half * cta.of.n)
+            first = Int64(row // TILE) * cta.of.tiles_k + unit.k_tile * (self.tile_k // TILE)
+            source = cta.given.mW.iterator.toint() + first * self.smem.tile_bytes
             if const_expr(self.rows < TILE):
                 source = source + row % TILE // STRIP * (self.smem.tile_bytes // 4)
             source = source + (own_tile * self.smem.tile_bytes + own)
-            if const_expr(block % self.smem.half_blocks == 0) or in_half < of.n:
+            if const_expr(block % self.smem.half_blocks == 0) or in_half < cta.of.n:
                 for i in cutlass.range_constexpr(-(-self.smem.run_bytes // step)):
                     ahead = const_expr(i * step // part * self.smem.tile_bytes + i * step % part)
-                    target = stage + (block * self.smem.run_bytes + i * step) + tid * VECTOR
+                    target = stage + (block * self.smem.run_bytes + i * step) + cta.tid * VECTOR
                     inside = (
                         const_expr((i + 1) * step <= self.smem.run_bytes)
-                        or i * step + tid * VECTOR < self.smem.run_bytes
+                        or i * step + cta.tid * VECTOR < self.smem.run_bytes
                     )
                     if const_expr(limit is not None):
                         inside = inside and own_tile * self.smem.tile_bytes + own + ahead < limit
@@ -420,24 +382,22 @@ class SkinnyPacked:
                         copy_async(target, source + ahead, VECTOR)
 
     @cute.jit
-    def load_tokens(
-        self, tid: Int32, mX: cute.Tensor, of: Extents, unit: Unit, target: Int32, ends: cutlass.Constexpr[bool]
-    ):
+    def load_tokens(self, cta: Cta, unit: Unit, target: Int32, ends: cutlass.Constexpr[bool]):
         """Tokens, their 16-byte chunks swizzled by an XOR with the row so that ldmatrix meets no bank twice."""
         chunks = const_expr(self.tile_k // 8)
-        first_k = unit.k_tile * self.tile_k
+        mX, first_k = cta.given.mX, unit.k_tile * self.tile_k
         for i in cutlass.range_constexpr(-(-self.tile_m * chunks // self.threads)):
-            at = i * self.threads + tid
+            at = i * self.threads + cta.tid
             row, chunk = at // chunks, at % chunks
             token = self.first_token(unit) + row
-            exists = token < self.end_of_tokens(of, unit)
+            exists = token < self.end_of_tokens(cta, unit)
             if const_expr((i + 1) * self.threads > self.tile_m * chunks):
                 exists = exists and row < self.tile_m
             if exists:
                 source = mX.iterator.toint() + (Int64(token) * mX.stride[0] + (first_k + chunk * 8)) * 2
                 place = target + row * (self.tile_k * 2) + ((chunk ^ (row & 7)) * VECTOR)
                 if const_expr(ends):
-                    if first_k + chunk * 8 < of.k:
+                    if first_k + chunk * 8 < cta.of.k:
                         copy_async(place, source, VECTOR)
                     else:
                         copy_async_or_zero(place, mX.iterator.toint(), VECTOR, Int32(0))
@@ -445,46 +405,46 @@ class SkinnyPacked:
                     copy_async(place, source, VECTOR)
 
     @cute.jit
-    def load_scales(self, tid: Int32, given: Operands, of: Extents, unit: Unit, first_k: Int32, stage: Int32):
+    def load_scales(self, cta: Cta, unit: Unit, first_k: Int32, stage: Int32):
         """Scales, and zero points, of the unit's groups: ``(group, row)``."""
         first, count = Int32(0), Int32(1)  # groups: the unit's first, and all of K
         if const_expr(self.group > 0):
             first = first_k // self.group
-            count = cute.ceil_div(of.k, self.group)
+            count = cute.ceil_div(cta.of.k, self.group)
         if const_expr(self.scale_rows > 1):
             # One scale for the tile's rows; groups behind K are read as the last.
-            blocks = self.all_rows(given, of, self.scale_rows)
-            if tid < self.smem.groups * self.halves:
-                group = cutlass.min(first + tid // self.halves, count - 1)
-                row = unit.n * self.rows + tid % self.halves * of.n
-                block = (row + self.first_row(of, unit)) // self.scale_rows
+            blocks = self.all_rows(cta, self.scale_rows)
+            if cta.tid < self.smem.groups * self.halves:
+                group = cutlass.min(first + cta.tid // self.halves, count - 1)
+                row = unit.n * self.rows + cta.tid % self.halves * cta.of.n
+                block = (row + self.first_row(cta, unit)) // self.scale_rows
                 at = Int64(group) * blocks + block
                 if const_expr(self.scale.width == 32):
-                    copy_async(stage + self.smem.scales_at + tid * 4, given.mS.iterator.toint() + at * 4, 4)
+                    copy_async(stage + self.smem.scales_at + cta.tid * 4, cta.given.mS.iterator.toint() + at * 4, 4)
                 else:
                     # cp.async moves 4 bytes at least, which the next scale may begin between.
                     place = cute.make_ptr(
-                        self.scale, stage + self.smem.scales_at + tid * 4, cute.AddressSpace.smem, assumed_align=4
+                        self.scale, stage + self.smem.scales_at + cta.tid * 4, cute.AddressSpace.smem, assumed_align=4
                     )
                     slot = cute.make_tensor(place, cute.make_layout(1))
-                    slot[0] = given.mS[group, block]
+                    slot[0] = cta.given.mS[group, block]
         else:
-            rows = self.all_rows(given, of, TILE) * TILE
-            groups, first_row = (first, count), (unit.n * self.rows + self.first_row(of, unit), of.n)
+            rows = self.all_rows(cta, TILE) * TILE
+            groups, first_row = (first, count), (unit.n * self.rows + self.first_row(cta, unit), cta.of.n)
             if const_expr(self.group > 0):
                 size = const_expr(self.scale.width // 8)
                 self.load_strip(
-                    tid, given.mS, size, self.smem.groups, first_row, rows, groups, stage + self.smem.scales_at
+                    cta, cta.given.mS, size, self.smem.groups, first_row, rows, groups, stage + self.smem.scales_at
                 )
             if const_expr(self.zeros):
                 self.load_strip(
-                    tid, given.mZ, 1, self.smem.zero_groups, first_row, rows, groups, stage + self.smem.zeros_at
+                    cta, cta.given.mZ, 1, self.smem.zero_groups, first_row, rows, groups, stage + self.smem.zeros_at
                 )
 
     @cute.jit
     def load_strip(
         self,
-        tid: Int32,
+        cta: Cta,
         mT: cute.Tensor,
         element_bytes: cutlass.Constexpr[int],
         count: cutlass.Constexpr[int],
@@ -497,7 +457,7 @@ class SkinnyPacked:
         vectors = const_expr(self.tile_n * element_bytes // VECTOR)
         total = const_expr(vectors * count)
         for i in cutlass.range_constexpr(-(-total // self.threads)):
-            at = i * self.threads + tid
+            at = i * self.threads + cta.tid
             group, vector = at // vectors, at % vectors
             row = vector * (VECTOR // element_bytes)
             if const_expr(self.gated):
@@ -512,39 +472,39 @@ class SkinnyPacked:
                 copy_async(target + at * VECTOR, source, VECTOR)
 
     @cute.jit
-    def prefetch(self, given: Operands, of: Extents, unit: Unit):
+    def prefetch(self, cta: Cta, unit: Unit):
         """The unit's packed tiles into the L2, by one thread."""
         first = unit.k_tile * (self.tile_k // TILE)
-        count = cutlass.min(of.tiles_k - first, self.tile_k // TILE) * self.smem.tile_bytes
+        count = cutlass.min(cta.of.tiles_k - first, self.tile_k // TILE) * self.smem.tile_bytes
         for block in cutlass.range_constexpr(self.halves * self.smem.half_blocks):
             in_half = unit.n * self.rows + block % self.smem.half_blocks * TILE
-            if in_half < of.n:
-                row = in_half + block // self.smem.half_blocks * of.n
-                at = (Int64(row // TILE) * of.tiles_k + first) * self.smem.tile_bytes
-                prefetch_bulk(given.mW.iterator.toint() + at, count)
+            if in_half < cta.of.n:
+                row = in_half + block // self.smem.half_blocks * cta.of.n
+                at = (Int64(row // TILE) * cta.of.tiles_k + first) * self.smem.tile_bytes
+                prefetch_bulk(cta.given.mW.iterator.toint() + at, count)
 
     @cute.jit
-    def prefetch_scales(self, given: Operands, of: Extents, unit: Unit):
+    def prefetch_scales(self, cta: Cta, unit: Unit):
         """Scales of all of K of the tile's rows into the L2, by one thread."""
         size = const_expr(self.scale.width // 8)
         first = unit.n * self.rows
-        count = cutlass.min(cute.ceil_div(of.n, TILE) * TILE - first, Int32(self.rows)) * size
+        count = cutlass.min(cute.ceil_div(cta.of.n, TILE) * TILE - first, Int32(self.rows)) * size
         for half in cutlass.range_constexpr(self.halves):
-            prefetch_bulk(given.mS.iterator.toint() + Int64(first + half * of.n) * size, count)
+            prefetch_bulk(cta.given.mS.iterator.toint() + Int64(first + half * cta.of.n) * size, count)
 
     # ---- products
 
     @cute.jit
-    def multiply(
+    def consume(
         self,
-        member: Member,
+        cta: Cta,
         tiled_mma: cute.TiledMma,
         stage: Int32,
         constant: Int32,
         acc: cute.Tensor,  # ((2, 2), STRIP, TOKENS)
     ):
         """A unit's products of this warp: its strips of rows, its chunk of K."""
-        lane, warp_n, warp_k = member.tid % 32, member.warp_n, member.warp_k
+        lane, warp_n, warp_k = cta.tid % 32, cta.warp_n, cta.warp_k
         strips, tokens = const_expr(self.strips), const_expr(self.tile_m // 8)
         strip_bytes = const_expr(self.smem.tile_bytes // 4)
         # The lane's bytes of the warp's first strip: strips of a tile lie one behind the other, and so do tiles.
@@ -571,6 +531,7 @@ class SkinnyPacked:
         if const_expr(self.weights.code == "int4" and not self.zeros):
             shifts.fill(self.weights.symmetric)
         for kb in cutlass.range_constexpr(self.chunk // 16):
+            k = warp_k * self.chunk + kb * 16  # of the unit
             # -- a lane's packed bytes: 4 k-blocks of 4 bits to 16 bytes, or 2 of 8 bits
             of_run = const_expr(16 * 8 // (8 * self.weights.bits))
             if const_expr(kb % of_run == 0):
@@ -581,12 +542,16 @@ class SkinnyPacked:
                     offset = const_expr(before * self.smem.run_bytes + own % 4 * strip_bytes + within)
                     load_words(weights_at + offset, words[None, s])
             if const_expr(self.zeros and (kb == 0 or (self.interval > 0 and kb * 16 % self.interval == 0))):
-                self.load_shifts(stage + self.smem.zeros_at, lane, warp_k * self.chunk + kb * 16, strip, shifts)
+                zeros = stage + self.smem.zeros_at
+                if const_expr(self.group > 0):
+                    zeros = zeros + k // self.group * self.tile_n
+                self.load_bytes(zeros, lane, strip, shifts, self.weights.shift)
             if const_expr(self.weights.code == "e2m1" and kb * 16 % self.group == 0):
                 if const_expr(self.factors):
-                    self.load_words_of_scales(stage, lane, warp_k * self.chunk + kb * 16, strip, powers)
+                    self.load_words_of_scales(stage, lane, k, strip, powers)
                 else:
-                    self.load_powers(stage + self.smem.scales_at, lane, warp_k * self.chunk + kb * 16, strip, powers)
+                    scales = stage + self.smem.scales_at + k // self.group * self.tile_n
+                    self.load_bytes(scales, lane, strip, powers, self.weights.power)
             if const_expr(kb % 2 == 0):
                 # -- tokens of two k-blocks: four matrices of 8 x 8 for each 8 tokens
                 for t in cutlass.range_constexpr(tokens):
@@ -607,23 +572,12 @@ class SkinnyPacked:
             cute.gemm(tiled_mma, part, rA[None, None, 0], rB[None, None, kb % 2], part)
             if const_expr(self.interval > 0 and (kb + 1) * 16 % self.interval == 0):
                 # -- the end of a group: its accumulators times its scales
-                self.promote(stage + self.smem.scales_at, lane, warp_k * self.chunk + kb * 16, strip, part, acc)
+                self.promote(stage + self.smem.scales_at, lane, k, strip, part, acc)
                 part.fill(0.0)
 
     def half_of(self, s: int) -> tuple[int, int]:
         """The half of a tile's rows that a warp's strip ``s`` belongs to, and its number among the warp's there."""
         return s // (self.strips // self.halves), s % (self.strips // self.halves)
-
-    @cute.jit
-    def load_shifts(self, zeros: Int32, lane: Int32, k: Int32, strip: Int32, shifts: cute.Tensor):
-        """The numbers added to codes of rows r and r + 8 of each strip, from zero points."""
-        group = k // self.group if const_expr(self.group > 0) else Int32(0)
-        self.load_bytes(zeros + group * self.tile_n, lane, strip, shifts, self.weights.shift)
-
-    @cute.jit
-    def load_powers(self, scales: Int32, lane: Int32, k: Int32, strip: Int32, powers: cute.Tensor):
-        """Powers of two of rows r and r + 8 of each strip."""
-        self.load_bytes(scales + k // self.group * self.tile_n, lane, strip, powers, self.weights.power)
 
     @cute.jit
     def load_words_of_scales(self, stage: Int32, lane: Int32, k: Int32, strip: Int32, words: cute.Tensor):
@@ -663,48 +617,39 @@ class SkinnyPacked:
     # ---- the end of a tile
 
     @cute.jit
-    def end_tile(
-        self,
-        member: Member,
-        run: Int32,
-        storage: cute.Pointer,
-        given: Operands,
-        of: Extents,
-        at: Unit,
-        acc: cute.Tensor,
-    ):
+    def end_tile(self, cta: Cta, at: Unit, acc: cute.Tensor):
         """Adds the accumulators of all groups of warps, and of all CTAs that have a part of the tile; stores them."""
-        lane = member.tid % self.group_threads
+        lane = cta.tid % self.group_threads
         if const_expr(self.warps_k > 1):
             # The groups leave the next tile's behind the next unit's barrier, so after the first group has read.
-            WarpSums(self.group_threads, self.warps_k).add_up(storage + self.smem.sums_at, lane, member.warp_k, acc)
-        tile = self.tile_number(of, at)
-        begin, counter = tile * of.k_tiles, given.mCounters.iterator + tile
+            WarpSums(self.group_threads, self.warps_k).add_up(cta.storage + self.smem.sums_at, lane, cta.warp_k, acc)
+        tile = self.tile_number(cta, at)
+        begin, counter = tile * cta.of.k_tiles, cta.given.mCounters.iterator + tile
         # A run has one part at most of a tile that began before it.
         layout = cute.make_layout(
             (self.group_threads, cute.size(acc), 1 << 16),
             stride=(1, self.group_threads, const_expr(self.group_threads * cute.size(acc))),
         )
-        sums = cute.make_tensor(given.mPartials.iterator, layout)  # (THREAD, ACCUMULATOR, RUN)
-        if run * of.share > begin:
-            if member.warp_k == 0:
-                leave(acc, sums, lane, (run,))
-            TileOwner().post(counter, member.tid)
+        sums = cute.make_tensor(cta.given.mPartials.iterator, layout)  # (THREAD, ACCUMULATOR, RUN)
+        if cta.run * cta.of.share > begin:
+            if cta.warp_k == 0:
+                leave(acc, sums, lane, (cta.run,))
+            TileOwner().post(counter, cta.tid)
         else:
-            if at.k_tile < of.k_tiles - 1:
+            if at.k_tile < cta.of.k_tiles - 1:
                 # The tile's other k-tiles are the later runs'.
-                last = (begin + of.k_tiles - 1) // of.share
-                TileOwner().wait(counter, member.tid, last - run)
-                if member.warp_k == 0:
-                    add_parts(acc, sums, lane, run + 1, last + 1)
-            if member.warp_k == 0:
-                self.store(member, given, of, at, acc)
+                last = (begin + cta.of.k_tiles - 1) // cta.of.share
+                TileOwner().wait(counter, cta.tid, last - cta.run)
+                if cta.warp_k == 0:
+                    add_parts(acc, sums, lane, cta.run + 1, last + 1)
+            if cta.warp_k == 0:
+                self.store(cta, at, acc)
 
     @cute.jit
-    def store(self, member: Member, given: Operands, of: Extents, at: Unit, acc: cute.Tensor):
+    def store(self, cta: Cta, at: Unit, acc: cute.Tensor):
         """The epilogue; stores the tile, element by element. Those outside are masked here."""
-        mD, strips, lane = given.mD, const_expr(self.strips // self.halves), member.tid % 32
-        first_row = at.n * self.rows + member.warp_n * (strips * STRIP) + lane // 4
+        mD, strips, lane = cta.given.mD, const_expr(self.strips // self.halves), cta.tid % 32
+        first_row = at.n * self.rows + cta.warp_n * (strips * STRIP) + lane // 4
         first_token = self.first_token(at) + lane % 4 * 2
         # Of the lane's accumulators: two tokens, rows r and r + 8; strips of 16 rows, in each half; 8 tokens apart.
         row, token, half = cute.E(0), cute.E(1), cute.E(2)
@@ -712,16 +657,16 @@ class SkinnyPacked:
             ((2, 2), (strips, self.halves), self.tile_m // 8),
             stride=((token, 8 * row), (STRIP * row, half), 8 * token),
         )
-        end = self.end_of_tokens(of, at)
-        everywhere = cute.make_identity_tensor((of.n, of.m, self.halves))
+        end = self.end_of_tokens(cta, at)
+        everywhere = cute.make_identity_tensor((cta.of.n, cta.of.m, self.halves))
         cD = cute.make_tensor(cute.domain_offset((first_row, first_token, 0), everywhere).iterator, layout)
-        extents = (of.n * self.halves, end)
-        coordinates = StripCoordinates(cD, extents, 0, gated=self.gated, half=of.n)
+        extents = (cta.of.n * self.halves, end)
+        coordinates = StripCoordinates(cD, extents, 0, gated=self.gated, half=cta.of.n)
         operands = EpilogueOperands(
-            mBias=self.bias(given, at),
+            mBias=self.bias(cta, at),
             alpha=Float32(self.weights.undone) if const_expr(self.weights.folded) else None,
-            own=self.row_scales(given, of, at) if const_expr(self.group == 0 or self.factors) else None,
-            clamp=given.clamp,
+            own=self.row_scales(cta, at) if const_expr(self.group == 0 or self.factors) else None,
+            clamp=cta.given.clamp,
         )
         x = self.epilogue.apply(acc.load(), coordinates, operands)
         cOut = cD[None, (None, 0), None]  # ((2, 2), STRIP, TOKENS)
@@ -733,5 +678,5 @@ class SkinnyPacked:
                 for t in cutlass.range_constexpr(self.tile_m // 8):
                     for i in cutlass.range_constexpr(2):
                         row, token, _ = cOut[(i, r), s, t]
-                        if row < of.n and token < end:
+                        if row < cta.of.n and token < end:
                             mD[token, row] = rD[(i, r), s, t]

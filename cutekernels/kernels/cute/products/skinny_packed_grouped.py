@@ -25,9 +25,10 @@ from cutlass.memory import SmemAllocator
 
 from cutekernels.kernels.cute.parts.dependent import pdl_wait
 from cutekernels.kernels.cute.parts.schedule import Raster
+from cutekernels.kernels.cute.parts.smem import TILE
 from cutekernels.kernels.cute.parts.tile_share import TileOwner
 from cutekernels.kernels.cute.parts.walk import GroupWalk
-from cutekernels.kernels.cute.products.skinny_packed import TILE, Extents, Operands, SkinnyPacked, Unit
+from cutekernels.kernels.cute.products.skinny_packed import Cta, Operands, SkinnyPacked, Unit
 
 WARP = 32
 
@@ -101,27 +102,27 @@ class SkinnyPackedGrouped(SkinnyPacked):
         _, found = self.group_walk.find(given.mEnds, rows, rHigh, state, tile, of.tiles_n)
         k_tile = first - tile * of.k_tiles
         at = GroupUnit(found.n, found.m, k_tile, tile, found.group, found.begin, found.end)
-        self.walk(tid, run, storage, given, of, at, first, end)
+        self.walk(Cta(tid, run, storage, given, of), at, first, end)
         self.blank(tid, given.mD, lead, top)
 
     # ---- where a unit lies
 
     @cute.jit
-    def following(self, given: Operands, of: Extents, unit: GroupUnit) -> GroupUnit:
+    def following(self, cta: Cta, unit: GroupUnit) -> GroupUnit:
         """The unit behind ``unit``."""
         n, m, k_tile, tile = unit.n, unit.m, unit.k_tile + 1, unit.tile
         group, begin, end = unit.group, unit.begin, unit.end
-        if k_tile == of.k_tiles:
+        if k_tile == cta.of.k_tiles:
             k_tile = Int32(0)
             tile = tile + 1
             m = m + 1
             if begin + m * self.tile_m >= end:
                 m = Int32(0)
                 n = n + 1
-                if n == of.tiles_n:
+                if n == cta.of.tiles_n:
                     n = Int32(0)
                     begin = end
-                    group, end = self.next_group(given.mEnds, of.m, group, end)
+                    group, end = self.next_group(cta.given.mEnds, cta.of.m, group, end)
         return GroupUnit(n, m, k_tile, tile, group, begin, end)
 
     @cute.jit
@@ -150,27 +151,27 @@ class SkinnyPackedGrouped(SkinnyPacked):
                     searching = Int32(0)
         return first, end
 
-    def tile_number(self, of: Extents, unit: GroupUnit) -> Int32:
+    def tile_number(self, cta: Cta, unit: GroupUnit) -> Int32:
         return unit.tile
 
-    def first_row(self, of: Extents, unit: GroupUnit) -> Int32:
-        return unit.group * (of.n * self.halves)
+    def first_row(self, cta: Cta, unit: GroupUnit) -> Int32:
+        return unit.group * (cta.of.n * self.halves)
 
-    def all_rows(self, given: Operands, of: Extents, unit: int) -> Int32:
+    def all_rows(self, cta: Cta, unit: int) -> Int32:
         # Each expert has a multiple of 64 rows, or of a block's.
-        return cute.size(given.mW, mode=[0]) * TILE // unit
+        return cute.size(cta.given.mW, mode=[0]) * TILE // unit
 
     def first_token(self, unit: GroupUnit) -> Int32:
         return unit.begin + unit.m * self.tile_m
 
-    def end_of_tokens(self, of: Extents, unit: GroupUnit) -> Int32:
+    def end_of_tokens(self, cta: Cta, unit: GroupUnit) -> Int32:
         return unit.end
 
-    def row_scales(self, given: Operands, of: Extents, unit: GroupUnit) -> cute.Tensor:
-        return cute.domain_offset((self.first_row(of, unit),), super().row_scales(given, of, unit))
+    def row_scales(self, cta: Cta, unit: GroupUnit) -> cute.Tensor:
+        return cute.domain_offset((self.first_row(cta, unit),), super().row_scales(cta, unit))
 
-    def bias(self, given: Operands, unit: GroupUnit) -> cute.Tensor | None:
-        return None if given.mBias is None else given.mBias[unit.group, None]
+    def bias(self, cta: Cta, unit: GroupUnit) -> cute.Tensor | None:
+        return None if cta.given.mBias is None else cta.given.mBias[unit.group, None]
 
     # ---- rows of no group
 

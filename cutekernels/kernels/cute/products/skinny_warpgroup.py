@@ -48,7 +48,7 @@ Source:
     specialized" mainloop for Hopper; tokens on the m64 side and odd tile widths are for few tokens.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -60,30 +60,21 @@ from cutlass.memory import SmemAllocator
 
 from cutekernels.kernels.cute.parts.dependent import pdl_launch, pdl_wait
 from cutekernels.kernels.cute.parts.epilogue import Epilogue, EpilogueOperands
+from cutekernels.kernels.cute.parts.gemm_arguments import NO_WORKSPACE, GemmBody, NormOperands, transposed
 from cutekernels.kernels.cute.parts.norm import RowNorm
 from cutekernels.kernels.cute.parts.pipeline import Position, StagePipeline
 from cutekernels.kernels.cute.parts.results import Place, ResultOperands, ResultTile, TileResults
 from cutekernels.kernels.cute.parts.smem import ALIGNMENT, SWIZZLED, SWIZZLED_ROWS, SkinnyWarpgroupSmem
 from cutekernels.kernels.cute.parts.statistics import StageSquares
-from cutekernels.kernels.cute.parts.warp_groups import BoxLoad, TmaTensor, wgmma
+from cutekernels.kernels.cute.parts.tile_share import Workspace
+from cutekernels.kernels.cute.parts.warp_groups import GROUP, ROWS, BoxLoad, TmaTensor, wgmma
 
-GROUP = SkinnyWarpgroupSmem.GROUP_THREADS  # a warp group
 SQUARING_WARPS = SkinnyWarpgroupSmem.SQUARING_WARPS
-ROWS = SkinnyWarpgroupSmem.GROUP_ROWS  # of X that it multiplies
 
 
 def swizzle() -> cute.Swizzle:
     """The 128-byte pattern: 8 rows' chunks of 16 bytes lie in different banks."""
     return cute.make_swizzle(3, 4, 3)
-
-
-@dataclass(frozen=True)
-class NormOperands:
-    """Operands of a norm in front, beside X."""
-
-    gamma: TmaTensor | None  # (K,)
-    mRstd: cute.Tensor | None  # (M,), where it is given
-    eps: Float32 | None
 
 
 @dataclass(frozen=True)
@@ -112,11 +103,12 @@ class Consumer:
 
 
 @dataclass(frozen=True)
-class SkinnyWarpgroupGemm:
+class SkinnyWarpgroupGemm(GemmBody):
     """The body. ``rows`` of X are loaded: whole groups' 64, or about as many as there are where one tile has them all.
     ``out_align`` columns of out are one aligned store.
     """
 
+    smem: SkinnyWarpgroupSmem
     rows: int
     tile_n: int
     tile_k: int
@@ -126,10 +118,8 @@ class SkinnyWarpgroupGemm:
     epilogue: Epilogue
     out_align: int
     ctas_per_sm: int
-    exclusive: bool  # on its SM, whatever would fit
     prefetch_tiles: int  # k-tiles of W prefetched before pdl_wait
     norm: RowNorm | None = None  # of X's rows
-    gamma_bytes: int = 0  # an element of its weight
 
     @property
     def weighted(self) -> bool:
@@ -140,7 +130,7 @@ class SkinnyWarpgroupGemm:
         return self.norm is not None and self.norm.statistics
 
     def gamma_type(self, dtype: type[cutlass.Numeric]) -> type[cutlass.Numeric]:
-        return Float32 if self.gamma_bytes == 4 else dtype
+        return Float32 if self.smem.gamma_bytes == 4 else dtype
 
     @property
     def groups(self) -> int:
@@ -167,19 +157,6 @@ class SkinnyWarpgroupGemm:
     def threads(self) -> int:
         """The groups, then the producer warp, then warps that square rows."""
         return GROUP * self.groups + 32 + 32 * SQUARING_WARPS * self.squaring
-
-    @property
-    def smem(self) -> SkinnyWarpgroupSmem:
-        return SkinnyWarpgroupSmem(
-            self.rows,
-            self.tile_n,
-            self.tile_k,
-            self.stages,
-            self.split,
-            self.gamma_bytes,
-            self.squaring,
-            self.exclusive,
-        )
 
     @property
     def pipeline(self) -> StagePipeline:
@@ -210,53 +187,18 @@ class SkinnyWarpgroupGemm:
         return TmaTensor(*cpasync.make_tiled_tma_atom(op, mX, stage, (taken, self.tile_k)))
 
     @cute.jit
-    def __call__(
-        self,
-        mD: cute.Tensor,  # (M, N)
-        mX: cute.Tensor,  # (M, K)
-        mW: cute.Tensor,  # (K, N)
-        mC: cute.Tensor | None,  # (M, N)
-        mBias: cute.Tensor | None,  # (N,)
-        alpha: Float32,
-        beta: Float32,
-        stream: cuda.CUstream,
-    ):
-        self.extend(mD, mX, mW, EpilogueOperands(mC, mBias, alpha, beta), stream)
-
-    @cute.jit
     def extend(
-        self, mD: cute.Tensor, mX: cute.Tensor, mW: cute.Tensor, operands: EpilogueOperands, stream: cuda.CUstream
-    ):
-        """With the operands of any epilogue."""
-        mW = cute.make_tensor(mW.iterator, cute.select(mW.layout, mode=[1, 0]))  # (N, K)
-        self.start(ResultOperands(mD, operands, None, None, None), mX, mW, None, stream)
-
-    @cute.jit
-    def with_norm(
         self,
-        mD: cute.Tensor,  # (M, N)
-        mX: cute.Tensor,  # (M, K)
-        mW: cute.Tensor,  # (N, K)
-        mBias: cute.Tensor | None,  # (N,)
-        mGamma: cute.Tensor | None,  # (K,)
-        mRstd: cute.Tensor | None,  # (M,)
-        eps: Float32,
+        mD: cute.Tensor,
+        mX: cute.Tensor,
+        mW: cute.Tensor,
+        operands: EpilogueOperands,
         stream: cuda.CUstream,
+        workspace: Workspace = NO_WORKSPACE,
+        norm: NormOperands | None = None,
     ):
-        """With ``norm`` in front of X."""
-        epilogue = EpilogueOperands(None, mBias, Float32(1.0), Float32(0.0))
-        operands = ResultOperands(mD, epilogue, mRstd, None, eps)
-        self.start(operands, mX, mW, mGamma, stream)
-
-    @cute.jit
-    def start(
-        self,
-        operands: ResultOperands,
-        mX: cute.Tensor,  # (M, K)
-        mW: cute.Tensor,  # (N, K)
-        mGamma: cute.Tensor | None,
-        stream: cuda.CUstream,
-    ):
+        if const_expr(norm is None):
+            norm, mW = NormOperands(), transposed(mW)  # (N, K)
         dtype = mX.element_type
         mX, mW = self.pitched(mX), self.pitched(mW)
         # W comes in one box, X in two: a power of two of its rows, then the others.
@@ -269,19 +211,11 @@ class SkinnyWarpgroupGemm:
         gamma = None
         if const_expr(self.weighted):
             one = cute.make_layout(self.tile_k)
-            gamma = TmaTensor(*cpasync.make_tiled_tma_atom(op, mGamma, one, (self.tile_k,)))
-        tiles_m = cute.ceil_div(cute.size(operands.mD, mode=[0]), self.tile_m)
-        tiles_n = cute.ceil_div(cute.size(operands.mD, mode=[1]), self.tile_n)
-        self.kernel(
-            operands.mD,
-            weight.coordinates,
-            operands.epilogue,
-            weight.tma,
-            head,
-            tail,
-            tiled_mma,
-            NormOperands(gamma, operands.mRstd, operands.eps),
-        ).launch(
+            gamma = TmaTensor(*cpasync.make_tiled_tma_atom(op, norm.mGamma, one, (self.tile_k,)))
+        tiles_m = cute.ceil_div(cute.size(mD, mode=[0]), self.tile_m)
+        tiles_n = cute.ceil_div(cute.size(mD, mode=[1]), self.tile_n)
+        tmas, norm = (weight.tma, head, tail), replace(norm, mGamma=None)
+        self.kernel(mD, weight.coordinates, operands, *tmas, tiled_mma, gamma, norm).launch(
             grid=[self.split, tiles_m, tiles_n],
             block=[self.threads, 1, 1],
             cluster=[self.split, 1, 1],
@@ -310,6 +244,7 @@ class SkinnyWarpgroupGemm:
         head: TmaTensor,  # (M, K)
         tail: TmaTensor | None,  # (M, K)
         tiled_mma: cute.TiledMma,
+        gamma: TmaTensor | None,  # (K,)
         norm: NormOperands,
     ):
         operands = ResultOperands(mD, epilogue, norm.mRstd, cute.size(tW, mode=[1]), norm.eps)
@@ -332,17 +267,17 @@ class SkinnyWarpgroupGemm:
         column = cutlass.max(cutlass.min(own_n, n - self.tile_n), Int32(0))
         # A stage's boxes: W, X's first rows, X's other rows, the norm's weight.
         at_x = shared.sX.iterator
-        boxes = [self.load(TmaTensor(tma_w, tW), shared.sW, column, self.tile_n)]
+        boxes = [TmaTensor(tma_w, tW).loads(shared.sW, column, (self.tile_n, self.tile_k))]
         at_head = cute.make_tensor(at_x, self.stages_of(self.rows, self.head))  # (M, K, STAGE)
-        boxes += [self.load(head, at_head, row, self.head)]
+        boxes += [head.loads(at_head, row, (self.head, self.tile_k))]
         if const_expr(tail is not None):
             others = const_expr(self.rows - self.head)
             at_tail = cute.make_tensor(at_x + self.head * SWIZZLED, self.stages_of(self.rows, others))  # (M, K, STAGE)
-            boxes += [self.load(tail, at_tail, later, others)]
+            boxes += [tail.loads(at_tail, later, (others, self.tile_k))]
         if const_expr(self.weighted):
-            gG = cute.local_tile(norm.gamma.coordinates, (self.tile_k,), (None,))  # (tile_k, k)
-            target, source = cpasync.tma_partition(norm.gamma.tma, 0, cute.make_layout(1), shared.sG, gG)
-            boxes += [BoxLoad(norm.gamma.tma, source, target)]
+            gG = cute.local_tile(gamma.coordinates, (self.tile_k,), (None,))  # (tile_k, k)
+            target, source = cpasync.tma_partition(gamma.tma, 0, cute.make_layout(1), shared.sG, gG)
+            boxes += [BoxLoad(gamma.tma, source, target)]
         if const_expr(self.dependent):  # noqa: SIM102  known when compiled
             # PDL: before the wait only prefetches, which are right whatever the previous kernel still writes: they
             # bring lines to the L2, where its writes go too.
@@ -422,15 +357,6 @@ class SkinnyWarpgroupGemm:
         return shared
 
     # ---- producer
-
-    @cute.jit
-    def load(self, box: TmaTensor, sX: cute.Tensor, row: Int32, rows: cutlass.Constexpr[int]) -> BoxLoad:
-        """The loads of ``rows`` from ``row`` on."""
-        tX = cute.domain_offset((row, 0), box.coordinates)
-        gX = cute.local_tile(tX, (rows, self.tile_k), (0, None))  # (rows, K, k)
-        one = cute.make_layout(1)
-        target, source = cpasync.tma_partition(box.tma, 0, one, cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2))
-        return BoxLoad(box.tma, source, target)
 
     @cute.jit
     def prefetch_l2(self, boxes: list[BoxLoad], number: Int32, k_tiles: Int32, first: Int32, end: Int32):

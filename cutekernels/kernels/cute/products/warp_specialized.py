@@ -11,13 +11,15 @@ from typing import Any
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, const_expr
+from cutlass import Boolean, Float32, Int32, const_expr
 
 from cutekernels.kernels.cute.parts.boxes import BoxBuffers, BoxOperands, Corner, ResultBoxes
 from cutekernels.kernels.cute.parts.dependent import pdl_launch
 from cutekernels.kernels.cute.parts.pipeline import Position, StagePipeline
+from cutekernels.kernels.cute.parts.schedule import TileRing
+from cutekernels.kernels.cute.parts.smem import BoxesSmem
 from cutekernels.kernels.cute.parts.tile_source import Share, TileSource
-from cutekernels.kernels.cute.parts.warp_groups import GROUP, WarpGroupBody
+from cutekernels.kernels.cute.parts.warp_groups import GROUP, ROWS, WarpGroupBody
 
 REGISTERS_OF_SM = 1 << 16
 
@@ -39,8 +41,14 @@ class WarpSpecialized(WarpGroupBody):
     cluster_shape: list[int] | None
     ctas_per_sm: int
     dependent: bool
+    smem: BoxesSmem
     results: ResultBoxes
     pipeline: StagePipeline
+
+    @property
+    def ring(self) -> TileRing:
+        """Of tiles that the producer finds. Each warp of the groups that share a tile says that it has read one."""
+        return TileRing(self.smem.PLACES, 4 * self.pipeline.readers)
 
     def __post_init__(self) -> None:
         """Holds pipelines and arrivals against the roles: where they differ the kernel would hang."""
@@ -56,11 +64,6 @@ class WarpSpecialized(WarpGroupBody):
             (self.pipeline.stages < 2, f"{self.pipeline.stages} stage: the producer loads one while another is read"),
             (held > REGISTERS_OF_SM, f"setmaxnreg gives out {held} registers of an SM's {REGISTERS_OF_SM}"),
         ]
-        if not self.source.counted:
-            warps = 4 * readers
-            checks += [
-                (self.ring.readers != warps, f"a ring's empty expects {self.ring.readers} warps, {warps} read it")
-            ]
         for wrong, why in checks:
             if wrong:
                 raise ValueError(f"{type(self).__name__}: {why}")
@@ -105,6 +108,21 @@ class WarpSpecialized(WarpGroupBody):
             # -- consumers
             cute.arch.setmaxregister_increase(self.registers[1])
             self.consume(source, cta, tid, group)
+
+    @cute.jit
+    def buffers(self, consumer: Any) -> BoxBuffers:
+        """A group's boxes and biases in shared memory, and its first row of a tile."""
+        group, shared = consumer.group, consumer.shared
+        boxes = shared.storage + self.smem.boxes_at + group * (self.smem.boxes * self.smem.BOX_BYTES)
+        bias = cute.recast_ptr(shared.storage + self.smem.biases_at + group * (self.smem.BIASES * 4), dtype=Float32)
+        return BoxBuffers(
+            thread=consumer.thread,
+            group=group,
+            boxes=boxes,
+            bias=bias,
+            c_full=shared.c_full + group * self.smem.boxes,
+            first_row=group * ROWS if const_expr(not self.pingpong) else Int32(0),
+        )
 
     def end_producer(self):
         """What the producer's group owes others at its end."""

@@ -49,22 +49,24 @@ from typing import Any, ClassVar
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int16, Int32, Int64, const_expr
+from cutlass import Boolean, Int16, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers
 
-from cutekernels.kernels.cute.parts.boxes import FIRST_BARRIER, BoxBuffers, BoxOperands, Corner, ResultBoxes
+from cutekernels.kernels.cute.parts.boxes import FIRST_BARRIER, BoxOperands, Corner, ResultBoxes
 from cutekernels.kernels.cute.parts.dependent import pdl_wait
 from cutekernels.kernels.cute.parts.epilogue import EpilogueOperands
 from cutekernels.kernels.cute.parts.fragments import swizzled
+from cutekernels.kernels.cute.parts.gemm_arguments import NO_WORKSPACE, GemmBody, NormOperands, transposed
 from cutekernels.kernels.cute.parts.heads import WIDEST, shared_vector
 from cutekernels.kernels.cute.parts.pipeline import Position, StagePipeline
 from cutekernels.kernels.cute.parts.schedule import Raster
 from cutekernels.kernels.cute.parts.smem import ALIGNMENT, SWIZZLED, SWIZZLED_ROWS, WarpgroupSmem
+from cutekernels.kernels.cute.parts.tile_share import Workspace
 from cutekernels.kernels.cute.parts.tile_source import Share, TileSource, TileWalk
-from cutekernels.kernels.cute.parts.warp_groups import GROUP, ROWS, BoxLoad, TmaTensor, wgmma
+from cutekernels.kernels.cute.parts.warp_groups import GROUP, BoxLoad, TmaTensor, wgmma
 from cutekernels.kernels.cute.products.warp_specialized import WarpSpecialized
 
 STEP = 16  # of a k-tile: a k-block
@@ -145,9 +147,10 @@ class Consumer:
 
 
 @dataclass(frozen=True)
-class WarpgroupGemm(WarpSpecialized):
+class WarpgroupGemm(GemmBody, WarpSpecialized):
     """The body. ``rows_k_major`` and ``columns_k_major`` say how the operands of tile rows and columns lie."""
 
+    smem: WarpgroupSmem
     tile_m: int
     tile_n: int
     tile_k: int
@@ -200,12 +203,6 @@ class WarpgroupGemm(WarpSpecialized):
         return Side(self.tile_n, self.cluster_m, self.results.gate == "n")
 
     @property
-    def smem(self) -> WarpgroupSmem:
-        tile = (self.tile_m, self.tile_n, self.tile_k)
-        places = 0 if self.source.counted else WarpgroupSmem.PLACES
-        return WarpgroupSmem(*tile, self.stages, self.groups, self.results.boxes, self.results.biased, places)
-
-    @property
     def pipeline(self) -> StagePipeline:
         return StagePipeline(self.stages, self.smem.stage_bytes, self.sharing, self.cluster)
 
@@ -244,24 +241,18 @@ class WarpgroupGemm(WarpSpecialized):
         return TmaTensor(*cpasync.make_tiled_tma_atom(op, mX, layout, box, num_multicast=side.parts))
 
     @cute.jit
-    def __call__(
-        self,
-        mD: cute.Tensor,  # ([L,] M, N)
-        mA: cute.Tensor,  # ([L,] M, K)
-        mB: cute.Tensor,  # ([L,] K, N)
-        mC: cute.Tensor | None,  # ([L,] M, N)
-        mBias: cute.Tensor | None,  # (N,)
-        alpha: Float32,
-        beta: Float32,
-        stream: cuda.CUstream,
-    ):
-        self.extend(mD, mA, mB, EpilogueOperands(mC, mBias, alpha, beta), stream)
-
-    @cute.jit
     def extend(
-        self, mD: cute.Tensor, mA: cute.Tensor, mB: cute.Tensor, operands: EpilogueOperands, stream: cuda.CUstream
+        self,
+        mD: cute.Tensor,
+        mA: cute.Tensor,
+        mB: cute.Tensor,
+        operands: EpilogueOperands,
+        stream: cuda.CUstream,
+        workspace: Workspace = NO_WORKSPACE,
+        norm: NormOperands | None = None,
     ):
-        """With the operands of any epilogue: its own are in ``operands.own`` (``parts/epilogue.py``)."""
+        if const_expr(norm is not None):
+            mB = transposed(mB)  # (K, N)
         mC = operands.mC
         rows_contiguous = const_expr(self.results.rows_contiguous)
         # Tile rows R and tile columns S: A and B, or, swapped, B and A.
@@ -273,20 +264,19 @@ class WarpgroupGemm(WarpSpecialized):
         )  # (N, K[, L])
         mD = self.prepare(mD, self.swap_ab, rows_contiguous)  # (M, N[, L])
         rows, columns = self.tma_of(mR, True), self.tma_of(mS, False)
-        box, shape = self.results.layout(), self.results.shape
         # Out leaves, and C comes in, by the same boxes of 64 x 64.
-        tma_d, tD = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), mD, box, shape)
+        tma_d, tD = self.results.tma(cpasync.CopyBulkTensorTileS2GOp(), mD)
         tma_c, tC = None, None
         if const_expr(mC is not None):
             mC = self.prepare(mC, self.swap_ab, rows_contiguous)
-            tma_c, tC = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), mC, box, shape)
+            tma_c, tC = self.results.tma(cpasync.CopyBulkTensorTileG2SOp(), mC)
         tiled_mma = self.mma(self.results.dtype)
         # As many CTAs as are resident at once, whole clusters, or fewer where there are fewer tiles.
         layers = cute.size(mD, mode=[2]) if const_expr(cute.rank(mD) == 3) else Int32(1)
         tiles = (*self.tiles(mD), layers)
         blocks = self.ctas(tiles[0] * tiles[1] * layers)
         outputs = BoxOperands(tma_d, tD, tma_c, tC, operands.mBias, operands.alpha, operands.beta, own=operands.own)
-        self.start((rows, columns, outputs, None, tiled_mma, tiles), blocks, stream)
+        self.start((rows, columns, outputs, workspace, tiled_mma, tiles), blocks, stream)
 
     @cute.jit
     def tiles(self, mD: cute.Tensor) -> tuple[Int32, Int32]:
@@ -298,22 +288,6 @@ class WarpgroupGemm(WarpSpecialized):
     def ctas(self, tiles: Int32) -> Int32:
         """CTAs of the grid, for so many tiles of clusters."""
         return cutlass.min(tiles * self.cluster, Int32(self.resident))
-
-    @cute.jit
-    def with_norm(
-        self,
-        mD: cute.Tensor,  # (M, I)
-        mX: cute.Tensor,  # (M, K)
-        mW: cute.Tensor,  # (2 * I, K), the gates' rows first
-        mBias: None,
-        mGamma: None,
-        mRstd: None,
-        eps: Float32,
-        stream: cuda.CUstream,
-    ):
-        """The gated product, with the arguments of the bodies that take a norm."""
-        mW = cute.make_tensor(mW.iterator, cute.select(mW.layout, mode=[1, 0]))  # (K, 2 * I)
-        self(mD, mX, mW, None, None, Float32(1.0), Float32(0.0), stream)
 
     @cute.jit
     def prepare(self, t: cute.Tensor, flipped: cutlass.Constexpr[bool], first: cutlass.Constexpr[bool]):
@@ -339,7 +313,7 @@ class WarpgroupGemm(WarpSpecialized):
         first: TmaTensor,  # (M, K[, L]), or of groups (T, K)
         second: TmaTensor,  # (N, K[, L])
         outputs: BoxOperands,
-        groups: Any,  # their ends and what else is theirs; None without
+        extra: Any,  # the workspace; of groups, their ends and what else is theirs
         tiled_mma: cute.TiledMma,
         tiles: tuple[Int32, Int32, Int32],  # of clusters: along M, along N, layers
     ):
@@ -366,7 +340,7 @@ class WarpgroupGemm(WarpSpecialized):
             outputs=outputs,
         )
         # -- producer and consumers
-        self.divide(self.shares(cta, groups, tiles), cta, role)
+        self.divide(self.shares(cta, extra, tiles), cta, role)
         if const_expr(self.cluster > 1):
             # Both CTAs wait for each other's end: the other's multicasts and arrivals need this one's shared memory.
             cute.arch.cluster_arrive_relaxed()
@@ -378,7 +352,7 @@ class WarpgroupGemm(WarpSpecialized):
         return self.source.tokens_first and self.swap_ab
 
     @cute.jit
-    def shares(self, cta: Cta, groups: Any, tiles: tuple[Int32, Int32, Int32]) -> TileWalk:
+    def shares(self, cta: Cta, extra: Any, tiles: tuple[Int32, Int32, Int32]) -> TileWalk:
         """The source of this CTA's shares."""
         tiles_m, tiles_n, layers = tiles
         rank, first, step = cta.rank, cta.block // self.cluster, cta.blocks // self.cluster
@@ -490,36 +464,27 @@ class WarpgroupGemm(WarpSpecialized):
         side, first = operand.side, getattr(share.corner, operand.along)
         mask = Int16((1 << self.cluster) - 1) if const_expr(side.sharers > 1) else None
         if const_expr(not side.gated):
-            return [BoxLoad(operand.box.tma, *self.partition(operand, first, share, rank), mask, None)]
+            return [replace(self.partition(operand, first, share, rank), mask=mask)]
         loads = []
         # Gated: gates into the stage's first half, what they multiply into its second. CTAs that share load one each.
         gates = cute.size(operand.box.coordinates, mode=[0]) // 2
         halves = replace(operand, sX=cute.make_tensor(operand.sX.iterator, self.halves(side)))
         for i in cutlass.range_constexpr(2 // side.sharers):
             half = rank if const_expr(side.sharers > 1) else Int32(i)
-            boxes = self.partition(halves, first + half * gates, share, rank)
-            loads.append(BoxLoad(operand.box.tma, *boxes, mask, half))
+            loads.append(replace(self.partition(halves, first + half * gates, share, rank), mask=mask, half=half))
         return loads
 
     @cute.jit
-    def partition(self, operand: Operand, first: Int32, share: Share, rank: Int32) -> tuple[cute.Tensor, cute.Tensor]:
-        """Source ``(TMA, k)`` and target ``(TMA, STAGE)`` of a box from row ``first`` on: this CTA's part of it."""
+    def partition(self, operand: Operand, first: Int32, share: Share, rank: Int32) -> BoxLoad:
+        """The loads of a box from row ``first`` on: this CTA's part of it."""
         side, tX = operand.side, operand.box.coordinates
         if const_expr(share.row is not None):
             # The tile's depth begins at a row of both operands.
             tX = cute.domain_offset((0, share.row), tX)
         if const_expr(cute.rank(tX) == 3):
             tX = tX[None, None, share.corner.layer]
-        gX = cute.local_tile(cute.domain_offset((first, 0), tX), (side.box, self.tile_k), (0, None))  # (rows, K, k)
         part = rank if const_expr(side.parts > 1) else Int32(0)
-        target, source = cpasync.tma_partition(
-            operand.box.tma,
-            part,
-            cute.make_layout(side.parts),
-            cute.group_modes(operand.sX, 0, 2),
-            cute.group_modes(gX, 0, 2),
-        )
-        return source, target
+        return TmaTensor(operand.box.tma, tX).loads(operand.sX, first, (side.box, self.tile_k), part, side.parts)
 
     # ---- consumers
 
@@ -535,21 +500,6 @@ class WarpgroupGemm(WarpSpecialized):
         acc = cute.make_rmem_tensor(tiled_mma.partition_shape_C((self.tile_m, self.tile_n)), self.accumulate)
         tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
         return Consumer(thread, group, shared, tiled_mma, rR, rS, acc)
-
-    @cute.jit
-    def buffers(self, consumer: Consumer) -> BoxBuffers:
-        """A group's boxes and biases in shared memory, and its first row of a tile."""
-        group, shared = consumer.group, consumer.shared
-        boxes = shared.storage + self.smem.boxes_at + group * (self.smem.boxes * self.smem.box_bytes)
-        bias = cute.recast_ptr(shared.storage + self.smem.biases_at + group * (self.smem.BIASES * 4), dtype=Float32)
-        return BoxBuffers(
-            thread=consumer.thread,
-            group=group,
-            boxes=boxes,
-            bias=bias,
-            c_full=shared.c_full + group * self.smem.boxes,
-            first_row=group * ROWS if const_expr(not self.pingpong) else Int32(0),
-        )
 
     @cute.jit
     def multiply(self, consumer: Consumer, share: Share, at: Position) -> Position:

@@ -33,16 +33,14 @@ from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from cutekernels.kernels.cute.parts.boxes import BoxOperands
-from cutekernels.kernels.cute.parts.schedule import TileRing
-from cutekernels.kernels.cute.parts.smem import WarpgroupSmem
 from cutekernels.kernels.cute.parts.tile_source import DepthWalk, GroupRing, GroupTensors, TileSource
 from cutekernels.kernels.cute.parts.walk import GroupWalk
 from cutekernels.kernels.cute.products.warpgroup import Cta, Side, WarpgroupGemm
 
 
 @dataclass(frozen=True)
-class GroupedBody(WarpgroupGemm):
-    """The product, with a ring as its source."""
+class WarpgroupGrouped(WarpgroupGemm):
+    """The body, whose results are :class:`GroupBoxes`."""
 
     source: ClassVar[type[TileSource]] = GroupRing
 
@@ -65,10 +63,31 @@ class GroupedBody(WarpgroupGemm):
         # A row of tiles is a cluster's: its CTAs lie side by side in a group.
         return GroupWalk(self.tokens.rows * self.clusters[0], self.raster)
 
-    @property
-    def ring(self) -> TileRing:
-        # Each warp of the groups that share a tile says that it has read an entry.
-        return TileRing(WarpgroupSmem.PLACES, 4 * self.sharing)
+    @cute.jit
+    def __call__(
+        self,
+        mD: cute.Tensor,  # (T, N)
+        mX: cute.Tensor,  # (T, K)
+        mW: cute.Tensor,  # (G, N, K); gated (G, 2 * N, K)
+        mEnds: cute.Tensor,  # (G + 1,)
+        mBias: cute.Tensor | None,  # (G, N)
+        stream: cuda.CUstream,
+    ):
+        swap_ab = const_expr(self.swap_ab)
+        mX = self.prepare(mX, False, False)
+        mW = self.prepare(mW, False, not (self.rows_k_major if swap_ab else self.columns_k_major))  # (N, K, G)
+        mTile = self.prepare(mD, self.swap_ab, self.results.rows_contiguous)
+        # Tokens are the tile's rows and weights its columns, or the reverse.
+        tokens, weights = self.tma_of(mX, not swap_ab), self.tma_of(mW, swap_ab)
+        # Boxes whose rows all belong to one group leave by TMA.
+        out = BoxOperands(*self.results.tma(cpasync.CopyBulkTensorTileS2GOp(), mTile))
+        tiled_mma = self.mma(mX.element_type)
+        # As many tiles as there can be at most bound the grid: the device alone knows how many there are.
+        rows, groups = mX.shape[0], mEnds.shape[0] - 1
+        tiles_o = cute.ceil_div(mD.shape[1], self.weights.box * self.clusters[1])
+        most = (rows // self.walk.unit + cutlass.min(groups, rows)) * tiles_o * self.cluster
+        arguments = (tokens, weights, out, GroupTensors(mD, mEnds, mBias), tiled_mma, tiles_o)
+        self.start(arguments, cutlass.min(most, Int32(self.resident)), stream)
 
     @cute.jit
     def shares(self, cta: Cta, groups: GroupTensors, tiles_o: Int32) -> GroupRing:
@@ -90,59 +109,8 @@ class GroupedBody(WarpgroupGemm):
 
 
 @dataclass(frozen=True)
-class WarpgroupGrouped:
-    """``product`` of each group, whose results are :class:`GroupBoxes`."""
-
-    product: WarpgroupGemm
-
-    @cute.jit
-    def __call__(
-        self,
-        mD: cute.Tensor,  # (T, N)
-        mX: cute.Tensor,  # (T, K)
-        mW: cute.Tensor,  # (G, N, K); gated (G, 2 * N, K)
-        mEnds: cute.Tensor,  # (G + 1,)
-        mBias: cute.Tensor | None,  # (G, N)
-        stream: cuda.CUstream,
-    ):
-        body = GroupedBody(**vars(self.product))
-        swap_ab = const_expr(body.swap_ab)
-        mX = body.prepare(mX, False, False)
-        mW = body.prepare(mW, False, not (body.rows_k_major if swap_ab else body.columns_k_major))  # (N, K, G)
-        mTile = body.prepare(mD, body.swap_ab, body.results.rows_contiguous)
-        # Tokens are the tile's rows and weights its columns, or the reverse.
-        tokens, weights = body.tma_of(mX, not swap_ab), body.tma_of(mW, swap_ab)
-        # Boxes whose rows all belong to one group leave by TMA.
-        tma_d, tD = cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileS2GOp(), mTile, body.results.layout(), body.results.shape
-        )
-        tiled_mma = body.mma(mX.element_type)
-        # As many tiles as there can be at most bound the grid: the device alone knows how many there are.
-        rows, groups = mX.shape[0], mEnds.shape[0] - 1
-        tiles_o = cute.ceil_div(mD.shape[1], body.weights.box * body.clusters[1])
-        most = (rows // body.walk.unit + cutlass.min(groups, rows)) * tiles_o * body.cluster
-        out = BoxOperands(tma_d, tD, None, None, None, None, None)
-        arguments = (tokens, weights, out, GroupTensors(mD, mEnds, mBias), tiled_mma, tiles_o)
-        body.start(arguments, cutlass.min(most, Int32(body.resident)), stream)
-
-
-@dataclass(frozen=True)
-class DepthBody(WarpgroupGemm):
-    """The product, of tiles that are as deep as their groups."""
-
-    @cute.jit
-    def shares(self, cta: Cta, groups: cute.Tensor, tiles: tuple[Int32, Int32, Int32]) -> DepthWalk:
-        # All experts' tiles, one expert after the other.
-        count = tiles[0] * tiles[1] * tiles[2]
-        walk = replace(WarpgroupGemm.shares(self, cta, None, tiles), count=count)
-        return DepthWalk(**vars(walk), mEnds=groups, depth=cute.size(cta.operands[0].box.coordinates, mode=[1]))
-
-
-@dataclass(frozen=True)
-class WarpgroupGroupedDepth:
-    """``product`` of each group of rows."""
-
-    product: WarpgroupGemm
+class WarpgroupGroupedDepth(WarpgroupGemm):
+    """The body, whose tiles are as deep as their groups."""
 
     @cute.jit
     def __call__(
@@ -154,17 +122,20 @@ class WarpgroupGroupedDepth:
         mBias: None,
         stream: cuda.CUstream,
     ):
-        body = DepthBody(**vars(self.product))
-        mR = body.prepare(mA if const_expr(not body.swap_ab) else mB, True, True)  # (M, T)
-        mS = body.prepare(mB if const_expr(not body.swap_ab) else mA, True, True)  # (N, T)
-        mD = body.prepare(mD, body.swap_ab, body.results.rows_contiguous)  # (M, N, G)
+        mR = self.prepare(mA if const_expr(not self.swap_ab) else mB, True, True)  # (M, T)
+        mS = self.prepare(mB if const_expr(not self.swap_ab) else mA, True, True)  # (N, T)
+        mD = self.prepare(mD, self.swap_ab, self.results.rows_contiguous)  # (M, N, G)
         # One descriptor serves all experts: a load moves its coordinates to the expert's first row.
-        rows, columns = body.tma_of(mR, True), body.tma_of(mS, False)
+        rows, columns = self.tma_of(mR, True), self.tma_of(mS, False)
         # Every box is wholly one expert's: its matrix is a layer of out.
-        tma_d, tD = cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileS2GOp(), mD, body.results.layout(), body.results.shape
-        )
-        tiles = (*body.tiles(mD), mEnds.shape[0] - 1)
-        blocks = cutlass.min(tiles[0] * tiles[1] * tiles[2] * body.cluster, Int32(body.resident))
-        out = BoxOperands(tma_d, tD, None, None, None, None, None)
-        body.start((rows, columns, out, mEnds, body.mma(mA.element_type), tiles), blocks, stream)
+        out = BoxOperands(*self.results.tma(cpasync.CopyBulkTensorTileS2GOp(), mD))
+        tiles = (*self.tiles(mD), mEnds.shape[0] - 1)
+        blocks = cutlass.min(tiles[0] * tiles[1] * tiles[2] * self.cluster, Int32(self.resident))
+        self.start((rows, columns, out, mEnds, self.mma(mA.element_type), tiles), blocks, stream)
+
+    @cute.jit
+    def shares(self, cta: Cta, groups: cute.Tensor, tiles: tuple[Int32, Int32, Int32]) -> DepthWalk:
+        # All experts' tiles, one expert after the other.
+        count = tiles[0] * tiles[1] * tiles[2]
+        walk = replace(WarpgroupGemm.shares(self, cta, None, tiles), count=count)
+        return DepthWalk(**vars(walk), mEnds=groups, depth=cute.size(cta.operands[0].box.coordinates, mode=[1]))

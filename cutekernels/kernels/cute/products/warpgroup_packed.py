@@ -58,12 +58,12 @@ from cutlass.utils import hopper_helpers
 
 from cutekernels.kernels.cute.parts.boxes import FIRST_BARRIER, BoxBuffers, BoxOperands, Corner, ResultBoxes
 from cutekernels.kernels.cute.parts.dependent import pdl_wait
-from cutekernels.kernels.cute.parts.packed import PackedWeights, load_words, shared_number
+from cutekernels.kernels.cute.parts.packed import PackedWeights, Weight, load_words, shared_number
 from cutekernels.kernels.cute.parts.pipeline import Position, StagePipeline
 from cutekernels.kernels.cute.parts.prefetch import prefetch_bulk
 from cutekernels.kernels.cute.parts.ptx import copy_bulk, kept_move
 from cutekernels.kernels.cute.parts.schedule import Raster
-from cutekernels.kernels.cute.parts.smem import ALIGNMENT, WarpgroupPackedSmem
+from cutekernels.kernels.cute.parts.smem import ALIGNMENT, TILE, WarpgroupPackedSmem
 from cutekernels.kernels.cute.parts.tile_share import (
     ClusterSums,
     LastArrival,
@@ -75,10 +75,9 @@ from cutekernels.kernels.cute.parts.tile_share import (
 )
 from cutekernels.kernels.cute.parts.tile_source import Share, TileSource
 from cutekernels.kernels.cute.parts.warp_groups import GROUP, ROWS, TmaTensor, wgmma
-from cutekernels.kernels.cute.products.packed_values import Consumer, Cta, Extents, Shared, Weight
+from cutekernels.kernels.cute.products.packed_values import Consumer, Cta, Extents, Shared
 from cutekernels.kernels.cute.products.warp_specialized import Progress, WarpSpecialized
 
-TILE = 64  # rows, and elements of K, of a packed tile
 BLOCKS = TILE // 16  # k-blocks of a packed tile
 VECTOR = 16  # bytes
 
@@ -90,7 +89,7 @@ class PackedWalk(TileSource):
     body: Any
     of: Extents
     cta: Int32
-    count: Int32
+    count: Int32 | None = None
     k_tiles: None = None
     first: ClassVar[int] = 0
     step: ClassVar[int] = 1
@@ -98,7 +97,39 @@ class PackedWalk(TileSource):
 
     @cute.jit
     def share(self, i: Int32) -> Share:
-        return self.body.segment(self.of, self.cta, i)
+        """The ``i``-th share of this CTA: its whole tiles come first."""
+        tile, begin, end = self.cta + i * self.of.ctas, Int32(0), self.of.k_tiles
+        if const_expr(self.body.split):
+            if i >= self.of.rounds:
+                first, last = self.run()
+                shared = first // self.of.k_tiles + (i - self.of.rounds)
+                tile = self.of.rounds * self.of.ctas + shared
+                begin = cutlass.max(first - shared * self.of.k_tiles, Int32(0))
+                end = cutlass.min(last - shared * self.of.k_tiles, self.of.k_tiles)
+        elif const_expr(self.body.cluster > 1):
+            begin = self.of.rank * self.of.k_tiles // self.body.cluster
+            end = (self.of.rank + 1) * self.of.k_tiles // self.body.cluster
+        place = self.body.raster.place(tile, self.of.tiles_n, self.of.tiles_m)
+        corner = Corner(place.m * (ROWS * self.body.groups), place.n * self.body.tile_n, Int32(0))
+        return Share(corner, begin, end - begin, number=tile, stop=end)
+
+    @cute.jit
+    def run(self) -> tuple[Int32, Int32]:
+        """This CTA's k-tiles of the tiles that are shared, counted from the first one's."""
+        shared = self.of.tiles - self.of.rounds * self.of.ctas
+        begin = self.cta * self.of.share
+        return begin, cutlass.min(begin + self.of.share, shared * self.of.k_tiles)
+
+    @cute.jit
+    def total(self) -> Int32:
+        """How many tiles this CTA has a part of."""
+        if const_expr(not self.body.split):
+            return cutlass.max((self.of.tiles - self.cta + self.of.ctas - 1) // self.of.ctas, Int32(0))
+        begin, end = self.run()
+        parts = Int32(0)
+        if end > begin:
+            parts = (end - 1) // self.of.k_tiles - begin // self.of.k_tiles + 1
+        return self.of.rounds + parts
 
     def to_load(self, i: Int32) -> Share:
         return self.share(i)
@@ -108,6 +139,7 @@ class PackedWalk(TileSource):
 class WarpgroupPacked(WarpSpecialized):
     """The body. ``tile_n`` counts tokens: they are the columns of the MMA."""
 
+    smem: WarpgroupPackedSmem
     weights: PackedWeights
     scale: type[cutlass.Numeric]
     group: int  # elements of K that share a scale: 16 to 128; 0: all
@@ -152,23 +184,6 @@ class WarpgroupPacked(WarpSpecialized):
         return min(self.group, self.tile_k) if self.scaled == "accumulators" else 0
 
     @property
-    def smem(self) -> WarpgroupPackedSmem:
-        return WarpgroupPackedSmem(
-            self.groups,
-            self.tile_n,
-            self.tile_k,
-            self.stages,
-            self.results.boxes,
-            self.results.biased,
-            self.weights.bits,
-            self.scale.width // 8,
-            self.group,
-            self.scale_rows,
-            self.zeros,
-            received=self.sums.received,
-        )
-
-    @property
     def pipeline(self) -> StagePipeline:
         return StagePipeline(self.stages, self.smem.stage_bytes, self.groups, 1)
 
@@ -192,7 +207,7 @@ class WarpgroupPacked(WarpSpecialized):
         mF: cute.Tensor | None,  # (2, N padded to 64)
         mBias: cute.Tensor | None,  # (N,)
         mPartials: cute.Tensor,
-        mTickets: cute.Tensor,  # (tiles * groups,), zero before and after
+        mCounters: cute.Tensor,  # (tiles * groups,), zero before and after
         ctas: Int32,
         rounds: Int32,  # whole tiles of each, where they share the others
         share: Int32,  # k-tiles of each in those
@@ -201,7 +216,7 @@ class WarpgroupPacked(WarpSpecialized):
         tokens, out, layout = self.tma_of(mX, mD)
         alpha = Float32(self.weights.undone if const_expr(self.scaled == "weights") else 1.0)
         outputs = BoxOperands(out.tma, out.coordinates, None, None, mBias, alpha, Float32(0.0))
-        weight, workspace = Weight(mW, mS, mZ, mF), Workspace(mPartials, mTickets)
+        weight, workspace = Weight(mW, mS, mZ, mF), Workspace(mPartials, mCounters)
         self.start(
             (tokens, outputs, weight, workspace, self.mma(mX.element_type), layout, (rounds, share)), ctas, stream
         )
@@ -216,7 +231,7 @@ class WarpgroupPacked(WarpSpecialized):
         stage = cute.make_composed_layout(layout.inner, 0, cute.select(layout.outer, mode=[0, 1]))
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         tokens = TmaTensor(*cpasync.make_tiled_tma_atom(load, mX, stage, (self.tile_n, self.tile_k)))
-        out = TmaTensor(*cpasync.make_tiled_tma_atom(store, mD, self.results.layout(), self.results.shape))
+        out = TmaTensor(*self.results.tma(store, mD))
         return tokens, out, layout
 
     @cute.kernel
@@ -249,7 +264,8 @@ class WarpgroupPacked(WarpSpecialized):
         full = cute.recast_ptr(storage + self.smem.barriers_at, dtype=Int64)
         at_x = cute.recast_ptr(storage, layout.inner, self.results.dtype)
         ring = cute.recast_ptr(storage + self.smem.ring_at, dtype=Int64)
-        shared = Shared(storage, cute.make_tensor(at_x, layout.outer), full, full + self.stages, ring)
+        sX = cute.make_tensor(at_x, layout.outer)
+        shared = Shared(storage, sX, full, full + self.stages, full, ring)
         self.init_shared(warp, tmas, shared)
         # Nobody touches the barriers before they are initialized.
         cute.arch.sync_threads()
@@ -281,7 +297,8 @@ class WarpgroupPacked(WarpSpecialized):
             share=share,
             rank=rank,
         )
-        return of, PackedWalk(self, of, cta, self.segments(of, cta))
+        walk = PackedWalk(self, of, cta)
+        return of, replace(walk, count=walk.total())
 
     @cute.jit
     def init_barriers(self, shared: Shared):
@@ -291,43 +308,6 @@ class WarpgroupPacked(WarpSpecialized):
             inboxes = cute.recast_ptr(shared.storage + self.smem.inbox_barriers_at, dtype=Int64)
             for group in cutlass.range_constexpr(self.groups):
                 cute.arch.mbarrier_init(inboxes + group, 1)
-
-    # ---- work
-
-    @cute.jit
-    def segments(self, of: Extents, cta: Int32) -> Int32:
-        """How many tiles this CTA has a part of."""
-        if const_expr(not self.split):
-            return cutlass.max((of.tiles_n * of.tiles_m - cta + of.ctas - 1) // of.ctas, Int32(0))
-        begin, end = self.run(of, cta)
-        parts = Int32(0)
-        if end > begin:
-            parts = (end - 1) // of.k_tiles - begin // of.k_tiles + 1
-        return of.rounds + parts
-
-    @cute.jit
-    def run(self, of: Extents, cta: Int32) -> tuple[Int32, Int32]:
-        """This CTA's k-tiles of the tiles that are shared, counted from the first one's."""
-        shared = of.tiles_n * of.tiles_m - of.rounds * of.ctas
-        begin = cta * of.share
-        return begin, cutlass.min(begin + of.share, shared * of.k_tiles)
-
-    @cute.jit
-    def segment(self, of: Extents, cta: Int32, i: Int32) -> Share:
-        """The ``i``-th segment of this CTA: its whole tiles come first."""
-        tile, begin, end = cta + i * of.ctas, Int32(0), of.k_tiles
-        if const_expr(self.split):
-            if i >= of.rounds:
-                first, last = self.run(of, cta)
-                shared = first // of.k_tiles + (i - of.rounds)
-                tile = of.rounds * of.ctas + shared
-                begin = cutlass.max(first - shared * of.k_tiles, Int32(0))
-                end = cutlass.min(last - shared * of.k_tiles, of.k_tiles)
-        elif const_expr(self.cluster > 1):
-            begin, end = of.rank * of.k_tiles // self.cluster, (of.rank + 1) * of.k_tiles // self.cluster
-        place = self.raster.place(tile, of.tiles_n, of.tiles_m)
-        corner = Corner(place.m * (ROWS * self.groups), place.n * self.tile_n, Int32(0))
-        return Share(corner, begin, end - begin, number=tile, stop=end)
 
     # ---- rows of the weight: of one product, all that there are
 
@@ -346,31 +326,26 @@ class WarpgroupPacked(WarpSpecialized):
     # ---- producer
 
     @cute.jit
-    def prefetch(self, weight: Weight, of: Extents, segment: Share, i: Int32):
+    def prefetch(self, weight: Weight, of: Extents, share: Share, i: Int32):
         """The ``i``-th of the packed weights of the first stages, of one group each, into the L2."""
         tiles_k = cute.ceil_div(of.k, TILE)
-        row = segment.corner.row + i % self.groups * ROWS
-        first = (segment.begin + i // self.groups) * (self.tile_k // TILE)
+        row = share.corner.row + i % self.groups * ROWS
+        first = (share.begin + i // self.groups) * (self.tile_k // TILE)
         count = cutlass.min(tiles_k - first, Int32(self.tile_k // TILE))
         if row < of.n and count > 0:
             at = (Int64(row // TILE) * tiles_k + first) * self.smem.tile_bytes
             prefetch_bulk(weight.mW.iterator.toint() + at, count * self.smem.tile_bytes)
 
     @cute.jit
-    def load(self, cta: Cta, source: TileSource, segment: Share, at: Position) -> Position:
-        """The loads of one segment. Returns the position behind."""
+    def load(self, cta: Cta, source: TileSource, share: Share, at: Position) -> Position:
+        """The loads of one share. Returns the position behind."""
         shared, tokens, weight, of = cta.shared, cta.tokens, cta.weight, cta.of
-        gX = cute.local_tile(
-            cute.domain_offset((segment.corner.column, 0), tokens.coordinates), (self.tile_n, self.tile_k), (0, None)
-        )  # (tokens, K, k)
-        to_x, from_x = cpasync.tma_partition(
-            tokens.tma, 0, cute.make_layout(1), cute.group_modes(shared.sX, 0, 2), cute.group_modes(gX, 0, 2)
-        )
+        x = tokens.loads(shared.sX, share.corner.column, (self.tile_n, self.tile_k))
         base, full = shared.storage.toint().to(Int32), shared.full.toint().to(Int32)
         tiles_k = cute.ceil_div(of.k, TILE)
         # Groups of the tile whose rows the packed weight has.
-        present = self.present(of, segment.corner)
-        for k_tile in cutlass.range(segment.begin, segment.k_end, unroll=1):
+        present = self.present(of, share.corner)
+        for k_tile in cutlass.range(share.begin, share.k_end, unroll=1):
             # Wait until the consumers have read the stage; then announce its bytes, those of tiles that exist.
             cute.arch.mbarrier_wait(shared.empty + at.stage, at.phase)
             first = k_tile * (self.tile_k // TILE)
@@ -379,13 +354,13 @@ class WarpgroupPacked(WarpSpecialized):
             bytes_ = self.smem.x_bytes + present * (weight_bytes + self.smem.scales_bytes + self.smem.zeros_bytes)
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(shared.full + at.stage, bytes_)
-            cute.copy(tokens.tma, from_x[None, k_tile], to_x[None, at.stage], tma_bar_ptr=shared.full + at.stage)
+            cute.copy(x.tma, x.source[None, k_tile], x.target[None, at.stage], tma_bar_ptr=shared.full + at.stage)
             barrier = full + at.stage * 8
             stage = base + at.stage * self.smem.packed_bytes + self.smem.packed_at
             with cute.arch.elect_one():
                 for g in cutlass.range_constexpr(self.groups):
                     if g < present:
-                        row = self.first_row(of, segment.corner, g)
+                        row = self.first_row(of, share.corner, g)
                         from_w = (
                             weight.mW.iterator.toint() + (Int64(row // TILE) * tiles_k + first) * self.smem.tile_bytes
                         )
@@ -445,36 +420,26 @@ class WarpgroupPacked(WarpSpecialized):
         return Consumer(tid % GROUP, group, cta, tiled_mma, rX, rW, rV, acc, part, self.weights.constant(cta.of.share))
 
     @cute.jit
-    def buffers(self, consumer: Consumer) -> BoxBuffers:
-        """A group's boxes and biases in shared memory, and its first row of a tile."""
-        group, shared = consumer.group, consumer.cta.shared
-        boxes = shared.storage + self.smem.boxes_at + group * (self.results.boxes * self.smem.BOX_BYTES)
-        bias = cute.recast_ptr(shared.storage + self.smem.biases_at + group * (self.smem.BIASES * 4), dtype=Float32)
-        return BoxBuffers(
-            thread=consumer.thread, group=group, boxes=boxes, bias=bias, c_full=shared.full, first_row=group * ROWS
-        )
-
-    @cute.jit
-    def multiply(self, consumer: Consumer, segment: Share, at: Position) -> Position:
-        """The mainloop of one segment. Returns the position behind its last k-tile."""
+    def multiply(self, consumer: Consumer, share: Share, at: Position) -> Position:
+        """The mainloop of one share. Returns the position behind its last k-tile."""
         if const_expr(self.interval > 0):
-            at = self.multiply_in_groups(consumer, segment, at)
+            at = self.multiply_in_groups(consumer, share, at)
         else:
-            at = self.multiply_ahead(consumer, segment, at)
+            at = self.multiply_ahead(consumer, share, at)
         return at
 
     @cute.jit
-    def multiply_ahead(self, consumer: Consumer, segment: Share, at: Position) -> Position:
+    def multiply_ahead(self, consumer: Consumer, share: Share, at: Position) -> Position:
         """The mainloop without sums of groups. Weights of 64 of K take two sets of registers in turn, so that a batch
         of products is issued while the one before runs.
         """
         shared, weight, of = consumer.cta.shared, consumer.cta.weight, consumer.cta.of
         factors = cute.make_rmem_tensor((2, max(1, self.smem.strips)), Float32)
-        row = self.first_row(of, segment.corner, consumer.group)
+        row = self.first_row(of, share.corner, consumer.group)
         coming = Float32(0.0)
         if const_expr(self.scale_rows > 1):
-            coming = self.block_scale(weight, of, row, segment.begin)
-        count = segment.count
+            coming = self.block_scale(weight, of, row, share.begin)
+        count = share.count
         # Stages of the two batches in front, which are released when their products are done.
         before, last = Int32(0), Int32(0)
         of_pair = const_expr(2 if self.tile_k == TILE else 1)  # k-tiles
@@ -487,7 +452,7 @@ class WarpgroupPacked(WarpSpecialized):
                         if const_expr(self.scale_rows > 1):
                             # The scale of this k-tile's block was asked for a k-tile ago.
                             factors.fill(coming)
-                            following = cutlass.min(segment.begin + done + 1, of.k_tiles - 1)
+                            following = cutlass.min(share.begin + done + 1, of.k_tiles - 1)
                             coming = self.block_scale(weight, of, row, following)
                         # Wait until the copies have filled the stage.
                         cute.arch.mbarrier_wait(shared.full + at.stage, at.phase)
@@ -572,7 +537,7 @@ class WarpgroupPacked(WarpSpecialized):
                 self.weights.scale(factors[None, strip], four)
 
     @cute.jit
-    def multiply_in_groups(self, consumer: Consumer, segment: Share, at: Position) -> Position:
+    def multiply_in_groups(self, consumer: Consumer, share: Share, at: Position) -> Position:
         """The mainloop with sums of groups, which are added to the tile's at each group's end."""
         shared, weight, of = consumer.cta.shared, consumer.cta.weight, consumer.cta.of
         before = Int32(0)
@@ -581,11 +546,11 @@ class WarpgroupPacked(WarpSpecialized):
         factors.fill(0.0)
         atom = cute.make_mma_atom(consumer.tiled_mma.op)
         held = cute.recast_tensor(consumer.rW, Int32)
-        row = self.first_row(of, segment.corner, consumer.group)
+        row = self.first_row(of, share.corner, consumer.group)
         coming = Float32(0.0)
         if const_expr(self.scale_rows > 1):
-            coming = self.block_scale(weight, of, row, segment.begin)
-        for k_tile in cutlass.range(segment.begin, segment.k_end, unroll=1):
+            coming = self.block_scale(weight, of, row, share.begin)
+        for k_tile in cutlass.range(share.begin, share.k_end, unroll=1):
             if const_expr(self.scale_rows > 1):
                 # The scale of this k-tile's block was asked for a k-tile ago.
                 next_factors.fill(coming)
@@ -602,8 +567,8 @@ class WarpgroupPacked(WarpSpecialized):
                 # The products of the 64 before are done: their weights' registers are free, and their stage.
                 warpgroup.wait_group(0)
                 if const_expr(half == 0):
-                    self.pipeline.release(consumer.thread, shared.empty, before, k_tile > segment.begin)
-                    if k_tile > segment.begin:
+                    self.pipeline.release(consumer.thread, shared.empty, before, k_tile > share.begin)
+                    if k_tile > share.begin:
                         self.promote(consumer, factors[None, strips - 1])
                     for i in cutlass.range_constexpr(cute.size(factors)):
                         factors[i] = next_factors[i]
@@ -742,15 +707,15 @@ class WarpgroupPacked(WarpSpecialized):
         return Progress(progress.order_phase, progress.at, boxes_used)
 
     @cute.jit
-    def gather(self, source: PackedWalk, consumer: Consumer, segment: Share) -> bool | Boolean:
+    def gather(self, source: PackedWalk, consumer: Consumer, share: Share) -> bool | Boolean:
         """Whether this group's accumulators are now the whole tile's: it had all of K, or was the last to arrive."""
         if const_expr(not self.split):
             return True
         of, cta, storage, workspace = source.of, source.cta, consumer.cta.shared.storage, consumer.cta.extra
-        whole = segment.count == of.k_tiles
+        whole = share.count == of.k_tiles
         if not whole:
             per_thread, of_part = cute.size(consumer.acc), const_expr(GROUP * cute.size(consumer.acc))
-            shared = segment.number - of.rounds * of.ctas  # among those that are shared
+            shared = share.number - of.rounds * of.ctas  # among those that are shared
             begin = shared * of.k_tiles
             first_cta, last_cta = begin // of.share, (begin + of.k_tiles - 1) // of.share
             # A CTA has at most two such parts: that of a tile which began before it, and that of its last tile.
@@ -761,7 +726,7 @@ class WarpgroupPacked(WarpSpecialized):
             sums = cute.make_tensor(workspace.mPartials.iterator, layout)  # (THREAD, ACCUMULATOR, GROUP, PART, CTA)
             flags = cute.recast_ptr(storage + self.smem.flags_at, dtype=Int32)
             thread, group = consumer.thread, consumer.group
-            ticket = Ticket(workspace.mTickets.iterator + shared * self.groups + group, flags + group)
+            ticket = Ticket(workspace.mCounters.iterator + shared * self.groups + group, flags + group)
             own = Int32(1) if cta == first_cta else Int32(0)
             leave(consumer.acc, sums, thread, (group, own, cta))
             whole = LastArrival(GROUP, FIRST_BARRIER).draw(ticket, thread, group, last_cta - first_cta + 1)

@@ -14,7 +14,7 @@ Refuses (``ops/products/schedules/packed_warpgroup.py``): what ``quantized_linea
 groups.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import cuda.bindings.driver as cuda
@@ -24,18 +24,16 @@ from cutlass import Boolean, Float32, Int32, const_expr
 
 from cutekernels.kernels.cute.parts.boxes import FIRST_BARRIER, BoxBuffers, BoxOperands, Corner
 from cutekernels.kernels.cute.parts.epilogue import Epilogue, EpilogueOperands
-from cutekernels.kernels.cute.parts.schedule import TileRing
-from cutekernels.kernels.cute.parts.smem import WarpgroupPackedSmem, WarpgroupSmem
+from cutekernels.kernels.cute.parts.packed import Weight
+from cutekernels.kernels.cute.parts.smem import TILE
 from cutekernels.kernels.cute.parts.tile_source import GroupRing, GroupTensors, Share, TileSource
 from cutekernels.kernels.cute.parts.walk import GroupWalk
 from cutekernels.kernels.cute.parts.warp_groups import GROUP, ROWS, TmaTensor
 from cutekernels.kernels.cute.products.warpgroup_packed import (
-    TILE,
     Consumer,
     Extents,
     Shared,
     WarpgroupPacked,
-    Weight,
 )
 
 TAKEN, LEFT = FIRST_BARRIER + 2, FIRST_BARRIER + 3  # named barriers, behind those of two groups
@@ -78,17 +76,8 @@ class WarpgroupPackedGrouped(WarpgroupPacked):
         return ROWS if self.gated else ROWS * self.groups
 
     @property
-    def smem(self) -> WarpgroupPackedSmem:
-        exchanged = self.tile_n // 2 if self.gated else 0
-        return replace(super().smem, places=WarpgroupSmem.PLACES, exchanged=exchanged)
-
-    @property
     def group_walk(self) -> GroupWalk:
         return GroupWalk(self.tile_n, self.raster)
-
-    @property
-    def ring(self) -> TileRing:
-        return TileRing(WarpgroupSmem.PLACES, 4 * self.groups)
 
     @cute.jit
     def __call__(
@@ -102,7 +91,7 @@ class WarpgroupPackedGrouped(WarpgroupPacked):
         mEnds: cute.Tensor,  # (E + 1,)
         mBias: cute.Tensor | None,  # (E, rows)
         mPartials: cute.Tensor,  # of the skinny body
-        mTickets: cute.Tensor,
+        mCounters: cute.Tensor,
         ctas: Int32,
         alpha: Float32,
         limit: Float32,
@@ -122,7 +111,7 @@ class WarpgroupPackedGrouped(WarpgroupPacked):
     ) -> tuple[Extents, GroupRing]:
         (m, k), n = tokens.coordinates.shape, cute.size(outputs.tD, mode=[0])
         tiles_n = cute.ceil_div(n, self.columns)
-        of = Extents(n, m, k, cute.ceil_div(k, self.tile_k), tiles_n, Int32(0), place[1], Int32(0), Int32(0))
+        of = Extents(n, m, k, cute.ceil_div(k, self.tile_k), tiles_n, Int32(0), Int32(0))
         ring = GroupRing(
             walk=self.group_walk,
             ring=self.ring,
@@ -182,12 +171,8 @@ class WarpgroupPackedGrouped(WarpgroupPacked):
     @cute.jit
     def meet(self, consumer: Consumer, share: Share):
         """Gates and what they multiply: the first group's ``acc`` are then results."""
-        of, shared, mBias, clamp = (
-            consumer.cta.of,
-            consumer.cta.shared,
-            consumer.cta.outputs.mBias,
-            consumer.cta.extra[1],
-        )
+        of, shared = consumer.cta.of, consumer.shared
+        mBias, clamp = consumer.cta.outputs.mBias, consumer.cta.extra[1]
         count = const_expr(cute.size(consumer.acc))
         left = cute.make_tensor(
             cute.recast_ptr(shared.storage + self.smem.exchange_at, dtype=Float32),

@@ -24,25 +24,15 @@ Source:
 
 from dataclasses import dataclass, replace
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, const_expr
+from cutlass import Boolean, Int32, const_expr
 
 from cutekernels.kernels.cute.parts.boxes import FIRST_BARRIER
-from cutekernels.kernels.cute.parts.epilogue import EpilogueOperands
-from cutekernels.kernels.cute.parts.tile_share import VECTOR, TileOwner, add_vectors, leave_vectors
+from cutekernels.kernels.cute.parts.tile_share import VECTOR, TileOwner, Workspace, add_vectors, leave_vectors
 from cutekernels.kernels.cute.parts.tile_source import Share, TileWalk
 from cutekernels.kernels.cute.parts.warp_groups import GROUP
 from cutekernels.kernels.cute.products.warpgroup import Consumer, Cta, WarpgroupGemm
-
-
-@dataclass(frozen=True)
-class Parts:
-    """The workspace in which CTAs leave accumulators for owners."""
-
-    mPartials: cute.Tensor  # (VECTOR, THREAD, ACCUMULATOR / VECTOR, CTA), flat
-    mCounters: cute.Tensor  # (GROUP, CTA), flat; zero before and after
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +40,7 @@ class SplitWalk(TileWalk):
     """Tiles, then parts of tiles, a grid further each: a cluster has at most one part, its last share."""
 
     full: Int32  # tiles in full waves, which give each cluster equally many
-    parts: Parts
+    parts: Workspace
 
     @cute.jit
     def tile(self, index: Int32) -> Int32:
@@ -95,23 +85,6 @@ class WarpgroupSplit(WarpgroupGemm):
         return False
 
     @cute.jit
-    def __call__(
-        self,
-        mD: cute.Tensor,  # ([L,] M, N)
-        mA: cute.Tensor,  # ([L,] M, K)
-        mB: cute.Tensor,  # ([L,] K, N)
-        mC: cute.Tensor | None,  # ([L,] M, N)
-        mBias: cute.Tensor | None,  # (N,)
-        alpha: Float32,
-        beta: Float32,
-        mPartials: cute.Tensor,
-        mCounters: cute.Tensor,
-        stream: cuda.CUstream,
-    ):
-        own = Parts(mPartials, mCounters)
-        self.extend(mD, mA, mB, EpilogueOperands(mC, mBias, alpha, beta, own=own), stream)
-
-    @cute.jit
     def full(self, tiles: Int32) -> Int32:
         """Tiles of clusters in full waves."""
         clusters = const_expr(self.resident // self.cluster)
@@ -123,12 +96,12 @@ class WarpgroupSplit(WarpgroupGemm):
         return cutlass.min(full + (tiles - full) * self.split_k, Int32(self.resident // self.cluster)) * self.cluster
 
     @cute.jit
-    def shares(self, cta: Cta, groups: None, tiles: tuple[Int32, Int32, Int32]) -> SplitWalk:
+    def shares(self, cta: Cta, extra: Workspace, tiles: tuple[Int32, Int32, Int32]) -> SplitWalk:
         walk = WarpgroupGemm.shares(self, cta, None, tiles)
         # A cluster has at most one part, its last share: full waves give each cluster equally many tiles.
         full = self.full(walk.count)
         count = full + (walk.count - full) * self.split_k
-        return SplitWalk(**vars(replace(walk, count=count)), full=full, parts=cta.outputs.own)
+        return SplitWalk(**vars(replace(walk, count=count)), full=full, parts=extra)
 
     @cute.jit
     def gather(self, source: SplitWalk, consumer: Consumer, share: Share) -> Boolean:
@@ -144,7 +117,7 @@ class WarpgroupSplit(WarpgroupGemm):
         return share.owner
 
     @cute.jit
-    def leave(self, acc: cute.Tensor, own: Parts, thread: Int32, group: Int32, begin: Int32, k_tiles: Int32):
+    def leave(self, acc: cute.Tensor, own: Workspace, thread: Int32, group: Int32, begin: Int32, k_tiles: Int32):
         """A group's part of a tile for the owner, whose CTA is so many clusters further as shares lie before it."""
         block, _, _ = cute.arch.block_idx()
         # Each CTA has room for one part, since it leaves one at most.
@@ -153,7 +126,7 @@ class WarpgroupSplit(WarpgroupGemm):
         TileOwner(GROUP, FIRST_BARRIER).post(self.counter(own, owner, group), thread, group)
 
     @cute.jit
-    def add_others(self, acc: cute.Tensor, own: Parts, thread: Int32, group: Int32):
+    def add_others(self, acc: cute.Tensor, own: Workspace, thread: Int32, group: Int32):
         """``acc`` is the sum of all parts of the tile."""
         block, _, _ = cute.arch.block_idx()
         others = const_expr(self.split_k - 1)
@@ -164,7 +137,7 @@ class WarpgroupSplit(WarpgroupGemm):
         add_vectors(acc, self.partials(own), thread + group * GROUP, numbers, Int32(others))
 
     @cute.jit
-    def partials(self, own: Parts) -> cute.Tensor:
+    def partials(self, own: Workspace) -> cute.Tensor:
         """(VECTOR, THREAD, ACCUMULATOR / VECTOR, CTA)."""
         threads = const_expr(GROUP * self.groups)
         vectors = const_expr(self.tile_m * self.tile_n // threads // VECTOR)
@@ -173,6 +146,6 @@ class WarpgroupSplit(WarpgroupGemm):
         return cute.make_tensor(own.mPartials.iterator, cute.make_layout(shape, stride=stride))
 
     @cute.jit
-    def counter(self, own: Parts, block: Int32, group: Int32) -> cute.Pointer:
+    def counter(self, own: Workspace, block: Int32, group: Int32) -> cute.Pointer:
         """Where the parts of the tile of ``block``'s group are counted."""
         return own.mCounters.iterator + (block * self.groups + group)

@@ -9,7 +9,7 @@ has the gate's rows before up's, and a tile has as many of each.
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from cutekernels.columns import Columns
@@ -96,7 +96,7 @@ class GroupedWarpgroup(Groups, Warpgroup):
 
         product = super().body(p, c, gpu, extras)
         results = GroupBoxes(**vars(product.results), swap_ab=c.swap_ab)
-        return WarpgroupGrouped(replace(product, results=results))
+        return WarpgroupGrouped(**vars(product) | {"results": results})
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class DepthWarpgroup(Groups, Warpgroup):
     def body(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> Any:
         from cutekernels.kernels.cute.products.warpgroup_grouped import WarpgroupGroupedDepth
 
-        return WarpgroupGroupedDepth(super().body(p, c, gpu, extras))
+        return WarpgroupGroupedDepth(**vars(super().body(p, c, gpu, extras)))
 
 
 GROUPED_WARPGROUP = GroupedWarpgroup()

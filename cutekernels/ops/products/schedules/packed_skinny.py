@@ -174,6 +174,7 @@ class PackedSkinny(PackedSchedule):
 
         epilogue = ColumnScale if p.group == 0 or p.factors else Epilogue
         return self.weight(p, p.code == "e2m1" and (p.factors or p.dtype == "bf16")) | {
+            "smem": self.smem(p, c),
             "tile_m": c.tile_m,
             "tile_n": c.tile_n,
             "tile_k": c.tile_k,

@@ -198,6 +198,7 @@ class PackedWarpgroup(PackedSchedule):
 
         return WarpgroupPacked(
             **self.parts(p, c),
+            smem=self.smem(p, c),
             results=ResultBoxes(**self.boxes(p, c)),
             split=c.stream_k,
             cluster=c.split_k,
@@ -308,7 +309,12 @@ class GroupedPackedWarpgroup(PackedWarpgroup):
         plain = p.replace(activation="none") if p.gated else p
         results = GroupBoxes(**self.boxes(plain, c), swap_ab=True)
         return WarpgroupPackedGrouped(
-            **self.parts(plain, c), results=results, split=False, gate=gate, clamped=x.clamped
+            **self.parts(plain, c),
+            smem=self.smem(p, c),
+            results=results,
+            split=False,
+            gate=gate,
+            clamped=x.clamped,
         )
 
 

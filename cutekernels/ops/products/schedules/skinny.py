@@ -184,6 +184,7 @@ class Skinny(Tokens, DenseSchedule, Prefetches):
                 scale=FP16_SCALE if p.dtype == "fp16" and weighted else 1.0,
             )  # fmt: skip
         return SkinnyGemm(
+            smem=self.smem(c, extras),
             load_w=OperandLoad(c.tile_n, c.tile_k, c.stages, loaders(c.tile_n, c), True, WIDEST),
             load_x=OperandLoad(c.tile_m, c.tile_k, c.stages, loaders(c.tile_m, c), True, WIDEST),
             mma=WarpMma(c.warps_n, 1, cutlass.Float32, True, True, 8 if c.tile_m % 16 else 16),

@@ -144,7 +144,7 @@ class SkinnyWarpgroup(Tokens, DenseSchedule, Prefetches):
         """
         frame, alone = self.smem(c), c.split_k == 1
         in_flight = c.stages * frame.stage_bytes
-        weights = c.stages * c.tile_n * c.tile_k * frame.element_bytes
+        weights = c.stages * c.tile_n * c.tile_k * ELEMENT_BYTES
         few = (c.tile_m <= _FEW_TOKENS) & (not extras.weighs)
         enough = smaller(weights, where(few, _FEW_TOKENS_WEIGHTS, _WEIGHTS))
         return c.ctas_per_sm, -c.split_k, -where(alone, in_flight, enough), -c.tile_k, where(alone, 0, in_flight)
@@ -194,6 +194,7 @@ class SkinnyWarpgroup(Tokens, DenseSchedule, Prefetches):
         if extras.norm:
             norm = RowNorm(tile_k=c.tile_k, stages=c.stages, weighted=extras.gamma_bytes > 0, statistics=extras.squares)
         return SkinnyWarpgroupGemm(
+            smem=self.smem(c, extras),
             rows=c.tile_m,
             tile_n=c.tile_n,
             tile_k=c.tile_k,
@@ -203,10 +204,8 @@ class SkinnyWarpgroup(Tokens, DenseSchedule, Prefetches):
             epilogue=Epilogue(Activation(p.activation)),
             out_align=p.out_align,
             ctas_per_sm=c.ctas_per_sm,
-            exclusive=exclusive(c),
             prefetch_tiles=c.prefetch_l2,
             norm=norm,
-            gamma_bytes=extras.gamma_bytes,
         )
 
 

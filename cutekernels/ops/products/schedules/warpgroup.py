@@ -259,12 +259,13 @@ class Warpgroup(DenseSchedule, Prefetches):
         pitch = GROUP_ROWS * sharing(c)
         gate = "none" if not extras.gated else "m" if c.swap_ab else "n"
         (tile_m, tile_n), (cluster_m, cluster_n) = c.mma_tile, c.mma_cluster
+        smem = self.smem(c, extras_of(p))
         results = ResultBoxes(
             dtype=backend.type_of(p.dtype),
             columns=tile_n // 2 if gate == "n" else tile_n,
             panels=tile_m // pitch // (2 if gate == "m" else 1),
             pitch=pitch,
-            boxes=self.smem(c, extras_of(p)).boxes,
+            boxes=smem.boxes,
             rows_contiguous=(p.out_major == "m") != c.swap_ab,
             source=p.c != "none",
             biased=p.bias != "none",
@@ -273,6 +274,7 @@ class Warpgroup(DenseSchedule, Prefetches):
             gate=gate,
         )
         return (WarpgroupGemm if c.split_k == 1 else partial(WarpgroupSplit, split_k=c.split_k))(
+            smem=smem,
             tile_m=tile_m,
             tile_n=tile_n,
             tile_k=c.tile_k,
