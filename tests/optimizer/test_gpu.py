@@ -77,7 +77,7 @@ def test_refusals() -> None:
     param, grad, exp_avg, exp_avg_sq, _ = operands(300, "fp32", device="cuda")
     with pytest.raises(UnsupportedProblem, match="one device"):
         adamw_step(param, grad.cpu(), exp_avg, exp_avg_sq, step=1)
-    with pytest.raises(UnsupportedProblem, match="takes bfloat16, float16, float32; got torch.float64"):
+    with pytest.raises(UnsupportedProblem, match="takes float32, bfloat16, float16; got torch.float64"):
         adamw_step(*(t.double() for t in (param, grad, exp_avg, exp_avg_sq)), step=1)
     with pytest.raises(UnsupportedProblem, match="overlaps an operand"):
         adamw_step(param[:-1], grad[1:], param[1:], exp_avg_sq[1:], step=1)
