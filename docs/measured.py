@@ -77,6 +77,7 @@ MODEL_WAYS = {  # contenders of a model, and their columns
     OURS: "`Decoder`",
     "cutekernels, FP8 cache": "its cache in FP8",
     "cutekernels, int4_g128": "its weights in INT4",
+    "cutekernels, fp8_block": "its weights in FP8 blocks",
     "cutekernels patched, compiled": "patched, compiled",
     "cutekernels patched": "patched",
     "transformers compiled": "transformers, compiled",
@@ -339,9 +340,12 @@ def _models() -> str:
                 if row.median_us is not None:
                     by_case.setdefault((row.suite, row.label), {})[row.contender] = row
             ours = [timed[OURS] for timed in by_case.values()]
-            taken = "; ".join(sorted({_when(row.stamp) for timed in by_case.values() for row in timed.values()}))
+            taken: dict[str, set[str]] = {}
+            for row in (row for timed in by_case.values() for row in timed.values()):
+                taken.setdefault(row.stamp["date"][:10], set()).add(row.stamp["commit"][:7])
+            days = "; ".join(f"{day}, {', '.join(sorted(commits))}" for day, commits in sorted(taken.items()))
             memory = min(row.memory_gib for row in ours if row.memory_gib is not None)
-            parts.append(f"**{model}** ({CARDS[card]}, {taken}; from {memory:.1f} GiB of GPU memory)\n")
+            parts.append(f"**{model}** ({CARDS[card]}, {days}; from {memory:.1f} GiB of GPU memory)\n")
             ways = {name: way for name, way in MODEL_WAYS.items() if any(name in timed for timed in by_case.values())}
             lines = [f"| case | {' | '.join(ways.values())} |", "|---" * (1 + len(ways)) + "|"]
             for (suite, label), timed in by_case.items():

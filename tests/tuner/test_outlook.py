@@ -43,12 +43,12 @@ def test_each_knob_has_its_reason(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_demo_shows_both_kinds() -> None:
-    """Demo job on an L40S, by the model alone: a better config than the default for most problems, none for one."""
+    """Demo job on an L40S, by the model alone: a better config than the default for some problems, none for others."""
     gains = {}
     for t in load(DEMO).tasks:
         found = space(t.op, t.problem, L40S)
         gains[str(t)] = t.op.estimate_us(t.problem, t.op.default(t.problem, L40S), L40S) / min(found.estimates_us)
-    assert sum(gain > 1.05 for gain in gains.values()) >= 2 and min(gains.values()) < 1.02, gains
+    assert 2 <= sum(gain > 1.0 for gain in gains.values()) < len(gains) and min(gains.values()) == 1.0, gains
 
 
 def test_the_demo_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
