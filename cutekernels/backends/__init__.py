@@ -86,4 +86,4 @@ class Artifact(ABC):
 
     @abstractmethod
     def kernel(self) -> Callable[..., Any]:
-        """The launchable kernel, without going through a file."""
+        """The launchable kernel, on this machine's GPU."""

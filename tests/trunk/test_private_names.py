@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from cutekernels import cli, torch_names
-from cutekernels.backends import cute
+from cutekernels.backends import Facts, cute
 from cutekernels.backends import triton as backend
 
 ROOT = Path(__file__).parents[2]
@@ -334,8 +334,6 @@ def test_without_a_cache_of_ours_nothing_is_read_from_triton_s(monkeypatch: pyte
 
 
 def test_an_unknown_dsl_compiles_without_its_launch_s_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cutekernels.backends import Facts
-
     function = SimpleNamespace(artifacts=SimpleNamespace(CUBIN=b""), ir_module="another form")
     monkeypatch.setattr(cute, "resource_usage", lambda cubin: {"kernel": Facts(40, 0, 1024)})
     with pytest.raises(cute.CompileError, match="has the DSL changed"):
@@ -343,4 +341,24 @@ def test_an_unknown_dsl_compiles_without_its_launch_s_shared_memory(monkeypatch:
     monkeypatch.setattr(cute, "version", lambda name: "4.9.0")
     assert cute._facts(function) == Facts(40, 0, 1024)
     assert list(cute.absent()) == ["the host program of CuTe DSL 4.9.0"]
-    assert cute.CuteArtifact(function, Facts(1, 0, 0)).kernel() is function
+
+
+def test_a_fresh_kernel_is_loaded_as_it_was_saved(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One export, for the cache and for this process."""
+    exported: list[str] = []
+    loaded: list[bytes] = []
+
+    def export(path: str, symbol: str) -> None:
+        exported.append(symbol)
+        Path(path).write_bytes(b"an object")
+
+    def load(path: Path) -> type:
+        loaded.append(path.read_bytes())
+        return str
+
+    monkeypatch.setattr(cute.CuteArtifact, "load", staticmethod(load))
+    artifact = cute.CuteArtifact(SimpleNamespace(export_to_c=export), Facts(1, 0, 0))
+    assert artifact.kernel() is str
+    artifact.save(tmp_path / "saved")
+    assert artifact.kernel() is str
+    assert (len(exported), loaded) == (2, [b"an object"] * 2)
