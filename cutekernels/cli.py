@@ -122,6 +122,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},  # of every verb
 )
 _MISUSE = (UnsupportedProblem, InvalidConfig, UnknownGpu, JobError)
+_WHOLE = ("torch", "triton", "cutlass", "optuna")  # what an installation for queries alone lacks
 _UNREAD = 128 + signal.SIGPIPE  # as shells report it
 
 
@@ -142,6 +143,10 @@ def ended(call: Callable[[], object]) -> None:
             sys.stdout.flush()  # a full disk fails here, not in the interpreter's last moments
     except CuteKernelsError as error:
         terminal.fail(str(error), code=2 if isinstance(error, _MISUSE) else 1)
+    except ModuleNotFoundError as error:
+        if error.name not in _WHOLE:
+            raise
+        terminal.fail(f"this needs {error.name}; an installation for queries lacks it: pip install -e . in a checkout")
     except SystemExit as end:
         if isinstance(end.__context__, BrokenPipeError):  # typer and rich end with 1 then
             sys.exit(_UNREAD)
@@ -375,7 +380,7 @@ def diagnose() -> list[Finding]:
 def _package(name: str, version: str) -> Finding:
     if version:
         return Finding(name, "ok", version)
-    return Finding(name, "broken", "not installed", "pip install cutekernels pulls it in")
+    return Finding(name, "broken", "not installed", "pip install -e . in the checkout installs all")
 
 
 def _dsl_import() -> Finding:

@@ -244,7 +244,7 @@ def _detect(device: int | None, other: str | None) -> GpuSpec:
     # Without a driver there is none, and torch, whose import takes seconds, need not be asked.
     torch = None if _driver() is None else import_module("torch")
     if torch is None or not torch.cuda.is_available():
-        raise UnknownGpu('no CUDA device is visible; name a GPU, e.g. --gpu a100 (in Python gpu_name="a100")')
+        raise UnknownGpu("no CUDA device is visible: run where a GPU is, or name one, --gpu a100, where that is taken")
     own = describe(torch.cuda.get_device_properties(torch.cuda.current_device() if device is None else device))
     return own if other is None else own.stand_in(lookup(other))
 

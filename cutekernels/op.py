@@ -105,7 +105,9 @@ class _Record:
         values: dict[str, Scalar] = {}
         for word in text.split():
             name, eq, raw = word.partition("=")
-            if not eq or name not in known:
+            if not eq or "," in raw:
+                raise error(f"{word[:60]!r} is not NAME=VALUE: write m=16 n=64, with spaces between fields")
+            if name not in known:
                 raise error(
                     f"{word[:60]!r} is not a field of {cls.__name__}. {near(name, known)}Its fields: {', '.join(known)}"
                 )

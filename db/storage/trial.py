@@ -347,7 +347,7 @@ def parse_json(line: str) -> object:
     try:
         return json.loads(line, parse_constant=_refuse_constant, object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:
-        raise StoreError(f"not a JSON object: {error}") from None
+        raise StoreError(f"not a JSON object: {error}; pass a file that `db export` wrote") from None
 
 
 def _require_fields(

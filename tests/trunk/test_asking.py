@@ -61,6 +61,9 @@ def test_an_option_that_stands_twice_is_refused(line: str) -> None:
 def test_a_field_in_capitals_gets_a_hint() -> None:
     with pytest.raises(UnsupportedProblem, match=r"'M=16' is not a field of GemmProblem. Did you mean 'm'\?"):
         registry.get("gemm").Problem.parse("M=16 n=64 k=64")
+    for text in ("m=16,n=64,k=64", "m n=64 k=64"):
+        with pytest.raises(UnsupportedProblem, match="is not NAME=VALUE: write m=16 n=64, with spaces"):
+            registry.get("gemm").Problem.parse(text)
 
 
 def test_another_database_is_explained(tmp_path: Path) -> None:

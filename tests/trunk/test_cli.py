@@ -24,6 +24,17 @@ from tests.cpu_time import least_s, yardstick_s
 VERBS = ("tune", "db", "bench", "explain", "gpus", "jobs", "doctor")
 
 
+def test_what_an_installation_for_queries_lacks_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    def tunes() -> None:
+        raise ModuleNotFoundError("No module named 'optuna'", name="optuna")
+
+    with pytest.raises(SystemExit) as ended:
+        cli.ended(tunes)
+    assert ended.value.code == 1
+    said = " ".join(capsys.readouterr().err.split())
+    assert "needs optuna" in said and "pip install -e ." in said
+
+
 def run(*words: str) -> Result:
     return CliRunner().invoke(cli.app, list(words))
 

@@ -95,7 +95,7 @@ def test_auto_without_a_gpu_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     gpus._detect.cache_clear()
     try:
-        with pytest.raises(UnknownGpu, match="no CUDA device is visible; name a GPU"):
+        with pytest.raises(UnknownGpu, match="no CUDA device is visible: run where a GPU is, or name one"):
             lookup("auto")
     finally:
         gpus._detect.cache_clear()

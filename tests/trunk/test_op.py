@@ -79,7 +79,7 @@ class TestText:
             ("rows=4", "needs cols"),
             ("", "needs rows, cols"),
             ("rows=4 cols=5 depth=1", "'depth=1' is not a field"),
-            ("rows=4 cols", "'cols' is not a field"),
+            ("rows=4 cols", "'cols' is not NAME=VALUE"),
             ("rows=4 cols=5 rows=6", "'rows' stands twice"),
             ("rows=-4 cols=5", "whole number from 0 up; got '-4'"),
             ("rows=4.0 cols=5", "got '4.0'"),
