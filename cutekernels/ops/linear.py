@@ -89,7 +89,9 @@ def linear(
         raise UnsupportedProblem(f"weight must be (N, K); its shape is {tuple(weight.shape)}")
     if out is not None and x.dim() == 2:
         return gemm(x, weight.t(), bias=bias, activation=activation, out=out)
-    check_depth(x, weight.shape[1])
+    check_depth(x, weight.shape[1], weight.shape[0])
+    if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+        raise UnsupportedProblem(f"linear takes weight in x's {x.dtype}; got {weight.dtype}: convert one of them")
     if out is None:
         path = torch.ops.cutekernels.linear if compiling else LINEAR_PATH
         return path(x, weight, bias, name)  # type: ignore[no-any-return]

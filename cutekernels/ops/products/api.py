@@ -360,10 +360,11 @@ def _sum_over_batch(x: Tensor, y: Tensor, alpha: float) -> Tensor:
     return product(joint_x, joint_y, alpha)
 
 
-def check_depth(x: Tensor, k: int) -> None:
-    """Refuses an ``x`` that a weight of ``k`` columns does not multiply."""
+def check_depth(x: Tensor, k: int, n: int | None = None) -> None:
+    """Refuses an ``x`` that a weight of ``k`` columns, and ``n`` rows, does not multiply."""
     if x.dim() == 0 or x.shape[-1] != k:
-        raise UnsupportedProblem(f"x must be (..., K) with weight's K={k}; its shape is {tuple(x.shape)}")
+        hint = f": weight is (N, K), pass its t() of ({k}, {n})" if x.dim() and x.shape[-1] == n else ""
+        raise UnsupportedProblem(f"x must be (..., K) with weight's K={k}; its shape is {tuple(x.shape)}{hint}")
 
 
 GEMM_PATH = define_with_out(
