@@ -20,13 +20,11 @@ So a lane's share of a strip (4 bits) or of half a strip (8 bits) is one run of 
 
 from __future__ import annotations
 
-from functools import cache
 from typing import TYPE_CHECKING
 
 from cutekernels.errors import UnsupportedProblem
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 BITS = {"int4": 4, "nf4": 4, "e2m1": 4, "int8": 8, "e4m3": 8}  # by code
@@ -120,12 +118,21 @@ def unpack(packed: Tensor, code: str, n: int, k: int) -> Tensor:
 
 def spread(packed: Tensor, code: str) -> Tensor:
     """``packed`` as it lies in memory, of codes that follow one another."""
-    return _looked_up(packed, _SPREAD[code]) if code in _SPREAD else packed
+    return _moved(packed, _SPREAD[code]) if code in _SPREAD else packed
 
 
 def gather(packed: Tensor, code: str) -> Tensor:
     """The reverse of :func:`spread`."""
-    return _looked_up(packed, _GATHERED[code]) if code in _GATHERED else packed
+    return _moved(packed, _GATHERED[code]) if code in _GATHERED else packed
+
+
+def has_nan(packed: Tensor) -> bool:
+    """Whether an element of a packed e4m3 weight is NaN: all but the sign's bit set."""
+    import torch
+
+    halves = packed.view(torch.int16)
+    masks = [sum(1 << place for place in _SPREAD["e4m3"][first : first + 7]) for first in (0, 8)]
+    return any(bool(((halves & mask) == mask).any()) for mask in masks)
 
 
 def pack_scales(scales: Tensor) -> Tensor:
@@ -164,23 +171,27 @@ def dense(tensor: Tensor) -> Tensor:
     )
 
 
-@cache
-def _table(places: tuple[int, ...], device: torch.device) -> Tensor:
-    """Every number of 16 bits with bit i moved to ``places[i]``, by its value as int16, from -32768 on."""
+def _moves(places: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """Shifts to the left that bring bit i to ``places[i]``, each with the mask of what it brings, as int16."""
+    masks: dict[int, int] = {}
+    for i, place in enumerate(places):
+        masks[place - i] = masks.get(place - i, 0) | 1 << place
+    return tuple((by, mask - (mask >> 15 << 16)) for by, mask in masks.items())
+
+
+def _moved(packed: Tensor, places: tuple[int, ...]) -> Tensor:
+    """``packed`` with the bits of each 16 moved, in chunks, so that it takes little memory beside the result."""
     import torch
 
-    words = torch.arange(-(1 << 15), 1 << 15, device=device)
-    moved = sum((words >> i & 1) << place for i, place in enumerate(places))
-    assert isinstance(moved, torch.Tensor)
-    return (moved - (moved >> 15 << 16)).to(torch.int16)
-
-
-def _looked_up(packed: Tensor, places: tuple[int, ...]) -> Tensor:
-    """``packed`` with the bits of each 16 moved."""
-    import torch
-
-    words = packed.contiguous().view(torch.int16).int() + (1 << 15)
-    return _table(places, packed.device)[words].view(torch.uint8)
+    moved = torch.empty_like(packed, memory_format=torch.contiguous_format)
+    halves = (packed if packed.storage_offset() % 2 == 0 else packed.clone()).contiguous().view(torch.int16)
+    halves, found = halves.view(-1), moved.view(torch.int16).view(-1)
+    for first in range(0, halves.numel(), _CHUNK_ELEMENTS):
+        part, into = halves[first : first + _CHUNK_ELEMENTS], found[first : first + _CHUNK_ELEMENTS]
+        into.zero_()
+        for by, mask in _moves(places):
+            into |= (part << by if by > 0 else part >> -by) & mask
+    return moved
 
 
 def _check_code(code: str) -> None:

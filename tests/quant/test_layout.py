@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.quant import layout, quantize
@@ -75,14 +76,33 @@ def test_codes_that_do_not_fit_are_refused() -> None:
         unpack(torch.zeros(1, 1, 2048, dtype=torch.uint8), "e4m3", 64, 64)
 
 
-def test_files_of_fp8_hold_codes_in_a_row() -> None:
-    """As version 0.2.0 wrote them: bits are spread in memory alone, and a weight comes back in every bit."""
+def test_files_of_fp8_are_told_from_older_ones() -> None:
+    """Version 0.2.0 wrote codes in a row, as bytes; today's are the weight's memory, in 16 bits."""
     weight = quantize(torch.randn(100, 200), "fp8_channel")
-    stored = own.write(weight)["weight.packed"]
-    codes = unpack(weight.packed, "e4m3", 100, 200)
-    assert torch.equal(stored, pack(codes, "int8"))
-    assert not torch.equal(stored, weight.packed)
-    assert torch.equal(own.from_own(own.write(weight), "fp8_channel").packed, weight.packed)
-    stored[0, 0, 5] = 0x7F
-    with pytest.raises(UnsupportedProblem, match="NaN codes"):
-        own.bytes_of(stored, "e4m3")
+    stored = own.write(weight)
+    packed = stored["weight.packed"]
+    assert packed.dtype == torch.int16 and packed.data_ptr() == weight.packed.data_ptr()
+    older = pack(unpack(weight.packed, "e4m3", 100, 200), "int8")
+    odd = torch.cat((torch.zeros(1, dtype=torch.uint8), older.flatten()))[1:].view(older.shape)  # at an odd address
+    for given in (packed, older, odd):
+        assert torch.equal(own.from_own(stored | {"weight.packed": given}, "fp8_channel").packed, weight.packed)
+    assert not torch.equal(older, weight.packed)
+    for at in range(2):  # either code of 16 bits
+        older[0, 0, 4 + at] = 0x7F
+        for given in (older, layout.spread(older, "e4m3").view(torch.int16)):
+            with pytest.raises(UnsupportedProblem, match="NaN codes"):
+                own.from_own(stored | {"weight.packed": given}, "fp8_channel")
+        older[0, 0, 4 + at] = 0
+
+
+@pytest.mark.parametrize("code", ["e2m1", "e4m3"])
+def test_every_16_bits_come_back(code: str) -> None:
+    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.uint8).view(1, 1, -1)
+    assert torch.equal(layout.gather(layout.spread(every, code), code), every)
+    assert not torch.equal(layout.spread(every, code), every)
+
+
+def test_tensors_without_values_leave_nothing_behind() -> None:
+    with FakeTensorMode():
+        unpack(torch.empty(1, 1, 4096, dtype=torch.uint8), "e4m3", 64, 64)
+    assert torch.equal(unpack(pack(torch.ones(64, 64, dtype=torch.uint8), "e4m3"), "e4m3", 64, 64), torch.ones(64, 64))

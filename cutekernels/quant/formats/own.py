@@ -1,4 +1,4 @@
-"""This package's own format: the packed tensors, of weights that ``quantize`` made. e4m3's bits are not spread.
+"""This package's own format: the packed tensors as they are, of weights that ``quantize`` made.
 
 ``quantization_config`` is ``{"quant_method": "cutekernels", "scheme": "int4_g128"}``.
 """
@@ -70,24 +70,20 @@ def from_own(tensors: Mapping[str, Tensor], scheme: str, *, dtype: torch.dtype |
 def bytes_of(packed: Tensor, code: str) -> Tensor:
     """The stored ``packed`` as a weight holds it. Raises UnsupportedProblem where it is of elements of another kind."""
     stored = _stored_type(code)
+    if code == "e4m3" and packed.dtype == torch.uint8:  # of version 0.2.0
+        return layout.spread(packed, code)
     if packed.dtype != stored:
         raise UnsupportedProblem(
             f"weight.packed of {code} elements is {stored}, not {packed.dtype}; load what was saved with this scheme"
         )
-    packed = packed.view(torch.uint8)
-    if code == "e4m3":
-        if bool(((packed & 0x7F) == 0x7F).any()):
-            raise UnsupportedProblem(
-                "e4m3 weights hold numbers, not the NaN codes 0x7f and 0xff; download the checkpoint again or quantize "
-                "anew"
-            )
-        packed = layout.spread(packed, code)
-    return packed
+    return packed.view(torch.uint8)
 
 
 def _stored_type(code: str) -> torch.dtype:
-    """The type that ``weight.packed`` has in files: it tells int8 from e4m3, whose bytes and scales look alike."""
-    return torch.int8 if code == "int8" else torch.uint8
+    """The type that ``weight.packed`` has in files: it tells int8 from e4m3, whose bytes and scales look alike, and
+    e4m3 whose bits are spread over each 16 from that of version 0.2.0, in bytes.
+    """
+    return {"int8": torch.int8, "e4m3": torch.int16}.get(code, torch.uint8)
 
 
 def check_values(weight: QuantizedWeight) -> None:
@@ -98,13 +94,16 @@ def check_values(weight: QuantizedWeight) -> None:
         raise UnsupportedProblem(f"weight.order is a permutation of {k} columns, and here it is not; download it again")
     if weight.zeros is not None and int(weight.zeros.amax()) > 16:
         raise UnsupportedProblem(f"zeros are 0 to 16, not {int(weight.zeros.amax())}; download the checkpoint again")
+    if weight.code == "e4m3" and layout.has_nan(weight.packed):
+        raise UnsupportedProblem(
+            "e4m3 weights hold numbers, not the NaN codes 0x7f and 0xff; download the checkpoint again or quantize anew"
+        )
 
 
 def write(weight: QuantizedWeight) -> dict[str, Tensor]:
     """The packed tensors."""
-    packed = layout.gather(weight.packed, weight.code) if weight.code == "e4m3" else weight.packed
     tensors = {
-        "packed": packed.view(_stored_type(weight.code)),
+        "packed": weight.packed.view(_stored_type(weight.code)),
         "scales": weight.scales,
         "shape": torch.tensor(weight.shape),
     }
