@@ -231,7 +231,10 @@ def _normalize_group(group: dict[str, Any]) -> None:
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise UnsupportedProblem(f"a learning rate is one number; got a tensor of shape {tuple(lr.shape)}")
     rate = lr if isinstance(lr, int) else float(lr) if isinstance(lr, Real) else lr
-    check_hyper(0.0 if isinstance(lr, Tensor) else rate, group["betas"], group["eps"], group["weight_decay"])
+    if isinstance(lr, Tensor) and (lr.is_meta or lr.is_complex() or lr.dtype == torch.bool):
+        raise UnsupportedProblem(f"a learning rate is a real number; got {lr.dtype} on {lr.device}")
+    known = lr.item() if isinstance(lr, Tensor) and lr.device.type == "cpu" else rate  # one on a GPU is not waited for
+    check_hyper(0.0 if isinstance(known, Tensor) else known, group["betas"], group["eps"], group["weight_decay"])
     for name in _FLAGS:
         check_flag("FusedAdamW", name, group.get(name, False))
     for name, taken in _FIXED.items():

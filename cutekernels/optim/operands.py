@@ -44,10 +44,16 @@ def state_dtypes(param: Tensor, group: dict[str, Any]) -> dict[str, torch.dtype]
 def operands(param: Tensor, group: dict[str, Any], state: dict[str, Any]) -> Operands:
     """A parameter beside its gradient and its ``state``, to which what is missing is added."""
     grad = param.grad
-    if param.is_complex() or (grad is not None and (grad.is_sparse or grad.layout != torch.strided)):
+    is_real = param.is_floating_point() and param.dtype.itemsize > 1 and (grad is None or not grad.is_complex())
+    if not is_real or (grad is not None and (grad.is_sparse or grad.layout != torch.strided)):
         raise UnsupportedProblem(
-            f"FusedAdamW takes dense real parameters; got {param.dtype} with a gradient of "
+            f"FusedAdamW takes dense real parameters of 16 bits or more; got {param.dtype} with a gradient of "
             f"{None if grad is None else grad.layout}: use torch.optim.SparseAdam, or view complex numbers as real ones"
+        )
+    if not param.is_meta and any(n > 1 and by == 0 for n, by in zip(param.shape, param.stride(), strict=True)):
+        raise UnsupportedProblem(
+            f"a parameter of {tuple(param.shape)} has strides {param.stride()}: its elements share memory, and each "
+            "would be updated several times; clone it"
         )
     if param.is_meta:
         raise UnsupportedProblem("FusedAdamW updates values, and a parameter is on the meta device: move it first")

@@ -285,7 +285,7 @@ class StepPlan:
         if capturing and any(isinstance(each.lr, Tensor) and not has_kernels(each.lr) for each in step.settings):
             raise UnsupportedProblem("a CUDA graph would keep a learning rate that is on the CPU: move it to the GPU")
         # Masters take over what others wrote; their low bits stay where that is nothing new.
-        versions = [step.written[i]._version for i in self.masters]
+        versions = [_writes(self.rows[i], step.written[i]) for i in self.masters]
         for i, version, last in zip(self.masters, versions, self.versions, strict=True):
             if version != last and step.addresses[i]:
                 param = step.written[i]
@@ -309,8 +309,13 @@ class StepPlan:
                 table.update(each, step, norm, float(limit or 0.0))
         torch.autograd.graph.increment_version(list(compress(step.written, step.addresses)))
         rows = zip(self.masters, self.versions, strict=True)
-        self.versions = [step.written[i]._version if step.addresses[i] else last for i, last in rows]
+        self.versions = [_writes(self.rows[i], step.written[i]) if step.addresses[i] else last for i, last in rows]
         return norm, [self, step, [*map(dict, optimizer.state.values())], begun, norm] if capturing else []
+
+
+def _writes(param: Tensor, local: Tensor) -> int:
+    """A count of what was written to a parameter: by itself, or to the part of it that this rank holds."""
+    return local._version if local is param else param._version + local._version
 
 
 def _layouts(tensors: list[Tensor]) -> list[list[Any]]:

@@ -170,8 +170,24 @@ def refusals() -> dict[str, Callable[[], Any]]:
             [{"params": [p], "weight_decay": -0.1}]
         ),
         "a learning rate is one number": lambda: FusedAdamW([p], lr=torch.ones(2)),
+        "a learning rate is a real number": lambda: FusedAdamW([p], lr=torch.tensor(1j)),
+        "takes lr as a finite number of at least 0; got -1.0": lambda: FusedAdamW([p], lr=torch.tensor(-1.0)),
+        "takes lr in float32; got torch.float64": lambda: adamw_step(p, p, p, p, lr=torch.ones(1).double(), step=1),
+        "its elements share memory": lambda: _step(torch.ones(1).expand(2)),
+        "of 16 bits or more; got torch.int64": lambda: _step(torch.ones(2, dtype=torch.int64)),
         "torch.optim.SparseAdam": _sparse_step,
     }
+
+
+def _step(values: Tensor) -> None:
+    """Of a parameter that is refused, behind one that is not and keeps its values."""
+    params = [torch.ones(3).requires_grad_(), values]
+    for param in params:
+        param.grad = torch.ones_like(param)
+    try:
+        FusedAdamW(params).step()
+    finally:
+        assert torch.equal(params[0], torch.ones(3))
 
 
 def _sparse_step() -> None:

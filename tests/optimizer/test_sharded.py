@@ -63,6 +63,22 @@ def _check_full_states(rank: int, whole: Model) -> None:
         assert all(hasattr(p, "placements") == (kind != "plain") for p in model.parameters())
 
 
+def _check_loads_beside_masters() -> None:
+    """What a DTensor's own operations write is seen: its part's version does not tell."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = torch.nn.Linear(8, 4, dtype=torch.bfloat16)
+    fully_shard(model)
+    optimizer = FusedAdamW(model.parameters(), lr=1e-3, weight_decay=0.0, master_weights=True)
+    for written in (None, None, 5.0):
+        if written is not None:
+            with torch.no_grad():
+                model.weight.copy_(torch.full_like(model.weight, written))
+        model(torch.ones(2, 8, dtype=torch.bfloat16)).float().sum().backward()
+        optimizer.step()
+    torch.testing.assert_close(model.weight.full_tensor().float(), torch.full((4, 8), 5.0), atol=0.05, rtol=0)  # type: ignore[operator]
+
+
 def _shards(rank: int, port: int, folder: str) -> None:
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
@@ -104,6 +120,7 @@ def _shards(rank: int, port: int, folder: str) -> None:
             for name, value in _full(trained).items():
                 torch.testing.assert_close(value, whole.get_parameter(name), msg=lambda text, n=name: f"{n}: {text}")
         _check_full_states(rank, whole)
+        _check_loads_beside_masters()
     except Exception:
         Path(folder, f"error{rank}").write_text(traceback.format_exc())
         raise

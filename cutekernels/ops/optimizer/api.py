@@ -65,6 +65,8 @@ def adamw_step(
     steps, count = (step, None) if isinstance(step, Tensor) else (None, step)
     rates, rate = (lr, 0.0) if isinstance(lr, Tensor) else (None, lr)
     check_hyper(rate, betas, eps, weight_decay)
+    if rates is not None and rates.dtype != torch.float32:
+        raise UnsupportedProblem(f"adamw_step takes lr in float32; got {rates.dtype}: convert it")
     if steps is None:
         check_whole("adamw_step", "step", count, 1, _MOST_STEPS)
     hyper = Hyper.of(rate, betas, eps, weight_decay, count)
