@@ -207,7 +207,7 @@ MODULES = {
             ),
             ("if f.default is MISSING or value != f.default:", "if True:"),
             ('f"{f.name}={int(value) if isinstance(value, bool) else value}"', 'f"{f.name}={value}"'),
-            ("if not eq or name not in known:", "if name not in known:"),
+            ('if not eq or "," in raw:', 'if "," in raw:'),
             ("            if name in values:\n", "            if False:\n"),
             ("        if missing:\n", "        if False:\n"),
             ("(raw.isascii() and raw.isdigit()", "(raw.isdigit()"),
