@@ -188,6 +188,8 @@ GPUS: tuple[GpuSpec, ...] = (
 
 ALIASES = {"a100": "a100-sxm-80gb", "h100": "h100-sxm"}
 
+_WITHOUT_KERNELS = ("b100", "b200", "b300", "gb200", "gb300")  # sm_100 and sm_103
+
 SIBLINGS = {"h200": "h100-sxm"}
 """GPUs with the SMs of another, whose winners were timed on them: docs/notes/trunk.md#siblings (H200, 2026-11-26)."""
 
@@ -215,10 +217,8 @@ def lookup(name: str) -> GpuSpec:
     found = _BY_NAME.get(key) or _BY_PRODUCT.get(key)
     if found is not None:
         return found
-    if key.removeprefix("g").startswith(("b100", "b200", "b300")):
-        raise UnknownGpu(
-            f"{name[:60]} is sm_100, which no kernel here is compiled for yet: the README names those that are"
-        )
+    if key in _WITHOUT_KERNELS:
+        raise UnknownGpu(f"no kernel here is compiled for the {name}: the README names the GPUs that have some")
     names = sorted([*_BY_NAME, *ALIASES])
     known = ", ".join(names)
     raise UnknownGpu(

@@ -29,7 +29,7 @@ from cutekernels.ops.products.api import (
 from cutekernels.ops.products.gradients import before_activation, column_sums, reads_value
 from cutekernels.ops.shared.calls import with_results
 from cutekernels.ops.shared.checks import check_tensor, check_word
-from cutekernels.ops.shared.paths import PLAIN, Call, CallCache, Given, Inputs, Path
+from cutekernels.ops.shared.paths import PLAIN, Call, CallCache, Given, Inputs, Path, autocasting
 from cutekernels.quant.weight import QuantizedWeight
 
 _LINEAR_CALLS, _BIASED_CALLS = CallCache(), CallCache()  # of linear without and with a bias
@@ -87,11 +87,11 @@ def linear(
         check_word("linear", "activation", name)
     if weight.dim() != 2:
         raise UnsupportedProblem(f"weight must be (N, K); its shape is {tuple(weight.shape)}")
+    if x.dtype != weight.dtype and not autocasting():
+        raise UnsupportedProblem(f"linear takes weight in x's {x.dtype}; got {weight.dtype}: convert one of them")
     if out is not None and x.dim() == 2:
         return gemm(x, weight.t(), bias=bias, activation=activation, out=out)
     check_depth(x, weight.shape[1], weight.shape[0])
-    if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
-        raise UnsupportedProblem(f"linear takes weight in x's {x.dtype}; got {weight.dtype}: convert one of them")
     if out is None:
         path = torch.ops.cutekernels.linear if compiling else LINEAR_PATH
         return path(x, weight, bias, name)  # type: ignore[no-any-return]

@@ -32,7 +32,7 @@ TILE = 64  # rows and elements of K
 TILE_BYTES = {4: 2048, 8: 4096}
 _CHUNK_ELEMENTS = 32 << 20  # a chunk has up to four byte-sized temporaries
 
-# Where floats have bits 0 to 15 of four codes, or of two; and the reverse.
+# Places of bits 0 to 15 of four codes, or of two, of floats; and the reverse.
 _SPREAD = {
     "e2m1": (0, 1, 2, 9, 3, 4, 5, 12, 6, 7, 8, 15, 10, 11, 13, 14),
     "e4m3": (0, 1, 2, 3, 12, 13, 14, 11, 4, 5, 6, 7, 8, 9, 10, 15),
@@ -118,12 +118,12 @@ def unpack(packed: Tensor, code: str, n: int, k: int) -> Tensor:
 
 def spread(packed: Tensor, code: str) -> Tensor:
     """``packed`` as it lies in memory, of codes that follow one another."""
-    return _moved(packed, _SPREAD[code]) if code in _SPREAD else packed
+    return _move_bits(packed, _SPREAD[code]) if code in _SPREAD else packed
 
 
 def gather(packed: Tensor, code: str) -> Tensor:
     """The reverse of :func:`spread`."""
-    return _moved(packed, _GATHERED[code]) if code in _GATHERED else packed
+    return _move_bits(packed, _GATHERED[code]) if code in _GATHERED else packed
 
 
 def has_nan(packed: Tensor) -> bool:
@@ -171,26 +171,21 @@ def dense(tensor: Tensor) -> Tensor:
     )
 
 
-def _moves(places: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """Shifts to the left that bring bit i to ``places[i]``, each with the mask of what it brings, as int16."""
-    masks: dict[int, int] = {}
-    for i, place in enumerate(places):
-        masks[place - i] = masks.get(place - i, 0) | 1 << place
-    return tuple((by, mask - (mask >> 15 << 16)) for by, mask in masks.items())
-
-
-def _moved(packed: Tensor, places: tuple[int, ...]) -> Tensor:
-    """``packed`` with the bits of each 16 moved, in chunks, so that it takes little memory beside the result."""
+def _move_bits(packed: Tensor, places: tuple[int, ...]) -> Tensor:
+    """``packed`` with bit i of each 16 at ``places[i]``, in chunks: it takes little memory beside the result."""
     import torch
 
+    masks: dict[int, int] = {}  # what a shift to the left brings
+    for i, place in enumerate(places):
+        masks[place - i] = masks.get(place - i, 0) | 1 << place
     moved = torch.empty_like(packed, memory_format=torch.contiguous_format)
     halves = (packed if packed.storage_offset() % 2 == 0 else packed.clone()).contiguous().view(torch.int16)
     halves, found = halves.view(-1), moved.view(torch.int16).view(-1)
     for first in range(0, halves.numel(), _CHUNK_ELEMENTS):
         part, into = halves[first : first + _CHUNK_ELEMENTS], found[first : first + _CHUNK_ELEMENTS]
         into.zero_()
-        for by, mask in _moves(places):
-            into |= (part << by if by > 0 else part >> -by) & mask
+        for by, mask in masks.items():
+            into |= (part << by if by > 0 else part >> -by) & (mask - (mask >> 15 << 16))
     return moved
 
 

@@ -315,6 +315,8 @@ def test_out_is_not_differentiable_and_says_so() -> None:
         (lambda a, b: ck.linear(a.expand(2, 4, 8), b), "with weight's K=6; its shape is (2, 4, 8)"),
         (lambda a, b: ck.linear(a, b), "weight's K=6; its shape is (4, 8): weight is (N, K), pass its t() of (6, 8)"),
         (lambda a, b: ck.linear(a, b.t().half()), "linear takes weight in x's torch.float32; got torch.float16"),
+        (lambda a, b: ck.linear(a.to("meta"), b.t().half().to("meta")), "linear takes weight in x's torch.float32"),
+        (lambda a, b: ck.linear(a, b.t().half(), out=randn(4, 6)), "linear takes weight in x's torch.float32"),
         (lambda a, b: ck.linear(torch.tensor(1.0), b), "x must be (..., K)"),
     ],
 )

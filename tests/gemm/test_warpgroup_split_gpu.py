@@ -26,7 +26,7 @@ def _needs_warpgroups() -> None:
         pytest.skip("no warpgroup MMA here")
 
 
-def shared(problem: GemmProblem, **values: Any) -> list[GemmConfig]:
+def sharing_configs(problem: GemmProblem, **values: Any) -> list[GemmConfig]:
     return [c for c in warpgroup(problem, **values) if c.split_k > 1]
 
 
@@ -55,7 +55,7 @@ def test_random_problems_and_configs(layout: tuple[str, str, str], c: str) -> No
     rng = random.Random(f"split {layout}{c}")
     problem = posed(rng, layout, c)
     args = GEMM.sample(problem, "cuda", 0)
-    found = shared(problem)
+    found = sharing_configs(problem)
     for config in rng.sample(found, min(4, len(found))):
         assert_right(launch(problem, args, str(config)), problem, args, str(config))
 
@@ -67,21 +67,21 @@ def test_parts_alone_and_behind_full_waves(split_k: int, arrangement: dict[str, 
     for m, n, k in ((256, 1536, 8960), (1000, 1536, 8960), (3000, 2504, 4104)):
         problem = GemmProblem(m, n, k, b_major="k")
         args = GEMM.sample(problem, "cuda", 0)
-        found = shared(problem, split_k=split_k, **arrangement)
+        found = sharing_configs(problem, split_k=split_k, **arrangement)
         for config in rng.sample(found, min(2, len(found))):
             assert_right(launch(problem, args, str(config)), problem, args, str(config))
 
 
 def test_the_same_bits_every_time() -> None:
     problem = GemmProblem.parse("m=600 n=1536 k=8960 b_major=k")
-    assert_same_every_time(problem, random.Random(0).sample(shared(problem), 4))
+    assert_same_every_time(problem, random.Random(0).sample(sharing_configs(problem), 4))
 
 
 def test_out_may_be_c() -> None:
     problem = GemmProblem(1000, 1304, 4104, c="n")
     a, b, c, _, _, _ = GEMM.sample(problem, "cuda", 0)
     expected = (0.5 * (a.double() @ b.double()) + 2.0 * c.double()).to(c.dtype)
-    for config in random.Random(1).sample(shared(problem), 4):
+    for config in random.Random(1).sample(sharing_configs(problem), 4):
         kept = c.clone()
         assert ck.gemm(a, b, kept, alpha=0.5, beta=2.0, out=kept, config=str(config)) is kept
         torch.testing.assert_close(kept, expected, rtol=2**-7, atol=0.1)
@@ -101,7 +101,7 @@ def test_dependent_launches_see_what_came_before() -> None:
                 torch.cuda.synchronize()
         return x
 
-    configs = [str(c) for c in random.Random(2).sample(shared(problem), 3)]
+    configs = [str(c) for c in random.Random(2).sample(sharing_configs(problem), 3)]
     want = chain(configs, wait=True)
     assert all(torch.equal(chain(configs, wait=False), want) for _ in range(10))
 
@@ -109,7 +109,7 @@ def test_dependent_launches_see_what_came_before() -> None:
 def test_graphs_and_streams_share_no_workspace() -> None:
     """Two configs in turns on each stream, in graphs and out of them, beside one another."""
     problem = GemmProblem.parse("m=300 n=1024 k=4096 b_major=k")
-    configs = [str(c) for c in random.Random(3).sample(shared(problem), 2)]
+    configs = [str(c) for c in random.Random(3).sample(sharing_configs(problem), 2)]
     streams = [torch.cuda.Stream() for _ in range(4)]
     xs = [torch.randn(300, 4096, device="cuda", dtype=torch.bfloat16) for _ in streams]
     w = torch.randn(1024, 4096, device="cuda", dtype=torch.bfloat16)

@@ -180,7 +180,7 @@ def refusals() -> dict[str, Callable[[], Any]]:
 
 
 def _step(values: Tensor) -> None:
-    """Of a parameter that is refused, behind one that is not and keeps its values."""
+    """A step of a parameter that is refused, behind one that is not and keeps its values."""
     params = [torch.ones(3).requires_grad_(), values]
     for param in params:
         param.grad = torch.ones_like(param)

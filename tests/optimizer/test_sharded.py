@@ -64,7 +64,7 @@ def _check_full_states(rank: int, whole: Model) -> None:
 
 
 def _check_loads_beside_masters() -> None:
-    """What a DTensor's own operations write is seen: its part's version does not tell."""
+    """Masters see what a DTensor's own operations write: its part's version does not tell."""
     from torch.distributed.fsdp import fully_shard
 
     model = torch.nn.Linear(8, 4, dtype=torch.bfloat16)

@@ -177,14 +177,13 @@ def ways_of(
 ) -> list[Callable[[Tensor], Tensor] | None]:
     """Functions to what stands in for operands that kernels do not take as they are: copies, or views."""
     views = op.views(named, **options)
-    return [
-        views.get(name)
-        if t is None or name in views or op.takes(name, t)
-        else empty_copy
-        if name in op.results
-        else _dense_copy
-        for name, t in named.items()
-    ]
+
+    def way(name: str, t: Tensor | None) -> Callable[[Tensor], Tensor] | None:
+        if t is None or name in views or op.takes(name, t):
+            return views.get(name)
+        return empty_copy if name in op.results else _dense_copy
+
+    return [way(name, t) for name, t in named.items()]
 
 
 def _dense_copy(t: Tensor) -> Tensor:

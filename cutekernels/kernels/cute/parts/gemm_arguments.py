@@ -58,7 +58,7 @@ class GemmBody:
         self.extend(mD, mX, mW, operands, rest[-1], Workspace(*rest[:-1]), norm)
 
 
-def transposed(t: cute.Tensor) -> cute.Tensor:
+def transpose(t: cute.Tensor) -> cute.Tensor:
     """``(X, Y)`` as ``(Y, X)``."""
     return cute.make_tensor(t.iterator, cute.select(t.layout, mode=[1, 0]))
 

@@ -30,7 +30,7 @@ MOVES_FP16 = (
     ((3, 0x0E00), (0, 0x8000)),
     ((-1, 0x0600), (-2, 0x0800), (1, 0x8000)),
 )
-# Of pairs of e4m3, those of low bytes first.
+# The same for pairs of e4m3: of low bytes, then of high ones.
 MOVES_8_BF16 = (((-4, 0x0700), (4, 0x80F0)), ((0, 0x87F0),))
 MOVES_8_FP16 = (((-1, 0x3800), (7, 0x0780), (4, 0x8000)), ((3, 0x3F80), (0, 0x8000)))
 
@@ -185,7 +185,7 @@ class PackedWeights:
         """Pair ``p`` of e4m3: sign, exponent and mantissa moved to their places; the exponent's bias is made up for by
         a power of two, exact, subnormal numbers too.
         """
-        moved = joined(word, (MOVES_8_FP16 if self.halves else MOVES_8_BF16)[p])
+        moved = join_bits(word, (MOVES_8_FP16 if self.halves else MOVES_8_BF16)[p])
         if const_expr(self.folded):
             return moved
         # 2^8, or 2^120; -0.0 twice keeps the sign of zero.
@@ -195,7 +195,7 @@ class PackedWeights:
     @cute.jit
     def float4(self, word: Int32, p: cutlass.Constexpr[int]) -> Int32:
         """Pair ``p`` of e2m1, as :meth:`float8`."""
-        moved = joined(word, (MOVES_FP16 if self.halves else MOVES_BF16)[p])
+        moved = join_bits(word, (MOVES_FP16 if self.halves else MOVES_BF16)[p])
         if const_expr(self.folded):
             return moved
         # 2^14, or 2^126; -0.0 twice keeps the sign of zero.
@@ -283,7 +283,7 @@ def twos_complement(bits: int) -> int:
     return bits - (bits >> 31 << 32)
 
 
-def joined(word: Int32, moves: tuple[tuple[int, int], ...]) -> Int32:
+def join_bits(word: Int32, moves: tuple[tuple[int, int], ...]) -> Int32:
     """The bits of ``word`` that ``moves`` takes, each a shift to the left and a mask of both halves, as one word."""
     found = Int32(0)
     for by, mask in moves:

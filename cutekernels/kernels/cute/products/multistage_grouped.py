@@ -83,15 +83,14 @@ class MultistageGrouped(MultistageGemm):
     ):
         tid, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
-        tile_m, tile_n = self.results.tile_m, self.results.tile_n
         sA, sB, sD, acc = self.set_up(mA.element_type, tiled_mma)
         groups = mEnds.shape[0] - 1
-        tiles_n = cute.ceil_div(mD.shape[cute.rank(mD) - 1], tile_n)
+        tiles_n = cute.ceil_div(mD.shape[cute.rank(mD) - 1], self.results.tile_n)
         if const_expr(self.along == "m"):
             # -- rows of A in groups: find the tile's group, and multiply views that end where the group does
             rows = mA.shape[0]
-            slot, column = self.raster.tile(block, slots(rows, groups, tile_m), tiles_n)
-            own = self.find(mEnds, rows, slot, tile_m)
+            slot, column = self.raster.tile(block, slots(rows, groups, self.results.tile_m), tiles_n)
+            own = self.find(mEnds, rows, slot, self.results.tile_m)
             expert = cutlass.min(cutlass.max(own.group, Int32(0)), groups - 1)
             vA, vD = part(mA, 0, own.begin, own.extent), part(mD, 0, own.begin, own.extent)
             vB, bias = layer(mB, expert), None
@@ -101,7 +100,7 @@ class MultistageGrouped(MultistageGemm):
             out = Output(vD, sD, EpilogueOperands(mBias=bias, alpha=Float32(1.0)))
             tile = Tile(own.tile, column, Int32(0))
             # A surplus CTA has no rows and returns. Rows before the first group or behind the last get zeros.
-            if own.tile * tile_m < own.extent:
+            if own.tile * self.results.tile_m < own.extent:
                 if own.group >= 0 and own.group < groups:
                     self.produce(tid, operands, tile)
                     self.consume(tid, operands, tile, tiled_mma, acc)
@@ -110,7 +109,7 @@ class MultistageGrouped(MultistageGemm):
                     self.blank(tid, vD, tile)
         else:
             # -- the depth in groups: each CTA reads its group's two ends, and its K is as deep as the group
-            own_tile = self.raster.place(block, cute.ceil_div(mA.shape[0], tile_m), tiles_n)
+            own_tile = self.raster.place(block, cute.ceil_div(mA.shape[0], self.results.tile_m), tiles_n)
             depth = mA.shape[1]
             begin = cutlass.min(cutlass.max(mEnds[own_tile.layer], Int32(0)), depth)
             extent = cutlass.min(cutlass.max(mEnds[own_tile.layer + 1], begin), depth) - begin
@@ -171,9 +170,9 @@ class MultistageGrouped(MultistageGemm):
     def blank(self, tid: Int32, vD: cute.Tensor, tile: Tile):
         """Zeros for a tile of rows that belong to no group."""
         m, n = cute.size(vD, mode=[0]), cute.size(vD, mode=[1])
-        tile_m, tile_n = self.results.tile_m, self.results.tile_n
-        for i in cutlass.range(tid, tile_m * tile_n, self.results.threads, unroll=1):
-            row, column = tile.m * tile_m + i // tile_n, tile.n * tile_n + i % tile_n
+        for i in cutlass.range(tid, self.results.tile_m * self.results.tile_n, self.results.threads, unroll=1):
+            row = tile.m * self.results.tile_m + i // self.results.tile_n
+            column = tile.n * self.results.tile_n + i % self.results.tile_n
             if row < m and column < n:
                 vD[row, column, 0] = vD.element_type(0.0)
 

@@ -121,8 +121,8 @@ class SkinnyGemm(GemmBody):
         workspace: Workspace = NO_WORKSPACE,
         norm: NormOperands | None = None,
     ):
-        """Of the workspace, partials are ``(tiles * split_k * tile_m * tile_n,)``, with as many squares as tokens more
-        where those are summed, and counters ``(tiles,)``.
+        """The workspace's partials are ``(tiles * split_k * tile_m * tile_n,)``, with as many squares as tokens more
+        where those are summed; its counters ``(tiles,)``.
         """
         if const_expr(self.norm is not None):
             operands = replace(operands, alpha=Float32(const_expr(1.0 / self.norm.scale)))

@@ -60,7 +60,7 @@ from cutlass.memory import SmemAllocator
 
 from cutekernels.kernels.cute.parts.dependent import pdl_launch, pdl_wait
 from cutekernels.kernels.cute.parts.epilogue import Epilogue, EpilogueOperands
-from cutekernels.kernels.cute.parts.gemm_arguments import NO_WORKSPACE, GemmBody, NormOperands, transposed
+from cutekernels.kernels.cute.parts.gemm_arguments import NO_WORKSPACE, GemmBody, NormOperands, transpose
 from cutekernels.kernels.cute.parts.norm import RowNorm
 from cutekernels.kernels.cute.parts.pipeline import Position, StagePipeline
 from cutekernels.kernels.cute.parts.results import Place, ResultOperands, ResultTile, TileResults
@@ -198,7 +198,7 @@ class SkinnyWarpgroupGemm(GemmBody):
         norm: NormOperands | None = None,
     ):
         if const_expr(norm is None):
-            norm, mW = NormOperands(), transposed(mW)  # (N, K)
+            norm, mW = NormOperands(), transpose(mW)  # (N, K)
         dtype = mX.element_type
         mX, mW = self.pitched(mX), self.pitched(mW)
         # W comes in one box, X in two: a power of two of its rows, then the others.

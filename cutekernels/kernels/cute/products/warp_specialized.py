@@ -47,7 +47,7 @@ class WarpSpecialized(WarpGroupBody):
 
     @property
     def ring(self) -> TileRing:
-        """Of tiles that the producer finds. Each warp of the groups that share a tile says that it has read one."""
+        """Tiles that the producer finds; each warp of the groups that share one says that it has read it."""
         return TileRing(self.smem.PLACES, 4 * self.pipeline.readers)
 
     def __post_init__(self) -> None:

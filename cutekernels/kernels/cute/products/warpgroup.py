@@ -59,7 +59,7 @@ from cutekernels.kernels.cute.parts.boxes import FIRST_BARRIER, BoxOperands, Cor
 from cutekernels.kernels.cute.parts.dependent import pdl_wait
 from cutekernels.kernels.cute.parts.epilogue import EpilogueOperands
 from cutekernels.kernels.cute.parts.fragments import swizzled
-from cutekernels.kernels.cute.parts.gemm_arguments import NO_WORKSPACE, GemmBody, NormOperands, transposed
+from cutekernels.kernels.cute.parts.gemm_arguments import NO_WORKSPACE, GemmBody, NormOperands, transpose
 from cutekernels.kernels.cute.parts.heads import WIDEST, shared_vector
 from cutekernels.kernels.cute.parts.pipeline import Position, StagePipeline
 from cutekernels.kernels.cute.parts.schedule import Raster
@@ -252,7 +252,7 @@ class WarpgroupGemm(GemmBody, WarpSpecialized):
         norm: NormOperands | None = None,
     ):
         if const_expr(norm is not None):
-            mB = transposed(mB)  # (K, N)
+            mB = transpose(mB)  # (K, N)
         mC = operands.mC
         rows_contiguous = const_expr(self.results.rows_contiguous)
         # Tile rows R and tile columns S: A and B, or, swapped, B and A.

@@ -17,8 +17,8 @@ from cutekernels.quant import layout
 
 SCALE_BYTES = {"fp16": 2, "bf16": 2, "fp32": 4, "e8m0": 1, "ue5m3": 4}
 E2M1 = {("e8m0", 32, 1, False), ("ue5m3", 16, 1, True)}  # scale, group, scale_rows, factors: MXFP4, NVFP4
-# Of a thread, for 8 weights, as the models were fitted. e4m3 has 14 since, with which 12 of 14 other choices were
-# slower, 0.78 to 1.08 times as fast (H200, 2026-11-30).
+# Instructions of a thread for 8 weights, as the models were fitted. e4m3 has 14 since, with which 12 of 14 other
+# choices were slower, 0.78 to 1.08 times as fast (H200, 2026-11-30).
 DECODE_INSTRUCTIONS = {"int4": 11, "int8": 14, "e4m3": 18, "nf4": 30, "e2m1": 17}
 
 
