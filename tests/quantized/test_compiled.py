@@ -21,7 +21,7 @@ from tests.compiled import cubin
 
 GPUS = ("a100-sxm-80gb", "l40s", "h200", "rtx5090")
 # One of each way through the warpgroup body: sums of groups, two batches under way, scales of both kinds, shared tiles,
-# clusters, two CTAs to an SM.
+# clusters, two CTAs to an SM, gates.
 WARPGROUP = (
     (
         "m=512 n=4096 k=4096 zeros=1",
@@ -51,6 +51,14 @@ WARPGROUP = (
     (
         "m=64 n=2560 k=6912 code=e4m3 group=0 scale=fp32",
         "tile_m=64 tile_n=64 tile_k=128 stages=3 stream_k=0 scaled=accumulators raster=1 ctas_per_sm=2 split_k=5",
+    ),
+    (
+        "m=512 n=8192 k=4096 activation=silu_mul",
+        "tile_m=224 tile_n=128 tile_k=64 stages=5 stream_k=1 scaled=weights raster=1",
+    ),
+    (
+        "m=64 n=2560 k=6912 group=32 zeros=1 activation=silu_mul",
+        "tile_m=64 tile_n=128 tile_k=128 stages=6 stream_k=0 scaled=accumulators raster=1 split_k=5",
     ),
 )
 

@@ -23,6 +23,8 @@ from cutekernels.nn import QuantizedLinear
 from cutekernels.ops.products.packed import QUANTIZED_LINEAR
 from cutekernels.ops.products.packed_api import quantized_linear
 from cutekernels.ops.products.schedules.packed_problem import QuantizedConfig, QuantizedProblem
+from cutekernels.ops.products.schedules.problem import GATED
+from cutekernels.ops.shared.calls import call
 from cutekernels.quant import QuantizedWeight, quantize
 from tests.quantized.cases import (
     BF16,
@@ -81,14 +83,23 @@ def posed(m: int, n: int, k: int, kind: Kind, out_align: int = 8) -> QuantizedPr
 
 
 def chosen(
-    body: str, m: int, n: int, k: int, kind: Kind, spec: gpu.GpuSpec, *, bias: str = "none", **changes: Any
+    body: str,
+    m: int,
+    n: int,
+    k: int,
+    kind: Kind,
+    spec: gpu.GpuSpec,
+    *,
+    bias: str = "none",
+    activation: str = "none",
+    **changes: Any,
 ) -> str:
     """A config that no rule refuses: the stages of a warpgroup are as many as fit."""
     if body == "skinny":
         variants = [skinny(m, **{"stages": stages, **changes}) for stages in (4, 6, 8, 3)]
     else:
         variants = [warpgroup(m, kind, **{"stages": stages, **changes}) for stages in range(8, 1, -1)]
-    p = posed(m, n, k, kind, 8 if n % 8 == 0 else 1).replace(bias=bias)
+    p = posed(m, n, k, kind, 8 if n % 8 == 0 else 1).replace(bias=bias, activation=activation)
     reasons = []
     for config in variants:
         reason = QUANTIZED_LINEAR.why_not(p, config, spec)
@@ -105,6 +116,20 @@ def forced(body: str, m: int, n: int, k: int, kind: Kind, **changes: Any) -> str
     return chosen(body, m, n, k, kind, spec, **changes)
 
 
+GATES: dict[str, tuple[int, dict[str, Any]]] = {  # tokens, knobs
+    "few": (37, {"tile_m": 48, "tile_k": 128}),
+    "cluster": (64, {"tile_m": 64, "tile_k": 128, "split_k": 5, "pdl": True}),
+    "shared": (130, {"tile_m": 64, "tile_k": 128, "stream_k": True, "pdl": True}),
+    "in parts": (2600, {"tile_m": 256, "tile_k": 64, "scaled": "weights", "raster": 8}),
+}
+
+
+def config_of_gate(way: str, kind: Kind, spec: gpu.GpuSpec) -> str:
+    m, knobs = GATES[way]
+    scaled = {"scaled": "accumulators"} if kind.group == 0 else {}
+    return chosen("warpgroup", m, 1920, 4104, kind, spec, activation=GATED, tile_n=128, **knobs | scaled)
+
+
 @pytest.mark.parametrize("name", ["h100", "h200"])
 def test_a_config_of_each_body_suits_what_is_tested_here(name: str) -> None:
     spec = gpu.lookup(name)
@@ -115,6 +140,8 @@ def test_a_config_of_each_body_suits_what_is_tested_here(name: str) -> None:
     for kind, (tile_m, split, ctas) in product(COMMON.values(), ((16, 8, 1), (64, 4, 2), (64, 5, 1), (96, 6, 1))):
         knobs = {"tile_m": tile_m, "tile_n": 64, "tile_k": 128, "split_k": split, "ctas_per_sm": ctas}
         chosen("warpgroup", tile_m, 840, 4104, kind, spec, bias="same", **knobs)
+    for kind, way in product(COMMON.values(), GATES):
+        config_of_gate(way, kind, spec)
 
 
 def held(
@@ -254,6 +281,26 @@ def test_clusters(kind: Kind) -> None:
 
 @on_gpu
 @shared
+@pytest.mark.parametrize("kind", COMMON.values(), ids=str)
+@pytest.mark.parametrize("way", GATES)
+def test_gates_of_the_warpgroup_body(way: str, kind: Kind) -> None:
+    """Gates and up that meet in shared memory, several tiles of a CTA behind one another; the same bits every time."""
+    (m, _), n, k = GATES[way], 1920, 4104 if way == "cluster" else K
+    if not gpu.detect().has_wgmma:
+        pytest.skip("warpgroup needs wgmma")
+    config, made, x = config_of_gate(way, kind, gpu.detect()), make(n, k, kind, "cuda"), tokens(m, k)
+    exact = x.double() @ made.exact().t()
+    want = (torch.nn.functional.silu(exact[:, : n // 2]) * exact[:, n // 2 :]).to(BF16)
+    weight, options = made.weight(), (kind.code, kind.group, n, GATED)
+    inputs = (x, weight.packed, weight.scales, weight.zeros, weight.factors, None)
+    first, *again = [call(QUANTIZED_LINEAR, inputs, options, config=config)[0] for _ in range(6)]
+    found = error(first, want, k)
+    assert found <= 1, f"[{config}]: {found:.3g} times the tolerance"
+    assert all(torch.equal(y, first) for y in again)
+
+
+@on_gpu
+@shared
 @pytest.mark.parametrize("kind", [ASYMMETRIC, Kind("e4m3", 128, 128, scale=FP32)], ids=str)
 @pytest.mark.parametrize("scaled", ["accumulators", "weights"])
 def test_where_the_warpgroup_body_scales(scaled: str, kind: Kind) -> None:
@@ -369,14 +416,14 @@ def test_act_order(body: str) -> None:
 @shared
 def test_refusals() -> None:
     x, weight = tokens(5, 136), make(72, 136, device="cuda").weight()
-    for call, message in (
+    for refused, message in (
         (lambda: ck.linear(x.float(), weight), "fp16|float16"),
         (lambda: ck.linear(x, weight.to("cpu")), "weight|packed is on cpu, not cuda"),
         (lambda: ck.linear(x[:, :132].contiguous(), make(72, 132, device="cuda").weight()), "K is a multiple of 8"),
         (lambda: ck.linear(x, weight, x[0, :72].cpu()), "bias is on cpu, not cuda"),
     ):
         with pytest.raises(UnsupportedProblem, match=message) as error:
-            call()
+            refused()
         assert "\n" not in str(error.value)
 
 

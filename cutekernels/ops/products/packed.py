@@ -201,6 +201,7 @@ class QuantizedLinear(PackedProduct, CuteOp[QuantizedProblem, QuantizedConfig]):
         "m=200 n=3584 k=3584 code=int8 group=0 scale=bf16 activation=silu",
         "m=1024 n=4096 k=4096",
         "m=4 n=7168 k=3584 activation=silu_mul",
+        "m=512 n=8192 k=4096 activation=silu_mul",
         "m=33 n=1000 k=1096 group=32 zeros=1 dtype=fp16 scale=bf16 bias=fp32",
         "m=5 n=129 k=200 group=64 code=nf4 scale=fp32 out_align=1",
         "m=300 n=1160 k=520 group=64 scale=bf16 activation=relu",

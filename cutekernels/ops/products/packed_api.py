@@ -25,8 +25,6 @@ from cutekernels.quant.experts import QuantizedStack
 from cutekernels.quant.support import why_not
 from cutekernels.quant.weight import QuantizedWeight
 
-MOST_GATED = 32  # tokens of a gate behind a packed product
-
 
 def quantized_linear(
     x: Tensor,
@@ -62,11 +60,11 @@ def quantized_linear(
 def gated(x: Tensor, weight: QuantizedWeight, *, out: Tensor | None = None) -> Tensor | None:
     """``silu(gate) * up`` of a packed weight with the gate's rows before up's, as one op, rounded once.
 
-    None where two do better or must: many tokens, rows that are no multiple of 128.
+    None where two must: rows that are no multiple of 128, an ``out`` with gaps.
     """
     n, k = weight.shape
     rows = math.prod(x.shape[:-1])
-    if n % 128 or k % 8 or rows > MOST_GATED or x.dim() == 0 or x.shape[-1] != k or weight.offsets is not None:
+    if n % 128 or k % 8 or x.dim() == 0 or x.shape[-1] != k or weight.offsets is not None:
         return None
     if out is None:
         return _call(x, weight, None, GATED)

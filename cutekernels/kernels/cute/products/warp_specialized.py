@@ -202,7 +202,7 @@ class WarpSpecialized(WarpGroupBody):
         if share.owner:
             # C's first boxes and the bias, for the one who stores.
             self.results.load_inputs(buffers, own, share.corner, corner, progress.boxes_used)
-        ahead = self.read_ahead(consumer, corner)
+        ahead = self.read_ahead(consumer, share.corner)
         order_phase = progress.order_phase
         if const_expr(self.pingpong):
             # Wait until the other group has issued all products of its share. The first group's first wait passes.

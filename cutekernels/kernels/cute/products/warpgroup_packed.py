@@ -22,6 +22,8 @@ Barriers (mbarriers, one phase bit each):
     inbox[group]: 1 arrival, of the group's first thread with the bytes that the cluster's other CTAs send.
     Cluster: all threads arrive when their CTA's mbarriers are initialized, and wait before they send.
     Named barriers 1, 2, ...: the 128 threads of a consumer group, around its boxes and its ticket.
+    TAKEN, LEFT, DRAWN, of a gate's 256 threads: the first group arrives on TAKEN and the second waits before it leaves
+    its accumulators; the second arrives on LEFT and the first waits; both meet on DRAWN around their ticket.
 
 One k-tile, consumer, with sums of groups (``multiply_in_groups``), for 64 of K at a time: wait full[stage]; read packed
     words and scales; decode them into fresh registers, behind the products of the 64 before; wait for those, arrive on
@@ -33,6 +35,10 @@ Without sums of groups (``multiply_ahead``): two sets of registers in turn, so t
 Numbers, ``scaled="accumulators"``: codes less their zero points are exact, and scales multiply fp32 accumulators, a
     group of K at a time. ``scaled="weights"``: a weight is its code times its scale, rounded once to the activations'
     type, as dequantizing does; half the registers, so tiles of 256 tokens. Scales of all of K multiply at a tile's end.
+
+Gated, one consumer group has 64 rows of gates, the other the rows of up that belong to them, so that their threads hold
+    a pair at the same place. The second leaves its accumulators in shared memory, 64 of each thread at most at a time,
+    and goes on to the next tile; the first takes them, applies the gate and stores.
 
 Ends: the TMA fills tokens behind K with zeros and clips stores at the ends of out. The packed weight is padded to 64.
 
@@ -58,6 +64,7 @@ from cutlass.utils import hopper_helpers
 
 from cutekernels.kernels.cute.parts.boxes import FIRST_BARRIER, BoxBuffers, BoxOperands, Corner, ResultBoxes
 from cutekernels.kernels.cute.parts.dependent import pdl_wait
+from cutekernels.kernels.cute.parts.epilogue import Epilogue, EpilogueOperands
 from cutekernels.kernels.cute.parts.packed import PackedWeights, Weight, load_words, shared_number
 from cutekernels.kernels.cute.parts.pipeline import Position, StagePipeline
 from cutekernels.kernels.cute.parts.prefetch import prefetch_bulk
@@ -80,6 +87,7 @@ from cutekernels.kernels.cute.products.warp_specialized import Progress, WarpSpe
 
 BLOCKS = TILE // 16  # k-blocks of a packed tile
 VECTOR = 16  # bytes
+TAKEN, LEFT, DRAWN = [FIRST_BARRIER + i for i in (2, 3, 4)]  # named barriers of a gate, behind those of its groups
 
 
 @dataclass(frozen=True)
@@ -110,7 +118,7 @@ class PackedWalk(TileSource):
             begin = self.of.rank * self.of.k_tiles // self.body.cluster
             end = (self.of.rank + 1) * self.of.k_tiles // self.body.cluster
         place = self.body.raster.place(tile, self.of.tiles_n, self.of.tiles_m)
-        corner = Corner(place.m * (ROWS * self.body.groups), place.n * self.body.tile_n, Int32(0))
+        corner = Corner(place.m * self.body.columns, place.n * self.body.tile_n, Int32(0))
         return Share(corner, begin, end - begin, number=tile, stop=end)
 
     @cute.jit
@@ -136,6 +144,25 @@ class PackedWalk(TileSource):
 
 
 @dataclass(frozen=True)
+class PairCoordinates:
+    """Coordinates of eight of a thread's gates and of what they multiply, ((2, 2, 2), 2): rows are the second mode."""
+
+    biases: cute.Tensor | None  # of rows r and r + 8, of both halves
+    gated: bool = True
+
+    def columns(self, vector: cute.Tensor) -> cute.TensorSSA:
+        """Biases, which the thread has loaded."""
+        layout = cute.make_layout(((2, 2, 2), 2), stride=((0, 1, 0), 2))
+        return cute.make_tensor(self.biases.iterator, layout).load()
+
+    @cute.jit
+    def halves(self, x: cute.TensorSSA) -> tuple[cute.TensorSSA, cute.TensorSSA]:
+        rX = cute.make_rmem_tensor(x.shape, Float32)
+        rX.store(x)
+        return rX[(None, None, None), 0].load(), rX[(None, None, None), 1].load()
+
+
+@dataclass(frozen=True)
 class WarpgroupPacked(WarpSpecialized):
     """The body. ``tile_n`` counts tokens: they are the columns of the MMA."""
 
@@ -158,8 +185,18 @@ class WarpgroupPacked(WarpSpecialized):
     cluster: int = 1  # CTAs that share a tile's K
     owners: int = 1  # of them, which have equal shares of its results
     ctas_per_sm: int = 1
+    gate: Epilogue | None = None  # of gates and what they multiply
     source: ClassVar[type[TileSource]] = PackedWalk
     pingpong: ClassVar[bool] = False
+
+    @property
+    def gated(self) -> bool:
+        return self.gate is not None
+
+    @property
+    def columns(self) -> int:
+        """Columns of out in a tile."""
+        return ROWS if self.gated else ROWS * self.groups
 
     @property
     def registers(self) -> tuple[int, int]:
@@ -214,12 +251,17 @@ class WarpgroupPacked(WarpSpecialized):
         stream: cuda.CUstream,
     ):
         tokens, out, layout = self.tma_of(mX, mD)
-        alpha = Float32(self.weights.undone if const_expr(self.scaled == "weights") else 1.0)
+        alpha = self.box_factor()
         outputs = BoxOperands(out.tma, out.coordinates, None, None, mBias, alpha, Float32(0.0))
         weight, workspace = Weight(mW, mS, mZ, mF), Workspace(mPartials, mCounters)
         self.start(
             (tokens, outputs, weight, workspace, self.mma(mX.element_type), layout, (rounds, share)), ctas, stream
         )
+
+    @cute.jit
+    def box_factor(self) -> Float32:
+        """What results are multiplied by on their way out; a gate's accumulators, before they meet."""
+        return Float32(self.weights.undone if const_expr(self.scaled == "weights" and not self.gated) else 1.0)
 
     @cute.jit
     def tma_of(self, mX: cute.Tensor, mD: cute.Tensor) -> tuple[TmaTensor, TmaTensor, cute.ComposedLayout]:
@@ -290,7 +332,7 @@ class WarpgroupPacked(WarpSpecialized):
             m=m,
             k=k,
             k_tiles=cute.ceil_div(k, self.tile_k),
-            tiles_n=cute.ceil_div(n, ROWS * self.groups),
+            tiles_n=cute.ceil_div(n, self.columns),
             tiles_m=cute.ceil_div(m, self.tile_n),
             ctas=ctas,
             rounds=rounds,
@@ -311,17 +353,23 @@ class WarpgroupPacked(WarpSpecialized):
 
     # ---- rows of the weight: of one product, all that there are
 
+    def rows(self, of: Extents) -> Int32:
+        """The rows of a weight."""
+        return of.n * 2 if self.gated else of.n
+
     def first_row(self, of: Extents, corner: Corner, group: int | Int32) -> Int32:
         """The first row of a group in W."""
-        return corner.row + group * ROWS
+        return corner.row + group * (of.n if self.gated else ROWS)
 
     def present(self, of: Extents, corner: Corner) -> Int32:
         """Groups that have rows."""
+        if self.gated:
+            return Int32(2)
         return cutlass.min(cute.ceil_div(of.n - corner.row, TILE), Int32(self.groups))
 
     def all_rows(self, weight: Weight, of: Extents, unit: int) -> Int32:
         """The rows of W in ``unit``s."""
-        return cute.ceil_div(of.n, unit)
+        return cute.ceil_div(self.rows(of), unit)
 
     # ---- producer
 
@@ -329,10 +377,10 @@ class WarpgroupPacked(WarpSpecialized):
     def prefetch(self, weight: Weight, of: Extents, share: Share, i: Int32):
         """The ``i``-th of the packed weights of the first stages, of one group each, into the L2."""
         tiles_k = cute.ceil_div(of.k, TILE)
-        row = share.corner.row + i % self.groups * ROWS
+        row = self.first_row(of, share.corner, i % self.groups)
         first = (share.begin + i // self.groups) * (self.tile_k // TILE)
         count = cutlass.min(tiles_k - first, Int32(self.tile_k // TILE))
-        if row < of.n and count > 0:
+        if row < self.rows(of) and count > 0:
             at = (Int64(row // TILE) * tiles_k + first) * self.smem.tile_bytes
             prefetch_bulk(weight.mW.iterator.toint() + at, count * self.smem.tile_bytes)
 
@@ -418,6 +466,15 @@ class WarpgroupPacked(WarpSpecialized):
         if const_expr(self.interval > 0):
             part = cute.make_rmem_tensor(acc.shape, Float32)
         return Consumer(tid % GROUP, group, cta, tiled_mma, rX, rW, rV, acc, part, self.weights.constant(cta.of.share))
+
+    @cute.jit
+    def buffers(self, consumer: Consumer) -> BoxBuffers:
+        buffers = WarpSpecialized.buffers(self, consumer)
+        if const_expr(self.gated):  # noqa: SIM102  known when compiled
+            if consumer.group == 0:
+                # Nobody's accumulators lie in shared memory yet: the second group may leave its own.
+                cute.arch.barrier_arrive(barrier_id=TAKEN, number_of_threads=2 * GROUP)
+        return buffers
 
     @cute.jit
     def multiply(self, consumer: Consumer, share: Share, at: Position) -> Position:
@@ -677,7 +734,9 @@ class WarpgroupPacked(WarpSpecialized):
     @cute.jit
     def read_ahead(self, consumer: Consumer, corner: Corner) -> cute.Tensor | None:
         """Scales of all of K, or factors."""
-        return self.row_factors(consumer, corner.row) if const_expr(self.by_rows) else None
+        if const_expr(not self.by_rows):
+            return None
+        return self.row_factors(consumer, self.first_row(consumer.cta.of, corner, consumer.group))
 
     @cute.jit
     def store(
@@ -690,21 +749,72 @@ class WarpgroupPacked(WarpSpecialized):
         progress: Progress,
     ) -> Progress:
         (buffers, outputs, corner), boxes_used, results = target, progress.boxes_used, consumer.acc
+        early = const_expr(ahead is not None and (self.cluster > 1 or self.gated))
+        if const_expr(early):
+            self.scale_by(consumer, ahead)
         if const_expr(self.cluster > 1):
             rank = consumer.cta.of.rank
-            if const_expr(ahead is not None):
-                self.scale_by(consumer, ahead)
             whole = self.share_in_cluster(consumer, rank)
             results = cute.make_tensor(consumer.acc.iterator, cute.make_layout(self.sums.share))
             corner = replace(corner, column=corner.column + rank * self.results.columns)
         else:
             whole = self.gather(source, consumer, share)
         if whole:
-            if const_expr(ahead is not None and self.cluster == 1):
+            if const_expr(ahead is not None and not early):
                 self.scale_by(consumer, ahead)
-            self.results.store_tile(buffers, outputs, results, corner, boxes_used)
-            boxes_used = boxes_used + self.results.count
+            if const_expr(self.gated):
+                self.meet(consumer, share, results)
+            if self.stores(consumer):
+                self.results.store_tile(buffers, outputs, results, corner, boxes_used)
+                boxes_used = boxes_used + self.results.count
         return Progress(progress.order_phase, progress.at, boxes_used)
+
+    def stores(self, consumer: Consumer) -> bool | Boolean:
+        """Whether this group has results: of a gate, the first."""
+        return consumer.group == 0 if self.gated else True
+
+    @cute.jit
+    def meet(self, consumer: Consumer, share: Share, acc: cute.Tensor):
+        """Gates and what they multiply: the first group's ``acc`` are then results."""
+        count = const_expr(cute.size(acc))
+        part = const_expr(self.smem.exchanged)  # accumulators that are left at a time
+        left = cute.make_tensor(
+            cute.recast_ptr(consumer.shared.storage + self.smem.exchange_at, dtype=Float32),
+            cute.make_layout((GROUP, part), stride=(1, GROUP)),
+        )  # (THREAD, ACCUMULATOR)
+        if consumer.group == 1:
+            for first in cutlass.range_constexpr(0, count, part):
+                # The second group waits until the first has taken what lay there.
+                cute.arch.barrier(barrier_id=TAKEN, number_of_threads=2 * GROUP)
+                for i in cutlass.range_constexpr(part):
+                    left[consumer.thread, i] = acc[first + i]
+                # They are in shared memory for the first group.
+                cute.arch.barrier_arrive(barrier_id=LEFT, number_of_threads=2 * GROUP)
+        else:
+            operands, biases = self.gate_operands(consumer, share)
+            values = cute.make_rmem_tensor(((2, 2, 2), 2), Float32)
+            results = cute.make_rmem_tensor((2, 2, 2), Float32)
+            for first in cutlass.range_constexpr(0, count, part):
+                # The first group waits for the second's accumulators.
+                cute.arch.barrier(barrier_id=LEFT, number_of_threads=2 * GROUP)
+                for i in cutlass.range_constexpr(0, part, 8):
+                    for j in cutlass.range_constexpr(8):
+                        values[j] = acc[first + i + j]
+                        values[8 + j] = left[consumer.thread, i + j]
+                    results.store(self.gate.apply(values.load(), PairCoordinates(biases), operands))
+                    for j in cutlass.range_constexpr(8):
+                        acc[first + i + j] = results[j]
+                # All have been read: the second group may leave more.
+                cute.arch.barrier_arrive(barrier_id=TAKEN, number_of_threads=2 * GROUP)
+
+    @cute.jit
+    def gate_operands(self, consumer: Consumer, share: Share) -> tuple[EpilogueOperands, cute.Tensor | None]:
+        """What the gate takes beside accumulators, and biases of the thread's rows r and r + 8, of both halves."""
+        return EpilogueOperands(alpha=self.gate_factor()), None
+
+    def gate_factor(self) -> Float32 | None:
+        """What a gate's accumulators, and those of what it multiplies, are multiplied by."""
+        return Float32(self.weights.undone) if self.scaled == "weights" else None
 
     @cute.jit
     def gather(self, source: PackedWalk, consumer: Consumer, share: Share) -> bool | Boolean:
@@ -726,10 +836,14 @@ class WarpgroupPacked(WarpSpecialized):
             sums = cute.make_tensor(workspace.mPartials.iterator, layout)  # (THREAD, ACCUMULATOR, GROUP, PART, CTA)
             flags = cute.recast_ptr(storage + self.smem.flags_at, dtype=Int32)
             thread, group = consumer.thread, consumer.group
-            ticket = Ticket(workspace.mCounters.iterator + shared * self.groups + group, flags + group)
             own = Int32(1) if cta == first_cta else Int32(0)
             leave(consumer.acc, sums, thread, (group, own, cta))
-            whole = LastArrival(GROUP, FIRST_BARRIER).draw(ticket, thread, group, last_cta - first_cta + 1)
+            # A gate's two groups are the last with the same CTA, by one ticket.
+            meeting, drawing, number = LastArrival(GROUP, FIRST_BARRIER), thread, group
+            if const_expr(self.gated):
+                meeting, drawing, number = LastArrival(2 * GROUP, DRAWN), thread + group * GROUP, Int32(0)
+            ticket = Ticket(workspace.mCounters.iterator + shared * self.groups + number, flags + number)
+            whole = meeting.draw(ticket, drawing, number, last_cta - first_cta + 1)
             if whole:
                 others = Others((group, 0), first_cta + 1, last_cta + 1)
                 add_up(consumer.acc, sums, thread, (group, 1, first_cta), others)

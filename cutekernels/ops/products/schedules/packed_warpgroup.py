@@ -51,10 +51,6 @@ class PackedWarpgroup(PackedSchedule):
         return None if gpu.has_wgmma else f"warpgroup needs warpgroup MMA, which {gpu.name} lacks"
 
     @of_problem
-    def no_gate(self, p: QuantizedProblem, gpu: GpuSpec, x: None) -> str | None:
-        return "warpgroup has no gate behind the product: activation=silu_mul is skinny's" if p.gated else None
-
-    @of_problem
     def aligned_out(self, p: QuantizedProblem, gpu: GpuSpec, x: None) -> str | None:
         if p.out_align < 8:
             return "warpgroup stores 16 bytes at a time: it takes an out of 16-byte aligned rows, n divisible by 8"
@@ -94,6 +90,11 @@ class PackedWarpgroup(PackedSchedule):
         two = c.ctas_per_sm > 1
         yield two & (c.tile_n > ROWS), "ctas_per_sm={} takes one consumer group each, tile_n=64", c.ctas_per_sm
         yield two & c.stream_k, "ctas_per_sm={}: stream_k=1 has one CTA to an SM", c.ctas_per_sm
+
+    @of_config
+    def two_groups(self, c: QuantizedConfig, gpu: GpuSpec, x: QuantizedProblem) -> Broken:
+        odd = (c.tile_n != 2 * ROWS) & x.gated
+        yield odd, "tile_n={}: a gate has a group's 64 rows and another's 64 of up; take 128", c.tile_n
 
     @of_config
     def registers_under_way(self, c: QuantizedConfig, gpu: GpuSpec, x: QuantizedProblem) -> Broken:
@@ -180,6 +181,7 @@ class PackedWarpgroup(PackedSchedule):
         return WarpgroupPackedSmem(
             self.groups(c), c.tile_m, c.tile_k, c.stages, _BOXES, p.bias != "none", p.bits, SCALE_BYTES[p.scale],
             p.step, p.scale_rows, p.zeros, received=(c.split_k - 1) * (c.tile_m // 2 // owners(c)),
+            exchanged=exchanged(c) if p.gated else 0,
         )  # fmt: skip
 
     def grid(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec, x: Any = None) -> tuple[int, ...]:
@@ -198,7 +200,6 @@ class PackedWarpgroup(PackedSchedule):
 
         return WarpgroupPacked(
             **self.parts(p, c),
-            smem=self.smem(p, c),
             results=ResultBoxes(**self.boxes(p, c)),
             split=c.stream_k,
             cluster=c.split_k,
@@ -221,11 +222,12 @@ class PackedWarpgroup(PackedSchedule):
             "source": False,
             "biased": p.bias != "none",
             "out_columns": 0,
-            "epilogue": Epilogue(Activation(p.activation)),
+            "epilogue": Epilogue(Activation("none" if p.gated else p.activation)),
         }
 
     def parts(self, p: QuantizedProblem, c: QuantizedConfig) -> dict[str, Any]:
         """The common part of a body for one weight and one for experts."""
+        from cutekernels.kernels.cute.parts.epilogue import Activation, Epilogue
         from cutekernels.kernels.cute.parts.schedule import Raster
 
         floats = p.code == "e2m1" or (p.code == "e4m3" and c.scaled == "weights" and p.scale != p.dtype)
@@ -237,6 +239,8 @@ class PackedWarpgroup(PackedSchedule):
             "stages": c.stages,
             "raster": Raster(c.raster),
             "dependent": c.pdl,
+            "smem": self.smem(p, c),
+            "gate": Epilogue(Activation("silu_approx")) if p.gated else None,
         }
 
 
@@ -248,10 +252,6 @@ class GroupedPackedWarpgroup(PackedWarpgroup):
     waves = None  # type: ignore[assignment]
     cluster = None  # type: ignore[assignment]
 
-    @of_problem
-    def no_gate(self, p: QuantizedProblem, gpu: GpuSpec, x: Any) -> str | None:
-        return None
-
     @of_config
     def whole_tiles(self, c: QuantizedConfig, gpu: GpuSpec, x: Any) -> Broken:
         yield c.stream_k, "stream_k=1: warpgroup gives each CTA whole tiles of experts; take 0"
@@ -262,11 +262,6 @@ class GroupedPackedWarpgroup(PackedWarpgroup):
     def depth(self, c: QuantizedConfig, gpu: GpuSpec, x: Any) -> Broken:
         why = "stages={} loads one k-tile while another is multiplied: take {} or more"
         yield c.stages < LEAST_STAGES, why, c.stages, LEAST_STAGES
-
-    @of_config
-    def two_groups(self, c: QuantizedConfig, gpu: GpuSpec, x: QuantizedProblem) -> Broken:
-        odd = (c.tile_n != 2 * ROWS) & x.gated
-        yield odd, "tile_n={}: a gate has a group's 64 rows and another's 64 of up; take 128", c.tile_n
 
     @of_config
     def registers_under_way(self, c: QuantizedConfig, gpu: GpuSpec, x: QuantizedProblem) -> Broken:
@@ -284,8 +279,7 @@ class GroupedPackedWarpgroup(PackedWarpgroup):
         return {"pdl": (True,), "stream_k": (False,), "split_k": (1,), "ctas_per_sm": (1,)}
 
     def smem(self, p: QuantizedProblem, c: QuantizedConfig) -> WarpgroupPackedSmem:
-        exchanged = c.tile_m // 2 if p.gated else 0
-        return replace(super().smem(p, c), places=WarpgroupSmem.PLACES, exchanged=exchanged)
+        return replace(super().smem(p, c), places=WarpgroupSmem.PLACES)
 
     def times_us(self, p: QuantizedProblem, c: Any, gpu: GpuSpec, x: Any) -> Any:
         tiles = x.row_tiles(c) * -(-p.n // c.tile_n)
@@ -302,20 +296,10 @@ class GroupedPackedWarpgroup(PackedWarpgroup):
 
     def body(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec, x: Any = None) -> Any:
         from cutekernels.kernels.cute.parts.boxes import GroupBoxes
-        from cutekernels.kernels.cute.parts.epilogue import Activation, Epilogue
         from cutekernels.kernels.cute.products.warpgroup_packed_grouped import WarpgroupPackedGrouped
 
-        gate = Epilogue(Activation("silu_approx")) if p.gated else None
-        plain = p.replace(activation="none") if p.gated else p
-        results = GroupBoxes(**self.boxes(plain, c), swap_ab=True)
-        return WarpgroupPackedGrouped(
-            **self.parts(plain, c),
-            smem=self.smem(p, c),
-            results=results,
-            split=False,
-            gate=gate,
-            clamped=x.clamped,
-        )
+        results = GroupBoxes(**self.boxes(p, c), swap_ab=True)
+        return WarpgroupPackedGrouped(**self.parts(p, c), results=results, split=False, clamped=x.clamped)
 
 
 PACKED_WARPGROUP, GROUPED_PACKED_WARPGROUP = PackedWarpgroup(), GroupedPackedWarpgroup()
@@ -335,6 +319,12 @@ def owners(c: Any) -> Any:
     for count in range(2, 9):
         found = where((count <= c.split_k) & (sixteens % count == 0), count, found)
     return found
+
+
+def exchanged(c: Any) -> Any:
+    """Accumulators that a thread of a gate leaves for another at a time, 64 at most."""
+    results = c.tile_m // 2 // owners(c)
+    return results // -(-results // 64)
 
 
 def clusters(c: Any, gpu: GpuSpec) -> Any:
