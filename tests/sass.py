@@ -8,7 +8,7 @@ from pathlib import Path
 
 from cutekernels.backends.cubin import cuobjdump
 
-_LINE = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)\s*(.*?)\s*;")
+_LINE = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(@!?U?P\w+\s+)?([A-Z][\w.]*)\s*(.*?)\s*;")
 _LABEL = re.compile(r"\s*(\.L_x_\d+):")
 _WIDTHS = {".128": 4, ".64": 2, ".WIDE": 2}
 Batch = tuple[tuple[int, int], ...]  # registers, and which batch reads them
@@ -16,7 +16,9 @@ Batches = tuple[Batch, ...]
 
 
 def instructions(cubin: bytes, folder: Path) -> list[tuple[str, str]]:
-    """Opcodes and operands in order; labels as ``("LABEL", name)``."""
+    """Opcodes and operands in order; labels as ``("LABEL", name)``. Where a predicate decides whether a branch is taken
+    or the thread ends, the opcode begins with ``@``.
+    """
     file = folder / "kernel.cubin"
     file.write_bytes(cubin)
     tool = Path(cuobjdump()).with_name("nvdisasm")
@@ -26,7 +28,8 @@ def instructions(cubin: bytes, folder: Path) -> list[tuple[str, str]]:
         if label := _LABEL.match(line):
             found.append(("LABEL", label[1]))
         elif made := _LINE.search(line):
-            found.append((made[1], made[2]))
+            decided = made[1] and made[2].startswith(("BRA", "EXIT"))
+            found.append(("@" + made[2] if decided else made[2], made[3]))
     return found
 
 
@@ -75,12 +78,15 @@ def overwritten(code: list[tuple[str, str]]) -> list[str]:
                 left = re.search(r"0x(\w+)", operands)
                 assert left is not None
                 batches = batches[len(batches) - int(left[1], 16) :] if int(left[1], 16) < len(batches) else batches
-            elif opcode.startswith("BRA"):
+            elif opcode.lstrip("@").startswith(("BRA", "EXIT")):
                 target = re.search(r"\.L_x_\d+", operands)
                 if target:
                     paths.append((labels[target[0]], batches, building))
+                if opcode in ("BRA", "EXIT") and not re.match(r"!?U?P\d", operands):
+                    break
             else:
-                held = {r for batch in batches for r, number in batch if number != batch_behind[i]}
+                held = {r for batch in batches[:-1] for r, _ in batch}
+                held |= {r for batch in batches[-1:] for r, number in batch if number != batch_behind[i]}
                 if set(written(opcode, operands)) & (held | {r for r, _ in building}):
                     found[i] = f"{opcode} {operands}"
     return list(found.values())

@@ -149,10 +149,10 @@ def product_of(x: Tensor, exact: Tensor, bias: Tensor | None = None, activation:
     return activated(y, "none" if activation is None else activation).to(x.dtype)
 
 
-def error(y: Tensor, expected: Tensor, k: int) -> float:
+def error(y: Tensor, expected: Tensor, k: int, *, gated: bool = False) -> float:
     """Over the tolerance that the op's declaration derives; up to 1 is right."""
     kind = {BF16: "bf16", FP16: "fp16"}.get(y.dtype)
-    depth = float(k) if kind is None else max(float(k), rounded_operand_depth(kind, gated=False))
+    depth = float(k) if kind is None else max(float(k), rounded_operand_depth(kind, gated=gated))
     return worst_error((y,), (expected,), 2.0 * y.numel() * k, depth=depth)
 
 

@@ -53,6 +53,10 @@ WARPGROUP = (
         "tile_m=64 tile_n=64 tile_k=128 stages=3 stream_k=0 scaled=accumulators raster=1 ctas_per_sm=2 split_k=5",
     ),
     (
+        "m=2048 n=4096 k=4096 code=e2m1 group=32 scale=e8m0",
+        "tile_m=256 tile_n=128 tile_k=64 stages=5 stream_k=0 scaled=weights raster=8",
+    ),
+    (
         "m=512 n=8192 k=4096 activation=silu_mul",
         "tile_m=224 tile_n=128 tile_k=64 stages=5 stream_k=1 scaled=weights raster=1",
     ),

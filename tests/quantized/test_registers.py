@@ -6,24 +6,35 @@ Those of the warpgroup bodies of packed weights are looked at where they are com
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
+import pytest
+
 from cutekernels import gpu
-from cutekernels.ops.products.packed import QUANTIZED_GROUPED_GEMM, QuantizedGroupedProblem
+from cutekernels.ops.products.packed import QUANTIZED_GROUPED_GEMM, QUANTIZED_LINEAR
 from tests import sass
 from tests.compiled import cubin
 
 H100 = gpu.lookup("h100-sxm")
+KINDS = (
+    "", "group=32 zeros=1 scale=fp32", "code=e4m3 scale_rows=128 scale=fp32", "code=int8 group=64 scale=bf16",
+    "code=nf4 group=64", "code=e2m1 group=32 scale=e8m0", "code=e2m1 group=16 scale=ue5m3 factors=1",
+)  # fmt: skip
 
 
-def test_the_rule_that_refuses_64_is_needed(tmp_path: Path) -> None:
-    """Configs that the rule of ``tile_k`` leaves out do write such registers."""
-    problem = QuantizedGroupedProblem.parse("rows=3000 n=448 k=712 experts=20 code=e2m1 group=32 scale=e8m0")
-    found = (c for c in QUANTIZED_GROUPED_GEMM.valid(problem, H100) if (c.body, c.tile_k) == ("warpgroup", 128))
-    smaller = (c.replace(tile_k=64, stages=8) for c in found)
-    config = next(c for c in smaller if "products under way" in str(QUANTIZED_GROUPED_GEMM.why_not(problem, c, H100)))
-    code = sass.instructions(cubin(QUANTIZED_GROUPED_GEMM.build(problem, config, H100)), tmp_path)
-    assert sass.overwritten(code)
+@pytest.mark.parametrize("seed", range(6))
+def test_products_under_way_keep_their_registers(seed: int, tmp_path: Path) -> None:
+    """Configs of two batches under way, drawn from all: of one weight or experts, gates, clusters, shared tiles."""
+    draw = random.Random(seed)
+    op, extents = draw.choice(
+        [(QUANTIZED_LINEAR, "m=96 n=2048 k=4096"), (QUANTIZED_GROUPED_GEMM, "rows=3000 n=448 k=712 experts=20")]
+    )
+    kind, gate = draw.choice(KINDS), draw.choice(["", "activation=silu_mul"])
+    problem = op.Problem.parse(f"{extents} {kind} {gate}")
+    configs = [c for c in op.valid(problem, H100) if c.body == "warpgroup" and c.tile_k == 64 and c.scaled == "weights"]
+    code = sass.instructions(cubin(op.build(problem, draw.choice(configs), H100)), tmp_path)
+    assert sass.overwritten(code) == []
 
 
 def test_such_a_write_is_found() -> None:
@@ -42,3 +53,6 @@ def test_such_a_write_is_found() -> None:
     assert sass.overwritten(loop(12)) == []
     assert sass.overwritten(loop(4, "gsb0, 0x0")) == [write.format(4)]  # the next round's first batch
     assert sass.overwritten(loop(6)) == [write.format(6)]
+    load = ("LDS", "R6, [R12]")  # ahead of the wait for the batch before last, which has R4 to R7
+    label, wait, *rest = loop(12)
+    assert sass.overwritten([label, load, wait, *rest]) == [" ".join(load)]

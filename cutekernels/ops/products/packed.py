@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,6 +15,7 @@ from cutekernels import rates
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.kernels.activations import ACTIVATIONS
 from cutekernels.op import Problem, Work, extent, ladder, plain
+from cutekernels.ops.activations.op import SILU_MUL, GluProblem
 from cutekernels.ops.products.dequantize import (
     check_scales,
     decode_codes,
@@ -33,7 +35,7 @@ from cutekernels.ops.products.schedules.packed_problem import (
 )
 from cutekernels.ops.products.schedules.packed_skinny import GROUPED_PACKED_SKINNY, PACKED_SKINNY
 from cutekernels.ops.products.schedules.packed_warpgroup import GROUPED_PACKED_WARPGROUP, PACKED_WARPGROUP
-from cutekernels.ops.products.schedules.problem import ELEMENT_BYTES, GATED
+from cutekernels.ops.products.schedules.problem import ELEMENT_BYTES, GATED, WIDEST
 from cutekernels.ops.products.schedules.schedule import PackedSchedule, Product
 from cutekernels.ops.shared.cute_op import CuteOp
 from cutekernels.ops.shared.operands import Array, Matrix, Named, Sizes, Vector
@@ -319,6 +321,16 @@ class QuantizedGroupedGemm(PackedProduct, CuteOp[QuantizedGroupedProblem, Quanti
 
     def moved_weights(self, p: QuantizedGroupedProblem) -> float:
         return sampled_experts(p.rows, p.experts)
+
+
+@rates.remember
+def gate_pays(p: QuantizedProblem, gpu: GpuSpec) -> bool:
+    """Whether a gate's product takes no longer, by the models, than the product and ``silu_mul`` in turn."""
+    align = math.gcd(p.columns, WIDEST) * ELEMENT_BYTES
+    halves = GluProblem(p.m, p.columns, dtype=p.dtype, layout="rows" if p.m > 1 else "dense", align=align)
+    two: list[tuple[Any, Any]] = [(QUANTIZED_LINEAR, p.replace(activation="none")), (SILU_MUL, halves)]
+    gated, *apart = [op.estimate_us(q, op.default(q, gpu), gpu) for op, q in [(QUANTIZED_LINEAR, p), *two]]
+    return gated <= sum(apart)
 
 
 QUANTIZED_LINEAR = QuantizedLinear()

@@ -5,25 +5,31 @@ gradients, their registration.
 from __future__ import annotations
 
 import math
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
+from cutekernels.gpu import detect
 from cutekernels.ops.products.api import check_depth
 from cutekernels.ops.products.backward import GROUPED_BACKWARD, LINEAR_BACKWARD, group_sums
 from cutekernels.ops.products.dequantize import DEQUANTIZE
 from cutekernels.ops.products.gradients import before_activation, column_sums, saved_for
-from cutekernels.ops.products.packed import QUANTIZED_GROUPED_GEMM, QUANTIZED_LINEAR
+from cutekernels.ops.products.packed import QUANTIZED_GROUPED_GEMM, QUANTIZED_LINEAR, gate_pays
+from cutekernels.ops.products.schedules.packed_problem import QuantizedProblem
 from cutekernels.ops.products.schedules.problem import GATED
 from cutekernels.ops.shared.calls import call, register
 from cutekernels.ops.shared.checks import check_number, check_tensor, check_word
 from cutekernels.ops.shared.declared_op import DeclaredOp
+from cutekernels.ops.shared.dtypes import DTYPES, TYPES
 from cutekernels.ops.shared.paths import Path
 from cutekernels.quant.experts import QuantizedStack
 from cutekernels.quant.support import why_not
 from cutekernels.quant.weight import QuantizedWeight
+
+MOST_SKINNY = 16  # tokens up to which a gate is one op: ten of ten cases' mean 1.05 (docs/notes/quantized.md#gates)
 
 
 def quantized_linear(
@@ -60,18 +66,33 @@ def quantized_linear(
 def gated(x: Tensor, weight: QuantizedWeight, *, out: Tensor | None = None) -> Tensor | None:
     """``silu(gate) * up`` of a packed weight with the gate's rows before up's, as one op, rounded once.
 
-    None where two must: rows that are no multiple of 128, an ``out`` with gaps.
+    None where two must, with rows that are no multiple of 128 or an ``out`` with gaps, and where they are faster.
     """
     n, k = weight.shape
     rows = math.prod(x.shape[:-1])
     if n % 128 or k % 8 or x.dim() == 0 or x.shape[-1] != k or weight.offsets is not None:
         return None
+    if x.is_cuda and rows > MOST_SKINNY and x.dtype in DTYPES.values() and why_not(weight) is None:
+        scales, more = weight.scales.dtype, (weight.zeros is not None, weight.factors is not None)
+        p = _posed(rows, n, k, x.dtype, weight.code, weight.group, weight.scale_rows, scales, *more)
+        if not gate_pays(p, detect(x.device.index)):
+            return None
     if out is None:
         return _call(x, weight, None, GATED)
     if out.shape != (*x.shape[:-1], n // 2) or not out.is_contiguous():
         return None
     _call(x, weight, None, GATED, out=out.view(rows, n // 2))
     return out
+
+
+@lru_cache(maxsize=1024)
+def _posed(
+    m: int, n: int, k: int, dtype: torch.dtype, code: str, group: int, rows: int, scale: torch.dtype, zeros: bool,
+    factors: bool,
+) -> QuantizedProblem:  # fmt: skip
+    """The problem of a gate's product."""
+    word = ("ue5m3" if factors else "e8m0") if code == "e2m1" else TYPES.names[scale]
+    return QuantizedProblem(m, n, k, DTYPES.names[dtype], code, group, rows, word, zeros, factors, activation=GATED)
 
 
 def _call(

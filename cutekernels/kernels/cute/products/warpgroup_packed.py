@@ -144,6 +144,16 @@ class PackedWalk(TileSource):
 
 
 @dataclass(frozen=True)
+class Ahead:
+    """Where a mainloop of two batches under way is."""
+
+    at: Position
+    before: Int32  # stages of the two batches in front, which are released when their products are done
+    last: Int32
+    coming: Float32  # the scale of the next k-tile's block
+
+
+@dataclass(frozen=True)
 class PairCoordinates:
     """Coordinates of eight of a thread's gates and of what they multiply, ((2, 2, 2), 2): rows are the second mode."""
 
@@ -219,6 +229,11 @@ class WarpgroupPacked(WarpSpecialized):
     def interval(self) -> int:
         """Elements of K between two additions to the tile's accumulators; 0: none, its products add up there."""
         return min(self.group, self.tile_k) if self.scaled == "accumulators" else 0
+
+    @property
+    def of_pair(self) -> int:
+        """K-tiles of two batches of products, which are 64 of K each."""
+        return 2 * TILE // self.tile_k
 
     @property
     def pipeline(self) -> StagePipeline:
@@ -490,54 +505,73 @@ class WarpgroupPacked(WarpSpecialized):
         """The mainloop without sums of groups. Weights of 64 of K take two sets of registers in turn, so that a batch
         of products is issued while the one before runs.
         """
-        shared, weight, of = consumer.cta.shared, consumer.cta.weight, consumer.cta.of
+        of = consumer.cta.of
         factors = cute.make_rmem_tensor((2, max(1, self.smem.strips)), Float32)
-        row = self.first_row(of, share.corner, consumer.group)
         coming = Float32(0.0)
         if const_expr(self.scale_rows > 1):
-            coming = self.block_scale(weight, of, row, share.begin)
-        count = share.count
-        # Stages of the two batches in front, which are released when their products are done.
-        before, last = Int32(0), Int32(0)
-        of_pair = const_expr(2 if self.tile_k == TILE else 1)  # k-tiles
-        for pair in cutlass.range(cute.ceil_div(count, of_pair), unroll=1):
+            coming = self.block_scale(
+                consumer.cta.weight, of, self.first_row(of, share.corner, consumer.group), share.begin
+            )
+        state = Ahead(at, Int32(0), Int32(0), coming)
+        # Both batches on every way through the loop: where one may be left out, ptxas lets them share registers, and
+        # decoded weights overwrite what a product still reads (docs/notes/quantized.md#numbers-in-registers).
+        for pair in cutlass.range(share.count // self.of_pair, unroll=1):
             for i in cutlass.range_constexpr(2):
-                half = const_expr(0 if of_pair == 2 else i)
-                done = pair * of_pair + (i if const_expr(of_pair == 2) else 0)  # k-tiles in front of this one
-                if done < count:
-                    if const_expr(half == 0):
-                        if const_expr(self.scale_rows > 1):
-                            # The scale of this k-tile's block was asked for a k-tile ago.
-                            factors.fill(coming)
-                            following = cutlass.min(share.begin + done + 1, of.k_tiles - 1)
-                            coming = self.block_scale(weight, of, row, following)
-                        # Wait until the copies have filled the stage.
-                        cute.arch.mbarrier_wait(shared.full + at.stage, at.phase)
-                    stage = shared.storage.toint().to(Int32) + self.smem.packed_at + at.stage * self.smem.packed_bytes
-                    if const_expr(half == 0 and self.smem.strips > 0):
-                        self.load_factors(consumer, stage, factors)
-                    words = self.packed_words(consumer, stage, half)
-                    # At most the batch in front still runs: the one that last had these registers is done.
-                    warpgroup.wait_group(1)
-                    if const_expr(of_pair == 2):
-                        self.pipeline.release(consumer.thread, shared.empty, before, done > 1)
-                    elif const_expr(half == 1):
-                        self.pipeline.release(consumer.thread, shared.empty, last, done > 0)
-                    rW = consumer.rW if const_expr(i == 0) else consumer.rV
-                    for w in cutlass.range_constexpr(cute.size(words)):
-                        # A move that LLVM must keep here: what follows from it may not come before the wait.
-                        words[w] = kept_move(words[w])
-                    self.decode(consumer, stage, half, words, factors, cute.recast_tensor(rW, Int32))
-                    self.issue(consumer, rW, half, at.stage)
-                    if const_expr(of_pair == 2 or half == 1):
-                        before, last = last, at.stage
-                        at = self.pipeline.next(at)
+                done = pair * self.of_pair + const_expr(i * (self.of_pair - 1))
+                state = self.batch(consumer, share, factors, i, done, state)
+        if const_expr(self.of_pair == 2):  # noqa: SIM102  known when compiled
+            if share.count % 2 == 1:
+                state = self.batch(consumer, share, factors, 0, share.count - 1, state)
         # The last products are done: accumulators may be read, and the producer may refill the last stages.
         warpgroup.wait_group(0)
-        if const_expr(of_pair == 2):
-            self.pipeline.release(consumer.thread, shared.empty, before, count > 1)
-        self.pipeline.release(consumer.thread, shared.empty, last, Boolean(True))
-        return at
+        empty = consumer.cta.shared.empty
+        if const_expr(self.of_pair == 2):
+            self.pipeline.release(consumer.thread, empty, state.before, share.count > 1)
+        self.pipeline.release(consumer.thread, empty, state.last, Boolean(True))
+        return state.at
+
+    @cute.jit
+    def batch(
+        self,
+        consumer: Consumer,
+        share: Share,
+        factors: cute.Tensor,
+        i: cutlass.Constexpr[int],
+        done: Int32,
+        state: Ahead,
+    ) -> Ahead:
+        """The ``i``-th of two batches of products, with ``done`` k-tiles in front of its own."""
+        shared, weight, of = consumer.cta.shared, consumer.cta.weight, consumer.cta.of
+        at, before, last, coming = state.at, state.before, state.last, state.coming
+        half = const_expr(i if self.of_pair == 1 else 0)
+        if const_expr(half == 0):
+            if const_expr(self.scale_rows > 1):
+                # The scale of this k-tile's block was asked for a k-tile ago.
+                factors.fill(coming)
+                following = cutlass.min(share.begin + done + 1, of.k_tiles - 1)
+                coming = self.block_scale(weight, of, self.first_row(of, share.corner, consumer.group), following)
+            # Wait until the copies have filled the stage.
+            cute.arch.mbarrier_wait(shared.full + at.stage, at.phase)
+        stage = shared.storage.toint().to(Int32) + self.smem.packed_at + at.stage * self.smem.packed_bytes
+        if const_expr(half == 0 and self.smem.strips > 0):
+            self.load_factors(consumer, stage, factors)
+        words = self.packed_words(consumer, stage, half)
+        # At most the batch in front still runs: the one that last had these registers is done.
+        warpgroup.wait_group(1)
+        if const_expr(self.of_pair == 2):
+            self.pipeline.release(consumer.thread, shared.empty, before, done > 1)
+        elif const_expr(half == 1):
+            self.pipeline.release(consumer.thread, shared.empty, last, done > 0)
+        rW = consumer.rW if const_expr(i == 0) else consumer.rV
+        for w in cutlass.range_constexpr(cute.size(words)):
+            # A move that LLVM must keep here: what follows from it may not come before the wait.
+            words[w] = kept_move(words[w])
+        self.decode(consumer, stage, half, words, factors, cute.recast_tensor(rW, Int32))
+        self.issue(consumer, rW, half, at.stage)
+        if const_expr(self.of_pair == 2 or half == 1):
+            before, last = last, at.stage
+            at = self.pipeline.next(at)
+        return Ahead(at, before, last, coming)
 
     @cute.jit
     def issue(self, consumer: Consumer, rW: cute.Tensor, half: cutlass.Constexpr[int], stage: Int32):

@@ -96,13 +96,6 @@ class PackedWarpgroup(PackedSchedule):
         odd = (c.tile_n != 2 * ROWS) & x.gated
         yield odd, "tile_n={}: a gate has a group's 64 rows and another's 64 of up; take 128", c.tile_n
 
-    @of_config
-    def registers_under_way(self, c: QuantizedConfig, gpu: GpuSpec, x: QuantizedProblem) -> Broken:
-        # As within a loop over experts' tiles, of some such tiles: docs/notes/quantized.md.
-        changed = (c.split_k > 1) | (c.ctas_per_sm > 1)
-        read = (c.tile_k == 64) & ((c.scaled == "weights") | (x.group == 0)) & changed
-        yield read, "tile_k=64 decodes into registers that products under way still read; take 128"
-
     @of_both
     def tile_of_tokens(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec, x: Any) -> Broken:
         yield _idles(c.tile_m, p.m), "tile_m={} idles most of a tile over {} tokens", c.tile_m, p.m
@@ -262,12 +255,6 @@ class GroupedPackedWarpgroup(PackedWarpgroup):
     def depth(self, c: QuantizedConfig, gpu: GpuSpec, x: Any) -> Broken:
         why = "stages={} loads one k-tile while another is multiplied: take {} or more"
         yield c.stages < LEAST_STAGES, why, c.stages, LEAST_STAGES
-
-    @of_config
-    def registers_under_way(self, c: QuantizedConfig, gpu: GpuSpec, x: QuantizedProblem) -> Broken:
-        # Within a loop over tiles ptxas writes registers that products still read: docs/notes/quantized.md.
-        read = (c.tile_k == 64) & ((c.scaled == "weights") | (x.group == 0))
-        yield read, "tile_k=64 decodes into registers that products under way still read; take 128"
 
     @of_both
     def tile_of_tokens(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec, x: Any) -> Broken:
