@@ -37,8 +37,7 @@ class GemmSmem:
 
 @dataclass(frozen=True, slots=True)
 class SkinnySmem:
-    """Shared memory of a skinny GEMM: stages of weight rows and tokens, later accumulators of warps in their place; a
-    flag.
+    """Shared memory of a skinny GEMM: stages of weight rows and tokens, later accumulators of warps in their place.
 
     With a norm in front, ``squaring`` warps have each a sum of squares for each token, and the stages hold the norm's
     weight too, ``gamma_bytes`` an element.
@@ -51,20 +50,15 @@ class SkinnySmem:
     warps_k: int
     squaring: int = 0
     gamma_bytes: int = 0
-    FLAG_BYTES = 16
 
     @property
     def staged_bytes(self) -> int:
         return (self.tile_m + self.tile_n) * self.tile_k * self.stages * ELEMENT_BYTES
 
     @property
-    def flag_at(self) -> int:
+    def squares_at(self) -> int:
         sums = (self.warps_k - 1) * self.tile_m * self.tile_n * 4
         return larger(self.staged_bytes, sums)
-
-    @property
-    def squares_at(self) -> int:
-        return self.flag_at + self.FLAG_BYTES
 
     @property
     def gamma_at(self) -> int:
@@ -346,8 +340,8 @@ class DequantizeSmem:
 @dataclass(frozen=True)
 class WarpgroupPackedSmem(BoxesSmem):
     """Shared memory of a warpgroup product with a packed weight: stages of tokens; stages of packed weight, scales and
-    zero points; boxes of results and bias for each consumer group; barriers; a flag for each group; a ring of
-    ``places`` for tiles that are found on the device; what a group leaves for another.
+    zero points; boxes of results and bias for each consumer group; barriers; a ring of ``places`` for tiles that are
+    found on the device; what a group leaves for another.
     """
 
     groups: int  # consumer warp groups, 64 weight rows each
@@ -424,16 +418,12 @@ class WarpgroupPackedSmem(BoxesSmem):
         return self.packed_at + self.stages * self.packed_bytes
 
     @property
-    def flags_at(self) -> int:
-        return self.barriers_at + 16 * self.stages
-
-    @property
     def total_bytes(self) -> int:
         return self.inbox_at + self.groups * self.received * 128 * 4
 
     @property
     def ring_at(self) -> int:
-        return self.flags_at + 16
+        return self.barriers_at + 16 * self.stages
 
     @property
     def exchange_at(self) -> int:

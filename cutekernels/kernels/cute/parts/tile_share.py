@@ -1,16 +1,15 @@
 """A tile whose K several groups of warps, or several CTAs, have parts of: accumulators are added up, in a fixed order.
 
 Groups of warps leave theirs in shared memory, and the first adds them up (:class:`WarpSums`). CTAs leave theirs in a
-workspace. Either the last to arrive adds them up (:class:`LastArrival`), and nobody waits for another CTA. Or, where
-one has its part at the end of its work and the others at their beginning, it keeps its own and adds theirs, which lie
-there by then (:class:`TileOwner`).
+workspace, and one of them, which keeps its own, waits for the others' and adds them (:class:`TileOwner`). Where nobody
+may wait for another CTA the last to arrive adds them all up (:class:`LastArrival`).
 
 A CTA of ``LastArrival``:
 
 1. Every thread that holds accumulators leaves them (``leave``).
 2. Every thread: barrier, so all are written. Thread 0: a fence, which makes them visible to the GPU, then the ticket,
    whose number it leaves in shared memory. Barrier.
-3. The last CTA of the tile: a fence, behind which the others' are visible; ``add_up``; the ticket is zero again.
+3. The last CTA of the tile: a fence, behind which the others' are visible; it adds up; the ticket is zero again.
 """
 
 from dataclasses import dataclass
@@ -49,38 +48,11 @@ class WarpSums:
                     acc[i] = acc[i] + left[thread, i, s]
 
 
-@dataclass(frozen=True)
-class Others:
-    """Parts at the places ``(*place, begin)`` to ``(*place, end - 1)``."""
-
-    place: tuple
-    begin: int | Int32
-    end: int | Int32
-
-
 @cute.jit
 def leave(acc: cute.Tensor, parts: cute.Tensor, thread: Int32, place: tuple):
     """A thread's accumulators to ``parts`` (THREAD, ACCUMULATOR, *PLACE)."""
     for i in cutlass.range_constexpr(cute.size(acc)):
         parts[(thread, i, *place)] = acc[i]
-
-
-@cute.jit
-def add_up(acc: cute.Tensor, parts: cute.Tensor, thread: Int32, first: tuple, others: Others):
-    """``acc`` = the part at place ``first`` plus ``others``.
-
-    The order is that of the CTAs, the adding one's own part among them: the same bits every time.
-    """
-    for i in cutlass.range_constexpr(cute.size(acc)):
-        acc[i] = parts[(thread, i, *first)]
-    if const_expr(isinstance(others.end, int)):
-        for other in cutlass.range_constexpr(others.begin, others.end):
-            for i in cutlass.range_constexpr(cute.size(acc)):
-                acc[i] = acc[i] + parts[(thread, i, *others.place, other)]
-    else:
-        for other in cutlass.range(others.begin, others.end, unroll=1):
-            for i in cutlass.range_constexpr(cute.size(acc)):
-                acc[i] = acc[i] + parts[(thread, i, *others.place, other)]
 
 
 @cute.jit
@@ -125,6 +97,14 @@ class Workspace:
 
     mPartials: cute.Tensor | None = None
     mCounters: cute.Tensor | None = None  # zero before and after
+
+
+@cute.jit
+def vectors(workspace: Workspace, threads: cutlass.Constexpr[int], count: cutlass.Constexpr[int]) -> cute.Tensor:
+    """Parts of ``count`` accumulators of so many threads, (VECTOR, THREAD, ACCUMULATOR / VECTOR, NUMBER)."""
+    shape = (VECTOR, threads, count // VECTOR, 1 << 12)
+    layout = cute.make_layout(shape, stride=(1, VECTOR, VECTOR * threads, threads * count))
+    return cute.make_tensor(workspace.mPartials.iterator, layout)
 
 
 @dataclass(frozen=True)

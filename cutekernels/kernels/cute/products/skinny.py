@@ -16,8 +16,9 @@ Pipeline:
 One k-tile: wait and barrier; start the copies of k-tile + ``stages - 1``; load this group's fragments of all its
     k-blocks (ldmatrix); multiply them.
 Tile's end: groups of warps leave their accumulators in shared memory and the first adds them up; with ``split_k`` > 1
-    each CTA leaves its own in a workspace, draws a ticket, and the last to arrive adds all of them in their order, so
-    the result is the same each time. Results go straight from registers to memory: they are few.
+    all CTAs but the last split's leave their own in a workspace, and that one waits for them and adds them to its own
+    in their order, so the result is the same each time. GPUs start it behind the others. Results go straight from
+    registers to memory: they are few.
 
 Ends: a ragged K comes *first*, in the first split's first k-tile, zero-filled and masked (``OperandLoad.first_mask``).
     Rows of W and tokens that do not exist are masked in each copy, and not stored (``store``).
@@ -34,7 +35,7 @@ Refuses (``ops/products/schedules/skinny.py``): many tokens; operands that are n
     out that is not N-major; a batch, 64-bit strides, fp16 accumulators.
 
 Source:
-    Swapped operands and split-K with a ticket are common practice (CUTLASS "stream-K" and "split-K semaphore"); the
+    Swapped operands and split-K with a semaphore are common practice (CUTLASS "stream-K" and "split-K semaphore"); the
     dealing of k-blocks to warps is CUTLASS's "sliced-K"; rstd behind the product is the usual rearrangement of norm and
     projection.
 """
@@ -62,7 +63,7 @@ from cutekernels.kernels.cute.parts.norm import GammaCopies, TokenNorm
 from cutekernels.kernels.cute.parts.pipeline import next_stage
 from cutekernels.kernels.cute.parts.prefetch import prefetch_bulk
 from cutekernels.kernels.cute.parts.smem import ALIGNMENT, SkinnySmem
-from cutekernels.kernels.cute.parts.tile_share import LastArrival, Others, Ticket, WarpSums, Workspace, add_up, leave
+from cutekernels.kernels.cute.parts.tile_share import TileOwner, WarpSums, Workspace, add_parts, leave
 
 
 @dataclass(frozen=True)
@@ -320,7 +321,7 @@ class SkinnyGemm(GemmBody):
             if slice_k == 0:
                 self.store(acc, thr_mma, index_n, index_m, mD, operands)
         else:
-            # -- the last CTA to arrive adds the accumulators of all splits
+            # -- the last split, which waits for the others, adds their accumulators to its own
             _, tiles_m, _ = cute.arch.grid_dim()
             tile = index_n * tiles_m + index_m
             squares_left = const_expr(self.load_x.rows if self.squaring else 0)
@@ -332,27 +333,28 @@ class SkinnyGemm(GemmBody):
                     (self.group, per_thread, self.split_k), stride=(1, self.group, self.group * per_thread)
                 ),
             )  # (THREAD, ACCUMULATOR, SPLIT)
-            # This CTA leaves the accumulators of its first group, and its sums of squares.
-            if slice_k == 0:
-                leave(acc, partials, lane, (split,))
             if const_expr(self.squaring):
                 gQ = cute.make_tensor(
                     of_tile + self.split_k * self.group * per_thread, cute.make_layout((self.load_x.rows, self.split_k))
                 )  # (M, SPLIT)
                 if tid < self.load_x.rows:
                     gQ[tid, split] = self.norm.total(sQ, tid)
-            flag = cute.recast_ptr(storage + self.smem.flag_at, dtype=Int32)
-            ticket = Ticket(workspace.mCounters.iterator + tile, flag)
-            if LastArrival().draw(ticket, tid, Int32(0), self.split_k):
-                # Last to arrive: rstd comes from the squares of all splits.
+            counter, others = workspace.mCounters.iterator + tile, const_expr(self.split_k - 1)
+            if split < others:
+                # Another's: this CTA leaves the accumulators of its first group, and its sums of squares.
+                if slice_k == 0:
+                    leave(acc, partials, lane, (split,))
+                TileOwner().post(counter, tid)
+            else:
+                TileOwner().wait(counter, tid, Int32(others))
+                # rstd comes from the squares of all splits.
                 if const_expr(self.squaring):
                     if tid < self.load_x.rows:
                         sQ[tid, 0] = cute.math.rsqrt(self.norm.total(gQ, tid) / k + given.eps)
                     # Wait until the threads above have left rstd for all.
                     cute.arch.sync_threads()
                 if slice_k == 0:
-                    # Their accumulators in the order of the splits, this CTA's own read back among them.
-                    add_up(acc, partials, lane, (0,), Others((), 1, self.split_k))
+                    add_parts(acc, partials, lane, Int32(0), Int32(others))
                     self.store(acc, thr_mma, index_n, index_m, mD, operands)
 
     @cute.jit

@@ -9,10 +9,11 @@ Roles:
 
 Work:
     Whole tiles, dealt out round robin in bands of rows (``raster``). With ``split`` only ``rounds`` of them, as many as
-    all CTAs have; the k-tiles of the others are dealt out in equal runs, so no CTA waits for another's last tile. A
-    tile whose k-tiles lie in several CTAs is added up by the last of them to arrive, in their order, so the result is
-    the same each time. With ``cluster`` > 1 every cluster has one tile, and its CTAs equal parts of K: where tiles are
-    few. They exchange sums through shared memory, and the first ``owners`` store equal shares of the tokens.
+    all CTAs have; the k-tiles of the others are dealt out in equal runs, from the last CTA to the first. A tile whose
+    k-tiles lie in several runs is added up, in their order, by the CTA that has the first of them, at the end of its
+    run, when the others have left theirs: they began with it. With ``cluster`` > 1 every cluster has one tile, and its
+    CTAs equal parts of K: where tiles are few. They exchange sums through shared memory, and the first ``owners`` store
+    equal shares of the tokens.
     Two CTAs of one group may share an SM: one's products run behind the other's decoding, and the next kernel's CTAs
     find room before this one's have ended.
 
@@ -21,9 +22,9 @@ Barriers (mbarriers, one phase bit each):
     empty[stage]: 1 arrival of each consumer group. The producer waits.
     inbox[group]: 1 arrival, of the group's first thread with the bytes that the cluster's other CTAs send.
     Cluster: all threads arrive when their CTA's mbarriers are initialized, and wait before they send.
-    Named barriers 1, 2, ...: the 128 threads of a consumer group, around its boxes and its ticket.
-    TAKEN, LEFT, DRAWN, of a gate's 256 threads: the first group arrives on TAKEN and the second waits before it leaves
-    its accumulators; the second arrives on LEFT and the first waits; both meet on DRAWN around their ticket.
+    Named barriers 1, 2, ...: the 128 threads of a consumer group, around its boxes and its sums.
+    TAKEN, LEFT, of a gate's 256 threads: the first group arrives on TAKEN and the second waits before it leaves its
+    accumulators; the second arrives on LEFT and the first waits.
 
 One k-tile, consumer, with sums of groups (``multiply_in_groups``), for 64 of K at a time: wait full[stage]; read packed
     words and scales; decode them into fresh registers, behind the products of the 64 before; wait for those, arrive on
@@ -73,12 +74,11 @@ from cutekernels.kernels.cute.parts.schedule import Raster
 from cutekernels.kernels.cute.parts.smem import ALIGNMENT, TILE, WarpgroupPackedSmem
 from cutekernels.kernels.cute.parts.tile_share import (
     ClusterSums,
-    LastArrival,
-    Others,
-    Ticket,
+    TileOwner,
     Workspace,
-    add_up,
-    leave,
+    add_vectors,
+    leave_vectors,
+    vectors,
 )
 from cutekernels.kernels.cute.parts.tile_source import Share, TileSource
 from cutekernels.kernels.cute.parts.warp_groups import GROUP, ROWS, TmaTensor, wgmma
@@ -87,7 +87,7 @@ from cutekernels.kernels.cute.products.warp_specialized import Progress, WarpSpe
 
 BLOCKS = TILE // 16  # k-blocks of a packed tile
 VECTOR = 16  # bytes
-TAKEN, LEFT, DRAWN = [FIRST_BARRIER + i for i in (2, 3, 4)]  # named barriers of a gate, behind those of its groups
+TAKEN, LEFT = FIRST_BARRIER + 2, FIRST_BARRIER + 3  # named barriers of a gate, behind those of its groups
 
 
 @dataclass(frozen=True)
@@ -119,13 +119,13 @@ class PackedWalk(TileSource):
             end = (self.of.rank + 1) * self.of.k_tiles // self.body.cluster
         place = self.body.raster.place(tile, self.of.tiles_n, self.of.tiles_m)
         corner = Corner(place.m * self.body.columns, place.n * self.body.tile_n, Int32(0))
-        return Share(corner, begin, end - begin, number=tile, stop=end)
+        return Share(corner, begin, end - begin, number=tile, owner=begin == 0, stop=end)
 
     @cute.jit
     def run(self) -> tuple[Int32, Int32]:
         """This CTA's k-tiles of the tiles that are shared, counted from the first one's."""
         shared = self.of.tiles - self.of.rounds * self.of.ctas
-        begin = self.cta * self.of.share
+        begin = TileOwner().run() * self.of.share
         return begin, cutlass.min(begin + self.of.share, shared * self.of.k_tiles)
 
     @cute.jit
@@ -852,36 +852,28 @@ class WarpgroupPacked(WarpSpecialized):
 
     @cute.jit
     def gather(self, source: PackedWalk, consumer: Consumer, share: Share) -> bool | Boolean:
-        """Whether this group's accumulators are now the whole tile's: it had all of K, or was the last to arrive."""
+        """Whether this group's accumulators are now the whole tile's, which this CTA stores."""
         if const_expr(not self.split):
             return True
-        of, cta, storage, workspace = source.of, source.cta, consumer.cta.shared.storage, consumer.cta.extra
-        whole = share.count == of.k_tiles
-        if not whole:
-            per_thread, of_part = cute.size(consumer.acc), const_expr(GROUP * cute.size(consumer.acc))
+        of, workspace, thread, group = source.of, consumer.cta.extra, consumer.thread, consumer.group
+        if share.count < of.k_tiles:
             shared = share.number - of.rounds * of.ctas  # among those that are shared
-            begin = shared * of.k_tiles
-            first_cta, last_cta = begin // of.share, (begin + of.k_tiles - 1) // of.share
-            # A CTA has at most two such parts: that of a tile which began before it, and that of its last tile.
-            layout = cute.make_layout(
-                (GROUP, per_thread, self.groups, 2, 1 << 12),
-                stride=(1, GROUP, of_part, self.groups * of_part, 2 * self.groups * of_part),
-            )
-            sums = cute.make_tensor(workspace.mPartials.iterator, layout)  # (THREAD, ACCUMULATOR, GROUP, PART, CTA)
-            flags = cute.recast_ptr(storage + self.smem.flags_at, dtype=Int32)
-            thread, group = consumer.thread, consumer.group
-            own = Int32(1) if cta == first_cta else Int32(0)
-            leave(consumer.acc, sums, thread, (group, own, cta))
-            # A gate's two groups are the last with the same CTA, by one ticket.
-            meeting, drawing, number = LastArrival(GROUP, FIRST_BARRIER), thread, group
-            if const_expr(self.gated):
-                meeting, drawing, number = LastArrival(2 * GROUP, DRAWN), thread + group * GROUP, Int32(0)
-            ticket = Ticket(workspace.mCounters.iterator + shared * self.groups + number, flags + number)
-            whole = meeting.draw(ticket, drawing, number, last_cta - first_cta + 1)
-            if whole:
-                others = Others((group, 0), first_cta + 1, last_cta + 1)
-                add_up(consumer.acc, sums, thread, (group, 1, first_cta), others)
-        return whole
+            counter = workspace.mCounters.iterator + (shared * self.groups + group)
+            run, owner = TileOwner().run(), TileOwner(GROUP, FIRST_BARRIER)
+            if share.owner:
+                # The tile's other k-tiles are the later runs'.
+                others = ((shared + 1) * of.k_tiles - 1) // of.share - run
+                owner.wait(counter, thread, others, group)
+                add_vectors(consumer.acc, self.partials(workspace), thread + group * GROUP, (run + 1, 1), others)
+            else:
+                # A run has one part at most of a tile that began before it.
+                leave_vectors(consumer.acc, self.partials(workspace), thread + group * GROUP, run)
+                owner.post(counter, thread, group)
+        return share.owner
+
+    def partials(self, workspace: Workspace) -> cute.Tensor:
+        """Parts by runs."""
+        return vectors(workspace, GROUP * self.groups, self.tile_n // 2)
 
     @cute.jit
     def share_in_cluster(self, consumer: Consumer, rank: Int32) -> Boolean:

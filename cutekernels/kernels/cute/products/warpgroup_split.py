@@ -29,7 +29,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr
 
 from cutekernels.kernels.cute.parts.boxes import FIRST_BARRIER
-from cutekernels.kernels.cute.parts.tile_share import VECTOR, TileOwner, Workspace, add_vectors, leave_vectors
+from cutekernels.kernels.cute.parts.tile_share import TileOwner, Workspace, add_vectors, leave_vectors, vectors
 from cutekernels.kernels.cute.parts.tile_source import Share, TileWalk
 from cutekernels.kernels.cute.parts.warp_groups import GROUP
 from cutekernels.kernels.cute.products.warpgroup import Consumer, Cta, WarpgroupGemm
@@ -136,14 +136,10 @@ class WarpgroupSplit(WarpgroupGemm):
         numbers = (block - self.cluster, -self.cluster)
         add_vectors(acc, self.partials(own), thread + group * GROUP, numbers, Int32(others))
 
-    @cute.jit
     def partials(self, own: Workspace) -> cute.Tensor:
-        """(VECTOR, THREAD, ACCUMULATOR / VECTOR, CTA)."""
-        threads = const_expr(GROUP * self.groups)
-        vectors = const_expr(self.tile_m * self.tile_n // threads // VECTOR)
-        shape = (VECTOR, threads, vectors, self.resident)
-        stride = (1, VECTOR, VECTOR * threads, VECTOR * threads * vectors)
-        return cute.make_tensor(own.mPartials.iterator, cute.make_layout(shape, stride=stride))
+        """Parts by CTAs."""
+        threads = GROUP * self.groups
+        return vectors(own, threads, self.tile_m * self.tile_n // threads)
 
     @cute.jit
     def counter(self, own: Workspace, block: Int32, group: Int32) -> cute.Pointer:

@@ -161,7 +161,7 @@ class PackedSchedule(Schedule[QuantizedProblem, QuantizedConfig, Any]):
         from cutekernels.ops.shared.per_stream import StreamWorkspace
 
         numbers, shared = self.grid(p, c, detect(), x), c.tile_m * c.tile_n if c.stream_k else 0
-        memory = StreamWorkspace(max(4, 2 * numbers[0] * shared), max(4, self.counters(p, c, x) * c.stream_k)).get
+        memory = StreamWorkspace(max(4, numbers[0] * shared), max(4, self.counters(p, c, x) * c.stream_k)).get
         return lambda: (*memory(), *numbers)
 
 
