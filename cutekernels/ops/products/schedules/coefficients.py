@@ -159,8 +159,3 @@ PACKED_SKINNY, PACKED_WARPGROUP, DEQUANTIZE = PackedSkinnyCosts(), PackedWarpgro
 GROUPED = replace(
     WARPGROUP, port=0.63, steady=1.0, shared=math.inf, epilogue=11.0, single=0.0, latency=1.39, sharpness=2.63
 )
-# Packed products' before clusters, to which 49 problems of experts were held (H100, 2026-11-26).
-PACKED_GROUPED = replace(
-    PACKED_WARPGROUP, beside=1.8, scaled=11.3, exact=6.5, issue=0.41, alone=0.4, mma=1.01, port=0.93, dram=1.5,
-    half_us=0.023, end_us=0.011, fixed=2.6, latency=0.0, sharpness=4.9, hidden=3.3,
-)  # fmt: skip

@@ -241,7 +241,6 @@ class GroupedPackedWarpgroup(PackedWarpgroup):
     """Over the rows of each expert: whole tiles, of gates and up 64 rows each."""
 
     numbers = 1
-    costs = coefficients.PACKED_GROUPED
     waves = None  # type: ignore[assignment]
     cluster = None  # type: ignore[assignment]
 
