@@ -10,8 +10,8 @@ from cutekernels.backends.cubin import cuobjdump
 
 _LINE = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(@!?U?P\w+\s+)?([A-Z][\w.]*)\s*(.*?)\s*;")
 _LABEL = re.compile(r"\s*(\.L_x_\d+):")
-_WIDTHS = {".128": 4, ".64": 2, ".WIDE": 2}
-Batch = tuple[tuple[int, int], ...]  # registers, and which batch reads them
+_WIDTHS = {".128": 4, ".64": 2, ".WIDE": 2, "LDSM.16.M88.4": 4, "LDSM.16.MT88.4": 4, "LDSM.16.M88.2": 2}
+Batch = tuple[int, ...]  # registers that it reads
 Batches = tuple[Batch, ...]
 
 
@@ -41,22 +41,14 @@ def written(opcode: str, operands: str) -> range:
         if re.fullmatch(r"!?U?P(\d|T)", operand):
             continue
         register = re.fullmatch(r"R(\d+)(?:\.\w+)*", operand)
-        width = next((n for part, n in _WIDTHS.items() if part in opcode), 1)
+        width = 2 if opcode == "CS2R" else next((n for part, n in _WIDTHS.items() if part in opcode), 1)
         return range(int(register[1]), int(register[1]) + width) if register else range(0)
     return range(0)
 
 
 def overwritten(code: list[tuple[str, str]]) -> list[str]:
-    """Instructions that write a register of weights before its product has been waited for.
-
-    On any path but those that come from a batch of products to itself without another between: a mainloop of two
-    batches in turn may leave out the second, yet only in its last round.
-    """
+    """Instructions that write a register of weights before its product has been waited for, on any path."""
     labels = {operand: i for i, (opcode, operand) in enumerate(code) if opcode == "LABEL"}
-    batch_behind, following = {}, 0  # of each place, the number of the batch that comes next
-    for i, (opcode, operands) in enumerate(code):
-        batch_behind[i] = following
-        following += opcode.startswith("HGMMA") and "gsb0" in operands
     found: dict[int, str] = {}
     seen: set[tuple[int, Batches, Batch]] = set()
     paths: list[tuple[int, Batches, Batch]] = [(0, (), ())]
@@ -71,7 +63,7 @@ def overwritten(code: list[tuple[str, str]]) -> list[str]:
             elif opcode.startswith("HGMMA"):
                 weights = re.match(r"R(\d+)", operands.split(",")[1].strip())
                 first = int(weights[1]) if weights else 0
-                building += tuple((first + r, batch_behind[i]) for r in range(4)) if weights else ()
+                building += tuple(range(first, first + 4)) if weights else ()
                 if "gsb0" in operands:
                     batches, building = (*batches, building), ()
             elif opcode.startswith("WARPGROUP.DEPBAR"):
@@ -85,8 +77,7 @@ def overwritten(code: list[tuple[str, str]]) -> list[str]:
                 if opcode in ("BRA", "EXIT") and not re.match(r"!?U?P\d", operands):
                     break
             else:
-                held = {r for batch in batches[:-1] for r, _ in batch}
-                held |= {r for batch in batches[-1:] for r, number in batch if number != batch_behind[i]}
-                if set(written(opcode, operands)) & (held | {r for r, _ in building}):
+                held = {r for batch in (*batches, building) for r in batch}
+                if set(written(opcode, operands)) & held:
                     found[i] = f"{opcode} {operands}"
     return list(found.values())

@@ -150,7 +150,7 @@ def linear_silu_mul(
     Args:
         x: ``(..., K)``, fp16 or bf16 (on the CPU fp32 and fp64 too), any strides.
         w_gate_up: ``(2 * I, K)``, dtype of ``x``: the rows of the gate's weight, then those of up's. Or a
-            :class:`~cutekernels.quant.QuantizedWeight`, without gradient: the ops one after the other.
+            :class:`~cutekernels.quant.QuantizedWeight`, without gradient.
         norm_weight: ``(K,)``, dtype of ``x`` or fp32; selects the norm in front.
         eps: of the norm.
         norm: True for the norm in front without a weight (say after :func:`fold`); by default as ``norm_weight`` says.

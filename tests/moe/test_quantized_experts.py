@@ -229,7 +229,7 @@ def test_ways_through_the_warpgroup_body_compile(text: str, knobs: str, tmp_path
 
 
 def test_workspaces_hold_every_tile() -> None:
-    """However rows spread, tiles are no more than tickets, and a CTA has no more than two parts."""
+    """However rows spread, tiles are no more than counters."""
     p = QuantizedGroupedProblem.parse("rows=77 n=192 k=200 experts=5")
     spec = gpu.lookup("h200")
     for c in list(QUANTIZED_GROUPED_GEMM.valid(p, spec))[::97]:

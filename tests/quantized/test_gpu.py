@@ -119,7 +119,7 @@ def forced(body: str, m: int, n: int, k: int, kind: Kind, **changes: Any) -> str
 GATES: dict[str, tuple[int, dict[str, Any]]] = {  # tokens, knobs
     "few": (37, {"tile_m": 48, "tile_k": 128}),
     "cluster": (64, {"tile_m": 64, "tile_k": 128, "split_k": 5, "pdl": True}),
-    "shared": (130, {"tile_m": 64, "tile_k": 128, "stream_k": True, "pdl": True}),
+    "shared": (700, {"tile_m": 64, "tile_k": 128, "stream_k": True, "pdl": True}),
     "in parts": (2600, {"tile_m": 256, "tile_k": 64, "scaled": "weights", "raster": 8}),  # two batches under way
 }
 
@@ -256,12 +256,12 @@ def test_outliers(body: str, kind: Kind) -> None:
 @pytest.mark.parametrize("body", BODIES)
 def test_shared_tiles(body: str) -> None:
     """Stream-K: the k-tiles of a tile by several CTAs; the same bits every time."""
-    for m, n, k in ((8, 1000, 4104), (200, 1000, K)):
-        made, x = make(n, k, ASYMMETRIC, "cuda"), tokens(m, k)
-        config = forced(body, m, n, k, ASYMMETRIC, stream_k=True)
-        first, found = held(made, x, config)
+    for m, n, k in ((8, 1000, 4104), (200, 1000, K), (700, 2000, K)):  # the last with whole waves in front
+        made, x, b = make(n, k, ASYMMETRIC, "cuda"), tokens(m, k), tokens(n)
+        config = forced(body, m, n, k, ASYMMETRIC, stream_k=True, bias="same")
+        first, found = held(made, x, config, b)
         assert found <= 1
-        assert all(torch.equal(held(made, x, config)[0], first) for _ in range(5))
+        assert all(torch.equal(held(made, x, config, b)[0], first) for _ in range(5))
 
 
 @on_gpu
@@ -573,9 +573,13 @@ def test_the_module() -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_compiled() -> None:
     layer = QuantizedLinear.from_linear(torch.nn.Linear(K, 1000, device="cuda", dtype=BF16), "int4_g128")
-    x = tokens(8, K)
+    x, gate = tokens(8, K), make(1024, K, ASYMMETRIC, "cuda").weight()
     with torch.no_grad():
         assert torch.equal(torch.compile(layer, fullgraph=True)(x), layer(x))
+        one = torch.compile(lambda x: ck.linear_silu_mul(x, gate), fullgraph=True)
+        for m in (8, 40, 300):
+            x = tokens(m, K)
+            torch.testing.assert_close(one(x), ck.linear_silu_mul(x, gate), rtol=0.02, atol=0.02)
 
 
 @on_gpu

@@ -13,8 +13,9 @@ from torch import Tensor
 import cutekernels as ck
 from cutekernels.errors import InvalidConfig, UnsupportedProblem
 from cutekernels.kernels.activations import ACTIVATIONS, activated
-from cutekernels.ops.products.packed_api import quantized_linear
-from cutekernels.quant import QuantizedWeight
+from cutekernels.ops.products.packed_api import gated, quantized_linear
+from cutekernels.ops.shared.calls import Recorder
+from cutekernels.quant import QuantizedWeight, quantize
 from tests.quantized.cases import (
     BF16,
     COMMON,
@@ -224,6 +225,24 @@ def test_linear_silu_mul_is_that_of_the_plain_weight(norm: dict[str, Any], token
         results[-1].append(out)
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-5)
+
+
+def test_a_recorded_gate_is_one_kernel_and_two() -> None:
+    """Which of them a call takes is its GPU's and its tokens'."""
+    weight = quantize(torch.randn(256, 136), "int4_g128")
+    for tokens, both in ((8, False), (64, True)):
+        with Recorder().calls() as noted:
+            ck.linear_silu_mul(torch.empty(tokens, 136, dtype=BF16), weight)
+        posed = [(op.name, getattr(p, "activation", "")) for op, p in noted]
+        apart = [("quantized_linear", "none"), ("silu_mul", "")] if both else []
+        assert posed == [("quantized_linear", "silu_mul"), *apart]
+
+
+def test_an_out_off_16_bytes_takes_two_kernels() -> None:
+    weight, x = quantize(torch.randn(256, 136), "int4_g128"), torch.randn(64, 136)
+    out = torch.empty(64 * 128 + 1)[1:].view(64, 128)
+    assert gated(x, weight, out=out) is None
+    torch.testing.assert_close(ck.linear_silu_mul(x, weight, out=out), ck.linear_silu_mul(x, weight))
 
 
 @pytest.mark.parametrize("into", [BF16, FP16])

@@ -20,19 +20,26 @@ H100 = gpu.lookup("h100-sxm")
 KINDS = (
     "", "group=32 zeros=1 scale=fp32", "code=e4m3 scale_rows=128 scale=fp32", "code=int8 group=64 scale=bf16",
     "code=nf4 group=64", "code=e2m1 group=32 scale=e8m0", "code=e2m1 group=16 scale=ue5m3 factors=1",
+    "code=e4m3 group=0 scale=fp32", "code=int8 group=0 scale=fp32",
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(8))
 def test_products_under_way_keep_their_registers(seed: int, tmp_path: Path) -> None:
     """Configs of two batches under way, drawn from all: of one weight or experts, gates, clusters, shared tiles."""
     draw = random.Random(seed)
     op, extents = draw.choice(
-        [(QUANTIZED_LINEAR, "m=96 n=2048 k=4096"), (QUANTIZED_GROUPED_GEMM, "rows=3000 n=448 k=712 experts=20")]
+        [
+            (QUANTIZED_LINEAR, "m=96 n=2048 k=4096"),
+            (QUANTIZED_LINEAR, "m=512 n=8192 k=4096"),
+            (QUANTIZED_GROUPED_GEMM, "rows=3000 n=448 k=712 experts=20"),
+        ]
     )
     kind, gate = draw.choice(KINDS), draw.choice(["", "activation=silu_mul"])
     problem = op.Problem.parse(f"{extents} {kind} {gate}")
-    configs = [c for c in op.valid(problem, H100) if c.body == "warpgroup" and c.tile_k == 64 and c.scaled == "weights"]
+    ahead = (c for c in op.valid(problem, H100) if c.scaled == "weights" or problem.group == 0)
+    configs = [c for c in ahead if c.body == "warpgroup" and c.tile_k == 64]
+    assert all(c.stages > 2 for c in configs), "two stages are both read by the batches under way"
     code = sass.instructions(cubin(op.build(problem, draw.choice(configs), H100)), tmp_path)
     assert sass.overwritten(code) == []
 

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -326,11 +325,10 @@ class QuantizedGroupedGemm(PackedProduct, CuteOp[QuantizedGroupedProblem, Quanti
 @rates.remember
 def gate_pays(p: QuantizedProblem, gpu: GpuSpec) -> bool:
     """Whether a gate's product takes no longer, by the models, than the product and ``silu_mul`` in turn."""
-    align = math.gcd(p.columns, WIDEST) * ELEMENT_BYTES
-    halves = GluProblem(p.m, p.columns, dtype=p.dtype, layout="rows" if p.m > 1 else "dense", align=align)
+    halves = GluProblem(p.m, p.columns, dtype=p.dtype, layout="rows", align=WIDEST * ELEMENT_BYTES)
     two: list[tuple[Any, Any]] = [(QUANTIZED_LINEAR, p.replace(activation="none")), (SILU_MUL, halves)]
     gated, *apart = [op.estimate_us(q, op.default(q, gpu), gpu) for op, q in [(QUANTIZED_LINEAR, p), *two]]
-    return gated <= sum(apart)
+    return bool(gated <= sum(apart))
 
 
 QUANTIZED_LINEAR = QuantizedLinear()

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cutekernels.dispatch import recording
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.gpu import detect
 from cutekernels.ops.products.api import check_depth
@@ -24,7 +25,7 @@ from cutekernels.ops.shared.calls import call, register
 from cutekernels.ops.shared.checks import check_number, check_tensor, check_word
 from cutekernels.ops.shared.declared_op import DeclaredOp
 from cutekernels.ops.shared.dtypes import DTYPES, TYPES
-from cutekernels.ops.shared.paths import Path
+from cutekernels.ops.shared.paths import Path, traced_by_dynamo
 from cutekernels.quant.experts import QuantizedStack
 from cutekernels.quant.support import why_not
 from cutekernels.quant.weight import QuantizedWeight
@@ -66,21 +67,29 @@ def quantized_linear(
 def gated(x: Tensor, weight: QuantizedWeight, *, out: Tensor | None = None) -> Tensor | None:
     """``silu(gate) * up`` of a packed weight with the gate's rows before up's, as one op, rounded once.
 
-    None where two must, with rows that are no multiple of 128 or an ``out`` with gaps, and where they are faster.
+    None where two must, with rows that are no multiple of 128, an ``out`` with gaps or off 16 bytes, and where two are
+    faster. Traced, it is one, since the models that compare them are no part of a graph.
     """
     n, k = weight.shape
     rows = math.prod(x.shape[:-1])
     if n % 128 or k % 8 or x.dim() == 0 or x.shape[-1] != k or weight.offsets is not None:
         return None
-    if x.is_cuda and rows > MOST_SKINNY and x.dtype in DTYPES.values() and why_not(weight) is None:
-        scales, more = weight.scales.dtype, (weight.zeros is not None, weight.factors is not None)
-        p = _posed(rows, n, k, x.dtype, weight.code, weight.group, weight.scale_rows, scales, *more)
-        if not gate_pays(p, detect(x.device.index)):
+    if out is not None and (out.shape != (*x.shape[:-1], n // 2) or not out.is_contiguous()):
+        return None
+    if not traced_by_dynamo() and rows > MOST_SKINNY:
+        if recording():
+            # Which of the two calls take is their GPU's and their tokens': both are made ready.
+            _call(x, weight, None, GATED)
             return None
+        if out is not None and out.data_ptr() % 16:
+            return None
+        if x.is_cuda and x.dtype in DTYPES.values() and why_not(weight) is None:
+            scales, more = weight.scales.dtype, (weight.zeros is not None, weight.factors is not None)
+            p = _posed(rows, n, k, x.dtype, weight.code, weight.group, weight.scale_rows, scales, *more)
+            if not gate_pays(p, detect(x.device.index)):
+                return None
     if out is None:
         return _call(x, weight, None, GATED)
-    if out.shape != (*x.shape[:-1], n // 2) or not out.is_contiguous():
-        return None
     _call(x, weight, None, GATED, out=out.view(rows, n // 2))
     return out
 
@@ -90,9 +99,10 @@ def _posed(
     m: int, n: int, k: int, dtype: torch.dtype, code: str, group: int, rows: int, scale: torch.dtype, zeros: bool,
     factors: bool,
 ) -> QuantizedProblem:  # fmt: skip
-    """The problem of a gate's product."""
+    """The problem of a gate's product, as its tuning has it."""
     word = ("ue5m3" if factors else "e8m0") if code == "e2m1" else TYPES.names[scale]
-    return QuantizedProblem(m, n, k, DTYPES.names[dtype], code, group, rows, word, zeros, factors, activation=GATED)
+    kind = (DTYPES.names[dtype], code, group, rows, word, zeros, factors)
+    return QuantizedProblem(m, n, k, *kind, activation=GATED).bucket()
 
 
 def _call(

@@ -89,7 +89,7 @@ class StreamWorkspace(PerStream[tuple[Tensor, Tensor]]):
     """Partial sums and tickets for launches of one size.
 
     A captured launch has partial sums in the graph's own memory and tickets that no other launch has. Tickets are zero
-    between launches: the last CTA of a tile clears its own.
+    between launches: the CTA that adds up a tile clears its own.
     """
 
     def __init__(self, partials: int, tickets: int) -> None:

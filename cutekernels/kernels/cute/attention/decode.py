@@ -543,7 +543,7 @@ class DecodeAttentionBody:
                 self.leave(warp, lane, acc, states, partials, keys.split, valid)
                 flag = cute.recast_ptr(storage + self.smem.flag_at, dtype=Int32)
                 ticket = Ticket(launch.mTickets.iterator + number, flag)
-                if LastArrival().draw(ticket, tid, Int32(0), keys.active):
+                if LastArrival().draw(ticket, tid, keys.active):
                     # It weighs all splits' by their references, then adds up its warps' as before.
                     self.gather(warp, lane, acc_o, states, partials, keys.active, valid)
                     self.merge_warps(warp, lane, acc_o, states, acc, storage + self.smem.q_bytes, False)

@@ -6,7 +6,7 @@ may wait for another CTA the last to arrive adds them all up (:class:`LastArriva
 
 A CTA of ``LastArrival``:
 
-1. Every thread that holds accumulators leaves them (``leave``).
+1. Every thread that holds accumulators leaves them.
 2. Every thread: barrier, so all are written. Thread 0: a fence, which makes them visible to the GPU, then the ticket,
    whose number it leaves in shared memory. Barrier.
 3. The last CTA of the tile: a fence, behind which the others' are visible; it adds up; the ticket is zero again.
@@ -116,9 +116,40 @@ class Ticket:
 
 
 @dataclass(frozen=True)
-class Meeting:
-    """All threads of a CTA, or a warp group's ``threads`` with a barrier of their own: number ``first_barrier`` + their
-    group's.
+class LastArrival:
+    """Finds the last CTA of a tile."""
+
+    @cute.jit
+    def draw(self, ticket: Ticket, thread: Int32, ctas: Int32) -> Boolean:
+        """Whether this CTA is the last of ``ctas``; for all threads, which have left what the last one reads."""
+        flag = cute.make_tensor(ticket.flag, cute.make_layout(1))
+        # All threads' parts, written before the barrier, become visible to the GPU with thread 0's ticket.
+        cute.arch.sync_threads()
+        if thread == 0:
+            cute.arch.fence_acq_rel_gpu()
+            flag[0] = cute.arch.atomic_add(ticket.drawn, Int32(1), sem="acq_rel", scope="gpu")
+        # All threads wait for the ticket.
+        cute.arch.sync_threads()
+        last = flag[0] == ctas - 1
+        if last:
+            # All others' parts, released before their tickets, are visible from here on.
+            cute.arch.fence_acq_rel_gpu()
+            if thread == 0:
+                cute.make_tensor(ticket.drawn, cute.make_layout(1))[0] = Int32(0)  # for the next launch
+        return last
+
+
+@dataclass(frozen=True)
+class TileOwner:
+    """One CTA of a tile, its owner, waits for all others, and adds what they have left to its own part (stream-K's
+    fixup).
+
+    It waits for CTAs of lower numbers alone, none of which waits before it has left its part. GPUs start CTAs in the
+    order of their numbers, so these run or have run, whatever else the GPU is busy with. CUDA does not promise that
+    order; decoupled look-back (CUB's scans) stands on it too.
+
+    For all threads of a CTA, or a warp group's ``threads`` with a barrier of their own, ``first_barrier`` + their
+    group's number.
     """
 
     threads: int = 0
@@ -131,41 +162,6 @@ class Meeting:
             cute.arch.sync_threads()
         else:
             cute.arch.barrier(barrier_id=self.first_barrier + group, number_of_threads=self.threads)
-
-
-@dataclass(frozen=True)
-class LastArrival(Meeting):
-    """Finds the last CTA of a tile."""
-
-    @cute.jit
-    def draw(self, ticket: Ticket, thread: Int32, group: Int32, ctas: int | Int32) -> Boolean:
-        """Whether this CTA is the last of ``ctas``; for all threads, which have left what the last one reads."""
-        flag = cute.make_tensor(ticket.flag, cute.make_layout(1))
-        # All threads' parts, written before the barrier, become visible to the GPU with thread 0's ticket.
-        self.meet(group)
-        if thread == 0:
-            cute.arch.fence_acq_rel_gpu()
-            flag[0] = cute.arch.atomic_add(ticket.drawn, Int32(1), sem="acq_rel", scope="gpu")
-        # All threads wait for the ticket.
-        self.meet(group)
-        last = flag[0] == ctas - 1
-        if last:
-            # All others' parts, released before their tickets, are visible from here on.
-            cute.arch.fence_acq_rel_gpu()
-            if thread == 0:
-                cute.make_tensor(ticket.drawn, cute.make_layout(1))[0] = Int32(0)  # for the next launch
-        return last
-
-
-@dataclass(frozen=True)
-class TileOwner(Meeting):
-    """One CTA of a tile, its owner, waits for all others, and adds what they have left to its own part (stream-K's
-    fixup).
-
-    It waits for CTAs of lower numbers alone, none of which waits before it has left its part. GPUs start CTAs in the
-    order of their numbers, so these run or have run, whatever else the GPU is busy with. CUDA does not promise that
-    order; decoupled look-back (CUB's scans) stands on it too.
-    """
 
     @cute.jit
     def run(self) -> Int32:

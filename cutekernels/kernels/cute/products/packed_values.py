@@ -1,13 +1,17 @@
-"""Values that bodies of packed weights hand on: sizes; of the warpgroup body a CTA's share and memory, a consumer."""
+"""Values that bodies of packed weights hand on: sizes; of the warpgroup body a CTA's shares and memory, a consumer."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
+import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Float32, Int32, const_expr
 
-from cutekernels.kernels.cute.parts.boxes import BoxOperands
+from cutekernels.kernels.cute.parts.boxes import BoxOperands, Corner
 from cutekernels.kernels.cute.parts.packed import Weight
+from cutekernels.kernels.cute.parts.pipeline import Position
+from cutekernels.kernels.cute.parts.tile_share import TileOwner
+from cutekernels.kernels.cute.parts.tile_source import Share, TileSource
 from cutekernels.kernels.cute.parts.warp_groups import TmaTensor
 
 
@@ -31,6 +35,64 @@ class Extents:
     def tiles(self) -> Int32:
         """Tiles of out."""
         return self.tiles_n * self.tiles_m
+
+
+@dataclass(frozen=True)
+class PackedWalk(TileSource):
+    """Whole tiles, a grid apart, then a CTA's run of k-tiles that are dealt out; or a cluster's part of its tile."""
+
+    body: Any
+    of: Extents
+    cta: Int32
+    count: Int32 | None = None
+    k_tiles: None = None
+    first: ClassVar[int] = 0
+    step: ClassVar[int] = 1
+    counted: ClassVar[bool] = True
+
+    @cute.jit
+    def share(self, i: Int32) -> Share:
+        """The ``i``-th share of this CTA: its whole tiles come first."""
+        tile, begin, end = self.cta + i * self.of.ctas, Int32(0), self.of.k_tiles
+        if const_expr(self.body.split):
+            if i >= self.of.rounds:
+                first, last = self.run()
+                shared = first // self.of.k_tiles + (i - self.of.rounds)
+                tile = self.of.rounds * self.of.ctas + shared
+                begin = cutlass.max(first - shared * self.of.k_tiles, Int32(0))
+                end = cutlass.min(last - shared * self.of.k_tiles, self.of.k_tiles)
+        elif const_expr(self.body.cluster > 1):
+            begin = self.of.rank * self.of.k_tiles // self.body.cluster
+            end = (self.of.rank + 1) * self.of.k_tiles // self.body.cluster
+        owner = True
+        if const_expr(self.body.split):
+            owner = begin == 0
+        elif const_expr(self.body.cluster > 1):
+            owner = self.of.rank < self.body.owners
+        place = self.body.raster.place(tile, self.of.tiles_n, self.of.tiles_m)
+        corner = Corner(place.m * self.body.columns, place.n * self.body.tile_n, Int32(0))
+        return Share(corner, begin, end - begin, number=tile, owner=owner, stop=end)
+
+    @cute.jit
+    def run(self) -> tuple[Int32, Int32]:
+        """This CTA's k-tiles of the tiles that are shared, counted from the first one's."""
+        shared = self.of.tiles - self.of.rounds * self.of.ctas
+        begin = TileOwner().run() * self.of.share
+        return begin, cutlass.min(begin + self.of.share, shared * self.of.k_tiles)
+
+    @cute.jit
+    def total(self) -> Int32:
+        """How many tiles this CTA has a part of."""
+        if const_expr(not self.body.split):
+            return cutlass.max((self.of.tiles - self.cta + self.of.ctas - 1) // self.of.ctas, Int32(0))
+        begin, end = self.run()
+        parts = Int32(0)
+        if end > begin:
+            parts = (end - 1) // self.of.k_tiles - begin // self.of.k_tiles + 1
+        return self.of.rounds + parts
+
+    def to_load(self, i: Int32) -> Share:
+        return self.share(i)
 
 
 @dataclass(frozen=True)
@@ -76,3 +138,13 @@ class Consumer:
     @property
     def shared(self) -> Shared:
         return self.cta.shared
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """Where a mainloop of two batches under way is."""
+
+    at: Position
+    before: Int32  # stages of the two batches in front, which are released when their products are done
+    last: Int32
+    coming: Float32  # the scale of the next k-tile's block

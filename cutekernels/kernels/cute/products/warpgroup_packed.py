@@ -23,8 +23,7 @@ Barriers (mbarriers, one phase bit each):
     inbox[group]: 1 arrival, of the group's first thread with the bytes that the cluster's other CTAs send.
     Cluster: all threads arrive when their CTA's mbarriers are initialized, and wait before they send.
     Named barriers 1, 2, ...: the 128 threads of a consumer group, around its boxes and its sums.
-    TAKEN, LEFT, of a gate's 256 threads: the first group arrives on TAKEN and the second waits before it leaves its
-    accumulators; the second arrives on LEFT and the first waits.
+    Of a gate's 256 threads: ``parts/gate_pairs.py``.
 
 One k-tile, consumer, with sums of groups (``multiply_in_groups``), for 64 of K at a time: wait full[stage]; read packed
     words and scales; decode them into fresh registers, behind the products of the 64 before; wait for those, arrive on
@@ -66,6 +65,7 @@ from cutlass.utils import hopper_helpers
 from cutekernels.kernels.cute.parts.boxes import FIRST_BARRIER, BoxBuffers, BoxOperands, Corner, ResultBoxes
 from cutekernels.kernels.cute.parts.dependent import pdl_wait
 from cutekernels.kernels.cute.parts.epilogue import Epilogue, EpilogueOperands
+from cutekernels.kernels.cute.parts.gate_pairs import GatePairs
 from cutekernels.kernels.cute.parts.packed import PackedWeights, Weight, load_words, shared_number
 from cutekernels.kernels.cute.parts.pipeline import Position, StagePipeline
 from cutekernels.kernels.cute.parts.prefetch import prefetch_bulk
@@ -82,94 +82,11 @@ from cutekernels.kernels.cute.parts.tile_share import (
 )
 from cutekernels.kernels.cute.parts.tile_source import Share, TileSource
 from cutekernels.kernels.cute.parts.warp_groups import GROUP, ROWS, TmaTensor, wgmma
-from cutekernels.kernels.cute.products.packed_values import Consumer, Cta, Extents, Shared
+from cutekernels.kernels.cute.products.packed_values import Ahead, Consumer, Cta, Extents, PackedWalk, Shared
 from cutekernels.kernels.cute.products.warp_specialized import Progress, WarpSpecialized
 
 BLOCKS = TILE // 16  # k-blocks of a packed tile
 VECTOR = 16  # bytes
-TAKEN, LEFT = FIRST_BARRIER + 2, FIRST_BARRIER + 3  # named barriers of a gate, behind those of its groups
-
-
-@dataclass(frozen=True)
-class PackedWalk(TileSource):
-    """Whole tiles, a grid apart, then a CTA's run of k-tiles that are dealt out; or a cluster's part of its tile."""
-
-    body: Any
-    of: Extents
-    cta: Int32
-    count: Int32 | None = None
-    k_tiles: None = None
-    first: ClassVar[int] = 0
-    step: ClassVar[int] = 1
-    counted: ClassVar[bool] = True
-
-    @cute.jit
-    def share(self, i: Int32) -> Share:
-        """The ``i``-th share of this CTA: its whole tiles come first."""
-        tile, begin, end = self.cta + i * self.of.ctas, Int32(0), self.of.k_tiles
-        if const_expr(self.body.split):
-            if i >= self.of.rounds:
-                first, last = self.run()
-                shared = first // self.of.k_tiles + (i - self.of.rounds)
-                tile = self.of.rounds * self.of.ctas + shared
-                begin = cutlass.max(first - shared * self.of.k_tiles, Int32(0))
-                end = cutlass.min(last - shared * self.of.k_tiles, self.of.k_tiles)
-        elif const_expr(self.body.cluster > 1):
-            begin = self.of.rank * self.of.k_tiles // self.body.cluster
-            end = (self.of.rank + 1) * self.of.k_tiles // self.body.cluster
-        place = self.body.raster.place(tile, self.of.tiles_n, self.of.tiles_m)
-        corner = Corner(place.m * self.body.columns, place.n * self.body.tile_n, Int32(0))
-        return Share(corner, begin, end - begin, number=tile, owner=begin == 0, stop=end)
-
-    @cute.jit
-    def run(self) -> tuple[Int32, Int32]:
-        """This CTA's k-tiles of the tiles that are shared, counted from the first one's."""
-        shared = self.of.tiles - self.of.rounds * self.of.ctas
-        begin = TileOwner().run() * self.of.share
-        return begin, cutlass.min(begin + self.of.share, shared * self.of.k_tiles)
-
-    @cute.jit
-    def total(self) -> Int32:
-        """How many tiles this CTA has a part of."""
-        if const_expr(not self.body.split):
-            return cutlass.max((self.of.tiles - self.cta + self.of.ctas - 1) // self.of.ctas, Int32(0))
-        begin, end = self.run()
-        parts = Int32(0)
-        if end > begin:
-            parts = (end - 1) // self.of.k_tiles - begin // self.of.k_tiles + 1
-        return self.of.rounds + parts
-
-    def to_load(self, i: Int32) -> Share:
-        return self.share(i)
-
-
-@dataclass(frozen=True)
-class Ahead:
-    """Where a mainloop of two batches under way is."""
-
-    at: Position
-    before: Int32  # stages of the two batches in front, which are released when their products are done
-    last: Int32
-    coming: Float32  # the scale of the next k-tile's block
-
-
-@dataclass(frozen=True)
-class PairCoordinates:
-    """Coordinates of eight of a thread's gates and of what they multiply, ((2, 2, 2), 2): rows are the second mode."""
-
-    biases: cute.Tensor | None  # of rows r and r + 8, of both halves
-    gated: bool = True
-
-    def columns(self, vector: cute.Tensor) -> cute.TensorSSA:
-        """Biases, which the thread has loaded."""
-        layout = cute.make_layout(((2, 2, 2), 2), stride=((0, 1, 0), 2))
-        return cute.make_tensor(self.biases.iterator, layout).load()
-
-    @cute.jit
-    def halves(self, x: cute.TensorSSA) -> tuple[cute.TensorSSA, cute.TensorSSA]:
-        rX = cute.make_rmem_tensor(x.shape, Float32)
-        rX.store(x)
-        return rX[(None, None, None), 0].load(), rX[(None, None, None), 1].load()
 
 
 @dataclass(frozen=True)
@@ -202,6 +119,10 @@ class WarpgroupPacked(WarpSpecialized):
     @property
     def gated(self) -> bool:
         return self.gate is not None
+
+    @property
+    def pairs(self) -> GatePairs:
+        return GatePairs(self.gate, self.smem.exchange_at, self.smem.exchanged)
 
     @property
     def columns(self) -> int:
@@ -487,8 +408,7 @@ class WarpgroupPacked(WarpSpecialized):
         buffers = WarpSpecialized.buffers(self, consumer)
         if const_expr(self.gated):  # noqa: SIM102  known when compiled
             if consumer.group == 0:
-                # Nobody's accumulators lie in shared memory yet: the second group may leave its own.
-                cute.arch.barrier_arrive(barrier_id=TAKEN, number_of_threads=2 * GROUP)
+                self.pairs.open()
         return buffers
 
     @cute.jit
@@ -797,7 +717,8 @@ class WarpgroupPacked(WarpSpecialized):
             if const_expr(ahead is not None and not early):
                 self.scale_by(consumer, ahead)
             if const_expr(self.gated):
-                self.meet(consumer, share, results)
+                operands, biases = self.gate_operands(consumer, share)
+                self.pairs.meet(consumer.shared.storage, consumer.thread, consumer.group, results, operands, biases)
             if self.stores(consumer):
                 self.results.store_tile(buffers, outputs, results, corner, boxes_used)
                 boxes_used = boxes_used + self.results.count
@@ -806,40 +727,6 @@ class WarpgroupPacked(WarpSpecialized):
     def stores(self, consumer: Consumer) -> bool | Boolean:
         """Whether this group has results: of a gate, the first."""
         return consumer.group == 0 if self.gated else True
-
-    @cute.jit
-    def meet(self, consumer: Consumer, share: Share, acc: cute.Tensor):
-        """Gates and what they multiply: the first group's ``acc`` are then results."""
-        count = const_expr(cute.size(acc))
-        part = const_expr(self.smem.exchanged)  # accumulators that are left at a time
-        left = cute.make_tensor(
-            cute.recast_ptr(consumer.shared.storage + self.smem.exchange_at, dtype=Float32),
-            cute.make_layout((GROUP, part), stride=(1, GROUP)),
-        )  # (THREAD, ACCUMULATOR)
-        if consumer.group == 1:
-            for first in cutlass.range_constexpr(0, count, part):
-                # The second group waits until the first has taken what lay there.
-                cute.arch.barrier(barrier_id=TAKEN, number_of_threads=2 * GROUP)
-                for i in cutlass.range_constexpr(part):
-                    left[consumer.thread, i] = acc[first + i]
-                # They are in shared memory for the first group.
-                cute.arch.barrier_arrive(barrier_id=LEFT, number_of_threads=2 * GROUP)
-        else:
-            operands, biases = self.gate_operands(consumer, share)
-            values = cute.make_rmem_tensor(((2, 2, 2), 2), Float32)
-            results = cute.make_rmem_tensor((2, 2, 2), Float32)
-            for first in cutlass.range_constexpr(0, count, part):
-                # The first group waits for the second's accumulators.
-                cute.arch.barrier(barrier_id=LEFT, number_of_threads=2 * GROUP)
-                for i in cutlass.range_constexpr(0, part, 8):
-                    for j in cutlass.range_constexpr(8):
-                        values[j] = acc[first + i + j]
-                        values[8 + j] = left[consumer.thread, i + j]
-                    results.store(self.gate.apply(values.load(), PairCoordinates(biases), operands))
-                    for j in cutlass.range_constexpr(8):
-                        acc[first + i + j] = results[j]
-                # All have been read: the second group may leave more.
-                cute.arch.barrier_arrive(barrier_id=TAKEN, number_of_threads=2 * GROUP)
 
     @cute.jit
     def gate_operands(self, consumer: Consumer, share: Share) -> tuple[EpilogueOperands, cute.Tensor | None]:

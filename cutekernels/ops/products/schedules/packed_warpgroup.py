@@ -86,6 +86,12 @@ class PackedWarpgroup(PackedSchedule):
         yield room, "stages={} leaves room for {}", c.stages, c.stages + 1
 
     @of_config
+    def two_batches(self, c: QuantizedConfig, gpu: GpuSpec, x: QuantizedProblem) -> Broken:
+        # A k-tile of 64 is one of two batches under way, whose stage is released when the next but one has landed.
+        ahead = (c.tile_k == 64) & ((c.scaled == "weights") | (x.group == 0))
+        yield ahead & (c.stages < 3), "stages={} are all read by two k-tiles of 64 under way: take 3", c.stages
+
+    @of_config
     def two_ctas(self, c: QuantizedConfig, gpu: GpuSpec, x: QuantizedProblem) -> Broken:
         two = c.ctas_per_sm > 1
         yield two & (c.tile_n > ROWS), "ctas_per_sm={} takes one consumer group each, tile_n=64", c.ctas_per_sm
@@ -130,7 +136,7 @@ class PackedWarpgroup(PackedSchedule):
         whole = where(c.split_k > 1, -(-k_tiles // c.split_k), -(-self.tiles(p, c) // ctas) * k_tiles)
         steps = where(c.stream_k, rounds * k_tiles + share, whole)
         together = smaller(c.ctas_per_sm, -(-ctas // gpu.sm_count))
-        own, moved = self.costs, p.weight_bytes + 2.0 * p.m * (p.k + p.n)
+        own, moved = self.costs, p.weight_bytes + 2.0 * p.m * (p.k + p.columns)
         halves = c.tile_m * self.groups(c) / 256  # of 128 x 128 sums
         met = where(c.stream_k, own.shared + own.parts * halves, 0.0)
         met = met + where(c.split_k > 1, own.met + own.sent * (1 - 1 / c.split_k) * halves, 0.0)
