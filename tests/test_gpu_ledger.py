@@ -163,6 +163,22 @@ def test_workers_report_and_one_that_dies_costs_one_file(suite: Path) -> None:
     assert counts(lines["tests/norms/test_dies.py"]) == (1, 1, 0)
 
 
+def test_workers_are_handed_few_tests_at_a_time(suite: Path) -> None:
+    """Slow tests of the first file are divided: its line is there before all of the second have ended."""
+    head = f"import time, pathlib, pytest\npytestmark = {GPU}\n@pytest.mark.parametrize('i', range(40))\n"
+    head += "def test_one(i):\n"
+    known = f"i < 30 or 'test_first.py' in pathlib.Path({str(suite / 'out.tsv')!r}).read_text()"
+    plant(
+        suite,
+        {
+            "tests/norms/test_first.py": f"{head}    time.sleep(0.2 if i < 8 else 0)\n",
+            "tests/norms/test_second.py": f"{head}    time.sleep(0.005)\n    assert {known}\n",
+        },
+    )
+    lines = run(suite, "-n", "2", "-m", "gpu", "tests/norms/test_first.py", "tests/norms/test_second.py")
+    assert [counts(each) for each in lines.values()] == [(40, 0, 0), (40, 0, 0)]
+
+
 def counts(line: gpu_ledger.Line) -> tuple[int, int, int]:
     return line.passed, line.failed, line.skipped
 
