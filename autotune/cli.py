@@ -96,7 +96,9 @@ def command(
     ] = None,
     list_: Annotated[bool, typer.Option("--list", help="List the tasks and end.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List what earlier runs left to do and end.")] = False,
-    out: Annotated[Path, typer.Option(help="Folder for the page and the winners of `card`.")] = Path(),
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for the page and the winners of `card`; here by default.")
+    ] = None,
     log: Annotated[Path | None, typer.Option(help="Append a line for each task to this file.")] = None,
     format: As = Format.table,
 ) -> None:
@@ -124,6 +126,8 @@ def command(
             if as_ is not None:
                 spec = choose(gpu, as_)
                 gpu = gpu if is_auto(gpu) else spec.name
+            if out is not None and not (of_card and present(lookup(gpu))):
+                raise JobError("--out is where `card` puts what it measured on a card that is here: leave it out")
             budget_s = _seconds(budget_s, minutes, card.MINUTES if of_card else None)
             devices = _devices(gpus, device, ray)
             if of_grid:
@@ -189,7 +193,7 @@ def command(
             terminal.fail(f"ended by {ended.signal.name}; {_RESUMES}", code=128 + ended.signal)
     _print(report, format)
     if checked is not None:
-        page, file = card.write(out, lookup(gpu), report, checked, db)
+        page, file = card.write(out or Path(), lookup(gpu), report, checked, db)
         terminal.say(f"{page} says what gained; to share it, send {file}: `cutekernels db import` reads it")
     if requests and report.origin == "predicted":
         terminal.say(

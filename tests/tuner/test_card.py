@@ -182,9 +182,10 @@ def test_without_the_card_it_says_what_it_would_do_and_predicts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run, "LocalRuntime", lambda jobs: Machine())
-    listed = invoke(tmp_path, "--gpu", "l40s", "--list", "--format", "json")
+    monkeypatch.chdir(tmp_path)
+    listed = CliRunner().invoke(cli.app, ["card", "--gpu", "l40s", "--list", "--format", "json"])
     assert [row["problem"] for row in json.loads(listed.stdout)] == ["m=16 n=64", "m=64 n=64", "m=256 n=64"]
-    done = invoke(tmp_path, "--gpu", "l40s", "--format", "json")
+    done = CliRunner().invoke(cli.app, ["card", "--gpu", "l40s", "--format", "json"])
     assert done.exit_code == 0, done.output
     assert "no l40s is here: nothing is checked or measured" in " ".join(done.stderr.split())
     assert {task["origin"] for task in json.loads(done.stdout)["tasks"]} == {"predicted"}
@@ -197,6 +198,7 @@ def test_without_the_card_it_says_what_it_would_do_and_predicts(
         (["--minutes", "3", "--budget-s", "9"], "both say how long"),
         (["--ray", "auto"], "leave --ray out"),
         (["--as", "h100"], "h200 has what h100-sxm has"),
+        (["--gpu", "l40s"], "--out is where `card` puts what it measured on a card that is here: leave it out"),
         (["--gpu", "a100", "--as", "l40s"], "a100-sxm-80gb cannot stand in for l40s"),
     ],
 )
