@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from cutekernels.ops.products.dense import SCHEDULES
 from cutekernels.ops.products.fused import NormLinearConfig
 from cutekernels.ops.products.norm import LINEAR_SILU_MUL, RMS_NORM_LINEAR, NormLinear
 from tests import compiled
+from tests.sass import instructions, overwritten
 
 OPS: dict[str, NormLinear] = {op.name: op for op in (RMS_NORM_LINEAR, LINEAR_SILU_MUL)}
 PROBLEMS = [
@@ -136,6 +138,19 @@ def test_tokens_are_squared_and_weighed_beside_warpgroup_mma() -> None:
     assert found[""]["WARPGROUP.DEPBAR.LE"] == 2
     given = opcodes("rms_norm_linear", f"{text} rstd=given", config)
     assert given["FFMA"] < 8 * reads
+
+
+@pytest.mark.parametrize(
+    "change", ["", "norm_weight=none", "norm_weight=none rstd=given dtype=fp16", "norm_weight=fp32"]
+)
+def test_no_register_of_tokens_is_written_that_a_product_still_reads(change: str, tmp_path: Path) -> None:
+    """Fragments of half a k-tile come while the products of the k-tile before run."""
+    text = f"m=64 n=18944 k=3584 {change}"
+    config = RMS_NORM_LINEAR.default(RMS_NORM_LINEAR.Problem.parse(text), gpu.lookup("h200"))
+    assert config.body == "skinny_warpgroup"
+    code = instructions(compiled.cubin(built("rms_norm_linear", text, config)), tmp_path)
+    assert any(opcode.startswith("HGMMA") for opcode, _ in code)
+    assert overwritten(code) == []
 
 
 def test_a_chain_has_no_kernel_of_its_own(tmp_path: Any) -> None:

@@ -63,6 +63,7 @@ from cutekernels.kernels.cute.parts.epilogue import Epilogue, EpilogueOperands
 from cutekernels.kernels.cute.parts.gemm_arguments import NO_WORKSPACE, GemmBody, NormOperands, transpose
 from cutekernels.kernels.cute.parts.norm import RowNorm
 from cutekernels.kernels.cute.parts.pipeline import Position, StagePipeline
+from cutekernels.kernels.cute.parts.ptx import kept_move
 from cutekernels.kernels.cute.parts.results import Place, ResultOperands, ResultTile, TileResults
 from cutekernels.kernels.cute.parts.smem import ALIGNMENT, SWIZZLED, SWIZZLED_ROWS, SkinnyWarpgroupSmem
 from cutekernels.kernels.cute.parts.statistics import StageSquares
@@ -461,6 +462,7 @@ class SkinnyWarpgroupGemm(GemmBody):
         ldmatrix = cute.make_copy_atom(LdMatrix8x8x16bOp(False, 4), dtype)
         count = const_expr(blocks // 2)
         raw = cute.make_rmem_tensor(((2, 2, 2), 1, count), dtype)
+        words = cute.recast_tensor(raw, Int32)
         at_x = cute.recast_ptr(sX.iterator, dtype=dtype) + stage * (self.rows * self.tile_k)
         if const_expr(self.weighted):
             rG = cute.make_rmem_tensor(((2, 2), count), shared.sG.element_type)
@@ -480,6 +482,9 @@ class SkinnyWarpgroupGemm(GemmBody):
                 warpgroup.wait_group(0)
                 if releases:
                     cute.arch.mbarrier_arrive(before)
+                for w in cutlass.range_constexpr(cute.size(words)):
+                    # A move that LLVM must keep here: until the wait products read registers of their own.
+                    words[w] = kept_move(words[w])
             for i in cutlass.range_constexpr(count):
                 if const_expr(self.weighted):
                     self.norm.weigh(raw[None, None, i], rG[None, i], rX[None, None, begin + i])
