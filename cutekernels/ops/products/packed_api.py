@@ -85,7 +85,7 @@ def gated(x: Tensor, weight: QuantizedWeight, *, out: Tensor | None = None) -> T
             return None
         if x.is_cuda and x.dtype in DTYPES.values() and why_not(weight) is None:
             scales, more = weight.scales.dtype, (weight.zeros is not None, weight.factors is not None)
-            p = _posed(rows, n, k, x.dtype, weight.code, weight.group, weight.scale_rows, scales, *more)
+            p = _pose_gate(rows, n, k, x.dtype, weight.code, weight.group, weight.scale_rows, scales, *more)
             if not gate_pays(p, detect(x.device.index)):
                 return None
     if out is None:
@@ -95,7 +95,7 @@ def gated(x: Tensor, weight: QuantizedWeight, *, out: Tensor | None = None) -> T
 
 
 @lru_cache(maxsize=1024)
-def _posed(
+def _pose_gate(
     m: int, n: int, k: int, dtype: torch.dtype, code: str, group: int, rows: int, scale: torch.dtype, zeros: bool,
     factors: bool,
 ) -> QuantizedProblem:  # fmt: skip

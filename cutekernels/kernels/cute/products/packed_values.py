@@ -141,7 +141,7 @@ class Consumer:
 
 
 @dataclass(frozen=True)
-class Ahead:
+class LoopState:
     """Where a mainloop of two batches under way is."""
 
     at: Position

@@ -82,7 +82,7 @@ from cutekernels.kernels.cute.parts.tile_share import (
 )
 from cutekernels.kernels.cute.parts.tile_source import Share, TileSource
 from cutekernels.kernels.cute.parts.warp_groups import GROUP, ROWS, TmaTensor, wgmma
-from cutekernels.kernels.cute.products.packed_values import Ahead, Consumer, Cta, Extents, PackedWalk, Shared
+from cutekernels.kernels.cute.products.packed_values import Consumer, Cta, Extents, LoopState, PackedWalk, Shared
 from cutekernels.kernels.cute.products.warp_specialized import Progress, WarpSpecialized
 
 BLOCKS = TILE // 16  # k-blocks of a packed tile
@@ -432,16 +432,16 @@ class WarpgroupPacked(WarpSpecialized):
             coming = self.block_scale(
                 consumer.cta.weight, of, self.first_row(of, share.corner, consumer.group), share.begin
             )
-        state = Ahead(at, Int32(0), Int32(0), coming)
+        state = LoopState(at, Int32(0), Int32(0), coming)
         # Both batches on every way through the loop: where one may be left out, ptxas lets them share registers, and
         # decoded weights overwrite what a product still reads (docs/notes/quantized.md#numbers-in-registers).
         for pair in cutlass.range(share.count // self.of_pair, unroll=1):
             for i in cutlass.range_constexpr(2):
                 done = pair * self.of_pair + const_expr(i * (self.of_pair - 1))
-                state = self.batch(consumer, share, factors, i, done, state)
+                state = self.multiply_batch(consumer, share, factors, i, done, state)
         if const_expr(self.of_pair == 2):  # noqa: SIM102  known when compiled
             if share.count % 2 == 1:
-                state = self.batch(consumer, share, factors, 0, share.count - 1, state)
+                state = self.multiply_batch(consumer, share, factors, 0, share.count - 1, state)
         # The last products are done: accumulators may be read, and the producer may refill the last stages.
         warpgroup.wait_group(0)
         empty = consumer.cta.shared.empty
@@ -451,15 +451,15 @@ class WarpgroupPacked(WarpSpecialized):
         return state.at
 
     @cute.jit
-    def batch(
+    def multiply_batch(
         self,
         consumer: Consumer,
         share: Share,
         factors: cute.Tensor,
         i: cutlass.Constexpr[int],
         done: Int32,
-        state: Ahead,
-    ) -> Ahead:
+        state: LoopState,
+    ) -> LoopState:
         """The ``i``-th of two batches of products, with ``done`` k-tiles in front of its own."""
         shared, weight, of = consumer.cta.shared, consumer.cta.weight, consumer.cta.of
         at, before, last, coming = state.at, state.before, state.last, state.coming
@@ -491,7 +491,7 @@ class WarpgroupPacked(WarpSpecialized):
         if const_expr(self.of_pair == 2 or half == 1):
             before, last = last, at.stage
             at = self.pipeline.next(at)
-        return Ahead(at, before, last, coming)
+        return LoopState(at, before, last, coming)
 
     @cute.jit
     def issue(self, consumer: Consumer, rW: cute.Tensor, half: cutlass.Constexpr[int], stage: Int32):

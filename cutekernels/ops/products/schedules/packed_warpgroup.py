@@ -180,7 +180,7 @@ class PackedWarpgroup(PackedSchedule):
         return WarpgroupPackedSmem(
             self.groups(c), c.tile_m, c.tile_k, c.stages, _BOXES, p.bias != "none", p.bits, SCALE_BYTES[p.scale],
             p.step, p.scale_rows, p.zeros, received=(c.split_k - 1) * (c.tile_m // 2 // owners(c)),
-            exchanged=exchanged(c) if p.gated else 0,
+            exchanged=left_at_once(c) if p.gated else 0,
         )  # fmt: skip
 
     def grid(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec, x: Any = None) -> tuple[int, ...]:
@@ -313,7 +313,7 @@ def owners(c: Any) -> Any:
     return found
 
 
-def exchanged(c: Any) -> Any:
+def left_at_once(c: Any) -> Any:
     """Accumulators that a thread of a gate leaves for another at a time, 64 at most."""
     results = c.tile_m // 2 // owners(c)
     return results // -(-results // 64)
