@@ -13,7 +13,7 @@ from torch import Tensor
 import cutekernels as ck
 from cutekernels.errors import InvalidConfig, UnsupportedProblem
 from cutekernels.kernels.activations import ACTIVATIONS, activated
-from cutekernels.ops.products.packed_api import gated, quantized_linear
+from cutekernels.ops.products.packed_api import _pose_gate, gated, quantized_linear
 from cutekernels.ops.shared.calls import Recorder
 from cutekernels.quant import QuantizedWeight, quantize
 from tests.quantized.cases import (
@@ -236,6 +236,23 @@ def test_a_recorded_gate_is_one_kernel_and_two() -> None:
         posed = [(op.name, getattr(p, "activation", "")) for op, p in noted]
         apart = [("quantized_linear", "none"), ("silu_mul", "")] if both else []
         assert posed == [("quantized_linear", "silu_mul"), *apart]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "code", "scale", "posed"),
+    [
+        (BF16, "int4", FP16, "m=64 n=256 k=256 activation=silu_mul"),
+        (FP16, "e2m1", torch.uint8, "m=64 n=256 k=256 code=e2m1 group=32 scale=e8m0 activation=silu_mul"),
+        (FP32, "int4", FP16, None),
+        (BF16, "int4", torch.float64, None),
+    ],
+)
+def test_gates_are_posed_as_they_are_tuned(
+    dtype: torch.dtype, code: str, scale: torch.dtype, posed: str | None
+) -> None:
+    """What no kernel takes has no problem: the op refuses it."""
+    p = _pose_gate(64, 256, 256, dtype, code, 32 if code == "e2m1" else 128, 1, scale, False, False)
+    assert (None if p is None else str(p)) == posed
 
 
 def test_an_out_off_16_bytes_takes_two_kernels() -> None:

@@ -83,10 +83,10 @@ def gated(x: Tensor, weight: QuantizedWeight, *, out: Tensor | None = None) -> T
             return None
         if out is not None and out.data_ptr() % 16:
             return None
-        if x.is_cuda and x.dtype in DTYPES.values() and why_not(weight) is None:
+        if x.is_cuda:
             scales, more = weight.scales.dtype, (weight.zeros is not None, weight.factors is not None)
             p = _pose_gate(rows, n, k, x.dtype, weight.code, weight.group, weight.scale_rows, scales, *more)
-            if not gate_pays(p, detect(x.device.index)):
+            if p is not None and not gate_pays(p, detect(x.device.index)):
                 return None
     if out is None:
         return _call(x, weight, None, GATED)
@@ -98,11 +98,14 @@ def gated(x: Tensor, weight: QuantizedWeight, *, out: Tensor | None = None) -> T
 def _pose_gate(
     m: int, n: int, k: int, dtype: torch.dtype, code: str, group: int, rows: int, scale: torch.dtype, zeros: bool,
     factors: bool,
-) -> QuantizedProblem:  # fmt: skip
-    """The problem of a gate's product, as its tuning has it."""
-    word = ("ue5m3" if factors else "e8m0") if code == "e2m1" else TYPES.names[scale]
-    kind = (DTYPES.names[dtype], code, group, rows, word, zeros, factors)
-    return QuantizedProblem(m, n, k, *kind, activation=GATED).bucket()
+) -> QuantizedProblem | None:  # fmt: skip
+    """The problem of a gate's product, as its tuning has it; None where there is none, as the op's call will say."""
+    word = ("ue5m3" if factors else "e8m0") if code == "e2m1" else TYPES.names.get(scale, "")
+    kind = (DTYPES.names.get(dtype, ""), code, group, rows, word, zeros, factors)
+    try:
+        return QuantizedProblem(m, n, k, *kind, activation=GATED).bucket()
+    except UnsupportedProblem:
+        return None
 
 
 def _call(
