@@ -121,7 +121,7 @@ def load(op: str | None = None, suite: str | None = None) -> list[Published]:
 def reproduce(published: Iterable[Published], folder: Path, *, warm: bool = False) -> list[Reproduced]:
     """``published`` beside the rows in ``folder`` taken under sustained load; the latest of several runs counts."""
     runs: dict[tuple[str, str, str], list[Row]] = {}
-    for path in (*rows.files(folder), *sorted(folder.glob("models/*_published.jsonl"))):
+    for path in (*rows.files(folder), *rows.files(folder / "models", "*_published")):
         of_file: dict[tuple[str, str, str], list[Row]] = {}
         for row in rows.read(path):
             if row.l2 == ("warm" if warm or row.op in MODELS else "cold") and not row.rest_ms:

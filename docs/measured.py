@@ -175,7 +175,7 @@ def _model_cases(name: str) -> dict[str, list[Case]]:
     place, suite, *end = name.split()
     found = {}
     for card in CARDS:
-        path = plots.RESULTS / card / f"{place}.jsonl"
+        path = plots.RESULTS / card / f"{place}.jsonl.xz"
         if path.exists():
             found[card] = cases([r for r in read(path) if r.suite == suite and r.label.endswith(("", *end)[-1])])
     return found
@@ -330,8 +330,8 @@ def _models() -> str:
     parts = [intro]
     for card in CARDS:
         by_model: dict[str, list[Row]] = {}
-        for path in sorted((plots.RESULTS / card / "models").glob("*.jsonl")):
-            if not path.stem.endswith(("_published", "_new_lengths")):
+        for path in files(plots.RESULTS / card / "models"):
+            if not suite_of(path).endswith(("_published", "_new_lengths")):
                 for row in read(path):
                     by_model.setdefault(row.op, []).append(row)
         for model, rows in by_model.items():
@@ -366,7 +366,7 @@ def _new_lengths() -> str:
     )
     parts = [intro]
     for card in CARDS:
-        for path in sorted((plots.RESULTS / card / "models").glob("*_new_lengths.jsonl")):
+        for path in files(plots.RESULTS / card / "models", "*_new_lengths"):
             rows = read(path)
             labels = dict.fromkeys(row.problem.partition("of=")[2] for row in rows)
             times = [(row, _us(row) / 1e3) for row in rows]
@@ -386,8 +386,7 @@ def _host() -> str:
         "Microseconds that a call takes of the host, over the peer's in the same run: below 1 ours costs less. Calls\n"
         "alternate between two shapes and two weights; `graph` is a call in an Inductor graph.\n"
     )
-    path = plots.RESULTS / "h200" / "host" / "host.jsonl"
-    found = read(path)
+    found = read(plots.RESULTS / "h200" / "host" / "host.jsonl.xz")
     ways = ("no_grad", "out", "forward", "backward", "graph")
     lines = [intro, f"| call | {' | '.join(ways)} | peer |", "|---|" + "---|" * (len(ways) + 1)]
     for op in sorted({row.op for row in found}):

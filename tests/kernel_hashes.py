@@ -6,7 +6,7 @@
     python -m tests.kernel_hashes --choose                    # new cases, from suites, defaults and shipped winners;
                                                               # with --match they come to those that are there
 
-A line of ``kernel_hashes.txt.gz`` is ``op | GPU | problem | config | device hash | host hash``. The device hash is of
+A line of ``kernel_hashes.txt.bz2`` is ``op | GPU | problem | config | device hash | host hash``. The device hash is of
 the machine code and of the sections a launch reads (registers, constants, shared memory); kernel names, which hold the
 names and fields of Python classes, are no part of it. The host hash is of the launcher, its grid, cluster, shared
 memory and tensor maps; for a Triton kernel, of the metadata of its launch. Line tables are off.
@@ -15,7 +15,7 @@ memory and tensor maps; for a Triton kernel, of the metadata of its launch. Line
 from __future__ import annotations
 
 import argparse
-import gzip
+import bz2
 import hashlib
 import json
 import os
@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 GPUS = ("a100", "l40s", "h200", "rtx5090")  # one for each compile target
-FILE = Path(__file__).with_suffix(".txt.gz")
+FILE = Path(__file__).with_suffix(".txt.bz2")
 DIGITS = 8  # of a hash
 # What decides how a kernel is built, rather than how large a tile is: one case for each value and GPU.
 STRUCTURE = ("body", "path", "method", "order", "grid", "lazy", "turns", "evict", "q_in_registers", "in_registers")
@@ -53,7 +53,7 @@ class Case:
 def read(file: Path) -> dict[Case, str]:
     """Cases of ``file`` with their hashes."""
     found = {}
-    for line in gzip.decompress(file.read_bytes()).decode().splitlines():
+    for line in bz2.decompress(file.read_bytes()).decode().splitlines():
         op, gpu, problem, config, device, host = (word.strip() for word in line.split("|"))
         found[Case(op, gpu, problem, config)] = f"{device} | {host}"
     return found
@@ -233,7 +233,7 @@ def main() -> None:
     made = _run(cases, before, check=chosen.check is not None)
     if chosen.write or chosen.choose:
         lines = [f"{case} | {hashes}\n" for case, hashes in (before | made).items()]
-        (chosen.write or FILE).write_bytes(gzip.compress("".join(lines).encode(), mtime=0))
+        (chosen.write or FILE).write_bytes(bz2.compress("".join(lines).encode()))
 
 
 if __name__ == "__main__":

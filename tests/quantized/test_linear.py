@@ -250,7 +250,7 @@ def test_a_recorded_gate_is_one_kernel_and_two() -> None:
 def test_gates_are_posed_as_they_are_tuned(
     dtype: torch.dtype, code: str, scale: torch.dtype, posed: str | None
 ) -> None:
-    """What no kernel takes has no problem: the op refuses it."""
+    """Types that no kernel takes have no problem: the op refuses them."""
     p = _pose_gate(64, 256, 256, dtype, code, 32 if code == "e2m1" else 128, 1, scale, False, False)
     assert (None if p is None else str(p)) == posed
 

@@ -64,7 +64,7 @@ from cutekernels.kernels.cute.parts.heads import WIDEST, shared_vector, vector
 from cutekernels.kernels.cute.parts.products import Products
 from cutekernels.kernels.cute.parts.smem import ALIGNMENT
 from cutekernels.kernels.cute.parts.softmax import LN_2, NO_REFERENCE, OnlineSoftmax, RowStates, by_rows, quad_sum
-from cutekernels.kernels.cute.parts.tile_share import LastArrival, Ticket
+from cutekernels.kernels.cute.parts.tile_share import arrive_last
 from cutekernels.kernels.cute.parts.token_scales import TokenScales
 
 TILE_Q = DecodeSmem.ROWS
@@ -542,8 +542,7 @@ class DecodeAttentionBody:
                 # This CTA leaves its accumulators and statistics, for the last of the tile's CTAs.
                 self.leave(warp, lane, acc, states, partials, keys.split, valid)
                 flag = cute.recast_ptr(storage + self.smem.flag_at, dtype=Int32)
-                ticket = Ticket(launch.mTickets.iterator + number, flag)
-                if LastArrival().draw(ticket, tid, keys.active):
+                if arrive_last(launch.mTickets.iterator + number, flag, tid, keys.active):
                     # It weighs all splits' by their references, then adds up its warps' as before.
                     self.gather(warp, lane, acc_o, states, partials, keys.active, valid)
                     self.merge_warps(warp, lane, acc_o, states, acc, storage + self.smem.q_bytes, False)

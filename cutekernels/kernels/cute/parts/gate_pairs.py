@@ -41,7 +41,7 @@ class PairCoordinates:
 
 @dataclass(frozen=True)
 class GatePairs:
-    """Where they meet: ``at`` bytes from the beginning of shared memory."""
+    """Pairs that meet ``at`` bytes from the beginning of shared memory."""
 
     gate: Epilogue
     at: int

@@ -2,14 +2,7 @@
 
 Groups of warps leave theirs in shared memory, and the first adds them up (:class:`WarpSums`). CTAs leave theirs in a
 workspace, and one of them, which keeps its own, waits for the others' and adds them (:class:`TileOwner`). Where nobody
-may wait for another CTA the last to arrive adds them all up (:class:`LastArrival`).
-
-A CTA of ``LastArrival``:
-
-1. Every thread that holds accumulators leaves them.
-2. Every thread: barrier, so all are written. Thread 0: a fence, which makes them visible to the GPU, then the ticket,
-   whose number it leaves in shared memory. Barrier.
-3. The last CTA of the tile: a fence, behind which the others' are visible; it adds up; the ticket is zero again.
+may wait for another CTA the last to arrive adds them all up (:func:`arrive_last`).
 """
 
 from dataclasses import dataclass
@@ -107,36 +100,27 @@ def vectors(workspace: Workspace, threads: cutlass.Constexpr[int], count: cutlas
     return cute.make_tensor(workspace.mPartials.iterator, layout)
 
 
-@dataclass(frozen=True)
-class Ticket:
-    """Where the CTAs of a tile are counted."""
+@cute.jit
+def arrive_last(ticket: cute.Pointer, flag: cute.Pointer, thread: Int32, ctas: Int32) -> Boolean:
+    """Whether this CTA is the last of the ``ctas`` of a tile; for all threads, which have left what that one reads.
 
-    drawn: cute.Pointer  # in global memory; zero before and after
-    flag: cute.Pointer  # a word of shared memory
-
-
-@dataclass(frozen=True)
-class LastArrival:
-    """Finds the last CTA of a tile."""
-
-    @cute.jit
-    def draw(self, ticket: Ticket, thread: Int32, ctas: Int32) -> Boolean:
-        """Whether this CTA is the last of ``ctas``; for all threads, which have left what the last one reads."""
-        flag = cute.make_tensor(ticket.flag, cute.make_layout(1))
-        # All threads' parts, written before the barrier, become visible to the GPU with thread 0's ticket.
-        cute.arch.sync_threads()
+    ``ticket``: in global memory, zero before and after. ``flag``: a word of shared memory.
+    """
+    number = cute.make_tensor(flag, cute.make_layout(1))
+    # All threads' parts, written before the barrier, become visible to the GPU with thread 0's ticket.
+    cute.arch.sync_threads()
+    if thread == 0:
+        cute.arch.fence_acq_rel_gpu()
+        number[0] = cute.arch.atomic_add(ticket, Int32(1), sem="acq_rel", scope="gpu")
+    # All threads wait for the ticket.
+    cute.arch.sync_threads()
+    last = number[0] == ctas - 1
+    if last:
+        # All others' parts, released before their tickets, are visible from here on.
+        cute.arch.fence_acq_rel_gpu()
         if thread == 0:
-            cute.arch.fence_acq_rel_gpu()
-            flag[0] = cute.arch.atomic_add(ticket.drawn, Int32(1), sem="acq_rel", scope="gpu")
-        # All threads wait for the ticket.
-        cute.arch.sync_threads()
-        last = flag[0] == ctas - 1
-        if last:
-            # All others' parts, released before their tickets, are visible from here on.
-            cute.arch.fence_acq_rel_gpu()
-            if thread == 0:
-                cute.make_tensor(ticket.drawn, cute.make_layout(1))[0] = Int32(0)  # for the next launch
-        return last
+            cute.make_tensor(ticket, cute.make_layout(1))[0] = Int32(0)  # for the next launch
+    return last
 
 
 @dataclass(frozen=True)

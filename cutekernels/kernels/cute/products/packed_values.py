@@ -142,7 +142,7 @@ class Consumer:
 
 @dataclass(frozen=True)
 class LoopState:
-    """Where a mainloop of two batches under way is."""
+    """The place of a mainloop with two batches under way."""
 
     at: Position
     before: Int32  # stages of the two batches in front, which are released when their products are done

@@ -23,7 +23,6 @@ Barriers (mbarriers, one phase bit each):
     inbox[group]: 1 arrival, of the group's first thread with the bytes that the cluster's other CTAs send.
     Cluster: all threads arrive when their CTA's mbarriers are initialized, and wait before they send.
     Named barriers 1, 2, ...: the 128 threads of a consumer group, around its boxes and its sums.
-    Of a gate's 256 threads: ``parts/gate_pairs.py``.
 
 One k-tile, consumer, with sums of groups (``multiply_in_groups``), for 64 of K at a time: wait full[stage]; read packed
     words and scales; decode them into fresh registers, behind the products of the 64 before; wait for those, arrive on
@@ -36,9 +35,7 @@ Numbers, ``scaled="accumulators"``: codes less their zero points are exact, and 
     group of K at a time. ``scaled="weights"``: a weight is its code times its scale, rounded once to the activations'
     type, as dequantizing does; half the registers, so tiles of 256 tokens. Scales of all of K multiply at a tile's end.
 
-Gated, one consumer group has 64 rows of gates, the other the rows of up that belong to them, so that their threads hold
-    a pair at the same place. The second leaves its accumulators in shared memory, 64 of each thread at most at a time,
-    and goes on to the next tile; the first takes them, applies the gate and stores.
+Gated, one consumer group has 64 rows of gates, the other those of up; the first stores (``parts/gate_pairs.py``).
 
 Ends: the TMA fills tokens behind K with zeros and clips stores at the ends of out. The packed weight is padded to 64.
 
@@ -196,7 +193,7 @@ class WarpgroupPacked(WarpSpecialized):
 
     @cute.jit
     def box_factor(self) -> Float32:
-        """What results are multiplied by on their way out; a gate's accumulators, before they meet."""
+        """The factor of results on their way out; a gate's accumulators have theirs before they meet."""
         return Float32(self.weights.undone if const_expr(self.scaled == "weights" and not self.gated) else 1.0)
 
     @cute.jit
@@ -730,11 +727,11 @@ class WarpgroupPacked(WarpSpecialized):
 
     @cute.jit
     def gate_operands(self, consumer: Consumer, share: Share) -> tuple[EpilogueOperands, cute.Tensor | None]:
-        """What the gate takes beside accumulators, and biases of the thread's rows r and r + 8, of both halves."""
+        """Operands of the gate, and biases of the thread's rows r and r + 8, of both halves."""
         return EpilogueOperands(alpha=self.gate_factor()), None
 
     def gate_factor(self) -> Float32 | None:
-        """What a gate's accumulators, and those of what it multiplies, are multiplied by."""
+        """The factor of a gate's accumulators, and of those of up."""
         return Float32(self.weights.undone) if self.scaled == "weights" else None
 
     @cute.jit
