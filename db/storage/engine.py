@@ -254,7 +254,7 @@ def _sqlite(path: Path, *, readonly: bool = False) -> Engine:
         connection = connect_readonly()
         try:
             connection.execute("PRAGMA schema_version").fetchone()
-        except sqlite3.OperationalError as error:
+        except BaseException as error:
             connection.close()
             if not sqlite.is_half_written(error):
                 raise

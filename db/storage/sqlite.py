@@ -12,6 +12,7 @@ import re
 import sqlite3
 import threading
 import time
+from collections import Counter
 from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
@@ -88,28 +89,26 @@ class _OpenConnections:
     """The number of open connections: os.fork waits until other threads have closed theirs."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition(threading.Lock())
-        self._open = 0
+        self._changed = threading.Condition()  # over a lock of its owner's: a collector may leave while it is held
+        self._of_threads: Counter[int] = Counter()
         self._forking = False
-        self._own = threading.local()  # a thread may fork, or connect again, while it has a connection itself
 
-    def enter(self) -> None:
-        own = getattr(self._own, "open", 0)
+    def enter(self, thread: int) -> None:
+        """Wait for a fork, unless the thread has a connection already: it may connect again, or fork itself."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._forking or own > 0, _FORK_PATIENCE_S)
-            self._open += 1
-            self._own.open = own + 1
+            self._changed.wait_for(lambda: not self._forking or self._of_threads[thread] > 0, _FORK_PATIENCE_S)
+            self._of_threads[thread] += 1
 
-    def leave(self) -> None:
+    def leave(self, thread: int) -> None:
         with self._changed:
-            self._open -= 1
-            self._own.open = getattr(self._own, "open", 1) - 1
+            self._of_threads[thread] -= 1
             self._changed.notify_all()
 
     def before_fork(self) -> None:
         self._changed.acquire()
         self._forking = True
-        self._changed.wait_for(lambda: self._open <= getattr(self._own, "open", 0), _FORK_PATIENCE_S)
+        own = threading.get_ident()
+        self._changed.wait_for(lambda: self._of_threads.total() <= self._of_threads[own], _FORK_PATIENCE_S)
 
     def after_fork(self) -> None:
         self._forking = False
@@ -135,32 +134,35 @@ os.register_at_fork(
 class Connection(sqlite3.Connection):
     """A connection that os.fork waits for, until it is closed.
 
-    ``unlocked``: the file and its :func:`stamp` before it was opened, where reading takes no lock.
+    ``counted``: among which, and as which thread's. ``unlocked``: the file and its :func:`stamp` before it was
+    opened, where reading takes no lock.
     """
 
-    counted: _OpenConnections | None = None
+    counted: tuple[_OpenConnections, int] | None = None
     unlocked: tuple[Path, tuple[int, ...]] | None = None
 
     def close(self) -> None:
         super().close()
-        counted, self.counted = self.counted, None
-        if counted is _connections:  # not in a forked child, which counts its own
-            counted.leave()
+        self._leave()
 
-    def __del__(self) -> None:
-        if self.counted is not None:
-            self.close()
+    def __del__(self) -> None:  # in any thread, where close() is for its own alone; sqlite3 lets go of the file
+        self._leave()
+
+    def _leave(self) -> None:
+        (counted, thread), self.counted = self.counted or (None, 0), None
+        if counted is _connections:  # not in a forked child, which counts its own
+            counted.leave(thread)
 
 
 def _connect(target: str | Path, **options: Any) -> Connection:
-    counted = _connections
-    counted.enter()
+    counted, thread = _connections, threading.get_ident()
+    counted.enter(thread)
     try:
         connection = sqlite3.connect(target, isolation_level=None, factory=Connection, **options)
     except BaseException:
-        counted.leave()
+        counted.leave(thread)
         raise
-    connection.counted = counted
+    connection.counted = counted, thread
     # A byte that is not UTF-8 becomes a character that no rule lets through: one broken row hides no other.
     connection.text_factory = lambda text: text.decode("utf-8", "surrogateescape")
     return connection
@@ -235,7 +237,7 @@ def connect_querying(path: Path, timeout_s: float) -> Connection:
     return connection
 
 
-def is_half_written(error: Exception) -> bool:
+def is_half_written(error: BaseException) -> bool:
     """Whether reading failed because a killed writer's transaction has yet to be rolled back (:func:`roll_back`)."""
     return getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_READONLY_ROLLBACK
 

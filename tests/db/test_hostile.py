@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import sqlite3
 import subprocess
@@ -80,6 +81,17 @@ def test_a_child_forked_under_a_writing_thread_is_not_locked_out(tmp_path: Path)
     command = [sys.executable, "-W", "ignore", "-c", FORK_UNDER_A_WRITER, str(tmp_path / "tuned.db")]
     child = subprocess.run(command, env=child_environment(), capture_output=True, text=True, timeout=200)
     assert child.stdout == "0 20\n", child.stderr
+
+
+@pytest.mark.filterwarnings("ignore:unclosed database:ResourceWarning")
+def test_a_connection_left_open_may_end_in_another_thread(tmp_path: Path) -> None:
+    """A garbage collector runs in whichever thread it likes; sqlite3 closes a connection in its own thread alone."""
+    before = sqlite._connections._of_threads.total()
+    sqlite.connect(database(tmp_path / "tuned.db"))
+    thread = threading.Thread(target=gc.collect)
+    thread.start()
+    thread.join()
+    assert sqlite._connections._of_threads.total() == before, "the next fork would wait for it"
 
 
 # ---- many rows ----------------------------------------------------------------------------------------------
@@ -237,6 +249,15 @@ def test_a_file_that_is_no_database_is_left_where_it_is(tmp_path: Path, content:
         Store(notes)
     assert [p.name for p in tmp_path.iterdir()] == ["notes.txt"]
     assert notes.read_bytes() == content
+
+
+def test_what_cannot_be_read_is_closed(tmp_path: Path) -> None:
+    notes = tmp_path / "notes.txt"
+    notes.write_bytes(b"my notes\n")
+    before = sqlite._connections._of_threads.total()
+    with pytest.raises(StoreError, match="is not a database") as caught:
+        Store(notes, readonly=True)
+    assert sqlite._connections._of_threads.total() == before, caught.traceback  # which keeps what its frames hold
 
 
 def test_a_loop_of_links_is_one_line(tmp_path: Path) -> None:
