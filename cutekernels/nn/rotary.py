@@ -135,7 +135,10 @@ class RotaryEmbedding(nn.Module):
             rows = self.max_positions
             while rows < positions:
                 rows *= 2
-            self._tables = self._rows(0, rows)
+            found = self._rows(0, rows)
+            if type(found[0]) is not Tensor:  # fakes, of an estimate under FakeTensorMode, say
+                return found
+            self._tables = found
         return self._tables
 
     def _rows(self, first: int, rows: int) -> tuple[Tensor, Tensor]:

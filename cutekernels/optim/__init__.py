@@ -28,7 +28,13 @@ from cutekernels.optim.plan import GroupSettings, StepPlan
 __all__ = ["FusedAdamW"]
 
 _FLAGS = ("maximize", "master_weights", "capturable")
-_FIXED = {"fused": (None, True), "foreach": (None, False), "amsgrad": (False,), "differentiable": (False,)}
+_FIXED: dict[str, tuple[bool | None, ...]] = {
+    "fused": (None, True),
+    "foreach": (None, False),
+    "amsgrad": (False,),
+    "differentiable": (False,),
+    "decoupled_weight_decay": (True,),
+}
 _HYPER = ("lr", "betas", "eps", "weight_decay", "moments_dtype", "max_grad_norm", *_FLAGS, *_FIXED)
 
 
@@ -54,8 +60,8 @@ class FusedAdamW(torch.optim.Optimizer):
         weight_decay: decoupled from the gradient.
         maximize: ascend.
         master_weights: keep an fp32 copy of each bf16 or fp16 parameter, and round it to the parameter at each step.
-            Values that others have written to the parameter since are taken over, but for those written in place
-            through ``.data`` or by a CUDA graph, which nothing tells of.
+            Values that others have written to the parameter since, or assigned to its ``.data``, are taken over, but
+            for those written in place through ``.data`` or by a CUDA graph, which nothing tells of.
         moments_dtype: fp32 (fp64 beside fp64 parameters), ``torch.bfloat16``, ``torch.float16`` or "param", the
             parameter's own, as torch has it; or a name as groups hold it, "fp32", "bf16" or "fp16". 16 bits halve the
             moments' memory; each is rounded to nearest once a step, when it is stored. bf16 loses changes of less than
@@ -134,7 +140,7 @@ class FusedAdamW(torch.optim.Optimizer):
             if own is not None:  # how this optimizer keeps its state, whatever the saved one did
                 group.pop("moments_dtype", None)
                 group |= {name: own[name] for name in ("moments_dtype", "master_weights") if name in own} | group
-            group["fused"], group["foreach"] = True, None
+            group |= {"fused": True, "foreach": None, "decoupled_weight_decay": True}  # whichever of torch's saved it
             _normalize_group(group)
         super().__setstate__(state)
         self.grad_norm, self._plan = None, None

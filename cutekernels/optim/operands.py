@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.shared.dtypes import GPU_DTYPES
-from cutekernels.ops.shared.strides import is_dense, walk
+from cutekernels.ops.shared.strides import is_dense, relation, span_bytes, walk
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -89,6 +90,20 @@ def operands(param: Tensor, group: dict[str, Any], state: dict[str, Any]) -> Ope
     missing = torch.empty_like(local, device="meta")
     avg, sq = (found[name] for name in MOMENTS)
     return Operands(local, found.get("grad", missing), avg, sq, found.get("master"), step)
+
+
+def refuse_shared(params: Iterable[Tensor]) -> None:
+    """Refuses two parameters over one memory: an update of one would be lost in the other's, or in its master."""
+    reaching: list[Tensor] = []  # those that end behind the next one's beginning
+    for t in sorted(filter(Tensor.numel, params), key=Tensor.data_ptr):
+        reaching = [other for other in reaching if other.data_ptr() + span_bytes(other) > t.data_ptr()]
+        for other in reaching:
+            if relation(other, t) != "apart":
+                raise UnsupportedProblem(
+                    f"parameters of {tuple(other.shape)} and {tuple(t.shape)} share memory, and each would be updated "
+                    "by itself: tie them by one nn.Parameter in both places, or leave one out"
+                )
+        reaching.append(t)
 
 
 def alike(t: Tensor, param: Tensor) -> Tensor:

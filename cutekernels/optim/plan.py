@@ -13,6 +13,7 @@ from functools import reduce
 from itertools import chain, compress
 from operator import and_
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -25,7 +26,16 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.optimizer import op as adamw
 from cutekernels.ops.optimizer.op import ADAMW_STEP, AdamWConfig, AdamWProblem
 from cutekernels.ops.shared.calls import call, places
-from cutekernels.optim.operands import Operands, alike, clip_scale, operands, ranks_beside, shard, wide_dtype
+from cutekernels.optim.operands import (
+    Operands,
+    alike,
+    clip_scale,
+    operands,
+    ranks_beside,
+    refuse_shared,
+    shard,
+    wide_dtype,
+)
 
 _COUNTED = 256  # tensors per program that counts steps
 _MOST_SUMS = 2048  # programs that sum squares: a constant, so that the norm has the same bits on every GPU
@@ -189,6 +199,9 @@ class Loop:
                 ADAMW_STEP.update(out, (*inputs, *its.hyper), maximize=its.maximize)
 
 
+_Written = tuple[int, Any]  # how often a parameter was written to, and a reference to its storage
+
+
 class StepPlan:
     """Rows are the parameters that are updated, those of a launch side by side.
 
@@ -219,6 +232,7 @@ class StepPlan:
                 types = o.param.dtype, o.grad.dtype, o.exp_avg.dtype, o.master is not None
                 kinds = homes.setdefault(home, {})
                 kinds.setdefault((number, id(param) not in self.narrow, *types), []).append((param, o))
+        refuse_shared([o.param for kinds in homes.values() for found in kinds.values() for _, o in found])
         rows: list[tuple[Tensor, Operands]] = []
         self.tables: list[DeviceTable | Loop] = []
         self.masks: list[int] = []  # bits that a gradient's address may not have
@@ -233,11 +247,11 @@ class StepPlan:
         self.blanks = [torch.empty_like(o.param, dtype=o.grad.dtype, device="meta") for _, o in rows]
         self.layouts = _layouts(self.blanks)[2:]
         self.facts: list[Any] = []
-        # Masters take over what others wrote since, which a version or an address tells that is not the last step's.
+        # Masters take over what others wrote since, which a version, an address or a storage tells.
         masters = [(i, param, o) for i, (param, o) in enumerate(rows) if o.master is not None]
         self.masters = {i: (id(param), o.param.data_ptr()) for i, param, o in masters}
         known = {} if before is None else dict(zip(before.masters.values(), before.versions, strict=True))
-        self.versions: list[int | None] = [known.get(key) for key in self.masters.values()]
+        self.versions: list[_Written | None] = [known.get(key) for key in self.masters.values()]
 
     def check(self, optimizer: Optimizer, settings: Sequence[GroupSettings]) -> Step | None:
         """The step's tensors, or None where the plan does not hold: where facts are not those of the first check.
@@ -313,9 +327,12 @@ class StepPlan:
         return norm, [self, step, [*map(dict, optimizer.state.values())], begun, norm] if capturing else []
 
 
-def _writes(param: Tensor, local: Tensor) -> int:
-    """A count of what was written to a parameter: by itself, or to the part of it that this rank holds."""
-    return local._version if local is param else param._version + local._version
+def _writes(param: Tensor, local: Tensor) -> _Written:
+    """A count of what was written to a parameter, by itself or to the part of it that this rank holds, and its
+    storage, which tells values assigned to ``param.data`` at the old ones' address.
+    """
+    count = local._version if local is param else param._version + local._version
+    return count, ref(local.untyped_storage())
 
 
 def _layouts(tensors: list[Tensor]) -> list[list[Any]]:

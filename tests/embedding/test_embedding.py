@@ -76,6 +76,8 @@ def test_gradients() -> None:
     assert torch.autograd.gradcheck(lambda t: embedding(ids, t), (table,))
     (grad,) = torch.autograd.grad(embedding(ids, table).sum(), table, create_graph=True)
     assert grad[5].eq(0).all()
+    (grad,) = torch.autograd.grad(embedding(torch.tensor(2), table).sum(), table)
+    assert grad.sum(1).tolist() == [0, 0, 3, 0, 0, 0]
 
 
 # ---- on a GPU -------------------------------------------------------------------------------------------

@@ -280,6 +280,9 @@ def refusals() -> dict[str, Callable[[], Any]]:
             x, weight, targets, class_weight=torch.ones(9, requires_grad=True)
         ),
         "accumulate as": lambda: loss(x, weight, targets, accumulate=torch.int8),
+        "accumulate with reduction mean or sum": lambda: loss(
+            x.bfloat16(), weight.bfloat16(), targets, accumulate=torch.float32, reduction="none"
+        ),
         "for reduction='mean' alone": lambda: loss(x, weight, targets, reduction="sum", num_items_in_batch=3),
         "num_items_in_batch as one number": lambda: loss(x, weight, targets, num_items_in_batch=torch.ones(2)),
         "first as": lambda: ck.linear_logprob_shard(x, weight, targets, first=-1),
@@ -291,6 +294,28 @@ def refusals() -> dict[str, Callable[[], Any]]:
 def test_refusals_say_the_rule(rule: str) -> None:
     with pytest.raises(UnsupportedProblem, match=rule):
         refusals()[rule]()
+
+
+def test_gradients_of_each_sample() -> None:
+    """Targets that torch.func maps over have no values to look at."""
+    x, weight, targets = torch.randn(6, 8), torch.randn(10, 8), torch.arange(6)
+
+    def of_one(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda w, row, target: function(row[None], w, target[None])
+
+    ours, theirs = [
+        torch.func.vmap(torch.func.grad(of_one(f)), in_dims=(None, 0, 0))(weight, x, targets)
+        for f in (ck.linear_cross_entropy, lambda row, w, t: F.cross_entropy(row @ w.T, t))
+    ]
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_a_bias_of_fp32_beside_fp64() -> None:
+    x, weight, bias, targets = operands(9, 20, 4, torch.float64)
+    narrow = bias.detach().float().requires_grad_()
+    ck.linear_cross_entropy(x, weight, targets, narrow).backward()
+    (expected,) = torch.autograd.grad(ck.linear_cross_entropy(x, weight, targets, bias), bias)
+    torch.testing.assert_close(narrow.grad, expected.float(), atol=1e-5, rtol=1e-4)
 
 
 # ---- torch.library, graphs ------------------------------------------------------------------------------

@@ -267,6 +267,9 @@ def test_a_norm_beside_its_input() -> None:
         torch.testing.assert_close(found, expected)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         torch.testing.assert_close(rms_norm_beside(x, w, **options), (rms_norm(x, w, **options), x))
+        for residual in (x[0], x.long()):
+            with pytest.raises(UnsupportedProblem, match="a residual of x's shape"):
+                add_rms_norm(x, residual, w)
     with torch.no_grad():
         torch.testing.assert_close(rms_norm_beside(x, w, **options), (y.detach(), x.detach()))
 

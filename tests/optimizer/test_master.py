@@ -50,6 +50,18 @@ def test_what_others_write_to_a_parameter_stays(change: Callable[[Any], None]) -
     assert optimizer.state[param]["master"][0].item() == pytest.approx(5 - 0.01, abs=0.001)
 
 
+def test_values_assigned_at_the_old_address_are_taken_over() -> None:
+    """An allocator hands out a freed block again: address and version are then those of the last step."""
+    memory = bytearray(16)
+    param = torch.nn.Parameter(torch.frombuffer(memory, dtype=torch.bfloat16))
+    param.grad = torch.ones_like(param)
+    optimizer = FusedAdamW([param], master_weights=True, **OPTIONS)
+    steps(optimizer, 2)
+    param.data = torch.frombuffer(memory, dtype=torch.bfloat16).fill_(5.0)
+    optimizer.step()
+    assert param[0].item() == pytest.approx(5 - 0.01, abs=0.02)
+
+
 def test_what_is_written_before_a_step_without_a_gradient_stays() -> None:
     params = [parameter(), parameter()]
     optimizer = FusedAdamW(params, master_weights=True, **OPTIONS)

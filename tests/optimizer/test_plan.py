@@ -356,6 +356,20 @@ def test_a_parameter_that_stands_twice_is_refused() -> None:
         optimizer.step()
 
 
+def test_parameters_over_one_memory_are_refused() -> None:
+    whole = torch.ones(4, 6)
+    apart = [torch.nn.Parameter(part) for part in (whole[:, :3], whole[:, 3:])]  # columns of one buffer
+    for params in (apart, [*apart, torch.nn.Parameter(whole[2])]):
+        optimizer = FusedAdamW(params)
+        for param in params:
+            param.grad = torch.ones_like(param)
+        if params is apart:
+            optimizer.step()
+        else:
+            with pytest.raises(UnsupportedProblem, match="share memory"):
+                optimizer.step()
+
+
 # ---- host time ------------------------------------------------------------------------------------------
 
 

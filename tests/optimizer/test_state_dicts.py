@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 pytest.importorskip("triton")
 
+from cutekernels.errors import UnsupportedProblem
 from cutekernels.optim import FusedAdamW
 
 KEPT: list[dict[str, Any]] = [
@@ -157,3 +158,14 @@ def test_a_dtype_in_groups_of_before_loads(kind: torch.dtype) -> None:
     restored = FusedAdamW.__new__(FusedAdamW)
     restored.__setstate__(pickled)
     assert restored.param_groups[0]["moments_dtype"] in ("fp32", "bf16", "fp16")
+
+
+def test_decay_is_decoupled_whatever_was_loaded() -> None:
+    param = torch.nn.Parameter(torch.ones(3))
+    adam, ours = torch.optim.Adam([param], weight_decay=0.1), FusedAdamW([param], weight_decay=0.1)
+    param.grad = torch.ones(3)
+    adam.step()
+    ours.load_state_dict(adam.state_dict())
+    assert ours.state_dict()["param_groups"][0]["decoupled_weight_decay"] is True
+    with pytest.raises(UnsupportedProblem, match="decoupled_weight_decay as True"):
+        FusedAdamW([{"params": [param], "decoupled_weight_decay": False}])

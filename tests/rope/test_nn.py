@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 pytest.importorskip("triton")
 
@@ -82,6 +83,13 @@ def test_tables_grow_and_are_kept() -> None:
     module(q, positions=60)
     assert module.tables()[0].shape == (64, 4)
     torch.testing.assert_close(module.tables()[0][:16], first[0])
+
+
+def test_tables_of_fakes_are_not_kept() -> None:
+    module, q = RotaryEmbedding(8), torch.randn(1, 4, 2, 8)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        module(mode.from_tensor(q))
+    assert type(module(q)[0]) is torch.Tensor
 
 
 def test_frequencies_stay_fp32() -> None:

@@ -23,7 +23,7 @@ from cutekernels.ops.activations.op import (
     Gated,
     TileConfig,
 )
-from cutekernels.ops.shared.calls import call, define, plan_call, refuse_others, register, run
+from cutekernels.ops.shared.calls import call, define, plan_call, refuse_others, register, run, text_of
 from cutekernels.ops.shared.paths import PLAIN, Call, CallCache, Path, direct, is_grad_enabled, refuse_gradient
 
 # ---- the functions --------------------------------------------------------------------------------------
@@ -132,7 +132,7 @@ def _gate(
                 return made[0]
         refuse_others(op, (gate, gate), None, options)
         if out is None:
-            return JOINED[op.name][0](gate, *options, None if config is None else str(config))  # type: ignore[no-any-return]
+            return JOINED[op.name][0](gate, *options, text_of(config, op.Config))  # type: ignore[no-any-return]
         refuse_gradient(gate)
         gate, up = _halves(op.name, gate)
     elif isinstance(gate, Tensor) and isinstance(up, Tensor) and not gate.dim():  # one element is a row of one

@@ -21,14 +21,13 @@ from cutekernels.ops.attention.calls import (
     replay,
     sides_of,
     tensors_of,
-    text_of,
     window_of,
 )
 from cutekernels.ops.attention.config import AttentionConfig
 from cutekernels.ops.attention.decode import DECODE_ATTENTION, DecodeConfig
 from cutekernels.ops.attention.gradient import BACKWARD_PATH
 from cutekernels.ops.attention.op import ATTENTION
-from cutekernels.ops.shared.calls import define_with_out, implementations, refuse_others
+from cutekernels.ops.shared.calls import define_with_out, implementations, refuse_others, text_of
 from cutekernels.ops.shared.checks import check_flag
 from cutekernels.ops.shared.paths import refuse_gradient, transformed
 
@@ -133,7 +132,7 @@ def attention(
             right = -1
         factor = default_scale(q) if scale is None else scale if type(scale) is float else number("scale", scale)
         cap = 0.0 if softcap is None else cap_of(softcap)
-        text = None if config is None else text_of(config, AttentionConfig)
+        text = text_of(config, AttentionConfig)
         operands = (q, k, v, mask, cu_seqlens_q, cu_seqlens_kv, sinks)
         seen = NO_WINDOW if window is None else (LIMITS[left >= 0, right >= 0], max(left, 0), max(right, 0))
         options = (causal, *seen, cap > 0.0, return_lse)
@@ -275,7 +274,7 @@ def decode_attention(
         factor = default_scale(q) if scale is None else scale if type(scale) is float else number("scale", scale)
         cap = 0.0 if softcap is None else cap_of(softcap)
         operands = (queries, k_cache, v_cache, cache_seqlens, page_table, sinks, k_scale, v_scale)
-        text = None if config is None else text_of(config, DECODE_ATTENTION.serving(operands).Config)
+        text = text_of(config, DECODE_ATTENTION.serving(operands).Config)
         left = -1 if window is None else sides_of(window, later=False)[0]
         options = (left >= 0, max(left, 0), cap > 0.0, return_lse)
         if out is not None and out.shape != q.shape:

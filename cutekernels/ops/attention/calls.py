@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from cutekernels import torch_names
-from cutekernels.errors import InvalidConfig, UnsupportedProblem
-from cutekernels.op import Config
+from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.attention.operands import AttentionOp
 from cutekernels.ops.attention.problem import UNLIMITED
 from cutekernels.ops.shared.checks import quote
@@ -84,16 +83,6 @@ def _side(side: Any) -> int:
     raise UnsupportedProblem(
         f"a side of window must be an integer from 0 up to 2^30; it is {side!r}: write None for no limit"
     )
-
-
-def text_of(config: Config | str, kind: type[Config]) -> str:
-    check_config(config, kind)
-    return str(config)
-
-
-def check_config(config: object, kind: type[Config]) -> None:
-    if not isinstance(config, (str, kind)):
-        raise InvalidConfig(f"config must be of {kind.__name__} or its text; it is {config!r}: leave it out to choose")
 
 
 def window_of(left: int, right: int) -> tuple[str, int, int]:

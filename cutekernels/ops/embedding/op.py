@@ -166,7 +166,7 @@ class EmbeddingBackward(EmbeddingRows, TritonOp[EmbeddingProblem, EmbeddingConfi
         dout, order, starts = args
         counts = starts.diff()
         rows = torch.repeat_interleave(torch.arange(len(counts), device=dout.device), counts)
-        dout = dout.flatten(0, -2)
+        dout = dout[None] if dout.dim() == 1 else dout.flatten(0, -2)  # of a lone id
         total = dout.new_zeros((len(counts), dout.shape[1]), dtype=torch.float64)
         total.index_add_(0, rows, dout[order[int(starts[0]) : int(starts[-1])]].double())
         return (total.to(dout.dtype),)

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.ops.attention.calls import check_config
 from cutekernels.ops.kv_append.op import KV_APPEND, KvAppendConfig
 from cutekernels.ops.rope.api import refuse_table_gradient
-from cutekernels.ops.shared.calls import refuse_others, register_updating, run
+from cutekernels.ops.shared.calls import refuse_others, register_updating, run, text_of
 from cutekernels.ops.shared.checks import check_flag, check_tensor
 from cutekernels.ops.shared.paths import PLAIN, direct, refuse_duals
 
@@ -63,8 +62,7 @@ def kv_append(
     check_tensor("kv_append", "k", k)
     if type(interleaved) is not bool:  # keys take 1 for True
         check_flag("kv_append", "interleaved", interleaved)  # type: ignore[unreachable]
-    if config is not None:
-        check_config(config, KvAppendConfig)
+    text = text_of(config, KvAppendConfig)
     queries = k.new_empty((*k.shape[:2], 0, *k.shape[3:])) if q is None else q
     operands = (queries, k, v, state, page_table, counts, cos, sin)
     try:
@@ -82,7 +80,6 @@ def kv_append(
         refuse_others(KV_APPEND, operands, (queries, k_cache, v_cache, state, *given))
         raise
     refuse_others(KV_APPEND, operands, results)
-    text = None if config is None else str(config)
     torch.ops.cutekernels.kv_append(
         q, k, v, k_cache, v_cache, state, k_scale, v_scale, page_table, counts, cos, sin, interleaved, text
     )  # fmt: skip

@@ -79,7 +79,8 @@ def linear_cross_entropy(
         num_items_in_batch: with ``"mean"``, what the sum is divided by in the place of the number of tokens: a number
             or a tensor of one, as transformers passes it under gradient accumulation.
         accumulate: the type in which weight's gradient is added up over chunks of 2048 tokens: ``torch.float32``, or
-            None for that of the product (weight's own, or autocast's). The gradient itself has weight's type.
+            None for that of the product (weight's own, or autocast's), as ``reduction="none"`` has it. The gradient
+            itself has weight's type.
 
     Returns:
         fp32 (fp64 for fp64): a scalar, or ``(...)``. Differentiable in x, weight and bias. For ``"mean"`` and
@@ -100,6 +101,8 @@ def linear_cross_entropy(
     label_smoothing, z_loss = float(label_smoothing), float(z_loss)
     if accumulate not in (None, torch.float32, weight.dtype):
         raise UnsupportedProblem(f"{name} takes accumulate as torch.float32 or None; got {accumulate}")
+    if reduction == "none" and accumulate not in (None, weight.dtype):
+        raise UnsupportedProblem(f"{name} takes accumulate with reduction mean or sum; with none leave it out")
     if class_weight is not None:
         check_tensor(name, "class_weight", class_weight)
         if class_weight.shape != weight.shape[:1] or class_weight.dtype not in (x.dtype, torch.float32):
@@ -286,7 +289,8 @@ def _gradient(ctx: Any, dloss: Tensor | None, *_: Any) -> tuple[Any, ...]:
         factor = (dloss * unit if unit.numel() else dloss).reshape(1)
         for i, (t, wanted) in enumerate(zip(gradients, ctx.wants, strict=True)):
             if wanted and (in_place or within):
-                found[i] = call(SCALE_GRADIENT, (t, factor), (), (1.0,), out=(t,) if in_place else None)[0]
+                own = factor.to(torch.promote_types(t.dtype, torch.float32))  # fp32 for an fp32 bias beside fp64
+                found[i] = call(SCALE_GRADIENT, (t, own), (), (1.0,), out=(t,) if in_place else None)[0]
             elif wanted:  # traced: a compiler fuses it with what is added, from another use of a tied weight
                 found[i] = (t.to(factor.dtype) * factor).to(t.dtype)
     return found[0], found[1], None, found[2], *[None] * 12

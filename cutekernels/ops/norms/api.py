@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.norms.gradients import LAYER_NORM_BACKWARD, RMS_NORM_BACKWARD
 from cutekernels.ops.norms.op import ADD_RMS_NORM, LAYER_NORM, RMS_NORM
 from cutekernels.ops.norms.rows import NormConfig
@@ -157,6 +158,11 @@ def layer_norm(
 
 
 def _add_then_norm(x: Tensor, residual: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    if x.shape != residual.shape or not (x.is_floating_point() and residual.is_floating_point()):
+        raise UnsupportedProblem(
+            f"add_rms_norm takes a residual of x's shape {tuple(x.shape)} and floating-point types; got "
+            f"{tuple(residual.shape)}, {residual.dtype} beside {x.dtype}"
+        )
     u = x + residual  # the sum promotes its operands, and the norm has a rule of its own
     return RMS_NORM.path(u, *rest), u
 

@@ -20,7 +20,7 @@ from cutekernels.ops.products.dense import GEMM, AddressedLaunch
 from cutekernels.ops.products.gradients import before_activation, column_sums, reads_value
 from cutekernels.ops.products.schedules.problem import WIDEST, GemmConfig
 from cutekernels.ops.shared import paths
-from cutekernels.ops.shared.calls import define_with_out, splitting
+from cutekernels.ops.shared.calls import define_with_out, splitting, text_of
 from cutekernels.ops.shared.checks import check_apart, check_arguments, check_fits, check_tensor, check_word, kinds_of
 from cutekernels.ops.shared.dtypes import DTYPES
 from cutekernels.ops.shared.paths import PLAIN, Call, CallCache, Inputs, direct, empty_copy, refuse_gradient
@@ -119,7 +119,7 @@ def gemm(
                         _increment_version((out,))
                         return out
         calls, inputs = (CALLS, (a, b)) if plain else (FUSED_CALLS, (a, b, c, bias))
-        text = None if config is None else str(config)
+        text = text_of(config, GemmConfig)
         call_of = (None if out is None else (out,)), inputs, (name, accumulate), (alpha, beta), text
         if _is_grad_enabled() and out is None and not _is_compiling() and _any_requires_grad(a, b, c, bias):
             return GEMM_PATH(a, b, c, bias, alpha, beta, name, accumulate, text)  # type: ignore[no-any-return]
@@ -138,7 +138,7 @@ def gemm(
     name = "none" if activation is None else activation
     check_arguments("gemm", _KINDS, (a, b, c, bias, alpha, beta, name, accumulate))
     check_tensor("gemm", "out", out, optional=True)
-    options = alpha, beta, name, accumulate, None if config is None else str(config)
+    options = alpha, beta, name, accumulate, text_of(config, GemmConfig)
     if out is None:
         through_torch = torch.ops.cutekernels.gemm if _is_compiling() else GEMM_PATH
         return through_torch(a, b, c, bias, *options)  # type: ignore[no-any-return]
@@ -306,6 +306,8 @@ def _check(
 
 def cpu(results, inputs, alpha=1.0, beta=0.0, activation="none", accumulate="fp32", config=None):  # type: ignore[no-untyped-def]
     _check(results, inputs, beta, activation, accumulate)
+    if config is not None:
+        GemmConfig.parse(config)  # ignored here, and yet one of the op's
     (made,) = GEMM.evaluate(*inputs, alpha, beta, activation=activation)
     if results is None:
         return made

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from cutekernels import dispatch, torch_names
-from cutekernels.errors import UnsupportedProblem
+from cutekernels.errors import InvalidConfig, UnsupportedProblem
 from cutekernels.lengths import Posed
-from cutekernels.op import C, Op, P, Problem, Scalar
+from cutekernels.op import C, Config, Op, P, Problem, Scalar
 from cutekernels.ops.shared import inductor
 from cutekernels.ops.shared.checks import check_arguments, check_overlap, check_tensor, pairs_of, present
 from cutekernels.ops.shared.declared_op import DeclaredOp
@@ -62,7 +62,7 @@ def call(
     """
     if traced_by_dynamo():
         refuse_others(op, inputs, out, (*options, *scalars))
-        text = None if config is None else str(config)
+        text = text_of(config, op.Config)
         if out is None:
             results = getattr(torch.ops.cutekernels, op.name)(*inputs, *options, *scalars, text)
             return (results,) if len(op.results) == 1 else tuple(results)
@@ -76,7 +76,7 @@ def call(
                     return found
             if not inputs[0].is_cuda:  # type: ignore[union-attr]
                 refuse_others(op, inputs, out, (*options, *scalars))
-            text = None if config is None else str(config)
+            text = text_of(config, op.Config)
             if out is None:
                 results = op.path(*inputs, *options, *scalars, text)
                 return (results,) if len(op.results) == 1 else results
@@ -92,6 +92,13 @@ def call(
     name, places = (f"{op.name}_inplace", ()) if in_place else (f"{op.name}_out", out)
     getattr(torch.ops.cutekernels, name)(*inputs, *places, *options, *scalars, text)
     return out
+
+
+def text_of(config: object, kind: type[Config]) -> str | None:
+    """A config as torch's ops take it. Another one than ``kind`` or a text is refused; what reads a text judges it."""
+    if config is not None and not isinstance(config, (str, kind)):
+        raise InvalidConfig(f"config must be of {kind.__name__} or its text; it is {config!r}: leave it out to choose")
+    return None if config is None else str(config)
 
 
 def refuse_others(
@@ -299,8 +306,10 @@ def implementations(
         return made[0] if r == 1 > given else returned(made, inputs)
 
     def cpu(*args: Any) -> Any:
-        inputs, results, (options, scalars, _) = args[:n], args[n:i], arguments_behind(args)
+        inputs, results, (options, scalars, config) = args[:n], args[n:i], arguments_behind(args)
         chosen = dict(zip(op.options, options, strict=True))
+        if config is not None:
+            op.serving(inputs).Config.parse(config)  # ignored here, and yet one of the op's
         op.admit(inputs, results, **chosen)
         if given:
             check_overlap(op, results, inputs)
