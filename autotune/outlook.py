@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
 
 from cutekernels import environment
@@ -42,7 +41,7 @@ def stored(url: str) -> Store | None:
     from cutekernels.db.storage.store import Store
 
     path = sqlite.path_of(url)
-    return None if path is not None and not os.path.lexists(path) else Store(url, readonly=True)
+    return None if path is not None and sqlite.is_absent(path) else Store(url, readonly=True)
 
 
 def _rest(

@@ -63,22 +63,24 @@ class Prediction:
         own = (c for c in op.valid(problem, self.gpu) if not c.vendors)
         estimates = {c: op.estimate_us(problem, c, self.gpu) for c in own}
         # The default comes first among equals: a prediction that is no better must not replace it.
-        ranked = sorted(estimates, key=lambda c: (estimates[c], c != default, str(c)))
-        ranked = ranked[: self.task.trials if self.limit is None else self.limit]
+        every = sorted(estimates, key=lambda c: (estimates[c], c != default, str(c)))
+        ranked = every[: self.task.trials if self.limit is None else self.limit]
         if self.limit is None and default not in ranked:
             ranked[-1] = default
-        if not self.force:
-            rows = ((self.history.config_of(trial), trial) for trial in self.history.earlier())
-            self._rows = {config: trial for config, trial in rows if config is not None}
+        rows = ((self.history.config_of(trial), trial) for trial in self.history.earlier())
+        earlier = {config: trial for config, trial in rows if config is not None}
+        self._rows = {} if self.force else dict(earlier)
         todo = [c for c in ranked if c not in self._rows]
         resumed = len(ranked) - len(todo)
         self._gains = {c: estimates[default] / us if us else 1.0 for c, us in estimates.items()}
         self._compile_all(todo, estimates, len(ranked))
         late = any(c not in self._rows for c in ranked)
-        fine = [c for c in ranked if c in self._rows and self._rows[c].status == "ok"]
+        # What an earlier run stored and this one does not try, with fewer trials or a deadline, still counts.
+        stored = earlier | self._rows
+        fine = [c for c in every if c in stored and stored[c].status == "ok"]
         winner = self.history.winner()
         message = ""
-        best = self._rows[fine[0]] if fine else None
+        best = stored[fine[0]] if fine else None
         # An interrupted run may have stored rows without making the best one of today's kernels the winner.
         if best is not None and (todo or winner is None or self._is_beaten(winner, best)):
             if self.history.crown(best):

@@ -141,7 +141,7 @@ class TuneReport:
         """One sentence: the request and what was done."""
         verb = "measured" if self.origin == "measured" else "predicted (no such GPU here)"
         late = sum(task.state == "unfinished" for task in self.tasks)
-        nothing = "nothing done" if late else "nothing measured, all of it resumed"
+        nothing = "nothing done" if late or not self.tasks else "nothing measured, all of it resumed"
         done = (f"{self.measured} attempts" if self.measured else nothing) + (f", {late} unfinished" if late else "")
         return f"{self.job} on {self.gpu}, {verb}: {len(self.tasks)} tasks, {done}, {self.seconds:.0f} s"
 

@@ -203,8 +203,12 @@ def _root(
     try:
         settings.load()
         settings.log_level()
-    except ValueError as error:  # an environment variable is set wrongly
-        terminal.fail(str(error), code=2)
+        if (other := settings.gpu_as()) is not None:
+            from cutekernels.gpu import lookup
+
+            lookup(other)
+    except (ValueError, UnknownGpu) as error:  # an environment variable is set wrongly
+        terminal.fail(f"{settings.GPU_AS_VARIABLE}: {error}" if isinstance(error, UnknownGpu) else str(error), code=2)
 
 
 # ---- explain ------------------------------------------------------------------------------------------------
@@ -478,14 +482,18 @@ def _cache_dir(path: Path) -> Finding:
 
 def _database(url: str) -> Finding:
     from cutekernels import db
-    from cutekernels.db.storage import lock
+    from cutekernels.db.storage import lock, sqlite
     from cutekernels.db.storage.engine import shown
 
     path = settings.load().database_path
     try:
         if lock.is_one(url):
             return Finding("database", "ok", f"{path} (a lock of {len(lock.read(lock.path_of(url)).rows)} rows)")
-        if path is not None and not os.path.exists(path):
+        if path is not None and sqlite.is_absent(path):
+            above = next(p for p in path.absolute().parents if os.path.lexists(p))
+            if not (above.is_dir() and os.access(above, os.W_OK | os.X_OK)):
+                value = f"{path} cannot be made: {above} is no folder that this user may write to"
+                return Finding("database", "broken", value, f"set {settings.DB_VARIABLE} to another place")
             return Finding("database", "ok", f"{path} (made on first use)")
         with db.open(url, shipped=False) as opened:
             assert opened.store is not None

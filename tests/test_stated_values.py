@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cutekernels import cli, dispatch
-from cutekernels.autotune import calibrate, final, fleet, space, study
+from cutekernels.autotune import calibrate, card, final, fleet, space, study
 from cutekernels.db.storage import sqlite
 from cutekernels.terminal import Format
 
@@ -28,6 +28,7 @@ STATED = [
     ("docs/tune.md", "A lane takes {} GiB", fleet._LANE_BYTES >> 30),
     ("docs/tune.md", "at least {} times the default's speed", dispatch.LEAST_GAIN),
     ("docs/tune.md", "for up to {:.0f} s", calibrate.BUDGET_S),
+    ("docs/guides/your-card.md", "in int4: {} problems", sum(round(f.share) for f in card.families())),
     ("docs/fleet.md", "up to {} tasks in progress (`--lanes`)", WORDS[fleet.LANES]),
     ("docs/fleet.md", "that loses its GPU {} times fails", WORDS[fleet.MOST_LOSSES]),
     ("docs/architecture.md", "within {} octaves", dispatch.MAX_OCTAVES),

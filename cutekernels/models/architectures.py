@@ -121,7 +121,7 @@ def _layers_by_pattern(raw: dict[str, Any], count: int) -> list[str]:
 
 def _layers_without_rope(raw: dict[str, Any], count: int) -> list[str]:
     """Windows, where there are any, in layers without rotary embedding."""
-    windowed = raw["sliding_window"] is not None
+    windowed = raw["use_sliding_window"] and raw["sliding_window"] is not None
     return [SLIDING if windowed and not turns else FULL for turns in layers_that_turn(raw, count)]
 
 
@@ -259,6 +259,10 @@ ARCHITECTURES = {
             "num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5, "rope_theta": 150000.0,
             "max_position_embeddings": 131072, "sliding_window": 128, "sliding_window_pattern": 2,
             "attention_bias": True, "num_local_experts": 128, "num_experts_per_tok": 4, "swiglu_limit": 7.0,
+            "rope_parameters": {
+                "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
         },
         _layers_by_pattern,
         routed=routing.gpt_oss,

@@ -121,6 +121,8 @@ def _check_ordered(name: str, given: Any, what: str, remedy: str) -> None:
         check_tensor("Decoder", name, given)
         if given.is_meta:
             raise UnsupportedProblem(f"Decoder takes {name} with values; got a tensor on the meta device: {remedy}")
+    elif isinstance(given, Mapping) and "input_ids" in given:
+        raise UnsupportedProblem(f"Decoder takes {name} as {what}; got a tokenizer's output: pass its input_ids")
     elif not isinstance(given, Iterable) or isinstance(given, str | bytes | Set | Mapping):
         raise UnsupportedProblem(f"Decoder takes {name} as {what}; got {quote(given)}: {remedy}")
 
@@ -152,12 +154,17 @@ def end_tokens(model: Any, tokenizer: Any, vocabulary: int) -> frozenset[int]:
     return frozenset(token for token in found if type(token) is int and 0 <= token < vocabulary)
 
 
+def is_token(token: Any, vocabulary: int) -> bool:
+    """Whether it is a token's id: an integer, numpy's too."""
+    whole = type(token) is int or (isinstance(token, Integral) and type(token) is not bool)
+    return whole and 0 <= token < vocabulary
+
+
 def stop_tokens(stop: object, vocabulary: int) -> frozenset[int]:
     """Stop tokens as a set. Raises UnsupportedProblem for what is no sequence or set of token ids."""
     listed = isinstance(stop, Sequence | Set) and not isinstance(stop, str | bytes | bytearray)
     found: list[Any] = list(stop) if listed else ["?"]  # type: ignore[call-overload]
-    whole = all(type(token) is not bool and isinstance(token, Integral) for token in found)  # numpy's too
-    if not whole or not all(0 <= token < vocabulary for token in found):
+    if not all(is_token(token, vocabulary) for token in found):
         raise UnsupportedProblem(
             f"stop is token ids in a list, a tuple or a set, integers from 0 to {vocabulary - 1}; got {quote(stop)}: "
             "pass (tokenizer.eos_token_id,), or None for the model's own"

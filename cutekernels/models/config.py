@@ -195,10 +195,12 @@ def read_config(given: dict[str, Any]) -> DecoderConfig:
             check_number("config.json", name, raw[name], 0.0)
     act = raw.get("hidden_activation") or raw["hidden_act"]
     if not isinstance(act, str) or act not in _GATES:
-        raise UnsupportedProblem(f"load has the gates {', '.join(_GATES)}; config.json has {quote(act)}")
+        raise UnsupportedProblem(
+            f"load has the gates {', '.join(_GATES)}; config.json has {quote(act)}: load the model with transformers"
+        )
     if architecture.scaled and architecture.scores is None:
         check_number("config.json", "query_pre_attn_scalar", raw["query_pre_attn_scalar"], 1e-30)
-    if raw.get("use_sliding_window") is False:
+    if raw.get("use_sliding_window") is False and "no_rope_layers" not in raw:  # SmolLM3's layer_types say it alone
         raw["sliding_window"] = None
     types = _types(raw, architecture)
     ropes = read_ropes(raw, architecture.local_theta)

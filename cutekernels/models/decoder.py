@@ -24,7 +24,7 @@ from cutekernels.models.accepted import check_model
 from cutekernels.models.fair_lock import FairLock
 from cutekernels.models.loading import load
 from cutekernels.models.requests import Request, Requests
-from cutekernels.models.sampling import Choices, Sampling
+from cutekernels.models.sampling import SEEDS, Choices, Sampling
 from cutekernels.models.source import Source
 from cutekernels.models.weights import Attention
 from cutekernels.ops.attention.api import decode_attention
@@ -323,7 +323,7 @@ class Decoder:
         with self._alone:
             try:
                 for i, prompt in enumerate(arguments.listed_prompts(prompts)):
-                    own = replace(chosen, seed=chosen.seed + i)
+                    own = replace(chosen, seed=(chosen.seed + i) % SEEDS)
                     numbers.append(self.add(prompt, max_new_tokens=max_new_tokens, sampling=own, stop=stop))
                 for _ in self._show(numbers, max_new_tokens) if progress else self._until_done(numbers):
                     self.step()

@@ -68,16 +68,16 @@ class Folder:
 
         Another shard may hold a tensor too that the index names; of those that it does not name only one may.
         """
-        if not (self.path / _INDEX).exists():
-            if (self.path / _WHOLE).exists():
-                whole = TensorFile(self.path / _WHOLE)
-                return dict.fromkeys(whole.entries, whole), set()
+        places = self._index() if (self.path / _INDEX).exists() else {}
+        if (self.path / _WHOLE).exists() and _WHOLE not in places.values():  # beside an index that a later save left
+            whole = TensorFile(self.path / _WHOLE)
+            return dict.fromkeys(whole.entries, whole), set()
+        if not places:
             pickled = sorted(p.name for p in self.path.glob("*.bin"))
             hint = f"; {pickled[0]} may hold code, and is not read: save the model as safetensors" if pickled else ""
             raise UnsupportedProblem(
                 f"{self.path} has neither {_WHOLE} nor {_INDEX}{hint or ': download the checkpoint again'}"
             )
-        places = self._index()
         names = sorted(set(places.values()))
         absent = [name for name in names if not (self.path / name).exists()]
         if absent:

@@ -24,6 +24,7 @@ from cutekernels.ops.shared.checks import check_flag, check_place, quote
 from cutekernels.quant import Scheme
 from cutekernels.quant import read_config as read_scheme
 
+_TABLE = "embed_tokens.weight"
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.*)")
 _DTYPES = {str(one).removeprefix("torch."): one for one in PLAIN}
 
@@ -92,13 +93,14 @@ def _build(
 
 
 def _own_dtype(folder: Folder, body: str) -> torch.dtype:
-    """As the config says, or the checkpoint's embeddings are, at the path ``body``."""
+    """As the config says, or the checkpoint's embeddings are, at the path ``body``, or a head that they are tied to."""
     text = folder.config.get("text_config")
     for config in (folder.config, text if isinstance(text, dict) else {}):
         said_one = config.get("dtype", config.get("torch_dtype"))
         if isinstance(said_one, str) and said_one in _DTYPES:
             return _DTYPES[said_one]
-    table = folder.entries.get(f"{body}.embed_tokens.weight")
+    names = f"{body}.{_TABLE}", _TABLE, "lm_head.weight"
+    table = next((folder.entries[name] for name in names if name in folder.entries), None)
     return table.dtype if table is not None and table.dtype in PLAIN else torch.bfloat16
 
 
@@ -166,10 +168,12 @@ def _by_module(folder: Folder, model: LoadedModel) -> dict[str, dict[str, str]]:
         for one in _stored_names(model, path, part):
             stored[one] = {}
             parts.setdefault(one, []).append(part.tensor)
+    # Saved from the model without its head, names have nothing in front.
+    front = f"{model.config.body_path}." if _TABLE in folder.entries else ""
     for name in folder.entries:
         if IGNORED.search(name) or model.config.is_unread(name):
             continue
-        module, suffix = name, ""
+        module, suffix = front + name, ""
         while module and module not in stored:
             module, _, last = module.rpartition(".")
             suffix = f"{last}.{suffix}" if suffix else last
@@ -221,7 +225,7 @@ def _tied_head(model: LoadedModel, folder: Folder, stored: dict[str, dict[str, s
     """The head's path, where its weight is the embedding's.
 
     As in transformers, what is stored apart and differs is not tied. A config that does not say and a checkpoint
-    without a head leave nothing else.
+    without a head leave nothing else. Of two names for one tensor safetensors' save_model keeps the head's.
     """
     head, table = stored["lm_head"], stored[f"{model.config.body_path}.embed_tokens"]
     said_so = model.config.tied
@@ -229,6 +233,8 @@ def _tied_head(model: LoadedModel, folder: Folder, stored: dict[str, dict[str, s
         said_so = not head
     if not said_so:
         return None
+    if head.keys() == {"weight"} and not table:
+        table["weight"] = head.pop("weight")
     if not head:
         return "lm_head"
     if head.keys() != {"weight"} or table.keys() != {"weight"}:

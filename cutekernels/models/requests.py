@@ -6,10 +6,11 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
+from numbers import Integral
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.kv_cache import KVCache
-from cutekernels.models.arguments import stop_tokens
+from cutekernels.models.arguments import is_token, stop_tokens
 from cutekernels.models.sampling import Sampling
 from cutekernels.ops.shared.checks import check_whole, quote
 
@@ -48,12 +49,15 @@ class Requests:
 
     def add(self, prompt: list[int], most: int, sampling: Sampling, stop: Sequence[int] | Set[int]) -> Request:
         """Queue a request. Raises UnsupportedProblem for one that could never run."""
-        if not prompt or not all(type(token) is int and 0 <= token < self.vocabulary for token in prompt):
-            bad = next((t for t in prompt if type(t) is not int or not 0 <= t < self.vocabulary), None)
-            found = "it is empty" if not prompt else f"one is {quote(bad)}"
+        bad = [token for token in prompt if not is_token(token, self.vocabulary)]
+        if bad or not prompt:
+            found = f"one is {quote(bad[0])}" if bad else "it is empty"
             raise UnsupportedProblem(f"a prompt is token ids from 0 to {self.vocabulary - 1}; {found}: tokenize it")
+        if isinstance(most, Integral) and type(most) is not bool:  # numpy's too
+            most = int(most)
         if type(most) is not int or most < 1:
             raise UnsupportedProblem(f"max_new_tokens is an integer from 1 up; it is {most!r}")
+        prompt = list(map(int, prompt))
         need = len(prompt) + most
         if need > self._room:
             raise UnsupportedProblem(

@@ -45,7 +45,7 @@ class Sampling:
             check_number("Sampling", name, getattr(self, name), 0.0, 1.0)
         check_number("Sampling", "presence_penalty", self.presence_penalty, -_PENALTY, _PENALTY)
         check_whole("Sampling", "top_k", self.top_k, 0, 2**31 - 1)
-        check_whole("Sampling", "seed", self.seed, 0, 2**63 - 1)
+        check_whole("Sampling", "seed", self.seed, 0, SEEDS - 1)
 
     @property
     def greedy(self) -> bool:
@@ -53,6 +53,7 @@ class Sampling:
 
 
 _PENALTY = 1e6  # over the least temperature it is still a number of fp32
+SEEDS = 2**63
 _TYPES = {"top_k": torch.int32, "seed": torch.int64}
 
 

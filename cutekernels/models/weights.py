@@ -6,6 +6,8 @@ asks which family a model is of.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -327,9 +329,11 @@ def _layer(
 ) -> LayerWeights:
     before, of_attention, between, of_mlp = (name and getattr(layer, name) for name in family.norms)
     scalar = getattr(layer, "layer_scalar", None)
+    with _naming(f"model.layers.{number}.self_attn"):
+        attention = _attention(layer.self_attn, family, tables, dtype)
     return LayerWeights(
         attention_norm=NoNorm() if before is None else _any_norm(before, family),
-        attention=_attention(layer.self_attn, family, tables, dtype),
+        attention=attention,
         attention_out_norm=None if of_attention is None else _norm(of_attention, family),
         mlp_norm=NoNorm() if between is None else _any_norm(between, family),
         mlp=_mlp(f"model.layers.{number}.mlp", layer.mlp, dtype),
@@ -338,6 +342,15 @@ def _layer(
         multiplier=multiplier,
         scalar=None if scalar is None else getattr(scalar, "weight", scalar).detach(),
     )
+
+
+@contextmanager
+def _naming(path: str) -> Iterator[None]:
+    """What is read within and refused is said to be at ``path``."""
+    try:
+        yield
+    except UnsupportedProblem as error:
+        raise UnsupportedProblem(f"{path}: {error}") from error
 
 
 def _attention(
@@ -378,10 +391,8 @@ def _mlp(path: str, mlp: Any, dtype: torch.dtype) -> MlpWeights | PlainMlpWeight
     if isinstance(getattr(mlp, "routed", None), Routed):
         return _with_shared(mlp, _experts(mlp, mlp.routed, dtype), dtype)
     if hasattr(mlp, "experts"):
-        try:
+        with _naming(f"{path}.experts"):
             packed = quantized_experts(mlp.experts, dtype)
-        except UnsupportedProblem as error:
-            raise UnsupportedProblem(f"{path}.experts: {error}") from error
         if packed is not None and type(mlp).__name__ in (*_SOFTMAX, *SIGMOID):
             return _with_shared(mlp, Experts(_router(mlp.gate, type(mlp).__name__ in SIGMOID), *packed, {}), dtype)
         try:
@@ -390,9 +401,10 @@ def _mlp(path: str, mlp: Any, dtype: torch.dtype) -> MlpWeights | PlainMlpWeight
         except UnsupportedProblem as error:
             raise UnsupportedProblem(f"Decoder runs experts as nn.MoE does. {error}, and {REMEDY}") from error
         return _with_shared(mlp, routed, dtype)
-    if hasattr(mlp, "c_fc"):
-        return PlainMlpWeights(_projection(mlp.c_fc, dtype), _gate(mlp), _projection(mlp.c_proj, dtype))
-    return _gated_mlp(mlp, dtype)
+    with _naming(path):
+        if hasattr(mlp, "c_fc"):
+            return PlainMlpWeights(_projection(mlp.c_fc, dtype), _gate(mlp), _projection(mlp.c_proj, dtype))
+        return _gated_mlp(mlp, dtype)
 
 
 def _router(gate: Any, sigmoid: bool) -> Softmax | Sigmoid:

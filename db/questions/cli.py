@@ -7,7 +7,6 @@ named was not found; 2: the command was misused: no such verb, option, op, GPU, 
 from __future__ import annotations
 
 import io
-import os
 import sys
 import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -263,7 +262,7 @@ def import_(
     with tempfile.TemporaryDirectory(prefix="cutekernels-") as folder:
         url, after = url_of(db), str(Path(folder) / "after.db")
         path = sqlite.path_of(url)
-        there = path is None or os.path.lexists(path)
+        there = path is None or not sqlite.is_absent(path)
         with _store(after, writing=True) as store:
             if there:
                 store.pull(url)
@@ -332,7 +331,7 @@ def doctor(
     if fix:
         with _errors():
             path = sqlite.path_of(url_of(db))
-        if path is not None and not os.path.lexists(path):
+        if path is not None and sqlite.is_absent(path):
             terminal.fail(f"there is no database at {path}; `cutekernels tune` and `db import` create one")
         with _store(db, writing=True):
             pass
@@ -457,7 +456,7 @@ def _require_column(name: str, rows: Sequence[Mapping[str, Any]], declared: Sequ
     records = {inner for row in rows for inner, value in row.items() if isinstance(value, Mapping)}
     known = sorted({*declared, *chain.from_iterable(terminal.flat(row) for row in rows)} - records)
     if name not in known:
-        near = get_close_matches(name, known, n=1)
+        near = [f"{name}_text"] if f"{name}_text" in known else get_close_matches(name, known, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         terminal.fail(f"there is no column {name[:60]!r}.{hint} The columns: {', '.join(known)}", code=2)
 

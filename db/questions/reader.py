@@ -358,7 +358,7 @@ def _certificate(t: Trial) -> dict[str, Any]:
 
 def _absent() -> bool:
     path = sqlite.path_of(settings.load().database_url)
-    return path is not None and not os.path.lexists(path)
+    return path is not None and sqlite.is_absent(path)
 
 
 def _shipped_trials(gpu: str | None, op: str | None) -> list[Trial]:

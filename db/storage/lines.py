@@ -20,6 +20,7 @@ from cutekernels.db.storage.trial import Trial, parse_json
 from cutekernels.errors import StoreError
 
 _COMMON, _COLUMNS = "common", "columns"
+_MOST_LINES = 1_000_000  # a few bytes of a compressed file may stand for as many
 _DIGITS = 4  # of a slim row's numbers
 _MADE = ("gpu", "environment", "sources")  # how a trial came about: long texts, of which few are different
 _NONE = object()
@@ -39,6 +40,9 @@ def rows(lines: Iterable[str]) -> Iterator[tuple[int, Any]]:
     common: dict[str, Any] = {}
     columns: list[str] = []
     for number, line in enumerate(lines, 1):
+        if number > _MOST_LINES:
+            yield number, StoreError(f"a file has {_MOST_LINES} lines at most: split it")
+            return
         if not line.strip():
             continue
         try:

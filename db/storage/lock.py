@@ -23,6 +23,7 @@ from cutekernels.errors import StoreError
 SUFFIX = ".lock"  # of a file that is one
 _VERSION = 1
 _MOST_BYTES = 1 << 28
+_BEYOND = 1 << 53  # every number of a row; NaN is no less
 _KINDS: dict[str, tuple[tuple[type, ...], ...]] = {
     # gpu, op, revision, problem, config, origin, median_us, ratio, reason
     "winner": (
@@ -103,6 +104,7 @@ def _row(values: Any) -> tuple[Any, ...]:
         kinds is None
         or len(values) != 1 + len(kinds)
         or any(type(v) not in k for v, k in zip(values[1:], kinds, strict=True))
+        or not all(0 <= v < _BEYOND for v in values[1:] if isinstance(v, int | float))
     ):
         raise ValueError(f"{values!r:.80} is not a row of a lock")
     return tuple(values)

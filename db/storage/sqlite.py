@@ -175,6 +175,15 @@ def connect(path: Path) -> Connection:
     return connection
 
 
+def is_absent(path: Path) -> bool:
+    """Whether nothing is at ``path``, not even a link. What is in a folder that may not be entered may be there."""
+    try:
+        os.lstat(path)
+    except OSError as error:
+        return isinstance(error, (FileNotFoundError, NotADirectoryError))
+    return False
+
+
 def is_database(path: Path) -> bool:
     """Whether the file begins as SQLite's files do. An empty one is a database without tables."""
     with path.open("rb") as file:

@@ -527,7 +527,8 @@ def _read_lines(stream: TextIO, name: str, judge: Judge) -> list[Trial]:
                 raise StoreError(f"id {incoming.id} stands in line {first} with other contents: remove one of the two")
         except StoreError as error:
             raise StoreError(f"{name}, line {number}: {error}; nothing was imported") from None
-        trials.append(incoming)
+        if first == number:
+            trials.append(incoming)
     return trials
 
 

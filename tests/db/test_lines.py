@@ -121,3 +121,16 @@ def test_a_line_of_too_many_values_is_named() -> None:
     header, first, second = lines.slim(ROWS)
     found = dict(lines.parsed([header, first, json.dumps([*json.loads(second), *range(9)])]))
     assert isinstance(found[2], Trial) and "columns" in str(found[3])
+
+
+def test_lines_are_bounded_and_each_trial_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few bytes of a compressed file may stand for millions of lines."""
+    file = tmp_path / "rows.jsonl"
+    file.write_text(f"{ROWS[0].as_line()}\n" * 3)
+    with Store(tmp_path / "tuned.db") as store:
+        report = store.import_(file)
+        assert (report.added, len(report.winners), report.kept) == (1, 1, 0)
+        monkeypatch.setattr(lines, "_MOST_LINES", 5)
+        file.write_text("\n" * 6)
+        with pytest.raises(StoreError, match="line 6: a file has 5 lines at most: split it; nothing was imported"):
+            store.import_(file)

@@ -100,6 +100,8 @@ BROKEN: dict[str, Callable[[str], str]] = {
     "of a later version": lambda text: text.replace('"cutekernels_lock": 1', '"cutekernels_lock": 2', 1),
     "another count": lambda text: text.replace('"rows": ', '"rows": 9', 1),
     "a number for a text": whole(lambda rows: rows.append(["winner", "h200", "gemm", 12, 5, *ROW[5:]])),
+    "a number of no measurement": whole(lambda rows: rows.append([*ROW[:7], 10**400, *ROW[8:]])),
+    "a ratio below 0": whole(lambda rows: rows.append([*ROW[:8], -1.0, *ROW[9:]])),
     "a row too short": whole(lambda rows: rows.append(ROW[:7])),
     "an unknown kind": whole(lambda rows: rows.append(["loser", *ROW[1:]])),
 }

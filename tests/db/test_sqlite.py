@@ -128,6 +128,28 @@ def test_a_directory_is_not_a_database(tmp_path: Path) -> None:
         Store(tmp_path)
 
 
+def test_an_empty_file_is_one_that_was_never_filled(tmp_path: Path) -> None:
+    """As a process leaves it that was killed, or had a full disk, while it made the tables."""
+    (path := tmp_path / "tuned.db").touch()
+    with pytest.raises(StoreError, match=r"is empty: .*`cutekernels db doctor --fix` makes its tables"):
+        Store(path, readonly=True)
+    with Store(path) as store:
+        assert store.winners() == []
+
+
+def test_what_a_closed_folder_hides_is_not_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    assert sqlite.is_absent(tmp_path / "tuned.db") and sqlite.is_absent(file / "tuned.db")
+    assert not sqlite.is_absent(file)
+
+    def closed(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(os, "lstat", closed)
+    assert not sqlite.is_absent(tmp_path / "tuned.db")
+
+
 # ---- killed and forked --------------------------------------------------------------------------------------
 
 ENDLESS_WRITER = """

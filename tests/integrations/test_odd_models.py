@@ -228,3 +228,12 @@ def test_a_hook_that_kept_the_patched_forward_is_unpatched_with_it() -> None:
     close(logits(model), expected)
     ck.unpatch(model)
     assert torch.equal(logits(model), expected)
+
+
+def test_hooks_on_an_activation_of_experts_run() -> None:
+    model = tiny.model("qwen3-moe")
+    for layer in model.model.layers:
+        layer.mlp.experts.act_fn.register_forward_hook(lambda module, args, output: output * -2)
+    expected = logits(model)
+    with ck.patch(model):
+        close(logits(model), expected)

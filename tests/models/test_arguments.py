@@ -48,6 +48,15 @@ def test_numpys_numbers_are_numbers() -> None:
             Sampling(**wrong)
     stop = arguments.stop_tokens([np.int64(7), np.uint8(3), 5], 131)
     assert stop == {3, 5, 7} and {type(token) for token in stop} == {int}
+    engine = decoder(tiny.model("llama"))
+    prompt: list[Any] = [np.int64(1), np.int32(2), 3]
+    found = engine.generate([prompt], max_new_tokens=np.int64(2)).tokens  # type: ignore[arg-type]
+    assert found == engine.generate([[1, 2, 3]], max_new_tokens=2).tokens
+
+
+def test_the_last_seed_has_one_behind_it() -> None:
+    found = decoder(tiny.model("llama")).generate([[1], [2]], max_new_tokens=2, sampling=Sampling(1.0, seed=2**63 - 1))
+    assert [len(tokens) for tokens in found.tokens] == [2, 2]
 
 
 @pytest.mark.parametrize(
@@ -77,7 +86,7 @@ def test_numpys_numbers_are_numbers() -> None:
         (None, {}, "a prompt as token ids.*got None: pass a list"),
         (1, {}, "a prompt as token ids.*got 1"),
         ({1, 2}, {}, r"a prompt as token ids.*got \{1, 2\}"),
-        ({"input_ids": [1]}, {}, "a prompt as token ids.*input_ids"),
+        ({"input_ids": [1]}, {}, "a prompt as token ids.*pass its input_ids"),
         (b"ab", {}, "a prompt as token ids.*b'ab'"),
         (torch.tensor([1, 2], device="meta"), {}, "with values; got a tensor on the meta device"),
         (torch.tensor([1.0]), {}, r"one is 1\.0"),
@@ -102,8 +111,8 @@ def test_generate_queues_all_prompts_or_none() -> None:
     for wrong in ([500], []):
         with pytest.raises(UnsupportedProblem, match="a prompt is token ids"):
             engine.generate([[1, 2], [3], wrong], max_new_tokens=4)
-    with pytest.raises(UnsupportedProblem, match="seed"):
-        engine.generate([[1, 2], [3]], max_new_tokens=4, sampling=Sampling(1.0, seed=2**63 - 1))
+    with pytest.raises(UnsupportedProblem, match="tokens and 500 new ones"):
+        engine.generate([[1, 2], [3]], max_new_tokens=500)
     with pytest.raises(UnsupportedProblem, match="stop is token ids"):
         engine.generate([[1, 2]], stop=3)  # type: ignore[arg-type]
     while not engine.idle:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_model
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.models import Decoder, load
@@ -173,6 +174,29 @@ def test_a_head_that_is_stored_and_differs_is_not_tied(tmp_path: Path, monkeypat
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight, "nothing else could be meant"
 
 
+def test_other_names_of_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As safetensors saves a tied model, the head's name alone; and as the model without its head is saved."""
+    model = tiny.model("llama", tie_word_embeddings=True)
+    model.config.save_pretrained(tmp_path)
+    save_model(model, str(tmp_path / "model.safetensors"), metadata={"format": "pt"})
+    assert "model.embed_tokens.weight" not in TensorFile(tmp_path / "model.safetensors").entries
+    assert_alike(model, tmp_path, monkeypatch)
+    assert_alike(model, saved(model.model, tmp_path / "body"), monkeypatch)
+
+
+@pytest.mark.parametrize("whole_first", [True, False])
+def test_a_whole_file_goes_before_an_index_that_a_save_left(
+    whole_first: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in transformers, whichever of the two was saved last."""
+    for whole in (whole_first, not whole_first):
+        model = tiny.model("llama")
+        model.lm_head.weight.data *= -1 if whole else 1
+        saved(model, tmp_path, **({} if whole else {"max_shard_size": "30KB"}))
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert_alike(model, tmp_path, monkeypatch)
+
+
 def test_a_loaded_model_moves_and_is_checked(tmp_path: Path) -> None:
     loaded = load(saved(tiny.model("qwen2"), tmp_path))
     assert (loaded.dtype, loaded.device.type) == (torch.float32, "cpu")
@@ -230,6 +254,7 @@ def index(change: Callable[[dict[str, str]], Any], *copies: str) -> Callable[[Pa
     def broken(folder: Path) -> None:
         for name in ("a.safetensors", *copies):
             shutil.copy(folder / "model.safetensors", folder / name)
+        (folder / "model.safetensors").unlink()
         names = TensorFile(folder / "a.safetensors").entries
         places = dict.fromkeys(names, "a.safetensors")
         change(places)
@@ -378,6 +403,7 @@ def test_what_the_system_cannot_read(whole: Path, tmp_path: Path, monkeypatch: p
     shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
     places = {"model.norm.weight": "x" * 300 + ".safetensors"}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    (tmp_path / "model.safetensors").unlink()
     with pytest.raises(UnsupportedProblem, match=r"cannot be read, File name too long: pass a folder that can$"):
         load(tmp_path)
     monkeypatch.setattr(Path, "open", lambda *_: os.open("/nowhere", os.O_RDONLY))

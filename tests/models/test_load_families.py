@@ -11,13 +11,14 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from cutekernels import patch
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.models import Decoder, load
 from cutekernels.models.config import read_config
 from cutekernels.models.language import language_of
 from cutekernels.models.loaded import LoadedModel, Rotary
 from tests.integrations import tiny
-from tests.models.test_decoder import prompts
+from tests.models.test_decoder import greedy, prompts
 from tests.models.test_load import SIZES, assert_alike, config, edit, logits, one_thread, saved
 
 __all__ = ["one_thread"]
@@ -70,6 +71,7 @@ HUB: dict[str, dict[str, Any]] = {
         "model_type": "smollm3", "hidden_size": 64, "num_attention_heads": 4, "no_rope_layer_interval": 2,
         "use_sliding_window": True, "sliding_window": 16,
     },
+    "gpt-oss": {"model_type": "gpt_oss", "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2},
     "starcoder2": {"model_type": "starcoder2", "hidden_size": 64, "num_attention_heads": 4, "sliding_window": 4096},
     "glm-4": {
         "model_type": "glm4", "hidden_size": 64, "num_attention_heads": 4, "head_dim": 16, "rope_theta": 10000.0,
@@ -216,6 +218,24 @@ def test_keys_of_other_families_mean_what_transformers_reads(
     with torch.no_grad():
         expected = model(torch.tensor(prompts(21, 3)[:1])).logits[:, -1]
     assert (found[0] - expected).abs().max() < 1e-3 * expected.abs().max()
+
+
+def test_windows_that_layer_types_alone_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SmolLM3's masks have them whatever ``use_sliding_window`` is, of which its layers know."""
+    types = ["sliding_attention", "full_attention"]
+    model, plain = [
+        tiny.model("smollm3", layer_types=types, sliding_window=w, use_sliding_window=False) for w in (5, 500)
+    ]
+    assert model.model.layers[0].self_attn.sliding_window is None
+    with torch.no_grad():
+        expected, without = [m(tiny.tokens()).logits for m in (model, plain)]
+    tolerance = 1e-4 * expected.abs().max()
+    assert (expected - without).abs().max() > 100 * tolerance
+    with patch(model), torch.no_grad():
+        assert (model(tiny.tokens()).logits - expected).abs().max() < tolerance
+    ours = assert_alike(model, saved(model, tmp_path), monkeypatch)
+    prompt = prompts(21)[0]
+    assert ours.generate([prompt], max_new_tokens=12).tokens == [greedy(model, prompt, 12)]
 
 
 def test_the_correction_of_a_router_stays_in_fp32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -257,6 +257,17 @@ class TestDoctor:
         assert "CUTEKERNELS_DB" in finding.remedy
         assert path.exists(), "a doctor looks; it repairs nothing"
 
+    def test_a_database_that_cannot_be_made_is_broken(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        (tmp_path / "file").touch()
+        monkeypatch.setenv("CUTEKERNELS_DB", str(tmp_path / "file" / "tuned.db"))
+        (finding,) = [f for f in cli.diagnose() if f.what == "database"]
+        assert finding.state == "broken" and "cannot be made" in finding.value
+
+    def test_another_gpu_of_no_name_is_misuse(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("CUTEKERNELS_GPU_AS", "nonsense")
+        result = run("gpus")
+        assert result.exit_code == 2 and "CUTEKERNELS_GPU_AS: no GPU is called 'nonsense'" in result.stderr
+
     def test_an_unreachable_server_is_broken_and_its_password_unsaid(self, monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.importorskip("psycopg")
         monkeypatch.setenv("CUTEKERNELS_DB", "postgresql+psycopg://tuner:hush@127.0.0.1:1/tuned?connect_timeout=2")

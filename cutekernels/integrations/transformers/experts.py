@@ -16,6 +16,7 @@ from cutekernels.integrations.transformers.families import activation_of, gate_o
 from cutekernels.integrations.transformers.modules import Patched
 from cutekernels.integrations.transformers.projections import multiplied, parameter
 from cutekernels.integrations.transformers.tensor_parallel import is_planned, is_sharded
+from cutekernels.nn.mlp import has_no_hooks
 from cutekernels.ops.moe.api import moe_combine, moe_gather, moe_permute
 from cutekernels.ops.moe.ffn import moe_ffn
 from cutekernels.ops.products.grouped_api import grouped_gemm
@@ -64,7 +65,7 @@ def grouped_experts(module: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Ten
     gate_up, down = parameter(module, "gate_up_proj"), parameter(module, "down_proj")
     own = module.__dict__  # what is missing there torch would search in Python
     turned, has_bias = own.get("is_transposed", False), "gate_up_proj_bias" in own["_parameters"] or own.get("has_bias")
-    if not (turned or has_bias or _own_gate(module)) and gate_of(activation_of(module)) == "silu":
+    if not (turned or has_bias or _own_gate(module)) and _is_plain_silu(activation_of(module)):
         return moe_ffn(x, gate_up, down, ids, weights)
     _, offsets, inverse = moe_permute(ids, len(gate_up))
     biases = [parameter(module, f"{name}_bias") if has_bias else None for name in ("gate_up_proj", "down_proj")]
@@ -76,6 +77,10 @@ def grouped_experts(module: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Ten
         hidden = activation_of(module)(gate) * up
     out = grouped_gemm(hidden, down.mT if turned else down, offsets, biases[1])
     return moe_combine(out, inverse, weights.to(torch.promote_types(weights.dtype, torch.float32)))
+
+
+def _is_plain_silu(act: Any) -> bool:
+    return gate_of(act) == "silu" and (act is torch.nn.functional.silu or has_no_hooks(act))
 
 
 def _own_gate(module: Any) -> bool:

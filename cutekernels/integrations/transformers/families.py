@@ -51,7 +51,8 @@ class Family:
         output_gate: attention's result is multiplied by sigmoids, of logits behind each head's query in q_proj.
         shares_keys: values are normed, too; a layer may have keys for values, or an earlier layer's keys and values.
         sinks: attention has a logit for each head that takes its share and adds nothing.
-        windowed: attention has a ``sliding_window``: the config's in all layers of the model, or its own layer's.
+        windowed: attention has a ``sliding_window``: the config's in all layers of the model or in those that
+            ``layer_types`` says (transformers' masks have it, whatever a layer was told), or its own layer's.
         passes_window: transformers' attention hands that on; where not, its mask holds it.
         softcap: attention has the config's ``attn_logit_softcapping``.
         logit_softcap: logits have the config's ``final_logit_softcapping``.
@@ -84,7 +85,7 @@ class Family:
     output_gate: bool = False
     shares_keys: bool = False
     sinks: bool = False
-    windowed: Literal["model", "layer"] | None = "layer"
+    windowed: Literal["model", "types", "layer"] | None = "layer"
     passes_window: bool = True
     softcap: bool = False
     logit_softcap: bool = False
@@ -178,8 +179,11 @@ class Family:
         """How many tokens a query of an attention module sees, itself included, or None for all."""
         if self.windowed is None:
             return None
-        if self.windowed == "layer" or "sliding_window" in attention.__dict__:
-            own: int | None = attention.__dict__.get("sliding_window")
+        own: int | None = attention.__dict__.get("sliding_window")
+        if self.windowed == "types" and own is None and hasattr(attention, "config"):  # of transformers, not of load
+            typed = attention.config.layer_types[attention.layer_idx] == "sliding_attention"
+            return attention.config.sliding_window if typed else None
+        if self.windowed != "model" or "sliding_window" in attention.__dict__:
             return own
         return getattr(attention.config, "sliding_window", None)
 
@@ -205,7 +209,7 @@ FAMILIES: dict[str, Family] = {
     "phi3": Family("phi3", "Phi3", joined_qkv=True, joined_mlp=True, windowed="model"),
     "granite": Family("granite", "Granite", multipliers=True, windowed=None),
     "olmo2": Family("olmo2", "Olmo2", rounding="once", norms=_BEHIND, whole_norms=True, windowed=None),
-    "smollm3": Family("smollm3", "SmolLM3"),
+    "smollm3": Family("smollm3", "SmolLM3", windowed="types", passes_window=False),
     "starcoder2": Family("starcoder2", "Starcoder2", layer_norm=True, gated=False, windowed="model"),
     "glm4": Family("glm4", "Glm4", norms=_AROUND_GLM, joined_mlp=True, interleaved=True, windowed=None),
     "cohere2": Family(
