@@ -18,10 +18,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
+from functools import cache
+from itertools import chain
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, NamedTuple, Self, TypeVar
 
 from cutekernels import rates
 from cutekernels.columns import Columns, round_off, smaller
+from cutekernels.op import Config
 
 if TYPE_CHECKING:
     from cutekernels.gpu import GpuSpec
@@ -102,6 +105,10 @@ class Schedule(Ruled, ABC, Generic[P, C, X]):
 
     name: ClassVar[str]
     """Its value of the config's ``body``."""
+    config: ClassVar[Any]
+    """The class of its configs: a :class:`BodiesConfig`, unless ``span`` and ``foreign_knobs`` are its own."""
+    narrowed: ClassVar[Among] = EVERY
+    """Values of knobs in place of the config's ``bodies``."""
 
     # -- rules
 
@@ -116,9 +123,9 @@ class Schedule(Ruled, ABC, Generic[P, C, X]):
         """A stand-in for ``x`` that rules of configs read: the same for as many problems as may be."""
         return x
 
-    @abstractmethod
     def foreign_knobs(self, c: C) -> Iterator[str]:
         """The knobs of ``c`` whose values belong to other bodies (:func:`foreign`): none of a spanned config."""
+        return c.foreign(self.narrowed)  # type: ignore[attr-defined, no-any-return]
 
     def refusal(self, p: P, gpu: GpuSpec, x: X) -> str | None:
         """Why no config of this body takes ``p``, as far as ``p`` alone can tell."""
@@ -136,9 +143,9 @@ class Schedule(Ruled, ABC, Generic[P, C, X]):
 
     # -- the engine
 
-    @abstractmethod
     def span(self, among: Among = EVERY) -> Columns:
         """Every config in a fixed order, some knobs confined to ``among``."""
+        return self.config.span(self.name, {**self.narrowed, **among})  # type: ignore[no-any-return]
 
     def fitting(self, gpu: GpuSpec, x: X, among: Among = EVERY) -> Columns:
         """The configs that no rule of configs forbids."""
@@ -207,6 +214,40 @@ class Schedule(Ruled, ABC, Generic[P, C, X]):
             own = np.broadcast_to(key, len(tied))[rows]
             rows = rows[own == own.min()]
         return float(us.min()), min(map(self.drawn, tied.taken(rows)), key=lambda c: self.text(p, c))
+
+
+class BodiesConfig(Config):
+    """Config of several bodies: ``bodies`` has each one's knobs and their values; of others it takes the first."""
+
+    bodies: ClassVar[Mapping[str, Mapping[str, tuple[Any, ...]]]]
+    body: str
+
+    @classmethod
+    @cache
+    def values(cls, body: str) -> dict[str, tuple[Any, ...]]:
+        """Values of every knob under ``body``."""
+        return values_of(cls, **cls.bodies[body], body=(body,))
+
+    @classmethod
+    def span(cls, body: str, among: Among = EVERY) -> Columns:
+        """Every config of ``body``, some knobs confined to ``among``."""
+        together = [name for key in among if isinstance(key, tuple) for name in key]
+        own = {name: values for name, values in cls.values(body).items() if name not in together}
+        return Columns.span(cls, own | dict(among))
+
+    @classmethod
+    def every(cls) -> Iterator[Self]:
+        """The whole space: each body's own."""
+        return iter(_every(cls))  # type: ignore[arg-type]
+
+    def foreign(self, narrowed: Among = EVERY) -> Iterator[str]:
+        """The knobs whose values belong to other bodies than its own; ``narrowed`` replaces those of some knobs."""
+        return foreign(self, {**self.values(self.body), **narrowed})
+
+
+@cache
+def _every(cls: type[BodiesConfig]) -> tuple[Any, ...]:
+    return tuple(chain.from_iterable(cls.span(body) for body in cls.bodies))
 
 
 def values_of(kind: Any, **own: tuple[Any, ...]) -> dict[str, tuple[Any, ...]]:

@@ -19,8 +19,8 @@ from cutekernels.kernels.cute.parts.attention_smem import (
 from cutekernels.op import knob, plain
 from cutekernels.ops.attention.coefficients import HIDDEN, ORDER, WARPGROUP_BACKWARD
 from cutekernels.ops.attention.config import GROUP_ROWS, GROUP_WARPS, MOST_VALUES
-from cutekernels.ops.attention.problem import AttentionProblem, BodiesConfig, BodySchedule, walked_bytes
-from cutekernels.rules import Broken, no_warpgroups, of_both, of_config, of_problem
+from cutekernels.ops.attention.problem import AttentionProblem, BodySchedule, TilesConfig, walked_bytes
+from cutekernels.rules import BodiesConfig, Broken, no_warpgroups, of_both, of_config, of_problem
 
 if TYPE_CHECKING:
     from cutekernels.gpu import GpuSpec
@@ -102,7 +102,7 @@ def passes(head_dim: int) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class AttentionBackwardConfig(BodiesConfig):
+class AttentionBackwardConfig(BodiesConfig, TilesConfig):
     """The knobs of both bodies in ``kernels/cute/attention/``.
 
     A CTA owns ``tile_own`` rows (keys for dK and dV, queries for dQ) and walks the others ``tile_walked`` at a time.

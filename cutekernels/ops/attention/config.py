@@ -10,8 +10,8 @@ from cutekernels.columns import ceil, gcd, larger, pick, smaller, where
 from cutekernels.kernels.cute.parts.attention_smem import MultistageAttentionSmem, WarpgroupAttentionSmem
 from cutekernels.op import knob
 from cutekernels.ops.attention.coefficients import EAGER, EXPONENTS, EXPONENTS_PER_CLOCK, HIDDEN, ORDER, WARPGROUP
-from cutekernels.ops.attention.problem import AttentionProblem, BodiesConfig, BodySchedule, walked_bytes
-from cutekernels.rules import Broken, no_warpgroups, of_both, of_config, of_problem
+from cutekernels.ops.attention.problem import AttentionProblem, BodySchedule, TilesConfig, walked_bytes
+from cutekernels.rules import BodiesConfig, Broken, no_warpgroups, of_both, of_config, of_problem
 
 if TYPE_CHECKING:
     from cutekernels.gpu import GpuSpec
@@ -24,7 +24,7 @@ FEW_VALUES = 160  # of body=few: docs/notes/attention.md#few-tiles
 
 
 @dataclass(frozen=True)
-class AttentionConfig(BodiesConfig):
+class AttentionConfig(BodiesConfig, TilesConfig):
     """The knobs of both bodies: ``multistage_forward.py`` and ``warpgroup_forward.py`` in ``kernels/cute/attention/``.
 
     ``lazy`` rescales sums only where a block's scores exceed the row's reference by far. ``order`` is that of tiles.

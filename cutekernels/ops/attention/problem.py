@@ -6,8 +6,6 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
-from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypedDict, TypeVar
 
 from cutekernels import rates
@@ -17,7 +15,7 @@ from cutekernels.kernels.cute.parts.attention_smem import padded
 from cutekernels.op import C, Config, P, Problem, extent, ladder, plain, power_of_two, respell
 from cutekernels.ops.attention.coefficients import EXPONENTS_PER_CLOCK, MULTISTAGE, ORDER
 from cutekernels.ops.shared.dtypes import DTYPES
-from cutekernels.rules import EVERY, Among, Broken, Schedule, foreign, occupancy_rules, of_both, of_config, values_of
+from cutekernels.rules import EVERY, Among, Broken, Schedule, foreign, occupancy_rules, of_both, of_config
 
 if TYPE_CHECKING:
     import torch
@@ -312,33 +310,12 @@ class TilesConfig(WarpsConfig):
         return self.own // self.warps
 
 
-class BodiesConfig(TilesConfig):
-    """Config of several bodies: ``bodies`` has each one's knobs and their values; of others it takes the first."""
-
-    bodies: ClassVar[dict[str, dict[str, tuple[Any, ...]]]]
-    body: str
-
-    @classmethod
-    def values(cls, body: str) -> dict[str, tuple[Any, ...]]:
-        return values_of(cls, **cls.bodies[body], body=(body,))
-
-    @classmethod
-    def every(cls) -> Iterator[Self]:
-        """The whole space: each body's own."""
-        return iter(_every(cls))  # type: ignore[arg-type]
-
-
 _RENAMED = {"body=warps": "body=multistage", "order=folded": "order=paired", "grid=counted": "grid=dynamic"}
 
 
 def since_revision_1(problem: str, config: str) -> str:
     """Revision 1 had other names for some values."""
     return respell(config, _RENAMED)
-
-
-@cache
-def _every(cls: type[BodiesConfig]) -> tuple[Any, ...]:
-    return tuple(chain.from_iterable(Columns.span(cls, cls.values(body)) for body in cls.bodies))
 
 
 Q = TypeVar("Q", bound=AttentionProblem)

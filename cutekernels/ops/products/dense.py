@@ -18,9 +18,7 @@ from cutekernels.ops.products.schedules.problem import (
     VENDOR,
     GemmConfig,
     GemmProblem,
-    foreign,
     since_revision_1,
-    span,
 )
 from cutekernels.ops.products.schedules.schedule import DenseSchedule, Extras, Product, extras_of
 from cutekernels.ops.products.schedules.skinny import SKINNY
@@ -88,11 +86,11 @@ class Gemm(Product, CuteOp[GemmProblem, GemmConfig]):
         if gpu.confined_to is not None:
             return f"cuBLAS would not keep to what {gpu.name} has"
         asked = f"activation={p.activation} bias={p.bias} c={p.c} accumulate={p.accumulate}"
-        return next(foreign(c), None) or (None if self.vendor(p) else f"no one call of torch's has {asked}")
+        return next(c.foreign(), None) or (None if self.vendor(p) else f"no one call of torch's has {asked}")
 
     def valid(self, p: GemmProblem, gpu: GpuSpec) -> Iterator[GemmConfig]:
         yield from super().valid(p, gpu)
-        yield from (c for c in span(VENDOR) if self.why_not(p, c, gpu) is None)
+        yield from (c for c in GemmConfig.span(VENDOR) if self.why_not(p, c, gpu) is None)
 
     # -- choice
 

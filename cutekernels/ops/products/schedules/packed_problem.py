@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from cutekernels import rules
 from cutekernels.columns import Columns
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.kernels.activations import ACTIVATIONS
-from cutekernels.op import Config, Problem, extent, knob, ladder, plain, respell
+from cutekernels.op import Problem, extent, knob, ladder, plain, respell
 from cutekernels.ops.products.schedules.problem import GATED
 from cutekernels.quant import layout
+from cutekernels.rules import EVERY, Among, BodiesConfig
 
 SCALE_BYTES = {"fp16": 2, "bf16": 2, "fp32": 4, "e8m0": 1, "ue5m3": 4}
 E2M1 = {("e8m0", 32, 1, False), ("ue5m3", 16, 1, True)}  # scale, group, scale_rows, factors: MXFP4, NVFP4
@@ -104,36 +103,6 @@ class QuantizedProblem(Problem):
         return self.n * self.k * self.bits / 8 + groups * rows * (SCALE_BYTES[self.scale] + self.zeros)
 
 
-@dataclass(frozen=True)
-class QuantizedConfig(Config):
-    """The knobs of both schedules; ``body`` names the one that gives them a meaning.
-
-    ``tile_m`` are tokens, ``tile_n`` weight rows. ``stream_k``: CTAs share the k-tiles of tiles that would not fill
-    the GPU's last wave. ``split_k``: CTAs of a cluster that share a tile's K. ``scaled``: whether scales multiply fp32
-    accumulators or decoded weights.
-    """
-
-    body: str = knob("skinny", "warpgroup")
-    tile_m: int = knob(8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
-    tile_n: int = knob(16, 32, 64, 128, 192)
-    tile_k: int = knob(64, 128, 256, 512)
-    stages: int = knob(2, 3, 4, 5, 6, 7, 8)
-    stream_k: bool = knob(False, True)
-    pdl: bool = knob(False, True)
-    warps_n: int = knob(1, 2, 4)
-    warps_k: int = knob(1, 2, 4, 8)
-    ctas_per_sm: int = knob(1, 2, 3, 4)
-    prefetch_l2: int = knob(0, 2, 4)
-    scaled: str = knob("accumulators", "weights")
-    raster: int = knob(1, 8)
-    split_k: int = knob(1, 2, 3, 4, 5, 6, 8, added=True)
-
-    @classmethod
-    def every(cls) -> Iterator[QuantizedConfig]:
-        for body in BODIES:
-            yield from span(body)
-
-
 # What each schedule searches; a knob that is missing keeps its first value.
 BODIES: dict[str, dict[str, tuple[Any, ...]]] = {
     "skinny": {
@@ -161,18 +130,38 @@ BODIES: dict[str, dict[str, tuple[Any, ...]]] = {
         "ctas_per_sm": (1, 2),
     },
 }
-_VALUES = {body: rules.values_of(QuantizedConfig, **own, body=(body,)) for body, own in BODIES.items()}
 
 
-def foreign(c: QuantizedConfig) -> Iterator[str]:
-    """The knobs of ``c`` whose values belong to the other body."""
-    return rules.foreign(c, _VALUES[c.body])
+@dataclass(frozen=True)
+class QuantizedConfig(BodiesConfig):
+    """The knobs of both schedules; ``body`` names the one that gives them a meaning.
 
+    ``tile_m`` are tokens, ``tile_n`` weight rows. ``stream_k``: CTAs share the k-tiles of tiles that would not fill
+    the GPU's last wave. ``split_k``: CTAs of a cluster that share a tile's K. ``scaled``: whether scales multiply fp32
+    accumulators or decoded weights.
+    """
 
-def span(body: str, among: rules.Among = rules.EVERY) -> Columns:
-    """Every config of ``body``, some knobs confined to ``among``; ``prefetch_l2`` is for ``pdl`` alone."""
-    c = Columns.span(QuantizedConfig, _VALUES[body] | dict(among))
-    return c.taken((c.prefetch_l2 == 0) | (c.pdl == 1))
+    body: str = knob("skinny", "warpgroup")
+    tile_m: int = knob(8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
+    tile_n: int = knob(16, 32, 64, 128, 192)
+    tile_k: int = knob(64, 128, 256, 512)
+    stages: int = knob(2, 3, 4, 5, 6, 7, 8)
+    stream_k: bool = knob(False, True)
+    pdl: bool = knob(False, True)
+    warps_n: int = knob(1, 2, 4)
+    warps_k: int = knob(1, 2, 4, 8)
+    ctas_per_sm: int = knob(1, 2, 3, 4)
+    prefetch_l2: int = knob(0, 2, 4)
+    scaled: str = knob("accumulators", "weights")
+    raster: int = knob(1, 8)
+    split_k: int = knob(1, 2, 3, 4, 5, 6, 8, added=True)
+    bodies = BODIES
+
+    @classmethod
+    def span(cls, body: str, among: Among = EVERY) -> Columns:
+        """Every config of ``body``, some knobs confined to ``among``; ``prefetch_l2`` is for ``pdl`` alone."""
+        c = super().span(body, among)
+        return c.taken((c.prefetch_l2 == 0) | (c.pdl == 1))
 
 
 def since_revision_1(problem: str, config: str) -> str:

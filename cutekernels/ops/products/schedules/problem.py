@@ -9,14 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any, Final
 
-from cutekernels import rules
 from cutekernels.columns import Columns, where
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.kernels.activations import ACTIVATIONS
-from cutekernels.op import Config, Problem, extent, knob, ladder, plain, respell
+from cutekernels.op import Problem, extent, knob, ladder, plain, respell
+from cutekernels.rules import EVERY, Among, BodiesConfig, foreign
 
 ELEMENT_BYTES = 2
 WIDEST = 8  # elements in 16 bytes
@@ -136,70 +136,8 @@ GATED: Final = "silu_mul"  # the activation of a weight with a gate's rows befor
 VENDOR = "vendor"  # the value of ``body`` that launches cuBLAS, through torch
 
 
-@dataclass(frozen=True)
-class GemmConfig(Config):
-    """The knobs of all schedules; ``body`` names the one that gives them a meaning.
-
-    ``tile_m``, ``warps_m`` and ``cluster_m`` are along rows of out, ``tile_n``, ``warps_n`` and ``cluster_n`` along its
-    columns, also where a body computes ``out^T = b^T a^T``.
-    """
-
-    tile_m: int = knob(8, 16, 24, 32, 48, *WIDTHS)
-    tile_n: int = knob(16, *range(32, 257, 8))
-    tile_k: int = knob(32, 64, 128, 256)
-    warps_m: int = knob(1, 2, 4)
-    warps_n: int = knob(1, 2, 4)
-    stages: int = knob(2, 3, 4, 5, 6, 7, 8, 9, 10, 12)
-    raster: int = knob(1, 8, 16)
-    ctas_per_sm: int = knob(1, 2, 3)
-    persistent: bool = knob(False, True, added=True)
-    body: str = knob("multistage", "skinny", "skinny_warpgroup", "warpgroup", "vendor", added=True)
-    warps_k: int = knob(1, 2, 4, 8, added=True)
-    split_k: int = knob(1, 2, 3, 4, 8, added=True)
-    pdl: bool = knob(False, True, added=True)
-    prefetch_l2: int = knob(0, 1, 2, 4, 8, added=True)
-    pingpong: bool = knob(False, True, added=True)
-    cluster_m: int = knob(1, 2, added=True)
-    cluster_n: int = knob(1, 2, added=True)
-    swap_ab: bool = knob(False, True, added=True)
-
-    @classmethod
-    def every(cls) -> Iterator[GemmConfig]:
-        """The whole space: each schedule's own."""
-        return iter(_every())
-
-    @property
-    def vendors(self) -> bool:
-        return self.body == VENDOR
-
-    @property
-    def warps(self) -> int:
-        return self.warps_m * self.warps_n * self.warps_k
-
-    @property
-    def warp_tile(self) -> tuple[int, int]:
-        return self.tile_m // self.warps_m, self.tile_n // self.warps_n
-
-    @property
-    def mma_tile(self) -> tuple[int, int]:
-        """The tile along the MMA's rows and its columns: out's own, or with ``swap_ab`` those of ``out^T``."""
-        return where(self.swap_ab, self.tile_n, self.tile_m), where(self.swap_ab, self.tile_m, self.tile_n)
-
-    @property
-    def mma_cluster(self) -> tuple[int, int]:
-        """The cluster, likewise."""
-        return where(self.swap_ab, self.cluster_n, self.cluster_m), where(self.swap_ab, self.cluster_m, self.cluster_n)
-
-    @property
-    def transposed(self) -> GemmConfig:
-        """The same tiles, warps and clusters of ``out^T``."""
-        return self.drawn((name, getattr(self, ACROSS.get(name, name))) for name in GemmConfig.space())
-
-
-ACROSS = {f"{what}_{a}": f"{what}_{b}" for what in ("tile", "warps", "cluster") for a, b in ("mn", "nm")}
-
 # What each schedule searches; a knob that is missing keeps its first value. Of warpgroup, ``tile_m`` and ``tile_n`` are
-# those of swap_ab=0: see spanned.
+# those of swap_ab=0: see :meth:`GemmConfig.span`.
 BODIES: dict[str, dict[str, tuple[Any, ...]]] = {
     "multistage": {
         "tile_m": (32, 64, 128, 256),
@@ -248,34 +186,86 @@ BODIES: dict[str, dict[str, tuple[Any, ...]]] = {
     },
     VENDOR: {},
 }
-# Allowed values of every knob under each body.
-_VALUES = {body: rules.values_of(GemmConfig, **own, body=(body,)) for body, own in BODIES.items()}
 
 
-def foreign(c: GemmConfig, **among: tuple[Any, ...]) -> Iterator[str]:
-    """The knobs of ``c`` whose values belong to other bodies than its own; ``among`` replaces those of some knobs."""
-    values = _VALUES[c.body] | among
-    if not c.swap_ab:
-        return rules.foreign(c, values)
-    return rules.foreign(c, {ACROSS.get(name, name): allowed for name, allowed in values.items()})
+@dataclass(frozen=True)
+class GemmConfig(BodiesConfig):
+    """The knobs of all schedules; ``body`` names the one that gives them a meaning.
 
-
-def span(body: str, among: rules.Among = rules.EVERY) -> Columns:
-    """Every config of ``body``, some knobs confined to ``among``, which names those of ``out^T`` for ``swap_ab``;
-    ``prefetch_l2`` is for ``pdl`` alone, and so is warpgroup's ``split_k``, without ``pingpong``.
+    ``tile_m``, ``warps_m`` and ``cluster_m`` are along rows of out, ``tile_n``, ``warps_n`` and ``cluster_n`` along its
+    columns, also where a body computes ``out^T = b^T a^T``.
     """
-    together = [name for key in among if isinstance(key, tuple) for name in key]
-    own = {name: values for name, values in _VALUES[body].items() if name not in together}
-    c = Columns.span(GemmConfig, own | dict(among))
-    c = c.taken((c.prefetch_l2 == 0) | (c.pdl == 1))
-    if body == "warpgroup":
-        c = c.taken((c.split_k == 1) | ((c.pdl == 1) & (c.pingpong == 0)))
-        across = {
-            name: where(c.swap_ab, getattr(c, ACROSS[name]), own) for name, own in c.knobs.items() if name in ACROSS
-        }
-        c = c.drawn((c.knobs | across).items())
-    return c
 
+    tile_m: int = knob(8, 16, 24, 32, 48, *WIDTHS)
+    tile_n: int = knob(16, *range(32, 257, 8))
+    tile_k: int = knob(32, 64, 128, 256)
+    warps_m: int = knob(1, 2, 4)
+    warps_n: int = knob(1, 2, 4)
+    stages: int = knob(2, 3, 4, 5, 6, 7, 8, 9, 10, 12)
+    raster: int = knob(1, 8, 16)
+    ctas_per_sm: int = knob(1, 2, 3)
+    persistent: bool = knob(False, True, added=True)
+    body: str = knob("multistage", "skinny", "skinny_warpgroup", "warpgroup", "vendor", added=True)
+    warps_k: int = knob(1, 2, 4, 8, added=True)
+    split_k: int = knob(1, 2, 3, 4, 8, added=True)
+    pdl: bool = knob(False, True, added=True)
+    prefetch_l2: int = knob(0, 1, 2, 4, 8, added=True)
+    pingpong: bool = knob(False, True, added=True)
+    cluster_m: int = knob(1, 2, added=True)
+    cluster_n: int = knob(1, 2, added=True)
+    swap_ab: bool = knob(False, True, added=True)
+    bodies = BODIES
+
+    @classmethod
+    def span(cls, body: str, among: Among = EVERY) -> Columns:
+        """Every config of ``body``, some knobs confined to ``among``, which names those of ``out^T`` for ``swap_ab``;
+        ``prefetch_l2`` is for ``pdl`` alone, and so is warpgroup's ``split_k``, without ``pingpong``.
+        """
+        c = super().span(body, among)
+        c = c.taken((c.prefetch_l2 == 0) | (c.pdl == 1))
+        if body == "warpgroup":
+            c = c.taken((c.split_k == 1) | ((c.pdl == 1) & (c.pingpong == 0)))
+            across = {
+                name: where(c.swap_ab, getattr(c, ACROSS[name]), own) for name, own in c.knobs.items() if name in ACROSS
+            }
+            c = c.drawn((c.knobs | across).items())
+        return c
+
+    def foreign(self, narrowed: Among = EVERY) -> Iterator[str]:
+        if not self.swap_ab:
+            return super().foreign(narrowed)
+        values = {**self.values(self.body), **narrowed}
+        return foreign(self, {ACROSS.get(name, name): allowed for name, allowed in values.items()})
+
+    @property
+    def vendors(self) -> bool:
+        return self.body == VENDOR
+
+    @property
+    def warps(self) -> int:
+        return self.warps_m * self.warps_n * self.warps_k
+
+    @property
+    def warp_tile(self) -> tuple[int, int]:
+        return self.tile_m // self.warps_m, self.tile_n // self.warps_n
+
+    @property
+    def mma_tile(self) -> tuple[int, int]:
+        """The tile along the MMA's rows and its columns: out's own, or with ``swap_ab`` those of ``out^T``."""
+        return where(self.swap_ab, self.tile_n, self.tile_m), where(self.swap_ab, self.tile_m, self.tile_n)
+
+    @property
+    def mma_cluster(self) -> tuple[int, int]:
+        """The cluster, likewise."""
+        return where(self.swap_ab, self.cluster_n, self.cluster_m), where(self.swap_ab, self.cluster_m, self.cluster_n)
+
+    @property
+    def transposed(self) -> GemmConfig:
+        """The same tiles, warps and clusters of ``out^T``."""
+        return self.drawn((name, getattr(self, ACROSS.get(name, name))) for name in GemmConfig.space())
+
+
+ACROSS = {f"{what}_{a}": f"{what}_{b}" for what in ("tile", "warps", "cluster") for a, b in ("mn", "nm")}
 
 # ---- texts of earlier revisions ---------------------------------------------------------------------------
 
@@ -294,8 +284,3 @@ def since_revision_1(problem: str, config: str) -> str:
     transposed = body in _TRANSPOSED or words.get("swapped") == "1"
     transposed |= body == "multistage" and "out_major=m" in problem.split()
     return respell(config, RENAMED | ACROSS if transposed else RENAMED)
-
-
-@cache
-def _every() -> tuple[GemmConfig, ...]:
-    return tuple(c for body in BODIES for c in span(body))

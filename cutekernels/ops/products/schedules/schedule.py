@@ -11,12 +11,12 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from cutekernels import rates
-from cutekernels.columns import Columns, among, cached, larger, smaller
-from cutekernels.ops.products.schedules import packed_problem, problem
+from cutekernels.columns import among, cached, larger, smaller
+from cutekernels.ops.products.schedules import packed_problem
 from cutekernels.ops.products.schedules.coefficients import MULTISTAGE, PREFETCH
 from cutekernels.ops.products.schedules.packed_problem import QuantizedConfig, QuantizedProblem
 from cutekernels.ops.products.schedules.problem import BODIES, ELEMENT_BYTES, WIDEST, GemmConfig, GemmProblem
-from cutekernels.rules import EVERY, Among, Broken, Schedule, of_both, of_config, of_problem
+from cutekernels.rules import Broken, Schedule, of_both, of_config, of_problem
 
 if TYPE_CHECKING:
     from cutekernels.gpu import GpuSpec
@@ -60,14 +60,7 @@ def _extras(half_accumulators: bool, source: bool, biased: bool) -> Extras:
 class DenseSchedule(Schedule[GemmProblem, GemmConfig, Extras]):
     """Rules, model and body of one way to multiply by a dense weight. ``x``: what rules read beside the product."""
 
-    narrowed: ClassVar[dict[str, tuple[Any, ...]]] = {}
-    """Values of knobs in place of :data:`BODIES`'s."""
-
-    def foreign_knobs(self, c: GemmConfig) -> Iterator[str]:
-        return problem.foreign(c, **self.narrowed)
-
-    def span(self, among: Among = EVERY) -> Columns:
-        return problem.span(self.name, self.narrowed | dict(among))
+    config = GemmConfig
 
     def fitting_tiles(self, p: GemmProblem) -> Sequence[int]:
         """The values of ``tile_m`` that suit ``p``, all where any may."""
@@ -103,17 +96,12 @@ class PackedSchedule(Schedule[QuantizedProblem, QuantizedConfig, Any]):
     of problems in its place.
     """
 
+    config = QuantizedConfig
     numbers: ClassVar[int]
     """How many numbers a launch takes behind its workspace."""
 
     def class_of(self, p: QuantizedProblem, x: Any) -> QuantizedProblem:
         return packed_problem.class_of(p)
-
-    def foreign_knobs(self, c: QuantizedConfig) -> Iterator[str]:
-        return packed_problem.foreign(c)
-
-    def span(self, among: Among = EVERY) -> Columns:
-        return packed_problem.span(self.name, among)
 
     def tiles(self, p: QuantizedProblem, c: QuantizedConfig) -> int:
         """Tiles of out."""
