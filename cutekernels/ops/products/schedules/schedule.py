@@ -7,7 +7,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from cutekernels import rates
@@ -44,23 +43,20 @@ class Extras:
         return self.gamma_bytes > 0 or self.squares
 
 
-PLAIN, HALF_ACCUMULATORS = Extras(), Extras(half_accumulators=True)
+PLAIN = Extras()
 
 
 def extras_of(p: GemmProblem) -> Extras:
     """Work that ``p`` asks of a body beside the product."""
-    return _extras(p.accumulate == "fp16", p.c != "none", p.bias != "none")
-
-
-@cache
-def _extras(half_accumulators: bool, source: bool, biased: bool) -> Extras:
-    return Extras(half_accumulators=half_accumulators, source=source, biased=biased)
+    return Extras(source=p.c != "none", biased=p.bias != "none", half_accumulators=p.accumulate == "fp16")
 
 
 class DenseSchedule(Schedule[GemmProblem, GemmConfig, Extras]):
     """Rules, model and body of one way to multiply by a dense weight. ``x``: what rules read beside the product."""
 
     config = GemmConfig
+    in_memory: ClassVar[bool] = False
+    """Whether the ``split_k`` CTAs of a tile share it through global memory."""
 
     def fitting_tiles(self, p: GemmProblem) -> Sequence[int]:
         """The values of ``tile_m`` that suit ``p``, all where any may."""
@@ -80,7 +76,7 @@ class DenseSchedule(Schedule[GemmProblem, GemmConfig, Extras]):
 
     def shares_tiles(self, c: GemmConfig) -> bool:
         """Whether CTAs share a tile through global memory."""
-        return False
+        return self.in_memory and c.split_k > 1
 
     def workspace_types(self, c: GemmConfig) -> list[Any]:
         """The body's last arguments as it is compiled."""

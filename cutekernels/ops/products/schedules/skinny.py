@@ -48,6 +48,7 @@ class Skinny(Tokens, DenseSchedule, Prefetches):
     """cp.async and warp MMA; takes a norm in front of the product and a gate behind it."""
 
     name = "skinny"
+    in_memory = True
 
     # -- rules
 
@@ -197,9 +198,6 @@ class Skinny(Tokens, DenseSchedule, Prefetches):
             norm=norm,
             gated=extras.gated,
         )
-
-    def shares_tiles(self, c: GemmConfig) -> bool:
-        return c.split_k > 1
 
     def workspace(self, p: GemmProblem, c: GemmConfig, extras: Extras = PLAIN) -> Callable[[], tuple[Any, ...]]:
         from cutekernels.ops.shared.per_stream import StreamWorkspace

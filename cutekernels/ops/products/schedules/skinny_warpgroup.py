@@ -127,7 +127,7 @@ class SkinnyWarpgroup(Tokens, DenseSchedule, Prefetches):
     @of_both
     def splits(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, x: Extras) -> Broken:
         shared = c.split_k > 1
-        full = shared & (waves(p, c, gpu) > 1)
+        full = shared & (ctas(p, c) > resident(c, gpu))
         yield full, "split_k={}: the tiles fill the GPU with fewer CTAs to each", c.split_k
         little = shared & (c.split_k * 2 > -(-p.k // c.tile_k))
         yield little, "split_k={} leaves less than two k-tiles of {} to each", c.split_k, c.tile_k
@@ -241,11 +241,6 @@ def resident(c: GemmConfig, gpu: GpuSpec) -> Any:
     """CTAs that run at once: whole clusters, of which larger ones leave some SMs of a part of the chip over."""
     found = gpu.sm_count * where(c.split_k > 2, _ROOM, 1.0) // 1
     return found // c.split_k * c.split_k * c.ctas_per_sm
-
-
-def waves(p: GemmProblem, c: GemmConfig, gpu: GpuSpec) -> Any:
-    """Waves of CTAs."""
-    return -(-ctas(p, c) // resident(c, gpu))
 
 
 class Filled(NamedTuple):

@@ -16,7 +16,7 @@ from cutekernels.columns import cached, larger, where
 from cutekernels.gpu import ARCHITECTURES
 from cutekernels.kernels.cute.parts.smem import WarpgroupSmem
 from cutekernels.ops.products.schedules import coefficients
-from cutekernels.ops.products.schedules.problem import ELEMENT_BYTES, MOST_TOKENS, WIDEST, GemmConfig, GemmProblem, Side
+from cutekernels.ops.products.schedules.problem import ELEMENT_BYTES, MOST_TOKENS, WIDEST, GemmConfig, GemmProblem
 from cutekernels.ops.products.schedules.schedule import PLAIN, DenseSchedule, Extras, Prefetches, extras_of
 from cutekernels.ops.products.schedules.skinny_warpgroup import SKINNY_WARPGROUP
 from cutekernels.rules import Among, Broken, no_warpgroups, of_both, of_config, of_problem
@@ -43,6 +43,7 @@ class Warpgroup(DenseSchedule, Prefetches):
     """One warp loads by TMA, groups of four warps multiply from shared memory; takes a gate behind the product."""
 
     name = "warpgroup"
+    in_memory = True
     table: ClassVar[coefficients.WarpgroupCosts] = coefficients.WARPGROUP
     places: ClassVar[int] = 0  # of a ring of tiles in shared memory
 
@@ -105,7 +106,7 @@ class Warpgroup(DenseSchedule, Prefetches):
     def ping_pong(self, c: GemmConfig, gpu: GpuSpec, x: Extras) -> Broken:
         rows = c.mma_tile[0]
         why = "pingpong=1 gives each group a tile of its own, of 64 or 128 rows; {}={}"
-        yield c.pingpong & (rows > 2 * GROUP_ROWS), why, rows_knob(c), rows
+        yield c.pingpong & (rows > 2 * GROUP_ROWS), why, where(c.swap_ab, "tile_n", "tile_m"), rows
 
     @of_config
     def registers(self, c: GemmConfig, gpu: GpuSpec, x: Extras) -> Broken:
@@ -145,7 +146,8 @@ class Warpgroup(DenseSchedule, Prefetches):
     def boxes_of_c(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, x: Extras) -> Broken:
         if p.c != "none":
             width, why = c.mma_tile[1], "{}={}: with c, results leave by whole boxes of {} columns"
-            yield width % WarpgroupSmem.BOX > 0, why, columns_knob(c), width, WarpgroupSmem.BOX
+            knob = where(c.swap_ab, "tile_m", "tile_n")
+            yield width % WarpgroupSmem.BOX > 0, why, knob, width, WarpgroupSmem.BOX
 
     @of_config
     def shared_memory(self, c: GemmConfig, gpu: GpuSpec, x: Extras) -> Broken:
@@ -255,7 +257,7 @@ class Warpgroup(DenseSchedule, Prefetches):
         from cutekernels.kernels.cute.products.warpgroup import WarpgroupGemm
         from cutekernels.kernels.cute.products.warpgroup_split import WarpgroupSplit
 
-        rows, columns = sides(p, c)
+        rows, columns = p.operands[::-1] if c.swap_ab else p.operands
         pitch = GROUP_ROWS * sharing(c)
         gate = "none" if not extras.gated else "m" if c.swap_ab else "n"
         (tile_m, tile_n), (cluster_m, cluster_n) = c.mma_tile, c.mma_cluster
@@ -292,9 +294,6 @@ class Warpgroup(DenseSchedule, Prefetches):
             resident=clusters_of(c, gpu) * c.cluster_m * c.cluster_n,
         )
 
-    def shares_tiles(self, c: GemmConfig) -> bool:
-        return c.split_k > 1
-
     def workspace(self, p: GemmProblem, c: GemmConfig, extras: Extras = PLAIN) -> Callable[[], tuple[Any, ...]]:
         from cutekernels.gpu import detect
 
@@ -330,26 +329,10 @@ def accumulators_of(c: GemmConfig, half: bool = False) -> int:
     return c.tile_m * c.tile_n // (128 * sharing(c)) // (2 if half else 1)
 
 
-def sides(p: GemmProblem, c: GemmConfig) -> tuple[Side, Side]:
-    """The operand of the MMA's rows and that of its columns."""
-    a, b = p.operands
-    return (b, a) if c.swap_ab else (a, b)
-
-
 def extents(p: GemmProblem, c: GemmConfig) -> tuple[Any, Any]:
-    """Their extents."""
+    """Extents along the MMA's rows and along its columns."""
     a, b = p.operands
     return where(c.swap_ab, b.extent, a.extent), where(c.swap_ab, a.extent, b.extent)
-
-
-def rows_knob(c: GemmConfig) -> str:
-    """The knob of the tile along the MMA's rows."""
-    return where(c.swap_ab, "tile_n", "tile_m")
-
-
-def columns_knob(c: GemmConfig) -> str:
-    """The knob of the tile along the MMA's columns."""
-    return where(c.swap_ab, "tile_m", "tile_n")
 
 
 def clusters_of(c: GemmConfig, gpu: GpuSpec) -> int:
