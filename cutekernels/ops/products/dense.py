@@ -94,9 +94,21 @@ class Gemm(Product, CuteOp[GemmProblem, GemmConfig]):
 
     # -- choice
 
+    @rates.remember
     def default(self, p: GemmProblem, gpu: GpuSpec) -> GemmConfig:
-        """The model's best; see :func:`_default`."""
-        return _default(p, gpu)
+        """The best of the bodies by their models; but where skinny_warpgroup takes ``p``, skinny for the fewest tokens,
+        that one up to MOST_TOKENS, and then the better of it and warpgroup.
+        """
+        x = extras_of(p)
+        bodies: tuple[DenseSchedule, ...] = (SKINNY, MULTISTAGE, WARPGROUP)
+        if SKINNY_WARPGROUP.refusal(p, gpu, x) is None:
+            if p.m < skinny_warpgroup.least_tokens(p, gpu) and (few := SKINNY.best(p, gpu, x)):
+                return few[1]
+            bodies = (SKINNY_WARPGROUP, WARPGROUP) if p.m > MOST_TOKENS else (SKINNY_WARPGROUP,)
+        for among in (bodies, (MULTISTAGE,)):
+            if found := [best for body in among if (best := body.best(p, gpu, x))]:
+                return min(found, key=lambda best: best[0])[1]
+        raise AssertionError(f"no config for {p} on {gpu.name}")
 
     def estimate_us(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec) -> float:
         if c.vendors:  # no model of cuBLAS is needed: only its measured time counts
@@ -278,23 +290,6 @@ class AddressedLaunch:
         stream = self._current_stream(out.get_device())
         addresses = [None if t is None else t.data_ptr() for t in (out, a, b, bias)]
         self.kernel(*addresses, *self.numbers(out, a, b), alpha, beta, stream)
-
-
-@rates.remember
-def _default(p: GemmProblem, gpu: GpuSpec) -> GemmConfig:
-    """The best of the bodies by their models; but where skinny_warpgroup takes ``p``, skinny for the fewest tokens,
-    that one up to MOST_TOKENS, and then the better of it and warpgroup.
-    """
-    x = extras_of(p)
-    bodies: tuple[DenseSchedule, ...] = (SKINNY, MULTISTAGE, WARPGROUP)
-    if SKINNY_WARPGROUP.refusal(p, gpu, x) is None:
-        if p.m < skinny_warpgroup.least_tokens(p, gpu) and (few := SKINNY.best(p, gpu, x)):
-            return few[1]
-        bodies = (SKINNY_WARPGROUP, WARPGROUP) if p.m > MOST_TOKENS else (SKINNY_WARPGROUP,)
-    for among in (bodies, (MULTISTAGE,)):
-        if found := [best for body in among if (best := body.best(p, gpu, x))]:
-            return min(found, key=lambda best: best[0])[1]
-    raise AssertionError(f"no config for {p} on {gpu.name}")
 
 
 def nothing(*args: Any) -> None:

@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from cutekernels import rates
-from cutekernels.columns import Columns, round_off
+from cutekernels.columns import round_off
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.kernels.activations import ACTIVATIONS
 from cutekernels.op import Problem, Work, extent, ladder, plain
@@ -36,7 +36,6 @@ from cutekernels.ops.products.schedules.warpgroup import WARPGROUP
 from cutekernels.ops.shared.cute_op import CuteOp
 from cutekernels.ops.shared.operands import Array, Matrix, Named, Sizes
 from cutekernels.ops.shared.tolerance import rounded_operand_depth
-from cutekernels.rules import EVERY, Among
 
 if TYPE_CHECKING:
     import torch
@@ -131,38 +130,34 @@ class GroupedProduct(Product):
         raise NotImplementedError
 
     def valid(self, p: GroupedProblem, gpu: GpuSpec) -> Iterator[GemmConfig]:
-        for schedule in self.schedules.values():
-            if found := self.fit(p, gpu, schedule):
-                c, fit = found
-                yield from c.taken(fit)
+        yield from (c for c in super().valid(p, gpu) if self.fits_grid(p, c))
 
-    def fit(
-        self, p: GroupedProblem, gpu: GpuSpec, schedule: DenseSchedule, among: Among = EVERY
-    ) -> tuple[Columns, Any] | None:
-        """Configs of ``schedule``, and a mask of those that :meth:`why_not` accepts; None where it takes no ``p``."""
-        most, extras = _largest_product(self, p)
-        if schedule.refusal(most, gpu, extras) is not None:
-            return None
-        c = schedule.fitting(gpu, extras, {"persistent": (False,), **among})
-        return c, schedule.suiting(most, gpu, extras, c) & (self.blocks(p, c) <= _GRID)  # type: ignore[arg-type]
+    def fits_grid(self, p: GroupedProblem, c: Any) -> Any:
+        """Whether a grid has a CTA for each tile of ``c``, which schedules do not ask; of columns a mask."""
+        return (c.persistent == 0) & (self.blocks(p, c) <= _GRID)
 
+    @rates.remember
     def default(self, p: GroupedProblem, gpu: GpuSpec) -> GemmConfig:
         """The model's best of the warpgroup body where that takes ``p``, else of the multistage one."""
-        return _default(self, p, gpu)
+        # The bodies' models do not compare; warp groups led at all sizes: docs/notes/moe.md#two-bodies (H200,
+        # 2026-11-24). Of few columns there may be no tile of warp groups that suits them.
+        found = self.best(p, gpu, self.warpgroup) or self.best(p, gpu, MULTISTAGE)
+        assert found is not None, f"no config for {p} on {gpu.name}"
+        return found
 
     def best(self, p: GroupedProblem, gpu: GpuSpec, schedule: DenseSchedule) -> GemmConfig | None:
         """The model's best of ``schedule``."""
-        most, extras = _largest_product(self, p)
-        if (found := self.fit(p, gpu, schedule, schedule.usual(most, gpu, extras))) is None:
+        most, extras = self.for_schedules(p)
+        if schedule.refusal(most, gpu, extras) is not None:
             return None
-        c, fit = found
-        fit &= schedule.usually(most, c, gpu, extras)
-        return schedule.least(most, c, extras, fit, self.estimate_us(p, c, gpu))[1] if fit.any() else None
+        c, kept = schedule.candidates(most, gpu, extras)
+        kept &= self.fits_grid(p, c)
+        return schedule.least(most, c, extras, kept, self.estimate_us(p, c, gpu))[1] if kept.any() else None
 
     def estimate_us(self, p: GroupedProblem, c: Any, gpu: GpuSpec) -> Any:
         """The model's time of a config, or of columns of one body's."""
         if c.body != MULTISTAGE.name:
-            most, extras = _largest_product(self, p)
+            most, extras = self.for_schedules(p)
             return round_off(self.warpgroup.spread_us(most, p.experts, c, gpu, extras))
         gated_us = 0.0
         if p.gated:
@@ -214,15 +209,6 @@ class GroupedProduct(Product):
         if p.gated:  # a chain rounds gate and up, as norm_linear's does its operand: the same grant
             depth = max(depth, rounded_operand_depth(p.dtype, gated=True))
         return Work(2.0 * p.rows * p.weight_rows * p.k, float(moved * ELEMENT_BYTES + bias), depth)
-
-
-@rates.remember
-def _default(op: GroupedProduct, p: GroupedProblem, gpu: GpuSpec) -> GemmConfig:
-    # The bodies' models do not compare; warp groups led at all sizes: docs/notes/moe.md#two-bodies (H200, 2026-11-24)
-    # Of few columns there may be no tile of warp groups that suits them.
-    found = op.best(p, gpu, op.warpgroup) or op.best(p, gpu, MULTISTAGE)
-    assert found is not None, f"no config for {p} on {gpu.name}"
-    return found
 
 
 @lru_cache(256)
@@ -299,8 +285,7 @@ class GroupedGemm(GroupedProduct, CuteOp[GroupedProblem, GemmConfig]):
             raise ValueError(f"{GATED} takes weight (E, 2 * N, K), gate and up; it has {rows} rows")
         sizes["n"] = rows // halves
 
-    def variant(self, p: GroupedProblem, args: tuple[Any, ...], seed: int) -> tuple[Any, ...]:
-        return other_rows(self, p, args, seed)
+    variant = other_rows
 
     def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
         x, weight, offsets, bias = args

@@ -126,9 +126,13 @@ class PackedProduct(Product):
     def for_schedules(self, p: Any) -> tuple[QuantizedProblem, Any]:
         return p.one, p.beside
 
+    @rates.remember
     def default(self, p: Any, gpu: GpuSpec) -> QuantizedConfig:
-        """The models' best, which compare."""
-        return _default(self, p, gpu)
+        """The models' best, which compare; of one estimate the first schedule's config is preferred."""
+        choices = [best for schedule in self.schedules.values() if (best := schedule.best(p.one, gpu, p.beside))]
+        if not choices:
+            raise AssertionError(f"no config for {p} on {gpu.name}")
+        return min(choices, key=lambda choice: choice[0])[1]
 
     def estimate_us(self, p: Any, c: QuantizedConfig, gpu: GpuSpec) -> float:
         return float(super().estimate_us(p, c, gpu)) if p.one.m and p.one.n else 0.0
@@ -174,16 +178,6 @@ class PackedProduct(Product):
         # nf4's table and scaled weights are rounded to the activations' type.
         depth = max(float(one.k), rounded_operand_depth(p.dtype, gated=p.gated))
         return Work(2.0 * one.m * one.n * one.k, float(moved + weights * bias_bytes(p.bias, one.n)), depth)
-
-
-@rates.remember
-def _default(op: PackedProduct, p: Any, gpu: GpuSpec) -> QuantizedConfig:
-    """Of one estimate the first schedule's config is preferred."""
-    found = [schedule.best(p.one, gpu, p.beside) for schedule in op.schedules.values()]
-    choices = [choice for choice in found if choice is not None]
-    if not choices:
-        raise AssertionError(f"no config for {p} on {gpu.name}")
-    return min(choices, key=lambda choice: choice[0])[1]
 
 
 class QuantizedLinear(PackedProduct, CuteOp[QuantizedProblem, QuantizedConfig]):
@@ -301,8 +295,7 @@ class QuantizedGroupedGemm(PackedProduct, CuteOp[QuantizedGroupedProblem, Quanti
             return super().draw(p, name, shape, generator)
         return draw_offsets(p, generator)
 
-    def variant(self, p: QuantizedGroupedProblem, args: tuple[Any, ...], seed: int) -> tuple[Any, ...]:
-        return other_rows(self, p, args, seed)
+    variant = other_rows
 
     def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
         x, packed, scales, zeros, factors, offsets, bias, alpha, limit = args
