@@ -163,29 +163,26 @@ class PackedSkinny(PackedSchedule):
         return -(-units // share), share
 
     def body(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec, x: Any = None) -> Any:
-        from cutekernels.kernels.cute.products.skinny_packed import SkinnyPacked
-
-        return SkinnyPacked(**self.parts(p, c), prefetch_tiles=c.prefetch_l2)
-
-    def parts(self, p: QuantizedProblem, c: QuantizedConfig) -> dict[str, Any]:
-        """The common part of a body for one weight and one for experts."""
         from cutekernels.kernels.cute.parts.column_scale import ColumnScale
         from cutekernels.kernels.cute.parts.epilogue import Activation, Epilogue
+        from cutekernels.kernels.cute.products.skinny_packed import SkinnyPacked
 
         epilogue = ColumnScale if p.group == 0 or p.factors else Epilogue
-        return self.weight(p, p.code == "e2m1" and (p.factors or p.dtype == "bf16")) | {
-            "smem": self.smem(p, c),
-            "tile_m": c.tile_m,
-            "tile_n": c.tile_n,
-            "tile_k": c.tile_k,
-            "warps_n": c.warps_n,
-            "warps_k": c.warps_k,
-            "stages": c.stages,
-            "epilogue": epilogue(Activation("silu_approx" if p.gated else p.activation)),
-            "dependent": c.pdl,
-            "ctas_per_sm": c.ctas_per_sm,
-            "gated": p.gated,
-        }
+        return SkinnyPacked(
+            **self.weight(p, p.code == "e2m1" and (p.factors or p.dtype == "bf16")),
+            smem=self.smem(p, c),
+            tile_m=c.tile_m,
+            tile_n=c.tile_n,
+            tile_k=c.tile_k,
+            warps_n=c.warps_n,
+            warps_k=c.warps_k,
+            stages=c.stages,
+            epilogue=epilogue(Activation("silu_approx" if p.gated else p.activation)),
+            dependent=c.pdl,
+            prefetch_tiles=c.prefetch_l2,
+            ctas_per_sm=c.ctas_per_sm,
+            gated=p.gated,
+        )
 
 
 class GroupedPackedSkinny(PackedSkinny):
@@ -231,7 +228,7 @@ class GroupedPackedSkinny(PackedSkinny):
     def body(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec, x: Any = None) -> Any:
         from cutekernels.kernels.cute.products.skinny_packed_grouped import SkinnyPackedGrouped
 
-        return SkinnyPackedGrouped(**self.parts(p, c), prefetch_tiles=0, split=c.stream_k, clamped=x.clamped)
+        return SkinnyPackedGrouped(**vars(super().body(p, c, gpu)), split=c.stream_k, clamped=x.clamped)
 
 
 PACKED_SKINNY, GROUPED_PACKED_SKINNY = PackedSkinny(), GroupedPackedSkinny()

@@ -11,7 +11,6 @@ from cutekernels import rates
 from cutekernels.columns import larger, pick, smaller, where
 from cutekernels.kernels.cute.parts.smem import WarpgroupPackedSmem, WarpgroupSmem
 from cutekernels.ops.products.schedules import coefficients
-from cutekernels.ops.products.schedules.groups import Experts
 from cutekernels.ops.products.schedules.packed_problem import (
     BODIES,
     DECODE_INSTRUCTIONS,
@@ -194,53 +193,42 @@ class PackedWarpgroup(PackedSchedule):
         return ctas, where(c.stream_k, rounds, 0), where(c.stream_k, share, 0)
 
     def body(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec, x: Any = None) -> Any:
+        from cutekernels.backends import cute as backend
         from cutekernels.kernels.cute.parts.boxes import ResultBoxes
+        from cutekernels.kernels.cute.parts.epilogue import Activation, Epilogue
+        from cutekernels.kernels.cute.parts.schedule import Raster
         from cutekernels.kernels.cute.products.warpgroup_packed import WarpgroupPacked
 
+        floats = p.code == "e2m1" or (p.code == "e4m3" and c.scaled == "weights" and p.scale != p.dtype)
+        results = ResultBoxes(
+            dtype=backend.type_of(p.dtype),
+            columns=c.tile_m // owners(c),
+            panels=1,
+            pitch=ROWS,
+            boxes=_BOXES,
+            rows_contiguous=True,
+            source=False,
+            biased=p.bias != "none",
+            out_columns=0,
+            epilogue=Epilogue(Activation("none" if p.gated else p.activation)),
+        )
         return WarpgroupPacked(
-            **self.parts(p, c),
-            results=ResultBoxes(**self.boxes(p, c)),
+            **self.weight(p, p.factors or (floats and p.dtype == "bf16")),
+            smem=self.smem(p, c),
+            scaled=c.scaled,
+            groups=self.groups(c),
+            tile_n=c.tile_m,
+            tile_k=c.tile_k,
+            stages=c.stages,
             split=c.stream_k,
+            raster=Raster(c.raster),
+            results=results,
+            dependent=c.pdl,
             cluster=c.split_k,
             owners=owners(c),
             ctas_per_sm=c.ctas_per_sm,
+            gate=Epilogue(Activation("silu_approx")) if p.gated else None,
         )
-
-    def boxes(self, p: QuantizedProblem, c: QuantizedConfig) -> dict[str, Any]:
-        """TMA boxes of the results."""
-        from cutekernels.backends import cute as backend
-        from cutekernels.kernels.cute.parts.epilogue import Activation, Epilogue
-
-        return {
-            "dtype": backend.type_of(p.dtype),
-            "columns": c.tile_m // owners(c),
-            "panels": 1,
-            "pitch": ROWS,
-            "boxes": _BOXES,
-            "rows_contiguous": True,
-            "source": False,
-            "biased": p.bias != "none",
-            "out_columns": 0,
-            "epilogue": Epilogue(Activation("none" if p.gated else p.activation)),
-        }
-
-    def parts(self, p: QuantizedProblem, c: QuantizedConfig) -> dict[str, Any]:
-        """The common part of a body for one weight and one for experts."""
-        from cutekernels.kernels.cute.parts.epilogue import Activation, Epilogue
-        from cutekernels.kernels.cute.parts.schedule import Raster
-
-        floats = p.code == "e2m1" or (p.code == "e4m3" and c.scaled == "weights" and p.scale != p.dtype)
-        return self.weight(p, p.factors or (floats and p.dtype == "bf16")) | {
-            "scaled": c.scaled,
-            "groups": self.groups(c),
-            "tile_n": c.tile_m,
-            "tile_k": c.tile_k,
-            "stages": c.stages,
-            "raster": Raster(c.raster),
-            "dependent": c.pdl,
-            "smem": self.smem(p, c),
-            "gate": Epilogue(Activation("silu_approx")) if p.gated else None,
-        }
 
 
 class GroupedPackedWarpgroup(PackedWarpgroup):
@@ -279,9 +267,6 @@ class GroupedPackedWarpgroup(PackedWarpgroup):
         moved = x.hit * p.weight_bytes + 2.0 * x.rows * (p.k + p.columns)
         return self.steps_us(p, c, gpu, steps, moved)
 
-    def counters(self, p: QuantizedProblem, c: QuantizedConfig, x: Experts) -> int:
-        return x.most_tiles(p, c)  # type: ignore[no-any-return]
-
     def grid(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec, x: Any = None) -> tuple[int, ...]:
         """All CTAs that are resident, or as many as there can be tiles."""
         return (int(max(1, min(gpu.sm_count, x.most_tiles(p, c)))),)
@@ -290,8 +275,9 @@ class GroupedPackedWarpgroup(PackedWarpgroup):
         from cutekernels.kernels.cute.parts.boxes import GroupBoxes
         from cutekernels.kernels.cute.products.warpgroup_packed_grouped import WarpgroupPackedGrouped
 
-        results = GroupBoxes(**self.boxes(p, c), swap_ab=True)
-        return WarpgroupPackedGrouped(**self.parts(p, c), results=results, split=False, clamped=x.clamped)
+        product = super().body(p, c, gpu)
+        results = GroupBoxes(**vars(product.results), swap_ab=True)
+        return WarpgroupPackedGrouped(**vars(product) | {"results": results, "clamped": x.clamped})
 
 
 PACKED_WARPGROUP, GROUPED_PACKED_WARPGROUP = PackedWarpgroup(), GroupedPackedWarpgroup()
