@@ -8,7 +8,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from cutekernels.columns import Columns
@@ -91,9 +91,9 @@ class NormLinearProblem(Problem):
     def product(self) -> GemmProblem:
         """The product alone, with the weight in the layout of ``nn.Linear``."""
         rows = self.n * (2 if self.extras.gated else 1)
-        align = WIDEST if self.layout != "any" and self.k % WIDEST == 0 else 1
+        align, out_align = WIDEST if self.layout != "any" and self.k % WIDEST == 0 else 1, math.gcd(rows, WIDEST)
         return GemmProblem(
-            m=self.m, n=rows, k=self.k, dtype=self.dtype, b_major="k", a_align=align, b_align=align, out_align=1
+            self.m, rows, self.k, dtype=self.dtype, b_major="k", a_align=align, b_align=align, out_align=out_align
         )
 
     @property
@@ -184,10 +184,10 @@ class NormLinearConfig(Config):
         """One kernel, by that config of the product alone."""
         return cls.drawn([("path", "fused"), *((name, getattr(product, name)) for name in KNOBS)])
 
-    @property
+    @cached_property
     def product(self) -> GemmConfig:
         """The config of the product alone."""
-        return _product(self)
+        return GemmConfig(warps_m=1, ctas_per_sm=1, **{name: getattr(self, name) for name in KNOBS})
 
 
 def since_revision_1(problem: str, config: str) -> str:
@@ -202,11 +202,6 @@ KNOBS = {name: values for name, values in NormLinearConfig.space().items() if na
 @cache
 def _every() -> tuple[NormLinearConfig, ...]:
     return CHAIN, *(schedule.drawn(c) for schedule in FUSED_SCHEDULES.values() for c in schedule.span())
-
-
-@cache
-def _product(c: NormLinearConfig) -> GemmConfig:
-    return GemmConfig(warps_m=1, ctas_per_sm=1, **{name: getattr(c, name) for name in KNOBS})
 
 
 # ---- fused kernels ---------------------------------------------------------------------------------------

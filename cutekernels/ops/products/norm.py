@@ -232,10 +232,6 @@ def _norm(p: NormLinearProblem) -> Part:
     return RMS_NORM, RmsNormProblem(rows=p.m, cols=p.k, dtype=p.dtype, weight=p.weight, align=align)
 
 
-def _product(g: GemmProblem) -> Part:
-    return GEMM, g.replace(out_align=math.gcd(g.n, WIDEST))
-
-
 class RmsNormLinear(NormLinear, CuteOp[RmsNormLinearProblem, NormLinearConfig]):
     """``y = activation(rms_norm(x) @ weight.T + bias)``."""
 
@@ -265,7 +261,7 @@ class RmsNormLinear(NormLinear, CuteOp[RmsNormLinearProblem, NormLinearConfig]):
 
     def parts(self, p: RmsNormLinearProblem) -> list[Part]:
         norm = [_norm(p)] if p.rstd == "computed" else []  # torch's own kernels multiply by a given rstd
-        return [*norm, _product(p.epilogue)]
+        return [*norm, (GEMM, p.epilogue)]
 
     def chain(self, p: RmsNormLinearProblem) -> Callable[..., None]:
         from cutekernels.ops.products.api import linear_into
@@ -338,7 +334,7 @@ class LinearSiluMul(NormLinear, CuteOp[LinearSiluMulProblem, NormLinearConfig]):
     def parts(self, p: LinearSiluMulProblem) -> list[Part]:
         align = math.gcd(p.n, WIDEST) * ELEMENT_BYTES
         halves = GluProblem(p.m, p.n, dtype=p.dtype, layout="rows" if p.m > 1 else "dense", align=align)
-        return [*([_norm(p)] if p.norm else []), _product(p.product), (SILU_MUL, halves)]
+        return [*([_norm(p)] if p.norm else []), (GEMM, p.product), (SILU_MUL, halves)]
 
     def chain(self, p: LinearSiluMulProblem) -> Callable[..., None]:
         from cutekernels.ops.activations.api import silu_mul
