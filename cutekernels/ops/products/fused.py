@@ -9,10 +9,11 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from cutekernels.columns import Columns
 from cutekernels.errors import UnsupportedProblem
+from cutekernels.gpu import GpuSpec
 from cutekernels.kernels.activations import ACTIVATIONS
 from cutekernels.op import Config, Problem, extent, knob, ladder, plain, respell
 from cutekernels.ops.products.schedules.problem import (
@@ -31,9 +32,6 @@ from cutekernels.ops.products.schedules.skinny import Skinny
 from cutekernels.ops.products.schedules.skinny_warpgroup import SkinnyWarpgroup
 from cutekernels.ops.products.schedules.warpgroup import Warpgroup
 from cutekernels.rules import Among, of_problem
-
-if TYPE_CHECKING:
-    from cutekernels.gpu import GpuSpec
 
 GATE_ROWS = 8  # weight rows of the gate, then as many of up, in an MMA's 16
 # Values of knobs in place of those of gemm's body of that name.

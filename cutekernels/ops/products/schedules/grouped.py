@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from cutekernels.columns import Columns
+from cutekernels.gpu import GpuSpec
 from cutekernels.kernels.cute.parts.smem import WarpgroupSmem
 from cutekernels.ops.products.schedules.coefficients import GROUPED
 from cutekernels.ops.products.schedules.groups import expected_hit, row_tiles
@@ -26,9 +27,6 @@ from cutekernels.ops.products.schedules.warpgroup import (
     sharing,
 )
 from cutekernels.rules import Broken, of_config, of_problem
-
-if TYPE_CHECKING:
-    from cutekernels.gpu import GpuSpec
 
 TILES_N = (16, 32, 48, *BY_SIXTEENS)  # the narrow ones of tokens, with swap_ab; steps of 8 were not tried
 

@@ -6,19 +6,17 @@ Where rows of out are not contiguous the kernel computes ``out^T``; rules and mo
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cutekernels import rates
 from cutekernels.columns import gcd, larger, pick, smaller, where
+from cutekernels.gpu import GpuSpec
 from cutekernels.kernels.cute.parts.smem import GemmSmem
 from cutekernels.op import power_of_two
 from cutekernels.ops.products.schedules import coefficients
 from cutekernels.ops.products.schedules.problem import ACROSS, ELEMENT_BYTES, GemmConfig, GemmProblem
 from cutekernels.ops.products.schedules.schedule import PLAIN, DenseSchedule, Extras, mma_share
 from cutekernels.rules import Among, Broken, occupancy_rules, of_both, of_config
-
-if TYPE_CHECKING:
-    from cutekernels.gpu import GpuSpec
 
 MAX_WARPS = 8
 MAX_CTAS = 3

@@ -4,10 +4,11 @@ product of one with all rows, and :class:`Experts` beside it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cutekernels import rates
 from cutekernels.columns import among, cached, larger, smaller, where
+from cutekernels.gpu import GpuSpec
 from cutekernels.kernels.cute.parts.smem import SkinnyPackedSmem
 from cutekernels.ops.products.schedules import coefficients
 from cutekernels.ops.products.schedules.groups import Experts
@@ -20,9 +21,6 @@ from cutekernels.ops.products.schedules.packed_problem import (
 )
 from cutekernels.ops.products.schedules.schedule import PackedSchedule
 from cutekernels.rules import Among, Broken, of_both, of_config
-
-if TYPE_CHECKING:
-    from cutekernels.gpu import GpuSpec
 
 TILES_M = (8, 16, 24, 32, 48, 64)
 _MOST_ACCUMULATORS = 64  # of a thread; as many again where scales have groups

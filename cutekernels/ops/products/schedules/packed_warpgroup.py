@@ -5,10 +5,11 @@ product of one with all rows, and :class:`Experts` beside it.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from cutekernels import rates
 from cutekernels.columns import larger, pick, smaller, where
+from cutekernels.gpu import GpuSpec
 from cutekernels.kernels.cute.parts.smem import WarpgroupPackedSmem, WarpgroupSmem
 from cutekernels.ops.products.schedules import coefficients
 from cutekernels.ops.products.schedules.packed_problem import (
@@ -20,9 +21,6 @@ from cutekernels.ops.products.schedules.packed_problem import (
 )
 from cutekernels.ops.products.schedules.schedule import PackedSchedule
 from cutekernels.rules import Among, Broken, of_both, of_config, of_problem
-
-if TYPE_CHECKING:
-    from cutekernels.gpu import GpuSpec
 
 ROWS = 64  # of a consumer group
 _REGISTERS = {1: 232, 2: 232, 3: 160}  # of a consumer's thread, by groups

@@ -7,18 +7,16 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from cutekernels import rates
 from cutekernels.columns import among, cached, larger, smaller
+from cutekernels.gpu import GpuSpec
 from cutekernels.ops.products.schedules import packed_problem
 from cutekernels.ops.products.schedules.coefficients import MULTISTAGE, PREFETCH
 from cutekernels.ops.products.schedules.packed_problem import QuantizedConfig, QuantizedProblem
 from cutekernels.ops.products.schedules.problem import BODIES, ELEMENT_BYTES, WIDEST, GemmConfig, GemmProblem
 from cutekernels.rules import Broken, Schedule, of_both, of_config, of_problem
-
-if TYPE_CHECKING:
-    from cutekernels.gpu import GpuSpec
 
 GRID_AXIS = 65535  # most CTAs along y or z of a grid
 MOST_PREFETCHED = 128 * 1024  # bytes that a CTA prefetches

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cutekernels import rates
 from cutekernels.columns import among, cached, larger, smaller, where
+from cutekernels.gpu import GpuSpec
 from cutekernels.kernels.cute.parts.smem import SkinnySmem
 from cutekernels.op import ladder, power_of_two
 from cutekernels.ops.products.schedules import coefficients
@@ -27,9 +28,6 @@ from cutekernels.ops.products.schedules.schedule import (
     saved_us,
 )
 from cutekernels.rules import Among, Broken, of_both, of_config, of_problem
-
-if TYPE_CHECKING:
-    from cutekernels.gpu import GpuSpec
 
 USUAL_TILES = (8, 16, 32, 64)  # tokens of a tile that the default chooses among
 WIDE_WARPS = 8  # of tiles of more tokens than those

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from cutekernels import rates
 from cutekernels.columns import cached, larger, over, smaller, where
+from cutekernels.gpu import GpuSpec
 from cutekernels.kernels.cute.parts.smem import SkinnyWarpgroupSmem
 from cutekernels.op import ladder
 from cutekernels.ops.products.schedules import coefficients
@@ -27,9 +28,6 @@ from cutekernels.ops.products.schedules.schedule import (
     saved_us,
 )
 from cutekernels.rules import Among, Broken, no_warpgroups, of_both, of_config, of_problem
-
-if TYPE_CHECKING:
-    from cutekernels.gpu import GpuSpec
 
 TILES, TOKEN_TILES = BODIES["skinny_warpgroup"]["tile_n"], BODIES["skinny_warpgroup"]["tile_m"]
 GROUP_TOKENS = SkinnyWarpgroupSmem.GROUP_ROWS  # multiplied by a warp group

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from cutekernels import rates
 from cutekernels.columns import cached, larger, where
-from cutekernels.gpu import ARCHITECTURES
+from cutekernels.gpu import ARCHITECTURES, GpuSpec
 from cutekernels.kernels.cute.parts.smem import WarpgroupSmem
 from cutekernels.ops.products.schedules import coefficients
 from cutekernels.ops.products.schedules.problem import ELEMENT_BYTES, MOST_TOKENS, WIDEST, GemmConfig, GemmProblem
@@ -22,7 +22,6 @@ from cutekernels.ops.products.schedules.skinny_warpgroup import SKINNY_WARPGROUP
 from cutekernels.rules import Among, Broken, no_warpgroups, of_both, of_config, of_problem
 
 if TYPE_CHECKING:
-    from cutekernels.gpu import GpuSpec
     from cutekernels.ops.shared.per_stream import StreamWorkspace
 
 GROUP_ROWS, COLUMNS = 64, 8  # of an MMA; it has more columns by as many
