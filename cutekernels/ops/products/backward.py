@@ -17,7 +17,7 @@ from cutekernels import gpu as gpus
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.gpu import GpuSpec
 from cutekernels.ops.products.api import gemm
-from cutekernels.ops.products.dequantize import DEQUANTIZE, Packed, decode_codes
+from cutekernels.ops.products.dequantize import DEQUANTIZE, decode_codes
 from cutekernels.ops.products.grouped import GROUPED_GEMM, GROUPED_GEMM_WGRAD
 from cutekernels.ops.products.groups import by_group, check_offsets
 from cutekernels.ops.shared.calls import define_with_out, run, splitting
@@ -55,21 +55,7 @@ def parts(n: int, k: int, m: int, gpu: GpuSpec) -> Iterator[tuple[int, int]]:
         yield begin, min(begin + most, k)
 
 
-def decoded_parts(
-    dout: Tensor, weight: Packed, code: str, group: int, n: int, k: int
-) -> Iterator[tuple[int, int, Tensor]]:
-    """Columns from ``begin`` to ``end`` of a packed weight in ``dout``'s type, part by part in one workspace."""
-    dtype = GPU_DTYPES.names[dout.dtype]
-    ranges = list(parts(n, k, dout.shape[0], gpus.detect(dout.get_device())))
-    workspace = dout.new_empty((n, ranges[0][1]))
-    for begin, end in ranges:
-        width = end - begin
-        part = workspace if width == workspace.shape[1] else workspace[:, :width]
-        run(DEQUANTIZE, (part,), tuple(weight), options=(code, group, n, k, width, dtype), scalars=(begin,))
-        yield begin, end, part
-
-
-def _rows(inputs: tuple[Any, ...], options: tuple[Any, ...]) -> int:
+def _check(given: Tensors | None, inputs: tuple[Any, ...], options: tuple[Any, ...]) -> int:
     """Rows of the weight, of all experts' weights. Raises UnsupportedProblem for what poses no problem."""
     dout, *weight = inputs[:5]
     code, group, *n, k = options
@@ -82,13 +68,6 @@ def _rows(inputs: tuple[Any, ...], options: tuple[Any, ...]) -> int:
     DEQUANTIZE.admit(weight, code=code, group=group, n=total, k=k, columns=k, dtype="bf16")
     if dout.dim() != 2 or dout.shape[1] * experts != total:
         raise UnsupportedProblem(f"dout must be {wanted}; its shape is {tuple(dout.shape)}")
-    return int(total)
-
-
-def _check(given: Tensors | None, inputs: tuple[Any, ...], options: tuple[Any, ...]) -> int:
-    """:func:`_rows`, of arguments and results that fit."""
-    dout, packed, *_ = inputs
-    n, k = _rows(inputs, options), options[-1]
     if not dout.is_floating_point() or (dout.is_cuda and dout.dtype not in _HALVES):
         raise UnsupportedProblem(f"dout must be fp16 or bf16 (on the CPU fp32 and fp64 too); it is {dout.dtype}")
     for dx in given or ():
@@ -96,11 +75,11 @@ def _check(given: Tensors | None, inputs: tuple[Any, ...], options: tuple[Any, .
             raise UnsupportedProblem(
                 f"dx must be {(dout.shape[0], k)} {dout.dtype}; it is {tuple(dx.shape)} {dx.dtype}"
             )
-    for t in (packed, *(given or ())):
+    for t in (weight[0], *(given or ())):
         if t.device != dout.device:
             raise UnsupportedProblem(f"all tensors must be on dout's device {dout.device}; one is on {t.device}")
     check_results(given or ())
-    return n
+    return int(total)
 
 
 def group_sums(rows: Tensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:
@@ -123,8 +102,14 @@ def _cuda(given: Tensors | None, inputs: tuple[Any, ...], *options: Any) -> Tens
     dx: Tensor = dout.new_empty((dout.shape[0], k)) if given is None else given[0]
     if dx.numel():
         dout = dout if dout.stride(1) == 1 else dout.contiguous()  # once, not for each part
-        for begin, end, part in decoded_parts(dout, weight, code, group, n, k):
-            own: Tensor = dx if end - begin == k else dx[:, begin:end]
+        dtype = GPU_DTYPES.names[dout.dtype]
+        ranges = list(parts(n, k, dout.shape[0], gpus.detect(dout.get_device())))
+        workspace = dout.new_empty((n, ranges[0][1]))
+        for begin, end in ranges:
+            width = end - begin
+            part = workspace if width == workspace.shape[1] else workspace[:, :width]
+            run(DEQUANTIZE, (part,), weight, options=(code, group, n, k, width, dtype), scalars=(begin,))
+            own: Tensor = dx if width == k else dx[:, begin:end]
             if offsets:
                 run(GROUPED_GEMM, (own,), (dout, _of_experts(part, offsets[0]).mT, *offsets, None), options=("none",))
             else:

@@ -8,7 +8,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, ClassVar
 
 from cutekernels.columns import Columns
@@ -175,7 +175,9 @@ class NormLinearConfig(Config):
 
     @classmethod
     def every(cls) -> Iterator[NormLinearConfig]:
-        return iter(_every())
+        yield CHAIN
+        for schedule in FUSED_SCHEDULES.values():
+            yield from map(schedule.drawn, schedule.span())
 
     @classmethod
     def fused(cls, product: GemmConfig) -> NormLinearConfig:
@@ -195,11 +197,6 @@ def since_revision_1(problem: str, config: str) -> str:
 
 CHAIN = NormLinearConfig("chain")
 KNOBS = {name: values for name, values in NormLinearConfig.space().items() if name != "path"}
-
-
-@cache
-def _every() -> tuple[NormLinearConfig, ...]:
-    return CHAIN, *(schedule.drawn(c) for schedule in FUSED_SCHEDULES.values() for c in schedule.span())
 
 
 # ---- fused kernels ---------------------------------------------------------------------------------------

@@ -210,12 +210,9 @@ class NormLinear(Product):
     def work(self, p: Any) -> Work:
         g = p.product
         moved = (g.m * g.k + g.n * g.k + p.m * p.n) * ELEMENT_BYTES + p.k * p.gamma_bytes
-        return Work(flops=2.0 * g.m * g.n * g.k, bytes=float(moved), depth=depth(p))
-
-
-def depth(p: NormLinearProblem) -> float:
-    """The length of a sum whose tolerance covers one rounded operand, ``x * rstd * gamma`` or ``weight * gamma``."""
-    return max(float(p.k), rounded_operand_depth(p.dtype, gated=p.extras.gated))
+        # The tolerance of a sum this long covers one rounded operand, x * rstd * gamma or weight * gamma.
+        depth = max(float(p.k), rounded_operand_depth(p.dtype, gated=p.extras.gated))
+        return Work(flops=2.0 * g.m * g.n * g.k, bytes=float(moved), depth=depth)
 
 
 def _matrix(t: Any) -> Any:
@@ -269,15 +266,8 @@ class RmsNormLinear(NormLinear, CuteOp[RmsNormLinearProblem, NormLinearConfig]):
 
         activation: Any = None if p.activation == "none" else p.activation
 
-        def launch(
-            y: Tensor,
-            x: Tensor,
-            norm_weight: Tensor | None,
-            weight: Tensor,
-            bias: Tensor | None,
-            rstd: Tensor | None,
-            eps: float,
-        ) -> None:
+        def launch(*args: Any) -> None:
+            y, x, norm_weight, weight, bias, rstd, eps = args
             linear_into(y, normalise(x, norm_weight, rstd, eps), weight, bias, activation)
 
         return launch

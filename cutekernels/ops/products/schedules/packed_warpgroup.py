@@ -250,8 +250,8 @@ class GroupedPackedWarpgroup(PackedWarpgroup):
     @of_both
     def tile_of_tokens(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec, x: Any) -> Broken:
         own = (c.tile_m, x.rows, x.experts)
-        yield c.tile_m > max(16, 2 * x.mean), "tile_m={} idles most of a tile over {} rows of {} experts", *own
-        yield 4 * c.tile_m < min(x.mean, 64), "tile_m={} reads weights too often for {} rows of {} experts", *own
+        yield _idles(c.tile_m, x.mean), "tile_m={} idles most of a tile over {} rows of {} experts", *own
+        yield _reads_often(c.tile_m, x.mean), "tile_m={} reads weights too often for {} rows of {} experts", *own
 
     def usual(self, p: QuantizedProblem, gpu: GpuSpec, x: Any) -> Among:
         return {"pdl": (True,), "stream_k": (False,), "split_k": (1,), "ctas_per_sm": (1,)}
@@ -281,11 +281,11 @@ class GroupedPackedWarpgroup(PackedWarpgroup):
 PACKED_WARPGROUP, GROUPED_PACKED_WARPGROUP = PackedWarpgroup(), GroupedPackedWarpgroup()
 
 
-def _idles(tile: Any, tokens: int) -> Any:
+def _idles(tile: Any, tokens: float) -> Any:
     return tile > max(16, 2 * tokens)
 
 
-def _reads_often(tile: Any, tokens: int) -> Any:
+def _reads_often(tile: Any, tokens: float) -> Any:
     return 4 * tile < min(tokens, 64)
 
 

@@ -77,8 +77,11 @@ class SkinnyWarpgroup(Tokens, DenseSchedule, Prefetches):
 
     @cached
     def smem(self, c: GemmConfig, extras: Extras = PLAIN) -> SkinnyWarpgroupSmem:
+        # Shared memory keeps a second CTA from an SM, though it would fit. Two CTAs to a tile are about as many as
+        # there are SMs; where two of them shared one, others had none: docs/notes/gemm.md#alone (H200, 2026-11-22).
+        exclusive = (c.split_k > 1) & (c.ctas_per_sm == 1)
         return SkinnyWarpgroupSmem(
-            c.tile_m, c.tile_n, c.tile_k, c.stages, c.split_k, extras.gamma_bytes, extras.squares, exclusive(c)
+            c.tile_m, c.tile_n, c.tile_k, c.stages, c.split_k, extras.gamma_bytes, extras.squares, exclusive
         )
 
     def threads(self, c: GemmConfig) -> int:
@@ -226,13 +229,6 @@ def groups(c: GemmConfig) -> int:
 def ctas(p: GemmProblem, c: GemmConfig) -> int:
     """CTAs that have a tile, or a share of one."""
     return -(-p.n // c.tile_n) * -(-p.m // (GROUP_TOKENS * groups(c))) * c.split_k
-
-
-def exclusive(c: GemmConfig) -> Any:
-    """Whether shared memory keeps a second CTA from an SM, though it would fit. Two CTAs to a tile are about as many
-    as there are SMs; where two of them shared one, others had none: docs/notes/gemm.md#alone (H200, 2026-11-22).
-    """
-    return (c.split_k > 1) & (c.ctas_per_sm == 1)
 
 
 def resident(c: GemmConfig, gpu: GpuSpec) -> Any:
