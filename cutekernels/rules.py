@@ -1,7 +1,7 @@
 """Rules as records, and the one engine that spans configs, filters them and takes the best.
 
 A rule is a method; a decorator says what it reads, and its name is the method's. One of problems, or of an op of one
-body (:class:`Ruled`, without ``x``), returns what is wrong, or None. Those of configs in a :class:`Schedule` are
+body (:class:`Ruled`, without ``x``), may return what is wrong, or None. Those of configs in a :class:`Schedule` are
 expressions (``columns.py``), asked for one config or for all at once, and yield where they are broken with a message::
 
     class Multistage(Schedule):

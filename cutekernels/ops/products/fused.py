@@ -31,7 +31,7 @@ from cutekernels.ops.products.schedules.schedule import Extras
 from cutekernels.ops.products.schedules.skinny import Skinny
 from cutekernels.ops.products.schedules.skinny_warpgroup import SkinnyWarpgroup
 from cutekernels.ops.products.schedules.warpgroup import Warpgroup
-from cutekernels.rules import Among, of_problem
+from cutekernels.rules import Among, Broken, of_problem
 
 GATE_ROWS = 8  # weight rows of the gate, then as many of up, in an MMA's 16
 # Values of knobs in place of those of gemm's body of that name.
@@ -224,64 +224,37 @@ class FusedRules:
     name: ClassVar[str]
 
     @of_problem
-    def operands(self, p: GemmProblem, gpu: GpuSpec, x: Extras) -> str | None:
-        if x.layout == "any":
-            return "path=fused takes rows of x and weight 16-byte aligned, K contiguous, of less than 2^31 elements"
-        return None
-
-    @of_problem
-    def depth(self, p: GemmProblem, gpu: GpuSpec, x: Extras) -> str | None:
-        return "path=fused needs a K to sum over" if p.k == 0 else None
-
-    @of_problem
-    def gate_rows(self, p: GemmProblem, gpu: GpuSpec, x: Extras) -> str | None:
-        if x.gated and p.n // 2 % GATE_ROWS:
-            return f"path=fused takes the gate's rows {GATE_ROWS} at a time; there are {p.n // 2}"
-        return None
+    def fused_operands(self, p: GemmProblem, gpu: GpuSpec, x: Extras) -> Broken:
+        why = "path=fused takes rows of x and weight 16-byte aligned, K contiguous, of less than 2^31 elements"
+        yield x.layout == "any", why
+        yield p.k == 0, "path=fused needs a K to sum over"
+        rows, why = p.n // 2, "path=fused takes the gate's rows {} at a time; there are {}"
+        yield x.gated and rows % GATE_ROWS > 0, why, GATE_ROWS, rows
 
 
 class NormInFront(FusedRules):
     """Rules of skinny_warpgroup's: a norm in front of the product."""
 
     @of_problem
-    def norm_alone(self, p: GemmProblem, gpu: GpuSpec, x: Extras) -> str | None:
-        if x.gated or not x.norm:
-            return f"body={self.name} has a norm in front of the product and no gate behind it"
-        return None
-
-    @of_problem
-    def range_of_fp16(self, p: GemmProblem, gpu: GpuSpec, x: Extras) -> str | None:
-        if p.dtype == "fp16" and x.gamma_bytes:
-            return f"body={self.name} scales x by norm_weight before rstd is known: it may leave the range of fp16"
-        return None
-
-    @of_problem
-    def most_tokens(self, p: GemmProblem, gpu: GpuSpec, x: Extras) -> str | None:
-        if p.m > MOST_TOKENS:
-            return f"path=fused takes {MOST_TOKENS} tokens or fewer; there are {p.m}"
-        return None
-
-    @of_problem
-    def whole_rows(self, p: GemmProblem, gpu: GpuSpec, x: Extras) -> str | None:
-        if p.n % WIDEST or x.layout == "inputs":
-            return f"body={self.name} stores {WIDEST} outputs at a time, aligned: n={p.n}, layout={x.layout}"
-        return None
+    def norm_in_front(self, p: GemmProblem, gpu: GpuSpec, x: Extras) -> Broken:
+        other = x.gated or not x.norm
+        yield other, "body={} has a norm in front of the product and no gate behind it", self.name
+        why = "body={} scales x by norm_weight before rstd is known: it may leave the range of fp16"
+        yield p.dtype == "fp16" and x.gamma_bytes > 0, why, self.name
+        yield p.m > MOST_TOKENS, "path=fused takes {} tokens or fewer; there are {}", MOST_TOKENS, p.m
+        why = "body={} stores {} outputs at a time, aligned: n={}, layout={}"
+        yield p.n % WIDEST > 0 or x.layout == "inputs", why, self.name, WIDEST, p.n, x.layout
 
 
 class GateBehind(FusedRules):
     """Rules of warpgroup's: a gate behind the product."""
 
     @of_problem
-    def gate_alone(self, p: GemmProblem, gpu: GpuSpec, x: Extras) -> str | None:
-        if x.norm or not x.gated:
-            return f"body={self.name} has a gate behind the product and no norm in front"
-        return None
-
-    @of_problem
-    def whole_rows(self, p: GemmProblem, gpu: GpuSpec, x: Extras) -> str | None:
-        if x.layout == "inputs":
-            return f"body={self.name} stores {WIDEST} outputs at a time, aligned: layout={x.layout}"
-        return None
+    def gate_behind(self, p: GemmProblem, gpu: GpuSpec, x: Extras) -> Broken:
+        other = x.norm or not x.gated
+        yield other, "body={} has a gate behind the product and no norm in front", self.name
+        why = "body={} stores {} outputs at a time, aligned: layout={}"
+        yield x.layout == "inputs", why, self.name, WIDEST, x.layout
 
 
 class FusedSkinny(Fused, Skinny, FusedRules):

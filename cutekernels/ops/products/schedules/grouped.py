@@ -51,19 +51,13 @@ class GroupedWarpgroup(Groups, Warpgroup):
 
     narrowed: ClassVar = {"tile_n": TILES_N, "split_k": (1,)}
     places = WarpgroupSmem.PLACES
-    layout_of_c = strides = few_tokens = least_extents = None  # type: ignore[assignment]  # rules of gemm's alone
+    strides = least_extents = None  # type: ignore[assignment]  # rules of gemm's alone
 
     @of_problem
-    def least_columns(self, p: GemmProblem, gpu: GpuSpec, x: Extras) -> str | None:
-        if p.n < LEAST_EXTENT:
-            return f"{self.name} takes {LEAST_EXTENT} columns or more; they are {p.n}"
-        return None
-
-    @of_problem
-    def gated_weight(self, p: GemmProblem, gpu: GpuSpec, x: Extras) -> str | None:
-        if x.gated and (p.b_major != "k" or p.bias != "none"):
-            return f"{self.name} takes a gate with a K-major weight and without a bias"
-        return None
+    def grouped_weight(self, p: GemmProblem, gpu: GpuSpec, x: Extras) -> Broken:
+        yield p.n < LEAST_EXTENT, "{} takes {} columns or more; they are {}", self.name, LEAST_EXTENT, p.n
+        odd = x.gated and (p.b_major != "k" or p.bias != "none")
+        yield odd, "{} takes a gate with a K-major weight and without a bias", self.name
 
     @of_config
     def narrow_tiles(self, c: GemmConfig, gpu: GpuSpec, x: Extras) -> Broken:
@@ -102,17 +96,16 @@ class DepthWarpgroup(Groups, Warpgroup):
     """Warpgroup over groups along the depth: a matrix for each. No operand is K-major: see ``operand_tiles``."""
 
     narrowed: ClassVar = {"tile_n": HEIGHTS, "split_k": (1,)}
-    layout_of_c = strides = few_tokens = least_extents = None  # type: ignore[assignment]  # rules of gemm's alone
+    strides = least_extents = None  # type: ignore[assignment]  # rules of gemm's alone
 
     @of_problem
-    def least_depth(self, p: GemmProblem, gpu: GpuSpec, x: Extras) -> str | None:
-        return f"{self.name} takes a row or more" if p.k == 0 else None
+    def least_depth(self, p: GemmProblem, gpu: GpuSpec, x: Extras) -> Broken:
+        yield p.k == 0, "{} takes a row or more", self.name
 
     @of_problem
-    def least_matrix(self, p: GemmProblem, gpu: GpuSpec, x: Extras) -> str | None:
-        if min(p.m, p.n) < LEAST_EXTENT:
-            return f"{self.name} takes matrices of {LEAST_EXTENT} rows and columns or more; they are {p.m} and {p.n}"
-        return None
+    def least_matrix(self, p: GemmProblem, gpu: GpuSpec, x: Extras) -> Broken:
+        why = "{} takes matrices of {} rows and columns or more; they are {} and {}"
+        yield min(p.m, p.n) < LEAST_EXTENT, why, self.name, LEAST_EXTENT, p.m, p.n
 
     def spread_us(self, p: GemmProblem, experts: int, c: Any, gpu: GpuSpec, extras: Extras = PLAIN) -> Any:
         tiles_m, tiles_n = cluster_tiles(p, c)

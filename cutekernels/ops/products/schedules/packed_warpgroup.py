@@ -44,14 +44,13 @@ class PackedWarpgroup(PackedSchedule):
     costs: ClassVar[coefficients.PackedWarpgroupCosts] = coefficients.PACKED_WARPGROUP
 
     @of_problem
-    def warpgroup_mma(self, p: QuantizedProblem, gpu: GpuSpec, x: None) -> str | None:
-        return None if gpu.has_wgmma else f"warpgroup needs warpgroup MMA, which {gpu.name} lacks"
+    def warpgroup_mma(self, p: QuantizedProblem, gpu: GpuSpec, x: None) -> Broken:
+        yield not gpu.has_wgmma, "warpgroup needs warpgroup MMA, which {} lacks", gpu.name
 
     @of_problem
-    def aligned_out(self, p: QuantizedProblem, gpu: GpuSpec, x: None) -> str | None:
-        if p.out_align < 8:
-            return "warpgroup stores 16 bytes at a time: it takes an out of 16-byte aligned rows, n divisible by 8"
-        return None
+    def aligned_out(self, p: QuantizedProblem, gpu: GpuSpec, x: None) -> Broken:
+        why = "warpgroup stores 16 bytes at a time: it takes an out of 16-byte aligned rows, n divisible by 8"
+        yield p.out_align < 8, why
 
     @of_config
     def registers(self, c: QuantizedConfig, gpu: GpuSpec, x: QuantizedProblem) -> Broken:

@@ -197,18 +197,12 @@ class Tokens:
     fitting_tiles: Callable[[GemmProblem], Sequence[int]]
 
     @of_problem
-    def layouts(self, p: GemmProblem, gpu: GpuSpec, x: Extras) -> str | None:
-        """The majors and alignments."""
-        if (p.a_major, p.b_major, p.out_major) != ("k", "k", "n") or min(p.a_align, p.b_align) < WIDEST:
-            return f"{self.name} takes a and b with K contiguous and 16-byte aligned rows, and out with N contiguous"
-        return None
-
-    @of_problem
-    def one_product(self, p: GemmProblem, gpu: GpuSpec, x: Extras) -> str | None:
-        """Neither a batch nor large strides nor sums in fp16."""
-        if p.batched or p.wide or p.accumulate != "fp32":
-            return f"{self.name} takes no batch, no 64-bit strides and accumulates in fp32"
-        return None
+    def one_product(self, p: GemmProblem, gpu: GpuSpec, x: Extras) -> Broken:
+        odd = (p.a_major, p.b_major, p.out_major) != ("k", "k", "n") or min(p.a_align, p.b_align) < WIDEST
+        why = "{} takes a and b with K contiguous and 16-byte aligned rows, and out with N contiguous"
+        yield odd, why, self.name
+        several = p.batched or p.wide or p.accumulate != "fp32"
+        yield several, "{} takes no batch, no 64-bit strides and accumulates in fp32", self.name
 
     @of_both
     def tile_of_tokens(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, x: Extras) -> Broken:

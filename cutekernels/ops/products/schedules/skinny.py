@@ -51,10 +51,8 @@ class Skinny(Tokens, DenseSchedule, Prefetches):
     # -- rules
 
     @of_problem
-    def most_tokens(self, p: GemmProblem, gpu: GpuSpec, x: Extras) -> str | None:
-        if p.m > MOST_TOKENS:
-            return f"skinny is for at most {MOST_TOKENS} rows of a; there are {p.m}"
-        return None
+    def most_tokens(self, p: GemmProblem, gpu: GpuSpec, x: Extras) -> Broken:
+        yield p.m > MOST_TOKENS, "skinny is for at most {} rows of a; there are {}", MOST_TOKENS, p.m
 
     def fitting_tiles(self, p: GemmProblem) -> Sequence[int]:
         """The usual tile, and what covers the bucket of ``p`` exactly, in one tile or, if wide, in two.

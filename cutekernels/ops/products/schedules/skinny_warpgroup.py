@@ -59,8 +59,8 @@ class SkinnyWarpgroup(Tokens, DenseSchedule, Prefetches):
     warpgroup_mma = of_problem(no_warpgroups)
 
     @of_problem
-    def least_depth(self, p: GemmProblem, gpu: GpuSpec, x: Extras) -> str | None:
-        return f"{self.name} takes a K of 8 or more" if p.k == 0 else None
+    def least_depth(self, p: GemmProblem, gpu: GpuSpec, x: Extras) -> Broken:
+        yield p.k == 0, "{} takes a K of 8 or more", self.name
 
     def fitting_tiles(self, p: GemmProblem) -> Sequence[int]:
         """The least tile that covers the bucket of ``p``, whole groups; beyond, USUAL_TOKENS or twice as many, or one

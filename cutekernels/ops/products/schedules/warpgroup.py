@@ -51,36 +51,26 @@ class Warpgroup(DenseSchedule, Prefetches):
     warpgroup_mma = of_problem(no_warpgroups)
 
     @of_problem
-    def alignment(self, p: GemmProblem, gpu: GpuSpec, x: Extras) -> str | None:
-        if min(p.a_align, p.b_align, p.out_align) < WIDEST:
-            return f"{self.name} takes operands with 16-byte aligned rows"
-        return None
+    def alignment(self, p: GemmProblem, gpu: GpuSpec, x: Extras) -> Broken:
+        odd = min(p.a_align, p.b_align, p.out_align) < WIDEST
+        yield odd, "{} takes operands with 16-byte aligned rows", self.name
 
     @of_problem
-    def layout_of_c(self, p: GemmProblem, gpu: GpuSpec, x: Extras) -> str | None:
-        if p.c != "none" and (p.c != p.out_major or p.c_align < WIDEST):
-            return f"{self.name} takes a c with 16-byte aligned rows, whose contiguous extent is out's"
-        return None
+    def strides(self, p: GemmProblem, gpu: GpuSpec, x: Extras) -> Broken:
+        odd = p.c != "none" and (p.c != p.out_major or p.c_align < WIDEST)
+        yield odd, "{} takes a c with 16-byte aligned rows, whose contiguous extent is out's", self.name
+        yield p.wide, "{} takes no 64-bit strides", self.name
 
     @of_problem
-    def strides(self, p: GemmProblem, gpu: GpuSpec, x: Extras) -> str | None:
-        return f"{self.name} takes no 64-bit strides" if p.wide else None
+    def least_depth(self, p: GemmProblem, gpu: GpuSpec, x: Extras) -> Broken:
+        yield p.k == 0, "{} takes a K of 1 or more", self.name
 
     @of_problem
-    def least_depth(self, p: GemmProblem, gpu: GpuSpec, x: Extras) -> str | None:
-        return f"{self.name} takes a K of 1 or more" if p.k == 0 else None
-
-    @of_problem
-    def few_tokens(self, p: GemmProblem, gpu: GpuSpec, x: Extras) -> str | None:
-        if p.k and p.m <= MOST_TOKENS and SKINNY_WARPGROUP.refusal(p, gpu, x) is None:
-            return f"up to {MOST_TOKENS} tokens of a K-major weight are for body={SKINNY_WARPGROUP.name}"
-        return None
-
-    @of_problem
-    def least_extents(self, p: GemmProblem, gpu: GpuSpec, x: Extras) -> str | None:
-        if min(p.m, p.n) < LEAST_EXTENT:
-            return f"{self.name} takes {LEAST_EXTENT} rows and columns or more; they are {p.m} and {p.n}"
-        return None
+    def least_extents(self, p: GemmProblem, gpu: GpuSpec, x: Extras) -> Broken:
+        few = p.k and p.m <= MOST_TOKENS and SKINNY_WARPGROUP.refusal(p, gpu, x) is None
+        yield few, "up to {} tokens of a K-major weight are for body={}", MOST_TOKENS, SKINNY_WARPGROUP.name
+        why = "{} takes {} rows and columns or more; they are {} and {}"
+        yield min(p.m, p.n) < LEAST_EXTENT, why, self.name, LEAST_EXTENT, p.m, p.n
 
     @cached
     def smem(self, c: GemmConfig, extras: Extras = PLAIN) -> WarpgroupSmem:
