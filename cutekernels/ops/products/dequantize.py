@@ -16,7 +16,7 @@ from cutekernels.ops.shared.cute_op import CuteOp
 from cutekernels.ops.shared.dtypes import DTYPES, TYPES
 from cutekernels.ops.shared.operands import Array, Matrix, Named, Operand, Sizes
 from cutekernels.quant import layout
-from cutekernels.rules import Ruled, of_both, of_config
+from cutekernels.rules import Broken, Ruled, of_both, of_config
 
 if TYPE_CHECKING:
     import torch
@@ -97,16 +97,13 @@ class Dequantize(Ruled, CuteOp[DequantizeProblem, DequantizeConfig]):
     fixed = ("tile_bytes",)
 
     @of_config
-    def pdl_where_there_is(self, c: DequantizeConfig, gpu: GpuSpec) -> str | None:
-        if not c.pdl or gpu.has_pdl:
-            return None
-        return f"pdl=1 needs programmatic dependent launch, which {gpu.name} lacks"
+    def dependent_launch(self, c: DequantizeConfig, gpu: GpuSpec) -> Broken:
+        yield c.pdl and not gpu.has_pdl, "pdl=1 needs programmatic dependent launch, which {} lacks", gpu.name
 
     @of_both
-    def most_tiles(self, p: DequantizeProblem, c: DequantizeConfig, gpu: GpuSpec) -> str | None:
-        if c.tiles == 1 or p.columns > (c.tiles - 1) * layout.TILE:
-            return None
-        return f"tiles={c.tiles} are more than {p.columns} columns have: take fewer"
+    def most_tiles(self, p: DequantizeProblem, c: DequantizeConfig, gpu: GpuSpec) -> Broken:
+        many = c.tiles > 1 and p.columns <= (c.tiles - 1) * layout.TILE
+        yield many, "tiles={} are more than {} columns have: take fewer", c.tiles, p.columns
 
     def default(self, p: DequantizeProblem, gpu: GpuSpec) -> DequantizeConfig:
         return DequantizeConfig(2 if p.columns > layout.TILE else 1, gpu.has_pdl)
@@ -138,9 +135,7 @@ class Dequantize(Ruled, CuteOp[DequantizeProblem, DequantizeConfig]):
     def facts(self, named: Named, sizes: Sizes) -> dict[str, Any]:
         return {"scale_rows": rows_of_scale(named["scales"], sizes["n"])}
 
-    def draw(
-        self, p: DequantizeProblem, name: str, shape: tuple[int, ...], generator: torch.Generator
-    ) -> Tensor | None:
+    def draw(self, p: Any, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor | None:
         return draw_packed(p, name, shape, generator)
 
     def draw_scalars(self, p: DequantizeProblem, generator: torch.Generator) -> tuple[int]:

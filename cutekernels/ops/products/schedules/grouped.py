@@ -9,7 +9,6 @@ has the gate's rows before up's, and a tile has as many of each.
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from cutekernels.columns import Columns
@@ -45,7 +44,6 @@ class Groups:
         """The model where all of ``p``'s rows choose their experts at random, each as likely as another."""
 
 
-@dataclass(frozen=True)
 class GroupedWarpgroup(Groups, Warpgroup):
     """Warpgroup over groups of rows."""
 
@@ -91,7 +89,6 @@ class GroupedWarpgroup(Groups, Warpgroup):
         return WarpgroupGrouped(**vars(product) | {"results": results})
 
 
-@dataclass(frozen=True)
 class DepthWarpgroup(Groups, Warpgroup):
     """Warpgroup over groups along the depth: a matrix for each. No operand is K-major: see ``operand_tiles``."""
 

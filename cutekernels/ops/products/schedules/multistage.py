@@ -5,7 +5,6 @@ Where rows of out are not contiguous the kernel computes ``out^T``; rules and mo
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from cutekernels import rates
@@ -36,7 +35,6 @@ _SHORTLIST = (
     (256, 32, 4, 1), (32, 64, 1, 4), (64, 32, 4, 1), (32, 32, 2, 2),)  # fmt: skip
 
 
-@dataclass(frozen=True)
 class Multistage(DenseSchedule):
     """Every warp copies and multiplies; any layout, any alignment; no extras."""
 
@@ -48,11 +46,8 @@ class Multistage(DenseSchedule):
     # -- rules
 
     @of_config
-    def most_warps(self, c: GemmConfig, gpu: GpuSpec, x: Extras) -> Broken:
+    def warps(self, c: GemmConfig, gpu: GpuSpec, x: Extras) -> Broken:
         yield c.warps > MAX_WARPS, "{}x{} warps are more than {}", c.warps_m, c.warps_n, MAX_WARPS
-
-    @of_config
-    def enough_warps(self, c: GemmConfig, gpu: GpuSpec, x: Extras) -> Broken:
         few = (c.warps < 4) & (c.tile_m * c.tile_n > 32 * 64)
         yield few, "{} warps are too few for a {}x{} tile: take 4", c.warps, c.tile_m, c.tile_n
 

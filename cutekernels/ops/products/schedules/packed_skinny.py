@@ -13,6 +13,7 @@ from cutekernels.kernels.cute.parts.smem import SkinnyPackedSmem
 from cutekernels.ops.products.schedules import coefficients
 from cutekernels.ops.products.schedules.groups import Experts
 from cutekernels.ops.products.schedules.packed_problem import (
+    BODIES,
     DECODE_INSTRUCTIONS,
     SCALE_BYTES,
     QuantizedConfig,
@@ -22,7 +23,7 @@ from cutekernels.ops.products.schedules.packed_problem import (
 from cutekernels.ops.products.schedules.schedule import PackedSchedule
 from cutekernels.rules import Among, Broken, of_both, of_config
 
-TILES_M = (8, 16, 24, 32, 48, 64)
+TILES_M = BODIES["skinny"]["tile_m"]
 _MOST_ACCUMULATORS = 64  # of a thread; as many again where scales have groups
 _MOST_WARPS = {16: 24, 24: 16, 48: 12, 64: 8}  # of an SM, by a thread's accumulators: registers
 _MOST_CHUNK = {32: 512, 64: 128}  # elements of K that a warp multiplies at a time, likewise
@@ -48,11 +49,8 @@ class PackedSkinny(PackedSchedule):
     numbers = 2
 
     @of_config
-    def number_of_warps(self, c: QuantizedConfig, gpu: GpuSpec, x: QuantizedProblem) -> Broken:
+    def warps(self, c: QuantizedConfig, gpu: GpuSpec, x: QuantizedProblem) -> Broken:
         yield among(c.warps_n * c.warps_k, (4, 8)) == 0, "{}x{} warps: take 4 or 8", c.warps_n, c.warps_k
-
-    @of_config
-    def warps_divide(self, c: QuantizedConfig, gpu: GpuSpec, x: QuantizedProblem) -> Broken:
         little = c.tile_k // c.warps_k < 64
         yield little, "tile_k={} leaves less than 64 to each of {} groups of warps", c.tile_k, c.warps_k
         strips = c.tile_n // 16

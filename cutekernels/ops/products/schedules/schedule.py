@@ -15,7 +15,7 @@ from cutekernels.gpu import GpuSpec
 from cutekernels.ops.products.schedules import packed_problem
 from cutekernels.ops.products.schedules.coefficients import MULTISTAGE, PREFETCH
 from cutekernels.ops.products.schedules.packed_problem import QuantizedConfig, QuantizedProblem
-from cutekernels.ops.products.schedules.problem import BODIES, ELEMENT_BYTES, WIDEST, GemmConfig, GemmProblem
+from cutekernels.ops.products.schedules.problem import ELEMENT_BYTES, WIDEST, GemmConfig, GemmProblem
 from cutekernels.rules import Broken, Schedule, of_both, of_config, of_problem
 
 GRID_AXIS = 65535  # most CTAs along y or z of a grid
@@ -55,10 +55,6 @@ class DenseSchedule(Schedule[GemmProblem, GemmConfig, Extras]):
     config = GemmConfig
     in_memory: ClassVar[bool] = False
     """Whether the ``split_k`` CTAs of a tile share it through global memory."""
-
-    def fitting_tiles(self, p: GemmProblem) -> Sequence[int]:
-        """The values of ``tile_m`` that suit ``p``, all where any may."""
-        return BODIES[self.name]["tile_m"]
 
     @abstractmethod
     def smem(self, c: GemmConfig, extras: Extras = PLAIN) -> Any:
@@ -190,11 +186,12 @@ class Product:
 # ---- rules that several schedules share -----------------------------------------------------------------
 
 
-class Tokens:
+class Tokens(DenseSchedule):
     """The rules of schedules for ``x @ weight.T``, dense."""
 
-    name: ClassVar[str]
-    fitting_tiles: Callable[[GemmProblem], Sequence[int]]
+    @abstractmethod
+    def fitting_tiles(self, p: GemmProblem) -> Sequence[int]:
+        """The values of ``tile_m`` that suit ``p``."""
 
     @of_problem
     def one_product(self, p: GemmProblem, gpu: GpuSpec, x: Extras) -> Broken:

@@ -7,7 +7,6 @@ The body computes ``out^T``: weight rows, ``tile_n``, take the MMA's 16 rows, to
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from cutekernels import rates
@@ -20,7 +19,6 @@ from cutekernels.ops.products.schedules.problem import ELEMENT_BYTES, MOST_TOKEN
 from cutekernels.ops.products.schedules.schedule import (
     GRID_AXIS,
     PLAIN,
-    DenseSchedule,
     Extras,
     Prefetches,
     Tokens,
@@ -41,8 +39,7 @@ _MOST_SUMMED, _MOST_OF_MANY_WARPS = 240, 96
 _MOST_ACCUMULATORS = 88, 96  # where groups of warps share K, of other tiles than the usual ones and of those
 
 
-@dataclass(frozen=True)
-class Skinny(Tokens, DenseSchedule, Prefetches):
+class Skinny(Tokens, Prefetches):
     """cp.async and warp MMA; takes a norm in front of the product and a gate behind it."""
 
     name = "skinny"
@@ -76,13 +73,10 @@ class Skinny(Tokens, DenseSchedule, Prefetches):
         yield short, "tile_k={} is little between barriers for {} tokens: take 128 or more", c.tile_k, c.tile_m
 
     @of_config
-    def number_of_warps(self, c: GemmConfig, gpu: GpuSpec, x: Extras) -> Broken:
+    def warps(self, c: GemmConfig, gpu: GpuSpec, x: Extras) -> Broken:
         yield among(c.warps, (4, 8)) == 0, "{}x{} warps: take 4 or 8", c.warps_n, c.warps_k
         few = (c.tile_m > USUAL_TILES[-1]) & (c.warps < WIDE_WARPS)
         yield few, "tile_m={} takes {} warps; there are {}", c.tile_m, WIDE_WARPS, c.warps
-
-    @of_config
-    def warps_divide(self, c: GemmConfig, gpu: GpuSpec, x: Extras) -> Broken:
         odd = c.tile_n % (16 * c.warps_n) > 0
         yield odd, "tile_n={} does not divide among {} warps of 16", c.tile_n, c.warps_n
         odd = c.tile_k // 16 % c.warps_k > 0

@@ -7,7 +7,6 @@ tile's K.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -21,7 +20,6 @@ from cutekernels.ops.products.schedules.problem import BODIES, ELEMENT_BYTES, Ge
 from cutekernels.ops.products.schedules.schedule import (
     GRID_AXIS,
     PLAIN,
-    DenseSchedule,
     Extras,
     Prefetches,
     Tokens,
@@ -48,8 +46,7 @@ _WEIGHING_REGISTERS = 56  # for k-tiles of 128: fragments as loaded and as multi
 _FEW_TOKENS, _FEW_TOKENS_WEIGHTS, _WEIGHTS = 16, 80_000, 70_000
 
 
-@dataclass(frozen=True)
-class SkinnyWarpgroup(Tokens, DenseSchedule, Prefetches):
+class SkinnyWarpgroup(Tokens, Prefetches):
     """One warp loads by TMA, warp groups multiply; takes a norm in front of the product."""
 
     name = "skinny_warpgroup"

@@ -7,7 +7,6 @@ other way round.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -37,7 +36,6 @@ LEAST_SHARE = 8  # k-tiles of a CTA's part of a tile, below which parts cost mor
 BOXES, SOURCE_BOXES = (2, 1), 4
 
 
-@dataclass(frozen=True)
 class Warpgroup(DenseSchedule, Prefetches):
     """One warp loads by TMA, groups of four warps multiply from shared memory; takes a gate behind the product."""
 
