@@ -201,7 +201,7 @@ def first_call(
     bias = None if bias is None else bias.contiguous()
     target = result if result.stride(-1) == 1 or result.stride(-2) == 1 else empty_copy(result)
     with torch.cuda.device(a.get_device()):
-        problem = GEMM.problem(target, a, b, c, bias, **_chosen(*options))
+        problem = GEMM.problem(target, a, b, c, bias, activation=options[0], accumulate=options[1])
         launch = dispatch.plan(GEMM, problem, a.get_device(), config).launch
         if all(t is u for t, u in zip((target, a, b, c, bias), (result, *inputs), strict=True)):
             fire = launch.settle(target, a, b, bias is not None) if isinstance(launch, AddressedLaunch) else None
@@ -284,10 +284,6 @@ def launch_into(
         first_call((out,), (a, b, c, bias), scalars, options, config)
 
 
-def _chosen(activation: str, accumulate: str) -> dict[str, str]:
-    return {"activation": activation, "accumulate": accumulate}
-
-
 def _check(
     results: tuple[Tensor] | None, inputs: Inputs, beta: float, activation: str, accumulate: str, *, apart: bool = True
 ) -> tuple[Tensor, ...]:
@@ -295,7 +291,7 @@ def _check(
     if beta != 0.0 and inputs[2] is None:
         raise UnsupportedProblem(f"beta={beta} needs c")
     read = inputs if beta != 0.0 else (*inputs[:2], None, inputs[3])
-    options = _chosen(activation, accumulate)
+    options = {"activation": activation, "accumulate": accumulate}
     GEMM.admit(read, results or (), **options)
     if results is None:
         return GEMM.fresh(*read, **options)

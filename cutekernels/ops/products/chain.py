@@ -18,7 +18,11 @@ def normalise(u: Tensor, norm_weight: Tensor | None, rstd: Tensor | None, eps: f
     if rstd is None:
         rounding: Literal["once", "huggingface"] = "huggingface" if exact else "once"
         return rms_norm(u, norm_weight, eps=eps, rounding=rounding)
-    check_rstd(rstd, u)
+    if rstd.shape != u.shape[:-1] or rstd.dtype not in (torch.float32, torch.float64) or rstd.device != u.device:
+        raise UnsupportedProblem(
+            f"rstd must be {tuple(u.shape[:-1])}, fp32, on {u.device}; it is {tuple(rstd.shape)}, {rstd.dtype}, on "
+            f"{rstd.device}"
+        )
     wide = torch.promote_types(u.dtype, torch.float32)
     h = u.to(wide) * rstd.to(wide).unsqueeze(-1)
     if exact:
@@ -26,11 +30,3 @@ def normalise(u: Tensor, norm_weight: Tensor | None, rstd: Tensor | None, eps: f
     if norm_weight is not None:
         h = h * norm_weight.to(wide)
     return h.to(u.dtype)
-
-
-def check_rstd(rstd: Tensor, u: Tensor) -> None:
-    if rstd.shape != u.shape[:-1] or rstd.dtype not in (torch.float32, torch.float64) or rstd.device != u.device:
-        raise UnsupportedProblem(
-            f"rstd must be {tuple(u.shape[:-1])}, fp32, on {u.device}; it is {tuple(rstd.shape)}, {rstd.dtype}, on "
-            f"{rstd.device}"
-        )

@@ -75,10 +75,7 @@ class NormLinearProblem(Problem):
     dtype: str = plain("bf16", "fp16")
     layout: str = plain("aligned", "any", "inputs")
 
-    @property
-    def weight(self) -> str:
-        """The type of the norm's weight: ``same`` as x, ``fp32`` or ``none``."""
-        return self.norm_weight  # type: ignore[attr-defined, no-any-return]
+    norm_weight = bias = activation = "none"  # fields of those that have them
 
     @property
     @abstractmethod
@@ -86,22 +83,18 @@ class NormLinearProblem(Problem):
         """Work of a fused body beside the product."""
 
     @property
-    def product(self) -> GemmProblem:
-        """The product alone, with the weight in the layout of ``nn.Linear``."""
+    def epilogue(self) -> GemmProblem:
+        """The product with what follows it, and with the weight in the layout of ``nn.Linear``."""
         rows = self.n * (2 if self.extras.gated else 1)
         align, out_align = WIDEST if self.layout != "any" and self.k % WIDEST == 0 else 1, math.gcd(rows, WIDEST)
         return GemmProblem(
-            self.m, rows, self.k, dtype=self.dtype, b_major="k", a_align=align, b_align=align, out_align=out_align
-        )
-
-    @property
-    def epilogue(self) -> GemmProblem:
-        """The product with what follows it."""
-        return self.product
+            self.m, rows, self.k, dtype=self.dtype, b_major="k", bias=self.bias, activation=self.activation,
+            a_align=align, b_align=align, out_align=out_align,
+        )  # fmt: skip
 
     @property
     def gamma_bytes(self) -> int:
-        return {"none": 0, "same": ELEMENT_BYTES, "fp32": 4}[self.weight]
+        return {"none": 0, "same": ELEMENT_BYTES, "fp32": 4}[self.norm_weight]
 
 
 @dataclass(frozen=True)
@@ -116,10 +109,6 @@ class RmsNormLinearProblem(NormLinearProblem):
     def bucket(self) -> RmsNormLinearProblem:
         """One tuning serves every epilogue and both types, as in ``gemm``."""
         return super().bucket().replace(bias="none", activation="none", dtype="bf16")
-
-    @property
-    def epilogue(self) -> GemmProblem:
-        return self.product.replace(bias=self.bias, activation=self.activation)
 
     @property
     def extras(self) -> Extras:

@@ -129,7 +129,7 @@ class NormLinear(Product):
             return 1
         if name == "out":
             return WIDEST if c.body in (SKINNY_WARPGROUP.name, WARPGROUP.name) else 1
-        return 4 if name == "norm_weight" and p.weight == "fp32" else WIDEST
+        return 4 if name == "norm_weight" and p.norm_weight == "fp32" else WIDEST
 
     def divisors(self, p: Any, c: NormLinearConfig) -> dict[str, int]:
         n = GATE_ROWS if p.extras.gated else self.elements(p, c, "out")
@@ -208,7 +208,7 @@ class NormLinear(Product):
         return (1 + 0.2 * values).abs() if name == "rstd" else values.mul_(max(1, p.k) ** -0.5)
 
     def work(self, p: Any) -> Work:
-        g = p.product
+        g = p.epilogue
         moved = (g.m * g.k + g.n * g.k + p.m * p.n) * ELEMENT_BYTES + p.k * p.gamma_bytes
         # The tolerance of a sum this long covers one rounded operand, x * rstd * gamma or weight * gamma.
         depth = max(float(p.k), rounded_operand_depth(p.dtype, gated=p.extras.gated))
@@ -225,8 +225,8 @@ def _default_us(op: Op[Any, Any], p: Problem, gpu: GpuSpec) -> float:
 
 
 def _norm(p: NormLinearProblem) -> Part:
-    align = p.product.a_align * ELEMENT_BYTES
-    return RMS_NORM, RmsNormProblem(rows=p.m, cols=p.k, dtype=p.dtype, weight=p.weight, align=align)
+    align = p.epilogue.a_align * ELEMENT_BYTES
+    return RMS_NORM, RmsNormProblem(rows=p.m, cols=p.k, dtype=p.dtype, weight=p.norm_weight, align=align)
 
 
 class RmsNormLinear(NormLinear, CuteOp[RmsNormLinearProblem, NormLinearConfig]):
@@ -324,7 +324,7 @@ class LinearSiluMul(NormLinear, CuteOp[LinearSiluMulProblem, NormLinearConfig]):
     def parts(self, p: LinearSiluMulProblem) -> list[Part]:
         align = math.gcd(p.n, WIDEST) * ELEMENT_BYTES
         halves = GluProblem(p.m, p.n, dtype=p.dtype, layout="rows" if p.m > 1 else "dense", align=align)
-        return [*([_norm(p)] if p.norm else []), (GEMM, p.product), (SILU_MUL, halves)]
+        return [*([_norm(p)] if p.norm else []), (GEMM, p.epilogue), (SILU_MUL, halves)]
 
     def chain(self, p: LinearSiluMulProblem) -> Callable[..., None]:
         from cutekernels.ops.activations.api import silu_mul

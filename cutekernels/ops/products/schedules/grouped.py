@@ -18,13 +18,7 @@ from cutekernels.ops.products.schedules.coefficients import GROUPED
 from cutekernels.ops.products.schedules.groups import expected_hit, row_tiles
 from cutekernels.ops.products.schedules.problem import BY_SIXTEENS, ELEMENT_BYTES, HEIGHTS, GemmConfig, GemmProblem
 from cutekernels.ops.products.schedules.schedule import PLAIN, Extras
-from cutekernels.ops.products.schedules.warpgroup import (
-    GROUP_ROWS,
-    LEAST_EXTENT,
-    Warpgroup,
-    cluster_tiles,
-    sharing,
-)
+from cutekernels.ops.products.schedules.warpgroup import GROUP_ROWS, LEAST_EXTENT, Warpgroup, cluster_tiles, sharing
 from cutekernels.rules import Broken, of_config, of_problem
 
 TILES_N = (16, 32, 48, *BY_SIXTEENS)  # the narrow ones of tokens, with swap_ab; steps of 8 were not tried
@@ -68,11 +62,8 @@ class GroupedWarpgroup(Groups, Warpgroup):
         for broken, *why in super().gate(c, gpu, x):
             yield broken & (c.swap_ab == 0), *why
         odd = c.swap_ab & (c.tile_n != 2 * GROUP_ROWS * sharing(c)) & x.gated
-        yield (
-            odd,
-            "tile_n={}: gate and up are halves of a tile, and a group's 64 rows of each meet in a thread",
-            c.tile_n,
-        )
+        why = "tile_n={}: gate and up are halves of a tile, and a group's 64 rows of each meet in a thread"
+        yield odd, why, c.tile_n
 
     def spread_us(self, p: GemmProblem, experts: int, c: Any, gpu: GpuSpec, extras: Extras = PLAIN) -> Any:
         tiles = row_tiles(p.m, experts, c, "tile_m", "cluster_m") * -(-p.n // (c.tile_n * c.cluster_n))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from cutekernels import rates
 from cutekernels.columns import cached, larger, over, smaller, where
@@ -17,14 +17,7 @@ from cutekernels.kernels.cute.parts.smem import SkinnyWarpgroupSmem
 from cutekernels.op import ladder
 from cutekernels.ops.products.schedules import coefficients
 from cutekernels.ops.products.schedules.problem import BODIES, ELEMENT_BYTES, GemmConfig, GemmProblem
-from cutekernels.ops.products.schedules.schedule import (
-    GRID_AXIS,
-    PLAIN,
-    Extras,
-    Prefetches,
-    Tokens,
-    saved_us,
-)
+from cutekernels.ops.products.schedules.schedule import GRID_AXIS, PLAIN, Extras, Prefetches, Tokens, saved_us
 from cutekernels.rules import Among, Broken, no_warpgroups, of_both, of_config, of_problem
 
 TILES, TOKEN_TILES = BODIES["skinny_warpgroup"]["tile_n"], BODIES["skinny_warpgroup"]["tile_m"]
@@ -234,32 +227,23 @@ def resident(c: GemmConfig, gpu: GpuSpec) -> Any:
     return found // c.split_k * c.split_k * c.ctas_per_sm
 
 
-class Filled(NamedTuple):
-    """Occupancy of a GPU by tiles of a width: the narrowest tile of as many waves, the share of the GPU at work, and
-    the tile that keeps most of it at work, with its share.
+def filled(p: GemmProblem, c: GemmConfig, gpu: GpuSpec) -> tuple[float, float, float, float]:
+    """Occupancy of the GPU by tiles as wide as those of ``c``: the narrowest tile of as many waves, the share of the
+    GPU at work, and the tile that keeps most of it at work, with its share.
     """
-
-    least: float
-    busy: float
-    best: float
-    most: float
-
-
-def filled(p: GemmProblem, c: GemmConfig, gpu: GpuSpec) -> Filled:
-    """By a tile's columns."""
     shared = -(-p.m // (GROUP_TOKENS * groups(c))) * c.split_k  # CTAs to those columns
-    return _fill(p.n, shared, resident(c, gpu)).get(c.tile_n, Filled(c.tile_n, 1.0, c.tile_n, 1.0))
+    return _fill(p.n, shared, resident(c, gpu)).get(c.tile_n, (c.tile_n, 1.0, c.tile_n, 1.0))
 
 
 @lru_cache(maxsize=1024)
-def _fill(columns: int, ctas: int, room: float) -> dict[int, Filled]:
-    """For ``ctas`` to a tile's columns; an idle column of a tile counts as an idle share of its CTA."""
+def _fill(columns: int, ctas: int, room: float) -> dict[int, tuple[float, float, float, float]]:
+    """By each tile, for ``ctas`` to a tile's columns; an idle column of a tile counts as an idle share of its CTA."""
     counts = {tile: -(-(-(-columns // tile) * ctas) // room) for tile in TILES}
     busy = {tile: columns * ctas / max(1, n * room * tile) for tile, n in counts.items()}
     best, least = max(TILES, key=lambda tile: busy[tile]), dict[float, int]()
     for tile, n in counts.items():
         least.setdefault(n, tile)
-    return {tile: Filled(least[n], busy[tile], best, busy[best]) for tile, n in counts.items()}
+    return {tile: (least[n], busy[tile], best, busy[best]) for tile, n in counts.items()}
 
 
 def registers_per_thread(c: GemmConfig) -> int:
