@@ -41,7 +41,7 @@ SCHEDULES: dict[str, DenseSchedule] = {
 }
 
 
-class Gemm(Product, CuteOp[GemmProblem, GemmConfig]):
+class Gemm(Product[GemmProblem, GemmConfig], CuteOp[GemmProblem, GemmConfig]):
     """One of a and b may have the batch alone; c, which is read where ``beta`` is not 0, is as the result."""
 
     name = "gemm"

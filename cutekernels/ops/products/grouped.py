@@ -90,14 +90,13 @@ class GroupedProblem(Problem):
         return max(1, min(self.experts, self.rows))
 
 
-class GroupedProduct(Product):
+class GroupedProduct(Product[GroupedProblem, GemmConfig]):
     """Rules, choice and body of both: one product's rules and model are those of gemm's schedules."""
 
     Problem = GroupedProblem
     Config = GemmConfig
-    in_place: ClassVar[bool] = False
-    sample_kinds: ClassVar[int] = len(SPREADS)
-    name: ClassVar[str]
+    in_place = False
+    sample_kinds = len(SPREADS)
     along: ClassVar[str]
     schedules: ClassVar[Mapping[str, DenseSchedule]]
 

@@ -11,11 +11,11 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from cutekernels import dispatch, rates
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.op import Op, Problem, Scalar, Work
+from cutekernels.op import Op, P, Problem, Scalar, Work
 from cutekernels.ops.activations.op import SILU_MUL, GluProblem
 from cutekernels.ops.norms.op import RMS_NORM, RmsNormProblem
 from cutekernels.ops.products.dense import GEMM, nothing
@@ -38,7 +38,7 @@ from cutekernels.ops.products.schedules.schedule import PLAIN, Extras, Product
 from cutekernels.ops.products.schedules.skinny_warpgroup import SKINNY_WARPGROUP, weighing_us
 from cutekernels.ops.products.schedules.warpgroup import WARPGROUP
 from cutekernels.ops.shared.cute_op import CuteOp
-from cutekernels.ops.shared.operands import Matrix, Named, Operand, Sizes, Vector
+from cutekernels.ops.shared.operands import Matrix, Named, Sizes, Vector
 from cutekernels.ops.shared.strides import alignment, span_bytes
 from cutekernels.ops.shared.tolerance import rounded_operand_depth
 
@@ -57,16 +57,14 @@ _FEW = NormLinearConfig(path="fused", tile_m=8, tile_n=16, tile_k=256, warps_k=4
 Part = tuple[Op[Any, Any], Problem]
 
 
-class NormLinear(Product):
+class NormLinear(Product[P, NormLinearConfig]):
     """The common part of both ops: paths, rules, model and kernel."""
 
     Config = NormLinearConfig
     schedules = FUSED_SCHEDULES
-    scalar_types: ClassVar[Mapping[str, str]] = {"eps": "fp32"}
-    scalar_samples: ClassVar[Mapping[str, float]] = {"eps": 1e-5}
-    in_place: ClassVar[bool] = False
-    operands: ClassVar[dict[str, Operand]]
-    order: ClassVar[tuple[str, ...]]
+    scalar_types = {"eps": "fp32"}
+    scalar_samples = {"eps": 1e-5}
+    in_place = False
 
     # -- rules and choice
 
@@ -119,7 +117,7 @@ class NormLinear(Product):
             from cutekernels.backends.chained import Chained
 
             return Chained()
-        return super().build(p, c, gpu)  # type: ignore[misc, no-any-return]
+        return super().build(p, c, gpu)
 
     def body(self, p: Any, c: NormLinearConfig, gpu: GpuSpec) -> Any:
         return super().body(p, c.product, gpu).with_norm
@@ -229,7 +227,7 @@ def _norm(p: NormLinearProblem) -> Part:
     return RMS_NORM, RmsNormProblem(rows=p.m, cols=p.k, dtype=p.dtype, weight=p.norm_weight, align=align)
 
 
-class RmsNormLinear(NormLinear, CuteOp[RmsNormLinearProblem, NormLinearConfig]):
+class RmsNormLinear(NormLinear[RmsNormLinearProblem], CuteOp[RmsNormLinearProblem, NormLinearConfig]):
     """``y = activation(rms_norm(x) @ weight.T + bias)``."""
 
     name = "rms_norm_linear"
@@ -278,7 +276,7 @@ class RmsNormLinear(NormLinear, CuteOp[RmsNormLinearProblem, NormLinearConfig]):
         return (exact_product(h, weight, bias, options["activation"], x.dtype),)
 
 
-class LinearSiluMul(NormLinear, CuteOp[LinearSiluMulProblem, NormLinearConfig]):
+class LinearSiluMul(NormLinear[LinearSiluMulProblem], CuteOp[LinearSiluMulProblem, NormLinearConfig]):
     """``silu(h @ w_gate.T) * (h @ w_up.T)``, h = x or its norm."""
 
     name = "linear_silu_mul"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from cutekernels import rates
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.kernels.activations import ACTIVATIONS
-from cutekernels.op import Problem, Work, extent, ladder, plain
+from cutekernels.op import P, Problem, Work, extent, ladder, plain
 from cutekernels.ops.activations.op import SILU_MUL, GluProblem
 from cutekernels.ops.products.dequantize import (
     check_scales,
@@ -109,17 +109,16 @@ class QuantizedGroupedProblem(Problem):
         return Experts(self.rows, self.experts, self.activation == CLAMPED)
 
 
-class PackedProduct(Product):
+class PackedProduct(Product[P, QuantizedConfig]):
     """The common part of both. Their problems have ``one``, the product of one weight, which schedules read, and what
     they read ``beside`` it.
     """
 
     Config = QuantizedConfig
-    in_place: ClassVar[bool] = False
-    beyond: ClassVar[tuple[str, ...]] = ("group",)
-    fixed: ClassVar[tuple[str, ...]] = ("tile_bytes",)
+    in_place = False
+    beyond = ("group",)
+    fixed = ("tile_bytes",)
     schedules: ClassVar[Mapping[str, PackedSchedule]]
-    scalar_types: ClassVar[Mapping[str, str]]
 
     # -- rules and choice
 
@@ -180,7 +179,7 @@ class PackedProduct(Product):
         return Work(2.0 * one.m * one.n * one.k, float(moved + weights * bias_bytes(p.bias, one.n)), depth)
 
 
-class QuantizedLinear(PackedProduct, CuteOp[QuantizedProblem, QuantizedConfig]):
+class QuantizedLinear(PackedProduct[QuantizedProblem], CuteOp[QuantizedProblem, QuantizedConfig]):
     """x and a QuantizedWeight's tensors, with a bias; ``columns`` are half of ``n`` where gated."""
 
     name = "quantized_linear"
@@ -230,7 +229,7 @@ class QuantizedLinear(PackedProduct, CuteOp[QuantizedProblem, QuantizedConfig]):
         return (exact_product(x, weight, bias, options["activation"], x.dtype),)
 
 
-class QuantizedGroupedGemm(PackedProduct, CuteOp[QuantizedGroupedProblem, QuantizedConfig]):
+class QuantizedGroupedGemm(PackedProduct[QuantizedGroupedProblem], CuteOp[QuantizedGroupedProblem, QuantizedConfig]):
     """Rows in groups times the packed weight of all experts' rows, ``total``; ``alpha`` and ``limit`` are of
     ``swiglu_oai``.
     """

@@ -59,8 +59,8 @@ class GroupedWarpgroup(Groups, Warpgroup):
 
     @of_config
     def gate(self, c: GemmConfig, gpu: GpuSpec, x: Extras) -> Broken:
-        for broken, *why in super().gate(c, gpu, x):
-            yield broken & (c.swap_ab == 0), *why
+        for broken, *rest in super().gate(c, gpu, x):
+            yield broken & (c.swap_ab == 0), *rest
         odd = c.swap_ab & (c.tile_n != 2 * GROUP_ROWS * sharing(c)) & x.gated
         why = "tile_n={}: gate and up are halves of a tile, and a group's 64 rows of each meet in a thread"
         yield odd, why, c.tile_n

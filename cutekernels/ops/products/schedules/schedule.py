@@ -12,10 +12,12 @@ from typing import Any, ClassVar
 from cutekernels import rates
 from cutekernels.columns import among, cached, larger, smaller
 from cutekernels.gpu import GpuSpec
+from cutekernels.op import C, P
 from cutekernels.ops.products.schedules import packed_problem
 from cutekernels.ops.products.schedules.coefficients import MULTISTAGE, PREFETCH
 from cutekernels.ops.products.schedules.packed_problem import QuantizedConfig, QuantizedProblem
 from cutekernels.ops.products.schedules.problem import ELEMENT_BYTES, WIDEST, GemmConfig, GemmProblem
+from cutekernels.ops.shared.cute_op import CutePart
 from cutekernels.rules import Broken, Schedule, of_both, of_config, of_problem
 
 GRID_AXIS = 65535  # most CTAs along y or z of a grid
@@ -152,35 +154,35 @@ def workspace_types() -> list[Any]:
     return [backend.dense(cutlass.Float32, None, align=16), backend.dense(cutlass.Int32, None)]
 
 
-class Product:
+class Product(CutePart[P, C]):
     """Rules, model and body of an op are those of the schedule that a config's ``body`` names. Put it before CuteOp."""
 
     schedules: ClassVar[Mapping[str, Any]]
 
-    def for_schedules(self, p: Any) -> tuple[Any, Any]:
+    @abstractmethod
+    def for_schedules(self, p: P) -> tuple[Any, Any]:
         """The problem that schedules read, and what they read beside it."""
-        raise NotImplementedError
 
-    def why_not(self, p: Any, c: Any, gpu: GpuSpec) -> str | None:
+    def why_not(self, p: P, c: Any, gpu: GpuSpec) -> str | None:
         one, x = self.for_schedules(p)
         return self.schedules[c.body].why_not(one, c, gpu, x)  # type: ignore[no-any-return]
 
-    def valid(self, p: Any, gpu: GpuSpec) -> Iterator[Any]:
+    def valid(self, p: P, gpu: GpuSpec) -> Iterator[C]:
         one, x = self.for_schedules(p)
         for schedule in self.schedules.values():
             yield from schedule.valid(one, gpu, x)
 
-    def estimate_us(self, p: Any, c: Any, gpu: GpuSpec) -> Any:
+    def estimate_us(self, p: P, c: Any, gpu: GpuSpec) -> Any:
         one, x = self.for_schedules(p)
         return self.schedules[c.body].estimate_us(one, c, gpu, x)
 
-    def body(self, p: Any, c: Any, gpu: GpuSpec) -> Any:
+    def body(self, p: P, c: Any, gpu: GpuSpec) -> Any:
         one, x = self.for_schedules(p)
         return self.schedules[c.body].body(one, c, gpu, x)
 
-    def further(self, p: Any, c: Any) -> list[Any]:
+    def further(self, p: P, c: Any) -> list[Any]:
         """A call's numbers, then the workspace."""
-        return [*super().further(p, c), *self.schedules[c.body].workspace_types(c)]  # type: ignore[misc]
+        return [*super().further(p, c), *self.schedules[c.body].workspace_types(c)]
 
 
 # ---- rules that several schedules share -----------------------------------------------------------------
