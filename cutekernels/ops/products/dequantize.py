@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
     from cutekernels.gpu import GpuSpec
 
-Packed = Sequence[Any]  # packed, scales, zeros and factors of a weight
-EXPONENT = "e8m0"
 BLOCK = 128  # rows and columns of a block that shares a scale
 
 
@@ -165,8 +163,8 @@ def rows_of_scale(scales: Tensor | None, n: int) -> int:
     return 1 if scales.shape[1] == -(-n // layout.TILE) * layout.TILE else BLOCK
 
 
-def decode_codes(weight: Packed, code: str, group: int, n: int, k: int) -> Tensor:
-    """A packed weight of ``(n, k)`` in fp32."""
+def decode_codes(weight: Sequence[Any], code: str, group: int, n: int, k: int) -> Tensor:
+    """A weight of ``(n, k)`` in fp32, from its packed codes, scales, zeros and factors."""
     import torch
 
     from cutekernels.quant.weight import QuantizedWeight
@@ -223,7 +221,7 @@ def draw_packed(p: Any, name: str, shape: tuple[int, ...], draw: torch.Generator
         shape = shape[0], -(-shape[1] // p.scale_rows)
     size = {"int4": 5.0, "int8": 74.0, "e4m3": 130.0, "nf4": 0.5, "e2m1": 2.9}[p.code] * max(1, p.k) ** 0.5
     scales = (torch.rand(shape, generator=draw, device=device) + 0.5) / size
-    return (torch.frexp(scales).exponent + 126).to(torch.uint8) if p.scale == EXPONENT else scales
+    return (torch.frexp(scales).exponent + 126).to(torch.uint8) if p.scale == "e8m0" else scales
 
 
 OPS = (DEQUANTIZE,)
