@@ -156,7 +156,7 @@ def end_tokens(model: Any, tokenizer: Any, vocabulary: int) -> frozenset[int]:
 
 def is_token(token: Any, vocabulary: int) -> bool:
     """Whether it is a token's id: an integer, numpy's too."""
-    whole = type(token) is int or (isinstance(token, Integral) and type(token) is not bool)
+    whole = type(token) is int or (isinstance(token, Integral) and not isinstance(token, bool))
     return whole and 0 <= token < vocabulary
 
 

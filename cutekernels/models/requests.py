@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from numbers import Integral
+from typing import Any
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.kv_cache import KVCache
@@ -47,13 +48,13 @@ class Requests:
         self._next = 0
         self._lock = threading.Lock()  # of the four above, held for no more than their change
 
-    def add(self, prompt: list[int], most: int, sampling: Sampling, stop: Sequence[int] | Set[int]) -> Request:
+    def add(self, prompt: list[Any], most: Any, sampling: Sampling, stop: Sequence[int] | Set[int]) -> Request:
         """Queue a request. Raises UnsupportedProblem for one that could never run."""
         bad = [token for token in prompt if not is_token(token, self.vocabulary)]
         if bad or not prompt:
             found = f"one is {quote(bad[0])}" if bad else "it is empty"
             raise UnsupportedProblem(f"a prompt is token ids from 0 to {self.vocabulary - 1}; {found}: tokenize it")
-        if isinstance(most, Integral) and type(most) is not bool:  # numpy's too
+        if type(most) is not bool and isinstance(most, Integral):  # numpy's too
             most = int(most)
         if type(most) is not int or most < 1:
             raise UnsupportedProblem(f"max_new_tokens is an integer from 1 up; it is {most!r}")
