@@ -164,19 +164,14 @@ class PackedSkinny(PackedSchedule):
         from cutekernels.kernels.cute.products.skinny_packed import SkinnyPacked
 
         epilogue = ColumnScale if p.group == 0 or p.factors else Epilogue
+        alike = ("tile_m", "tile_n", "tile_k", "warps_n", "warps_k", "stages", "ctas_per_sm")  # named as the knobs are
         return SkinnyPacked(
             **self.weight(p, p.code == "e2m1" and (p.factors or p.dtype == "bf16")),
+            **{name: getattr(c, name) for name in alike},
             smem=self.smem(p, c),
-            tile_m=c.tile_m,
-            tile_n=c.tile_n,
-            tile_k=c.tile_k,
-            warps_n=c.warps_n,
-            warps_k=c.warps_k,
-            stages=c.stages,
             epilogue=epilogue(Activation("silu_approx" if p.gated else p.activation)),
             dependent=c.pdl,
             prefetch_tiles=c.prefetch_l2,
-            ctas_per_sm=c.ctas_per_sm,
             gated=p.gated,
         )
 
