@@ -302,8 +302,6 @@ def _check(
 
 def cpu(results, inputs, alpha=1.0, beta=0.0, activation="none", accumulate="fp32", config=None):  # type: ignore[no-untyped-def]
     _check(results, inputs, beta, activation, accumulate)
-    if config is not None:
-        GemmConfig.parse(config)  # ignored here, and yet one of the op's
     (made,) = GEMM.evaluate(*inputs, alpha, beta, activation=activation)
     if results is None:
         return made

@@ -306,10 +306,8 @@ def implementations(
         return made[0] if r == 1 > given else returned(made, inputs)
 
     def cpu(*args: Any) -> Any:
-        inputs, results, (options, scalars, config) = args[:n], args[n:i], arguments_behind(args)
+        inputs, results, (options, scalars, _) = args[:n], args[n:i], arguments_behind(args)
         chosen = dict(zip(op.options, options, strict=True))
-        if config is not None:
-            op.serving(inputs).Config.parse(config)  # ignored here, and yet one of the op's
         op.admit(inputs, results, **chosen)
         if given:
             check_overlap(op, results, inputs)
