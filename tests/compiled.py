@@ -77,6 +77,11 @@ def area(config: Config) -> int:
     return math.prod(getattr(config, name) for name in config.space() if name.startswith("tile"))
 
 
+def having(configs: Iterable[Any], **values: Any) -> list[Any]:
+    """Those of ``configs`` whose knobs have these values."""
+    return [c for c in configs if all(getattr(c, name) == value for name, value in values.items())]
+
+
 def smaller(configs: Sequence[Any], rng: random.Random) -> Any:
     """A random config of the half with the smaller tiles."""
     return rng.choice(sorted(configs, key=area)[: (len(configs) + 1) // 2])

@@ -110,6 +110,15 @@ def one_seed() -> Iterator[None]:
 
 
 @pytest.fixture
+def warpgroups() -> None:
+    """For files of GPU tests of warpgroup bodies."""
+    from cutekernels import gpu
+
+    if not gpu.detect().has_wgmma:
+        pytest.skip("no warpgroup MMA here")
+
+
+@pytest.fixture
 def shipped(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty folder that stands in for ``db/shipped``: what we ship changes, a test's expectations do not.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
@@ -12,13 +11,12 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from cutekernels import compile as compiler
-from cutekernels import gpu
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.activations.api import bias_gelu, gelu_mul, silu_mul
 from cutekernels.ops.activations.op import slab_rows
 from tests.activations.gelu_cases import APPROXIMATE, OPS, VALUES, error_ratio, truth
 from tests.activations.silu_mul_cases import DTYPES
+from tests.on_gpu import computed, drawn, needs_memory, normal, traced
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_seed")]
 
@@ -32,10 +30,6 @@ AWKWARD = [
     "rows=5 cols=65536 approximate=tanh",
 ]
 SUITES = [(op, text) for op in OPS.values() for text in (*op.suite, *AWKWARD)]
-
-
-def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.randn(shape, device="cuda", dtype=dtype)
 
 
 def worst(op: str, results: Any, inputs: Any, approximate: str) -> float:
@@ -63,16 +57,12 @@ def right(op: str, out: Tensor, inputs: list[Tensor], approximate: str = "none")
 
 @pytest.mark.parametrize(("op", "text"), SUITES, ids=str)
 def test_every_suite_with_default_and_random_configs(op: Any, text: str) -> None:
-    problem, spec = op.Problem.parse(text), gpu.detect()
+    problem = op.Problem.parse(text)
     inputs = op.sample(problem, "cuda", 11)
     options = {"approximate": problem.approximate}
-    valid = list(op.valid(problem, spec))
-    for config in (op.default(problem, spec), *random.Random(text).sample(valid, min(4, len(valid)))):
-        results = op.outputs(problem, *inputs)
+    for config in drawn(op, problem, 4, text):
+        results = computed(op, problem, config, inputs)
         assert op.problem(*results, *inputs, **options) == problem or problem.rows == 1 or problem.cols == 1
-        for result in results:
-            result.fill_(float("nan"))
-        op.bind(problem, config, compiler.get(op, problem, config, spec))(*results, *inputs)
         ratio = worst(op.name, results, inputs, problem.approximate)
         assert ratio <= 1, f"{op.name} [{problem}] [{config}] is off by {ratio:.3g} tolerances"
 
@@ -155,8 +145,7 @@ def test_empty(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.slow
 def test_more_than_two_billion_elements() -> None:
-    if torch.cuda.mem_get_info()[0] < 24 << 30:
-        pytest.skip("needs 24 GiB of free device memory")
+    needs_memory(24)
     rows, cols = 70_000, 32_776
     x, bias = normal(rows, cols), normal(cols)
     out = bias_gelu(x, bias)
@@ -215,7 +204,7 @@ def test_gradients_of_packed_gates(function: Any) -> None:
     assert torch.equal(packed.grad, torch.cat([gate.grad, up.grad], dim=-1))  # type: ignore[list-item]
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
+@traced
 def test_compiled_whole() -> None:
     def mlp(packed: Tensor, bias: Tensor) -> Tensor:
         return bias_gelu(silu_mul(packed) + gelu_mul(packed, approximate="tanh"), bias)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
@@ -12,12 +11,11 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 import cutekernels
-from cutekernels import compile as compiler
-from cutekernels import gpu
 from cutekernels.errors import InvalidConfig, UnsupportedProblem
 from cutekernels.ops.activations.api import silu_mul
 from cutekernels.ops.activations.op import SILU_MUL, SILU_MUL_BACKWARD, GluProblem
 from tests.activations.silu_mul_cases import DTYPES, OPS, VALUES, error_ratio, truth
+from tests.on_gpu import computed, drawn, needs_memory, normal, traced
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_seed")]
 
@@ -44,10 +42,6 @@ def worst(op: str, results: Any, inputs: Any) -> float:
     return found
 
 
-def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.randn(shape, device="cuda", dtype=dtype)
-
-
 def right(out: Tensor, gate: Tensor, up: Tensor) -> bool:
     two_d = [t.reshape(-1, t.shape[-1]) for t in (out, gate, up)]
     return worst("silu_mul", two_d[:1], two_d[1:]) <= 1
@@ -58,17 +52,11 @@ def right(out: Tensor, gate: Tensor, up: Tensor) -> bool:
 
 @pytest.mark.parametrize(("op", "text"), SUITES + [(op, t) for op in OPS.values() for t in AWKWARD], ids=str)
 def test_every_suite_with_default_and_random_configs(op: Any, text: str) -> None:
-    problem, spec = GluProblem.parse(text), gpu.detect()
+    problem = GluProblem.parse(text)
     inputs = op.sample(problem, "cuda", 11)
-    valid = list(op.valid(problem, spec))
-    default = op.default(problem, spec)
-    configs = [default, *random.Random(text).sample(valid, min(5, len(valid)))]
-    for config in configs:
-        results = op.outputs(problem, *inputs)
+    for config in drawn(op, problem, 5, text):
+        results = computed(op, problem, config, inputs)
         assert op.problem(*results, *inputs) == problem or problem.rows == 1 or problem.cols == 1
-        for result in results:
-            result.fill_(float("nan"))
-        op.bind(problem, config, compiler.get(op, problem, config, spec))(*results, *inputs)
         ratio = worst(op.name, results, inputs)
         assert ratio <= 1, f"{op.name} [{problem}] [{config}] is off by {ratio:.3g} tolerances"
 
@@ -159,8 +147,7 @@ def test_empty(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.slow
 def test_more_than_two_billion_elements() -> None:
-    if torch.cuda.mem_get_info()[0] < 24 << 30:
-        pytest.skip("needs 24 GiB of free device memory")
+    needs_memory(24)
     rows, cols = 70_000, 32_771
     gate, up = normal(rows, cols), normal(rows, cols)
     out = silu_mul(gate, up)
@@ -220,7 +207,7 @@ def test_gradients(dtype: torch.dtype, arrangement: str) -> None:
     assert worst("silu_mul_backward", results, inputs) <= 1
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
+@traced
 def test_compiled_whole() -> None:
     @torch.compile(fullgraph=True)
     def mlp(joint: Tensor, down: Tensor) -> Tensor:

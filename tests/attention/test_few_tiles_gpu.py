@@ -17,21 +17,15 @@ from cutekernels.ops.attention.problem import AttentionProblem
 from tests.attention import cases
 from tests.attention.cases import random_problem
 from tests.attention.test_gpu import judge
+from tests.compiled import having
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("warpgroups")]
 launched = partial(cases.launched, ATTENTION)
 LENGTHS = (1, 65, 129, 300, 1000, 1024)
 
 
-@pytest.fixture(autouse=True)
-def _needs_warpgroups() -> None:
-    if not gpu.detect().has_wgmma:
-        pytest.skip("no warpgroup MMA here")
-
-
 def few(p: AttentionProblem, **values: Any) -> list[AttentionConfig]:
-    valid = [c for c in ATTENTION.valid(p, gpu.detect()) if c.body == "few"]
-    return [c for c in valid if all(getattr(c, name) == value for name, value in values.items())]
+    return having(ATTENTION.valid(p, gpu.detect()), body="few", **values)
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -18,6 +18,7 @@ from cutekernels.ops.attention.problem import AttentionProblem
 from cutekernels.ops.attention.reference import attention as reference
 from tests.attention import cases
 from tests.attention.cases import LENGTHS, ROUNDING, random_config, random_problem, row_errors, torch_attention, truth
+from tests.on_gpu import needs_memory
 from tests.seeds import seeds
 
 pytestmark = pytest.mark.gpu
@@ -182,8 +183,7 @@ def test_a_planted_bug_is_caught() -> None:
 @pytest.mark.slow
 def test_more_than_2_to_the_31_elements() -> None:
     """Keys and values of 2^31 elements and more, of which the last rows matter."""
-    if torch.cuda.mem_get_info()[0] < 24 * 2**30:
-        pytest.skip("needs 24 GB")
+    needs_memory(24)
     seq = 2**31 // (8 * 128) + 192
     k = torch.zeros(1, seq, 8, 128, device="cuda", dtype=torch.bfloat16)
     v = torch.zeros(1, seq, 8, 128, device="cuda", dtype=torch.bfloat16)

@@ -24,21 +24,15 @@ from cutekernels.ops.attention.backward_config import (
 from tests.attention import cases
 from tests.attention.backward_cases import random_backward
 from tests.attention.test_backward_gpu import judge
+from tests.compiled import having
 from tests.seeds import seeds
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_seed")]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("warpgroups", "one_seed")]
 launched = partial(cases.launched, ATTENTION_BACKWARD)
 
 
-@pytest.fixture(autouse=True)
-def _needs_warpgroups() -> None:
-    if not gpu.detect().has_wgmma:
-        pytest.skip("no warpgroup MMA here")
-
-
 def warpgroup(p: AttentionBackwardProblem, **values: Any) -> list[AttentionBackwardConfig]:
-    valid = [c for c in ATTENTION_BACKWARD.valid(p, gpu.detect()) if c.body == "warpgroup"]
-    return [c for c in valid if all(getattr(c, name) == value for name, value in values.items())]
+    return having(ATTENTION_BACKWARD.valid(p, gpu.detect()), body="warpgroup", **values)
 
 
 @pytest.fixture

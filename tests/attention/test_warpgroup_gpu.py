@@ -17,21 +17,15 @@ from cutekernels.ops.attention.problem import AttentionProblem
 from tests.attention import cases
 from tests.attention.cases import random_problem
 from tests.attention.test_gpu import judge
+from tests.compiled import having
 from tests.seeds import seeds
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("warpgroups")]
 launched = partial(cases.launched, ATTENTION)
 
 
-@pytest.fixture(autouse=True)
-def _needs_warpgroups() -> None:
-    if not gpu.detect().has_wgmma:
-        pytest.skip("no warpgroup MMA here")
-
-
 def warpgroup(p: AttentionProblem, **values: Any) -> list[AttentionConfig]:
-    valid = [c for c in ATTENTION.valid(p, gpu.detect()) if c.body == "warpgroup"]
-    return [c for c in valid if all(getattr(c, name) == value for name, value in values.items())]
+    return having(ATTENTION.valid(p, gpu.detect()), body="warpgroup", **values)
 
 
 @pytest.mark.parametrize("seed", seeds(40))

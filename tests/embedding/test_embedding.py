@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +17,7 @@ from cutekernels.ops.embedding.op import EMBEDDING, EmbeddingProblem
 from tests.embedding import cases as embedding_cases
 from tests.embedding.cases import CASES, KINDS, OPS, PLANTED, error_ratio, gradient, laid
 from tests.interpreted import kernel_tests
+from tests.on_gpu import drawn, needs_memory
 
 # ---- kernels, interpreted and compiled ------------------------------------------------------------------
 
@@ -89,8 +89,7 @@ def test_every_suite_with_default_and_random_configs(op: Any, text: str) -> None
     problem, spec = EmbeddingProblem.parse(text), gpu.detect()
     args = op.sample(problem, "cuda", 11)
     (expected,) = op.reference(problem, *args)
-    valid = list(op.valid(problem, spec))
-    for config in (op.default(problem, spec), *random.Random(text).sample(valid, min(4, len(valid)))):
+    for config in drawn(op, problem, 4, text):
         (out,) = op.outputs(problem, *args)
         out.fill_(float("nan"))
         op.bind(problem, config, compiler.get(op, problem, config, spec))(out, *args)
@@ -136,8 +135,7 @@ def test_gradients_on_a_gpu_are_right_and_always_the_same(dtype: torch.dtype) ->
 @pytest.mark.gpu
 @pytest.mark.slow
 def test_more_than_two_billion_elements() -> None:
-    if torch.cuda.mem_get_info()[0] < 24 << 30:
-        pytest.skip("needs 24 GiB of free device memory")
+    needs_memory(24)
     table = torch.randn(140_000, 16_384, device="cuda", dtype=torch.bfloat16)
     ids = torch.randint(0, 140_000, (150_000,), device="cuda")
     out = embedding(ids, table)

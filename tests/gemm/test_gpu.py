@@ -51,11 +51,16 @@ def assert_right(actual: Tensor, problem: GemmProblem, args: tuple[Any, ...], la
         assert ours <= 2 * theirs + slack, f"[{problem}] {label}: {ours:.3g} against torch's {theirs:.3g}"
 
 
+def assert_launch_right(problem: GemmProblem, args: tuple[Any, ...], config: object = None) -> None:
+    text = "" if config is None else str(config)
+    assert_right(launch(problem, args, text or None), problem, args, text)
+
+
 @pytest.mark.parametrize("text", GEMM.suite)
 def test_suite_by_default(text: str) -> None:
     problem = GemmProblem.parse(text)
     args = GEMM.sample(problem, "cuda", 0)
-    assert_right(launch(problem, args), problem, args)
+    assert_launch_right(problem, args)
 
 
 @pytest.mark.parametrize("seed", seeds(160))
@@ -65,7 +70,7 @@ def test_random_problems_and_configs(seed: int) -> None:
     spec = gpu.detect()
     args = GEMM.sample(problem, "cuda", seed)
     config = None if seed % 4 == 0 else str(random_config(rng, problem, spec))
-    assert_right(launch(problem, args, config), problem, args, str(config))
+    assert_launch_right(problem, args, config)
 
 
 def test_larger_random_configs() -> None:
@@ -74,7 +79,7 @@ def test_larger_random_configs() -> None:
         problem = random_problem(rng, (512, 640, 1000, 1024, 1536))
         args = GEMM.sample(problem, "cuda", seed)
         config = str(random_config(rng, problem, spec))
-        assert_right(launch(problem, args, config), problem, args, config)
+        assert_launch_right(problem, args, config)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -85,7 +90,7 @@ def test_persistent_configs_over_many_tiles(seed: int) -> None:
     persistent = [c for c in GEMM.valid(problem, spec) if c.persistent]
     args = GEMM.sample(problem, "cuda", seed)
     config = str(rng.choice(persistent))
-    assert_right(launch(problem, args, config), problem, args, config)
+    assert_launch_right(problem, args, config)
 
 
 def test_a_planted_bug_fails() -> None:

@@ -17,7 +17,7 @@ from cutekernels.ops.products.schedules.multistage import MULTISTAGE
 from cutekernels.ops.products.schedules.problem import GemmConfig, GemmProblem
 from cutekernels.ops.products.schedules.schedule import PLAIN
 from cutekernels.ops.products.schedules.skinny import SKINNY
-from tests.compiled import area, pairs
+from tests.compiled import area, having, pairs
 from tests.gemm.test_compiled import built, kernel
 
 H200 = gpu.lookup("h200")
@@ -35,8 +35,7 @@ def valid(p: GemmProblem, target: str) -> tuple[GemmConfig, ...]:
 
 def candidates(p: GemmProblem, spec: gpu.GpuSpec, **values: Any) -> list[GemmConfig]:
     """Valid configs of the skinny schedule with ``values``."""
-    few = [c for c in valid(p, spec.name) if c.body == "skinny"]
-    return [c for c in few if all(getattr(c, name) == value for name, value in values.items())]
+    return having(valid(p, spec.name), body="skinny", **values)
 
 
 # ---- rules ----------------------------------------------------------------------------------------------

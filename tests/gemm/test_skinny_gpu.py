@@ -14,16 +14,15 @@ from cutekernels.kernels.activations import ACTIVATIONS
 from cutekernels.ops.products.dense import GEMM
 from cutekernels.ops.products.schedules.problem import GemmConfig, GemmProblem
 from cutekernels.ops.products.schedules.skinny import SKINNY
-from tests.gemm.test_gpu import assert_right, launch
+from tests.compiled import having
+from tests.gemm.test_gpu import assert_launch_right, launch
 
 pytestmark = pytest.mark.gpu
 TOKENS = (1, 2, 3, 4, 7, 8, 9, 16, 17, 24, 31, 32, 33, 48, 64, 65, 96, 127, 128)
 
 
 def skinny_configs(problem: GemmProblem, **values: Any) -> list[GemmConfig]:
-    spec = gpu.detect()
-    valid = [c for c in GEMM.valid(problem, spec) if c.body == "skinny"]
-    return [c for c in valid if all(getattr(c, name) == value for name, value in values.items())]
+    return having(GEMM.valid(problem, gpu.detect()), body="skinny", **values)
 
 
 def posed(rng: random.Random, m: int, sources: tuple[str, ...] = ("none", "n")) -> GemmProblem:
@@ -50,7 +49,7 @@ def test_random_problems_and_configs(m: int) -> None:
         problem = posed(rng, m)
         args = GEMM.sample(problem, "cuda", seed)
         for config in rng.sample(skinny_configs(problem), 2):
-            assert_right(launch(problem, args, str(config)), problem, args, str(config))
+            assert_launch_right(problem, args, config)
 
 
 @pytest.mark.parametrize("m", [17, 24, 33, 47, 48, 65, 96, 97, 128])
@@ -60,7 +59,7 @@ def test_tiles_that_are_no_power_of_two(m: int) -> None:
         problem = posed(rng, m)
         args = GEMM.sample(problem, "cuda", seed)
         for config in rng.sample(skinny_configs(problem, tile_m=tile), 3):
-            assert_right(launch(problem, args, str(config)), problem, args, str(config))
+            assert_launch_right(problem, args, config)
 
 
 def assert_same_every_time(problem: GemmProblem, configs: list[GemmConfig]) -> None:

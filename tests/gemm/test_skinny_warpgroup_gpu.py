@@ -12,22 +12,16 @@ import cutekernels as ck
 from cutekernels import gpu
 from cutekernels.ops.products.dense import GEMM
 from cutekernels.ops.products.schedules.problem import GemmConfig, GemmProblem
-from tests.gemm.test_gpu import assert_right, launch
+from tests.compiled import having
+from tests.gemm.test_gpu import assert_launch_right, assert_right, launch
 from tests.gemm.test_skinny_gpu import assert_dependents_wait, assert_same_every_time, posed
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("warpgroups")]
 TOKENS = (1, 2, 7, 8, 9, 16, 17, 31, 33, 48, 63, 64, 65, 96, 97, 128, 129, 200, 513)
 
 
-@pytest.fixture(autouse=True)
-def _needs_warpgroups() -> None:
-    if not gpu.detect().has_wgmma:
-        pytest.skip("no warpgroup MMA here")
-
-
 def skinny_warpgroup(problem: GemmProblem, **values: Any) -> list[GemmConfig]:
-    valid = [c for c in GEMM.valid(problem, gpu.detect()) if c.body == "skinny_warpgroup"]
-    return [c for c in valid if all(getattr(c, name) == value for name, value in values.items())]
+    return having(GEMM.valid(problem, gpu.detect()), body="skinny_warpgroup", **values)
 
 
 @pytest.mark.parametrize("m", TOKENS)
@@ -37,7 +31,7 @@ def test_random_problems_and_configs(m: int) -> None:
         problem = posed(rng, m, ("none", "n", "m"))
         args = GEMM.sample(problem, "cuda", seed)
         for config in rng.sample(skinny_warpgroup(problem), 2):
-            assert_right(launch(problem, args, str(config)), problem, args, str(config))
+            assert_launch_right(problem, args, config)
 
 
 @pytest.mark.parametrize("tile_m", [8, 16, 32, 48, 64, 96, 128])
@@ -49,7 +43,7 @@ def test_nothing_beyond_the_tokens_reaches_the_result(tile_m: int) -> None:
         x, w = (torch.full((rows, 1032), float("nan"), device="cuda", dtype=torch.bfloat16) for rows in (512, 1000))
         ck.gemm(x, w.t())
         args = GEMM.sample(problem, "cuda", 1)
-        assert_right(launch(problem, args, str(config)), problem, args, str(config))
+        assert_launch_right(problem, args, config)
 
 
 @pytest.mark.parametrize("split", [2, 4, 8])
@@ -80,7 +74,7 @@ def test_many_ctas_to_a_tile(split: int, text: str) -> None:
     shapes += [max(found, key=lambda c: (c.tile_m, c.tile_k)), *random.Random(split).sample(found, 2)]
     args = GEMM.sample(problem, "cuda", split)
     for config in dict.fromkeys(shapes):
-        assert_right(launch(problem, args, str(config)), problem, args, str(config))
+        assert_launch_right(problem, args, config)
 
 
 def test_default_of_many_sizes() -> None:

@@ -15,22 +15,16 @@ from cutekernels.ops.products.dense import GEMM
 from cutekernels.ops.products.schedules.problem import GemmConfig, GemmProblem
 from cutekernels.ops.products.schedules.schedule import extras_of
 from cutekernels.ops.products.schedules.warpgroup import WARPGROUP
-from tests.gemm.test_gpu import assert_right, launch
+from tests.compiled import having
+from tests.gemm.test_gpu import assert_launch_right, assert_right, launch
 from tests.gemm.test_skinny_gpu import assert_dependents_wait, assert_same_every_time
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("warpgroups")]
 LAYOUTS = [(a, b, out) for a in ("k", "m") for b in ("k", "n") for out in ("n", "m")]
 
 
-@pytest.fixture(autouse=True)
-def _needs_warpgroups() -> None:
-    if not gpu.detect().has_wgmma:
-        pytest.skip("no warpgroup MMA here")
-
-
 def warpgroup(problem: GemmProblem, **values: Any) -> list[GemmConfig]:
-    valid = [c for c in GEMM.valid(problem, gpu.detect()) if c.body == "warpgroup"]
-    return [c for c in valid if all(getattr(c, name) == value for name, value in values.items())]
+    return having(GEMM.valid(problem, gpu.detect()), body="warpgroup", **values)
 
 
 def posed(rng: random.Random, layout: tuple[str, str, str], c: str = "none", **fixed: Any) -> GemmProblem:
@@ -60,7 +54,7 @@ def test_random_problems_and_configs(layout: tuple[str, str, str], c: str) -> No
     problem = posed(rng, layout, layout[2] if c == "out" else c)
     args = GEMM.sample(problem, "cuda", 0)
     for config in rng.sample(warpgroup(problem), 4):
-        assert_right(launch(problem, args, str(config)), problem, args, str(config))
+        assert_launch_right(problem, args, config)
 
 
 @pytest.mark.parametrize("c", ["none", "out"])
@@ -70,7 +64,7 @@ def test_fp16_sums(layout: tuple[str, str, str], c: str) -> None:
     problem = posed(rng, layout, layout[2] if c == "out" else c, dtype="fp16", accumulate="fp16")
     args = GEMM.sample(problem, "cuda", 0)
     for config in rng.sample(warpgroup(problem), 2):
-        assert_right(launch(problem, args, str(config)), problem, args, str(config))
+        assert_launch_right(problem, args, config)
 
 
 def test_fp16_sums_of_large_tiles() -> None:
@@ -98,7 +92,7 @@ def test_arrangements_over_many_tiles(arrangement: dict[str, Any]) -> None:
         problem = GemmProblem(3000, 2504, 328, a_major=layout[0], b_major=layout[1], out_major=layout[2])
         args = GEMM.sample(problem, "cuda", seed)
         for config in rng.sample(warpgroup(problem, **arrangement), 2):
-            assert_right(launch(problem, args, str(config)), problem, args, str(config))
+            assert_launch_right(problem, args, config)
 
 
 @pytest.mark.parametrize("out_major", ["n", "m"])
@@ -110,7 +104,7 @@ def test_columns_by_eights_and_a_single_box(out_major: str) -> None:
     found = [c for width in (72, 104, 168, 200) for c in rng.sample(warpgroup(problem, tile_n=width), 2)]
     single = [c for c in warpgroup(problem, pingpong=True) if WARPGROUP.smem(c, extras_of(problem)).boxes == 1]
     for config in [*found, *rng.sample(warpgroup(problem, tile_n=104, cluster_m=2), 1), *rng.sample(single, 2)]:
-        assert_right(launch(problem, args, str(config)), problem, args, str(config))
+        assert_launch_right(problem, args, config)
 
 
 @pytest.mark.parametrize("out_major", ["n", "m"])
@@ -152,7 +146,7 @@ def test_what_a_launch_before_left_in_shared_memory_does_not_matter() -> None:
     for config in random.Random(2).sample(warpgroup(problem), 4):
         bad = [torch.full((s, s), float("nan"), device="cuda", dtype=torch.bfloat16) for s in (1024, 1024)]
         ck.gemm(*bad, config=str(config))
-        assert_right(launch(problem, args, str(config)), problem, args, str(config))
+        assert_launch_right(problem, args, config)
 
 
 def test_the_same_bits_every_time() -> None:

@@ -9,21 +9,14 @@ import pytest
 import torch
 
 import cutekernels as ck
-from cutekernels import gpu
 from cutekernels.kernels.activations import ACTIVATIONS
 from cutekernels.ops.products.dense import GEMM
 from cutekernels.ops.products.schedules.problem import GemmConfig, GemmProblem
-from tests.gemm.test_gpu import assert_right, launch
+from tests.gemm.test_gpu import assert_launch_right
 from tests.gemm.test_skinny_gpu import assert_same_every_time
 from tests.gemm.test_warpgroup_gpu import LAYOUTS, warpgroup
 
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def _needs_warpgroups() -> None:
-    if not gpu.detect().has_wgmma:
-        pytest.skip("no warpgroup MMA here")
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("warpgroups")]
 
 
 def sharing_configs(problem: GemmProblem, **values: Any) -> list[GemmConfig]:
@@ -57,7 +50,7 @@ def test_random_problems_and_configs(layout: tuple[str, str, str], c: str) -> No
     args = GEMM.sample(problem, "cuda", 0)
     found = sharing_configs(problem)
     for config in rng.sample(found, min(4, len(found))):
-        assert_right(launch(problem, args, str(config)), problem, args, str(config))
+        assert_launch_right(problem, args, config)
 
 
 @pytest.mark.parametrize("split_k", [2, 3, 4])
@@ -69,7 +62,7 @@ def test_parts_alone_and_behind_full_waves(split_k: int, arrangement: dict[str, 
         args = GEMM.sample(problem, "cuda", 0)
         found = sharing_configs(problem, split_k=split_k, **arrangement)
         for config in rng.sample(found, min(2, len(found))):
-            assert_right(launch(problem, args, str(config)), problem, args, str(config))
+            assert_launch_right(problem, args, config)
 
 
 def test_the_same_bits_every_time() -> None:

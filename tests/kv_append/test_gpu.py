@@ -20,14 +20,11 @@ from cutekernels.ops.kv_append.api import kv_append
 from cutekernels.ops.kv_append.op import KV_APPEND, KvAppendProblem
 from cutekernels.sdpa import route_sdpa
 from tests.kv_append.cases import CASES, judge, posed, right
+from tests.on_gpu import needs_memory, normal, traced
 from tests.rope.cases import table
 
 pytestmark = pytest.mark.gpu
 KINDS = (0, 16, 256)  # page sizes
-
-
-def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.randn(shape, device="cuda", dtype=dtype)
 
 
 def made(page_size: int, batch: int = 4, room: int = 512, heads: int = 2, head_dim: int = 128) -> KVCache:
@@ -165,8 +162,7 @@ def test_any_strides() -> None:
 
 @pytest.mark.slow
 def test_more_than_two_billion_elements() -> None:
-    if torch.cuda.mem_get_info()[0] < 24 << 30:
-        pytest.skip("needs 24 GiB of free device memory")
+    needs_memory(24)
     k, v = normal(2, 3, 8, 128), normal(2, 3, 8, 128)
     whole = KVCache.contiguous(2, 1 << 21, 8, 128)
     pages = torch.full((2, 1 << 17), NO_PAGE, device="cuda", dtype=torch.int32)
@@ -285,7 +281,7 @@ def test_append_does_not_wait_for_the_device() -> None:
     assert cache.lengths.tolist() == [0] * 4
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
+@traced
 def test_compiled_whole() -> None:
     cos, sin = table(512, 64, device="cuda")
     caches = [made(16), made(16)]

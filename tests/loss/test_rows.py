@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
@@ -21,6 +20,7 @@ from cutekernels.ops.loss.rows import (
 from tests.interpreted import kernel_tests
 from tests.loss import cases as loss_cases
 from tests.loss.cases import CASES, OPS, PLANTED
+from tests.on_gpu import drawn
 from tests.tolerance import FP32_ULP, worst_ratio
 
 interpreted, test_kernel_numerics, test_a_planted_bug_is_caught = kernel_tests(loss_cases.__file__, CASES, PLANTED)
@@ -51,8 +51,7 @@ def test_every_suite_with_default_and_random_configs(op: Any, text: str) -> None
     if op is LOGIT_STATISTICS:  # its sums have terms of either sign
         size = size + args[0].double().abs().sum(1, keepdim=True)
     terms = problem.cols if op is LOGIT_STATISTICS else 64
-    valid = list(op.valid(problem, spec))
-    for config in (op.default(problem, spec), *random.Random(text).sample(valid, min(4, len(valid)))):
+    for config in drawn(op, problem, 4, text):
         (out,) = op.outputs(problem, *args)
         out.fill_(float("nan"))
         op.bind(problem, config, compiler.get(op, problem, config, spec))(out, *args)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from itertools import pairwise
 from typing import Any
 
@@ -20,6 +19,7 @@ from cutekernels.ops.moe.permute import MOE_PERMUTE
 from cutekernels.ops.moe.route import MOE_ROUTE, MOE_ROUTE_BACKWARD
 from cutekernels.ops.moe.rows import MOE_COMBINE, MOE_COMBINE_BACKWARD, MOE_DISPATCH, MOE_GATHER
 from tests.moe.cases import DTYPES, OPS, ratio, truth, worst
+from tests.on_gpu import drawn, needs_memory, normal, traced
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_seed")]
 
@@ -48,10 +48,6 @@ AWKWARD = [
 _JUDGED_BYTES = 1 << 28  # what fp64 copies of a whole problem may come from
 
 
-def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.randn(shape, device="cuda", dtype=dtype)
-
-
 def inverse_of(tokens: int, top_k: int) -> Tensor:
     return torch.randperm(tokens * top_k, device="cuda").int().view(tokens, top_k)
 
@@ -71,8 +67,7 @@ def test_every_suite_with_default_and_random_configs(op: Any, text: str) -> None
     small = sum(t.numel() * t.element_size() for t in (*results, *inputs) if t is not None) < _JUDGED_BYTES
     exact = truth(op.name, inputs, **options) if small else []
     expected = [] if small else op.reference(problem, *inputs)
-    valid = list(op.valid(problem, spec))
-    for config in [op.default(problem, spec), *random.Random(text).sample(valid, min(5, len(valid)))]:
+    for config in drawn(op, problem, 5, text):
         verify.poison(results)
         op.bind(problem, config, compiler.get(op, problem, config, spec))(*results, *inputs)
         if small:
@@ -188,8 +183,7 @@ def test_places_outside_are_left_alone() -> None:
 
 @pytest.mark.slow
 def test_more_than_two_billion_elements() -> None:
-    if torch.cuda.mem_get_info()[0] < 40 << 30:
-        pytest.skip("needs 40 GiB of free device memory")
+    needs_memory(40)
     logits = normal(4_500_000, 512)
     weights, ids = moe_route(logits, 2)
     part = slice(-300, None)
@@ -290,7 +284,7 @@ def test_gradients_of_moving(dtype: torch.dtype, kind: str) -> None:
         assert worst(name, grads, inputs) <= 1
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
+@traced
 def test_compiled_whole() -> None:
     @torch.compile(fullgraph=True)
     def mixture(x: Tensor, logits: Tensor) -> Tensor:

@@ -16,6 +16,8 @@ from cutekernels import gpu, nn, verify
 from cutekernels.ops.products.grouped import GROUPED_GEMM, GROUPED_GEMM_WGRAD
 from cutekernels.ops.products.grouped import GroupedProblem as Problem
 from cutekernels.ops.products.groups import SPREADS, sample_offsets
+from tests.compiled import having
+from tests.on_gpu import drawn, normal
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_seed")]
 OPS = (GROUPED_GEMM, GROUPED_GEMM_WGRAD)
@@ -33,10 +35,6 @@ AWKWARD = [
 CASES = [(op, text) for op in OPS for text in op.suite] + AWKWARD
 
 
-def normal(*shape: int) -> Tensor:
-    return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
-
-
 def ends(*values: int) -> Tensor:
     return torch.tensor(values, device="cuda", dtype=torch.int32)
 
@@ -50,8 +48,7 @@ def test_every_suite_and_spread_with_default_and_random_configs(op: Any, text: s
     results = op.outputs(problem, *inputs)
     assert op.problem(*results, *inputs, **options) == problem
     expected, work = op.reference(problem, *inputs), op.work(problem)
-    valid = list(op.valid(problem, spec))
-    for config in [op.default(problem, spec), *random.Random(text).sample(valid, min(3, len(valid)))]:
+    for config in drawn(op, problem, 3, text):
         verify.poison(results)
         op.bind(problem, config, compiler.get(op, problem, config, spec))(*results, *inputs)
         found = verify.worst_error(results, expected, work.flops, depth=work.depth)
@@ -199,8 +196,7 @@ def arranged(problem: Problem, **values: Any) -> list[Any]:
     spec = gpu.detect()
     if not (spec.has_tma and spec.has_wgmma):
         pytest.skip("no warpgroup MMA here")
-    found = [c for c in GROUPED_GEMM.valid(problem, spec) if c.body == "warpgroup"]
-    return [c for c in found if all(getattr(c, name) == value for name, value in values.items())]
+    return having(GROUPED_GEMM.valid(problem, spec), body="warpgroup", **values)
 
 
 @pytest.mark.parametrize("values", ARRANGED, ids=str)

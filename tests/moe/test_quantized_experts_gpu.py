@@ -17,7 +17,9 @@ from cutekernels.ops.products.packed import QUANTIZED_GROUPED_GEMM
 from cutekernels.ops.products.packed import QuantizedGroupedProblem as Problem
 from cutekernels.ops.shared.tolerance import rounded_operand_depth
 from cutekernels.quant import QuantizedStack
+from tests.compiled import having
 from tests.moe.packed import SCHEMES, experts, products
+from tests.on_gpu import normal
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_seed")]
 AWKWARD = [
@@ -37,18 +39,13 @@ AWKWARD = [
 ]
 
 
-def normal(*shape: int) -> Tensor:
-    return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
-
-
 def ends(*values: int) -> Tensor:
     return torch.tensor(values, device="cuda", dtype=torch.int32)
 
 
 def some(problem: Problem, count: int, seed: int, **values: Any) -> list[str]:
     """Texts of valid configs."""
-    found = list(QUANTIZED_GROUPED_GEMM.valid(problem, gpu.detect()))
-    found = [c for c in found if all(getattr(c, name) == value for name, value in values.items())]
+    found = having(QUANTIZED_GROUPED_GEMM.valid(problem, gpu.detect()), **values)
     return [str(c) for c in random.Random(seed).sample(found, min(count, len(found)))]
 
 

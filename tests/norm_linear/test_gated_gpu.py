@@ -13,9 +13,10 @@ import cutekernels as ck
 from cutekernels import gpu
 from cutekernels.ops.products.fused import CHAIN, LinearSiluMulProblem, NormLinearConfig
 from cutekernels.ops.products.norm import LINEAR_SILU_MUL
+from tests.compiled import having
 from tests.norm_linear.test_gpu import error, launch, truth
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("warpgroups")]
 ARRANGEMENTS: tuple[dict[str, Any], ...] = (
     {"pingpong": True},
     {"cluster_m": 2},
@@ -26,15 +27,8 @@ ARRANGEMENTS: tuple[dict[str, Any], ...] = (
 )
 
 
-@pytest.fixture(autouse=True)
-def _needs_warpgroups() -> None:
-    if not gpu.detect().has_wgmma:
-        pytest.skip("no warpgroup MMA here")
-
-
 def fused(p: LinearSiluMulProblem, **values: Any) -> list[NormLinearConfig]:
-    valid = [c for c in LINEAR_SILU_MUL.valid(p, gpu.detect()) if c.path == "fused"]
-    return [c for c in valid if all(getattr(c, name) == value for name, value in values.items())]
+    return having(LINEAR_SILU_MUL.valid(p, gpu.detect()), path="fused", **values)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])

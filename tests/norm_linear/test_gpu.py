@@ -26,6 +26,7 @@ from cutekernels.ops.products.fused import (
 )
 from cutekernels.ops.products.norm import LINEAR_SILU_MUL, RMS_NORM_LINEAR, NormLinear
 from cutekernels.verify import poison, worst_error
+from tests.compiled import having
 
 pytestmark = pytest.mark.gpu
 TOKENS = (1, 2, 3, 4, 7, 8, 9, 16, 17, 31, 32, 33, 64, 65, 100, 128)
@@ -33,8 +34,7 @@ OPS: tuple[NormLinear, ...] = (RMS_NORM_LINEAR, LINEAR_SILU_MUL)
 
 
 def fused(op: NormLinear, p: NormLinearProblem, **values: Any) -> list[NormLinearConfig]:
-    valid = [c for c in op.valid(p, gpu.detect()) if c.path == "fused"]
-    return [c for c in valid if all(getattr(c, name) == value for name, value in values.items())]
+    return having(op.valid(p, gpu.detect()), path="fused", **values)
 
 
 def some(op: NormLinear, p: NormLinearProblem, rng: random.Random, count: int = 1) -> list[NormLinearConfig]:

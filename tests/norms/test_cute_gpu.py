@@ -11,17 +11,13 @@ from torch import Tensor
 pytest.importorskip("triton")
 pytest.importorskip("cutlass")
 
-from cutekernels import compile as compiler
 from cutekernels import gpu, rms_norm
 from cutekernels.ops.norms.op import RMS_NORM
 from tests.norms import cases
 from tests.norms.cute_cases import CONFIG, RAGGED, in_cute
+from tests.on_gpu import computed, normal
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_seed")]
-
-
-def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.randn(shape, device="cuda", dtype=dtype)
 
 
 @pytest.mark.parametrize("text", (*RMS_NORM.suite, *RAGGED))
@@ -34,10 +30,7 @@ def test_random_configs_are_right(text: str) -> None:
     named = dict(zip([*RMS_NORM.inputs, *RMS_NORM.scalars], args, strict=True))
     named |= {name: getattr(problem, name) for name in RMS_NORM.options}
     for config in random.Random(text).sample(found, min(4, len(found))):
-        results = RMS_NORM.outputs(problem, *args)
-        for result in results:
-            result.fill_(float("nan"))
-        RMS_NORM.bind(problem, config, compiler.get(RMS_NORM, problem, config, spec))(*results, *args)
+        results = computed(RMS_NORM, problem, config, args)
         exact = cases.truth(RMS_NORM.name, list(results), named)
         ratio = max(cases.error_ratio(r, *e) for r, e in zip(results, exact, strict=True))
         assert ratio <= 1, f"rms_norm [{problem}] [{config}] is off by {ratio:.3g} tolerances"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
@@ -12,12 +11,11 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from cutekernels import compile as compiler
-from cutekernels import gpu
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.norms.api import add_rms_norm, layer_norm, rms_norm
 from cutekernels.ops.norms.gradients import COLUMN_SUM, COLUMN_SUM_PAIR
 from tests.norms.cases import DTYPES, OPS, error_ratio, truth
+from tests.on_gpu import computed, drawn, needs_memory, normal, traced
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_seed")]
 
@@ -43,10 +41,6 @@ def worst(op: Any, results: Any, args: dict[str, Any]) -> float:
     return max(error_ratio(r, *e) for r, e in zip(results, exact, strict=True))
 
 
-def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.randn(shape, device="cuda", dtype=dtype)
-
-
 def right(y: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None = None, *, layer: bool = False) -> bool:
     args = {"x": x, "weight": weight, "bias": bias, "eps": 1e-5 if layer else 1e-6}
     return worst(OPS["layer_norm" if layer else "rms_norm"], [y], args) <= 1
@@ -57,19 +51,14 @@ def right(y: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None = Non
 
 @pytest.mark.parametrize(("op", "text"), SUITES + [(op, t) for op in OPS.values() for t in AWKWARD], ids=str)
 def test_every_suite_with_default_and_random_configs(op: Any, text: str) -> None:
-    problem, spec = op.Problem.parse(text), gpu.detect()
+    problem = op.Problem.parse(text)
     args = op.sample(problem, "cuda", 11)
     inputs, options = args[: len(op.inputs)], {name: getattr(problem, name) for name in op.options}
     named = dict(zip([*op.inputs, *op.scalars], args, strict=True)) | options
-    valid = list(op.valid(problem, spec))
-    configs = [op.default(problem, spec), *random.Random(text).sample(valid, min(5, len(valid)))]
-    for config in configs:
-        results = op.outputs(problem, *args)
+    for config in drawn(op, problem, 5, text):
+        results = computed(op, problem, config, args)
         posed = op.problem(*results, *inputs, **options)
         assert posed == problem or problem.rows == 1 or problem.cols == 1
-        for result in results:
-            result.fill_(float("nan"))
-        op.bind(problem, config, compiler.get(op, problem, config, spec))(*results, *args)
         ratio = worst(op, results, named)
         assert ratio <= 1, f"{op.name} [{problem}] [{config}] is off by {ratio:.3g} tolerances"
 
@@ -78,16 +67,12 @@ def test_every_suite_with_default_and_random_configs(op: Any, text: str) -> None
     ("op", "text"), [(op, text) for op in (COLUMN_SUM, COLUMN_SUM_PAIR) for text in op.suite], ids=str
 )
 def test_column_sum(op: Any, text: str) -> None:
-    problem, spec = op.Problem.parse(text), gpu.detect()
+    problem = op.Problem.parse(text)
     (parts,) = op.sample(problem, "cuda", 3)
     halves = parts.double().chunk(len(op.results))
-    valid = list(op.valid(problem, spec))
-    for config in [op.default(problem, spec), *random.Random(text).sample(valid, 5)]:
-        results = op.outputs(problem, parts)
+    for config in drawn(op, problem, 5, text):
+        results = computed(op, problem, config, (parts,))
         assert op.problem(*results, parts) == problem
-        for result in results:
-            result.fill_(float("nan"))
-        op.bind(problem, config, compiler.get(op, problem, config, spec))(*results, parts)
         for result, half in zip(results, halves, strict=True):
             assert error_ratio(result, half.sum(0), half.abs().sum(0)) <= 1
 
@@ -209,8 +194,7 @@ def test_empty(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.slow
 def test_more_than_two_billion_elements() -> None:
-    if torch.cuda.mem_get_info()[0] < 40 << 30:
-        pytest.skip("needs 40 GiB of free device memory")
+    needs_memory(40)
     rows, cols = 70_000, 32_771
     x, w = normal(rows, cols), normal(cols)
     y = rms_norm(x, w)
@@ -277,7 +261,7 @@ def test_gradients(dtype: torch.dtype, arrangement: str) -> None:
     checked("layer_norm_backward", [x.grad, w.grad, b.grad], args, (x, w, b))
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
+@traced
 def test_compiled_whole() -> None:
     @torch.compile(fullgraph=True)
     def block(x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
@@ -294,7 +278,7 @@ def test_compiled_whole() -> None:
     assert w.grad.isfinite().all()
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
+@traced
 def test_opcheck() -> None:
     x, w = normal(16, 64, dtype=torch.float32).requires_grad_(), normal(64, dtype=torch.float32).requires_grad_()
     ops, checked = torch.ops.cutekernels, torch.library.opcheck

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import random
 from typing import Any
 
 import pytest
@@ -12,11 +11,11 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from cutekernels import adamw_step, gpu
-from cutekernels import compile as compiler
+from cutekernels import adamw_step
 from cutekernels.errors import InvalidConfig, UnsupportedProblem
 from cutekernels.ops.optimizer.op import ADAMW_STEP, AdamWProblem
 from cutekernels.optim import FusedAdamW
+from tests.on_gpu import computed, drawn, needs_memory, traced
 from tests.optimizer.cases import SETTINGS, operands, truth, worst
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_seed")]
@@ -30,17 +29,13 @@ AWKWARD = [
 
 @pytest.mark.parametrize("text", [*ADAMW_STEP.suite, *AWKWARD])
 def test_every_suite_with_default_and_random_configs(text: str) -> None:
-    problem, spec = AdamWProblem.parse(text), gpu.detect()
+    problem = AdamWProblem.parse(text)
     args = ADAMW_STEP.sample(problem, "cuda", 11)
     start = args[0] if args[4] is None else args[4]
     settings: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
     exact = truth(start, *args[1:4], 3, maximize=problem.maximize, **settings)
-    valid = list(ADAMW_STEP.valid(problem, spec))
-    for config in (ADAMW_STEP.default(problem, spec), *random.Random(text).sample(valid, 4)):
-        results = ADAMW_STEP.outputs(problem, *args)
-        for result in results:
-            result.fill_(float("nan"))
-        ADAMW_STEP.bind(problem, config, compiler.get(ADAMW_STEP, problem, config, spec))(*results, *args)
+    for config in drawn(ADAMW_STEP, problem, 4, text):
+        results = computed(ADAMW_STEP, problem, config, args)
         ratio = worst(results, exact)
         assert ratio <= 1, f"[{problem}] [{config}] is off by {ratio:.3g} tolerances"
 
@@ -87,8 +82,7 @@ def test_refusals() -> None:
 
 @pytest.mark.slow
 def test_more_than_two_billion_elements() -> None:
-    if torch.cuda.mem_get_info()[0] < 40 << 30:
-        pytest.skip("needs 40 GiB of free device memory")
+    needs_memory(40)
     n = (1 << 31) + 5001
     param, grad, exp_avg, exp_avg_sq = (torch.randn(n, device="cuda") for _ in range(4))
     exp_avg_sq.square_()
@@ -115,7 +109,7 @@ def test_runs_on_the_current_stream() -> None:
     assert worst((param, exp_avg, exp_avg_sq), exact) <= 1
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
+@traced
 def test_compiled_whole() -> None:
     @torch.compile(fullgraph=True)
     def update(p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> Tensor:

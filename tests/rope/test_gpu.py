@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
@@ -11,10 +10,10 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from cutekernels import compile as compiler
-from cutekernels import gpu, rope
+from cutekernels import rope
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.rope.op import ROPE, RopeProblem
+from tests.on_gpu import computed, drawn, needs_memory, normal, traced
 from tests.rope.cases import DTYPES, error_ratio, rows_of, table, truth, worst
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_seed")]
@@ -29,10 +28,6 @@ AWKWARD = [
 ]
 
 
-def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.randn(shape, device="cuda", dtype=dtype)
-
-
 def right(results: Any, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, positions: Any = None) -> bool:
     start, places = (positions, None) if isinstance(positions, int) else (0, positions)
     if k is None:
@@ -45,17 +40,12 @@ def right(results: Any, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, p
 
 @pytest.mark.parametrize("text", [*ROPE.suite, *AWKWARD])
 def test_every_suite_with_default_and_random_configs(text: str) -> None:
-    problem, spec = RopeProblem.parse(text), gpu.detect()
+    problem = RopeProblem.parse(text)
     options = {"interleaved": problem.interleaved, "inverse": problem.inverse}
     args = ROPE.sample(problem, "cuda", 11)
-    valid = list(ROPE.valid(problem, spec))
-    configs = [ROPE.default(problem, spec), *random.Random(text).sample(valid, min(5, len(valid)))]
-    for config in configs:
-        results = ROPE.outputs(problem, *args)
+    for config in drawn(ROPE, problem, 5, text):
+        results = computed(ROPE, problem, config, args)
         assert ROPE.problem(*results, *args[:-1], **options).static() == problem.static()
-        for result in results:
-            result.fill_(float("nan"))
-        ROPE.bind(problem, config, compiler.get(ROPE, problem, config, spec))(*results, *args)
         ratio = worst(results, args, **options)
         assert ratio <= 1, f"[{problem}] [{config}] is off by {ratio:.3g} tolerances"
 
@@ -169,8 +159,7 @@ def test_empty(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.slow
 def test_more_than_two_billion_elements() -> None:
-    if torch.cuda.mem_get_info()[0] < 24 << 30:
-        pytest.skip("needs 24 GiB of free device memory")
+    needs_memory(24)
     cos, sin = table(131072, 64, device="cuda")
     q = normal(4, 131072, 33, 128)
     turned, _ = rope(q, None, cos, sin)
@@ -229,7 +218,7 @@ def test_gradients(dtype: torch.dtype, interleaved: bool, arrangement: str) -> N
     assert worst((q.grad, k.grad), args, interleaved=interleaved, inverse=True) <= 1
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
+@traced
 def test_compiled_whole() -> None:
     @torch.compile(fullgraph=True)
     def turned(joint: Tensor, cos: Tensor, sin: Tensor, start: int) -> tuple[Tensor, Tensor]:
@@ -249,7 +238,7 @@ def test_compiled_whole() -> None:
         assert torch.equal(got[0], rope(q, None, cos, sin, positions=start)[0])
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
+@traced
 def test_compiled_gradient() -> None:
     @torch.compile(fullgraph=True)
     def loss(q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -262,7 +251,7 @@ def test_compiled_gradient() -> None:
     assert worst((q.grad, twos[:, :, :0]), (twos, twos[:, :, :0], cos, sin, None, 0), inverse=True) <= 1
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
+@traced
 def test_opcheck() -> None:
     q, k, (cos, sin) = normal(2, 9, 3, 64).requires_grad_(), normal(2, 9, 1, 64), table(64, 32, device="cuda")
     rest = (cos, sin, None, False, False, 2)

@@ -15,6 +15,7 @@ from cutekernels import compile as compiler
 from cutekernels import gpu, verify
 from cutekernels.errors import InvalidConfig, UnsupportedProblem
 from cutekernels.ops.sampling.op import SAMPLE_FILTER, SampleFilterProblem
+from tests.on_gpu import needs_memory, traced
 from tests.sampling.cases import ALL, BY_ROW, CASES, DTYPES, FILTERS, fault, logits_of, numbers_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_seed")]
@@ -88,8 +89,7 @@ def test_empty(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.slow
 def test_more_than_two_billion_elements() -> None:
-    if torch.cuda.mem_get_info()[0] < 24 << 30:
-        pytest.skip("needs 24 GiB of free device memory")
+    needs_memory(24)
     logits = torch.randn(17_000, 131_072, device="cuda", dtype=torch.bfloat16)
     out = sample_filter(logits, top_k=20, min_p=0.01)
     assert right(out[-2:], logits[-2:], top_k=20, min_p=0.01)
@@ -132,7 +132,7 @@ def test_the_same_tokens_whatever_the_config(dtype: torch.dtype) -> None:
     assert all(torch.equal(f, found[0]) for f in found)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
+@traced
 def test_compiled_whole_and_opcheck() -> None:
     @torch.compile(fullgraph=True)
     def sampled(logits: Tensor, top_p: Tensor) -> Tensor:
