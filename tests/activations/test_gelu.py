@@ -12,7 +12,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from cutekernels.errors import InvalidConfig, UnsupportedProblem
+from cutekernels.errors import InvalidConfig
 from cutekernels.ops.activations.api import JOINED, bias_gelu, gelu_mul, silu_mul
 from cutekernels.ops.activations.op import (
     BIAS_GELU,
@@ -27,6 +27,7 @@ from tests.activations.gelu_cases import APPROXIMATE, CASES, PLANTED, SPECIAL, V
 from tests.activations.silu_mul_cases import DTYPES
 from tests.compiled import H200
 from tests.interpreted import kernel_tests
+from tests.refusals import Calls, refused
 
 # ---- kernels, interpreted -------------------------------------------------------------------------------
 
@@ -116,7 +117,8 @@ def test_packed_is_two_halves(function: Callable[..., Tensor]) -> None:
     assert torch.equal(place, out.detach())
 
 
-def refusals() -> dict[str, Callable[[], Any]]:
+@refused
+def test_refusals_say_the_rule() -> Calls:
     x, bias = torch.randn(4, 6), torch.randn(6)
     return {
         "approximate must be one of none, tanh; it is 'erf'": lambda: gelu_mul(x, x, approximate="erf"),
@@ -137,12 +139,6 @@ def refusals() -> dict[str, Callable[[], Any]]:
         "overlaps an operand other than element upon element": lambda: bias_gelu(x, x[0], out=x),
         "out= is not differentiable": lambda: bias_gelu(x, bias.clone().requires_grad_(), out=torch.empty(4, 6)),
     }
-
-
-@pytest.mark.parametrize("rule", refusals())
-def test_refusals_say_the_rule(rule: str) -> None:
-    with pytest.raises(UnsupportedProblem, match=rule):
-        refusals()[rule]()
 
 
 @pytest.mark.parametrize("approximate", APPROXIMATE)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -30,6 +29,7 @@ from tests.activations.silu_mul_cases import (
 )
 from tests.compiled import H200
 from tests.interpreted import kernel_tests
+from tests.refusals import Calls, refused
 
 # ---- kernels, interpreted -------------------------------------------------------------------------------
 
@@ -136,7 +136,8 @@ def test_out_is_written_where_it_lies() -> None:
     assert torch.equal(gate, expected)
 
 
-def refusals() -> dict[str, Callable[[], Any]]:
+@refused
+def test_refusals_say_the_rule() -> Calls:
     x, whole = torch.randn(4, 6), torch.randn(8, 12)
     return {
         "each extent the same": lambda: silu_mul(x, x[:1]),
@@ -149,12 +150,6 @@ def refusals() -> dict[str, Callable[[], Any]]:
         "element upon element": lambda: silu_mul(whole[:4], x.repeat(1, 2), out=whole[1:5]),
         "not differentiable": lambda: silu_mul(x.clone().requires_grad_(), x, out=torch.empty(4, 6)),
     }
-
-
-@pytest.mark.parametrize("rule", refusals())
-def test_refusals_say_the_rule(rule: str) -> None:
-    with pytest.raises(UnsupportedProblem, match=rule):
-        refusals()[rule]()
 
 
 def test_gradients() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ from tests.embedding import cases as embedding_cases
 from tests.embedding.cases import CASES, KINDS, OPS, PLANTED, error_ratio, gradient, laid
 from tests.interpreted import kernel_tests
 from tests.on_gpu import drawn, needs_memory
+from tests.refusals import Calls, refused
 
 # ---- kernels, interpreted and compiled ------------------------------------------------------------------
 
@@ -53,7 +53,8 @@ def test_cpu_tensors_run_the_reference(dtype: torch.dtype, shape: tuple[int, ...
         assert torch.equal(embedding(given_ids, table), torch.nn.functional.embedding(ids, table))
 
 
-def refusals() -> dict[str, Callable[[], Any]]:
+@refused
+def test_refusals_say_the_rule() -> Calls:
     ids, table = torch.tensor([1, 4]), torch.randn(4, 3)
     return {
         "ids 1 to 4 leave a table of 4 rows": lambda: embedding(ids, table),
@@ -63,12 +64,6 @@ def refusals() -> dict[str, Callable[[], Any]]:
         "takes bfloat16": lambda: embedding(ids, table.long()),
         "one device": lambda: embedding(ids, table.to("meta")),
     }
-
-
-@pytest.mark.parametrize("rule", refusals())
-def test_refusals_say_the_rule(rule: str) -> None:
-    with pytest.raises(UnsupportedProblem, match=rule):
-        refusals()[rule]()
 
 
 def test_gradients() -> None:

@@ -20,6 +20,7 @@ from tests.compiled import half
 from tests.interpreted import H200, kernel_tests
 from tests.kv_append import cases as kv_append_cases
 from tests.kv_append.cases import CASES, PLANTED, judge, posed, right
+from tests.refusals import Calls, refused
 from tests.rope.cases import table
 
 # ---- the kernel, interpreted ----------------------------------------------------------------------------
@@ -165,7 +166,8 @@ def test_nothing_to_append(paged: bool, batch: int, seq: int) -> None:
     assert (cache == 0).all()
 
 
-def refusals() -> dict[str, Callable[[], Any]]:
+@refused
+def test_refusals_say_the_rule() -> Calls:
     q, k, (cos, sin) = torch.randn(2, 5, 3, 16), torch.randn(2, 5, 1, 16), table(9, 8)
     caches = torch.zeros(2, 9, 1, 16), torch.zeros(2, 9, 1, 16)
     state, pages = torch.zeros(3, 2, dtype=torch.int32), torch.zeros(2, 2, dtype=torch.int32)
@@ -225,12 +227,6 @@ def refusals() -> dict[str, Callable[[], Any]]:
         "heads of a cache in FP8 have up to 512": lambda: KvAppendProblem(1, 1, 1, 528, table="none", cache="fp8"),
         "no gradient for cos": lambda: kv_append(k, k, *caches, state, cos=cos.clone().requires_grad_(), sin=sin),
     }
-
-
-@pytest.mark.parametrize("rule", refusals())
-def test_refusals_say_the_rule(rule: str) -> None:
-    with pytest.raises(UnsupportedProblem, match=rule):
-        refusals()[rule]()
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -17,6 +17,7 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.loss import products
 from cutekernels.ops.loss.products import blocks, chunks
 from tests.loss.cases import LOGITS, LOSSES, cross_entropy, extreme_loss, logits_of, logprob
+from tests.refusals import Calls, refused
 
 
 @pytest.fixture(autouse=True)
@@ -257,7 +258,8 @@ def test_weights_gradient_in_fp32() -> None:
     assert errors[1] < 0.8 * errors[0]  # fifty chunks
 
 
-def refusals() -> dict[str, Callable[[], Any]]:
+@refused
+def test_refusals_say_the_rule() -> Calls:
     x, weight, bias, targets = (t.detach() for t in operands(4, 9, 3))
     loss, logp = ck.linear_cross_entropy, ck.linear_logprob
     return {
@@ -288,12 +290,6 @@ def refusals() -> dict[str, Callable[[], Any]]:
         "first as": lambda: ck.linear_logprob_shard(x, weight, targets, first=-1),
         "one device": lambda: loss(x, weight, targets.to("meta")),
     }
-
-
-@pytest.mark.parametrize("rule", refusals())
-def test_refusals_say_the_rule(rule: str) -> None:
-    with pytest.raises(UnsupportedProblem, match=rule):
-        refusals()[rule]()
 
 
 def test_gradients_of_each_sample() -> None:

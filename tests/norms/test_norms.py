@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -25,6 +24,7 @@ from tests.gpu_path import recorded
 from tests.interpreted import H200, kernel_tests
 from tests.norms import cases as norm_cases
 from tests.norms.cases import CASES, OPS, PLANTED, SPECIAL
+from tests.refusals import Calls, refused
 
 # ---- kernels, interpreted -------------------------------------------------------------------------------
 
@@ -167,7 +167,8 @@ def test_fp32_weights_beside_half() -> None:
     assert (x.grad.dtype, w.grad.dtype) == (torch.bfloat16, torch.float32)
 
 
-def refusals() -> dict[str, Callable[[], Any]]:
+@refused
+def test_refusals_say_the_rule() -> Calls:
     x, w, whole = torch.randn(4, 6), torch.randn(6), torch.randn(8, 12)
     return {
         r"residual \(..., cols\).* each extent the same": lambda: add_rms_norm(x, x[:1], w),
@@ -187,12 +188,6 @@ def refusals() -> dict[str, Callable[[], Any]]:
         "element upon element": lambda: rms_norm(whole[:4], None, out=whole[1:5]),
         "not differentiable": lambda: rms_norm(x.clone().requires_grad_(), w, out=torch.empty(4, 6)),
     }
-
-
-@pytest.mark.parametrize("rule", refusals())
-def test_refusals_say_the_rule(rule: str) -> None:
-    with pytest.raises(UnsupportedProblem, match=rule):
-        refusals()[rule]()
 
 
 def fp64(*shape: int) -> Tensor:

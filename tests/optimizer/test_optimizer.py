@@ -21,6 +21,7 @@ from tests.compiled import half
 from tests.interpreted import kernel_tests
 from tests.optimizer import cases as optimizer_cases
 from tests.optimizer.cases import CASES, PLANTED, SETTINGS, operands, truth, worst
+from tests.refusals import Calls, refused
 
 # ---- the kernels, interpreted ---------------------------------------------------------------------------
 
@@ -141,7 +142,8 @@ def test_a_device_step_below_one_counts_as_one() -> None:
     assert all(t.isfinite().all() for t in given)
 
 
-def refusals() -> dict[str, Callable[[], Any]]:
+@refused
+def test_refusals_say_the_rule() -> Calls:
     p, g, m, v, _ = (t for t in operands(6, "fp32"))
     half = p.bfloat16()
     return {
@@ -194,12 +196,6 @@ def _sparse_step() -> None:
     param = torch.nn.Parameter(torch.randn(4))
     param.grad = torch.randn(4).to_sparse()
     FusedAdamW([param]).step()
-
-
-@pytest.mark.parametrize("rule", refusals())
-def test_refusals_say_the_rule(rule: str) -> None:
-    with pytest.raises(UnsupportedProblem, match=rule):
-        refusals()[rule]()
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from cutekernels.ops.rope.op import ROPE, RopeProblem
 from cutekernels.ops.shared import calls
 from tests.compiled import half
 from tests.interpreted import H200, kernel_tests
+from tests.refusals import Calls, refused
 from tests.rope import cases as rope_cases
 from tests.rope.cases import CASES, KINDS, PLANTED, arrange, error_ratio, rows_of, table, truth, worst
 from tests.traced import Graphs
@@ -126,7 +126,8 @@ def test_in_place(kind: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(turned, expected, strict=True) if a is not None and b is not None)
 
 
-def refusals() -> dict[str, Callable[[], Any]]:
+@refused
+def test_refusals_say_the_rule() -> Calls:
     q, k, (cos, sin) = torch.randn(2, 5, 3, 16), torch.randn(2, 5, 1, 16), table(9, 8)
     wide = torch.cat((cos, cos), -1)[None, :5]
     far = torch.tensor([0, 5])
@@ -157,12 +158,6 @@ def refusals() -> dict[str, Callable[[], Any]]:
         "overlap itself": lambda: rope(q[:1].expand(2, 5, 3, 16), k, cos, sin, inplace=True),
         "element upon element": lambda: rope(q, q[:, :, :1], cos, sin, inplace=True),
     }
-
-
-@pytest.mark.parametrize("rule", refusals())
-def test_refusals_say_the_rule(rule: str) -> None:
-    with pytest.raises(UnsupportedProblem, match=rule):
-        refusals()[rule]()
 
 
 def test_the_first_position_past_the_table_is_refused_before_a_launch() -> None:

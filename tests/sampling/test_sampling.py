@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ import cutekernels
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.sampling.op import SampleFilterProblem, _masses
 from tests.interpreted import kernel_tests
+from tests.refusals import Calls, refused
 from tests.sampling import cases as sampling_cases
 from tests.sampling.cases import CASES, PLANTED, fault, logits_of, numbers_of
 
@@ -98,7 +98,8 @@ def test_empty(shape: tuple[int, ...]) -> None:
     assert sample_filter(torch.empty(shape), top_k=3, top_p=0.5).shape == shape
 
 
-def refusals() -> dict[str, Callable[[], Any]]:
+@refused
+def test_refusals_say_the_rule() -> Calls:
     x = torch.randn(4, 6)
     return {
         "temperature is a number from 0 to": lambda: sample_filter(x, temperature=-1.0),
@@ -112,12 +113,6 @@ def refusals() -> dict[str, Callable[[], Any]]:
         "takes top_ks in int32; got torch.int64": lambda: sample_filter(x, top_k=torch.ones(4).long()),
         "got logits .4, 6., top_ps .3,": lambda: sample_filter(x, top_p=torch.ones(3)),
     }
-
-
-@pytest.mark.parametrize("rule", refusals())
-def test_refusals_say_the_rule(rule: str) -> None:
-    with pytest.raises(UnsupportedProblem, match=rule):
-        refusals()[rule]()
 
 
 def test_the_least_temperature_leaves_finite_numbers() -> None:
