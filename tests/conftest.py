@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-pytest.register_assert_rewrite("tests.interpreted", "tests.triton_compiled")
+pytest.register_assert_rewrite("tests.interpreted", "tests.on_gpu", "tests.triton_compiled")
 
 # Files that compile many kernels, judge whole sweeps or start many processes. They begin first, so that no worker is
 # left with one at the end while the others idle; `make test-quick` leaves them out.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -38,3 +39,34 @@ def computed(op: Any, problem: Any, config: Any, args: tuple[Any, ...]) -> tuple
 def needs_memory(gib: int) -> None:
     if torch.cuda.mem_get_info()[0] < gib << 30:
         pytest.skip(f"needs {gib} GiB of free device memory")
+
+
+def assert_no_workspace_is_shared(
+    xs: Sequence[Tensor], *calls: Callable[..., Tensor]
+) -> tuple[list[torch.cuda.CUDAGraph], list[list[Tensor]]]:
+    """Each of ``xs`` on a stream of its own: ``calls``, in a graph and out of it, give what they give alone.
+
+    Returns the graphs, and the results that each writes.
+    """
+    expected = [[call(x) for call in calls] for x in xs]
+    outs = [[torch.empty_like(want) for want in each] for each in expected]
+    torch.cuda.synchronize()
+    graphs = []
+    for x, into in zip(xs, outs, strict=True):  # captured one after another: one capture stream
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(5):
+                for call, out in zip(calls, into, strict=True):
+                    call(x, out=out)
+        graphs.append(graph)
+    streams, eager = [torch.cuda.Stream() for _ in xs], [list[Tensor]() for _ in xs]
+    for _ in range(20):
+        for x, graph, stream, found in zip(xs, graphs, streams, eager, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+                found += [call(x) for call in calls]
+    torch.cuda.synchronize()
+    for want, into, found in zip(expected, outs, eager, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(into, want, strict=True))
+        assert all(torch.equal(y, want[i % len(calls)]) for i, y in enumerate(found))
+    return graphs, outs

@@ -46,12 +46,6 @@ def random_config(rng: random.Random, p: CacheProblem, gpu: GpuSpec, body: str |
     return rng.choice([c for c in CACHE_ATTENTION.valid(p, gpu) if body in (None, c.body)])
 
 
-def lengths_of(rng: random.Random, p: CacheProblem, device: str = "cpu") -> Tensor:
-    """Random lengths, among them the whole room, nothing, one token, fewer than there are queries."""
-    kinds = (p.seq_kv, 0, 1, min(p.seq_kv, p.seq_q - 1), rng.randint(0, p.seq_kv), rng.randint(0, p.seq_kv))
-    return torch.tensor([rng.choice(kinds) for _ in range(p.batch)], dtype=torch.int32, device=device)
-
-
 def arguments(p: CacheProblem, lengths: Tensor, seed: int) -> tuple[Any, ...]:
     """The op's, NaN wherever no query sees a token; pages that only such tokens are in do not exist."""
     generator = torch.Generator(device=lengths.device).manual_seed(seed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.nn import functional
 from cutekernels import dispatch, verify
 from cutekernels.gpu import GpuSpec
 from cutekernels.op import Config, Op, Problem
+from cutekernels.ops.attention.api import decode_attention
 from cutekernels.ops.attention.config import AttentionConfig
 from cutekernels.ops.attention.op import ATTENTION
 from cutekernels.ops.attention.problem import AttentionProblem
@@ -52,6 +54,76 @@ def truth(p: AttentionProblem, args: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
     """``(out, lse)`` in fp64."""
     out, lse = ATTENTION.reference(p.replace(lse=True), *wide(args))
     return out, lse
+
+
+def judge(op: Op[Any, Any], p: Any, args: tuple[Any, ...], results: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    """At most twice what rounding of probabilities and of the result explains, row by row; ``(out, lse)`` in fp64."""
+    out, lse = op.reference(p.replace(lse=True), *wide(args))
+    errors = row_errors(results[0], out)
+    assert errors.isfinite().all(), f"NaN in {p}"
+    # Rounding of the result (uniform, half an ulp at most) and of probabilities, whose worst row has few of them: a
+    # row of few keys rounds few, whose errors then do not average out.
+    explained = 2 * ROUNDING[p.dtype] * out.square().mean(-1).sqrt() + 1e-6
+    assert (errors <= 2 * explained).all(), f"{p}: {float((errors / explained).max())} times what rounding explains"
+    if p.lse:
+        blind = lse == -math.inf
+        assert torch.equal(results[1] == -math.inf, blind)
+        # Scores of 16-bit products in fp32, and exp2's two ulps.
+        torch.testing.assert_close(results[1].double()[~blind], lse[~blind], rtol=1e-5, atol=1e-4)
+    return out, lse
+
+
+def assert_a_graph_follows(
+    p: Any,
+    args: tuple[Any, ...],
+    attend: Callable[[], tuple[Tensor, Tensor]],
+    judge: Callable[..., object],
+    renew: Callable[[], object] = lambda: None,
+) -> None:
+    """A captured call is right whatever the lengths, queries and what else is renewed; the same bits each time."""
+    attend()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = attend()
+    for seed in range(6):
+        args[3].copy_(lengths_of(random.Random(seed), p, "cuda"))
+        args[0].normal_()
+        renew()
+        out.fill_(math.nan)
+        graph.replay()
+        judge(p, args, (out, lse))
+        once = out.clone()
+        graph.replay()
+        assert torch.equal(out, once)
+
+
+def in_pages(*caches: Tensor) -> tuple[list[Tensor], Tensor]:
+    """Caches of (2, 512, 2, 128) on the GPU in 64 pages in a random order, and their page table."""
+    order = torch.randperm(64, device="cuda")
+    pages = [torch.empty(64, 16, 2, 128, device="cuda", dtype=torch.bfloat16) for _ in caches]
+    for cache, whole in zip(pages, caches, strict=True):
+        cache[order] = whole.view(64, 16, 2, 128)
+    return pages, order.view(2, 32).to(torch.int32)
+
+
+def lengths_of(rng: random.Random, p: Any, device: str = "cpu") -> Tensor:
+    """Random lengths, among them the whole room, nothing, one token, fewer than there are queries."""
+    kinds = (p.seq_kv, 0, 1, min(p.seq_kv, p.seq_q - 1), rng.randint(0, p.seq_kv), rng.randint(0, p.seq_kv))
+    return torch.tensor([rng.choice(kinds) for _ in range(p.batch)], dtype=torch.int32, device=device)
+
+
+def over_a_cache(p: Any, args: tuple[Any, ...], **options: Any) -> Any:
+    """The public function on an op's arguments."""
+    q, k, v, lengths, table, sinks, _, _, scale, softcap = args
+    window = (p.window_left, None) if p.window in (True, "left") else None
+    return decode_attention(
+        q, k, v, lengths, page_table=table, scale=scale, window=window, softcap=softcap or None, sinks=sinks, **options
+    )
+
+
+def opcheck(op: Any, args: tuple[Any, ...], *more: str) -> None:
+    tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic", *more)
+    torch.library.opcheck(op, args, test_utils=tests)
 
 
 def written_out(

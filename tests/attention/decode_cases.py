@@ -45,22 +45,12 @@ def random_config(rng: random.Random, problem: DecodeProblem, gpu: GpuSpec) -> D
     return rng.choice(list(DECODE_ATTENTION.valid(problem, gpu)))
 
 
-def lengths_of(rng: random.Random, p: DecodeProblem, device: str = "cpu") -> torch.Tensor:
-    """Random lengths, among them the whole room, nothing, one token, fewer than there are queries."""
-    kinds = (p.seq_kv, 0, 1, min(p.seq_kv, p.seq_q - 1), rng.randint(0, p.seq_kv), rng.randint(0, p.seq_kv))
-    return torch.tensor([rng.choice(kinds) for _ in range(p.batch)], dtype=torch.int32, device=device)
-
-
 def arguments(p: DecodeProblem, lengths: torch.Tensor, seed: int) -> tuple[Any, ...]:
     """The arguments of ``sample``, for sequences of these lengths."""
     generator = torch.Generator(device=lengths.device).manual_seed(seed)
     sinks = sample_sinks(p.sinks, p.dtype, p.heads_q, p.keys, generator)
     operands = draw_tables(p, lengths, generator)
     return (*operands[:5], sinks, *operands[5:], p.head_dim**-0.5, 2.0 if p.softcap else 0.0)
-
-
-def left_of(p: DecodeProblem) -> int | None:
-    return p.window_left if p.window else None
 
 
 class Workspace:

@@ -18,7 +18,7 @@ from cutekernels.ops.attention.problem import AttentionProblem
 from cutekernels.ops.attention.reference import band
 from cutekernels.ops.shared.calls import implementations, ways_of
 from cutekernels.ops.shared.paths import CallCache
-from tests.attention.cases import qkv, random_problem, rows, torch_attention, wide
+from tests.attention.cases import opcheck, qkv, random_problem, rows, torch_attention, wide
 
 # ---- mathematics ----------------------------------------------------------------------------------------
 
@@ -193,15 +193,9 @@ def test_canonical_copies_only_what_kernels_cannot_read() -> None:
 @pytest.mark.parametrize("options", [(True, -1, -1, 0.2, 0.0, True), (False, 3, 2, 0.2, 5.0, False)])
 def test_opcheck(options: tuple[Any, ...]) -> None:
     q, k, v = qkv()
-    tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
-    torch.library.opcheck(
-        torch.ops.cutekernels.attention, (q, k, v, None, None, None, None, *options), test_utils=tests
-    )
-    torch.library.opcheck(
-        torch.ops.cutekernels.attention_out,
-        (q, k, v, None, None, None, None, torch.empty_like(q), *options),
-        test_utils=tests,
-    )
+    given, ops = (q, k, v, *[None] * 4), torch.ops.cutekernels
+    opcheck(ops.attention, (*given, *options))
+    opcheck(ops.attention_out, (*given, torch.empty_like(q), *options))
 
 
 # ---- the declaration ------------------------------------------------------------------------------------

@@ -207,17 +207,9 @@ def test_opcheck() -> None:
     with torch.no_grad():
         out, lse = attention(q, k, v, causal=True, window=(4, None), softcap=5.0, return_lse=True)
     given = [t.detach() for t in (q, k, v)]
-    tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
-    torch.library.opcheck(
-        torch.ops.cutekernels.attention_backward,
-        (out, None, *given, out, lse, None, None, None, None, *options),
-        test_utils=tests,
-    )
-    torch.library.opcheck(
-        torch.ops.cutekernels.attention,
-        (q, k, v, None, None, None, None, *options, True),
-        test_utils=(*tests, "test_autograd_registration"),
-    )
+    ops, nothing = torch.ops.cutekernels, [None] * 4
+    cases.opcheck(ops.attention_backward, (out, None, *given, out, lse, *nothing, *options))
+    cases.opcheck(ops.attention, (q, k, v, *nothing, *options, True), "test_autograd_registration")
 
 
 # ---- attention_delta ------------------------------------------------------------------------------------

@@ -15,20 +15,10 @@ from cutekernels.ops.attention.cache import CACHE_ATTENTION, CacheProblem
 from cutekernels.ops.attention.config import AttentionConfig
 from cutekernels.ops.attention.decode import DecodeConfig
 from tests.attention import compiled
-from tests.attention.cached_cases import arguments, lengths_of, random_problem, without_unseen_pages
-from tests.attention.cases import rows, wide
+from tests.attention.cached_cases import arguments, random_problem, without_unseen_pages
+from tests.attention.cases import lengths_of, opcheck, over_a_cache, rows, wide
 from tests.attention.compiled import H200, count
 from tests.compiled import area
-
-
-def asked(p: CacheProblem, args: tuple[Any, ...], **options: Any) -> Any:
-    """The public function on an op's arguments."""
-    q, k, v, lengths, table, sinks, _, _, scale, softcap = args
-    window = (p.window_left, None) if p.window == "left" else None
-    return decode_attention(
-        q, k, v, lengths, page_table=table, scale=scale, window=window, softcap=softcap or None, sinks=sinks, **options
-    )
-
 
 # ---- mathematics ----------------------------------------------------------------------------------------
 
@@ -38,7 +28,7 @@ def test_each_sequence_is_attention_of_its_tokens_whatever_the_cache_holds_elsew
     rng = random.Random(seed)
     p = random_problem(rng, rooms=(17, 20, 33, 70), queries=(17, 20, 40))
     args = wide(arguments(p, lengths_of(rng, p), seed))
-    out, lse = asked(p, without_unseen_pages(p, args), return_lse=True)
+    out, lse = over_a_cache(p, without_unseen_pages(p, args), return_lse=True)
     q, k, v, lengths, table, sinks, _, _, scale, softcap = args
     for b, length in enumerate(lengths.tolist()):
         own = (k[b], v[b]) if table is None else (t[table[b].long()].flatten(0, 1) for t in (k, v))
@@ -113,11 +103,10 @@ def test_no_queries_and_wrong_configs_are_refused() -> None:
 @pytest.mark.parametrize("options", [(-1, 0.2, 0.0, True), (3, 0.2, 5.0, False)])
 def test_opcheck(options: tuple[Any, ...]) -> None:
     given = tuple(paged_call().values())
-    tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     ops = torch.ops.cutekernels
-    torch.library.opcheck(ops.decode_attention, (*given, *[None] * 3, *options), test_utils=tests)
+    opcheck(ops.decode_attention, (*given, *[None] * 3, *options))
     into = (*given, *[None] * 3, torch.empty_like(given[0]), *options)
-    torch.library.opcheck(ops.decode_attention_out, into, test_utils=tests)
+    opcheck(ops.decode_attention_out, into)
 
 
 # ---- the declaration ------------------------------------------------------------------------------------

@@ -2,37 +2,25 @@
 
 from __future__ import annotations
 
-import math
 import random
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from cutekernels import KVCache, gpu
 from cutekernels.ops.attention.api import attention, decode_attention
 from cutekernels.ops.attention.cache import CACHE_ATTENTION, CacheProblem
 from tests.attention import cases
-from tests.attention.cached_cases import arguments, lengths_of, random_config, random_problem, without_unseen_pages
+from tests.attention.cached_cases import arguments, random_config, random_problem, without_unseen_pages
+from tests.attention.cases import lengths_of
 from tests.seeds import seeds
 
 pytestmark = pytest.mark.gpu
 launched = partial(cases.launched, CACHE_ATTENTION)
 
 
-def judge(p: CacheProblem, args: tuple[Any, ...], results: tuple[Tensor, ...]) -> None:
-    """At most twice what rounding of probabilities and of the result explains, row by row."""
-    out, lse = CACHE_ATTENTION.reference(p.replace(lse=True), *cases.wide(args))
-    errors = cases.row_errors(results[0], out)
-    assert errors.isfinite().all(), f"NaN in {p}"
-    explained = 2 * cases.ROUNDING[p.dtype] * out.square().mean(-1).sqrt() + 1e-6
-    assert (errors <= 2 * explained).all(), f"{p}: {float((errors / explained).max())} times what rounding explains"
-    if p.lse:
-        blind = lse == -math.inf
-        assert torch.equal(results[1] == -math.inf, blind)
-        torch.testing.assert_close(results[1].double()[~blind], lse[~blind], rtol=1e-5, atol=1e-4)
+judge = partial(cases.judge, CACHE_ATTENTION)
 
 
 def bodies() -> tuple[str, ...]:
@@ -96,11 +84,7 @@ def test_pages_and_one_piece_and_attention_are_the_same() -> None:
     k, v = (torch.randn(2, 512, 2, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     q = torch.randn(2, 200, 8, 128, device="cuda", dtype=torch.bfloat16)
     lengths = torch.full((2,), 512, device="cuda", dtype=torch.int32)
-    order = torch.randperm(64, device="cuda")
-    pages = [torch.empty(64, 16, 2, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
-    for cache, whole in zip(pages, (k, v), strict=True):
-        cache[order] = whole.view(64, 16, 2, 128)
-    table = order.view(2, 32).to(torch.int32)
+    pages, table = cases.in_pages(k, v)
     p = CacheProblem(2, 200, 512, 8, 2, page_size=16)
     for body in bodies():
         config = str(random_config(random.Random(1), p, gpu.detect(), body))
@@ -112,21 +96,9 @@ def test_pages_and_one_piece_and_attention_are_the_same() -> None:
 def test_a_captured_graph_is_good_for_any_lengths() -> None:
     p = CacheProblem(3, 100, 1024, 14, 2, page_size=16, lse=True)
     filled = torch.full((3,), 1024, device="cuda", dtype=torch.int32)
-    q, k, v, lengths, table, sinks, *scales, scale, cap = arguments(p, filled, 0)
-
-    def attend() -> Any:
-        return decode_attention(q, k, v, lengths, page_table=table, return_lse=True)
-
-    attend()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out, lse = attend()
-    for seed in range(4):
-        lengths.copy_(lengths_of(random.Random(seed), p, "cuda"))
-        q.normal_()
-        out.fill_(math.nan)
-        graph.replay()
-        judge(p, (q, k, v, lengths, table, sinks, *scales, scale, cap), (out, lse))
+    args = arguments(p, filled, 0)
+    attend = partial(decode_attention, *args[:4], page_table=args[4], return_lse=True)
+    cases.assert_a_graph_follows(p, args, attend, judge)
 
 
 @pytest.mark.parametrize("page_size", [0, 64])

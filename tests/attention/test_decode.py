@@ -18,22 +18,13 @@ from cutekernels.kernels.cute.parts.fragments import span_bytes, swizzled
 from cutekernels.ops.attention.api import decode_attention
 from cutekernels.ops.attention.cache import CACHE_ATTENTION
 from cutekernels.ops.attention.decode import DECODE_ATTENTION, DecodeProblem
-from tests.attention.cases import rows, wide
-from tests.attention.decode_cases import arguments, left_of, lengths_of, random_problem
+from tests.attention.cases import lengths_of, opcheck, over_a_cache, rows, wide
+from tests.attention.decode_cases import arguments, random_problem
 
 
 def call(seq_q: int = 3, room: int = 20, batch: int = 2) -> Any:
     q, k, v = rows(batch, seq_q, 4, 16), rows(batch, room, 2, 16, seed=1), rows(batch, room, 2, 16, seed=2)
     return q, k, v, torch.tensor([13, 20, 7, 1][:batch], dtype=torch.int32)
-
-
-def asked(p: DecodeProblem, args: tuple[Any, ...], **options: Any) -> Any:
-    """The public function on an op's arguments."""
-    q, k, v, lengths, table, sinks, _, _, scale, softcap = args
-    window = (left_of(p), None) if p.window else None
-    return decode_attention(
-        q, k, v, lengths, page_table=table, scale=scale, window=window, softcap=softcap or None, sinks=sinks, **options
-    )
 
 
 # ---- mathematics ----------------------------------------------------------------------------------------
@@ -45,7 +36,7 @@ def test_agrees_with_torch_in_fp64_whatever_the_cache_holds_elsewhere(seed: int)
     p = random_problem(rng, rooms=(1, 2, 7, 20, 33)).replace(softcap=False)
     lengths = lengths_of(rng, p)
     args = wide(arguments(p, lengths, seed))
-    out, lse = asked(p, args, return_lse=True)
+    out, lse = over_a_cache(p, args, return_lse=True)
     q, k, v, _, table, _, _, _, scale, _ = args
     group = p.heads_q // p.heads_kv
     for b, length in enumerate(lengths.tolist()):
@@ -193,11 +184,10 @@ def test_only_aligned_rows_are_read_in_place() -> None:
 @pytest.mark.parametrize("options", [(-1, 0.2, 0.0, True), (3, 0.2, 5.0, False)])
 def test_opcheck(options: tuple[Any, ...]) -> None:
     q, k, v, lengths = call()
-    tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     ops = torch.ops.cutekernels
-    torch.library.opcheck(ops.decode_attention, (q, k, v, lengths, *[None] * 4, *options), test_utils=tests)
+    opcheck(ops.decode_attention, (q, k, v, lengths, *[None] * 4, *options))
     into = (q, k, v, lengths, *[None] * 4, torch.empty_like(q), *options)
-    torch.library.opcheck(ops.decode_attention_out, into, test_utils=tests)
+    opcheck(ops.decode_attention_out, into)
 
 
 # ---- the declaration ------------------------------------------------------------------------------------

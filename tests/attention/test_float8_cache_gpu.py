@@ -42,7 +42,7 @@ def fp8(p: Any, cache: str) -> Any:
 def test_random_problems_and_configs(seed: int) -> None:
     rng = random.Random(seed)
     p = fp8(decode_cases.random_problem(rng, sinks=("none", "same", "fp32")), KINDS[seed % 3 > 0])
-    args = decode_cases.arguments(p, decode_cases.lengths_of(rng, p, "cuda"), seed)
+    args = decode_cases.arguments(p, cases.lengths_of(rng, p, "cuda"), seed)
     test_decode_gpu.judge(p, args, decoded(p, args, decode_cases.random_config(rng, p, gpu.detect())))
 
 
@@ -142,28 +142,17 @@ def test_a_captured_graph_is_good_for_any_lengths_and_the_same_each_time(
 ) -> None:
     p = DecodeProblem(3, 2048, 28, 4, page_size=16, lse=True, cache=cache)
     filled = torch.full((3,), 2048, device="cuda", dtype=torch.int32)
-    q, k, v, lengths, pages, sinks, k_scale, v_scale, scale, cap = decode_cases.arguments(p, filled, 0)
-    config = str(some_config(p, splits=splits, cluster=cluster))
-
-    def attend() -> Any:
-        return decode_attention(
-            q, k, v, lengths, page_table=pages, k_scale=k_scale, v_scale=v_scale, return_lse=True, config=config
-        )
-
-    attend()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out, lse = attend()
-    for seed in range(6):
-        lengths.copy_(decode_cases.lengths_of(random.Random(seed), p, "cuda"))
-        q.normal_()
-        k_scale.mul_(1.1) if cache == "fp8" else k_scale.sub_(1)
-        out.fill_(math.nan)
-        graph.replay()
-        test_decode_gpu.judge(p, (q, k, v, lengths, pages, sinks, k_scale, v_scale, scale, cap), (out, lse))
-        once = out.clone()
-        graph.replay()
-        assert torch.equal(out, once)
+    args = decode_cases.arguments(p, filled, 0)
+    pages, _, k_scale, v_scale = args[4:8]
+    options = {"page_table": pages, "k_scale": k_scale, "v_scale": v_scale}
+    options["config"] = str(some_config(p, splits=splits, cluster=cluster))
+    cases.assert_a_graph_follows(
+        p,
+        args,
+        lambda: decode_attention(*args[:4], return_lse=True, **options),
+        test_decode_gpu.judge,
+        lambda: k_scale.mul_(1.1) if cache == "fp8" else k_scale.sub_(1),
+    )
 
 
 @pytest.mark.parametrize("cache", KINDS)
@@ -184,7 +173,7 @@ def test_random_chunks_of_prompts(seed: int) -> None:
     rng = random.Random(seed)
     p = fp8(cached_cases.random_problem(rng), KINDS[seed % 3 > 0])
     args = CACHE_ATTENTION.sample(p, "cuda", seed)
-    args = (*args[:3], cached_cases.lengths_of(rng, p, "cuda").minimum(args[3]), *args[4:])
+    args = (*args[:3], cases.lengths_of(rng, p, "cuda").minimum(args[3]), *args[4:])
     results = walked(p, args, cached_cases.random_config(rng, p, gpu.detect()))
     test_cached_gpu.judge(p, args, results)
 

@@ -19,7 +19,7 @@ from cutekernels.ops.attention.decode import DECODE_ATTENTION, DecodeProblem
 from cutekernels.ops.attention.op import ATTENTION
 from cutekernels.ops.attention.problem import AttentionProblem, launch_blind
 from tests.attention import compiled
-from tests.attention.cases import qkv, rows, written_out
+from tests.attention.cases import opcheck, qkv, rows, written_out
 from tests.attention.compiled import H200
 from tests.compiled import area
 
@@ -188,28 +188,23 @@ def test_autocast_leaves_fp32_sinks_as_they_are() -> None:
 
 # ---- torch ----------------------------------------------------------------------------------------------
 
-TESTS = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
-
 
 @pytest.mark.parametrize("grad", [False, True])
 def test_opcheck(grad: bool) -> None:
     q, k, v = (t.requires_grad_(grad) for t in qkv())
-    sinks = torch.zeros(4, requires_grad=grad)
-    tests = (*TESTS, "test_autograd_registration") if grad else TESTS
+    sinks, ops = torch.zeros(4, requires_grad=grad), torch.ops.cutekernels
     given = (q, k, v, None, None, None, sinks, True, -1, -1, 0.2, 0.0, True)
-    torch.library.opcheck(torch.ops.cutekernels.attention, given, test_utils=tests)
+    opcheck(ops.attention, given, *["test_autograd_registration"] * grad)
     if grad:
         with torch.no_grad():
             out, lse = attention(q, k, v, causal=True, sinks=sinks, return_lse=True)
         bare = [t.detach() for t in (q, k, v)]
         rest = (None, None, None, sinks.detach(), True, -1, -1, 0.25, 0.0)
-        torch.library.opcheck(
-            torch.ops.cutekernels.attention_backward, (out, lse, *bare, out, lse, *rest), test_utils=TESTS
-        )
+        opcheck(ops.attention_backward, (out, lse, *bare, out, lse, *rest))
     else:
         lengths = torch.tensor([13, 7], dtype=torch.int32)
         given = (q, k, v, lengths, None, sinks, None, None, -1, 0.2, 0.0, True)
-        torch.library.opcheck(torch.ops.cutekernels.decode_attention, given, test_utils=TESTS)
+        opcheck(ops.decode_attention, given)
 
 
 def test_compiles_without_graph_breaks() -> None:

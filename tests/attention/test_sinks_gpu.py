@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from typing import Any
 
 import pytest
 import torch
@@ -16,24 +15,12 @@ from cutekernels.ops.attention.decode import DECODE_ATTENTION, DecodeProblem
 from cutekernels.ops.attention.op import ATTENTION
 from cutekernels.ops.attention.problem import AttentionProblem
 from tests.attention import cases, decode_cases
+from tests.attention.cases import judge
+from tests.attention.test_cached_gpu import bodies
 from tests.seeds import seeds
 
 pytestmark = pytest.mark.gpu
 KINDS = ("same", "fp32")
-
-
-def judge(op: Any, p: Any, args: tuple[Any, ...], results: tuple[Tensor, ...]) -> None:
-    """At most twice what rounding of probabilities and of the result explains, row by row."""
-    out, lse = op.reference(p.replace(lse=True), *cases.wide(args))
-    errors = cases.row_errors(results[0], out)
-    explained = 2 * cases.ROUNDING[p.dtype] * out.square().mean(-1).sqrt() + 1e-6
-    assert (errors <= 2 * explained).all(), f"{p}: {float((errors / explained).max())} times what rounding explains"
-    if p.lse:
-        torch.testing.assert_close(results[1].double(), lse, rtol=1e-5, atol=1e-4)
-
-
-def bodies() -> tuple[str, ...]:
-    return ("multistage", "warpgroup") if gpu.detect().has_wgmma else ("multistage",)
 
 
 @pytest.mark.parametrize("seed", seeds(30))
@@ -51,7 +38,7 @@ def test_random_decode_problems_and_configs(seed: int) -> None:
     """With several splits too: the sink counts once."""
     rng = random.Random(seed)
     p = decode_cases.random_problem(rng, sinks=KINDS)
-    args = decode_cases.arguments(p, decode_cases.lengths_of(rng, p, "cuda"), seed)
+    args = decode_cases.arguments(p, cases.lengths_of(rng, p, "cuda"), seed)
     config = decode_cases.random_config(rng, p, gpu.detect())
     judge(DECODE_ATTENTION, p, args, cases.launched(DECODE_ATTENTION, p, args, config))
 

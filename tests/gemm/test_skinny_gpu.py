@@ -16,6 +16,7 @@ from cutekernels.ops.products.schedules.problem import GemmConfig, GemmProblem
 from cutekernels.ops.products.schedules.skinny import SKINNY
 from tests.compiled import having
 from tests.gemm.test_gpu import assert_launch_right, launch
+from tests.on_gpu import assert_no_workspace_is_shared
 
 pytestmark = pytest.mark.gpu
 TOKENS = (1, 2, 3, 4, 7, 8, 9, 16, 17, 24, 31, 32, 33, 48, 64, 65, 96, 127, 128)
@@ -81,28 +82,9 @@ def test_split_k_is_the_same_every_time(split_k: int) -> None:
 def test_graphs_and_streams_do_not_share_a_workspace(split_k: int) -> None:
     problem = GemmProblem.parse("m=8 n=512 k=4096 b_major=k")
     config = str(skinny_configs(problem, split_k=split_k)[0])
-    streams = [torch.cuda.Stream() for _ in range(4)]
-    xs = [torch.randn(8, 4096, device="cuda", dtype=torch.bfloat16) for _ in streams]
+    xs = [torch.randn(8, 4096, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
     w = torch.randn(512, 4096, device="cuda", dtype=torch.bfloat16)
-    expected = [ck.gemm(x, w.t(), config=config) for x in xs]
-    torch.cuda.synchronize()
-    graphs, outs = [], [torch.empty_like(e) for e in expected]
-    for x, out in zip(xs, outs, strict=True):  # captured one after another: one capture stream
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for _ in range(5):
-                ck.gemm(x, w.t(), out=out, config=config)
-        graphs.append(graph)
-    eager: list[list[torch.Tensor]] = [[] for _ in streams]
-    for _ in range(20):
-        for i, stream in enumerate(streams):
-            with torch.cuda.stream(stream):
-                graphs[i].replay()
-                eager[i].append(ck.gemm(xs[i], w.t(), config=config))
-    torch.cuda.synchronize()
-    for i, want in enumerate(expected):
-        assert torch.equal(outs[i], want)
-        assert all(torch.equal(e, want) for e in eager[i])
+    assert_no_workspace_is_shared(xs, lambda x, out=None: ck.gemm(x, w.t(), out=out, config=config))
 
 
 def assert_dependents_wait(m: int, config: str) -> None:

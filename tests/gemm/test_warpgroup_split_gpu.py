@@ -15,6 +15,7 @@ from cutekernels.ops.products.schedules.problem import GemmConfig, GemmProblem
 from tests.gemm.test_gpu import assert_launch_right
 from tests.gemm.test_skinny_gpu import assert_same_every_time
 from tests.gemm.test_warpgroup_gpu import LAYOUTS, warpgroup
+from tests.on_gpu import assert_no_workspace_is_shared
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("warpgroups")]
 
@@ -103,26 +104,7 @@ def test_graphs_and_streams_share_no_workspace() -> None:
     """Two configs in turns on each stream, in graphs and out of them, beside one another."""
     problem = GemmProblem.parse("m=300 n=1024 k=4096 b_major=k")
     configs = [str(c) for c in random.Random(3).sample(sharing_configs(problem), 2)]
-    streams = [torch.cuda.Stream() for _ in range(4)]
-    xs = [torch.randn(300, 4096, device="cuda", dtype=torch.bfloat16) for _ in streams]
+    xs = [torch.randn(300, 4096, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
     w = torch.randn(1024, 4096, device="cuda", dtype=torch.bfloat16)
-    expected = [[ck.gemm(x, w.t(), config=config) for config in configs] for x in xs]
-    torch.cuda.synchronize()
-    graphs, outs = [], [[torch.empty_like(e) for e in some] for some in expected]
-    for x, some in zip(xs, outs, strict=True):
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for _ in range(4):
-                for out, config in zip(some, configs, strict=True):
-                    ck.gemm(x, w.t(), out=out, config=config)
-        graphs.append(graph)
-    eager: list[list[torch.Tensor]] = [[] for _ in streams]
-    for _ in range(15):
-        for i, stream in enumerate(streams):
-            with torch.cuda.stream(stream):
-                graphs[i].replay()
-                eager[i] += [ck.gemm(xs[i], w.t(), config=config) for config in configs]
-    torch.cuda.synchronize()
-    for i, want in enumerate(expected):
-        assert all(torch.equal(out, w) for out, w in zip(outs[i], want, strict=True))
-        assert all(torch.equal(e, want[j % 2]) for j, e in enumerate(eager[i]))
+    calls = [lambda x, out=None, config=c: ck.gemm(x, w.t(), out=out, config=config) for c in configs]
+    assert_no_workspace_is_shared(xs, *calls)

@@ -27,6 +27,7 @@ from cutekernels.ops.products.fused import (
 from cutekernels.ops.products.norm import LINEAR_SILU_MUL, RMS_NORM_LINEAR, NormLinear
 from cutekernels.verify import poison, worst_error
 from tests.compiled import having
+from tests.on_gpu import assert_no_workspace_is_shared
 
 pytestmark = pytest.mark.gpu
 TOKENS = (1, 2, 3, 4, 7, 8, 9, 16, 17, 31, 32, 33, 64, 65, 100, 128)
@@ -183,29 +184,10 @@ def test_graphs_and_streams_do_not_share_a_workspace(m: int, knobs: dict[str, An
     if not found:
         pytest.skip(f"no {knobs} here")
     config = str(found[0])
-    streams = [torch.cuda.Stream() for _ in range(3)]
-    xs = [torch.randn(m, 4096, device="cuda", dtype=torch.bfloat16) for _ in streams]
+    xs = [torch.randn(m, 4096, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
     g = torch.randn(4096, device="cuda", dtype=torch.bfloat16)
     w = torch.randn(512, 4096, device="cuda", dtype=torch.bfloat16)
-    expected = [ck.rms_norm_linear(x, g, w, config=config) for x in xs]
-    torch.cuda.synchronize()
-    graphs, outs = [], [torch.empty_like(e) for e in expected]
-    for x, out in zip(xs, outs, strict=True):
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for _ in range(3):
-                ck.rms_norm_linear(x, g, w, out=out, config=config)
-        graphs.append(graph)
-    eager: list[list[Any]] = [[] for _ in streams]
-    for _ in range(20):
-        for i, stream in enumerate(streams):
-            with torch.cuda.stream(stream):
-                graphs[i].replay()
-                eager[i].append(ck.rms_norm_linear(xs[i], g, w, config=config))
-    torch.cuda.synchronize()
-    for i, want in enumerate(expected):
-        assert torch.equal(outs[i], want)
-        assert all(torch.equal(e, want) for e in eager[i])
+    assert_no_workspace_is_shared(xs, lambda x, out=None: ck.rms_norm_linear(x, g, w, out=out, config=config))
 
 
 @pytest.mark.parametrize("body", ["skinny", "skinny_warpgroup"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -26,6 +27,7 @@ from cutekernels.ops.products.schedules.packed_problem import QuantizedConfig, Q
 from cutekernels.ops.products.schedules.problem import GATED
 from cutekernels.ops.shared.calls import call
 from cutekernels.quant import QuantizedWeight, quantize
+from tests.on_gpu import assert_no_workspace_is_shared
 from tests.quantized.cases import (
     BF16,
     COMMON,
@@ -464,29 +466,11 @@ def test_graphs_and_streams(body: str, stream_k: bool) -> None:
     made = make(1000, 2056, ASYMMETRIC, "cuda")
     weight, config = made.weight(), forced(body, 8, 1000, 2056, ASYMMETRIC, stream_k=stream_k)
     xs = [tokens(8, 2056) for _ in range(2)]
-    expected = [quantized_linear(x, weight, config=config) for x in xs]
-    streams, outs, graphs = [torch.cuda.Stream() for _ in xs], [torch.empty_like(y) for y in expected], []
-    torch.cuda.synchronize()
-    for x, out in zip(xs, outs, strict=True):
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for _ in range(3):
-                quantized_linear(x, weight, config=config, out=out)
-        graphs.append(graph)
-    eager: list[list[Tensor]] = [[], []]
-    for _ in range(20):
-        for i, stream in enumerate(streams):
-            with torch.cuda.stream(stream):
-                graphs[i].replay()
-                eager[i].append(quantized_linear(xs[i], weight, config=config))
-    torch.cuda.synchronize()
-    for i, want in enumerate(expected):
-        assert torch.equal(outs[i], want)
-        assert all(torch.equal(y, want) for y in eager[i])
+    graphs, outs = assert_no_workspace_is_shared(xs, partial(quantized_linear, weight=weight, config=config))
     xs[0].copy_(xs[1])
     graphs[0].replay()
     torch.cuda.synchronize()
-    assert torch.equal(outs[0], expected[1])
+    assert torch.equal(*outs[0], *outs[1])
 
 
 @on_gpu
