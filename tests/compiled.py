@@ -168,6 +168,17 @@ def program(build: Callable[P, object], *args: P.args, **named: P.kwargs) -> tup
     return kernel, launcher
 
 
+def run_static(collect: Callable[[], None]) -> None:
+    """Runs plain Python, of which all is static, where the DSL's functions work."""
+    import cutlass.cute as cute
+
+    @cute.jit
+    def look() -> None:
+        collect()
+
+    cute.compile(look, options="--gpu-arch=sm_90a")
+
+
 def sass(elf: bytes) -> str:
     """The disassembly of a cubin."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:

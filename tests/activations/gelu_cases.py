@@ -26,8 +26,9 @@ from cutekernels.ops.activations.op import (
     slab_rows,
     slabs,
 )
-from tests.activations.silu_mul_cases import laid
-from tests.interpreted import DTYPES, H200, fill, interpret, nan_outside, serve
+from tests.activations import silu_mul_cases
+from tests.activations.silu_mul_cases import case_of
+from tests.interpreted import DTYPES, H200, interpret, nan_outside, serve
 from tests.tolerance import FP32_ULP, worst_ratio
 
 OPS = {op.name: op for op in (GELU_MUL, GELU_MUL_BACKWARD, BIAS_GELU, BIAS_GELU_BACKWARD)}
@@ -96,11 +97,9 @@ def error_ratio(actual: Tensor, exact: Tensor, magnitude: Tensor, factor: Tensor
 def operands(
     kind: str, op: str, rows: int, cols: int, dtype: torch.dtype, bias_dtype: torch.dtype
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """(results filled with NaN, inputs, the memory behind each result) in one of several arrangements."""
-    generator = torch.Generator().manual_seed(rows * 1009 + cols)
-    declared = OPS[op]
+    """As those of ``silu_mul``, with partial sums and a bias."""
 
-    def place(name: str, i: int) -> tuple[Tensor, Tensor]:
+    def special(name: str) -> tuple[Tensor, Tensor] | None:
         if name == "partials":
             whole = torch.full((slabs(rows) * cols + 64,), float("nan"))
             return whole, whole[: slabs(rows) * cols].view(slabs(rows), cols)
@@ -108,13 +107,9 @@ def operands(
             whole = torch.full((2 * cols + 64,), float("nan"), dtype=bias_dtype)
             step = 2 if kind == "every other" else 1
             return whole, whole.as_strided((cols,), (step,), 1 if kind == "misaligned" else 0)
-        return laid(kind, i, rows, cols, dtype, len(declared.results))
+        return None
 
-    placed = [place(name, i) for i, name in enumerate((*declared.results, *declared.inputs))]
-    results, inputs = placed[: len(declared.results)], placed[len(declared.results) :]
-    for memory, _ in inputs:
-        fill(memory, generator)
-    return [view for _, view in results], [view for _, view in inputs], [memory for memory, _ in results]
+    return silu_mul_cases.operands(kind, OPS[op], rows, cols, dtype, special)
 
 
 # ---- the child process ----------------------------------------------------------------------------------
@@ -148,7 +143,7 @@ def slightly_off(x, PRECISE):
 
 
 def _case(op: str, kind: str, rows: int, cols: int, dtype: str, approximate: str, **more: Any) -> dict[str, Any]:
-    return {"op": op, "kind": kind, "rows": rows, "cols": cols, "dtype": dtype, "approximate": approximate} | more
+    return case_of(op, kind, rows, cols, dtype, approximate=approximate, **more)
 
 
 def numerics_cases() -> dict[str, dict[str, Any]]:

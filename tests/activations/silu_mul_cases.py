@@ -6,6 +6,7 @@ This file is also the script of the child process that runs the cases (see ``tes
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -70,19 +71,25 @@ def laid(kind: str, i: int, rows: int, cols: int, dtype: torch.dtype, results: i
 
 
 def operands(
-    kind: str, op: str, rows: int, cols: int, dtype: torch.dtype
+    kind: str,
+    op: Any,
+    rows: int,
+    cols: int,
+    dtype: torch.dtype,
+    special: Callable[[str], tuple[Tensor, Tensor] | None] = lambda name: None,
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """(results filled with NaN, inputs, the memory behind each result) in one of several arrangements."""
-    generator = torch.Generator().manual_seed(rows * 1009 + cols)
-    declared = OPS[op]
+    """(results filled with NaN, inputs, the memory behind each result) in one of several arrangements.
 
-    placed = [
-        laid(kind, i, rows, cols, dtype, len(declared.results)) for i in range(len(declared.results + declared.inputs))
-    ]
-    results, inputs = placed[: len(declared.results)], placed[len(declared.results) :]
-    for memory, _ in inputs:
+    ``special``: memory and view of an operand that is no matrix of ``rows`` and ``cols``.
+    """
+    generator = torch.Generator().manual_seed(rows * 1009 + cols)
+    n = len(op.results)
+    names = enumerate((*op.results, *op.inputs))
+    placed = [special(name) or laid(kind, i, rows, cols, dtype, n) for i, name in names]
+    for memory, _ in placed[n:]:
         fill(memory, generator)
-    return [view for _, view in results], [view for _, view in inputs], [memory for memory, _ in results]
+    views = [view for _, view in placed]
+    return views[:n], views[n:], [memory for memory, _ in placed[:n]]
 
 
 # ---- the child process ----------------------------------------------------------------------------------
@@ -97,7 +104,7 @@ def child_case(case: dict[str, Any]) -> dict[str, Any]:
         inputs[-2].copy_(torch.tensor([float(v) for v in case["values"]]))
         interpret(OPS[case["op"]], results, inputs)
         return {"results": [[str(v) for v in r.tolist()] for r in results]}
-    results, inputs, memory = operands(case["kind"], case["op"], case["rows"], case["cols"], DTYPES[case["dtype"]])
+    results, inputs, memory = operands(case["kind"], OPS[case["op"]], case["rows"], case["cols"], DTYPES[case["dtype"]])
     if case.get("inplace"):
         results = [inputs[-2], *results[1:]]
     exact = truth(case["op"], inputs)
@@ -110,6 +117,10 @@ def child_case(case: dict[str, Any]) -> dict[str, Any]:
 @triton.jit
 def slightly_off(x, y, PRECISE):
     return x / (1.0 + tl.exp(-1.01 * y))
+
+
+def case_of(op: str, kind: str, rows: int, cols: int, dtype: str = "bf16", **more: Any) -> dict[str, Any]:
+    return {"op": op, "kind": kind, "rows": rows, "cols": cols, "dtype": dtype} | more
 
 
 def numerics_cases() -> dict[str, dict[str, Any]]:
@@ -125,20 +136,13 @@ def numerics_cases() -> dict[str, dict[str, Any]]:
         "expanded everywhere",
     ]
     for op, kind, (rows, cols) in product(OPS, kinds, [(3, 100), (5, 37), (1, 515)]):
-        cases[f"{op} {kind} {rows}x{cols}"] = {"op": op, "kind": kind, "rows": rows, "cols": cols, "dtype": "bf16"}
+        cases[f"{op} {kind} {rows}x{cols}"] = case_of(op, kind, rows, cols)
     for op, dtype, kind in product(OPS, ("fp16", "fp32"), ("dense", "halves", "every other")):
-        cases[f"{op} {kind} {dtype}"] = {"op": op, "kind": kind, "rows": 7, "cols": 130, "dtype": dtype}
+        cases[f"{op} {kind} {dtype}"] = case_of(op, kind, 7, 130, dtype)
     for op, (rows, cols) in product(OPS, [(0, 8), (8, 0), (1, 1), (9, 1)]):
-        cases[f"{op} {rows}x{cols}"] = {"op": op, "kind": "dense", "rows": rows, "cols": cols, "dtype": "bf16"}
+        cases[f"{op} {rows}x{cols}"] = case_of(op, "dense", rows, cols)
     for name in OPS:
-        cases[f"{name} inplace"] = {
-            "op": name,
-            "kind": "dense",
-            "rows": 4,
-            "cols": 300,
-            "dtype": "fp16",
-            "inplace": True,
-        }
+        cases[f"{name} inplace"] = case_of(name, "dense", 4, 300, "fp16", inplace=True)
     rng = random.Random(20)
     for op, text in product(
         OPS.values(), ["rows=9 cols=75 layout=rows", "rows=9 cols=75 layout=strided", "rows=9 cols=75"]
@@ -146,8 +150,7 @@ def numerics_cases() -> dict[str, dict[str, Any]]:
         problem = GluProblem.parse(text)
         kind = {"rows": "padded", "strided": "every other", "dense": "dense"}[problem.layout]
         for config in rng.sample(in_triton(op, problem), 4):
-            key = f"{op.name} {kind} [{config}]"
-            cases[key] = {"op": op.name, "kind": kind, "rows": 9, "cols": 75, "dtype": "bf16", "config": str(config)}
+            cases[f"{op.name} {kind} [{config}]"] = case_of(op.name, kind, 9, 75, config=str(config))
     return cases
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -212,28 +214,15 @@ COMPILED = {
 }
 
 
-@pytest.mark.parametrize("name", COMPILED)
-def test_compiles_as_it_says(name: str) -> None:
-    words, knobs = COMPILED[name]
-    problem = GemmProblem.parse(words)
-    config = GemmConfig.parse(f"{knobs} tile_k=64 warps_m=1 warps_n=1 ctas_per_sm=1 body=warpgroup")
-    assert GEMM.why_not(problem, config, H200) is None
-    built = GEMM.build(problem, config, H200)
+def assert_compiled(built: Any, schedule: Any, config: GemmConfig, extras: Extras) -> Counter[str]:
+    """What every kernel of the schedule has; its opcodes."""
     assert built.facts.stack_bytes == 0
-    assert built.facts.smem_bytes == WARPGROUP.smem(config, extras_of(problem)).total_bytes
+    assert built.facts.smem_bytes == schedule.smem(config, extras).total_bytes
     found = compiled.opcodes(built)
     products = {i: count for i, count in found.items() if i.startswith("HGMMA")}
     rows, columns = config.mma_tile
-    panels = rows // (64 * sharing(config))
-    assert sum(products.values()) == panels * config.tile_k // 16
+    assert sum(products.values()) == rows // (64 * sharing(config)) * config.tile_k // 16
     assert all(re.search(rf"64x{columns}x16", i) for i in products), products
-    assert all((".F32" in i) is (problem.accumulate == "fp32") for i in products), products
-    assert found["WARPGROUP.DEPBAR.LE"] == 2, "no wait but ours: one in the loop, one behind it"
-    if problem.accumulate == "fp16":
-        read = re.findall(r"HADD2\.F32 R\d+, -RZ, R\d+\S*\.H([01])_H\1", compiled.sass(compiled.cubin(built)))
-        pairs = config.tile_m * config.tile_n // (128 * sharing(config)) // 2
-        assert min(read.count("0"), read.count("1")) >= pairs, "both halves of every register"
-        assert found["PRMT"] < 8, "sums stay packed in the loop"
     assert not any(i.startswith(("HMMA", "LDGSTS", "LDL", "STL")) for i in found)
     moved = sum(count for i, count in found.items() if i.startswith("USETMAXREG"))
     assert moved == 2, "registers move from the loading group to the others"
@@ -241,7 +230,26 @@ def test_compiles_as_it_says(name: str) -> None:
     assert any(i.startswith("UTMALDG") and "MULTICAST" in i for i in found) is shared
     assert any(i.startswith("UTMASTG") for i in found)
     assert ("PREEXIT" in found) is config.pdl
-    assert WARPGROUP.threads(config) == 128 * (groups(config) + 1)
+    assert schedule.threads(config) == 128 * (groups(config) + 1)
+    return found
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiles_as_it_says(name: str) -> None:
+    words, knobs = COMPILED[name]
+    problem = GemmProblem.parse(words)
+    config = GemmConfig.parse(f"{knobs} tile_k=64 warps_m=1 warps_n=1 ctas_per_sm=1 body=warpgroup")
+    assert GEMM.why_not(problem, config, H200) is None
+    built = GEMM.build(problem, config, H200)
+    found = assert_compiled(built, WARPGROUP, config, extras_of(problem))
+    products = [i for i in found if i.startswith("HGMMA")]
+    assert all((".F32" in i) is (problem.accumulate == "fp32") for i in products), products
+    assert found["WARPGROUP.DEPBAR.LE"] == 2, "no wait but ours: one in the loop, one behind it"
+    if problem.accumulate == "fp16":
+        read = re.findall(r"HADD2\.F32 R\d+, -RZ, R\d+\S*\.H([01])_H\1", compiled.sass(compiled.cubin(built)))
+        pairs = config.tile_m * config.tile_n // (128 * sharing(config)) // 2
+        assert min(read.count("0"), read.count("1")) >= pairs, "both halves of every register"
+        assert found["PRMT"] < 8, "sums stay packed in the loop"
 
 
 # ---- roles ----------------------------------------------------------------------------------------------

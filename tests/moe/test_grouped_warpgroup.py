@@ -5,7 +5,6 @@ that is not there.
 from __future__ import annotations
 
 import random
-import re
 from itertools import product
 
 import pytest
@@ -16,8 +15,9 @@ from cutekernels.ops.products.grouped import GroupedProblem as Problem
 from cutekernels.ops.products.schedules.grouped import DEPTH_WARPGROUP, GROUPED_WARPGROUP
 from cutekernels.ops.products.schedules.groups import tile_rows
 from cutekernels.ops.products.schedules.problem import GemmConfig
-from cutekernels.ops.products.schedules.warpgroup import groups, sharing
+from cutekernels.ops.products.schedules.warpgroup import sharing
 from tests import compiled
+from tests.gemm.test_warpgroup import assert_compiled
 
 H200, A100 = gpu.lookup("h200"), gpu.lookup("a100")
 LAYER = Problem.parse("rows=2048 n=1536 k=2048 experts=128")
@@ -140,7 +140,7 @@ def test_swapped_gates_and_ups_meet_in_a_thread(knobs: str) -> None:
     half, apart = config.tile_n // 2, body.results.gate_distance
     lies, held = [], []
 
-    def collect() -> None:  # plain Python: all of it is static
+    def collect() -> None:
         stages, _ = body.layouts(cutlass.BFloat16)
         halves = body.halves(body.of_rows)
         for row, k, stage in product((0, 1, 7, 8, half - 1, half, half + 9, 2 * half - 1), (0, 1, 63), range(3)):
@@ -156,11 +156,7 @@ def test_swapped_gates_and_ups_meet_in_a_thread(knobs: str) -> None:
             assert cute.size(c) == 2 * apart
             held.extend((c[i], c[i + apart]) for i in range(apart))
 
-    @cute.jit
-    def look() -> None:
-        collect()
-
-    cute.compile(look, options="--gpu-arch=sm_90a")
+    compiled.run_static(collect)
     assert len(lies) == 72
     assert all(int(loaded) == int(read) for loaded, read in lies)
     assert held
@@ -250,22 +246,9 @@ def test_compiles_as_it_says(name: str) -> None:
     problem, config = Problem.parse(words), GemmConfig.parse(f"{knobs} {COMMON}")
     assert GROUPED_GEMM.why_not(problem, config, H200) is None
     built = GROUPED_GEMM.build(problem, config, H200)
-    assert built.facts.stack_bytes == 0
-    assert built.facts.smem_bytes == GROUPED_WARPGROUP.smem(config, GROUPED_GEMM.extras(problem)).total_bytes
-    found = compiled.opcodes(built)
-    products = {i: count for i, count in found.items() if i.startswith("HGMMA")}
-    rows, columns = config.mma_tile
-    assert sum(products.values()) == rows // (64 * sharing(config)) * config.tile_k // 16
-    assert all(re.search(rf"64x{columns}x16", i) for i in products), products
+    found = assert_compiled(built, GROUPED_WARPGROUP, config, GROUPED_GEMM.extras(problem))
     assert found["WARPGROUP.ARRIVE"] == 1, "ptxas has put the products of a stage in a row"
-    assert not any(i.startswith(("HMMA", "LDGSTS", "LDL", "STL")) for i in found)
-    assert sum(count for i, count in found.items() if i.startswith("USETMAXREG")) == 2
-    shared = config.cluster_m * config.cluster_n > 1
-    assert any(i.startswith("UTMALDG") and "MULTICAST" in i for i in found) is shared
     assert any(i.startswith("UTMALDG.3D") for i in found), "an expert is a coordinate"
-    assert any(i.startswith("UTMASTG") for i in found)
-    assert ("PREEXIT" in found) is config.pdl
-    assert GROUPED_WARPGROUP.threads(config) == 128 * (groups(config) + 1)
 
 
 DEEP = {

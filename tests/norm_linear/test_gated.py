@@ -145,7 +145,7 @@ def test_halves_of_a_stage_and_pairs_of_sums(tile_n: int) -> None:
     half, sums = tile_n // 2, body.results.panel_accumulators
     lies, held = [], []
 
-    def collect() -> None:  # plain Python: all of it is static
+    def collect() -> None:
         _, stages = body.layouts(cutlass.BFloat16)
         halves = body.halves(body.of_columns)
         for row, k, stage in product((0, 1, 7, 8, half - 1, half, half + 9, tile_n - 1), (0, 1, 8, 63), range(3)):
@@ -162,11 +162,7 @@ def test_halves_of_a_stage_and_pairs_of_sums(tile_n: int) -> None:
                 held.append(((gate[0], gate[1] + half), (up[0], up[1])))
                 assert gate[1] < half
 
-    @cute.jit
-    def look() -> None:
-        collect()
-
-    cute.compile(look, options="--gpu-arch=sm_90a")
+    compiled.run_static(collect)
     assert len(lies) == 96
     assert all(int(loaded) == int(read) for loaded, read in lies)
     assert all(tuple(map(int, gate)) == tuple(map(int, up)) for gate, up in held)
