@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 import typer
-from typer.testing import CliRunner
 
 import cutekernels
 from cutekernels import cli
 from cutekernels.autotune import job
+from tests.command_line import invoke
 from tests.test_floors import FLOORS, OWN_FLOOR
 
 ROOT = Path(__file__).parents[1]
@@ -110,7 +110,7 @@ def test_a_wrong_example_would_be_seen() -> None:
 
 @pytest.mark.parametrize("line", [line for line in commands() if line.split()[1] in ("explain", "bench")])
 def test_quick_console_examples_run(line: str) -> None:
-    result = CliRunner().invoke(cli.app, shlex.split(line)[1:])
+    result = invoke(cli.app, *shlex.split(line)[1:])
     assert result.exit_code == 0, result.output
     assert result.stdout
 
@@ -129,7 +129,7 @@ def shown() -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(("line", "expected"), shown())
 def test_output_on_a_page_is_what_the_command_prints(line: str, expected: str) -> None:
-    result = CliRunner().invoke(cli.app, shlex.split(line, comments=True)[1:])
+    result = invoke(cli.app, *shlex.split(line, comments=True)[1:])
     assert result.exit_code == 0, result.output
     printed = [text.split() for text in result.stdout.splitlines()]
     assert all(text.split() in printed for text in expected.splitlines()), f"{line} prints\n{result.stdout}"

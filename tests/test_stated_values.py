@@ -7,12 +7,12 @@ import shlex
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from cutekernels import cli, dispatch
 from cutekernels.autotune import calibrate, card, final, fleet, space, study
 from cutekernels.db.storage import sqlite
 from cutekernels.terminal import Format
+from tests.command_line import invoke
 
 ROOT = Path(__file__).parents[1]
 WORDS = {2: "two", 3: "three", 8: "eight", 12: "twelve"}
@@ -66,13 +66,13 @@ def test_pages_state_the_values_of_the_code(page: str, words: str, value: object
 
 @pytest.mark.parametrize(("verb", "words", "value"), HELP)
 def test_help_states_the_values_of_the_code(verb: tuple[str, ...], words: str, value: object) -> None:
-    told = CliRunner().invoke(cli.app, [*verb, "--help"], env={"COLUMNS": "200"})
+    told = invoke(cli.app, *verb, "--help", env={"COLUMNS": "200"})
     assert words.format(value) in unwrapped(told.output)
 
 
 @pytest.mark.parametrize("line", TABLES)
 def test_tables_fit_into_80_columns(line: str, narrow_terminal: None) -> None:
-    told = CliRunner().invoke(cli.app, shlex.split(line))
+    told = invoke(cli.app, *shlex.split(line))
     assert told.exit_code == 0, told.output
     widest = max(told.stdout.splitlines(), key=len)
     assert len(widest.rstrip()) <= 80, widest

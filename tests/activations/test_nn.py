@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -19,6 +17,7 @@ pytest.importorskip("triton")
 import cutekernels
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.nn import SwiGLU
+from tests.processes import python
 
 
 class Twin(torch.nn.Module):
@@ -140,7 +139,7 @@ def test_it_is_fetched_when_asked_for() -> None:
     script = (
         "import sys, cutekernels; dir(cutekernels.nn); assert 'torch' not in sys.modules; cutekernels.nn.SwiGLU(8, 8)"
     )
-    subprocess.run([sys.executable, "-c", script], check=True)
+    python(script)
     assert cutekernels.nn.SwiGLU is SwiGLU
     with pytest.raises(AttributeError, match="no attribute 'Swish'"):
         cutekernels.nn.Swish  # noqa: B018

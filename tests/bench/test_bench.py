@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from bench import __main__ as command
 from bench import plots, rows, run, workloads
@@ -24,6 +23,7 @@ from bench.workloads import gemm as gemm_workload
 from cutekernels import dispatch
 from cutekernels.gpu import GpuSpec, lookup
 from cutekernels.measure import Samples
+from tests.command_line import invoke
 from tests.db.trials import trial as db_trial
 
 H200 = lookup("h200")
@@ -420,8 +420,16 @@ def _trial(op: Any, problem: Any, config: Any, median_us: float, smem_bytes: int
 
 
 class TestCommand:
+    @pytest.fixture
+    def on_the_cpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Everything but the GPU: a small case, on the CPU, with a fake clock."""
+        monkeypatch.setattr(command, "cases_of", lambda *_, **__: [SMALL])
+        monkeypatch.setattr(command, "detect_gpu", lambda stands_for: H200)
+        monkeypatch.setattr(run, "Timer", constant(timer(Clock())))
+        monkeypatch.setattr(run, "RunPlan", partial(run.RunPlan, device="cpu"))
+
     def run(self, *words: str) -> Any:
-        return CliRunner().invoke(command.app, list(words))
+        return invoke(command.app, *words)
 
     @pytest.mark.parametrize("op", workloads.OPS)
     def test_a_dry_run_lists_every_case_and_writes_nothing(self, op: str, tmp_path: Path) -> None:
@@ -464,12 +472,8 @@ class TestCommand:
         assert result.exit_code == 2, result.output
         assert result.stderr
 
-    def test_a_whole_run(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        """Everything but the GPU: a small suite, on the CPU, with a fake clock."""
-        monkeypatch.setattr(command, "cases_of", lambda *_, **__: [SMALL])
-        monkeypatch.setattr(command, "detect_gpu", lambda stands_for: H200)
-        monkeypatch.setattr(run, "Timer", constant(timer(Clock())))
-        monkeypatch.setattr(run, "RunPlan", partial(run.RunPlan, device="cpu"))
+    @pytest.mark.usefixtures("on_the_cpu")
+    def test_a_whole_run(self, tmp_path: Path) -> None:
         result = self.run("gemm", "--suite", "alphabeta", "--out", str(tmp_path), "--warm", "--commit", "abc123")
         assert result.exit_code == 0, result.output
         path = tmp_path / "gemm_alphabeta_warm.jsonl"
@@ -481,6 +485,7 @@ class TestCommand:
         assert "L40S" in theirs
         assert "cutekernels" not in theirs
 
+    @pytest.mark.usefixtures("on_the_cpu")
     def test_ours_alone_has_no_speedup(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         """Every number of tokens is timed, and the steepest step is named."""
         cases = [
@@ -488,9 +493,6 @@ class TestCommand:
         ]
         assert len({c.problem for c in cases}) == 3
         monkeypatch.setattr(command, "cases_of", lambda *_, **__: cases)
-        monkeypatch.setattr(command, "detect_gpu", lambda stands_for: H200)
-        monkeypatch.setattr(run, "Timer", constant(timer(Clock())))
-        monkeypatch.setattr(run, "RunPlan", partial(run.RunPlan, device="cpu"))
         result = self.run("gemm", "--suite", "tokens", "--alone", "--out", str(tmp_path), "--no-plots")
         assert result.exit_code == 0, result.output
         found = rows.read(tmp_path / "gemm_tokens_alone.jsonl")
@@ -498,14 +500,11 @@ class TestCommand:
         assert all(r.speedup is None and r.error_vs_torch is None for r in found)
         assert "8 is the steepest" in result.stdout
 
+    @pytest.mark.usefixtures("on_the_cpu")
     def test_ours_going_wrong_fails_the_run(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         def broken(*_: Any, **__: Any) -> Any:
             raise RuntimeError("illegal address")
 
-        monkeypatch.setattr(command, "cases_of", lambda *_, **__: [SMALL])
-        monkeypatch.setattr(command, "detect_gpu", lambda stands_for: H200)
-        monkeypatch.setattr(run, "Timer", constant(timer(Clock())))
-        monkeypatch.setattr(run, "RunPlan", partial(run.RunPlan, device="cpu"))
         monkeypatch.setattr(gemm_workload, "gemm", broken)
         result = self.run("gemm", "--suite", "square", "--out", str(tmp_path), "--no-plots")
         assert result.exit_code == 1

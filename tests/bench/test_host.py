@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from bench import host
+from tests.command_line import invoke
 
 
 def test_a_dry_run_lists_cases_and_contenders() -> None:
-    listed = CliRunner().invoke(host.app, ["--dry-run", "--match", "rms_norm", "--match", "attention"]).output
+    listed = invoke(host.app, "--dry-run", "--match", "rms_norm", "--match", "attention").output
     assert listed.splitlines()[0] == "rms_norm: torch, liger, cutekernels"
     assert listed.count("torch, flash-attn-4, cutekernels") == 2
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 pytest.importorskip("transformers")
 
@@ -22,6 +21,7 @@ from bench.baselines import Absent
 from bench.models import CASES, CONFIGS, CONTENDERS, Effort, ModelCase
 from bench.rows import Row, read
 from cutekernels.models.weights import read as read_weights
+from tests.command_line import invoke
 
 CPU = torch.device("cpu")
 TINY = [ModelCase("decode", 3, 24), ModelCase("prefill", 1, 20)]
@@ -92,7 +92,7 @@ def test_packed_weights_run_in_the_decoder() -> None:
     ],
 )
 def test_what_does_not_go_together_is_refused(words: list[str], said: str) -> None:
-    done = CliRunner().invoke(models.app, ["--model", "tiny", "--dry-run", *words])
+    done = invoke(models.app, "--model", "tiny", "--dry-run", *words)
     assert done.exit_code == 2 and said in done.output
 
 
@@ -147,17 +147,16 @@ def test_norms_and_mlps_alone_are_ours(model: Any) -> None:
 
 
 def test_the_command_line() -> None:
-    runner = CliRunner()
-    listed = runner.invoke(models.app, ["--model", "qwen2.5-7b", "--dry-run"])
+    listed = invoke(models.app, "--model", "qwen2.5-7b", "--dry-run")
     assert listed.exit_code == 0 and len(listed.output.splitlines()) == len(CASES)
     some = ["--match", "decode batch=1 tokens=1024", "--match", "prefill"]
-    assert len(runner.invoke(models.app, ["--model", "qwen2.5-7b", "--dry-run", *some]).output.splitlines()) == 5
-    published = runner.invoke(models.app, ["--model", "qwen2.5-7b", "--published", "--dry-run"]).output.splitlines()
+    assert len(invoke(models.app, "--model", "qwen2.5-7b", "--dry-run", *some).output.splitlines()) == 5
+    published = invoke(models.app, "--model", "qwen2.5-7b", "--published", "--dry-run").output.splitlines()
     assert len(published) == 5 and all("cutekernels, norms and MLPs" in line for line in published)
-    assert runner.invoke(models.app, ["--model", "qwen", "--dry-run"]).exit_code == 2
-    assert runner.invoke(models.app, ["--model", "tiny", "--match", "none", "--dry-run"]).exit_code == 2
+    assert invoke(models.app, "--model", "qwen", "--dry-run").exit_code == 2
+    assert invoke(models.app, "--model", "tiny", "--match", "none", "--dry-run").exit_code == 2
     if not torch.cuda.is_available():
-        assert runner.invoke(models.app, ["--model", "tiny"]).exit_code == 1
+        assert invoke(models.app, "--model", "tiny").exit_code == 1
 
 
 @pytest.mark.parametrize(
@@ -189,9 +188,9 @@ def test_new_lengths_have_rows_of_both_calls(model: Any, monkeypatch: pytest.Mon
         assert us["ready"] < us["ready and 12 tokens"]
         assert own["sum"].problem.startswith(f"lengths={2 if contender.cold else 4} ")
         assert own["sum"].reason == "0 compiled"
-    listed = CliRunner().invoke(models.app, ["--model", "tiny", "--suite", "new-lengths", "--dry-run"])
+    listed = invoke(models.app, "--model", "tiny", "--suite", "new-lengths", "--dry-run")
     assert listed.output.startswith("tiny new-lengths 1 to 4096 tokens: cutekernels, cold; ")
-    alone = CliRunner().invoke(models.app, ["--model", "tiny", "--suite", "decode", "--dry-run"]).output.splitlines()
+    alone = invoke(models.app, "--model", "tiny", "--suite", "decode", "--dry-run").output.splitlines()
     assert len(alone) == 8
     for wrong in (["--suite", "lengths"], ["--suite", "new-lengths", "--match", "1"]):
-        assert CliRunner().invoke(models.app, ["--model", "tiny", "--dry-run", *wrong]).exit_code == 2
+        assert invoke(models.app, "--model", "tiny", "--dry-run", *wrong).exit_code == 2

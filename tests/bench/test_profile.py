@@ -10,11 +10,11 @@ from unittest import mock
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from bench import __main__ as command
 from bench import profile
 from bench.suites import Case
+from tests.command_line import invoke
 
 SMALL = Case("gemm", "m=24 n=16 k=32 c=n", "small", 0.5, 2.0)
 REPORT = """==PROF== Connected
@@ -65,7 +65,7 @@ def test_figures_are_read_from_the_report(ncu: Path, tmp_path: Path) -> None:
 
 def test_the_command_prints_a_row_for_each_launch(ncu: Path, tmp_path: Path) -> None:
     words = ["rms_norm", "--match", "2048", "--profile", "--out", str(tmp_path / "reports")]
-    result = CliRunner().invoke(command.app, words, env={"COLUMNS": "200"})
+    result = invoke(command.app, *words, env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.output
     assert "kernel_a" in result.output
     assert "1234.6" in result.output
@@ -82,7 +82,7 @@ def test_without_ncu_or_its_permission_it_says_so(ncu: Path, tmp_path: Path, mon
     with pytest.raises(profile.Unprofiled, match="holds no launch: ==WARNING== No kernels"):
         profile.profile(SMALL, tmp_path)
     monkeypatch.setattr(profile.shutil, "which", lambda name: None)
-    result = CliRunner().invoke(command.app, ["rms_norm", "--profile"])
+    result = invoke(command.app, "rms_norm", "--profile")
     assert result.exit_code == 1
     assert "ncu is not on the PATH: install NVIDIA Nsight Compute" in " ".join(result.output.split())
 

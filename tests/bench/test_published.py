@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from bench import __main__ as command
 from bench import published, rows, workloads
 from bench.published import Published
 from bench.rows import Row
 from cutekernels.ops import registry
+from tests.command_line import invoke
 
 ALL = published.load()
 OF_OPS = [p for p in ALL if p.op in workloads.OPS]
@@ -109,7 +109,7 @@ class TestReproduce:
 
 class TestCommand:
     def run(self, *words: str) -> Any:
-        return CliRunner().invoke(command.app, list(words))
+        return invoke(command.app, *words)
 
     def test_tables_and_a_picture(self, tmp_path: Path) -> None:
         rows.write(tmp_path / "a.jsonl", run(ADAMW[0], 120.0, 40.0, 8.0))

@@ -7,7 +7,6 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from bench import regret
 from cutekernels import gpu
@@ -15,6 +14,7 @@ from cutekernels.db.storage.snapshot import Snapshot, TunedConfig
 from cutekernels.errors import UnknownGpu
 from cutekernels.measure import quantile
 from cutekernels.ops import registry
+from tests.command_line import invoke
 
 H200 = gpu.lookup("h200")
 OTHERS = {"add_rms_norm", "attention", "decode_attention", "layer_norm", "rms_norm", "rope", "silu_mul"}
@@ -85,7 +85,7 @@ def test_a_promise_is_held_against_what_was_measured() -> None:
 def test_promises_are_counted_from_a_least_one_on(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = [regret.Promise("gemm", "multistage", "m=1", "c", p, g) for p, g in ((1.02, 0.5), (1.25, 0.9), (1.6, 1.2))]
     monkeypatch.setattr(regret, "promises_of_sweeps", lambda gpu, folder: kept)
-    rows = json.loads(CliRunner().invoke(regret.app, ["--promises", "--format", "json"]).stdout)
+    rows = json.loads(invoke(regret.app, "--promises", "--format", "json").stdout)
     assert [(row["promised at least"], row["problems"], row["slower"], row["worst"]) for row in rows] == [
         (1.0, 3, 2, "0.50"),
         *[(least, 2, 1, "0.90") for least in (1.05, 1.1, 1.2)],
@@ -96,11 +96,11 @@ def test_promises_are_counted_from_a_least_one_on(monkeypatch: pytest.MonkeyPatc
 def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     known = of_sweeps()
     monkeypatch.setattr(regret, "of_sweeps", lambda spec, folder: known if folder != tmp_path else [])
-    by_op = CliRunner().invoke(regret.app, ["--format", "json"])
+    by_op = invoke(regret.app, "--format", "json")
     rows = json.loads(by_op.stdout)
     assert {("held out", "gemm"), ("all", "gemm")} <= {(row["winners"], row["op"]) for row in rows}
-    each = CliRunner().invoke(regret.app, ["--every", "--format", "json"])
+    each = invoke(regret.app, "--every", "--format", "json")
     worst = [row["regret"] or 0.0 for row in json.loads(each.stdout)]
     assert worst == sorted(worst, reverse=True)
-    assert isinstance(CliRunner().invoke(regret.app, ["--gpu", "nonsense"]).exception, UnknownGpu)
-    assert CliRunner().invoke(regret.app, ["--folder", str(tmp_path)]).exit_code == 2
+    assert isinstance(invoke(regret.app, "--gpu", "nonsense").exception, UnknownGpu)
+    assert invoke(regret.app, "--folder", str(tmp_path)).exit_code == 2

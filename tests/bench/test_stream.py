@@ -136,29 +136,26 @@ def _idle(case: Case, sets: Sequence[Inputs]) -> Any:
     return [lambda: torch.empty(0) for _ in sets]
 
 
+def timed(who: list[Contender], *us: float) -> list[Any]:
+    """Rows of a case in which the contenders take these times."""
+    clock = _Clock(*us)
+    plan = run.RunPlan("llm", H200, {}, rounds=5, device="cpu", warm=True)
+    return run.run_case(SILU, plan, who, run.Timer(clock.prepare, clock.cpu_us))
+
+
 def test_rows_are_fractions_of_the_best_stream() -> None:
     who = [Contender(f"{stream.NAME} 2:1 ({n})", _idle, judged=False) for n in ("a", "b", "c")]
-    clock = _Clock(12.0, 8.0, 10.0, 16.0)
-    found = run.run_case(
-        SILU,
-        run.RunPlan("llm", H200, {}, rounds=5, device="cpu", warm=True),
-        [*who, Contender("peer", _idle, judged=False)],
-        run.Timer(clock.prepare, clock.cpu_us),
-    )
+    found = timed([*who, Contender("peer", _idle, judged=False)], 12.0, 8.0, 10.0, 16.0)
     assert [r.stream_fraction for r in found] == pytest.approx([8 / 12, 1.0, 8 / 10, 0.5])
 
 
 def test_without_a_stream_there_is_no_fraction() -> None:
-    clock = _Clock(12.0)
-    plan = run.RunPlan("llm", H200, {}, rounds=5, device="cpu", warm=True)
-    (row,) = run.run_case(SILU, plan, [Contender("peer", _idle, judged=False)], run.Timer(clock.prepare, clock.cpu_us))
+    (row,) = timed([Contender("peer", _idle, judged=False)], 12.0)
     assert row.stream_fraction is None
 
 
 def test_rows_written_before_there_were_streams_are_read(tmp_path: Any) -> None:
-    clock = _Clock(12.0)
-    plan = run.RunPlan("llm", H200, {}, rounds=5, device="cpu", warm=True)
-    found = run.run_case(SILU, plan, [Contender("x", _idle, judged=False)], run.Timer(clock.prepare, clock.cpu_us))
+    found = timed([Contender("x", _idle, judged=False)], 12.0)
     path = tmp_path / "rows.jsonl"
     rows.write(path, found)
     expected = rows.read(path)

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import pytest
-from typer.testing import CliRunner
 
 from bench import training, wall
 from bench.rows import Row
 from cutekernels.errors import UnknownGpu
-
-runner = CliRunner()
+from tests.command_line import invoke
 
 
 def test_a_dry_run_lists_cases_and_contenders() -> None:
-    listed = runner.invoke(training.app, ["--dry-run"]).output.splitlines()
+    listed = invoke(training.app, "--dry-run").output.splitlines()
     assert len(listed) == len(training.CASES)
-    some = runner.invoke(training.app, ["--dry-run", "--match", "loss"]).output
+    some = invoke(training.app, "--dry-run", "--match", "loss").output
     assert some.count("\n") == 3
     assert "liger" in some
 
@@ -26,7 +24,7 @@ def test_what_cannot_run_is_said(arguments: list[str], code: int, monkeypatch: p
         raise UnknownGpu(name)
 
     monkeypatch.setattr(wall.gpus, "lookup", none)
-    result = runner.invoke(training.app, arguments)
+    result = invoke(training.app, *arguments)
     assert result.exit_code == code
     assert "--dry-run" in result.output
 

@@ -6,17 +6,12 @@ import csv
 import io
 import json
 import os
-import sqlite3
-import subprocess
-import sys
-from contextlib import closing
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from alembic import command
-from typer.testing import CliRunner
 
 import cutekernels
 from cutekernels import settings
@@ -27,7 +22,9 @@ from cutekernels.db.storage.store import Store, Trial
 from cutekernels.db.storage.uuid7 import uuid7
 from cutekernels.errors import UnknownGpu, UnsupportedProblem
 from cutekernels.ops import registry
-from tests.db.trials import H200, L40S, trial
+from tests.command_line import invoke
+from tests.db.trials import H200, L40S, edit, trial
+from tests.processes import python
 from tests.shipping import ship
 
 KNOBS = "tile_n=128 tile_k=64 warps_m=2 warps_n=2 stages=3 raster=8 ctas_per_sm=2"
@@ -64,7 +61,7 @@ def db(tmp_path: Path, shipped: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(*words: str, input: str | bytes | None = None) -> Any:
-    return CliRunner().invoke(app, list(words), input=input)
+    return invoke(app, *words, input=input)
 
 
 def ok(*words: str, input: str | bytes | None = None) -> Any:
@@ -295,7 +292,7 @@ def test_the_first_call_after_an_installation_loads_no_torch(db: Path, verb: tup
         "except SystemExit:\n    pass\n"
         "print([m for m in ('torch', 'triton', 'alembic') if m in sys.modules], file=sys.stderr)"
     )
-    done = subprocess.run([sys.executable, "-c", code, *verb], capture_output=True, text=True, check=True)
+    done = python(code, *verb)
     assert done.stderr.strip().endswith("[]")
 
 
@@ -363,9 +360,7 @@ def test_doctor(db: Path, tmp_path: Path) -> None:
     (unused,) = [row for row in rows("doctor") if row["state"] != "ok"]
     assert unused["state"] == "unused" and unused["found"].startswith("1 that calls refuse") and "silu" in str(unused)
     assert {"what": "winners", "state": "ok", "found": "2 valid"} in rows("doctor")
-    with closing(sqlite3.connect(db)) as connection:
-        connection.execute("UPDATE trial SET median_us = 'fast' WHERE id = ?", (LOST.id,))
-        connection.commit()
+    edit(db, ("UPDATE trial SET median_us = 'fast' WHERE id = ?", (LOST.id,)))
     result = run("doctor")
     assert result.exit_code == 1
     assert LOST.id in result.stdout.replace("\n", "")
@@ -383,11 +378,12 @@ def test_an_older_schema_is_upgraded_by_doctor(db: Path) -> None:
 
 
 def test_a_hostile_database_does_not_reach_the_terminal(db: Path) -> None:
-    with closing(sqlite3.connect(db)) as connection:
-        connection.execute("UPDATE request SET problem = 'm=1' || char(27) || '[2J' || char(155)")
-        connection.execute("UPDATE gpu SET name = 'evil' || char(27) || '[31m' WHERE name = 'l40s'")
-        connection.execute("UPDATE trial SET message = char(27) || '[2J[bold' WHERE id = ?", (LOST.id,))
-        connection.commit()
+    edit(
+        db,
+        "UPDATE request SET problem = 'm=1' || char(27) || '[2J' || char(155)",
+        "UPDATE gpu SET name = 'evil' || char(27) || '[31m' WHERE name = 'l40s'",
+        ("UPDATE trial SET message = char(27) || '[2J[bold' WHERE id = ?", (LOST.id,)),
+    )
     for words in (["query"], ["history"], ["stats"], ["requests"], ["doctor"]):
         for format in ("table", "json", "csv"):
             result = run(*words, "--format", format)

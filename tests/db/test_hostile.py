@@ -19,7 +19,7 @@ from cutekernels.db.storage import sqlite
 from cutekernels.db.storage.store import Store, Trial
 from cutekernels.errors import StoreError
 from tests.db.test_sqlite import child_environment
-from tests.db.trials import H200, L40S, trial
+from tests.db.trials import H200, L40S, edit, trial
 
 
 def database(path: Path, *trials: Trial) -> Path:
@@ -29,13 +29,6 @@ def database(path: Path, *trials: Trial) -> Path:
             if t.status == "ok":
                 store.crown(t.id)
     return path
-
-
-def change(path: Path, *statements: str) -> None:
-    with closing(sqlite3.connect(path)) as connection:
-        for statement in statements:
-            connection.execute(statement)
-        connection.commit()
 
 
 # ---- forks --------------------------------------------------------------------------------------------------
@@ -167,7 +160,7 @@ def test_a_writer_beside_a_large_import_never_fails(tmp_path: Path) -> None:
 def test_a_broken_row_hides_no_other(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
     good = trial(problem="m=16 n=64 k=32")
     path = database(tmp_path / "tuned.db", good, trial("bad=1", problem="m=1 n=1 k=1"))
-    change(path, damage)
+    edit(path, damage)
     with Store(path) as store:
         assert store.trials() == store.winners() == [good]
         assert store.export(tmp_path / "out.jsonl") == 1
@@ -184,7 +177,7 @@ def test_a_row_that_breaks_a_rule_of_the_schema_is_no_damage_of_the_file(tmp_pat
     good = trial(problem="m=16 n=64 k=32")
     path = database(tmp_path / "tuned.db", good, trial("bad=1", problem="m=1 n=1 k=1"))
     try:
-        change(path, "PRAGMA ignore_check_constraints = ON", f"{damage} WHERE config = 'bad=1'")
+        edit(path, "PRAGMA ignore_check_constraints = ON", f"{damage} WHERE config = 'bad=1'")
     except sqlite3.Error:
         pytest.skip("this SQLite refuses the planted row")
     with Store(path) as store:
@@ -217,7 +210,7 @@ def test_views_and_triggers_in_place_of_tables_are_refused(
     tmp_path: Path, statements: tuple[str, ...], what: str
 ) -> None:
     path = database(tmp_path / "hostile.db", trial())
-    change(path, *statements)
+    edit(path, *statements)
     begin = time.process_time()
     for readonly in (True, False):
         with pytest.raises(StoreError, match=what):
@@ -229,7 +222,7 @@ def test_views_and_triggers_in_place_of_tables_are_refused(
 
 def test_a_view_of_ones_own_is_no_harm(tmp_path: Path) -> None:
     path = database(tmp_path / "tuned.db", trial())
-    change(path, "CREATE VIEW mine AS SELECT op, median_us FROM winners")
+    edit(path, "CREATE VIEW mine AS SELECT op, median_us FROM winners")
     with Store(path) as store:
         assert len(store.winners()) == 1
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 import cutekernels
 from cutekernels import cli, dispatch, gpu, lock
@@ -19,6 +18,7 @@ from cutekernels.db.storage import snapshot
 from cutekernels.db.storage.store import Rate, Store
 from cutekernels.errors import StoreError, UnknownGpu
 from cutekernels.ops import registry
+from tests.command_line import invoke
 from tests.db.trials import trial
 
 ROW = ["winner", "h200", "gemm", 12, "m=16 n=4096 k=4096", "tile_m=64", "measured", 11.25, None, ""]
@@ -129,25 +129,25 @@ def test_nothing_writes_into_one(frozen: Path, monkeypatch: pytest.MonkeyPatch) 
     for readonly in (False, True):
         with pytest.raises(StoreError, match="is a lock, which calls read and nothing writes; name a database"):
             Store(readonly=readonly)
-    assert "is a lock" in CliRunner().invoke(cli.app, ["db", "query"]).stderr
+    assert "is a lock" in invoke(cli.app, "db", "query").stderr
 
 
 def test_the_command(frozen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    made = CliRunner().invoke(cli.app, ["lock", "--gpu", "h200"])
+    made = invoke(cli.app, "lock", "--gpu", "h200")
     assert made.exit_code == 0 and made.stdout.strip() == files.read(tmp_path / "winners.lock").digest
     assert {row[1] for row in files.read(tmp_path / "winners.lock").rows} >= {"h200", "h100-sxm"}, "what an H200 uses"
-    assert CliRunner().invoke(cli.app, ["lock", "--check"]).stdout == made.stdout
+    assert invoke(cli.app, "lock", "--check").stdout == made.stdout
     db = tmp_path / "own.db"
     Store(db).close()
-    same = CliRunner().invoke(cli.app, ["lock", "--check", "--db", str(db)])
+    same = invoke(cli.app, "lock", "--check", "--db", str(db))
     assert (same.exit_code, same.stdout) == (0, made.stdout)
     with Store(db) as store:
         one = trial("tile_m=128", problem="m=48 n=64 k=32", revision=registry.get("gemm").revision)
         store.record([one])
         store.crown(one.id)
         store.keep_rates([Rate(gpu="h200", name="copy_gbps", revision=1, value=4000.0, unit="GB/s")])
-    other = CliRunner().invoke(cli.app, ["lock", "--check", "--db", str(db)])
+    other = invoke(cli.app, "lock", "--check", "--db", str(db))
     assert other.exit_code == 1 and f"differs from {db} in 2 rows" in " ".join(other.stderr.split())
     for part in ("only in the database", "m=48 n=64 k=32", "copy_gbps", "tile_m=128 measured 12.5"):
         assert part in " ".join(other.stdout.split())
@@ -156,11 +156,11 @@ def test_the_command(frozen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (["--check", "no.lock"], "No such file"),
         (["--gpu", "x9"], "no GPU"),
     ):
-        result = CliRunner().invoke(cli.app, ["lock", *wrong])
+        result = invoke(cli.app, "lock", *wrong)
         assert result.exit_code and words in str(result.exception)
-    everything = CliRunner().invoke(cli.app, ["lock", "all.lock"])
+    everything = invoke(cli.app, "lock", "all.lock")
     assert everything.exit_code == 0 and len(files.read(tmp_path / "all.lock").rows) > len(files.read(frozen).rows) / 2
-    broken = CliRunner().invoke(cli.app, ["lock", "bad.lock", "--db", str(frozen.with_suffix(".lock.db"))])
+    broken = invoke(cli.app, "lock", "bad.lock", "--db", str(frozen.with_suffix(".lock.db")))
     assert broken.exit_code == 1 and not (tmp_path / "bad.lock").exists()
 
 

@@ -9,13 +9,13 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from cutekernels.db.questions.cli import app
 from cutekernels.db.storage import engine, snapshot
 from cutekernels.db.storage.rate import Rate
 from cutekernels.db.storage.store import Store
 from cutekernels.errors import StoreError
+from tests.command_line import invoke
 from tests.db.test_store import PROBLEM, postgres  # noqa: F401  a fixture
 from tests.db.trials import trial
 
@@ -136,7 +136,7 @@ def test_a_database_that_nobody_has_written_reads_as_no_rows(
         assert store.trials() == store.winners() == store.requests() == store.rates() == store.stats() == []
         assert store.count() == 0 and store.broken_rows() == [] and store.find("019a") == []
     assert snapshot.load("h200", url, strict=True).table == {} and caplog.text == ""
-    done = CliRunner().invoke(app, ["query", "--db", url, "--gpu", "h200"])
+    done = invoke(app, "query", "--db", url, "--gpu", "h200")
     assert done.exit_code == 0 and "no winner matches" in done.stderr
     with Store(url) as store:
         store.record([trial()])

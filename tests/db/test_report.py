@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from cutekernels import db as database
 from cutekernels.db.questions import cli, html_report, query
 from cutekernels.db.storage.store import Store
 from cutekernels.errors import StoreError
+from tests.command_line import invoke
 from tests.db.trials import trial
 
 pytest.importorskip("plotly")
@@ -72,7 +72,7 @@ class Outside(HTMLParser):
 
 
 def written(tmp_path: Path, *words: str) -> str:
-    result = CliRunner().invoke(cli.app, ["report", str(tmp_path / "out.html"), *words])
+    result = invoke(cli.app, "report", str(tmp_path / "out.html"), *words)
     assert result.exit_code == 0, result.output
     return (tmp_path / "out.html").read_text()
 
@@ -152,8 +152,8 @@ def test_conditions_and_an_empty_database(tmp_path: Path, filled: None) -> None:
     assert "12 trials, 1 winners in use" in page
     empty = written(tmp_path, "--op", "rope")
     assert empty.count("No rows for this picture") == 5
-    assert CliRunner().invoke(cli.app, ["report", str(tmp_path / "x.html"), "--op", "gem"]).exit_code == 2
-    refused = CliRunner().invoke(cli.app, ["report", str(tmp_path / "no" / "x.html")])
+    assert invoke(cli.app, "report", str(tmp_path / "x.html"), "--op", "gem").exit_code == 2
+    refused = invoke(cli.app, "report", str(tmp_path / "no" / "x.html"))
     assert refused.exit_code == 1 and len(refused.stderr.strip().splitlines()) == 1
 
 

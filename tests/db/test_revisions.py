@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 import cutekernels
 from bench import judge
@@ -25,6 +24,7 @@ from cutekernels.db.storage.store import Environment, ImportReport, Store
 from cutekernels.db.storage.trial import Trial
 from cutekernels.errors import InvalidConfig
 from cutekernels.ops import registry
+from tests.command_line import invoke
 from tests.db.test_store import fresh, postgres, url  # noqa: F401  fixtures
 from tests.db.trials import trial
 from tests.shipping import ship
@@ -165,12 +165,12 @@ class TestServing:
         columns = Database(None).columns(t)
         assert (t.config, columns["config_text"], columns["config"]["tile_m"]) == (OLD, NEW, 16)
         assert columns["certificate"]["default"] == NEW
-        found = CliRunner().invoke(cli.app, ["db", "doctor", "--format", "json"]).stdout
+        found = invoke(cli.app, "db", "doctor", "--format", "json").stdout
         assert all(line["state"] == "ok" for line in json.loads(found)), found
 
     def test_pruning_stale_rows_leaves_those_that_serve(self, db: Path) -> None:
         crowned(db, row(), row("tile_m=1", 0))
-        result = CliRunner().invoke(cli.app, ["db", "prune", "--stale", "--yes"])
+        result = invoke(cli.app, "db", "prune", "--stale", "--yes")
         assert "1 trials deleted" in result.stderr
         assert served().origin == "tuned"
 
@@ -179,10 +179,10 @@ class TestServing:
         monkeypatch.setattr(type(GEMM), "revision", 5)
         monkeypatch.setattr(type(GEMM), "earlier", {2: lambda problem, config: config})
         crowned(db, *(row(NEW, revision) for revision in (1, 2, 3, 5, 6, 99)))
-        found = CliRunner().invoke(cli.app, ["db", "doctor"]).stdout
+        found = invoke(cli.app, "db", "doctor").stdout
         assert "2 of an earlier revision: tune again, or prune --stale" in found
         assert "2 of a newer revision: upgrade cutekernels" in found
-        result = CliRunner().invoke(cli.app, ["db", "prune", "--stale", "--yes"])
+        result = invoke(cli.app, "db", "prune", "--stale", "--yes")
         assert "2 trials deleted" in result.stderr
         with Store(db) as store:
             assert sorted(t.revision for t in store.trials()) == [2, 5, 6, 99]
@@ -283,5 +283,5 @@ def test_a_call_in_an_earlier_spelling_is_told_todays(problem: str, body: str) -
     with pytest.raises(InvalidConfig) as refused:
         dispatch.resolve(GEMM, p, H200, forced=text)
     assert f"Revision 1 spelled it so; now write [{found[-1]}]" in str(refused.value)
-    result = CliRunner().invoke(cli.app, ["explain", "gemm", problem, "--gpu", "h200", "--config", text])
+    result = invoke(cli.app, "explain", "gemm", problem, "--gpu", "h200", "--config", text)
     assert result.exit_code and "now write" in f"{result.stderr} {result.exception}"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sqlite3
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +14,7 @@ from cutekernels.db.storage.uuid7 import uuid7
 from cutekernels.ops import registry
 from cutekernels.ops.products.schedules.problem import GemmProblem
 from tests.db.test_cli import GEMM, SILU, SKINNY, ok, rows, run
-from tests.db.trials import H200, trial
+from tests.db.trials import H200, edit, trial
 from tests.shipping import ship
 
 HUGE = GEMM.config.replace("tile_m=128", "tile_m=999999999")
@@ -46,9 +44,7 @@ def db(tmp_path: Path) -> Path:
 def test_a_winner_that_calls_refuse_is_shown_so(edited: str, config: str, why: str, db: Path, shipped: Path) -> None:
     """As the dispatcher refuses it, whose own words are the reason."""
     if edited == "local":
-        with closing(sqlite3.connect(db)) as connection:
-            connection.execute("UPDATE trial SET config = ? WHERE id = ?", (config, GEMM.id))
-            connection.commit()
+        edit(db, ("UPDATE trial SET config = ? WHERE id = ?", (config, GEMM.id)))
     else:
         db.unlink()
         with Store(db) as store:
@@ -83,9 +79,7 @@ def test_a_database_that_everybody_may_write_is_named(
 
 def test_a_time_below_the_roofline_serves_no_call(db: Path) -> None:
     """However it got there; but a board may run a little above its stated clock."""
-    with closing(sqlite3.connect(db)) as connection:
-        connection.execute("UPDATE trial SET median_us = 0.0001 WHERE id = ?", (GEMM.id,))
-        connection.commit()
+    edit(db, ("UPDATE trial SET median_us = 0.0001 WHERE id = ?", (GEMM.id,)))
     dispatch.reload()
     (row,) = [r for r in rows("query", "--problem", "m=4096") if r["source"] == "local"]
     assert not row["serves"] and "0.0001 us is below the roofline of 138.9 us" in row["reason"]

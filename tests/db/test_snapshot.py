@@ -22,7 +22,8 @@ from cutekernels.db.storage import lines, migrations, snapshot, sqlite
 from cutekernels.db.storage.snapshot import TunedConfig
 from cutekernels.db.storage.store import Store, Trial
 from cutekernels.errors import StoreError
-from tests.db.trials import L40S, trial
+from tests.db.trials import L40S, edit, trial
+from tests.processes import python
 from tests.shipping import ship, text_of
 
 pytestmark = pytest.mark.usefixtures("shipped")
@@ -172,9 +173,7 @@ print(sorted(w.config for winners in table.values() for w in winners.values() if
 
 def test_loading_imports_the_standard_library_only(path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    child = subprocess.run(
-        [sys.executable, "-c", LIGHT, str(path)], env=environment, capture_output=True, text=True, timeout=60
-    )
+    child = python(LIGHT, str(path), check=False, env=environment)
     assert (child.stdout, child.stderr) == ("['a=1'] []\n", "")
 
 
@@ -184,8 +183,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("wal", [False, True])
 def test_reading_changes_nothing_on_disk(path: Path, wal: bool) -> None:
-    with closing(sqlite3.connect(path)) as connection:
-        connection.execute(f"PRAGMA journal_mode = {'wal' if wal else 'delete'}")
+    edit(path, f"PRAGMA journal_mode = {'wal' if wal else 'delete'}")
     assert sqlite.in_wal_mode(path) is wal
     Path(f"{path}.lock").unlink(missing_ok=True)
     before = contents(path.parent)
@@ -205,8 +203,7 @@ def test_it_sees_what_a_live_wal_writer_has_committed(path: Path) -> None:
 
 def test_a_checkpoint_while_reading_is_noticed(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A WAL file at rest is read without locks; a concurrent write makes the reader start over."""
-    with closing(sqlite3.connect(path)) as connection:
-        connection.execute("PRAGMA journal_mode = wal")
+    edit(path, "PRAGMA journal_mode = wal")
     readings = 0
 
     def connect_and_be_overtaken(*args: Any, **kwargs: Any) -> sqlite3.Connection:
@@ -284,8 +281,7 @@ def test_an_empty_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("wal", [False, True])
 def test_damaged_pages(path: Path, wal: bool) -> None:
     if wal:
-        with closing(sqlite3.connect(path)) as connection:
-            connection.execute("PRAGMA journal_mode = wal")
+        edit(path, "PRAGMA journal_mode = wal")
     data = path.read_bytes()
     path.write_bytes(data[:4096] + b"\xff" * (len(data) - 4096))
     load_twice(path)
@@ -294,11 +290,12 @@ def test_damaged_pages(path: Path, wal: bool) -> None:
 @pytest.mark.usefixtures("one_warning")
 @pytest.mark.parametrize("version", ["9999", "0000", "", None, 7])
 def test_another_schema(path: Path, version: object) -> None:
-    with closing(sqlite3.connect(path)) as connection:
-        connection.execute("CREATE TABLE other AS SELECT ? AS version_num", (version,))
-        connection.execute("DROP TABLE alembic_version")
-        connection.execute("ALTER TABLE other RENAME TO alembic_version")
-        connection.commit()
+    edit(
+        path,
+        ("CREATE TABLE other AS SELECT ? AS version_num", (version,)),
+        "DROP TABLE alembic_version",
+        "ALTER TABLE other RENAME TO alembic_version",
+    )
     load_twice(path)
 
 
@@ -379,9 +376,7 @@ def test_rows_of_the_wrong_type_are_skipped_with_one_line(path: Path, caplog: py
 def test_a_text_that_is_no_utf8_hides_no_other(path: Path) -> None:
     bad = trial("bad=1", problem="m=4 n=64 k=32")
     fill(path, bad)
-    with closing(sqlite3.connect(path)) as connection:
-        connection.execute("UPDATE trial SET config = CAST(x'ff' AS TEXT) WHERE id = ?", (bad.id,))
-        connection.commit()
+    edit(path, ("UPDATE trial SET config = CAST(x'ff' AS TEXT) WHERE id = ?", (bad.id,)))
     assert configs(path) == ["a=1", "\udcff"], "which is no config of any op"
 
 
@@ -435,9 +430,7 @@ def test_a_password_is_not_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytes
 def test_a_prediction_needs_no_time_and_a_problem_is_text(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "x.db"
     fill(path, trial("a=1", problem="m=1", origin="predicted", median_us=None), trial("a=2", problem="m=2"))
-    with closing(sqlite3.connect(path)) as connection:
-        connection.execute("UPDATE winner SET problem = x'00ff' WHERE problem = 'm=2'")
-        connection.commit()
+    edit(path, "UPDATE winner SET problem = x'00ff' WHERE problem = 'm=2'")
     table = snapshot.load("h200", str(path)).table["gemm", 1]
     assert [(w.problem, w.median_us) for w in table.values()] == [("m=1", None)]
     assert "1 broken rows skipped" in caplog.text
@@ -451,10 +444,7 @@ def test_a_time_that_is_none_serves_no_call(
     """As listings and `db doctor` leave its row out; a lock could not hold it."""
     path = tmp_path / "x.db"
     fill(path, trial("a=1", problem="m=1"), trial("a=2", problem="m=2"))
-    with closing(sqlite3.connect(path)) as connection:
-        connection.execute("PRAGMA ignore_check_constraints = 1")
-        connection.execute(f"UPDATE trial SET {column} = {value} WHERE problem = 'm=2'")
-        connection.commit()
+    edit(path, "PRAGMA ignore_check_constraints = 1", f"UPDATE trial SET {column} = {value} WHERE problem = 'm=2'")
     assert [*snapshot.load("h200", str(path)).table["gemm", 1]] == ["m=1"]
     assert "1 broken rows skipped" in caplog.text
 

@@ -19,6 +19,7 @@ from cutekernels.db.storage import engine, snapshot, sqlite
 from cutekernels.db.storage.store import Store
 from cutekernels.errors import StoreError
 from tests.db.trials import trial
+from tests.processes import python
 
 pytestmark = pytest.mark.usefixtures("shipped")
 
@@ -31,9 +32,7 @@ def child_environment() -> dict[str, str]:
 
 
 def run_child(code: str, *args: str) -> str:
-    child = subprocess.run(
-        [sys.executable, "-c", code, *args], env=child_environment(), capture_output=True, text=True, timeout=60
-    )
+    child = python(code, *args, check=False, env=child_environment())
     assert child.returncode == 0, child.stderr
     return child.stdout
 

@@ -13,7 +13,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from cutekernels import cli, terminal
 from cutekernels.db.questions.reader import Database
@@ -23,6 +22,7 @@ from cutekernels.db.storage.store import Store, Trial
 from cutekernels.db.storage.trial import TRIAL_RULES
 from cutekernels.db.storage.uuid7 import uuid7
 from cutekernels.errors import StoreError
+from tests.command_line import invoke
 from tests.db.test_cli import ok, refused
 from tests.db.test_hostile import change, database
 from tests.db.trials import L40S, trial
@@ -319,7 +319,7 @@ def test_doctor_finds_the_rows_that_listings_leave_out(path: Path, column: str, 
 @pytest.mark.parametrize("name", ["x'ff00'", "'h200' || char(27)"])
 def test_a_task_of_a_gpu_whose_name_is_none_is_left_out(path: Path, name: str) -> None:
     change(path, f"UPDATE gpu SET name = {name}")
-    assert CliRunner().invoke(cli.app, ["studies", "--db", str(path)]).exit_code == 0
+    assert invoke(cli.app, "studies", "--db", str(path)).exit_code == 0
     with Store(path) as store:
         assert store.tasks() == [] and len(store.broken_rows()) > 0
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sqlite3
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 from cutekernels.db.storage.trial import Environment, Gpu, Trial
@@ -24,3 +27,11 @@ def trial(config: str = "tile_m=128", **changes: Any) -> Trial:
         "median_us": 12.5,
     }
     return Trial.new(config=config, **(values | changes))
+
+
+def edit(path: Path | str, *statements: str | tuple[str, tuple[Any, ...]]) -> None:
+    """Executes statements, some with parameters, past the store."""
+    with closing(sqlite3.connect(path)) as connection:
+        for each in statements:
+            connection.execute(*([each] if isinstance(each, str) else each))
+        connection.commit()

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from typer.testing import CliRunner
 
 import cutekernels as ck
 from cutekernels import ahead, cli, dispatch, gpu
@@ -24,6 +23,7 @@ from cutekernels.models.loading import outline
 from cutekernels.ops import registry
 from cutekernels.ops.shared import paths
 from cutekernels.ops.shared.calls import Recorder
+from tests.command_line import invoke
 from tests.integrations import tiny
 from tests.models.test_load_quantized import quantized
 
@@ -193,11 +193,11 @@ def test_a_second_process_chooses_and_compiles_nothing(inline: list[Any], monkey
 def test_the_command_line(inline: list[Any], tmp_path: Path) -> None:
     tiny.model("qwen3", torch.bfloat16).save_pretrained(tmp_path / "model")
     words = ["warmup", str(tmp_path / "model"), "--gpu", "h200", "--max-batch", "2"]
-    result = CliRunner().invoke(cli.app, [*words, "--tokens", "1:18"])
+    result = invoke(cli.app, *words, "--tokens", "1:18")
     assert result.exit_code == 0, result.output
     assert f"h200: {len(inline)} kernels for" in result.output
     for tokens in ("40", "0:4", "5:4", "a:b"):
-        refused = CliRunner().invoke(cli.app, [*words, "--tokens", tokens])
+        refused = invoke(cli.app, *words, "--tokens", tokens)
         assert isinstance(refused.exception, UnsupportedProblem), tokens
 
 

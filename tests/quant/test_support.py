@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -14,6 +11,7 @@ from cutekernels.quant import support
 from cutekernels.quant.layout import BITS
 from cutekernels.quant.support import REFUSED, SUPPORT
 from cutekernels.quant.weight import FORMATS
+from tests.processes import python
 
 
 def test_every_element_has_kernels_on_every_target() -> None:
@@ -51,4 +49,4 @@ def test_refused_formats_have_remedies() -> None:
 
 def test_importing_it_loads_no_torch() -> None:
     code = "import sys, cutekernels as ck; ck.quant; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    python(code)

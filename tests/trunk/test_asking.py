@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from cutekernels import cli, dispatch, environment, gpu
 from cutekernels.db.questions import html_report
@@ -18,6 +17,7 @@ from cutekernels.db.storage.store import Environment, Store
 from cutekernels.db.storage.uuid7 import uuid7
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops import registry
+from tests.command_line import invoke
 from tests.db.trials import L40S, trial
 from tests.shipping import ship
 
@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def shown(*words: str) -> str:
-    result = CliRunner().invoke(cli.app, list(words))
+    result = invoke(cli.app, *words)
     assert result.exit_code == 0, (result.stderr, result.exception)
     return result.stdout
 
@@ -54,7 +54,7 @@ def test_torchs_names_of_gpus_are_taken() -> None:
     ],
 )
 def test_an_option_that_stands_twice_is_refused(line: str) -> None:
-    result = CliRunner().invoke(cli.app, line.split())
+    result = invoke(cli.app, *line.split())
     assert result.exit_code == 2 and re.search(r"--\w+ stands 2 times: give it once", result.stderr)
 
 
@@ -74,7 +74,7 @@ def test_another_database_is_explained(tmp_path: Path) -> None:
         store.crown(one.id)
     asked = ("explain", "gemm", "m=48 n=80 k=80", "--gpu", one.gpu.name)
     assert "(database)" in shown(*asked, "--db", str(tmp_path / "other.db")) and "(database)" not in shown(*asked)
-    result = CliRunner().invoke(cli.app, [*asked, "--db", str(tmp_path / "none.db")])
+    result = invoke(cli.app, *asked, "--db", str(tmp_path / "none.db"))
     assert result.exit_code and "there is none" in str(result.exception)
 
 
@@ -85,8 +85,8 @@ def test_a_gpu_without_measured_winners_gets_one_sentence(shipped: Path, tmp_pat
     one = trial(config, problem=p, revision=gemm.revision, gpu=L40S, origin="predicted", message="a better wave")
 
     def told(*more: str) -> list[str]:
-        queried = CliRunner().invoke(cli.app, ["db", "query", "--gpu", "l40s", *more]).stderr
-        explained = CliRunner().invoke(cli.app, ["explain", "gemm", p, "--gpu", "l40s", "--format", "json", *more])
+        queried = invoke(cli.app, "db", "query", "--gpu", "l40s", *more).stderr
+        explained = invoke(cli.app, "explain", "gemm", p, "--gpu", "l40s", "--format", "json", *more)
         dispatch.reload()
         return ["".join(queried.splitlines()[-1:]), json.loads(explained.stdout)[0].get("note", "")]
 

@@ -13,13 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
 from cutekernels import cli, environment, installation
 from cutekernels import gpu as gpus
 from cutekernels.errors import CuteKernelsError, InvalidConfig, JobError, StoreError, UnknownGpu, UnsupportedProblem
 from cutekernels.installation import Cuda, Machine
+from tests.command_line import invoke
 from tests.cpu_time import least_s, yardstick_s
+from tests.processes import python
 
 VERBS = ("tune", "db", "bench", "explain", "gpus", "jobs", "doctor")
 
@@ -36,13 +38,13 @@ def test_what_an_installation_for_queries_lacks_is_named(capsys: pytest.CaptureF
 
 
 def run(*words: str) -> Result:
-    return CliRunner().invoke(cli.app, list(words))
+    return invoke(cli.app, *words)
 
 
 def script(*words: str) -> subprocess.CompletedProcess[str]:
     """The installed script's ``main``, in a process of its own."""
     code = "import sys; from cutekernels.cli import main; sys.argv[0] = 'cutekernels'; main()"
-    return subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
+    return python(code, *words, check=False)
 
 
 class TestRoot:

@@ -32,18 +32,21 @@ def unexplained(name: str, comment: str) -> bool:
     return re.split(r"[ :]", comment)[0] not in UNITS or len(comment.split()) < 2
 
 
-@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.parent.name)
+each_table = pytest.mark.parametrize("table", TABLES, ids=lambda table: table.parent.name)
+
+
+@each_table
 def test_each_number_has_a_unit_and_a_meaning(table: Path) -> None:
     assert [name for name, comment in numbers(table) if unexplained(name, comment)] == []
 
 
-@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.parent.name)
+@each_table
 def test_a_table_imports_no_other_file_of_ops_than_tables(table: Path) -> None:
     imported = re.findall(r"^from (cutekernels\S*) import", table.read_text(), re.MULTILINE)
     assert all(module.endswith(".coefficients") for module in imported)
 
 
-@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.parent.name)
+@each_table
 def test_a_formula_reads_each_number(table: Path) -> None:
     formulas = "\n".join(file.read_text() for file in OPS.rglob("*.py") if file.name != table.name)
     assert [name for name, _ in numbers(table) if not re.search(rf"\.{name}\b", formulas)] == []

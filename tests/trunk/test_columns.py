@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,6 +21,7 @@ from cutekernels.ops.products.fused import FUSED_SCHEDULES, product_of
 from cutekernels.ops.products.packed import QUANTIZED_GROUPED_GEMM, QUANTIZED_LINEAR
 from cutekernels.ops.products.schedules.schedule import extras_of
 from cutekernels.rules import Schedule
+from tests.processes import python
 
 Posed = tuple[Schedule[Any, Any, Any], Any, Any]  # a body, the problem that it reads, and what it asks beside
 
@@ -95,7 +94,7 @@ c = GEMM.Config.parse("tile_m=128 tile_n=128 tile_k=32 warps_m=2 warps_n=2 stage
 GEMM.why_not(p, c, gpu.lookup("a100")), GEMM.estimate_us(p, c, gpu.lookup("a100"))
 assert "numpy" not in sys.modules
 """
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0, "one config needs no columns"
+    assert python(code, check=False).returncode == 0, "one config needs no columns"
 
 
 def posed(name: str, p: Any) -> Iterator[Posed]:

@@ -24,7 +24,7 @@ from cutekernels.db.storage.snapshot import Snapshot, TunedConfig
 from cutekernels.db.storage.store import Store
 from cutekernels.errors import InvalidConfig, StoreError, UnknownGpu, UnsupportedProblem
 from cutekernels.ops import registry
-from tests.db.trials import trial
+from tests.db.trials import edit, trial
 from tests.tuner.toys import H200, TOY, ToyConfig, ToyOp, ToyProblem
 
 PROBLEM = ToyProblem(16, 64)
@@ -387,9 +387,7 @@ class TestDatabase:
             path.write_bytes(b"SQLite format 3\0" + os.urandom(8192))
             yield
         elif kind == "newer":
-            with closing(sqlite3.connect(path)) as connection:
-                connection.execute("UPDATE alembic_version SET version_num = '9999'")
-                connection.commit()
+            edit(path, "UPDATE alembic_version SET version_num = '9999'")
             yield
         elif kind == "locked":
             with closing(sqlite3.connect(path, isolation_level=None)) as connection:

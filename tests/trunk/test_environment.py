@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from cutekernels import environment
+from tests.processes import python
 
 KEYS = {"driver", "cuda", "dsl", "ptxas", "triton", "torch", "python", "commit"}
 
@@ -42,7 +43,7 @@ def test_nothing_heavy_is_imported() -> None:
         "import sys; from cutekernels import environment; environment.collect(); "
         "print([m for m in ('torch', 'triton', 'cutlass', 'sqlalchemy') if m in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = python(code)
     assert done.stdout.strip() == "[]"
 
 

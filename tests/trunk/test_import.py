@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import ast
-import subprocess
-import sys
 
 import pytest
 
 from tests.cpu_time import least_s, yardstick_s
+from tests.processes import python
 
 HEAVY = ("torch", "cutlass", "triton", "sqlalchemy", "alembic", "optuna", "numpy", "typer", "rich", "transformers")
 
 
 def _loaded(code: str) -> list[str]:
     script = f"import sys; {code}; print(' '.join(m for m in {HEAVY!r} if m in sys.modules))"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    done = python(script)
     return done.stdout.split()
 
 
@@ -33,7 +32,7 @@ def test_import_loads_nothing_heavy() -> None:
 )
 def test_a_product_loads_no_other_kind(code: str, others: tuple[str, ...]) -> None:
     script = f"import sys, cutekernels; {code}; print(' '.join(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    done = python(script)
     assert not {f"cutekernels.ops.products.{other}" for other in others} & set(done.stdout.split())
 
 

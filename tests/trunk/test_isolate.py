@@ -9,7 +9,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import as_completed
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import pytest
 
 from cutekernels import isolate
 from cutekernels.isolate import Child, ChildDied, ChildTimeout, Pool, RemoteError, StartFailed
+from tests.processes import python, until
 
 HERE = Path(__file__).parents[2]
 TARGET = "tests.trunk.test_isolate:obey"
@@ -84,14 +85,6 @@ def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
 def child() -> Iterator[Child]:
     with Child(TARGET) as one:
         yield one
-
-
-def until(true: Callable[[], object]) -> None:
-    """Waits for an event, however slow the machine is."""
-    end = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def gone(pid: int) -> bool:
@@ -413,5 +406,5 @@ def test_what_a_child_started_goes_with_the_parent_too(tmp_path: Path) -> None:
     place = tmp_path / "pids"
     script = textwrap.dedent(ENDS.format(here=str(HERE), target=TARGET, place=str(place)))
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    assert subprocess.run([sys.executable, "-c", script], env=env, timeout=60, check=False).returncode == 0
+    python(script, env=env)
     assert all(gone(int(pid)) for pid in place.read_text().split())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from cutekernels import gpu as gpus
 from cutekernels.ops import registry
 from cutekernels.ops.products.dense import GEMM
 from tests.imports import ROOT, file_of, imports
+from tests.processes import python
 from tests.trunk.test_compile import Compiled
 
 H200 = gpus.lookup("h200")
@@ -109,9 +109,7 @@ def test_imports_of_ops_and_kernels_do_not_reach_the_path_of_calls() -> None:
         "print(*(m.__file__ for n, m in sys.modules.items() if n.startswith('cutekernels')), sep='\\n')"
     )
     names = [*kernels, *(f"cutekernels.backends.{name}" for name in ("cute", "triton", "chained"))]
-    told = subprocess.run(
-        [sys.executable, "-c", code, json.dumps(names)], check=True, capture_output=True, text=True
-    ).stdout
+    told = python(code, json.dumps(names)).stdout
     loaded = {str(Path(file).relative_to(ROOT)) for file in told.split()}
     assert len(loaded) > 150 and not {file for file in loaded if calls(file)}
 

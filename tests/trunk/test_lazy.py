@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -10,6 +9,7 @@ from types import ModuleType
 import pytest
 
 from cutekernels import lazy
+from tests.processes import python
 
 
 def test_modules_and_functions_resolve_without_an_import_of_their_own() -> None:
@@ -18,7 +18,7 @@ def test_modules_and_functions_resolve_without_an_import_of_their_own() -> None:
         "import cutekernels as ck; print(ck.db.__name__, ck.optim.FusedAdamW.__name__, ck.nn.SwiGLU.__name__)\n"
         "import cutekernels.ops.rope; print(callable(ck.rope), callable(ck.embedding))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = python(code)
     assert done.stdout.split() == ["cutekernels.db", "FusedAdamW", "SwiGLU", "True", "True"]
 
 

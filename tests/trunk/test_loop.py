@@ -4,33 +4,25 @@ from __future__ import annotations
 
 import logging
 import os
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from cutekernels import dispatch, introspection
 from cutekernels.db.questions import cli
 from cutekernels.db.storage import snapshot as snapshots
 from cutekernels.db.storage.store import Store
 from cutekernels.interval import Interval
+from tests.command_line import invoke
 from tests.db.trials import trial
+from tests.processes import python, until
 from tests.tuner.toys import H200, TOY, ToyConfig, ToyProblem
 
 MISS = ("h200", "toy", 3, "m=16 n=64")
-
-
-def until(true: Callable[[], object], seconds: float = 60) -> None:
-    limit = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < limit
-        time.sleep(0.01)
 
 
 def threads(name: str) -> list[threading.Thread]:
@@ -130,7 +122,7 @@ if child == 0:
 os.waitpid(child, 0)
 """
         env = os.environ | {"CUTEKERNELS_DB": str(tmp_path / "q.db")}
-        done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=60)
+        done = python(program, check=False, env=env)
         assert done.returncode == 0, done.stderr
         with Store(tmp_path / "q.db", readonly=True) as store:
             assert [(r.problem, r.hits) for r in store.requests()] == [("m=16 n=64", 1), ("m=32 n=64", 1)]
@@ -186,7 +178,7 @@ class TestPull:
         return str(tmp_path / "fleet.db")
 
     def pull(self, fleet: str, *words: str) -> str:
-        result = CliRunner().invoke(cli.app, ["pull", fleet, *words])
+        result = invoke(cli.app, "pull", fleet, *words)
         assert result.exit_code == 0, result.output
         return " ".join(result.stderr.split())
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 import random
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
 from cutekernels.measure import LEAST_ROUNDS, MOST_SETS, Launch, Round, Samples, cpu_us_per_call, l2_rotation
 from cutekernels.measure import time_interleaved as interleaved
+from tests.processes import python
 
 MIB = 1 << 20
 
@@ -204,7 +203,7 @@ class TestHostTime:
 
 def test_importing_the_timer_loads_no_torch() -> None:
     code = "import sys, cutekernels.measure, cutekernels.verify, cutekernels.isolate; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    python(code)
 
 
 def test_a_round_is_any_callable_with_launches() -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests import versions
+from tests.processes import python
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -267,7 +268,7 @@ def test_queries_need_few_packages(tmp_path: Path) -> None:
         ["jobs"],
     ]
     code = BLOCKED.replace("BLOCKED_NAMES", repr(blocked)).replace("COMMANDS", repr(commands))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    done = python(code, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-1000:]
 
 
@@ -278,7 +279,7 @@ def test_calling_a_kernel_loads_no_database_and_no_tuner_and_the_way_into_transf
         "x = torch.randn(4, 16); ck.linear(x, torch.randn(8, 16)); ck.rms_norm(x); ck.silu_mul(x, x)\n"
         "print([m for m in ('sqlalchemy', 'optuna', 'alembic', 'typer', 'transformers') if m in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = python(code)
     assert done.stdout.strip() == "[]"
 
 

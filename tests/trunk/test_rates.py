@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import sqlite3
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +16,7 @@ from cutekernels import dispatch, gpu, rates
 from cutekernels.db.storage import snapshot
 from cutekernels.db.storage.store import Rate, Store
 from cutekernels.ops import registry
+from tests.processes import python
 
 H200, L40S = gpu.lookup("h200"), gpu.lookup("l40s")
 
@@ -148,7 +147,7 @@ class TestWhenTheyAreRead:
             "import sys; from cutekernels import gpu, rates; "
             "assert rates.of(gpu.lookup('l40s')).launch_us == 2.5; print('sqlalchemy' in sys.modules)"
         )
-        done = subprocess.run([sys.executable, "-c", code], env=os.environ, capture_output=True, text=True, check=True)
+        done = python(code, env=os.environ)
         assert done.stdout == "False\n"
 
 

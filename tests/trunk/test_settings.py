@@ -6,19 +6,19 @@ import logging
 import os
 import re
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 import cutekernels
 from cutekernels import cli, lock, settings
 from cutekernels.db.storage import snapshot
 from cutekernels.db.storage.store import Store
 from cutekernels.errors import StoreError
+from tests.command_line import invoke
+from tests.processes import python
 
 
 def test_defaults_lie_in_the_xdg_directories(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -72,9 +72,7 @@ def test_an_unknown_log_level_says_which_there_are(monkeypatch: pytest.MonkeyPat
 
 def run(code: str, **env: str) -> subprocess.CompletedProcess[str]:
     """``code`` in a process of its own, whose environment is ``env`` alone."""
-    return subprocess.run(
-        [sys.executable, "-c", code], env={"PATH": "", **env}, capture_output=True, text=True, check=True
-    )
+    return python(code, env={"PATH": "", **env})
 
 
 def test_a_wrong_log_level_is_warned_of_and_stops_no_op(tmp_path: Path) -> None:
@@ -117,7 +115,7 @@ def test_a_home_directory_that_cannot_be_found(monkeypatch: pytest.MonkeyPatch) 
 def test_the_package_logger_takes_its_level_from_the_environment() -> None:
     code = "from cutekernels import settings; print(settings.logger('x').getEffectiveLevel())"
     env = {"CUTEKERNELS_LOG": "debug", "PATH": "", "HOME": "/nonexistent"}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    done = python(code, env=env)
     assert int(done.stdout) == logging.DEBUG
 
 
@@ -164,7 +162,7 @@ def test_sqlites_names_of_what_is_no_file_make_none(name: str, monkeypatch: pyte
         ["lock", "x.lock", "--gpu", "h200", "--db", name],
         ["tune", "qwen2.5-7b", "--gpu", "h200", "--db", name],
     ):
-        done = CliRunner().invoke(cli.app, words)
+        done = invoke(cli.app, *words)
         told = done.stderr or str(done.exception)
         assert done.exit_code == 1 and re.search(rule, told), (words, told)
     assert not list(here.iterdir())

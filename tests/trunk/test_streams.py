@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from cutekernels.db.questions import cli as db_cli
+from tests.command_line import invoke
 from tests.db.trials import trial
+from tests.processes import python
 
 pytestmark = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
 
@@ -35,7 +36,7 @@ def call(*words: str, **streams: Any) -> subprocess.CompletedProcess[str]:
 
 def store_a_row_for(words: str) -> None:
     if words.startswith("db "):
-        assert CliRunner().invoke(db_cli.app, ["import", "-"], input=trial().as_line()).exit_code == 0
+        assert invoke(db_cli.app, "import", "-", input=trial().as_line()).exit_code == 0
 
 
 @pytest.mark.parametrize("closed", [(1,), (2,), (0, 1, 2)])
@@ -46,7 +47,7 @@ for number in {closed}:
     os.close(number)
 os.execv(sys.executable, [sys.executable, "-m", "cutekernels", "gpus"])
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    done = python(program, check=False)
     told = "stdout is closed, and there is something to write to it\n"
     assert (done.returncode, done.stderr) == {(1,): (1, told), (2,): (0, "")}.get(closed, (1, ""))
     assert ("h200" in done.stdout) == (1 not in closed)
@@ -81,7 +82,7 @@ with contextlib.suppress(OSError):
 os.write(1, b"text of a child for nobody")
 os.write(opened, str(opened > 2).encode())
 """
-    subprocess.run([sys.executable, "-c", program, str(tmp_path / "told")], timeout=60, check=True)
+    python(program, str(tmp_path / "told"))
     assert (tmp_path / "told").read_text() == "True"
 
 

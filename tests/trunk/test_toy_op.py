@@ -17,7 +17,6 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import Tensor
-from typer.testing import CliRunner
 
 from bench import run as bench_run
 from bench.suites import Case
@@ -35,6 +34,7 @@ from cutekernels.errors import CompileError, InvalidConfig, UnsupportedProblem
 from cutekernels.gpu import GpuSpec
 from cutekernels.op import Config, Op, Problem, Work, extent, knob, ladder, plain
 from cutekernels.ops import registry
+from tests.command_line import invoke
 
 H200, L40S = gpus.lookup("h200"), gpus.lookup("l40s")
 
@@ -198,7 +198,7 @@ def job(tmp_path: Path) -> Path:
 
 
 def run(*words: str) -> Any:
-    return CliRunner().invoke(cli.app, list(words))
+    return invoke(cli.app, *words)
 
 
 # ---- what follows from the declaration ------------------------------------------------------------------

@@ -22,6 +22,7 @@ from cutekernels import compilers, dispatch, introspection
 from cutekernels import gpu as gpus
 from cutekernels.backends import Facts
 from cutekernels.errors import CacheUnusable, CompileError, CompilerKilled, UnsupportedProblem
+from tests.processes import python
 from tests.trunk.test_isolate import gone
 
 ROOT = Path(__file__).parents[2]
@@ -341,5 +342,5 @@ def test_a_compiling_process_does_not_import_torch(tmp_path: Path) -> None:
         import torch
     """
     env = os.environ | compilers.cute.WITHOUT_GPU | {"CUTEKERNELS_CACHE": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], env=env, capture_output=True, text=True)
+    done = python(textwrap.dedent(code), check=False, env=env)
     assert done.returncode == 0 and "registers" in done.stdout, done.stderr

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +20,7 @@ from cutekernels.autotune.run import tune
 from cutekernels.autotune.runtime import LocalRuntime
 from cutekernels.autotune.turns import Turns
 from cutekernels.isolate import ChildFailure
+from tests.processes import until
 from tests.tuner.toys import DEFAULT, H200, PROBLEM, task
 
 TASKS = Job("busy", tuple(task(6, f"m={m} n=64") for m in (1, 2, 4)))
@@ -48,14 +48,6 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def done(log: Path) -> list[Work]:
     lines = [line.split(maxsplit=4) for line in log.read_text().splitlines()]
     return [Work(w, int(p), float(b), float(e), *(on or [""])) for w, p, b, e, *on in lines]
-
-
-def until(true: Callable[[], object]) -> None:
-    """Waits for an event, however slow the machine is."""
-    limit = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < limit
-        time.sleep(0.01)
 
 
 def test_what_is_timed_has_the_gpu_alone(log: Path, tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from cutekernels import cli, gpu, rates
 from cutekernels.autotune import calibrate, probes
@@ -20,6 +19,7 @@ from cutekernels.db.storage import snapshot
 from cutekernels.db.storage.store import Store
 from cutekernels.errors import CompileError
 from cutekernels.ops import registry
+from tests.command_line import invoke
 from tests.triton_compiled import TARGETS
 
 H200, L40S = gpu.lookup("h200"), gpu.lookup("l40s")
@@ -164,6 +164,13 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probes, "ON_H200", {"launch_us": 1.0, "block_us": 1.0, "dram_share": 0.9})
 
 
+@pytest.fixture
+def few_here(few: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine with an L40S."""
+    monkeypatch.setattr(gpu, "detect", lambda device=None: L40S)
+    monkeypatch.setattr(probes, "Lab", lambda spec: Told(spec))
+
+
 class TestRun:
     def test_only_sound_readings_become_rates(self, few: None) -> None:
         rows = {row["rate"]: row for row in calibrate.measured(Told(L40S), 30.0)}
@@ -183,12 +190,10 @@ class TestRun:
         assert ["not reached in 30 s" in row["note"] for row in rows] == [False, False, True]
 
     def test_it_stores_what_the_models_then_use(
-        self, few: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, few_here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(gpu, "detect", lambda device=None: L40S)
-        monkeypatch.setattr(probes, "Lab", lambda spec: Told(spec))
         monkeypatch.setattr(snapshot, "_held", {})
-        done = CliRunner().invoke(calibrate.app, ["--format", "json"])
+        done = invoke(calibrate.app, "--format", "json")
         assert done.exit_code == 0, done.output
         assert json.loads(done.stdout)[0]["calibrated"] == pytest.approx(1.8)
         assert "1 of 3 rates of l40s" in done.stderr
@@ -198,29 +203,25 @@ class TestRun:
         with Store(tmp_path / "tuned.db", readonly=True) as store:
             assert [r.name for r in store.rates()] == ["launch_us"]
 
-    def test_another_database(self, few: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(gpu, "detect", lambda device=None: L40S)
-        monkeypatch.setattr(probes, "Lab", lambda spec: Told(spec))
-        assert CliRunner().invoke(calibrate.app, ["--db", str(tmp_path / "own.db")]).exit_code == 0
+    def test_another_database(self, few_here: None, tmp_path: Path) -> None:
+        assert invoke(calibrate.app, "--db", str(tmp_path / "own.db")).exit_code == 0
         assert (tmp_path / "own.db").exists() and not (tmp_path / "tuned.db").exists()
 
-    def test_no_rate_at_all_is_a_failure(self, few: None, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(gpu, "detect", lambda device=None: L40S)
-        monkeypatch.setattr(probes, "Lab", lambda spec: Told(spec))
+    def test_no_rate_at_all_is_a_failure(self, few_here: None, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(probes, "PROBES", [probe("dram_share", -1.0)])
-        assert CliRunner().invoke(calibrate.app, []).exit_code == 1
+        assert invoke(calibrate.app).exit_code == 1
 
 
 @pytest.mark.skipif(gpu.present(H200), reason="needs a machine without a GPU")
 class TestWithoutAGpu:
     def test_it_ends_with_one_line(self, tmp_path: Path) -> None:
-        done = CliRunner().invoke(calibrate.app, [])
+        done = invoke(calibrate.app)
         assert (done.exit_code, done.stdout) == (2, "")
         assert done.stderr.count("\n") == 1 and "no CUDA device" in done.stderr and "--dry-run" in done.stderr
         assert not (tmp_path / "tuned.db").exists()
 
     def test_a_dry_run_lists_what_it_would_measure(self, tmp_path: Path) -> None:
-        done = CliRunner().invoke(calibrate.app, ["--dry-run", "--format", "json"])
+        done = invoke(calibrate.app, "--dry-run", "--format", "json")
         rows = {row["rate"]: row for row in json.loads(done.stdout)}
         assert (done.exit_code, set(rows)) == (0, set(PROBE))
         assert {name: row["scaled"] for name, row in rows.items()} == {
@@ -230,14 +231,14 @@ class TestWithoutAGpu:
         assert not (tmp_path / "tuned.db").exists()
 
     def test_of_another_gpu(self) -> None:
-        done = CliRunner().invoke(calibrate.app, ["--dry-run", "--gpu", "l40s", "--format", "json"])
+        done = invoke(calibrate.app, "--dry-run", "--gpu", "l40s", "--format", "json")
         rows = {row["rate"]: row["scaled"] for row in json.loads(done.stdout)}
         assert rows["clock_mhz"] == rates.scaled(L40S).clock_mhz
         assert "warpgroup_flops_per_us" not in rows
 
     @pytest.mark.parametrize("words", [["--gpu", "h200"], ["--dry-run", "--gpu", "h900"]])
     def test_misuse(self, words: list[str]) -> None:
-        assert CliRunner().invoke(calibrate.app, words).exit_code == 2
+        assert invoke(calibrate.app, *words).exit_code == 2
 
 
 # ---- doctor -------------------------------------------------------------------------------------------------

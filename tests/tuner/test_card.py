@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any, Self
 
 import pytest
-from typer.testing import CliRunner
 
 from cutekernels import cli as commands
 from cutekernels import gpu as gpus
@@ -22,6 +21,7 @@ from cutekernels.autotune.job import load
 from cutekernels.db.storage.snapshot import Snapshot
 from cutekernels.isolate import ChildDied
 from cutekernels.ops import registry
+from tests.command_line import invoke
 from tests.tuner.toys import BEST, DEFAULT, H200, TOY, ToyMachine
 
 TOYS = ProductFamily("toy", lambda: iter([f"m={m} n=64" for m in (16, 64, 256)]), 1.0, 0.1)
@@ -51,8 +51,8 @@ def _on_h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     points.cache_clear()
 
 
-def invoke(out: Path, *words: str) -> Any:
-    return CliRunner().invoke(cli.app, ["card", "--out", str(out), *words])
+def card_of(out: Path, *words: str) -> Any:
+    return invoke(cli.app, "card", "--out", str(out), *words)
 
 
 # ---- what is tuned ----------------------------------------------------------------------------------------------
@@ -109,7 +109,7 @@ def test_every_op_has_a_sample_to_be_checked_on() -> None:
 
 
 def test_a_run_ends_with_a_page_and_a_file_that_import_takes(tmp_path: Path) -> None:
-    done = invoke(tmp_path, "--trials", "40")
+    done = card_of(tmp_path, "--trials", "40")
     assert done.exit_code == 0, done.output
     assert "1 of 1 ops are right on this GPU" in done.stderr
     page = (tmp_path / "cutekernels-h200.md").read_text()
@@ -125,22 +125,22 @@ def test_a_run_ends_with_a_page_and_a_file_that_import_takes(tmp_path: Path) -> 
     sent = tmp_path / "cutekernels-h200.jsonl"
     rows = [json.loads(line) for line in sent.read_text().splitlines()]
     assert {row["problem"] for row in rows} == {"m=16 n=64", "m=64 n=64", "m=256 n=64"}
-    shown = CliRunner().invoke(
-        commands.app, ["db", "import", str(sent), "--dry-run", "--db", str(tmp_path / "other.db"), "--format", "json"]
+    shown = invoke(
+        commands.app, "db", "import", str(sent), "--dry-run", "--db", str(tmp_path / "other.db"), "--format", "json"
     )
     assert [row["state"] for row in json.loads(shown.stdout)] == ["only in b"] * 3
-    again = invoke(tmp_path, "--trials", "40", "--format", "json")
+    again = card_of(tmp_path, "--trials", "40", "--format", "json")
     assert json.loads(again.stdout)["tasks"] == [], "a second run has nothing left"
     assert "3 of the models' 3 problems" in (tmp_path / "cutekernels-h200.md").read_text()
 
 
 def test_a_run_that_ends_early_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "LocalFleet", lambda *rest: OneSlot(H200, _Interrupted()))
-    first = invoke(tmp_path)
+    first = card_of(tmp_path)
     assert first.exit_code == 1 and "the same command resumes" in " ".join(first.stderr.split())
     assert list(tmp_path.glob("*.md")) == []
     monkeypatch.setattr(run, "LocalFleet", lambda *rest: OneSlot(H200, ToyMachine()))
-    done = invoke(tmp_path, "--format", "json")
+    done = card_of(tmp_path, "--format", "json")
     assert sorted(row["resumed"] > 0 for row in json.loads(done.stdout)["tasks"]) == [False, False, True]
 
 
@@ -156,7 +156,7 @@ class _Interrupted(ToyMachine):
 def test_the_page_names_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime, "LocalRuntime", lambda jobs: Machine(wrong={DEFAULT: 3.0}))
     monkeypatch.setattr(run, "LocalFleet", lambda *rest: OneSlot(H200, ToyMachine(wrong={DEFAULT: 3.0})))
-    assert invoke(tmp_path, "--trials", "2").exit_code == 1
+    assert card_of(tmp_path, "--trials", "2").exit_code == 1
     page = (tmp_path / "cutekernels-h200.md").read_text()
     assert "0 of 1 ops are right" in page and "3 times the tolerance" in page
 
@@ -165,7 +165,7 @@ def test_a_stand_ins_page_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     spec = gpus.lookup("h200-as-l40s")
     monkeypatch.setattr(gpus, "detect", lambda device=None: spec)
     monkeypatch.setattr(run, "LocalFleet", lambda *rest: OneSlot(spec, ToyMachine()))
-    assert invoke(tmp_path, "--trials", "2").exit_code == 0
+    assert card_of(tmp_path, "--trials", "2").exit_code == 0
     assert "It stood in for l40s: its times are no l40s's" in (tmp_path / "cutekernels-h200-as-l40s.md").read_text()
 
 
@@ -174,7 +174,7 @@ def test_a_machine_whose_parts_do_not_go_together_measures_nothing(
 ) -> None:
     misfit = installation.Misfit("driver", "broken", "550 runs CUDA 12.2", "install 580")
     monkeypatch.setattr(installation, "problems", lambda machine: [misfit])
-    done = invoke(tmp_path)
+    done = card_of(tmp_path)
     assert done.exit_code == 1 and "driver, broken: 550 runs CUDA 12.2; install 580" in " ".join(done.stderr.split())
 
 
@@ -183,9 +183,9 @@ def test_without_the_card_it_says_what_it_would_do_and_predicts(
 ) -> None:
     monkeypatch.setattr(run, "LocalRuntime", lambda jobs: Machine())
     monkeypatch.chdir(tmp_path)
-    listed = CliRunner().invoke(cli.app, ["card", "--gpu", "l40s", "--list", "--format", "json"])
+    listed = invoke(cli.app, "card", "--gpu", "l40s", "--list", "--format", "json")
     assert [row["problem"] for row in json.loads(listed.stdout)] == ["m=16 n=64", "m=64 n=64", "m=256 n=64"]
-    done = CliRunner().invoke(cli.app, ["card", "--gpu", "l40s", "--format", "json"])
+    done = invoke(cli.app, "card", "--gpu", "l40s", "--format", "json")
     assert done.exit_code == 0, done.output
     assert "no l40s is here: nothing is checked or measured" in " ".join(done.stderr.split())
     assert {task["origin"] for task in json.loads(done.stdout)["tasks"]} == {"predicted"}
@@ -203,5 +203,5 @@ def test_without_the_card_it_says_what_it_would_do_and_predicts(
     ],
 )
 def test_misuse(tmp_path: Path, words: list[str], why: str) -> None:
-    done = invoke(tmp_path, *words)
+    done = card_of(tmp_path, *words)
     assert done.exit_code == 2 and why in " ".join(done.stderr.split())

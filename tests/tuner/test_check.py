@@ -7,7 +7,6 @@ from concurrent.futures import Future
 from typing import Any, Self
 
 import pytest
-from typer.testing import CliRunner
 
 from cutekernels import cli, db, environment, gpu, introspection
 from cutekernels.autotune import runtime
@@ -15,6 +14,7 @@ from cutekernels.autotune.requests import Measure, Outcome
 from cutekernels.backends import Facts
 from cutekernels.isolate import ChildFailure
 from cutekernels.ops import registry
+from tests.command_line import invoke
 
 H200 = gpu.lookup("h200")
 OP = registry.get("silu_mul")
@@ -65,7 +65,7 @@ def test_a_winner_that_became_slow_is_found(winners: list[Any], monkeypatch: pyt
 
     def check(us: dict[str, Any], *words: str) -> tuple[int, dict[str, str], str]:
         monkeypatch.setattr(runtime, "LocalRuntime", Machine(then | us, {text: 1.05 * t for text, t in then.items()}))
-        done = CliRunner().invoke(cli.app, ["db", "check", "--op", "silu_mul", "--format", "json", *words])
+        done = invoke(cli.app, "db", "check", "--op", "silu_mul", "--format", "json", *words)
         return done.exit_code, {row["problem"]: row["state"] for row in json.loads(done.stdout)}, done.stderr
 
     assert check({}) == (0, {}, f"0 of {len(then)} winners of h200 fell behind or failed\n")
@@ -81,7 +81,7 @@ def test_a_winner_that_became_slow_is_found(winners: list[Any], monkeypatch: pyt
 
 
 def test_without_a_gpu_nothing_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    done = CliRunner().invoke(cli.app, ["db", "check"])
+    done = invoke(cli.app, "db", "check")
     assert (done.exit_code, done.stdout) == (2, "")
     assert "no CUDA device is visible" in done.stderr
 

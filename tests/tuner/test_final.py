@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import json
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,12 +26,6 @@ from tests.tuner.toys import BEST, DEFAULT, H200, PROBLEM, SEEN, TOY, VALID, VEN
 
 ENVIRONMENT = Environment(driver="580.95", torch="2.11")
 A, B, C = ToyConfig(32, 8, True), ToyConfig(64, 4, True), BEST
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    with Store(str(tmp_path / "t.db")) as one:
-        yield one
 
 
 def history(store: Store, environment: Environment = ENVIRONMENT) -> TaskHistory:

@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import pytest
 
@@ -106,11 +105,6 @@ def check(db: str, report: TuneReport, kinds: Sequence[str] = ("h200",), job: Jo
         searched[key] = searched.get(key, 0) + 1
     # once in the search, once in the final (the winner is not written twice there)
     assert max(searched.values()) <= 2
-
-
-@pytest.fixture
-def db(tmp_path: Path) -> str:
-    return str(tmp_path / "t.db")
 
 
 def test_four_work_side_by_side(db: str) -> None:

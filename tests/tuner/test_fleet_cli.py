@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from cutekernels import gpu as gpus
 from cutekernels.autotune import cli, job, run
 from cutekernels.autotune.fleet import OneSlot
 from cutekernels.autotune.report import TaskReport
 from cutekernels.db.storage.store import Store
+from tests.command_line import invoke
+from tests.processes import python
 from tests.tuner.toys import H200, TOY, ToyMachine
 
 ROOT = Path(__file__).parents[2]
@@ -168,78 +169,79 @@ class TestCommandLine:
     @pytest.fixture(autouse=True)
     def _toys(self, monkeypatch: pytest.MonkeyPatch, toml: Path, tmp_path: Path) -> None:
         self.machine = ToyMachine()
-        self.toml, self.db = toml, tmp_path / "t.db"
+        self.toml, self.db = str(toml), tmp_path / "t.db"
         monkeypatch.setattr(job, "_find_op", lambda name: TOY)
         monkeypatch.setattr(gpus, "detect", lambda device=None: H200)
         monkeypatch.setattr(run, "_compilers", lambda *rest: nullcontext(self.machine))
         monkeypatch.setattr(run, "LocalFleet", lambda *rest: OneSlot(H200, self.machine))
 
     def invoke(self, *words: str) -> Any:
-        return CliRunner().invoke(cli.app, [*words, "--db", str(self.db)])
+        return invoke(cli.app, *words, "--db", str(self.db))
+
+    def dry_run(self, *words: str) -> Any:
+        return json.loads(self.invoke(self.toml, "--dry-run", *words, "--format", "json").stdout)
 
     def test_list_measures_nothing(self) -> None:
-        result = self.invoke(str(self.toml), "--list", "--format", "json")
+        result = self.invoke(self.toml, "--list", "--format", "json")
         rows = json.loads(result.stdout)
         assert [row["problem"] for row in rows] == list(EIGHT) and rows[0]["expected_s"] > 0
         assert self.machine.measured == [] and not self.db.exists()
         assert "8 tasks" in result.stderr
 
     def test_list_of_a_shard_and_an_op(self) -> None:
-        both = [self.invoke(str(self.toml), "--list", "--format", "json", "--shard", f"{i}/2").stdout for i in (1, 2)]
+        both = [self.invoke(self.toml, "--list", "--format", "json", "--shard", f"{i}/2").stdout for i in (1, 2)]
         assert sorted(row["problem"] for out in both for row in json.loads(out)) == sorted(EIGHT)
-        assert self.invoke(str(self.toml), "--list", "--op", "toy").exit_code == 0
-        refused = self.invoke(str(self.toml), "--op", "gemm")
+        assert self.invoke(self.toml, "--list", "--op", "toy").exit_code == 0
+        refused = self.invoke(self.toml, "--op", "gemm")
         assert refused.exit_code == 2 and "its ops: toy" in refused.stderr
 
     def test_dry_run_says_what_is_left(self) -> None:
-        rows = json.loads(self.invoke(str(self.toml), "--dry-run", "--format", "json").stdout)
+        rows = self.dry_run()
         assert {(r["state"], r["stored"], r["to_do"], r["winner"]) for r in rows} == {("new", 0, 4, None)}
         assert not self.db.exists()
-        self.invoke(str(self.toml), "--shard", "1/2")
-        rows = json.loads(self.invoke(str(self.toml), "--dry-run", "--format", "json").stdout)
+        self.invoke(self.toml, "--shard", "1/2")
+        rows = self.dry_run()
         assert sorted(r["state"] for r in rows) == ["done"] * 4 + ["new"] * 4
         measured = len(self.machine.measured)
-        more = json.loads(self.invoke(str(self.toml), "--dry-run", "--trials", "9", "--format", "json").stdout)
+        more = self.dry_run("--trials", "9")
         assert {(r["state"], r["to_do"]) for r in more} == {("resumes", 5), ("new", 9)}
         assert len(self.machine.measured) == measured
 
     def test_dry_run_of_a_forced_run_repeats_all(self) -> None:
-        self.invoke(str(self.toml), "--shard", "1/2")
-        rows = json.loads(self.invoke(str(self.toml), "--dry-run", "--force", "--format", "json").stdout)
+        self.invoke(self.toml, "--shard", "1/2")
+        rows = self.dry_run("--force")
         assert sorted((r["state"], r["to_do"]) for r in rows) == [("new", 4)] * 4 + [("repeats", 4)] * 4
 
     def test_dry_run_repeats_what_other_kernels_took(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.invoke(str(self.toml), "--shard", "1/2")
+        self.invoke(self.toml, "--shard", "1/2")
         monkeypatch.setattr("cutekernels.autotune.history.source_fingerprint", lambda op: "ab" * 32)
-        rows = json.loads(self.invoke(str(self.toml), "--dry-run", "--format", "json").stdout)
+        rows = self.dry_run()
         assert sorted((r["state"], r["to_do"]) for r in rows) == [("new", 4)] * 4 + [("repeats", 4)] * 4
 
     @pytest.mark.parametrize("words", [[], ["--dry-run"]])
     def test_a_database_in_nobodys_home_is_one_line(self, words: list[str]) -> None:
-        result = CliRunner().invoke(cli.app, [str(self.toml), *words, "--db", "~nobody-at-all/t.db"])
+        result = invoke(cli.app, self.toml, *words, "--db", "~nobody-at-all/t.db")
         assert result.exit_code == 1 and isinstance(result.exception, SystemExit)
         assert len(result.stderr.splitlines()) == 1 and "names a home directory" in result.stderr
 
     def test_a_log_that_cannot_be_written_does_not_end_the_run(self) -> None:
-        result = self.invoke(str(self.toml), "--log", "/dev/full", "--format", "json")
+        result = self.invoke(self.toml, "--log", "/dev/full", "--format", "json")
         assert result.exit_code == 0, result.output
         assert {t["state"] for t in json.loads(result.stdout)["tasks"]} == {"tuned"}
         assert result.stderr.count("the log /dev/full cannot be written any more (No space left on device)") == 1
 
     def test_dry_run_under_limit_has_right_totals(self) -> None:
-        rows = json.loads(
-            self.invoke(str(self.toml), "--dry-run", "--gpu", "l40s", "--limit", "3", "--format", "json").stdout
-        )
+        rows = self.dry_run("--gpu", "l40s", "--limit", "3")
         assert {(r["origin"], r["to_do"]) for r in rows} == {("predicted", 3)}
 
     def test_a_list_for_an_absent_gpu_has_no_seconds_of_another(self) -> None:
-        result = self.invoke(str(self.toml), "--list", "--gpu", "l40s", "--format", "json")
+        result = self.invoke(self.toml, "--list", "--gpu", "l40s", "--format", "json")
         assert all("expected_s" not in row and row["trials"] == 4 for row in json.loads(result.stdout))
         assert "of each the best by model, as many as its trials" in result.stderr and "H200" not in result.stderr
-        assert "expected_s" not in self.invoke(str(self.toml), "--list", "--gpu", "l40s").stdout
+        assert "expected_s" not in self.invoke(self.toml, "--list", "--gpu", "l40s").stdout
 
     def test_more_shards_than_tasks(self) -> None:
-        result = self.invoke(str(self.toml), "--shard", "9/9", "--format", "json")
+        result = self.invoke(self.toml, "--shard", "9/9", "--format", "json")
         assert result.exit_code == 0 and json.loads(result.stdout)["tasks"] == []
         assert "no task" in result.stderr
 
@@ -257,7 +259,7 @@ class TestCommandLine:
         ],
     )
     def test_misuse_exits_2(self, words: list[str]) -> None:
-        result = self.invoke(str(self.toml), *words)
+        result = self.invoke(self.toml, *words)
         assert result.exit_code == 2, result.output
         assert self.machine.measured == []
 
@@ -308,7 +310,7 @@ def test_the_first_query_after_a_tune_knows_its_rates(tmp_path: Path) -> None:
         "cli.app()"
     )
     before = sorted(p for p in tmp_path.rglob("*") if p.is_file())
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    ended = python(program, check=False, cwd=ROOT)
     assert sorted(p for p in tmp_path.rglob("*") if p.is_file()) == before
     row = next(r for r in json.loads(ended.stdout) if r["problem_text"] == "rows=3072 cols=1234")
     assert row["gbps"] is not None

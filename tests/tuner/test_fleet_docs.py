@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from cutekernels.db.questions import cli
 from cutekernels.db.storage.store import Store
+from tests.command_line import invoke
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "fleet.md").read_text()
@@ -149,7 +149,7 @@ def test_a_run_writes_to_postgresql_and_servers_pull_from_it(
     assert done.returncode == 0, done.stderr
     with Store(postgres, readonly=True) as store:
         fleet = [t.id for t in store.winners()]
-    pulled = CliRunner().invoke(cli.app, ["pull", postgres])
+    pulled = invoke(cli.app, "pull", postgres)
     assert pulled.exit_code == 0 and "4 winners set" in " ".join(pulled.stderr.split()), pulled.output
     with Store() as store:
         assert [t.id for t in store.winners()] == fleet and len(fleet) == len(PROBLEMS)

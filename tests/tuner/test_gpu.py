@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from cutekernels import gpu as gpus
 from cutekernels.autotune import cli, worker
@@ -18,6 +17,7 @@ from cutekernels.autotune.requests import Measure, Prepare
 from cutekernels.db.storage.store import Store
 from cutekernels.isolate import Child, ChildDied, ChildTimeout
 from cutekernels.measure import GraphRound, cpu_us_per_call, l2_rotation, time_interleaved
+from tests.command_line import invoke
 from tests.tuner.toys import BEST, DEFAULT, ToyConfig
 
 pytestmark = pytest.mark.gpu
@@ -135,7 +135,7 @@ def test_a_real_task_from_job_file_to_winner_and_resume(tmp_path: Path) -> None:
     db = str(tmp_path / "t.db")
 
     def tune() -> Any:
-        result = CliRunner().invoke(cli.app, [str(job), "--db", db, "--format", "json"])
+        result = invoke(cli.app, str(job), "--db", db, "--format", "json")
         assert result.exit_code == 0, result.output
         return json.loads(result.stdout)
 

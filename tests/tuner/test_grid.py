@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from cutekernels import dispatch
 from cutekernels import gpu as gpus
@@ -25,6 +24,7 @@ from cutekernels.db.storage.store import Store
 from cutekernels.errors import JobError
 from cutekernels.ops import registry
 from cutekernels.ops.products.dense import GEMM
+from tests.command_line import invoke
 from tests.tuner.toys import H200, TOY, ToyMachine
 
 NOTHING = Snapshot({})
@@ -225,7 +225,7 @@ class TestCommandLine:
         monkeypatch.setattr(run, "LocalFleet", lambda *rest: OneSlot(H200, ToyMachine()))
 
     def invoke(self, *words: str) -> Any:
-        return CliRunner().invoke(cli.app, ["grid", *words])
+        return invoke(cli.app, "grid", *words)
 
     def test_it_goes_on_and_ends(self) -> None:
         first = self.invoke("--trials", "2", "--format", "json")
@@ -255,7 +255,7 @@ class TestCommandLine:
     def test_a_job_that_is_called_so_is_a_job(self, tmp_path: Path) -> None:
         file = tmp_path / "mine.toml"
         file.write_text('name = "grid"\n[[tasks]]\nop = "toy"\nproblems = ["m=64 n=64"]\n')
-        done = CliRunner().invoke(cli.app, [str(file), "--budget-s", "0"])
+        done = invoke(cli.app, str(file), "--budget-s", "0")
         assert done.exit_code == 1, "its task has no winner yet"
 
     def test_an_end_of_the_time_is_no_failure(self) -> None:

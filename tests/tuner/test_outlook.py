@@ -12,19 +12,11 @@ from cutekernels.autotune.job import Job, load
 from cutekernels.autotune.run import tune
 from cutekernels.autotune.space import space
 from cutekernels.db.storage.store import Store
-from cutekernels.errors import UnknownGpu
 from tests.tuner.toys import DEFAULT, ToyConfig, ToyMachine, task
 
 L40S = gpus.lookup("l40s")
+pytestmark = pytest.mark.usefixtures("no_gpu")
 DEMO = Path(__file__).parents[2] / "examples" / "absent-gpu.toml"
-
-
-@pytest.fixture(autouse=True)
-def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    def detect(device: int | None = None) -> gpus.GpuSpec:
-        raise UnknownGpu("no CUDA device is visible")
-
-    monkeypatch.setattr(gpus, "detect", detect)
 
 
 def test_each_knob_has_its_reason(tmp_path: Path) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,12 +19,6 @@ from tests.tuner.toys import A100, DEFAULT, PROBLEM, TOY, VALID, ToyConfig, ToyM
 
 ABORTED = ChildDied("compile", -6, "MLIR assertion")
 RANKED = sorted(VALID, key=lambda c: (TOY.estimate_us(PROBLEM, c, A100), str(c)))
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    with Store(str(tmp_path / "t.db")) as one:
-        yield one
 
 
 def task_history(store: Store, origin: str = "predicted") -> TaskHistory:

@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from cutekernels import gpu as gpus
 from cutekernels.autotune import cli, run
 from cutekernels.autotune.fleet import OneSlot
 from cutekernels.autotune.job import Job, Task
@@ -20,28 +18,11 @@ from cutekernels.autotune.run import tune
 from cutekernels.db.storage.store import Store
 from cutekernels.errors import JobError, UnknownGpu
 from cutekernels.isolate import RemoteError
+from tests.command_line import invoke
 from tests.tuner.toys import BEST, H200, TOY, VALID, ToyMachine, ToyProblem
 
 JOB = Job("toys", (Task(TOY, ToyProblem(16, 64), 8), Task(TOY, ToyProblem(32, 64), 8)))
 JOB_TEXT = 'name = "toys"\ntrials = 8\n[[tasks]]\nop = "toy"\nproblems = ["m=16 n=64", "m=32 n=64"]\n'
-
-
-@pytest.fixture
-def db(tmp_path: Path) -> str:
-    return str(tmp_path / "t.db")
-
-
-@pytest.fixture
-def on_h200(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpus, "detect", lambda device=None: H200)
-
-
-@pytest.fixture
-def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    def detect(device: int | None = None) -> Any:
-        raise UnknownGpu("no CUDA device is visible")
-
-    monkeypatch.setattr(gpus, "detect", detect)
 
 
 @pytest.mark.usefixtures("on_h200")
@@ -110,7 +91,7 @@ class TestCommandLine:
     def invoke(self, tmp_path: Path, *arguments: str) -> Any:
         file = tmp_path / "toys.toml"
         file.write_text(JOB_TEXT)
-        return CliRunner().invoke(cli.app, [str(file), "--db", str(tmp_path / "t.db"), *arguments])
+        return invoke(cli.app, str(file), "--db", str(tmp_path / "t.db"), *arguments)
 
     @pytest.mark.usefixtures("on_h200")
     def test_table(self, tmp_path: Path) -> None:
@@ -183,7 +164,7 @@ class TestCommandLine:
         assert "h300" in self.invoke(tmp_path, "--gpu", "h300").stderr
         assert self.invoke(tmp_path).exit_code == 2, "auto without a GPU"
         assert self.invoke(tmp_path, "--trials", "0").exit_code == 2
-        missing = CliRunner().invoke(cli.app, ["no-such-job"])
+        missing = invoke(cli.app, "no-such-job")
         assert missing.exit_code == 2
         assert "demo" in missing.stderr
 

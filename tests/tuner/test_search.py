@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from concurrent.futures import Future
 from concurrent.futures import wait as waited
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,12 +29,6 @@ from tests.tuner.toys import BEST, DEFAULT, H200, PROBLEM, TOY, VALID, ToyConfig
 DIED = ChildDied("worker", -11, "illegal address")
 HUNG = ChildTimeout("worker", 30, "")
 ENVIRONMENT = Environment(driver="580", torch="2.11")
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    with Store(str(tmp_path / "t.db")) as one:
-        yield one
 
 
 def task_history(store: Store, problem: ToyProblem = PROBLEM) -> TaskHistory:

@@ -13,7 +13,6 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from cutekernels import cli
 from cutekernels.autotune import ledger
@@ -24,6 +23,7 @@ from cutekernels.db.storage import engine, leases
 from cutekernels.db.storage.engine import url_of
 from cutekernels.db.storage.store import Store
 from cutekernels.errors import StoreUnreachable
+from tests.command_line import invoke
 from tests.db.postgres import Postgres
 from tests.db.test_store import postgres  # noqa: F401  a fixture
 from tests.db.trials import trial
@@ -165,7 +165,7 @@ def test_a_server_that_stays_away_ends_a_run_with_a_code_of_its_own(
             lease.take("a")
         job = tmp_path / "toys.toml"
         job.write_text('name = "j"\n[[tasks]]\nop = "rms_norm"\nproblems = ["rows=16 cols=64"]\n')
-        done = CliRunner().invoke(cli.app, ["tune", str(job), "--gpu", "a100", "--db", store.url])
+        done = invoke(cli.app, "tune", str(job), "--gpu", "a100", "--db", store.url)
         assert done.exit_code == 75 and "the same command resumes" in done.stderr, done.output
     lease.close()
 

@@ -17,7 +17,6 @@ from urllib.request import urlopen
 import optuna
 import pytest
 from optuna.trial import FrozenTrial, TrialState
-from typer.testing import CliRunner
 
 from cutekernels.autotune import samplers, studies, studies_cli
 from cutekernels.autotune.history import TaskHistory
@@ -29,6 +28,7 @@ from cutekernels.db.storage.engine import url_of
 from cutekernels.db.storage.store import Environment, Store
 from cutekernels.errors import JobError
 from cutekernels.ops import registry
+from tests.command_line import invoke
 from tests.db.test_store import postgres  # noqa: F401  a fixture
 from tests.tuner.toys import BEST, DEFAULT, H200, PROBLEM, TOY, VALID, ToyConfig, ToyMachine, find, task, true_us
 
@@ -330,11 +330,11 @@ def test_the_command_brings_back_the_studies_of_all_rows(tmp_path: Path, monkeyp
             histories.append(TaskHistory(store, TOY, job.problem, H200, Environment(), "measured"))
             Search(job, H200, histories[-1], machine, clock=machine.clock).run()
         assert not Path(place(url)).exists()
-        shown = CliRunner().invoke(studies_cli.app, ["--db", url, "--format", "json"])
+        shown = invoke(studies_cli.app, "--db", url, "--format", "json")
         assert shown.exit_code == 0 and f"2 studies; optuna-dashboard {place(url)}" in shown.stderr
         assert [row["trials"] for row in json.loads(shown.stdout)] == [len(h.stored()) for h in histories]
         for history in histories:
             agrees(url, history)
-        CliRunner().invoke(studies_cli.app, ["--db", url, "--op", "toy", "--gpu", "h200"])
+        invoke(studies_cli.app, "--db", url, "--op", "toy", "--gpu", "h200")
         for history in histories:
             agrees(url, history)
