@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import cutekernels as ck
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.kernels.activations import ACTIVATIONS, TABLE
 from cutekernels.ops.products.schedules.problem import GemmConfig
+from tests.traced import Recording
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 NAMES = [None, *ACTIVATIONS[1:]]
@@ -378,11 +378,10 @@ def test_gradients_keep_their_types_and_shapes() -> None:
 
 def test_only_what_needs_a_gradient_is_computed() -> None:
     a, b = randn(3, 4).requires_grad_(), randn(4, 5)
-    seen: list[str] = []
     out = ck.gemm(a, b)
-    with recording(seen):
+    with Recording() as mode:
         out.backward(randn(3, 5))
-    assert seen.count("cutekernels._gemm.default") == 1
+    assert mode.seen.count("cutekernels._gemm.default") == 1
     assert a.grad is not None
     assert b.grad is None
 
@@ -390,28 +389,13 @@ def test_only_what_needs_a_gradient_is_computed() -> None:
 # ---- tracing --------------------------------------------------------------------------------------------
 
 
-class Recording(TorchDispatchMode):
-    def __init__(self, seen: list[str]) -> None:
-        super().__init__()
-        self.seen = seen
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
-def recording(seen: list[str]) -> Recording:
-    return Recording(seen)
-
-
 def test_dispatch_modes_see_the_ops() -> None:
     a, b = randn(3, 4), randn(4, 5)
     out = torch.empty(3, 5)
-    seen: list[str] = []
-    with recording(seen):
+    with Recording() as mode:
         ck.gemm(a, b)
         ck.gemm(a, b, out=out)
-    assert seen == ["cutekernels._gemm.default", "cutekernels.gemm_out.default"]
+    assert mode.seen == ["cutekernels._gemm.default", "cutekernels.gemm_out.default"]
 
 
 def test_opcheck() -> None:

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import cutekernels as ck
 from cutekernels.errors import UnsupportedProblem
@@ -23,24 +22,13 @@ from cutekernels.ops.shared.paths import Call
 from cutekernels.ops.shared.strides import pairs
 from tests.gpu_path import launching
 from tests.host_cost import direct_anywhere, host_cost
+from tests.traced import Recording
 
 BF16 = torch.bfloat16
 
 
 def randn(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
     return torch.randn(*shape).to(dtype)
-
-
-class Recording(TorchDispatchMode):
-    """Notes the ops that reach dispatch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen.append(str(func))
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.fixture

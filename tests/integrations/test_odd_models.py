@@ -42,9 +42,9 @@ def test_options_of_other_families_mean_nothing(stray: dict[str, Any]) -> None:
 
 
 def several_modes() -> Any:
-    text = {name: value for name, value in tiny.COMMON.items() if not name.endswith("_token_id")}
-    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = transformers.Gemma3Config(text_config=text, vision_config=vision | {"image_size": 28, "patch_size": 14})
+    config = transformers.Gemma3Config(
+        text_config=tiny.TEXT, vision_config=tiny.VISION | {"image_size": 28, "patch_size": 14}
+    )
     return transformers.Gemma3ForConditionalGeneration(config)
 
 

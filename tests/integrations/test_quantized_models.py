@@ -23,7 +23,7 @@ from cutekernels.kernels.cute.parts.nf4 import NF4
 from cutekernels.models import Decoder
 from cutekernels.models.weights import Projection, Projections
 from tests.integrations import tiny
-from tests.models.test_load import SIZES, logits, one_thread
+from tests.models.test_load import SIZES, assert_close, one_thread
 from tests.models.test_load_quantized import compressed, fp8
 
 __all__ = ["one_thread"]
@@ -148,10 +148,14 @@ def test_weights_are_read_as_their_layout_defines(name: str, shape: tuple[int, i
     assert quantized_weight(torch.nn.Linear(*shape)) is None and layout_of(torch.nn.Linear(*shape)) == ""
 
 
-def replaced(model: Any, make: Callable[[int, int], Made]) -> Any:
+def small() -> Any:
+    return tiny.model("llama", num_key_value_heads=4, intermediate_size=128)
+
+
+def replaced(model: Any, make: Callable[[int, int], Made], seed: int = 3) -> Any:
     """``model`` with its projections made by ``make``, and a plain twin of it."""
-    torch.manual_seed(3)
-    twin = tiny.model("llama", num_key_value_heads=4, intermediate_size=128)
+    torch.manual_seed(seed)
+    twin = small()
     for path, linear in list(twin.named_modules()):
         if type(linear) is torch.nn.Linear and path != "lm_head":
             parent, _, name = path.rpartition(".")
@@ -162,19 +166,12 @@ def replaced(model: Any, make: Callable[[int, int], Made]) -> Any:
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_decoder_takes_over_what_transformers_has_loaded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny.model("llama", num_key_value_heads=4, intermediate_size=128)
+    model = small()
     twin = replaced(model, LAYOUTS[name])
-    expected = logits(Decoder.from_transformers(twin, **SIZES), monkeypatch)
     ours = Decoder.from_transformers(model, **SIZES)
-    tokens, found = logits(ours, monkeypatch)
-    assert tokens == expected[0]
-    torch.testing.assert_close(found, expected[1])
+    assert_close(twin, ours, monkeypatch)
     attention = ours._w.layers[0].attention
     assert isinstance(attention.qkv, Projections if name == "fp8" else Projection), "64 rows are half a block"
-
-
-def small() -> Any:
-    return tiny.model("llama", num_key_value_heads=4, intermediate_size=128)
 
 
 def looks(model: Any) -> dict[str, Any]:
@@ -226,12 +223,7 @@ def test_nothing_is_in_memory_twice_and_everything_comes_back(name: str) -> None
 def test_a_loaded_state_dict_is_multiplied_by(assign: bool) -> None:
     model, other, ids = small(), small(), tiny.tokens()
     replaced(model, gptq)
-    torch.manual_seed(9)
-    twin = tiny.model("llama", num_key_value_heads=4, intermediate_size=128)
-    for path, linear in list(twin.named_modules()):
-        if type(linear) is torch.nn.Linear and path != "lm_head":
-            made, linear.weight.data = gptq(*linear.weight.shape)
-            other.set_submodule(path, made)
+    twin = replaced(other, gptq, seed=9)
     with ck.patch(model):
         state = other.state_dict()
         model.load_state_dict(state, assign=assign)

@@ -15,6 +15,7 @@ from transformers import StaticCache
 import cutekernels as ck
 from cutekernels.integrations.transformers import attention as integrated
 from tests.integrations import tiny
+from tests.traced import Graphs
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # torch's, where it compiles
 ROOM = 24
@@ -104,24 +105,19 @@ def test_padding_and_gradients_keep_the_mask(masks: list[Tensor | None]) -> None
 @reads_no_mask
 def test_a_prompt_as_long_as_the_cache_reads_no_mask() -> None:
     """Traced, the cache's offset is a tensor; a step behind a prompt runs the decode kernel."""
-    graphs: list[Any] = []
-
-    def kept(graph: Any, inputs: Any) -> Any:
-        graphs.append(graph)
-        return graph
-
+    graphs = Graphs()
     torch.compiler.reset()
     model = tiny.model("llama")
     ids = torch.cat((tokens(), tokens()[:, : ROOM - 20]), 1)
     expected = parts(model, ids, ROOM), parts(model, ids, 12, 13)
     layers = model.config.num_hidden_layers
     with ck.patch(model):
-        traced = torch.compile(model, fullgraph=True, dynamic=False, backend=aot_autograd(fw_compiler=kept))
+        traced = torch.compile(model, fullgraph=True, dynamic=False, backend=aot_autograd(fw_compiler=graphs.backend))
         close(parts(model, ids, ROOM, forward=traced), expected[0])
-        whole = [n.args[3] for n in graphs[-1].graph.nodes if n.target is torch.ops.cutekernels._attention.default]
+        whole = tiny.masks_of(graphs.seen[-1])
         assert whole == [None] * layers
         close(parts(model, ids, 12, 13, forward=traced), expected[1])
-        for graph in graphs[1:]:
+        for graph in graphs.seen[1:]:
             nodes = [n for n in graph.graph.nodes if n.target is torch.ops.cutekernels._decode_attention.default]
             assert len(nodes) == layers
 

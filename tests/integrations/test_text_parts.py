@@ -20,11 +20,9 @@ IMAGE, START, END = 128, 129, 130  # tokens
 
 def gemma3() -> tuple[Any, dict[str, Tensor]]:
     """Tokens of an image see one another."""
-    text = {name: value for name, value in tiny.COMMON.items() if not name.endswith("_token_id")}
     own = {"sliding_window": 8, "query_pre_attn_scalar": 16, "layer_types": ["sliding_attention", "full_attention"]}
-    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = transformers.Gemma3Config(
-        text_config=text | own, vision_config=vision | {"image_size": 28, "patch_size": 14},
+        text_config=tiny.TEXT | own, vision_config=tiny.VISION | {"image_size": 28, "patch_size": 14},
         mm_tokens_per_image=4, image_token_index=IMAGE, boi_token_index=START, eoi_token_index=END,
     )  # fmt: skip
     kinds = torch.zeros(1, 20, dtype=torch.long)
@@ -36,15 +34,13 @@ def gemma3() -> tuple[Any, dict[str, Tensor]]:
 
 def gemma4() -> tuple[Any, dict[str, Tensor]]:
     """Tokens of an image see one another; layers share keys, and see a second embedding of each token."""
-    text = {name: value for name, value in tiny.COMMON.items() if not name.endswith("_token_id")}
     own = every_model._GEMMA | {"sliding_window": 8, "global_head_dim": 32, "use_bidirectional_attention": "vision"}
-    vision = {
-        "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+    vision = tiny.VISION | {
         "num_key_value_heads": 2, "head_dim": 16, "global_head_dim": 16, "patch_size": 4, "pooling_kernel_size": 2,
         "position_embedding_size": 64,
     }  # fmt: skip
     config = tiny.configured(
-        "Gemma4", text_config=text | own, vision_config=vision, audio_config=None,
+        "Gemma4", text_config=tiny.TEXT | own, vision_config=vision, audio_config=None,
         image_token_id=IMAGE, boi_token_id=START, eoi_token_id=END,
     )  # fmt: skip
     kinds = torch.zeros(1, 20, dtype=torch.long)

@@ -23,6 +23,7 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.integrations.transformers import modules, projections
 from tests.integrations import tiny
 from tests.integrations.tiny import FAMILIES, tokens
+from tests.traced import Graphs
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # transformers' and peft's own
 LEFT = torch.tensor([[0] * 7 + [1] * 13, [1] * 20])
@@ -185,43 +186,31 @@ def compiled(family: str, layers: int = 2, **options: Any) -> Iterator[tuple[Any
 @pytest.mark.parametrize(("family", "layers", "cached"), [("mistral", 1, False), ("gemma2", 2, True)])
 def test_a_compiled_prompt_reads_no_mask(family: str, layers: int, cached: bool) -> None:
     """transformers writes out the causal band of every traced call."""
-    graphs: list[Any] = []
-
-    def kept(graph: Any, inputs: Any) -> Any:
-        graphs.append(graph)
-        return graph
-
+    graphs = Graphs()
     torch.compiler.reset()
     model, ids = tiny.model(family, num_hidden_layers=layers), tokens()
     with torch.no_grad():
         plain, padded = (model(ids, attention_mask=mask).logits for mask in (None, LEFT))
         with ck.patch(model):
-            ours = torch.compile(model, fullgraph=True, backend=aot_autograd(fw_compiler=kept))
+            ours = torch.compile(model, fullgraph=True, backend=aot_autograd(fw_compiler=graphs.backend))
             close(ours(ids, use_cache=cached).logits, plain)
             if not cached:
                 ours = torch.compile(model, fullgraph=True, backend="aot_eager")
                 close(ours(ids, attention_mask=LEFT).logits[LEFT.bool()], padded[LEFT.bool()])
-    op = torch.ops.cutekernels._attention.default
-    assert [n.args[3] for n in graphs[0].graph.nodes if n.target is op] == [None] * model.config.num_hidden_layers
+    assert tiny.masks_of(graphs.seen[0]) == [None] * model.config.num_hidden_layers
 
 
 def test_a_compiled_prompt_of_a_text_part_alone_reads_no_mask() -> None:
     """Its own call has another hook of the patch, which adds no positions."""
-    masks: list[Any] = []
-
-    def kept(graph: Any, inputs: Any) -> Any:
-        op = torch.ops.cutekernels._attention.default
-        masks.extend(n.args[3] for n in graph.graph.nodes if n.target is op)
-        return graph
-
+    graphs = Graphs()
     torch.compiler.reset()
     model, ids = tiny.model("mistral", num_hidden_layers=1).model, tokens()
     with torch.no_grad():
         plain = model(ids, use_cache=False).last_hidden_state
         with ck.patch(model):
-            ours = torch.compile(model, fullgraph=True, backend=aot_autograd(fw_compiler=kept))
+            ours = torch.compile(model, fullgraph=True, backend=aot_autograd(fw_compiler=graphs.backend))
             close(ours(ids, use_cache=False).last_hidden_state, plain)
-    assert masks == [None]
+    assert [mask for graph in graphs.seen for mask in tiny.masks_of(graph)] == [None]
 
 
 def test_compiled_sequences_in_one_row_stay_apart() -> None:

@@ -20,7 +20,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning"),  # torch's, where it imports its compiler
 ]
-WIDE = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64}
 OWN: dict[str, dict[str, Any]] = {  # widths of experts, and of heads
     "qwen3-moe": {"moe_intermediate_size": 128},
     "qwen2-moe": {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 192},
@@ -37,10 +36,7 @@ TIE = 0.02  # a token so near another expert, in deviations of its scores, may b
 
 
 def made(family: str, dtype: torch.dtype = torch.bfloat16) -> Any:
-    model = tiny.model(family, torch.float32, **(WIDE | OWN.get(family, {})))
-    for parameter in model.parameters():  # hidden sizes of 64 have 0.15
-        parameter.data.mul_(0.5)
-    return model.to("cuda", dtype)
+    return tiny.wide(family, dtype, **OWN.get(family, {}))
 
 
 def ids(batch: int = 4, length: int = 50) -> Tensor:

@@ -112,6 +112,9 @@ COMMON = {
     "bos_token_id": 1,
     "eos_token_id": None,
 }
+# Of a text part, whose whole names the tokens, and of a tower beside it.
+TEXT = {name: value for name, value in COMMON.items() if not name.endswith("_token_id")}
+VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 
 def configured(name: str, **options: Any) -> Any:
@@ -151,5 +154,18 @@ def model(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> An
     return made.to(dtype).eval()
 
 
+def wide(family: str, dtype: torch.dtype, **changes: Any) -> Any:
+    """A model on the GPU of heads of 64 channels."""
+    made = model(family, **({"hidden_size": 256, "intermediate_size": 384, "head_dim": 64} | changes))
+    for parameter in made.parameters():  # hidden sizes of 64 have 0.15
+        parameter.data.mul_(0.5)
+    return made.to("cuda", dtype)
+
+
 def tokens(batch: int = 2, length: int = 20) -> torch.Tensor:
     return torch.randint(2, 131, (batch, length), generator=torch.Generator().manual_seed(3))
+
+
+def masks_of(graph: Any) -> list[Any]:
+    """The mask of each attention in a traced graph."""
+    return [n.args[3] for n in graph.graph.nodes if n.target is torch.ops.cutekernels._attention.default]

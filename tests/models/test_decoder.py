@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.kv_cache import KVCache
@@ -19,6 +18,7 @@ from cutekernels.models.weights import Attention, LayerWeights, SharedMoE, Weigh
 from cutekernels.nn import MoE
 from tests.integrations import tiny
 from tests.models.near_ties import following, widened
+from tests.traced import Recording
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 ADDED = ("phi3", "granite", "olmo2", "smollm3", "starcoder2", "qwen2-moe", "glm4", "cohere2", "glm4-moe", "qwen3-vl")
@@ -104,9 +104,9 @@ def made(name: str) -> Any:
     return tiny.model(family, **changes)
 
 
-def prompts(*lengths: int) -> list[list[int]]:
+def prompts(*lengths: int, most: int = 131) -> list[list[int]]:
     generator = torch.Generator().manual_seed(1)
-    return [torch.randint(2, 131, (n,), generator=generator).tolist() for n in lengths]
+    return [torch.randint(2, most, (n,), generator=generator).tolist() for n in lengths]
 
 
 def decoder(model: Any, **options: Any) -> Decoder:
@@ -181,8 +181,14 @@ def of_attention(change: Callable[[Attention], dict[str, Any]]) -> Change:
     return of_layers(lambda x: {"attention": dataclasses.replace(x.attention, **change(x.attention))})
 
 
-def tables_of(a: Attention) -> dict[str, Any]:
-    return {"cos": a.cos, "sin": a.sin}
+def of_options(**options: Any) -> Change:
+    return of_attention(lambda a: {"options": a.options | options})
+
+
+def one_rotary_table(w: Weights) -> Weights:
+    """That of the first layer."""
+    first = w.layers[0].attention
+    return of_attention(lambda a: {"cos": first.cos, "sin": first.sin})(w)
 
 
 def of_last(change: Callable[[LayerWeights], dict[str, Any]]) -> Change:
@@ -219,29 +225,29 @@ def renormalized(w: Weights) -> Weights:
     ("name", "change"),
     [
         ("gemma2", lambda w: dataclasses.replace(w, softcap=None)),
-        ("gemma2", of_attention(lambda a: {"options": a.options | {"softcap": None}})),
-        ("gemma2", of_attention(lambda a: {"options": a.options | {"window": None}})),
-        ("gemma2", of_attention(lambda a: {"options": a.options | {"window": (7, None)}})),
+        ("gemma2", of_options(softcap=None)),
+        ("gemma2", of_options(window=None)),
+        ("gemma2", of_options(window=(7, None))),
         ("gemma2", of_layers(lambda x: {"attention_out_norm": None})),
         ("gemma2", of_layers(lambda x: {"mlp_out_norm": None})),
         ("gemma2", of_layers(lambda x: {"mlp": dataclasses.replace(x.mlp, gate="gelu")})),
         ("gemma2-tied", lambda w: dataclasses.replace(w, embedding=dataclasses.replace(w.embedding, scale=None))),
-        ("gemma3", of_attention(lambda a: {"options": a.options | {"softcap": 2.0}})),
+        ("gemma3", of_options(softcap=2.0)),
         ("gemma3", of_attention(lambda a: {"q_norm": None, "k_norm": None})),
         ("gemma3", lambda w: of_attention(lambda a: {"cos": w.layers[0].attention.cos})(w)),
         ("qwen3-moe", renormalized),
-        ("phi3", of_attention(lambda a: {"options": a.options | {"window": None}})),
+        ("phi3", of_options(window=None)),
         ("granite", lambda w: dataclasses.replace(w, embedding=dataclasses.replace(w.embedding, scale=None))),
         ("granite", of_layers(lambda x: {"multiplier": None})),
         ("granite", lambda w: dataclasses.replace(w, scaling=None)),
         ("olmo2", of_layers(lambda x: {"mlp_out_norm": None})),
         ("olmo2", of_attention(lambda a: {"q_norm": None, "k_norm": None})),
-        ("smollm3", lambda w: of_attention(lambda a: tables_of(w.layers[0].attention))(w)),
-        ("smollm3", of_attention(lambda a: {"options": a.options | {"window": None}})),
+        ("smollm3", one_rotary_table),
+        ("smollm3", of_options(window=None)),
         ("starcoder2", of_layers(lambda x: {"mlp": dataclasses.replace(x.mlp, activation="silu")})),
         ("starcoder2", of_layers(lambda x: {"mlp_norm": dataclasses.replace(x.mlp_norm, bias=x.mlp_norm.bias * 0)})),
         ("qwen2-moe", of_layers(lambda x: {"mlp": x.mlp.routed})),
-        ("qwen2-moe", of_attention(lambda a: {"options": a.options | {"window": None}})),
+        ("qwen2-moe", of_options(window=None)),
         ("glm4", of_attention(lambda a: {"interleaved": False})),
         ("glm4", of_layers(lambda x: {"mlp_out_norm": None})),
         ("glm4-moe", of_experts(lambda m: {"correction": m.gate.e_score_correction_bias * 0})),
@@ -250,11 +256,11 @@ def renormalized(w: Weights) -> Weights:
         ("glm4-moe", of_last(lambda x: {"mlp": x.mlp.routed})),
         ("gemma4", of_layers(lambda x: {"scalar": None})),
         ("gemma4", of_attention(lambda a: {"v_norm": None})),
-        ("gemma4", of_attention(lambda a: {"options": a.options | {"scale": 0.25}})),
-        ("gemma4", lambda w: of_attention(lambda a: tables_of(w.layers[0].attention))(w)),
+        ("gemma4", of_options(scale=0.25)),
+        ("gemma4", one_rotary_table),
         ("cohere2", of_layers(lambda x: {"parallel": False})),
         ("cohere2", lambda w: dataclasses.replace(w, scaling=None)),
-        ("cohere2", lambda w: of_attention(lambda a: tables_of(w.layers[0].attention))(w)),
+        ("cohere2", one_rotary_table),
         ("cohere2", of_attention(lambda a: {"interleaved": False})),
     ],
     ids=[
@@ -283,18 +289,6 @@ def test_a_prompt_in_chunks_is_a_prompt_at_once() -> None:
         assert decoder(model, chunk=chunk).generate(given, max_new_tokens=20).tokens == whole
 
 
-class Called(TorchDispatchMode):
-    """Names of the ops that are called, but for those inside another."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.add(str(func))
-        return func(*args, **(kwargs or {}))
-
-
 VIEWS = (
     "_unsafe_view",
     "slice",
@@ -317,12 +311,12 @@ def test_a_step_is_of_our_ops_and_waits_for_nothing(name: str) -> None:
     """No product of torch's, and nothing that reads a value back or has a shape that depends on one."""
     engine = decoder(made(name))
     engine.generate(prompts(5, 9), max_new_tokens=3)
-    with Called() as called:
+    with Recording() as called:
         engine._decode(2, True)
-    theirs = {op.split(".")[1] for op in called.names if op.startswith("aten.")}
+    theirs = {op.split(".")[1] for op in called.seen if op.startswith("aten.")}
     assert theirs <= {*VIEWS, *OTHERS}
     experts = {"moe_route", "moe_permute", "moe_gather", "grouped_gemm", "moe_combine"}
-    ours = {op.split(".")[1].lstrip("_") for op in called.names if op.startswith("cutekernels.")}
+    ours = {op.split(".")[1].lstrip("_") for op in called.seen if op.startswith("cutekernels.")}
     assert (experts & ours) == (experts if name in ("mixtral", "qwen3-moe-dense") else set())
     assert {"embedding", "rms_norm", "add_rms_norm", "gemm", "kv_append", "decode_attention"} <= ours
 

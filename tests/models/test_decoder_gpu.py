@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +14,10 @@ import cutekernels as ck
 from cutekernels.models import Decoder, Sampling
 from cutekernels.models.sampling import uniform
 from tests.integrations import tiny
+from tests.models import test_decoder
 from tests.models.near_ties import check_greedy, following, widened
+from tests.models.test_decoder import DRAWN
+from tests.models.test_requests import PENALIZED, finish
 from tests.models.test_threads import at_once
 
 pytestmark = [
@@ -21,7 +25,6 @@ pytestmark = [
     pytest.mark.usefixtures("one_seed"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
-WIDE = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64, "vocab_size": 1031}
 OWN: dict[str, dict[str, Any]] = {
     "qwen3-moe": {"moe_intermediate_size": 128},
     "qwen2-moe": {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 192},
@@ -34,29 +37,16 @@ OWN: dict[str, dict[str, Any]] = {
 FAMILIES = tuple(family for family in (*tiny.FAMILIES, *tiny.INSIDE) if family not in ("gpt-oss", "deepseek-v2"))
 EXPERTS = ("mixtral", "qwen3-moe", "qwen2-moe", "glm4-moe")  # rounding sends a token between two of them to the other
 KINDS = [(family, torch.bfloat16) for family in FAMILIES] + [("llama", torch.float16), ("qwen3", torch.float16)]
-DRAWN = Sampling(temperature=0.9, top_k=40, top_p=0.95, seed=11)
-PENALIZED = Sampling(temperature=1.2, presence_penalty=3.0, seed=2)
 
 
 def made(family: str, dtype: torch.dtype = torch.bfloat16) -> Any:
-    model = tiny.model(family, torch.float32, **(WIDE | OWN.get(family, {})))
-    for parameter in model.parameters():  # hidden sizes of 64 have 0.15
-        parameter.data.mul_(0.5)
-    return model.to("cuda", dtype)
+    return tiny.wide(family, dtype, vocab_size=1031, **OWN.get(family, {}))
 
 
-def prompts(*lengths: int) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randint(2, 1031, (n,), generator=generator).tolist() for n in lengths]
+prompts = partial(test_decoder.prompts, most=1031)
 
 
-def decoder(model: Any, **options: Any) -> Decoder:
-    return Decoder.from_transformers(model, **({"max_batch": 4, "max_tokens": 256, "page_size": 16} | options))
-
-
-def finish(engine: Decoder) -> None:
-    while not engine.idle:
-        engine.step()
+decoder = partial(test_decoder.decoder, max_tokens=256)
 
 
 # ---- beside fp32 ----------------------------------------------------------------------------------------

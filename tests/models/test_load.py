@@ -7,8 +7,6 @@ import os
 import random
 import shutil
 import struct
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,14 +14,16 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import save_model
+from safetensors.torch import load_file, save_file, save_model
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.models import Decoder, load
 from cutekernels.models.safetensors import TensorFile
 from tests.integrations import tiny
-from tests.models.test_decoder import MODELS, prompts
+from tests.models.test_decoder import MODELS, one_thread, prompts
+from tests.processes import python
 
+__all__ = ["one_thread"]
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 SIZES: dict[str, Any] = {"max_batch": 2, "max_tokens": 96, "page_size": 16}
 LOADED = [name for name in MODELS if not name.startswith(("qwen3-moe-", "qwen2-moe"))]
@@ -41,17 +41,15 @@ SCALED: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def saved(model: Any, folder: Path, **options: Any) -> Path:
     model.save_pretrained(folder, **options)
     return folder
+
+
+def store(folder: Path, tensors: dict[str, torch.Tensor], quantization: dict[str, Any]) -> None:
+    """Replaces the tensors of a checkpoint, and says how they are quantized."""
+    save_file({key: t.contiguous() for key, t in tensors.items()}, folder / "model.safetensors")
+    edit(folder / "config.json", lambda c: c.update(quantization_config=quantization))
 
 
 def logits(engine: Decoder, monkeypatch: pytest.MonkeyPatch) -> tuple[list[list[int]], torch.Tensor]:
@@ -64,6 +62,14 @@ def logits(engine: Decoder, monkeypatch: pytest.MonkeyPatch) -> tuple[list[list[
 
     monkeypatch.setattr(engine._choices, "take", kept)
     return engine.generate(prompts(21, 3), max_new_tokens=12).tokens, torch.cat(found)
+
+
+def assert_close(model: Any, ours: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``ours`` generates what a decoder of ``model`` does, by logits that are close to its."""
+    expected, wanted = logits(Decoder.from_transformers(model, **SIZES), monkeypatch)
+    tokens, found = logits(ours, monkeypatch)
+    assert tokens == expected
+    torch.testing.assert_close(found, wanted)
 
 
 def assert_alike(model: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Decoder:
@@ -121,7 +127,7 @@ for name in ("transformers", "huggingface_hub", "accelerate"):
 from cutekernels.models import Decoder
 print(Decoder.from_pretrained({str(tmp_path)!r}, max_tokens=64).generate([[3, 4, 5]], max_new_tokens=6).tokens)
 """
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    run = python(code)
     expected = Decoder.from_transformers(model, max_tokens=64).generate([[3, 4, 5]], max_new_tokens=6).tokens
     assert json.loads(run.stdout) == expected
     assert "load" not in run.stderr, "no bar without a terminal"
@@ -329,8 +335,6 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 
 def edit_head(folder: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
     tensors = load_file(folder / "model.safetensors")
     del tensors[HEAD]
     save_file(tensors, folder / "model.safetensors")
@@ -429,8 +433,6 @@ def test_sizes_and_types_are_refused_before_anything_is_read(whole: Path) -> Non
 
 def test_the_reader_alone(tmp_path: Path) -> None:
     """Every type at odd addresses, scalars and tensors without elements; a key that the format lacks means nothing."""
-    from safetensors.torch import load_file, save_file
-
     tensors = {
         str(dtype): torch.arange(6).view(2, 3).to(dtype)
         for dtype in (torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float64,

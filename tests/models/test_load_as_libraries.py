@@ -19,7 +19,7 @@ from cutekernels.models.loaded import Apart, LoadedModel
 from cutekernels.quant import QuantizedWeight
 from tests.integrations import tiny
 from tests.models import test_load_experts as of_experts
-from tests.models.test_load import SIZES, edit, logits, one_thread
+from tests.models.test_load import SIZES, edit, logits, one_thread, store
 from tests.models.test_load_quantized import Tensors, awq, compressed, fp8, fp8_rows, gptq, llama, small, words
 
 __all__ = ["one_thread"]
@@ -96,8 +96,7 @@ def checkpoint(
         linear.weight.data = weight.dequantize()
         del tensors[f"{path}.weight"]
         tensors |= {f"{path}.{suffix}": t for suffix, t in held.items()}
-    save_file({key: t.contiguous() for key, t in tensors.items()}, folder / "model.safetensors")
-    edit(folder / "config.json", lambda c: c.update(quantization_config=config))
+    store(folder, tensors, config)
     return model
 
 

@@ -18,7 +18,7 @@ from cutekernels.models import Decoder, load
 from cutekernels.quant import QuantizedStack
 from tests.integrations import tiny
 from tests.models.test_decoder import prompts
-from tests.models.test_load import SIZES, edit, logits, one_thread, saved
+from tests.models.test_load import SIZES, assert_close, logits, one_thread, saved, store
 from tests.models.test_load_quantized import FORMATS
 
 __all__ = ["one_thread"]
@@ -117,8 +117,7 @@ def quantized(name: str, folder: Path, model: Any) -> Path:
                 place.copy_(quant.read(held, scheme, dtype=model.dtype).dequantize())
                 del tensors[f"{path}.weight"]
                 tensors |= {f"{path}.{suffix}": t for suffix, t in held.items()}
-    save_file({key: t.contiguous() for key, t in tensors.items()}, folder / "model.safetensors")
-    edit(folder / "config.json", lambda c: c.update(quantization_config=config))
+    store(folder, tensors, config)
     return folder
 
 
@@ -132,14 +131,11 @@ def test_a_decoder_multiplies_by_what_the_format_defines(
 ) -> None:
     model = tiny.model(family, hidden_size=128, moe_intermediate_size=128)
     quantized(name, tmp_path, model)
-    expected = logits(Decoder.from_transformers(model, **SIZES), monkeypatch)
     ours = Decoder.from_pretrained(tmp_path, **SIZES)
-    tokens, found = logits(ours, monkeypatch)
     mlp: Any = getattr(ours._w.layers[1].mlp, "routed", ours._w.layers[1].mlp)
     assert isinstance(mlp.gate_up, QuantizedStack) and mlp.gate_up.shape[1:] == (256, 128)
     assert torch.equal(mlp.down.dequantize(), model.model.layers[1].mlp.experts.down_proj)
-    assert tokens == expected[0]
-    torch.testing.assert_close(found, expected[1])
+    assert_close(model, ours, monkeypatch)
 
 
 @pytest.mark.parametrize("family", ["qwen3-moe", "glm4-moe"])

@@ -24,78 +24,72 @@ from tests.models.test_load import SIZES, assert_alike, config, edit, logits, on
 __all__ = ["one_thread"]
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
-# Keys as older versions of transformers wrote them, and as hubs hold them.
+# Keys as older versions of transformers wrote them, and as hubs hold them; the sizes are those of the test.
 HUB: dict[str, dict[str, Any]] = {
-    "llama-2": {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4},
+    "llama-2": {"model_type": "llama"},
     "llama-3.1": {
-        "model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "max_position_embeddings": 131072, "rope_theta": 500000.0, "torch_dtype": "bfloat16",
+        "model_type": "llama", "num_key_value_heads": 2, "max_position_embeddings": 131072, "rope_theta": 500000.0,
+        "torch_dtype": "bfloat16",
         "rope_scaling": {
             "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_type": "llama3",
             "original_max_position_embeddings": 8192,
         },
     },
     "qwen2.5-yarn": {
-        "model_type": "qwen2", "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "rope_theta": 1000000.0, "sliding_window": 131072, "use_sliding_window": False, "max_window_layers": 28,
+        "model_type": "qwen2", "num_key_value_heads": 2, "rope_theta": 1000000.0, "sliding_window": 131072,
+        "use_sliding_window": False, "max_window_layers": 28,
         "rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"},
     },
     "qwen3-window": {
-        "model_type": "qwen3", "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
-        "use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1, "rope_scaling": None,
+        "model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 16, "use_sliding_window": True,
+        "sliding_window": 16, "max_window_layers": 1, "rope_scaling": None,
     },
     "mistral": {
-        "model_type": "mistral", "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "rope_theta": 10000, "rope_scaling": {"type": "linear", "factor": 2},
+        "model_type": "mistral", "num_key_value_heads": 2, "rope_theta": 10000,
+        "rope_scaling": {"type": "linear", "factor": 2},
     },
     "gemma-2": {
-        "model_type": "gemma2", "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
-        "hidden_act": "gelu", "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 24,
+        "model_type": "gemma2", "num_key_value_heads": 2, "head_dim": 16, "hidden_act": "gelu",
+        "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 24,
     },
     "gemma-3": {
-        "model_type": "gemma3_text", "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "head_dim": 16, "rope_theta": 1000000, "rope_local_base_freq": 10000, "sliding_window": 512,
-        "sliding_window_pattern": 2, "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "model_type": "gemma3_text", "num_key_value_heads": 2, "head_dim": 16, "rope_theta": 1000000,
+        "rope_local_base_freq": 10000, "sliding_window": 512, "sliding_window_pattern": 2,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
     },
-    "phi-3-mini": {
-        "model_type": "phi3", "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4,
-        "sliding_window": 2047, "rope_scaling": None,
-    },
+    "phi-3-mini": {"model_type": "phi3", "num_key_value_heads": 4, "sliding_window": 2047, "rope_scaling": None},
     "granite": {
-        "model_type": "granite", "hidden_size": 64, "num_attention_heads": 4, "attention_multiplier": 0.015625,
-        "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 16.0,
+        "model_type": "granite", "attention_multiplier": 0.015625, "embedding_multiplier": 12.0,
+        "residual_multiplier": 0.22, "logits_scaling": 16.0,
     },
-    "olmo2": {"model_type": "olmo2", "hidden_size": 64, "num_attention_heads": 4, "rope_theta": 500000},
-    "smollm3": {"model_type": "smollm3", "hidden_size": 64, "num_attention_heads": 4},
+    "olmo2": {"model_type": "olmo2", "rope_theta": 500000},
+    "smollm3": {"model_type": "smollm3"},
     "smollm3-window": {
-        "model_type": "smollm3", "hidden_size": 64, "num_attention_heads": 4, "no_rope_layer_interval": 2,
-        "use_sliding_window": True, "sliding_window": 16,
+        "model_type": "smollm3", "no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 16,
     },
-    "gpt-oss": {"model_type": "gpt_oss", "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2},
-    "starcoder2": {"model_type": "starcoder2", "hidden_size": 64, "num_attention_heads": 4, "sliding_window": 4096},
-    "glm-4": {
-        "model_type": "glm4", "hidden_size": 64, "num_attention_heads": 4, "head_dim": 16, "rope_theta": 10000.0,
-    },
+    "gpt-oss": {"model_type": "gpt_oss", "num_key_value_heads": 2},
+    "starcoder2": {"model_type": "starcoder2", "sliding_window": 4096},
+    "glm-4": {"model_type": "glm4", "head_dim": 16, "rope_theta": 10000.0},
     "glm-4.5": {
-        "model_type": "glm4_moe", "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
-        "attention_bias": True, "partial_rotary_factor": 0.5, "rope_theta": 1000000, "rope_scaling": None,
-        "moe_intermediate_size": 48, "n_routed_experts": 8, "first_k_dense_replace": 1, "num_nextn_predict_layers": 1,
+        "model_type": "glm4_moe", "num_key_value_heads": 2, "head_dim": 16, "attention_bias": True,
+        "partial_rotary_factor": 0.5, "rope_theta": 1000000, "rope_scaling": None, "moe_intermediate_size": 48,
+        "n_routed_experts": 8, "first_k_dense_replace": 1, "num_nextn_predict_layers": 1,
     },
     "glm-4.6": {
-        "model_type": "glm4_moe", "hidden_size": 64, "num_attention_heads": 8, "use_qk_norm": True,
-        "rope_theta": 1000000, "moe_intermediate_size": 48, "n_routed_experts": 8, "first_k_dense_replace": 3,
+        "model_type": "glm4_moe", "num_attention_heads": 8, "use_qk_norm": True, "rope_theta": 1000000,
+        "moe_intermediate_size": 48, "n_routed_experts": 8, "first_k_dense_replace": 3,
     },
     "qwen3-vl": {
         "model_type": "qwen3_vl", "tie_word_embeddings": True,
         "text_config": {
-            "model_type": "qwen3_vl_text", "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
-            "head_dim": 16, "attention_bias": False, "rms_norm_eps": 1e-6, "rope_theta": 5000000, "hidden_act": "silu",
+            "model_type": "qwen3_vl_text", "num_key_value_heads": 2, "head_dim": 16, "attention_bias": False,
+            "rms_norm_eps": 1e-6, "rope_theta": 5000000, "hidden_act": "silu",
             "rope_scaling": {"mrope_interleaved": True, "mrope_section": [3, 3, 2], "rope_type": "default"},
         },
         "vision_config": {"model_type": "qwen3_vl", "depth": 1, "hidden_size": 32, "num_heads": 2},
     },
     "gemma-4": {  # of real ones full layers have heads of 512, which are refused
-        "model_type": "gemma4_text", "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "model_type": "gemma4_text", "num_key_value_heads": 2,
         "head_dim": 16, "global_head_dim": 16, "attention_k_eq_v": True, "hidden_size_per_layer_input": 0,
         "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
         "rope_parameters": {
@@ -106,22 +100,23 @@ HUB: dict[str, dict[str, Any]] = {
     "gemma-4-inside": {
         "model_type": "gemma4", "tie_word_embeddings": True, "audio_config": None,
         "text_config": {
-            "model_type": "gemma4_text", "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
+            "model_type": "gemma4_text", "num_key_value_heads": 2,
             "head_dim": 16, "global_head_dim": 16, "num_global_key_value_heads": 2, "attention_k_eq_v": True,
             "hidden_size_per_layer_input": 0, "use_bidirectional_attention": "vision", "rope_parameters": None,
         },
         "vision_config": {"model_type": "gemma4_vision", "hidden_size": 32, "num_hidden_layers": 1},
     },
     "command-r7b": {
-        "model_type": "cohere2", "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "rope_theta": 50000, "logit_scale": 0.25, "sliding_window": 16, "sliding_window_pattern": 4,
+        "model_type": "cohere2", "num_key_value_heads": 2, "rope_theta": 50000, "logit_scale": 0.25,
+        "sliding_window": 16, "sliding_window_pattern": 4,
     },
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", HUB)
 def test_configs_of_hubs_mean_what_transformers_reads(name: str) -> None:
-    common, raw = {"vocab_size": 131, "intermediate_size": 96, "num_hidden_layers": 4, "pad_token_id": None}, HUB[name]
+    common = {"vocab_size": 131, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4}
+    common, raw = common | {"num_attention_heads": 4, "pad_token_id": None}, HUB[name]
     raw = raw | {"text_config": common | raw["text_config"]} if "text_config" in raw else common | raw
     if name == "command-r7b":
         tiny.configured("Cohere2")

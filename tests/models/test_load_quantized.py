@@ -17,7 +17,7 @@ from cutekernels.models import Decoder, load
 from cutekernels.models.loaded import Apart
 from cutekernels.models.weights import Projection
 from tests.integrations import tiny
-from tests.models.test_load import SIZES, edit, logits, one_thread
+from tests.models.test_load import SIZES, assert_close, edit, logits, one_thread, store
 
 __all__ = ["one_thread"]
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -147,8 +147,7 @@ def quantized(name: str, folder: Path, model: Any, but: tuple[str, ...] = ("lm_h
             tensors |= {f"{path}.{suffix}": t for suffix, t in held.items()}
     first = next(path for path, _ in model.named_modules() if path.endswith("layers.0.self_attn.k_proj"))
     tensors[f"{first}.k_scale"] = torch.ones(())  # of a cache in FP8, which this one is not
-    save_file({key: t.contiguous() for key, t in tensors.items()}, folder / "model.safetensors")
-    edit(folder / "config.json", lambda c: c.update(quantization_config=config))
+    store(folder, tensors, config)
     return folder
 
 
@@ -160,10 +159,7 @@ def llama(**changes: Any) -> Any:
 def test_a_language_model_among_towers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny.model("qwen3-vl", num_key_value_heads=4, intermediate_size=128)
     quantized("compressed-tensors", tmp_path, model)
-    expected = logits(Decoder.from_transformers(model, **SIZES), monkeypatch)
-    tokens, found = logits(Decoder.from_pretrained(tmp_path, **SIZES), monkeypatch)
-    assert tokens == expected[0]
-    torch.testing.assert_close(found, expected[1])
+    assert_close(model, Decoder.from_pretrained(tmp_path, **SIZES), monkeypatch)
 
 
 def test_a_quantizer_s_own_file_stands_for_the_config(tmp_path: Path) -> None:
@@ -182,9 +178,7 @@ def test_a_decoder_multiplies_by_what_the_format_defines(
 ) -> None:
     model = llama()
     quantized(name, tmp_path, model)
-    expected = logits(Decoder.from_transformers(model, **SIZES), monkeypatch)
     ours = Decoder.from_pretrained(tmp_path, **SIZES)
-    tokens, found = logits(ours, monkeypatch)
     layer = ours._source.model.model.layers[1]
     apart = name == "gptq-orders"
     assert isinstance(layer.mlp.gate_up_proj, Apart) == apart
@@ -193,8 +187,7 @@ def test_a_decoder_multiplies_by_what_the_format_defines(
     assert isinstance(ours._w.head, Projection) and isinstance(ours._w.head.weight, torch.Tensor)
     assert torch.equal(layer.self_attn.o_proj.weight.dequantize(), model.model.layers[1].self_attn.o_proj.weight)
     # Weights are alike in every bit; here they are multiplied packed, by a reference that sums in fp64, there in fp32.
-    assert tokens == expected[0]
-    torch.testing.assert_close(found, expected[1])
+    assert_close(model, ours, monkeypatch)
 
 
 def test_a_decoder_follows_what_is_loaded_into_its_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,19 +219,13 @@ def test_biases_and_rows_that_fill_no_tile(family: str, tmp_path: Path, monkeypa
     """Heads of 16 channels: keys have 32 rows, and plain layers stand beside quantized ones."""
     model = tiny.model(family, tie_word_embeddings=False)
     quantized("awq", tmp_path, model, but=("lm_head", "0.self_attn.v_proj", "1.mlp.gate_proj", "1.mlp.up_proj"))
-    expected = logits(Decoder.from_transformers(model, **SIZES), monkeypatch)
-    tokens, found = logits(Decoder.from_pretrained(tmp_path, **SIZES), monkeypatch)
-    assert tokens == expected[0]
-    torch.testing.assert_close(found, expected[1])
+    assert_close(model, Decoder.from_pretrained(tmp_path, **SIZES), monkeypatch)
 
 
 def test_a_quantized_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = llama(vocab_size=128)
     quantized("fp8", tmp_path, model, but=())
-    expected = logits(Decoder.from_transformers(model, **SIZES), monkeypatch)
-    tokens, found = logits(Decoder.from_pretrained(tmp_path, **SIZES), monkeypatch)
-    assert tokens == expected[0]
-    torch.testing.assert_close(found, expected[1])
+    assert_close(model, Decoder.from_pretrained(tmp_path, **SIZES), monkeypatch)
 
 
 def test_a_model_moves_with_its_quantized_weights(tmp_path: Path) -> None:
