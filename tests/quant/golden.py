@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -83,6 +84,12 @@ def packed(c: Case, *, symmetric: bool) -> dict[str, Tensor]:
         zero = words(-(-n // 8), groups, lambda r, w, i: c.z[w][8 * r + i] if 8 * r + i < n else 0)
         tensors["weight_zero_point"] = zero
     return tensors
+
+
+def holds(weight: Any, values: Tensor, tensors: dict[str, Tensor]) -> None:
+    """A weight has these values, and is written as it was read."""
+    assert torch.equal(weight.dequantize(), values)
+    same(weight.tensors(), tensors)
 
 
 def same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:

@@ -42,8 +42,7 @@ def test_gptq(n: int, k: int, group: int, version: int, act_order: bool) -> None
     *three, g_idx = tensors.values()
     weight = quant.from_gptq(*three, group, g_idx, version)
     assert (weight.order is not None) == (act_order and 0 < group < k)
-    assert torch.equal(weight.dequantize(), case.values(torch.float16))
-    golden.same(weight.tensors(), tensors)
+    golden.holds(weight, case.values(torch.float16), tensors)
 
 
 def test_gptq_without_g_idx_and_with_zeros_of_8() -> None:
@@ -53,8 +52,7 @@ def test_gptq_without_g_idx_and_with_zeros_of_8() -> None:
     del tensors["g_idx"]
     weight = quant.from_gptq(*tensors.values(), 32)
     assert weight.zeros is None
-    assert torch.equal(weight.dequantize(), case.values(torch.float16))
-    golden.same(weight.tensors(), tensors)
+    golden.holds(weight, case.values(torch.float16), tensors)
 
 
 def test_the_packed_weight_is_the_contract_s_with_act_order() -> None:
@@ -94,8 +92,7 @@ def test_compressed_tensors(n: int, k: int, group: int, symmetric: bool, dtype: 
     args = {"num_bits": 4, "type": "int", "strategy": strategy, "group_size": group, "symmetric": symmetric}
     weight = quant.from_compressed_tensors(tensors, args)
     assert weight.dtype == dtype
-    assert torch.equal(weight.dequantize(), case.values(dtype))
-    golden.same(weight.tensors(), tensors)
+    golden.holds(weight, case.values(dtype), tensors)
 
 
 def test_compressed_tensors_with_act_order() -> None:
@@ -103,8 +100,7 @@ def test_compressed_tensors_with_act_order() -> None:
     tensors = {**golden.packed(case, symmetric=False), "weight_g_idx": torch.tensor(case.g_idx, dtype=torch.int32)}
     weight = quant.from_compressed_tensors(tensors, {"num_bits": 4, "strategy": "group", "group_size": 64})
     assert weight.order is not None
-    assert torch.equal(weight.dequantize(), case.values(torch.float16))
-    golden.same(weight.tensors(), tensors)
+    golden.holds(weight, case.values(torch.float16), tensors)
 
 
 def test_compressed_tensors_with_zeros_that_are_not_packed() -> None:
@@ -112,8 +108,7 @@ def test_compressed_tensors_with_zeros_that_are_not_packed() -> None:
     zero = (torch.tensor(case.z) - 8).to(torch.int8).t().contiguous()
     tensors = golden.packed(case, symmetric=True) | {"weight_zero_point": zero}
     weight = quant.from_compressed_tensors(tensors, {"num_bits": 4, "strategy": "group", "group_size": 32})
-    assert torch.equal(weight.dequantize(), case.values(torch.float16))
-    golden.same(weight.tensors(), tensors)
+    golden.holds(weight, case.values(torch.float16), tensors)
     zero[3, 2] = -9
     with pytest.raises(UnsupportedProblem, match="-8 to 7"):
         quant.from_compressed_tensors(tensors, {"num_bits": 4, "strategy": "group", "group_size": 32})
@@ -129,8 +124,7 @@ def test_compressed_tensors_of_eight_bits_packed() -> None:
     tensors = {"weight_packed": words, "weight_scale": scale, "weight_shape": torch.tensor([5, 102])}
     weight = quant.from_compressed_tensors(tensors, {"num_bits": 8, "strategy": "channel"})
     assert weight.code == "int8"
-    assert torch.equal(weight.dequantize(), (q.double() * scale.double()).bfloat16())
-    golden.same(weight.tensors(), tensors)
+    golden.holds(weight, (q.double() * scale.double()).bfloat16(), tensors)
 
 
 def test_compressed_tensors_with_one_scale() -> None:
@@ -138,8 +132,7 @@ def test_compressed_tensors_with_one_scale() -> None:
     case.s = case.s[:, :1].expand(1, 9)
     tensors = golden.packed(case, symmetric=True) | {"weight_scale": case.s[0, :1].clone()}
     weight = quant.from_compressed_tensors(tensors, {"num_bits": 4, "strategy": "tensor"})
-    assert torch.equal(weight.dequantize(), case.values(torch.float16))
-    golden.same(weight.tensors(), tensors)
+    golden.holds(weight, case.values(torch.float16), tensors)
 
 
 def test_padding_is_worth_nothing() -> None:

@@ -39,8 +39,7 @@ def test_compressed_tensors_packed(n: int, k: int, scheme: str, dtype: torch.dty
     tensors = PackedQuantizationCompressor.compress(state, how)
     expected = PackedQuantizationCompressor.decompress(tensors, how)["weight"]
     weight = quant.from_compressed_tensors(tensors, args.model_dump())
-    assert torch.equal(weight.dequantize(), expected)
-    golden.same(weight.tensors(), tensors)
+    golden.holds(weight, expected, tensors)
 
 
 @pytest.mark.parametrize(("n", "k"), [*SHAPES, (300, 200)])
@@ -62,8 +61,7 @@ def test_compressed_tensors_plain(n: int, k: int, strategy: str, kind: str, dtyp
     tensors = NaiveQuantizationCompressor.compress(state, how)
     expected = NaiveQuantizationCompressor.decompress(tensors, how)["weight"]
     weight = quant.from_compressed_tensors(tensors, args.model_dump())
-    assert torch.equal(weight.dequantize(), expected)
-    golden.same(weight.tensors(), tensors)
+    golden.holds(weight, expected, tensors)
 
 
 @pytest.mark.parametrize(("n", "k"), SHAPES)
@@ -150,8 +148,7 @@ def test_torchao_float8(granularity: str) -> None:
     kinds = {"PerRow": PerRow(), "PerTensor": PerTensor(), "PerBlock": PerBlock([128, 128])}
     tensor: Any = Float8Tensor.from_hp(torch.randn(256, 384).bfloat16(), granularity=kinds[granularity])
     weight = quant.from_torchao(tensor)
-    assert torch.equal(weight.dequantize(), tensor.dequantize())
-    golden.same(weight.tensors(), {"_weight_qdata": tensor.qdata, "_weight_scale": tensor.scale})
+    golden.holds(weight, tensor.dequantize(), {"_weight_qdata": tensor.qdata, "_weight_scale": tensor.scale})
     read = quant.read({"weight": tensor}, {"quant_method": "torchao", "quant_type": "Float8WeightOnlyConfig"})
     assert torch.equal(read.dequantize(), tensor.dequantize())
 

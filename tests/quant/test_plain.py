@@ -38,8 +38,7 @@ def test_blocks(n: int, k: int) -> None:
     config = {"quant_method": "fp8", "weight_block_size": [128, 128], "scale_fmt": "ue8m0"}  # which the scales decide
     weight = quant.read(tensors, config, dtype=torch.bfloat16)
     assert (weight.code, weight.group, weight.scale_rows) == ("e4m3", 128, 128)
-    assert torch.equal(weight.dequantize(), (tensors["weight"].float() * spread(scale, n, k, 128, 128)).bfloat16())
-    golden.same(weight.tensors(), tensors)
+    golden.holds(weight, (tensors["weight"].float() * spread(scale, n, k, 128, 128)).bfloat16(), tensors)
 
 
 def test_larger_blocks_are_repeated() -> None:
@@ -85,8 +84,7 @@ def test_one_scale_for_all(shape: tuple[int, ...]) -> None:
     }
     weight = quant.read(tensors, {"quant_method": "fp8", "weight_block_size": None}, dtype=torch.float16)
     assert (weight.group, weight.scale_rows) == (0, 1)
-    assert torch.equal(weight.dequantize(), (tensors["weight"].float() * 0.3).half())
-    golden.same(weight.tensors(), tensors)
+    golden.holds(weight, (tensors["weight"].float() * 0.3).half(), tensors)
 
 
 @pytest.mark.parametrize(("n", "k"), SHAPES)
@@ -111,8 +109,7 @@ def test_compressed_tensors(kind: str, n: int, k: int, strategy: str) -> None:
     weight = quant.from_compressed_tensors(tensors, args)
     grid = scale.reshape(1, 1) if strategy == "tensor" else scale
     exact = values.double() * spread(grid, n, k, rows, columns).double()
-    assert torch.equal(weight.dequantize(), exact.bfloat16())
-    golden.same(weight.tensors(), tensors)
+    golden.holds(weight, exact.bfloat16(), tensors)
 
 
 def test_zero_points_of_zero_are_kept_and_others_refused() -> None:
@@ -132,8 +129,7 @@ def test_a_row_of_scales_is_a_scale_per_row() -> None:
     """As a loaded module of compressed-tensors holds them."""
     tensors = {"weight": e4m3(17, 64), "weight_scale": torch.rand(1, 17)}
     weight = quant.from_compressed_tensors(tensors, {"num_bits": 8, "type": "float", "strategy": "channel"})
-    assert torch.equal(weight.dequantize(), tensors["weight"].float() * tensors["weight_scale"].t())
-    golden.same(weight.tensors(), tensors)
+    golden.holds(weight, tensors["weight"].float() * tensors["weight_scale"].t(), tensors)
 
 
 @pytest.mark.parametrize("code", [0x7F, 0xFF])
@@ -228,8 +224,7 @@ def test_torchao_float8(n: int, k: int, block: list[int], shape: tuple[int, ...]
     weight = quant.from_torchao(tensor)
     rows, columns = block or (n, k)
     expected = tensor.qdata.float() * spread(scale.reshape(-1, shape[1] if shape else 1), n, k, rows, columns)
-    assert torch.equal(weight.dequantize(), expected.bfloat16())
-    golden.same(weight.tensors(), {"_weight_qdata": tensor.qdata, "_weight_scale": scale})
+    golden.holds(weight, expected.bfloat16(), {"_weight_qdata": tensor.qdata, "_weight_scale": scale})
     again = quant.read(weight.tensors(), {"quant_method": "torchao", "quant_type": "Float8WeightOnlyConfig"})
     assert torch.equal(again.dequantize(), expected.bfloat16())
 
@@ -279,8 +274,7 @@ def test_torchao_tiles() -> None:
     per = [both[..., i].t().repeat_interleave(group, 1) for i in range(2)]
     expected = (q - 8).bfloat16() * per[0] + per[1]
     weight = quant.from_torchao(tensor)
-    assert torch.equal(weight.dequantize(), expected)
-    golden.same(weight.tensors(), {"_weight_qdata": tensor.qdata, "_weight_scale_and_zero": both})
+    golden.holds(weight, expected, {"_weight_qdata": tensor.qdata, "_weight_scale_and_zero": both})
     config = {"quant_method": "torchao", "quant_type": {"default": {"_type": "Int4WeightOnlyConfig"}}}
     assert torch.equal(quant.read(weight.tensors(), config).dequantize(), expected)
     tensor.shape = torch.Size((20, 700))  # padded to 24 x 1024

@@ -92,8 +92,7 @@ def test_round_trip_through_a_file(scheme: str, symmetric: bool) -> None:
     weight = quant.quantize(torch.randn(50, 200).bfloat16(), scheme, symmetric=symmetric)
     config = {"quant_method": "cutekernels", "scheme": scheme}
     read = quant.read(weight.tensors(), config, dtype=torch.bfloat16)
-    assert torch.equal(read.dequantize(), weight.dequantize())
-    golden.same(read.tensors(), weight.tensors())
+    golden.holds(read, weight.dequantize(), weight.tensors())
 
 
 @pytest.mark.parametrize(
