@@ -34,6 +34,7 @@ from cutekernels.backends.triton import Values
 
 H200 = gpu.lookup("h200")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+of_each_dtype = pytest.mark.parametrize("dtype", [*DTYPES.values(), torch.float64], ids=str)
 Case = dict[str, Any]
 Reply = dict[str, Any]
 

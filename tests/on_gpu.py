@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from cutekernels import compile as compiler
 from cutekernels import gpu, verify
 
+T = TypeVar("T")
 # Warnings of torch's own, where it traces a function or checks an op.
 traced = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
 
@@ -39,6 +40,26 @@ def computed(op: Any, problem: Any, config: Any, args: tuple[Any, ...]) -> tuple
 def needs_memory(gib: int) -> None:
     if torch.cuda.mem_get_info()[0] < gib << 30:
         pytest.skip(f"needs {gib} GiB of free device memory")
+
+
+def slice_written(begin: int, write: Callable[[Tensor], Tensor]) -> Tensor:
+    """65 rows of 1001 columns, which ``write`` was given to write: it returns them, and has left those beside them."""
+    whole = torch.full((65, 1200), 3.0, device="cuda", dtype=torch.bfloat16)
+    out = whole[:, begin : begin + 1001]
+    before = out._version
+    assert write(out) is out
+    assert (whole[:, :begin] == 3).all()
+    assert (whole[:, begin + 1001 :] == 3).all()
+    assert out._version > before
+    return out
+
+
+def graph_of(call: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
+    """A graph of ``call``, and what it returned as it was captured."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = call()
+    return graph, result
 
 
 def assert_no_workspace_is_shared(

@@ -26,7 +26,7 @@ from tests.activations import gelu_cases
 from tests.activations.gelu_cases import APPROXIMATE, CASES, PLANTED, SPECIAL, VALUES
 from tests.activations.silu_mul_cases import DTYPES
 from tests.compiled import H200
-from tests.interpreted import kernel_tests
+from tests.interpreted import kernel_tests, of_each_dtype
 from tests.refusals import Calls, refused
 
 # ---- kernels, interpreted -------------------------------------------------------------------------------
@@ -81,7 +81,7 @@ def test_work_is_what_must_be_moved() -> None:
 
 
 @pytest.mark.parametrize("approximate", APPROXIMATE)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@of_each_dtype
 @pytest.mark.parametrize("shape", [(5,), (3, 7), (2, 3, 4), (0, 4), (4, 0)], ids=str)
 def test_cpu_tensors_run_the_reference(dtype: torch.dtype, shape: tuple[int, ...], approximate: str) -> None:
     x, up = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)

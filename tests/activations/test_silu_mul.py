@@ -28,7 +28,7 @@ from tests.activations.silu_mul_cases import (
     truth,
 )
 from tests.compiled import H200
-from tests.interpreted import kernel_tests
+from tests.interpreted import kernel_tests, of_each_dtype
 from tests.refusals import Calls, refused
 
 # ---- kernels, interpreted -------------------------------------------------------------------------------
@@ -115,7 +115,7 @@ def test_alignment_covers_an_element() -> None:
 # ---- the function, on the CPU ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@of_each_dtype
 @pytest.mark.parametrize("shape", [(), (5,), (3, 7), (2, 3, 4), (0, 4), (4, 0)], ids=str)
 def test_cpu_tensors_run_the_reference(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     gate, up = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)

@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -19,10 +20,12 @@ from cutekernels.ops.attention.config import AttentionConfig
 from cutekernels.ops.attention.op import ATTENTION
 from cutekernels.ops.attention.problem import AttentionProblem
 from cutekernels.ops.attention.reference import band
+from tests.on_gpu import graph_of
 
 LENGTHS = (1, 7, 64, 65, 129, 1000)
 HEAD_DIMS = (32, 40, 64, 72, 80, 96, 128, 192, 256)
 GROUPS = (1, 4, 7, 8)
+of_nothing = pytest.mark.parametrize(("seq_q", "seq_kv", "batch"), [(0, 5, 2), (5, 0, 2), (0, 0, 1), (3, 3, 0)])
 ROUNDING = {"bf16": 2.0**-9, "fp16": 2.0**-12}  # relative error, at most
 
 
@@ -48,6 +51,13 @@ def launched(op: Op[Any, Any], p: Problem, args: tuple[Any, ...], config: Config
     verify.poison(results)
     dispatch.plan(op, p, torch.cuda.current_device(), config).launch(*results, *args)
     return results
+
+
+def check(op: Op[Any, Any], judge: Callable[..., object], p: Any, *configs: Any, seed: int = 0) -> None:
+    """Judges launches of ``configs``, or of the default, on a sample of the problem."""
+    args = op.sample(p, "cuda", seed)
+    for config in configs or (None,):
+        judge(p, args, launched(op, p, args, config))
 
 
 def truth(p: AttentionProblem, args: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
@@ -82,9 +92,7 @@ def assert_a_graph_follows(
 ) -> None:
     """A captured call is right whatever the lengths, queries and what else is renewed; the same bits each time."""
     attend()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out, lse = attend()
+    graph, (out, lse) = graph_of(attend)
     for seed in range(6):
         args[3].copy_(lengths_of(random.Random(seed), p, "cuda"))
         args[0].normal_()

@@ -18,7 +18,7 @@ from cutekernels.ops.attention.problem import AttentionProblem
 from cutekernels.ops.attention.reference import band
 from cutekernels.ops.shared.calls import implementations, ways_of
 from cutekernels.ops.shared.paths import CallCache
-from tests.attention.cases import opcheck, qkv, random_problem, rows, torch_attention, wide
+from tests.attention.cases import of_nothing, opcheck, qkv, random_problem, rows, torch_attention, wide
 
 # ---- mathematics ----------------------------------------------------------------------------------------
 
@@ -88,7 +88,7 @@ def test_values_that_nobody_sees_do_no_harm() -> None:
     assert attention(q, k, v, mask=seen).isfinite().all()
 
 
-@pytest.mark.parametrize(("seq_q", "seq_kv", "batch"), [(0, 5, 2), (5, 0, 2), (0, 0, 1), (3, 3, 0)])
+@of_nothing
 def test_empty_extents(seq_q: int, seq_kv: int, batch: int) -> None:
     q, k, v = qkv(batch, seq_q, seq_kv)
     out, lse = attention(q, k, v, return_lse=True)

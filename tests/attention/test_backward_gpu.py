@@ -18,7 +18,8 @@ from cutekernels.ops.attention.backward_config import AttentionBackwardProblem, 
 from cutekernels.ops.attention.delta import ATTENTION_DELTA, DeltaProblem
 from tests.attention import cases
 from tests.attention.backward_cases import chosen, random_backward, random_config, torch_gradients
-from tests.attention.cases import ROUNDING, row_errors
+from tests.attention.cases import ROUNDING, of_nothing, row_errors
+from tests.on_gpu import graph_of
 from tests.seeds import seeds
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_seed")]
@@ -48,19 +49,20 @@ def judge(p: AttentionBackwardProblem, args: tuple[Any, ...], results: tuple[Ten
         assert whole <= allowed, f"d{name} of {p}: off by {whole} > {allowed}"
 
 
+check = partial(cases.check, ATTENTION_BACKWARD, judge)
+
+
 @pytest.mark.parametrize("text", ATTENTION_BACKWARD.suite[6:])
 def test_the_suite_is_right_and_as_exact_as_torch(text: str) -> None:
     p = AttentionBackwardProblem.parse(text)
-    args = ATTENTION_BACKWARD.sample(p, "cuda", 0)
-    judge(p, args, launched(p, args))
+    check(p)
 
 
 @pytest.mark.parametrize("seed", seeds(30))
 def test_random_configs_are_right(seed: int) -> None:
     rng = random.Random(seed)
     p = random_backward(rng)
-    args = ATTENTION_BACKWARD.sample(p, "cuda", seed)
-    judge(p, args, launched(p, args, random_config(rng, p, gpu.detect())))
+    check(p, random_config(rng, p, gpu.detect()), seed=seed)
 
 
 @pytest.mark.parametrize("of", ["kv", "q"])
@@ -69,8 +71,7 @@ def test_random_configs_are_right(seed: int) -> None:
 @pytest.mark.parametrize("seq_q", [1, 7, 64, 65, 129, 300])
 def test_ragged_lengths(seq_q: int, seq_kv: int, causal: bool, of: str) -> None:
     p = AttentionBackwardProblem(2, seq_q, seq_kv, 4, 2, head_dim=64, causal=causal, of=of)
-    args = ATTENTION_BACKWARD.sample(p, "cuda", seq_q + seq_kv)
-    judge(p, args, launched(p, args))
+    check(p, seed=seq_q + seq_kv)
 
 
 @pytest.mark.parametrize("text", ATTENTION_DELTA.suite)
@@ -175,7 +176,7 @@ def test_operands_may_lie_anyhow() -> None:
     assert all(map(torch.equal, ours, torch.autograd.grad(attention(*dense), dense, dout.contiguous())))
 
 
-@pytest.mark.parametrize(("seq_q", "seq_kv", "batch"), [(0, 5, 2), (5, 0, 2), (0, 0, 1), (3, 3, 0)])
+@of_nothing
 def test_empty_extents_give_zeros(seq_q: int, seq_kv: int, batch: int) -> None:
     tensors = qkv(batch, seq_q, seq_kv, 4, 2, 64)
     for t, grad in zip(tensors, torch.autograd.grad(attention(*tensors).sum(), tensors), strict=True):
@@ -218,9 +219,7 @@ def test_captures_into_a_graph_and_compiles() -> None:
     with torch.cuda.stream(side):
         gradients()
     torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = gradients()
+    graph, captured = graph_of(gradients)
     for t in captured:
         t.fill_(math.nan)
     graph.replay()

@@ -21,6 +21,7 @@ from tests.compiled import having
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("warpgroups")]
 launched = partial(cases.launched, ATTENTION)
+check = partial(cases.check, ATTENTION, judge)
 LENGTHS = (1, 65, 129, 300, 1000, 1024)
 
 
@@ -34,9 +35,7 @@ def test_random_problems_and_configs(seed: int) -> None:
     while len(fit) < 2:
         p = random_problem(rng, LENGTHS, ("none", "same", "fp32")).replace(mask=False, varlen=False)
         fit = few(p)
-    args = ATTENTION.sample(p, "cuda", seed)
-    for config in rng.sample(fit, 2):
-        judge(p, args, launched(p, args, config))
+    check(p, *rng.sample(fit, 2), seed=seed)
 
 
 @pytest.mark.parametrize("split", [2, 4])
@@ -46,9 +45,7 @@ def test_random_problems_and_configs(seed: int) -> None:
 def test_splits_and_shares_without_a_key(split: int, options: str) -> None:
     """The first causal rows see fewer blocks than a cluster has CTAs; 900 keys are no multiple of a block."""
     p = AttentionProblem.parse(f"batch=1 seq_q=900 seq_kv=900 heads_q=4 heads_kv=2 head_dim=64 {options}")
-    args = ATTENTION.sample(p, "cuda", 1)
-    config = random.Random(f"{split} {options}").choice(few(p, split=split))
-    judge(p, args, launched(p, args, config))
+    check(p, random.Random(f"{split} {options}").choice(few(p, split=split)), seed=1)
 
 
 @pytest.mark.parametrize("seq_q", [65, 128, 129, 192, 200, 512, 1000])
@@ -56,16 +53,13 @@ def test_splits_and_shares_without_a_key(split: int, options: str) -> None:
 def test_folded_tiles(seq_q: int, seq_kv: int) -> None:
     """An odd number of 64 rows has its middle ones in both groups; rows ahead of the first key see nothing."""
     p = AttentionProblem(2, seq_q, seq_kv, 4, 2, head_dim=64, causal=True, lse=True)
-    args = ATTENTION.sample(p, "cuda", seq_q + seq_kv)
-    for config in few(p, order="paired", lazy=True, stages=2):
-        judge(p, args, launched(p, args, config))
+    check(p, *few(p, order="paired", lazy=True, stages=2), seed=seq_q + seq_kv)
 
 
 @pytest.mark.parametrize("options", ["", "causal=1 lse=1", "window=left window_left=200 sinks=same"])
 def test_two_ctas_to_an_sm(options: str) -> None:
     p = AttentionProblem.parse(f"batch=2 seq_q=1000 seq_kv=900 heads_q=9 heads_kv=3 {options}")
-    args = ATTENTION.sample(p, "cuda", 2)
-    judge(p, args, launched(p, args, few(p, split=1, ctas_per_sm=2)[0]))
+    check(p, few(p, split=1, ctas_per_sm=2)[0], seed=2)
 
 
 def test_the_same_bits_every_time() -> None:

@@ -18,6 +18,7 @@ from cutekernels.ops.attention.cache import CACHE_ATTENTION, CacheProblem
 from cutekernels.ops.attention.decode import DECODE_ATTENTION, DecodeProblem
 from tests.attention import cached_cases, cases, decode_cases, test_cached_gpu, test_decode_gpu
 from tests.attention.test_decode_gpu import SHARED, some_config
+from tests.on_gpu import graph_of
 from tests.rope.cases import table
 from tests.seeds import seeds
 
@@ -231,9 +232,7 @@ def test_a_first_append_may_be_captured() -> None:
     caches = [KVCache.contiguous(2, 64, 2, 64, dtype="fp8") for _ in range(2)]
     caches[1].append(k * 100, v)  # compiles
     caches[1].reset()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        caches[0].append(k, v)
+    graph, _ = graph_of(lambda: caches[0].append(k, v))
     for _ in range(3):
         graph.replay()
         caches[1].append(k, v)

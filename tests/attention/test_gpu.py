@@ -17,8 +17,17 @@ from cutekernels.ops.attention.op import ATTENTION
 from cutekernels.ops.attention.problem import AttentionProblem
 from cutekernels.ops.attention.reference import attention as reference
 from tests.attention import cases
-from tests.attention.cases import LENGTHS, ROUNDING, random_config, random_problem, row_errors, torch_attention, truth
-from tests.on_gpu import needs_memory
+from tests.attention.cases import (
+    LENGTHS,
+    ROUNDING,
+    of_nothing,
+    random_config,
+    random_problem,
+    row_errors,
+    torch_attention,
+    truth,
+)
+from tests.on_gpu import graph_of, needs_memory
 from tests.seeds import seeds
 
 pytestmark = pytest.mark.gpu
@@ -40,19 +49,20 @@ def judge(p: AttentionProblem, args: tuple[Any, ...], results: tuple[Tensor, ...
         )
 
 
+check = partial(cases.check, ATTENTION, judge)
+
+
 @pytest.mark.parametrize("text", ATTENTION.suite[3:])
 def test_the_suite_is_right_and_as_exact_as_torch(text: str) -> None:
     p = AttentionProblem.parse(text)
-    args = ATTENTION.sample(p, "cuda", 0)
-    judge(p, args, launched(p, args))
+    check(p)
 
 
 @pytest.mark.parametrize("seed", seeds(30))
 def test_random_configs_are_right(seed: int) -> None:
     rng = random.Random(seed)
     p = random_problem(rng)
-    args = ATTENTION.sample(p, "cuda", seed)
-    judge(p, args, launched(p, args, random_config(rng, p, gpu.detect())))
+    check(p, random_config(rng, p, gpu.detect()), seed=seed)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -60,8 +70,7 @@ def test_random_configs_are_right(seed: int) -> None:
 @pytest.mark.parametrize("seq_q", LENGTHS)
 def test_ragged_lengths(seq_q: int, seq_kv: int, causal: bool) -> None:
     p = AttentionProblem(2, seq_q, seq_kv, 4, 2, head_dim=64, causal=causal, lse=True)
-    args = ATTENTION.sample(p, "cuda", seq_q + seq_kv)
-    judge(p, args, launched(p, args))
+    check(p, seed=seq_q + seq_kv)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -109,7 +118,7 @@ def test_slices_of_a_fused_projection_are_read_in_place() -> None:
     assert before > 0
 
 
-@pytest.mark.parametrize(("seq_q", "seq_kv", "batch"), [(0, 5, 2), (5, 0, 2), (0, 0, 1), (3, 3, 0)])
+@of_nothing
 def test_empty_extents(seq_q: int, seq_kv: int, batch: int) -> None:
     q = torch.randn(batch, seq_q, 4, 64, device="cuda", dtype=torch.bfloat16)
     k = torch.randn(batch, seq_kv, 2, 64, device="cuda", dtype=torch.bfloat16)
@@ -146,9 +155,7 @@ def test_what_no_query_sees_may_be_anything() -> None:
 def test_captures_into_a_graph_and_compiles() -> None:
     q, k, v = (torch.randn(1, 200, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     expected = attention(q, k, v, causal=True)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = attention(q, k, v, causal=True)
+    graph, out = graph_of(lambda: attention(q, k, v, causal=True))
     out.fill_(math.nan)
     graph.replay()
     assert torch.equal(out, expected)

@@ -86,6 +86,10 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
     dispatch.reload()
 
 
+def both() -> tuple[tuple[Callable[..., Any], dict[str, Any]], ...]:
+    return (ck.attention, prefill()), (ck.decode_attention, decode())
+
+
 CALLS: dict[str, Callable[[], tuple[Callable[..., Any], dict[str, Any]]]] = {
     "plain": lambda: (ck.attention, prefill()),
     "causal, one query": lambda: (ck.attention, prefill(1) | {"causal": True, "scale": 0.5}),
@@ -198,7 +202,7 @@ def test_each_split_launch_asks_for_its_workspace(seen: Seen) -> None:
 
 def test_out_counts_as_written(seen: Seen) -> None:
     """For autograd, which may have saved it."""
-    for function, given in ((ck.attention, prefill()), (ck.decode_attention, decode())):
+    for function, given in both():
         out = torch.empty_like(given["q"])
         for _ in range(3):
             version = out._version
@@ -385,7 +389,7 @@ def test_an_index_that_out_would_overwrite_is_seen(seen: Seen) -> None:
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, math.inf, math.nan])
 def test_a_scale_out_of_range_is_refused_of_cached_calls_too(seen: Seen, scale: float) -> None:
-    for function, given in ((ck.attention, prefill()), (ck.decode_attention, decode())):
+    for function, given in both():
         function(**given)
         with pytest.raises(UnsupportedProblem, match="scale must be above 0"):
             function(**given, scale=scale)
@@ -406,7 +410,7 @@ def test_a_flag_that_is_no_bool_is_refused_of_cached_calls_too(seen: Seen) -> No
 
 
 def test_an_out_of_another_kind_is_refused_of_cached_calls_too(seen: Seen) -> None:
-    for function, given in ((ck.attention, prefill()), (ck.decode_attention, decode())):
+    for function, given in both():
         q = given["q"]
         function(**given, out=torch.empty_like(q))
         for bad in (q.half(), q[:1], q.flatten(), q.new_zeros(()), q[:1].clone().expand(q.shape), q.to("meta")):
@@ -441,7 +445,7 @@ def test_gradients_go_through_torch(seen: Seen, name: str) -> None:
     [BaseTorchDispatchMode, BaseTorchFunctionMode, lambda: torch.autocast("cpu", BF16), lambda: torch.device("cpu")],
 )
 def test_under_a_mode_torch_sees_the_call(seen: Seen, mode: Callable[[], AbstractContextManager[Any]]) -> None:
-    for function, given in ((ck.attention, prefill()), (ck.decode_attention, decode())):
+    for function, given in both():
         function(**given)
         general = seen.general
         with mode():
@@ -464,7 +468,7 @@ class Other(Tensor):
     ],
 )
 def test_tensors_that_are_not_plain_go_through_torch(seen: Seen, other: Callable[[Tensor], Tensor]) -> None:
-    for function, given in ((ck.attention, prefill()), (ck.decode_attention, decode())):
+    for function, given in both():
         for name in [n for n, t in given.items() if t.is_floating_point()]:
             function(**given)
             general = seen.general

@@ -18,6 +18,7 @@ from cutekernels.ops.attention.decode import DECODE_ATTENTION, DecodeProblem
 from cutekernels.ops.attention.op import ATTENTION
 from cutekernels.ops.shared import paths
 from cutekernels.ops.shared.paths import CallCache
+from tests.on_gpu import graph_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_seed")]
 BF16, INT32 = torch.bfloat16, torch.int32
@@ -223,9 +224,7 @@ def test_first_met_in_a_graph(general: list[str]) -> None:
     """A call cached while it was captured holds nothing of the graph."""
     function, given = CALLS["decode, splits"]()
     expected = cold(function, given)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = function(**given)
+    graph, captured = graph_of(lambda: function(**given))
     before = len(general)
     returned = [function(**given) for _ in range(3)]
     assert len(general) == before

@@ -29,6 +29,7 @@ from tests.seeds import seeds
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("warpgroups", "one_seed")]
 launched = partial(cases.launched, ATTENTION_BACKWARD)
+check = partial(cases.check, ATTENTION_BACKWARD, judge)
 
 
 def warpgroup(p: AttentionBackwardProblem, **values: Any) -> list[AttentionBackwardConfig]:
@@ -46,10 +47,8 @@ def _nan_in_fresh_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_random_problems_and_configs(seed: int) -> None:
     rng = random.Random(seed)
     p = random_backward(rng)
-    args = ATTENTION_BACKWARD.sample(p, "cuda", seed)
     configs = warpgroup(p)
-    for config in rng.sample(configs, min(2, len(configs))):
-        judge(p, args, launched(p, args, config))
+    check(p, *rng.sample(configs, min(2, len(configs))), seed=seed)
 
 
 @pytest.mark.usefixtures("_nan_in_fresh_memory")
@@ -57,9 +56,7 @@ def test_random_problems_and_configs(seed: int) -> None:
 def test_all_gradients_of_random_problems(seed: int) -> None:
     rng = random.Random(seed)
     p = next(p for p in iter(lambda: random_backward(rng), None) if p.may_hand_on).replace(of="qkv")
-    args = ATTENTION_BACKWARD.sample(p, "cuda", seed)
-    for config in rng.sample(warpgroup(p), 2):
-        judge(p, args, launched(p, args, config))
+    check(p, *rng.sample(warpgroup(p), 2), seed=seed)
 
 
 @pytest.mark.usefixtures("_nan_in_fresh_memory")
@@ -68,8 +65,7 @@ def test_all_gradients_of_random_problems(seed: int) -> None:
 @pytest.mark.parametrize("seq_q", [1, 65, 333, 1000])
 def test_all_gradients_of_ragged_lengths(seq_q: int, seq_kv: int, options: str) -> None:
     p = AttentionBackwardProblem.parse(f"batch=2 seq_q={seq_q} seq_kv={seq_kv} heads_q=4 heads_kv=2 {options} of=qkv")
-    args = ATTENTION_BACKWARD.sample(p, "cuda", seq_q + seq_kv)
-    judge(p, args, launched(p, args))
+    check(p, seed=seq_q + seq_kv)
 
 
 @pytest.mark.usefixtures("_nan_in_fresh_memory")

@@ -22,6 +22,7 @@ from tests.seeds import seeds
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("warpgroups")]
 launched = partial(cases.launched, ATTENTION)
+check = partial(cases.check, ATTENTION, judge)
 
 
 def warpgroup(p: AttentionProblem, **values: Any) -> list[AttentionConfig]:
@@ -32,9 +33,7 @@ def warpgroup(p: AttentionProblem, **values: Any) -> list[AttentionConfig]:
 def test_random_problems_and_configs(seed: int) -> None:
     rng = random.Random(seed)
     p = random_problem(rng)
-    args = ATTENTION.sample(p, "cuda", seed)
-    for config in rng.sample(warpgroup(p), 2):
-        judge(p, args, launched(p, args, config))
+    check(p, *rng.sample(warpgroup(p), 2), seed=seed)
 
 
 @pytest.mark.parametrize("grid", ["tiles", "persistent", "dynamic", "ahead"])
@@ -53,9 +52,7 @@ def test_grids_over_many_tiles(grid: str, options: str) -> None:
 def test_head_dims(head_dim: int) -> None:
     rng = random.Random(head_dim)
     p = AttentionProblem(2, 300, 500, 4, 2, head_dim=head_dim, causal=True, lse=True)
-    args = ATTENTION.sample(p, "cuda", 0)
-    for config in rng.sample(warpgroup(p), 3):
-        judge(p, args, launched(p, args, config))
+    check(p, *rng.sample(warpgroup(p), 3))
 
 
 def test_the_same_bits_every_time() -> None:

@@ -9,14 +9,13 @@ import torch
 
 pytest.importorskip("triton")
 
-from cutekernels import compile as compiler
-from cutekernels import embedding, gpu
+from cutekernels import embedding
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.embedding.op import EMBEDDING, EmbeddingProblem
 from tests.embedding import cases as embedding_cases
 from tests.embedding.cases import CASES, KINDS, OPS, PLANTED, error_ratio, gradient, laid
-from tests.interpreted import kernel_tests
-from tests.on_gpu import drawn, needs_memory
+from tests.interpreted import kernel_tests, of_each_dtype
+from tests.on_gpu import computed, drawn, needs_memory
 from tests.refusals import Calls, refused
 
 # ---- kernels, interpreted and compiled ------------------------------------------------------------------
@@ -45,7 +44,7 @@ def test_a_problem_too_large() -> None:
 # ---- the function, on the CPU ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@of_each_dtype
 @pytest.mark.parametrize("shape", [(), (7,), (2, 3), (0,), (2, 0, 3)], ids=str)
 def test_cpu_tensors_run_the_reference(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     ids, table = torch.randint(0, 9, shape), torch.randn(9, 5).to(dtype)
@@ -81,13 +80,11 @@ def test_gradients() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(("op", "text"), [(op, text) for op in OPS.values() for text in op.suite], ids=str)
 def test_every_suite_with_default_and_random_configs(op: Any, text: str) -> None:
-    problem, spec = EmbeddingProblem.parse(text), gpu.detect()
+    problem = EmbeddingProblem.parse(text)
     args = op.sample(problem, "cuda", 11)
     (expected,) = op.reference(problem, *args)
     for config in drawn(op, problem, 4, text):
-        (out,) = op.outputs(problem, *args)
-        out.fill_(float("nan"))
-        op.bind(problem, config, compiler.get(op, problem, config, spec))(out, *args)
+        (out,) = computed(op, problem, config, args)
         if op is EMBEDDING:
             assert torch.equal(out, expected), config
         else:

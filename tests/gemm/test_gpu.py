@@ -56,11 +56,16 @@ def assert_launch_right(problem: GemmProblem, args: tuple[Any, ...], config: obj
     assert_right(launch(problem, args, text or None), problem, args, text)
 
 
+def assert_configs_right(problem: GemmProblem, *configs: object, seed: int = 0) -> None:
+    args = GEMM.sample(problem, "cuda", seed)
+    for config in configs:
+        assert_launch_right(problem, args, config)
+
+
 @pytest.mark.parametrize("text", GEMM.suite)
 def test_suite_by_default(text: str) -> None:
     problem = GemmProblem.parse(text)
-    args = GEMM.sample(problem, "cuda", 0)
-    assert_launch_right(problem, args)
+    assert_configs_right(problem, None)
 
 
 @pytest.mark.parametrize("seed", seeds(160))
@@ -68,18 +73,14 @@ def test_random_problems_and_configs(seed: int) -> None:
     rng = random.Random(seed)
     problem = random_problem(rng)
     spec = gpu.detect()
-    args = GEMM.sample(problem, "cuda", seed)
-    config = None if seed % 4 == 0 else str(random_config(rng, problem, spec))
-    assert_launch_right(problem, args, config)
+    assert_configs_right(problem, None if seed % 4 == 0 else str(random_config(rng, problem, spec)), seed=seed)
 
 
 def test_larger_random_configs() -> None:
     spec, rng = gpu.detect(), random.Random(7)
     for seed in range(8):
         problem = random_problem(rng, (512, 640, 1000, 1024, 1536))
-        args = GEMM.sample(problem, "cuda", seed)
-        config = str(random_config(rng, problem, spec))
-        assert_launch_right(problem, args, config)
+        assert_configs_right(problem, str(random_config(rng, problem, spec)), seed=seed)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -88,9 +89,7 @@ def test_persistent_configs_over_many_tiles(seed: int) -> None:
     rng, spec = random.Random(seed), gpu.detect()
     problem = random_problem(rng, (1991, 2056, 2304)).replace(k=rng.choice((40, 200, 328)))
     persistent = [c for c in GEMM.valid(problem, spec) if c.persistent]
-    args = GEMM.sample(problem, "cuda", seed)
-    config = str(rng.choice(persistent))
-    assert_launch_right(problem, args, config)
+    assert_configs_right(problem, str(rng.choice(persistent)), seed=seed)
 
 
 def test_a_planted_bug_fails() -> None:

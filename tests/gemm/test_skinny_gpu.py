@@ -15,8 +15,8 @@ from cutekernels.ops.products.dense import GEMM
 from cutekernels.ops.products.schedules.problem import GemmConfig, GemmProblem
 from cutekernels.ops.products.schedules.skinny import SKINNY
 from tests.compiled import having
-from tests.gemm.test_gpu import assert_launch_right, launch
-from tests.on_gpu import assert_no_workspace_is_shared
+from tests.gemm.test_gpu import assert_configs_right, launch
+from tests.on_gpu import assert_no_workspace_is_shared, graph_of
 
 pytestmark = pytest.mark.gpu
 TOKENS = (1, 2, 3, 4, 7, 8, 9, 16, 17, 24, 31, 32, 33, 48, 64, 65, 96, 127, 128)
@@ -48,9 +48,7 @@ def test_random_problems_and_configs(m: int) -> None:
     rng = random.Random(m)
     for seed in range(2):
         problem = posed(rng, m)
-        args = GEMM.sample(problem, "cuda", seed)
-        for config in rng.sample(skinny_configs(problem), 2):
-            assert_launch_right(problem, args, config)
+        assert_configs_right(problem, *rng.sample(skinny_configs(problem), 2), seed=seed)
 
 
 @pytest.mark.parametrize("m", [17, 24, 33, 47, 48, 65, 96, 97, 128])
@@ -58,9 +56,7 @@ def test_tiles_that_are_no_power_of_two(m: int) -> None:
     rng = random.Random(m)
     for seed, tile in enumerate(SKINNY.fitting_tiles(posed(rng, m))):
         problem = posed(rng, m)
-        args = GEMM.sample(problem, "cuda", seed)
-        for config in rng.sample(skinny_configs(problem, tile_m=tile), 3):
-            assert_launch_right(problem, args, config)
+        assert_configs_right(problem, *rng.sample(skinny_configs(problem, tile_m=tile), 3), seed=seed)
 
 
 def assert_same_every_time(problem: GemmProblem, configs: list[GemmConfig]) -> None:
@@ -105,9 +101,7 @@ def assert_dependents_wait(m: int, config: str) -> None:
     torch.cuda.synchronize()
     for _ in range(10):
         assert torch.equal(chain(x0, config), want)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = chain(x0, config)
+    graph, out = graph_of(lambda: chain(x0, config))
     for _ in range(10):
         out.zero_()
         graph.replay()

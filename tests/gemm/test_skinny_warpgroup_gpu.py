@@ -13,7 +13,7 @@ from cutekernels import gpu
 from cutekernels.ops.products.dense import GEMM
 from cutekernels.ops.products.schedules.problem import GemmConfig, GemmProblem
 from tests.compiled import having
-from tests.gemm.test_gpu import assert_launch_right, assert_right, launch
+from tests.gemm.test_gpu import assert_configs_right, assert_launch_right, assert_right, launch
 from tests.gemm.test_skinny_gpu import assert_dependents_wait, assert_same_every_time, posed
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("warpgroups")]
@@ -29,9 +29,7 @@ def test_random_problems_and_configs(m: int) -> None:
     rng = random.Random(m)
     for seed in range(2):
         problem = posed(rng, m, ("none", "n", "m"))
-        args = GEMM.sample(problem, "cuda", seed)
-        for config in rng.sample(skinny_warpgroup(problem), 2):
-            assert_launch_right(problem, args, config)
+        assert_configs_right(problem, *rng.sample(skinny_warpgroup(problem), 2), seed=seed)
 
 
 @pytest.mark.parametrize("tile_m", [8, 16, 32, 48, 64, 96, 128])
@@ -72,9 +70,7 @@ def test_many_ctas_to_a_tile(split: int, text: str) -> None:
     found = skinny_warpgroup(problem, split_k=split)
     shapes = [min(found, key=lambda c: c.tile_n), max(found, key=lambda c: (c.tile_n, c.stages))]
     shapes += [max(found, key=lambda c: (c.tile_m, c.tile_k)), *random.Random(split).sample(found, 2)]
-    args = GEMM.sample(problem, "cuda", split)
-    for config in dict.fromkeys(shapes):
-        assert_launch_right(problem, args, config)
+    assert_configs_right(problem, *dict.fromkeys(shapes), seed=split)
 
 
 def test_default_of_many_sizes() -> None:

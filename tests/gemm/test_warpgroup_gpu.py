@@ -16,7 +16,7 @@ from cutekernels.ops.products.schedules.problem import GemmConfig, GemmProblem
 from cutekernels.ops.products.schedules.schedule import extras_of
 from cutekernels.ops.products.schedules.warpgroup import WARPGROUP
 from tests.compiled import having
-from tests.gemm.test_gpu import assert_launch_right, assert_right, launch
+from tests.gemm.test_gpu import assert_configs_right, assert_launch_right, assert_right, launch
 from tests.gemm.test_skinny_gpu import assert_dependents_wait, assert_same_every_time
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("warpgroups")]
@@ -52,9 +52,7 @@ def posed(rng: random.Random, layout: tuple[str, str, str], c: str = "none", **f
 def test_random_problems_and_configs(layout: tuple[str, str, str], c: str) -> None:
     rng = random.Random(f"{layout}{c}")
     problem = posed(rng, layout, layout[2] if c == "out" else c)
-    args = GEMM.sample(problem, "cuda", 0)
-    for config in rng.sample(warpgroup(problem), 4):
-        assert_launch_right(problem, args, config)
+    assert_configs_right(problem, *rng.sample(warpgroup(problem), 4))
 
 
 @pytest.mark.parametrize("c", ["none", "out"])
@@ -62,9 +60,7 @@ def test_random_problems_and_configs(layout: tuple[str, str, str], c: str) -> No
 def test_fp16_sums(layout: tuple[str, str, str], c: str) -> None:
     rng = random.Random(f"half {layout}{c}")
     problem = posed(rng, layout, layout[2] if c == "out" else c, dtype="fp16", accumulate="fp16")
-    args = GEMM.sample(problem, "cuda", 0)
-    for config in rng.sample(warpgroup(problem), 2):
-        assert_launch_right(problem, args, config)
+    assert_configs_right(problem, *rng.sample(warpgroup(problem), 2))
 
 
 def test_fp16_sums_of_large_tiles() -> None:
@@ -90,9 +86,7 @@ def test_arrangements_over_many_tiles(arrangement: dict[str, Any]) -> None:
     rng = random.Random(str(arrangement))
     for seed, layout in enumerate(rng.sample(LAYOUTS, 3)):
         problem = GemmProblem(3000, 2504, 328, a_major=layout[0], b_major=layout[1], out_major=layout[2])
-        args = GEMM.sample(problem, "cuda", seed)
-        for config in rng.sample(warpgroup(problem, **arrangement), 2):
-            assert_launch_right(problem, args, config)
+        assert_configs_right(problem, *rng.sample(warpgroup(problem, **arrangement), 2), seed=seed)
 
 
 @pytest.mark.parametrize("out_major", ["n", "m"])

@@ -20,7 +20,7 @@ from cutekernels.ops.kv_append.api import kv_append
 from cutekernels.ops.kv_append.op import KV_APPEND, KvAppendProblem
 from cutekernels.sdpa import route_sdpa
 from tests.kv_append.cases import CASES, judge, posed, right
-from tests.on_gpu import needs_memory, normal, traced
+from tests.on_gpu import graph_of, needs_memory, normal, traced
 from tests.rope.cases import table
 
 pytestmark = pytest.mark.gpu
@@ -223,9 +223,7 @@ def test_a_captured_step_appends_and_attends_at_any_length(page_size: int) -> No
         return decode_attention(turned, **cache.view())
 
     step(made(page_size))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = step(caches[0])
+    graph, out = graph_of(lambda: step(caches[0]))
     for operands, number in zip(steps, active, strict=True):
         counts.copy_(number)
         for t, given in zip((q, k, v), operands, strict=True):
@@ -246,9 +244,7 @@ def test_reserve_and_reset_under_a_captured_append() -> None:
     k, v = normal(2, 10, 2, 64), normal(2, 10, 2, 64)
     cache.append(k, v)
     cache.reset()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        cache.append(k, v)
+    graph, _ = graph_of(lambda: cache.append(k, v))
     cache.reset()
     cache.reserve([20, 10])
     graph.replay()

@@ -108,8 +108,15 @@ FP8 = torch.float8_e4m3fn
 # ---- the function, on the CPU ---------------------------------------------------------------------------
 
 
-def called(results: list[Tensor], inputs: tuple[Any, ...], how: Callable[..., None], interleaved: bool) -> None:
-    """Calls ``how``, which has the public function's parameters, to update the results in place."""
+def called(
+    results: list[Tensor], inputs: tuple[Any, ...], how: Callable[..., None], interleaved: bool = False
+) -> Callable[[], bool]:
+    """Calls ``how``, which has the public function's parameters, to update the results in place.
+
+    Returns a function that says whether they are right.
+    """
+    before = tuple([t.clone() for t in (*results[1:3], *results[4:])])
+    copies = tuple([None if t is None else t.clone() for t in inputs])
     _, k_cache, v_cache, _, *scales = results
     q, k, v, state, pages, counts, cos, sin = inputs
     k_scale, v_scale = scales if scales[0].dim() > 1 else (None, None)
@@ -130,16 +137,13 @@ def called(results: list[Tensor], inputs: tuple[Any, ...], how: Callable[..., No
         interleaved=interleaved,
     )
     results[0], results[3] = q, state
+    return lambda: right(judge(before, tuple(results), copies, interleaved))
 
 
 @pytest.mark.parametrize("case", [c for c, given in CASES.items() if "outside of" not in c and "config" not in given])
 def test_cpu_tensors_run_the_reference(case: str) -> None:
     results, inputs, _ = posed(CASES[case])
-    before = tuple([t.clone() for t in (*results[1:3], *results[4:])])
-    copies = tuple([None if t is None else t.clone() for t in inputs])
-    interleaved = bool(CASES[case].get("interleaved"))
-    called(results, inputs, kv_append, interleaved)
-    assert right(judge(before, tuple(results), copies, interleaved))
+    assert called(results, inputs, kv_append, bool(CASES[case].get("interleaved")))()
 
 
 def test_a_position_outside_of_the_table_raises_where_a_token_is_kept() -> None:
@@ -254,19 +258,14 @@ def test_launch_poses_what_it_launches(launches: list[str]) -> None:
     base = CASES["joint 16 interleaved=False"]
     for kind in ("joint", "every other", "transposed channels", "misaligned"):
         results, inputs, _ = posed(base | {"kind": kind})
-        before = tuple([t.clone() for t in (*results[1:3], *results[4:])])
-        copies = tuple([None if t is None else t.clone() for t in inputs])
-        called(results, inputs, run, False)
-        assert right(judge(before, tuple(results), copies)), kind
+        assert called(results, inputs, run)(), kind
     same = "kv_append batch=2 seq=5 heads_kv=2 head_dim=16 heads_q=3 rotary=16 page_size=16"
     assert launches == [same, same, same, f"{same} align=2"]
 
 
 def test_the_judge_sees_a_token_lost() -> None:
     results, inputs, _ = posed(CASES["dense 0 interleaved=False"])
-    before = tuple([t.clone() for t in (*results[1:3], *results[4:])])
-    copies = tuple([None if t is None else t.clone() for t in inputs])
-    called(results, inputs, kv_append, False)
-    assert right(judge(before, tuple(results), copies))
+    are_right = called(results, inputs, kv_append)
+    assert are_right()
     results[3][LOST, 1] += 1
-    assert not right(judge(before, tuple(results), copies))
+    assert not are_right()

@@ -9,8 +9,6 @@ import torch
 
 pytest.importorskip("triton")
 
-from cutekernels import compile as compiler
-from cutekernels import gpu
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.loss.rows import (
     LOGIT_STATISTICS,
@@ -20,7 +18,7 @@ from cutekernels.ops.loss.rows import (
 from tests.interpreted import kernel_tests
 from tests.loss import cases as loss_cases
 from tests.loss.cases import CASES, OPS, PLANTED
-from tests.on_gpu import drawn
+from tests.on_gpu import computed, drawn
 from tests.tolerance import FP32_ULP, worst_ratio
 
 interpreted, test_kernel_numerics, test_a_planted_bug_is_caught = kernel_tests(loss_cases.__file__, CASES, PLANTED)
@@ -44,7 +42,7 @@ def test_operands_that_do_not_fit() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(("op", "text"), [(op, text) for op in OPS.values() for text in op.suite], ids=str)
 def test_every_suite_with_default_and_random_configs(op: Any, text: str) -> None:
-    problem, spec = op.Problem.parse(text), gpu.detect()
+    problem = op.Problem.parse(text)
     args = op.sample(problem, "cuda", 11)
     (expected,) = op.reference(problem, *args)
     size = expected.double().abs() + 1
@@ -52,7 +50,5 @@ def test_every_suite_with_default_and_random_configs(op: Any, text: str) -> None
         size = size + args[0].double().abs().sum(1, keepdim=True)
     terms = problem.cols if op is LOGIT_STATISTICS else 64
     for config in drawn(op, problem, 4, text):
-        (out,) = op.outputs(problem, *args)
-        out.fill_(float("nan"))
-        op.bind(problem, config, compiler.get(op, problem, config, spec))(out, *args)
+        (out,) = computed(op, problem, config, args)
         assert worst_ratio(out, expected, terms**0.5 * 4 * FP32_ULP * size) <= 1, config

@@ -12,14 +12,13 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 import cutekernels
-from cutekernels import compile as compiler
-from cutekernels import gpu, verify
+from cutekernels import verify
 from cutekernels.errors import InvalidConfig, UnsupportedProblem
 from cutekernels.ops.moe.permute import MOE_PERMUTE
 from cutekernels.ops.moe.route import MOE_ROUTE, MOE_ROUTE_BACKWARD
 from cutekernels.ops.moe.rows import MOE_COMBINE, MOE_COMBINE_BACKWARD, MOE_DISPATCH, MOE_GATHER
 from tests.moe.cases import DTYPES, OPS, ratio, truth, worst
-from tests.on_gpu import drawn, needs_memory, normal, traced
+from tests.on_gpu import computed, drawn, graph_of, needs_memory, normal, traced
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_seed")]
 
@@ -59,7 +58,7 @@ SUITES = [(op, text) for op in OPS.values() for text in op.suite] + AWKWARD
 
 @pytest.mark.parametrize(("op", "text"), SUITES, ids=str)
 def test_every_suite_with_default_and_random_configs(op: Any, text: str) -> None:
-    problem, spec = op.Problem.parse(text), gpu.detect()
+    problem = op.Problem.parse(text)
     inputs = op.sample(problem, "cuda", 11)
     options = {name: getattr(problem, name) for name in op.options}
     results = op.outputs(problem, *inputs)
@@ -68,8 +67,7 @@ def test_every_suite_with_default_and_random_configs(op: Any, text: str) -> None
     exact = truth(op.name, inputs, **options) if small else []
     expected = [] if small else op.reference(problem, *inputs)
     for config in drawn(op, problem, 5, text):
-        verify.poison(results)
-        op.bind(problem, config, compiler.get(op, problem, config, spec))(*results, *inputs)
+        results = computed(op, problem, config, inputs)
         if small:
             found = max(ratio(r, *t) for r, t in zip(results, exact, strict=True))
         else:
@@ -217,9 +215,7 @@ def test_captured_in_a_graph(tokens: int) -> None:
         return weights, ids, order, offsets, inverse, moe_combine(rows, inverse, weights)
 
     dance()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        weights, ids, order, offsets, inverse, out = dance()
+    graph, (weights, ids, order, offsets, inverse, out) = graph_of(dance)
     logits.normal_()
     graph.replay()
     assert worst("moe_route", (weights, ids), (logits,), top_k=4, renormalize=True) <= 1

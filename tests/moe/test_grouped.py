@@ -28,9 +28,9 @@ from cutekernels.ops.products.schedules.problem import GemmConfig
 from cutekernels.ops.products.schedules.schedule import PLAIN
 from cutekernels.ops.shared import calls
 from tests import compiled
+from tests.compiled import TARGETS
 from tests.gpu_path import recorded
 
-TARGETS = [gpu.lookup(name) for name in ("a100", "l40s", "h200", "rtx5090")]
 OPS = {op.name: op for op in (GROUPED_GEMM, GROUPED_GEMM_WGRAD)}
 OFFSETS = torch.tensor([1, 4, 4, 9, 9, 11], dtype=torch.int32)  # two empty groups; rows 0, 11 and 12 belong to none
 

@@ -17,7 +17,7 @@ from cutekernels.ops.products.grouped import GROUPED_GEMM, GROUPED_GEMM_WGRAD
 from cutekernels.ops.products.grouped import GroupedProblem as Problem
 from cutekernels.ops.products.groups import SPREADS, sample_offsets
 from tests.compiled import having
-from tests.on_gpu import drawn, normal
+from tests.on_gpu import computed, drawn, graph_of, normal
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_seed")]
 OPS = (GROUPED_GEMM, GROUPED_GEMM_WGRAD)
@@ -32,6 +32,7 @@ AWKWARD = [
     (GROUPED_GEMM_WGRAD, "rows=129 n=264 k=40 experts=50 dtype=fp16"),
     (GROUPED_GEMM_WGRAD, "rows=65 n=30 k=34 experts=9 align=2"),
 ]
+WRONG = [(-5, 3, 2**31 - 1), (9, 4, 2), (2**31 - 1, -(2**31), 7), (-(2**31),) * 3, (500, 600, 700), (0, 2**31 - 1, 0)]
 CASES = [(op, text) for op in OPS for text in op.suite] + AWKWARD
 
 
@@ -42,15 +43,14 @@ def ends(*values: int) -> Tensor:
 @pytest.mark.parametrize("seed", range(len(SPREADS)), ids=SPREADS)
 @pytest.mark.parametrize(("op", "text"), CASES, ids=str)
 def test_every_suite_and_spread_with_default_and_random_configs(op: Any, text: str, seed: int) -> None:
-    problem, spec = Problem.parse(text), gpu.detect()
+    problem = Problem.parse(text)
     inputs = op.sample(problem, "cuda", seed)
     options = {name: getattr(problem, name) for name in op.options}
     results = op.outputs(problem, *inputs)
     assert op.problem(*results, *inputs, **options) == problem
     expected, work = op.reference(problem, *inputs), op.work(problem)
     for config in drawn(op, problem, 3, text):
-        verify.poison(results)
-        op.bind(problem, config, compiler.get(op, problem, config, spec))(*results, *inputs)
+        results = computed(op, problem, config, inputs)
         found = verify.worst_error(results, expected, work.flops, depth=work.depth)
         assert found <= 1, f"{op.name} [{problem}] [{config}] is off by {found:.3g} tolerances"
 
@@ -61,6 +61,27 @@ def some(op: Any, problem: Problem, body: str, count: int, seed: int) -> list[st
     if not found:
         pytest.skip(f"no body={body} here")
     return [str(c) for c in random.Random(seed).sample(found, count)]
+
+
+def assert_nan_stays(spoilt: Tensor, clean: Tensor) -> None:
+    """The rows 41 to 170 are NaN, and the others are as if there were none."""
+    assert spoilt[41:170].isnan().all()
+    assert torch.equal(torch.cat([spoilt[:41], spoilt[170:]]), torch.cat([clean[:41], clean[170:]]))
+
+
+def replayed(x: Tensor, experts: Any, count: int, spread: str) -> tuple[Tensor, Tensor]:
+    """The result of a graph whose offsets have changed since it was captured, the same each time; and the offsets."""
+    draw = torch.Generator("cuda").manual_seed(1)
+    offsets = sample_offsets(len(x), count, "uniform", draw)
+    ck.grouped_gemm(x, experts, offsets)
+    graph, out = graph_of(lambda: ck.grouped_gemm(x, experts, offsets))
+    offsets.copy_(sample_offsets(len(x), count, spread, draw))
+    graph.replay()
+    first = out.clone()
+    graph.replay()
+    assert torch.equal(first, out)
+    assert torch.equal(first, ck.grouped_gemm(x, experts, offsets))
+    return first, offsets
 
 
 BODIES = pytest.mark.parametrize("body", ["multistage", "warpgroup"])
@@ -84,8 +105,7 @@ def test_nan_stays_with_its_expert_and_its_row(body: str) -> None:
     spoilt_w[3] = float("nan")
     for config in some(GROUPED_GEMM, SMALL, body, 3, 2):
         clean, spoilt = (ck.grouped_gemm(*args, offsets, config=config) for args in ((clean_x, w), (x, spoilt_w)))
-        assert spoilt[41:170].isnan().all()
-        assert torch.equal(torch.cat([spoilt[:41], spoilt[170:]]), torch.cat([clean[:41], clean[170:]]))
+        assert_nan_stays(spoilt, clean)
 
 
 def test_rows_of_no_expert_are_zero() -> None:
@@ -102,7 +122,7 @@ def test_rows_of_no_expert_are_zero() -> None:
 
 @pytest.mark.parametrize(
     "values",
-    [(-5, 3, 2**31 - 1), (9, 4, 2), (2**31 - 1, -(2**31), 7), (-(2**31),) * 3, (500, 600, 700), (0, 2**31 - 1, 0)],
+    WRONG,
 )
 @BODIES
 def test_wrong_offsets_touch_nothing_outside(values: tuple[int, ...], body: str) -> None:
@@ -132,19 +152,8 @@ def test_many_garbage_offsets() -> None:
 @pytest.mark.parametrize("spread", SPREADS)
 def test_a_graph_follows_its_offsets(spread: str) -> None:
     """One captured graph serves whatever routing its buffers hold, and each replay has the same bits."""
-    draw = torch.Generator("cuda").manual_seed(1)
     x, w = normal(512, 128), normal(16, 256, 128)
-    offsets = sample_offsets(512, 16, "uniform", draw)
-    ck.grouped_gemm(x, w, offsets)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = ck.grouped_gemm(x, w, offsets)
-    offsets.copy_(sample_offsets(512, 16, spread, draw))
-    graph.replay()
-    first = out.clone()
-    graph.replay()
-    assert torch.equal(first, out)
-    assert torch.equal(first, ck.grouped_gemm(x, w, offsets))
+    first, offsets = replayed(x, w, 16, spread)
     exact = GROUPED_GEMM.evaluate(x, w, offsets, None, activation="none")
     assert verify.worst_error((first,), exact, 2.0 * 512 * 256 * 128, depth=128.0) <= 1
 
@@ -229,8 +238,7 @@ def test_a_warpgroup_s_ragged_ends(values: dict[str, Any]) -> None:
         clean = ck.grouped_gemm(x, w, offsets, config=str(config))
         w[3], x[41:170] = float("nan"), float("nan")
         spoilt = ck.grouped_gemm(x, w, offsets, config=str(config))
-        assert spoilt[41:170].isnan().all()
-        assert torch.equal(torch.cat([spoilt[:41], spoilt[170:]]), torch.cat([clean[:41], clean[170:]]))
+        assert_nan_stays(spoilt, clean)
         x, offsets = normal(300, 72), ends(70, 75, 75, 75, 75, 100, 210)
         x[:70], x[210:] = float("nan"), float("nan")
         out = torch.full((300, 136), 5.0, device="cuda", dtype=torch.bfloat16)
@@ -243,7 +251,7 @@ def test_a_warpgroup_s_ragged_ends(values: dict[str, Any]) -> None:
 @pytest.mark.parametrize("values", ARRANGED, ids=str)
 @pytest.mark.parametrize(
     "offsets",
-    [(-5, 3, 2**31 - 1), (9, 4, 2), (2**31 - 1, -(2**31), 7), (-(2**31),) * 3, (500, 600, 700), (0, 2**31 - 1, 0)],
+    WRONG,
 )
 def test_a_warpgroup_touches_nothing_outside(values: dict[str, Any], offsets: tuple[int, ...]) -> None:
     config = str(random.Random(str(values)).choice(arranged(SMALL, **values)))

@@ -15,7 +15,7 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.moe.permute import MoePermuteProblem
 from cutekernels.ops.moe.route import MoeRouteProblem
 from cutekernels.ops.moe.rows import MoeDispatchProblem, MoeMoveProblem
-from tests.interpreted import kernel_tests
+from tests.interpreted import kernel_tests, of_each_dtype
 from tests.moe import cases as routing_cases
 from tests.moe.cases import CASES, H200, OPS, PLANTED
 from tests.refusals import Calls, refused
@@ -74,7 +74,7 @@ def test_problems_say_what_is_wrong(kind: Any, text: str, rule: str) -> None:
 # ---- the functions, on the CPU --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@of_each_dtype
 @pytest.mark.parametrize("renormalize", [True, False])
 def test_routing_is_softmax_and_topk(dtype: torch.dtype, renormalize: bool) -> None:
     logits = torch.randn(2, 9, 64, dtype=torch.float64).to(dtype).unique(dim=-1)

@@ -19,6 +19,7 @@ from cutekernels.ops.shared.tolerance import rounded_operand_depth
 from cutekernels.quant import QuantizedStack
 from tests.compiled import having
 from tests.moe.packed import SCHEMES, experts, products
+from tests.moe.test_grouped_gpu import WRONG, assert_nan_stays, ends, replayed
 from tests.on_gpu import normal
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_seed")]
@@ -37,10 +38,6 @@ AWKWARD = [
     "rows=5000 n=384 k=520 experts=5 code=e4m3 scale_rows=128 scale=fp32 activation=silu_mul",
     "rows=5000 n=320 k=520 experts=5 code=e4m3 group=0 scale=fp32 bias=same",
 ]
-
-
-def ends(*values: int) -> Tensor:
-    return torch.tensor(values, device="cuda", dtype=torch.int32)
 
 
 def some(problem: Problem, count: int, seed: int, **values: Any) -> list[str]:
@@ -100,8 +97,7 @@ def test_nan_stays_with_its_expert_and_its_row() -> None:
             spoilt_x = x.clone()
             spoilt_x[41:170] = float("nan")
             spoilt = ck.grouped_gemm(spoilt_x, weight, offsets, config=config)
-            assert spoilt[41:170].isnan().all()
-            assert torch.equal(torch.cat([spoilt[:41], spoilt[170:]]), torch.cat([clean[:41], clean[170:]]))
+            assert_nan_stays(spoilt, clean)
             assert error(clean, products(x, weight, offsets), 200) <= 1
             if scheme != "mxfp4":  # whose exponents cannot be NaN
                 scales = weight.weight.scales.clone()
@@ -112,8 +108,7 @@ def test_nan_stays_with_its_expert_and_its_row() -> None:
                     type(own)(own.code, own.group, own.scale_rows, own.shape, own.packed, scales, own.zeros), 6
                 )
                 spoilt = ck.grouped_gemm(x, bad, offsets, config=config)
-                assert spoilt[41:170].isnan().all()
-                assert torch.equal(torch.cat([spoilt[:41], spoilt[170:]]), torch.cat([clean[:41], clean[170:]]))
+                assert_nan_stays(spoilt, clean)
 
 
 TEXT = {
@@ -126,7 +121,7 @@ TEXT = {
 
 @pytest.mark.parametrize(
     "values",
-    [(-5, 3, 2**31 - 1), (9, 4, 2), (2**31 - 1, -(2**31), 7), (-(2**31),) * 3, (500, 600, 700), (0, 2**31 - 1, 0)],
+    WRONG,
 )
 def test_wrong_offsets_touch_nothing_outside(values: tuple[int, ...]) -> None:
     memory = torch.full((2, 300, 64), 9.0, device="cuda", dtype=torch.bfloat16)
@@ -146,19 +141,8 @@ def test_wrong_offsets_touch_nothing_outside(values: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("count", [16, 300])
 def test_a_graph_follows_its_offsets(spread: str, count: int) -> None:
     """One captured graph serves whatever routing its buffers hold, and each replay has the same bits."""
-    draw = torch.Generator("cuda").manual_seed(1)
     x, weight = normal(512, 128), experts(count, 128, 128, "mxfp4", "cuda")
-    offsets = sample_offsets(512, count, "uniform", draw)
-    ck.grouped_gemm(x, weight, offsets)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = ck.grouped_gemm(x, weight, offsets)
-    offsets.copy_(sample_offsets(512, count, spread, draw))
-    graph.replay()
-    first = out.clone()
-    graph.replay()
-    assert torch.equal(first, out)
-    assert torch.equal(first, ck.grouped_gemm(x, weight, offsets))
+    first, offsets = replayed(x, weight, count, spread)
     assert error(first, products(x, weight, offsets), 128) <= 1
 
 

@@ -21,11 +21,11 @@ from cutekernels.ops.products.dense import GEMM
 from cutekernels.ops.products.fused import CHAIN, FUSED_SCHEDULES, NormLinearConfig, RmsNormLinearProblem, product_of
 from cutekernels.ops.products.norm import LINEAR_SILU_MUL, RMS_NORM_LINEAR, NormLinear
 from cutekernels.verify import worst_error
+from tests.compiled import TARGETS
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 BF16 = torch.bfloat16
 OPS: tuple[NormLinear, ...] = (RMS_NORM_LINEAR, LINEAR_SILU_MUL)
-TARGETS = [gpu.lookup(name) for name in ("a100", "l40s", "h200", "rtx5090")]
 
 
 def randn(*shape: int, device: str = "cpu", dtype: torch.dtype = BF16, scale: float = 1.0) -> Tensor:

@@ -15,7 +15,7 @@ from cutekernels import gpu, rms_norm
 from cutekernels.ops.norms.op import RMS_NORM
 from tests.norms import cases
 from tests.norms.cute_cases import CONFIG, RAGGED, in_cute
-from tests.on_gpu import computed, normal
+from tests.on_gpu import computed, graph_of, normal
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_seed")]
 
@@ -63,9 +63,7 @@ def test_streams_and_graphs() -> None:
             normalised(x, out)
     stream.synchronize()
     assert torch.equal(out, expected)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        normalised(x, out)
+    graph, _ = graph_of(lambda: normalised(x, out))
     out.zero_()
     x.mul_(2)
     graph.replay()

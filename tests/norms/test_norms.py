@@ -21,7 +21,7 @@ from cutekernels.ops.norms.op import RMS_NORM
 from cutekernels.ops.shared import calls
 from tests.compiled import half
 from tests.gpu_path import recorded
-from tests.interpreted import H200, kernel_tests
+from tests.interpreted import H200, kernel_tests, of_each_dtype
 from tests.norms import cases as norm_cases
 from tests.norms.cases import CASES, OPS, PLANTED, SPECIAL
 from tests.refusals import Calls, refused
@@ -118,7 +118,7 @@ def test_all_are_registered() -> None:
 # ---- the functions, on the CPU --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@of_each_dtype
 @pytest.mark.parametrize("shape", [(), (5,), (3, 7), (2, 3, 4), (0, 4), (4, 0)], ids=str)
 def test_cpu_tensors_run_the_reference(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     x, r = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)

@@ -94,3 +94,18 @@ def device(request: pytest.FixtureRequest) -> str:
     if request.param == "launches":
         request.getfixturevalue("launches")
     return "cpu"
+
+
+@pytest.fixture
+def mesh(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """A mesh of one rank, on the GPU where the test is marked so."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    gpu = request.node.get_closest_marker("gpu") is not None
+    own: dict[str, Any] = {"device_id": torch.device("cuda", 0)} if gpu else {}
+    dist.init_process_group("nccl" if gpu else "gloo", store=dist.HashStore(), rank=0, world_size=1, **own)
+    try:
+        yield init_device_mesh("cuda" if gpu else "cpu", (1,))
+    finally:
+        dist.destroy_process_group()

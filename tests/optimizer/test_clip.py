@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -102,18 +101,6 @@ def test_it_may_change_between_steps_and_survives_a_copy(device: str) -> None:
     a.zero_grad()
     a.step()
     assert a.grad_norm is not None and float(a.grad_norm) == 0
-
-
-@pytest.fixture
-def mesh() -> Iterator[Any]:
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield init_device_mesh("cpu", (1,))
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("kernels", [False, True])

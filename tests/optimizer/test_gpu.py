@@ -143,6 +143,11 @@ def grads(params: list[torch.nn.Parameter], seed: int, skip: int | None = None) 
         p.grad = None if i == skip else g.to(p.dtype)
 
 
+def network() -> torch.nn.Module:
+    torch.manual_seed(2)
+    return torch.nn.Sequential(torch.nn.Linear(40, 70), torch.nn.GELU(), torch.nn.Linear(70, 3)).cuda()
+
+
 def close(ours: list[torch.nn.Parameter], theirs: list[torch.nn.Parameter]) -> None:
     for p, q in zip(ours, theirs, strict=True):
         torch.testing.assert_close(p.detach().double(), q.detach().double(), rtol=1e-5, atol=1e-6)
@@ -190,11 +195,6 @@ def test_master_weights(dtype: torch.dtype) -> None:
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_replayed_from_a_graph() -> None:
     """A captured training step: gradients in the graph's memory, a learning rate and a step count that change."""
-
-    def network() -> torch.nn.Module:
-        torch.manual_seed(2)
-        return torch.nn.Sequential(torch.nn.Linear(40, 70), torch.nn.GELU(), torch.nn.Linear(70, 3)).cuda()
-
     ours, theirs = network(), network()
     lr = torch.tensor(0.01, device="cuda")
     a = FusedAdamW(ours.parameters(), lr=lr, capturable=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,15 +12,11 @@ pytest.importorskip("triton")
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.optim import FusedAdamW
-from tests.optimizer.test_gpu import grads, model
+from tests.on_gpu import graph_of
+from tests.optimizer.test_clip import OPTIONS, twins
+from tests.optimizer.test_gpu import close, grads, model, network
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_seed")]
-
-OPTIONS: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1}
-
-
-def twins(params: list[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
-    return [torch.nn.Parameter(p.detach().double().clone()) for p in params]
 
 
 def share(ours: list[torch.nn.Parameter], theirs: list[torch.nn.Parameter]) -> None:
@@ -61,8 +56,7 @@ def test_steps_in_flight_keep_their_addresses() -> None:
         for q, g in zip(theirs, gradients, strict=True):
             q.grad = None if g is None else g.double()
         b.step()
-    for p, q in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(p.double(), q, rtol=1e-5, atol=1e-6)
+    close(ours, theirs)
 
 
 def test_state_that_went_to_the_cpu_and_back() -> None:
@@ -107,9 +101,7 @@ def test_a_graph_clips_by_the_norm_of_each_replay() -> None:
     ours[0].grad = given
     a.step()
     theirs_step(given)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        a.step()
+    graph, _ = graph_of(lambda: a.step())
     norm = a.grad_norm
     assert norm is not None
     for scale in (0.001, 1.0, 30.0):
@@ -119,26 +111,10 @@ def test_a_graph_clips_by_the_norm_of_each_replay() -> None:
     torch.testing.assert_close(ours[0].double(), theirs[0], rtol=1e-5, atol=1e-6)
 
 
-@pytest.fixture
-def mesh() -> Iterator[Any]:
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0))
-    try:
-        yield init_device_mesh("cuda", (1,))
-    finally:
-        dist.destroy_process_group()
-
-
 @pytest.mark.filterwarnings("ignore")
 def test_shards_of_fsdp(mesh: Any) -> None:
     """One rank: launches over local parts, and the norm by way of NCCL."""
     from torch.distributed.fsdp import fully_shard
-
-    def network() -> torch.nn.Module:
-        torch.manual_seed(2)
-        return torch.nn.Sequential(torch.nn.Linear(40, 70), torch.nn.GELU(), torch.nn.Linear(70, 3)).cuda()
 
     ours, theirs = network(), network()
     fully_shard(ours[0], mesh=mesh)  # type: ignore[index]
@@ -176,5 +152,4 @@ def test_gradients_in_buckets() -> None:
         a.step()
         torch.nn.utils.clip_grad_norm_(theirs, 1.0)
         b.step()
-    for p, q in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(p.double(), q, rtol=1e-5, atol=1e-6)
+    close(ours, theirs)

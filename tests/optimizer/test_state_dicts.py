@@ -61,16 +61,25 @@ def foreign(value: Any) -> list[Any]:
     return [] if value is None or type(value) in (bool, int, float, str) else [value]
 
 
-@pytest.mark.filterwarnings("ignore")  # torch's own, of process groups that are not there
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: " ".join(options) or "defaults")
-@pytest.mark.parametrize("kept", KEPT, ids=lambda kept: str(kept.get("moments_dtype", "defaults")))
-def test_torchs_distributed_state_dict_resumes_bit_for_bit(kept: dict[str, Any], options: dict[str, Any]) -> None:
-    if torch.distributed.is_initialized():
-        pytest.skip("a process group is there")
+each_kind = pytest.mark.parametrize("kept", KEPT, ids=lambda kept: str(kept.get("moments_dtype", "defaults")))
+
+
+def halfway(**kept: Any) -> tuple[Any, Any, FusedAdamW]:
+    """A network after four steps, and its twin after two, with the optimizer that took them."""
     whole, net = model(), model()
     straight, before = (FusedAdamW(m.parameters(), lr=0.01, **kept) for m in (whole, net))
     train(whole, straight, range(4))
     train(net, before, range(2))
+    return whole, net, before
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, of process groups that are not there
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: " ".join(options) or "defaults")
+@each_kind
+def test_torchs_distributed_state_dict_resumes_bit_for_bit(kept: dict[str, Any], options: dict[str, Any]) -> None:
+    if torch.distributed.is_initialized():
+        pytest.skip("a process group is there")
+    whole, net, before = halfway(**kept)
     saved = get_optimizer_state_dict(net, before, options=StateDictOptions(**options))
     again = model()
     again.load_state_dict(net.state_dict())
@@ -81,12 +90,9 @@ def test_torchs_distributed_state_dict_resumes_bit_for_bit(kept: dict[str, Any],
     assert_alike(again, whole)
 
 
-@pytest.mark.parametrize("kept", KEPT, ids=lambda kept: str(kept.get("moments_dtype", "defaults")))
+@each_kind
 def test_groups_pass_through_json(kept: dict[str, Any]) -> None:
-    whole, net = model(), model()
-    straight, before = (FusedAdamW(m.parameters(), lr=0.01, **kept) for m in (whole, net))
-    train(whole, straight, range(4))
-    train(net, before, range(2))
+    whole, net, before = halfway(**kept)
     saved = before.state_dict()
     assert not foreign([list(group.values()) for group in saved["param_groups"]])
     saved["param_groups"] = json.loads(json.dumps(saved["param_groups"]))
@@ -124,7 +130,7 @@ def test_through_torchs_optimizer_and_back(options: dict[str, Any]) -> None:
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("kept", KEPT, ids=lambda kept: str(kept.get("moments_dtype", "defaults")))
+@each_kind
 def test_options_of_its_own_pass_through_torchs_optimizer(kept: dict[str, Any]) -> None:
     net = model()
     ours = FusedAdamW(net.parameters(), lr=0.01, **kept)
@@ -142,10 +148,7 @@ def test_options_of_its_own_pass_through_torchs_optimizer(kept: dict[str, Any]) 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_a_dtype_in_groups_of_before_loads(kind: torch.dtype) -> None:
     """Groups held dtypes until this version."""
-    whole, net = model(), model()
-    straight, before = (FusedAdamW(m.parameters(), lr=0.01, moments_dtype=kind) for m in (whole, net))
-    train(whole, straight, range(4))
-    train(net, before, range(2))
+    whole, net, before = halfway(moments_dtype=kind)
     saved = before.state_dict()
     saved["param_groups"][0]["moments_dtype"] = kind
     after = FusedAdamW(net.parameters(), moments_dtype=kind)

@@ -27,7 +27,7 @@ from cutekernels.ops.products.schedules.packed_problem import QuantizedConfig, Q
 from cutekernels.ops.products.schedules.problem import GATED
 from cutekernels.ops.shared.calls import call
 from cutekernels.quant import QuantizedWeight, quantize
-from tests.on_gpu import assert_no_workspace_is_shared
+from tests.on_gpu import assert_no_workspace_is_shared, graph_of
 from tests.quantized.cases import (
     BF16,
     COMMON,
@@ -492,9 +492,7 @@ def test_dependent_launches_see_what_came_before(body: str) -> None:
     x = tokens(8, n)
     want = chain(x, False)
     assert all(torch.equal(chain(x, True), want) for _ in range(10))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = chain(x, True)
+    graph, out = graph_of(lambda: chain(x, True))
     for _ in range(10):
         out.zero_()
         graph.replay()

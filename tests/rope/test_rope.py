@@ -15,7 +15,7 @@ from cutekernels.ops.rope.api import rope
 from cutekernels.ops.rope.op import ROPE, RopeProblem
 from cutekernels.ops.shared import calls
 from tests.compiled import half
-from tests.interpreted import H200, kernel_tests
+from tests.interpreted import H200, kernel_tests, of_each_dtype
 from tests.refusals import Calls, refused
 from tests.rope import cases as rope_cases
 from tests.rope.cases import CASES, KINDS, PLANTED, arrange, error_ratio, rows_of, table, truth, worst
@@ -71,7 +71,7 @@ def test_problems_that_are_none(words: str, rule: str) -> None:
 # ---- the function, on the CPU ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@of_each_dtype
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_cpu_tensors_run_the_reference(dtype: torch.dtype, interleaved: bool, kind: str) -> None:

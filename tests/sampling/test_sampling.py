@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 import cutekernels
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.sampling.op import SampleFilterProblem, _masses
-from tests.interpreted import kernel_tests
+from tests.interpreted import kernel_tests, of_each_dtype
 from tests.refusals import Calls, refused
 from tests.sampling import cases as sampling_cases
 from tests.sampling.cases import CASES, PLANTED, fault, logits_of, numbers_of
@@ -61,7 +61,7 @@ def test_cpu_keeps_what_the_definition_keeps(case: str) -> None:
     assert fault(sample_filter(logits, **given), logits, each) == ""  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@of_each_dtype
 def test_any_leading_shape(dtype: torch.dtype) -> None:
     logits = torch.randn(2, 3, 50, dtype=torch.float64).to(dtype)
     top_k = torch.tensor([[1, 2, 3], [4, 5, 0]], dtype=torch.int32)

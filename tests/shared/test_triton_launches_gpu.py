@@ -12,6 +12,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from cutekernels.ops.shared import calls
+from tests.on_gpu import graph_of
 from tests.shared.test_declarations import OPS, posed
 
 pytestmark = pytest.mark.gpu
@@ -53,9 +54,7 @@ def test_runs_on_the_current_stream(op: Any) -> None:
 def test_captured_in_a_graph(op: Any) -> None:
     inputs, options, numbers = posed(op, device="cuda")
     run(op, inputs, options, numbers)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = run(op, inputs, options, numbers)
+    graph, found = graph_of(lambda: run(op, inputs, options, numbers))
     changed = inputs[first(inputs)]
     changed.copy_(changed.flip(0))
     graph.replay()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from typing import Any
 
@@ -12,16 +11,11 @@ from cutekernels.ops import registry
 from cutekernels.ops.shared.laid_out import LaidOut
 from cutekernels.ops.shared.triton_op import TritonOp
 from tests.interpreted import H200, in_triton
+from tests.shared.test_triton_compiled import each
 from tests.triton_compiled import accesses, built
 
 WIDTHS = {16: "v4.b32", 8: "v2.b32", 4: "b32"}
 LAID_OUT = [op for op in registry.OPS if isinstance(op, TritonOp) and issubclass(op.Problem, LaidOut)]
-
-
-def each(config: Any) -> float:
-    """Elements of a tile to a warp."""
-    sizes = [getattr(config, name) for name in type(config).space() if re.match("block|tokens|heads", name)]
-    return math.prod(sizes) / config.warps
 
 
 def narrow(op: Any, problem: Any) -> set[str]:
