@@ -24,8 +24,8 @@ from cutekernels.db.storage.uuid7 import uuid7
 from cutekernels.errors import StoreError
 from tests.command_line import invoke
 from tests.db.test_cli import ok, refused
-from tests.db.test_hostile import change, database
-from tests.db.trials import L40S, trial
+from tests.db.test_hostile import database
+from tests.db.trials import L40S, edit, trial
 
 HUGE = 10**400
 
@@ -120,7 +120,7 @@ def test_files_are_written_with_the_mode_that_the_user_wants(path: Path, tmp_pat
 
 @pytest.mark.parametrize("table", ["winner", "request", "rate"])
 def test_a_dropped_table_is_named(path: Path, table: str) -> None:
-    change(path, f"DROP TABLE {table}")
+    edit(path, f"DROP TABLE {table}")
     with pytest.raises(StoreError, match=f"lacks tables of its schema 0004: {table}"):
         Store(path, readonly=True)
     for options in ((), ("--fix",)):
@@ -158,7 +158,7 @@ def test_a_certificates_huge_number_breaks_a_rule(path: Path, tmp_path: Path) ->
     )
     with Store(path) as store, pytest.raises(StoreError, match="quantiles"):
         store.record([trial(certificate=replace(certificate, quantiles_us=(2**53,) * 7))])  # type: ignore[arg-type]
-    change(path, f"UPDATE trial SET certificate = '{json.dumps(row['certificate'])}'")
+    edit(path, f"UPDATE trial SET certificate = '{json.dumps(row['certificate'])}'")
     with Store(path) as store:
         assert store.trials() == []
         (broken,) = store.broken_rows()
@@ -193,7 +193,7 @@ def test_a_broken_request_hides_no_other(
 ) -> None:
     with Store(path) as store:
         store.note_requests([("h200", "gemm", 1, "m=1 n=1 k=1", 5)])
-        change(path, f"INSERT INTO request VALUES ({GOOD.replace(good, bad)})")
+        edit(path, f"INSERT INTO request VALUES ({GOOD.replace(good, bad)})")
         assert [r.problem for r in store.requests(limit=1)] == ["m=1 n=1 k=1"]
         (broken,) = store.broken_rows()
     assert f"1 broken requests left out, the first: {rule}" in caplog.text
@@ -213,7 +213,7 @@ def test_a_broken_request_hides_no_other(
     ],
 )
 def test_doctor_tells_of_rows_that_belong_to_none(path: Path, damage: str, reasons: list[str]) -> None:
-    change(path, damage)
+    edit(path, damage)
     with Store(path) as store:
         found = store.broken_rows()
     assert len(found) == len(reasons)
@@ -222,7 +222,7 @@ def test_doctor_tells_of_rows_that_belong_to_none(path: Path, damage: str, reaso
 
 def test_a_winner_that_failed_serves_no_call(path: Path) -> None:
     assert snapshot.load("h200", str(path)).table["gemm", 1]
-    change(path, "UPDATE trial SET status = 'crashed'")
+    edit(path, "UPDATE trial SET status = 'crashed'")
     found = snapshot.load("h200", str(path)).table.get(("gemm", 1), {})
     assert all(winner.source == "shipped" for winner in found.values())
     with Store(path) as store:
@@ -311,14 +311,14 @@ def test_show_names_the_rule_for_ids(path: Path) -> None:
     ],
 )
 def test_doctor_finds_the_rows_that_listings_leave_out(path: Path, column: str, value: str) -> None:
-    change(path, "DELETE FROM winner", f"UPDATE trial SET {column} = {value}")
+    edit(path, "DELETE FROM winner", f"UPDATE trial SET {column} = {value}")
     with Store(path) as store:
         assert len(store.broken_rows()) == 1 - len(store.trials())
 
 
 @pytest.mark.parametrize("name", ["x'ff00'", "'h200' || char(27)"])
 def test_a_task_of_a_gpu_whose_name_is_none_is_left_out(path: Path, name: str) -> None:
-    change(path, f"UPDATE gpu SET name = {name}")
+    edit(path, f"UPDATE gpu SET name = {name}")
     assert invoke(cli.app, "studies", "--db", str(path)).exit_code == 0
     with Store(path) as store:
         assert store.tasks() == [] and len(store.broken_rows()) > 0

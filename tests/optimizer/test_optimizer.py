@@ -142,6 +142,12 @@ def test_a_device_step_below_one_counts_as_one() -> None:
     assert all(t.isfinite().all() for t in given)
 
 
+def _sparse_step() -> None:
+    param = torch.nn.Parameter(torch.randn(4))
+    param.grad = torch.randn(4).to_sparse()
+    FusedAdamW([param]).step()
+
+
 @refused
 def test_refusals_say_the_rule() -> Calls:
     p, g, m, v, _ = (t for t in operands(6, "fp32"))
@@ -190,12 +196,6 @@ def _step(values: Tensor) -> None:
         FusedAdamW(params).step()
     finally:
         assert torch.equal(params[0], torch.ones(3))
-
-
-def _sparse_step() -> None:
-    param = torch.nn.Parameter(torch.randn(4))
-    param.grad = torch.randn(4).to_sparse()
-    FusedAdamW([param]).step()
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
