@@ -10,9 +10,9 @@ from typing import Any
 
 
 def python(code: str, *words: str, check: bool = True, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Runs ``code`` with ``sys.argv[1:]`` of these words, for a minute at most."""
+    """Runs ``code`` with ``sys.argv[1:]`` of these words, for less than a test may take."""
     command = [sys.executable, "-c", code, *words]
-    return subprocess.run(command, **({"capture_output": True, "text": True, "timeout": 60} | options), check=check)
+    return subprocess.run(command, **({"capture_output": True, "text": True, "timeout": 280} | options), check=check)
 
 
 def until(true: Callable[[], object], seconds: float = 60) -> None:
