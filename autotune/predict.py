@@ -75,7 +75,7 @@ class Prediction:
         self._gains = {c: estimates[default] / us if us else 1.0 for c, us in estimates.items()}
         self._compile_all(todo, estimates, len(ranked))
         late = any(c not in self._rows for c in ranked)
-        # What an earlier run stored and this one does not try, with fewer trials or a deadline, still counts.
+        # Earlier runs' rows count too where this one, of fewer trials or cut off, does not try their configs.
         stored = earlier | self._rows
         fine = [c for c in every if c in stored and stored[c].status == "ok"]
         winner = self.history.winner()

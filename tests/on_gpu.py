@@ -1,4 +1,4 @@
-"""What tests on a GPU share: operands, which configs to try, launches, and the memory that they need."""
+"""Shared parts of tests on a GPU: operands, which configs to try, launches, and the memory that they need."""
 
 from __future__ import annotations
 

@@ -346,7 +346,7 @@ def _layer(
 
 @contextmanager
 def _naming(path: str) -> Iterator[None]:
-    """What is read within and refused is said to be at ``path``."""
+    """Errors from within say ``path`` first."""
     try:
         yield
     except UnsupportedProblem as error:

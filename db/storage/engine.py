@@ -382,15 +382,14 @@ def _name_of(connection: Connection) -> str:
 def _require_known(connection: Connection, accepts: Collection[str]) -> None:
     _require_plain_tables(connection)
     found = _version(connection)
-    if found is None and connection.dialect.name == "sqlite" and not os.path.getsize(_name_of(connection)):
-        raise StoreError(
-            f"{_name_of(connection)} is empty: nothing was stored before a process died or the disk was full; "
-            "`cutekernels db doctor --fix` makes its tables"
-        )
     if found is None:
-        raise StoreError(
-            f"{_name_of(connection)} is not a tuned-config database: it has no schema revision. Name another"
-        )
+        name = _name_of(connection)
+        if connection.dialect.name == "sqlite" and not os.path.getsize(name):
+            raise StoreError(
+                f"{name} is empty: nothing was stored before a process died or the disk was full; "
+                "`cutekernels db doctor --fix` makes its tables"
+            )
+        raise StoreError(f"{name} is not a tuned-config database: it has no schema revision. Name another")
     if found > HEAD:
         raise _newer(found)
     if found not in accepts:

@@ -215,7 +215,7 @@ COMPILED = {
 
 
 def assert_compiled(built: Any, schedule: Any, config: GemmConfig, extras: Extras) -> Counter[str]:
-    """What every kernel of the schedule has; its opcodes."""
+    """Checks opcodes that every kernel of the schedule has, and returns them."""
     assert built.facts.stack_bytes == 0
     assert built.facts.smem_bytes == schedule.smem(config, extras).total_bytes
     found = compiled.opcodes(built)

@@ -112,7 +112,7 @@ COMMON = {
     "bos_token_id": 1,
     "eos_token_id": None,
 }
-# Of a text part, whose whole names the tokens, and of a tower beside it.
+# Sizes of a text part, whose whole names the tokens, and of a tower beside it.
 TEXT = {name: value for name, value in COMMON.items() if not name.endswith("_token_id")}
 VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 

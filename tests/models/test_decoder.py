@@ -186,7 +186,7 @@ def of_options(**options: Any) -> Change:
 
 
 def one_rotary_table(w: Weights) -> Weights:
-    """That of the first layer."""
+    """The first layer's table, in all layers."""
     first = w.layers[0].attention
     return of_attention(lambda a: {"cos": first.cos, "sin": first.sin})(w)
 

@@ -103,7 +103,7 @@ class QuantizedProblem(Problem):
         return self.n * self.k * self.bits / 8 + groups * rows * (SCALE_BYTES[self.scale] + self.zeros)
 
 
-# What each schedule searches; a knob that is missing keeps its first value.
+# Values that each schedule searches; a knob that is missing keeps its first value.
 BODIES: dict[str, dict[str, tuple[Any, ...]]] = {
     "skinny": {
         "tile_m": (8, 16, 24, 32, 48, 64),

@@ -136,8 +136,8 @@ GATED: Final = "silu_mul"  # the activation of a weight with a gate's rows befor
 VENDOR = "vendor"  # the value of ``body`` that launches cuBLAS, through torch
 
 
-# What each schedule searches; a knob that is missing keeps its first value. Of warpgroup, ``tile_m`` and ``tile_n`` are
-# those of swap_ab=0: see :meth:`GemmConfig.span`.
+# Values that each schedule searches; a knob that is missing keeps its first. Of warpgroup, ``tile_m`` and ``tile_n``
+# are those of swap_ab=0: see :meth:`GemmConfig.span`.
 BODIES: dict[str, dict[str, tuple[Any, ...]]] = {
     "multistage": {
         "tile_m": (32, 64, 128, 256),

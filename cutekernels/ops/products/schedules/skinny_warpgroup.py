@@ -105,7 +105,7 @@ class SkinnyWarpgroup(Tokens, Prefetches):
     @of_both
     def busy_gpu(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, x: Extras) -> Broken:
         knobs = ("tile_m", "tile_n", "split_k", "ctas_per_sm")
-        least, busy, best, most = over(c, knobs, lambda c: filled(p, c, gpu))
+        least, busy, best, most = over(c, knobs, lambda c: occupancy_of(p, c, gpu))
         yield least < c.tile_n, "tile_n={} makes as many waves of CTAs as tile_n={}", c.tile_n, least
         why = "tile_n={} has {:.0%} of the GPU at work where tile_n={} has {:.0%}"
         yield busy < LEAST_BUSY * most, why, c.tile_n, busy, best, most
@@ -227,7 +227,7 @@ def resident(c: GemmConfig, gpu: GpuSpec) -> Any:
     return found // c.split_k * c.split_k * c.ctas_per_sm
 
 
-def filled(p: GemmProblem, c: GemmConfig, gpu: GpuSpec) -> tuple[float, float, float, float]:
+def occupancy_of(p: GemmProblem, c: GemmConfig, gpu: GpuSpec) -> tuple[float, float, float, float]:
     """Occupancy of the GPU by tiles as wide as those of ``c``: the narrowest tile of as many waves, the share of the
     GPU at work, and the tile that keeps most of it at work, with its share.
     """
@@ -237,7 +237,7 @@ def filled(p: GemmProblem, c: GemmConfig, gpu: GpuSpec) -> tuple[float, float, f
 
 @lru_cache(maxsize=1024)
 def _fill(columns: int, ctas: int, room: float) -> dict[int, tuple[float, float, float, float]]:
-    """By each tile, for ``ctas`` to a tile's columns; an idle column of a tile counts as an idle share of its CTA."""
+    """Occupancy by each tile, for ``ctas`` to a tile's columns; its idle columns count as an idle share of its CTA."""
     counts = {tile: -(-(-(-columns // tile) * ctas) // room) for tile in TILES}
     busy = {tile: columns * ctas / max(1, n * room * tile) for tile, n in counts.items()}
     best, least = max(TILES, key=lambda tile: busy[tile]), dict[float, int]()
