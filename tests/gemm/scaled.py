@@ -8,6 +8,7 @@ import cutlass.cute as cute
 from cutlass import Float32
 
 from cutekernels.kernels.cute.parts.epilogue import EpilogueOperands
+from cutekernels.kernels.cute.parts.gemm_arguments import GemmOperands
 
 
 @dataclass(frozen=True)
@@ -26,4 +27,4 @@ class Scaled:
         alpha: Float32,
         stream: cuda.CUstream,
     ):
-        self.body.extend(mD, mA, mB, EpilogueOperands(alpha=alpha, own=mFactors), stream)
+        self.body.extend(GemmOperands(mD, mA, mB, EpilogueOperands(alpha=alpha, own=mFactors)), stream)

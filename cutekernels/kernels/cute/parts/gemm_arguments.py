@@ -3,10 +3,12 @@
 from dataclasses import dataclass
 from typing import Any
 
+import cuda.bindings.driver as cuda
 import cutlass.cute as cute
 from cutlass import Float32
 
 from cutekernels.kernels.cute.parts.epilogue import EpilogueOperands
+from cutekernels.kernels.cute.parts.launch import Launched
 from cutekernels.kernels.cute.parts.tile_share import Workspace
 
 
@@ -22,10 +24,34 @@ class NormOperands:
 NO_WORKSPACE = Workspace()
 
 
-class GemmBody:
-    """The common part of the bodies. Each has ``extend``, which launches it with the operands of any epilogue (those of
-    a further one are in ``operands.own``). With ``norm`` the weight is (N, K), as ``nn.Linear`` has it.
-    """
+@dataclass(frozen=True)
+class GemmOperands:
+    """Operands of a product with any epilogue; those of a further one are in ``epilogue.own``."""
+
+    mD: cute.Tensor  # ([L,] M, N)
+    mA: cute.Tensor  # ([L,] M, K)
+    mB: cute.Tensor  # ([L,] K, N); with ``norm`` (N, K), as ``nn.Linear`` has it
+    epilogue: EpilogueOperands
+    workspace: Workspace = NO_WORKSPACE  # where CTAs share tiles
+    norm: NormOperands | None = None
+
+
+class GemmBody(Launched):
+    """The common part of the bodies."""
+
+    norm: Any  # in front, of bodies that take one
+
+    @property
+    def weighted(self) -> bool:
+        return self.norm is not None and self.norm.weighted
+
+    @property
+    def squaring(self) -> bool:
+        return self.norm is not None and self.norm.statistics
+
+    def extend(self, given: GemmOperands, stream: cuda.CUstream):
+        """Launches the body."""
+        raise NotImplementedError
 
     @cute.jit
     def __call__(
@@ -39,7 +65,8 @@ class GemmBody:
         beta: Float32,
         *rest: Any,  # where CTAs share tiles the workspace's tensors; the stream
     ):
-        self.extend(mD, mA, mB, EpilogueOperands(mC, mBias, alpha, beta), rest[-1], Workspace(*rest[:-1]))
+        epilogue = EpilogueOperands(mC, mBias, alpha, beta)
+        self.extend(GemmOperands(mD, mA, mB, epilogue, Workspace(*rest[:-1])), rest[-1])
 
     @cute.jit
     def with_norm(
@@ -54,8 +81,8 @@ class GemmBody:
         *rest: Any,  # likewise
     ):
         """A norm of the tokens in front, or a gate behind, as the body has them."""
-        operands, norm = EpilogueOperands(None, mBias, Float32(1.0), Float32(0.0)), NormOperands(mGamma, mRstd, eps)
-        self.extend(mD, mX, mW, operands, rest[-1], Workspace(*rest[:-1]), norm)
+        epilogue, norm = EpilogueOperands(None, mBias, Float32(1.0), Float32(0.0)), NormOperands(mGamma, mRstd, eps)
+        self.extend(GemmOperands(mD, mX, mW, epilogue, Workspace(*rest[:-1]), norm), rest[-1])
 
 
 def transpose(t: cute.Tensor) -> cute.Tensor:

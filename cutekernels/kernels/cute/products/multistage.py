@@ -38,6 +38,7 @@ Source:
 """
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -45,8 +46,7 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 from cutlass.memory import SmemAllocator
 
-from cutekernels.kernels.cute.parts.epilogue import EpilogueOperands
-from cutekernels.kernels.cute.parts.gemm_arguments import NO_WORKSPACE, GemmBody, columns_first, rows_first
+from cutekernels.kernels.cute.parts.gemm_arguments import GemmBody, GemmOperands, columns_first, rows_first
 from cutekernels.kernels.cute.parts.load import OperandLoad
 from cutekernels.kernels.cute.parts.mma import WarpMma
 from cutekernels.kernels.cute.parts.pipeline import next_stage
@@ -54,26 +54,18 @@ from cutekernels.kernels.cute.parts.ptx import instruction
 from cutekernels.kernels.cute.parts.schedule import Raster, Tile
 from cutekernels.kernels.cute.parts.smem import ALIGNMENT
 from cutekernels.kernels.cute.parts.tile_output import TileOutput, TileStore
-from cutekernels.kernels.cute.parts.tile_share import Workspace
 
 
 @dataclass(frozen=True)
-class Operands:
-    """Both operands, in global memory and their buffers in shared memory."""
+class Cta:
+    """A CTA's buffers and accumulators, as one of its threads has them."""
 
-    mA: cute.Tensor  # (M, K, L)
-    mB: cute.Tensor  # (N, K, L)
+    tid: Int32
     sA: cute.Tensor  # (M, K, STAGE)
     sB: cute.Tensor  # (N, K, STAGE)
-
-
-@dataclass(frozen=True)
-class Output:
-    """Where results go, and what the epilogue makes them of."""
-
-    mD: cute.Tensor  # (M, N, L)
-    sD: cute.Tensor  # (tile_m, tile_n)
-    operands: EpilogueOperands  # C (M, N, L)
+    sD: cute.Tensor  # (tile_m, tile_n), in their place or, persistent, apart from them
+    tiled_mma: cute.TiledMma
+    acc: cute.Tensor  # ((2, 2), MMA_M, MMA_N)
 
 
 @dataclass(frozen=True)
@@ -88,88 +80,66 @@ class MultistageGemm(GemmBody):
     ctas_per_sm: int
     transposed: bool  # out is M-major: compute its transpose, B^T A^T, instead
     resident: int  # most CTAs in the grid; 0 for one a tile
+    dependent: ClassVar[bool] = False
+
+    @property
+    def threads(self) -> int:
+        return self.results.threads
 
     @property
     def persistent(self) -> bool:
         return self.resident > 0
 
     @cute.jit
-    def extend(
-        self,
-        mD: cute.Tensor,
-        mA: cute.Tensor,
-        mB: cute.Tensor,
-        operands: EpilogueOperands,
-        stream: cuda.CUstream,
-        workspace: Workspace = NO_WORKSPACE,
-    ):
-        mC = operands.mC
+    def extend(self, given: GemmOperands, stream: cuda.CUstream):
         if const_expr(self.transposed):
-            mA, mB, mD = columns_first(mB), rows_first(mA), columns_first(mD)
-            mC = columns_first(mC) if const_expr(mC is not None) else None
+            mA, mB, out_first = columns_first(given.mB), rows_first(given.mA), columns_first
         else:
-            mA, mB, mD = rows_first(mA), columns_first(mB), rows_first(mD)
-            mC = rows_first(mC) if const_expr(mC is not None) else None
+            mA, mB, out_first = rows_first(given.mA), columns_first(given.mB), rows_first
         # mA (M, K, L), mB (N, K, L), mC and mD (M, N, L)
+        mD, mC = out_first(given.mD), given.epilogue.mC
+        if const_expr(mC is not None):
+            mC = out_first(mC)
         tiles_m = cute.ceil_div(cute.size(mD, mode=[0]), self.results.tile_m)
         tiles_n = cute.ceil_div(cute.size(mD, mode=[1]), self.results.tile_n)
         blocks = tiles_m * tiles_n * cute.size(mD, mode=[2])
         if const_expr(self.persistent):
             blocks = cutlass.min(blocks, Int32(self.resident))
-        operands = replace(operands, mC=mC)
-        self.start((mD, mA, mB, operands, self.mma.tiled_mma(mA.element_type)), blocks, stream)
-
-    @cute.jit
-    def start(self, arguments: tuple, blocks: Int32, stream: cuda.CUstream):
-        """Launches the kernel."""
-        self.kernel(*arguments).launch(
-            grid=[blocks, 1, 1],
-            block=[self.results.threads, 1, 1],
-            min_blocks_per_mp=self.ctas_per_sm,
-            preferred_smem_carveout=100,  # percent; without it the DSL needs the driver, which may be absent
-            stream=stream,
-        )
+        given = GemmOperands(mD, mA, mB, replace(given.epilogue, mC=mC))
+        self.launch((given, self.mma.tiled_mma(mA.element_type)), [blocks, 1, 1], stream)
 
     @cute.kernel
-    def kernel(
-        self,
-        mD: cute.Tensor,
-        mA: cute.Tensor,
-        mB: cute.Tensor,
-        operands: EpilogueOperands,
-        tiled_mma: cute.TiledMma,
-    ):
+    def kernel(self, given: GemmOperands, tiled_mma: cute.TiledMma):
+        # given: mA (M, K, L), mB (N, K, L), mC and mD (M, N, L)
         tid, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
-        dtype = mA.element_type
-
-        sA, sB, sD, acc = self.set_up(dtype, tiled_mma)
-        factors, out = Operands(mA, mB, sA, sB), Output(mD, sD, operands)
-
-        m, n = cute.size(mA, mode=[0]), cute.size(mB, mode=[0])
+        cta = self.set_up(tid, given.mA.element_type, tiled_mma)
+        m, n = cute.size(given.mA, mode=[0]), cute.size(given.mB, mode=[0])
         tiles_m, tiles_n = cute.ceil_div(m, self.results.tile_m), cute.ceil_div(n, self.results.tile_n)
-        tiles = tiles_m * tiles_n * cute.size(mD, mode=[2])
-        self.produce(tid, factors, self.raster.place(block, tiles_m, tiles_n))
+        tiles = tiles_m * tiles_n * cute.size(given.mD, mode=[2])
         if const_expr(self.persistent):
             # -- tile after tile: the next one's first copies are under way while this one's result leaves
+            self.produce(cta, given, self.raster.place(block, tiles_m, tiles_n))
             for index in cutlass.range(block, tiles, blocks, unroll=1):
                 tile = self.raster.place(index, tiles_m, tiles_n)
-                self.consume(opaque(tid), factors, tile, tiled_mma, acc)
+                self.consume(replace(cta, tid=opaque(tid)), given, tile)
                 if index + blocks < tiles:
-                    self.produce(opaque(tid), factors, self.raster.place(index + blocks, tiles_m, tiles_n))
-                self.store(opaque(tid), tile, tiled_mma, acc, out)
+                    coming = replace(cta, tid=opaque(tid))
+                    self.produce(coming, given, self.raster.place(index + blocks, tiles_m, tiles_n))
+                self.store(replace(cta, tid=opaque(tid)), given, tile)
         else:
-            # -- one tile
-            tile = self.raster.place(block, tiles_m, tiles_n)
-            self.consume(tid, factors, tile, tiled_mma, acc)
-            self.store(tid, tile, tiled_mma, acc, out)
+            self.multiply(cta, given, self.raster.place(block, tiles_m, tiles_n))
 
     @cute.jit
-    def set_up(
-        self, dtype: cutlass.Constexpr[type[cutlass.Numeric]], tiled_mma: cute.TiledMma
-    ) -> tuple[cute.Tensor, cute.Tensor, cute.Tensor, cute.Tensor]:
-        """Buffers of A and B, the output tile, in their place or, persistent, apart from them; accumulators."""
+    def multiply(self, cta: Cta, given: GemmOperands, tile: Tile):
+        """One tile, from its first copies to its end."""
+        self.produce(cta, given, tile)
+        self.consume(cta, given, tile)
+        self.store(cta, given, tile)
+
+    @cute.jit
+    def set_up(self, tid: Int32, dtype: cutlass.Constexpr[type[cutlass.Numeric]], tiled_mma: cute.TiledMma) -> Cta:
         layout_a, layout_b = self.load_a.smem_layout(dtype), self.load_b.smem_layout(dtype)
         layout_d = self.results.smem_layout(dtype)
         a_elements, b_elements = cute.cosize(layout_a), cute.cosize(layout_b)
@@ -181,19 +151,18 @@ class MultistageGemm(GemmBody):
         sB = cute.make_tensor(at_b, layout_b.outer)  # (N, K, STAGE)
         sD = cute.make_tensor(cute.recast_ptr(storage + d_offset, layout_d.inner, dtype), layout_d.outer)  # (M, N)
         shape = tiled_mma.partition_shape_C((self.results.tile_m, self.results.tile_n))
-        return sA, sB, sD, cute.make_rmem_tensor(shape, self.mma.accumulate)  # ((2, 2), MMA_M, MMA_N)
+        return Cta(tid, sA, sB, sD, tiled_mma, cute.make_rmem_tensor(shape, self.mma.accumulate))
 
     @cute.jit
-    def produce(self, tid: Int32, operands: Operands, tile: Tile):
+    def produce(self, cta: Cta, given: GemmOperands, tile: Tile):
         """Starts the copies of the first ``stages - 1`` k-tiles of ``tile``, the partial one first.
 
         Nobody may read the buffers any more. Each k-tile is one commit group, those that do not exist too.
         """
-        mA, mB = operands.mA, operands.mB
-        m, n, k = cute.size(mA, mode=[0]), cute.size(mB, mode=[0]), cute.size(mA, mode=[1])
+        m, n, k = cute.size(given.mA, mode=[0]), cute.size(given.mB, mode=[0]), cute.size(given.mA, mode=[1])
         k_tiles = cute.ceil_div(k, self.load_a.tile_k)
-        a = self.load_a.copies(tid, mA, operands.sA, tile.m, tile.layer)
-        b = self.load_b.copies(tid, mB, operands.sB, tile.n, tile.layer)
+        a = self.load_a.copies(cta.tid, given.mA, cta.sA, tile.m, tile.layer)
+        b = self.load_b.copies(cta.tid, given.mB, cta.sB, tile.n, tile.layer)
         if k_tiles * self.load_a.tile_k > k:
             # The partial k-tile: masked along K over zeros, so that what lies before K adds nothing.
             self.load_a.clear(a, 0)
@@ -215,23 +184,22 @@ class MultistageGemm(GemmBody):
             cute.arch.cp_async_commit_group()
 
     @cute.jit
-    def consume(self, tid: Int32, operands: Operands, tile: Tile, tiled_mma: cute.TiledMma, acc: cute.Tensor):
+    def consume(self, cta: Cta, given: GemmOperands, tile: Tile):
         """The mainloop of ``tile``, whose first copies :meth:`produce` has started. All buffers are free afterwards."""
-        mA, mB, sA, sB = operands.mA, operands.mB, operands.sA, operands.sB
         stages = const_expr(self.load_a.stages)
-        k_tiles = cute.ceil_div(cute.size(mA, mode=[1]), self.load_a.tile_k)
-        a = self.load_a.copies(tid, mA, sA, tile.m, tile.layer)
-        b = self.load_b.copies(tid, mB, sB, tile.n, tile.layer)
-        thr_mma = tiled_mma.get_slice(tid)
-        rA = thr_mma.make_fragment_A(thr_mma.partition_A(sA)[None, None, None, 0])  # (MMA, MMA_M, MMA_K)
-        rB = thr_mma.make_fragment_B(thr_mma.partition_B(sB)[None, None, None, 0])  # (MMA, MMA_N, MMA_K)
-        to_a, to_b = self.mma.fragment_copies(tiled_mma, mA.element_type)
-        ldm_a, ldm_b = to_a.get_slice(tid), to_b.get_slice(tid)
-        tCsA, tCrA = ldm_a.partition_S(sA), ldm_a.retile(rA)  # (CPY, CPY_M, CPY_K, STAGE)
-        tCsB, tCrB = ldm_b.partition_S(sB), ldm_b.retile(rB)  # (CPY, CPY_N, CPY_K, STAGE)
+        k_tiles = cute.ceil_div(cute.size(given.mA, mode=[1]), self.load_a.tile_k)
+        a = self.load_a.copies(cta.tid, given.mA, cta.sA, tile.m, tile.layer)
+        b = self.load_b.copies(cta.tid, given.mB, cta.sB, tile.n, tile.layer)
+        thr_mma = cta.tiled_mma.get_slice(cta.tid)
+        rA = thr_mma.make_fragment_A(thr_mma.partition_A(cta.sA)[None, None, None, 0])  # (MMA, MMA_M, MMA_K)
+        rB = thr_mma.make_fragment_B(thr_mma.partition_B(cta.sB)[None, None, None, 0])  # (MMA, MMA_N, MMA_K)
+        to_a, to_b = self.mma.fragment_copies(cta.tiled_mma, given.mA.element_type)
+        ldm_a, ldm_b = to_a.get_slice(cta.tid), to_b.get_slice(cta.tid)
+        tCsA, tCrA = ldm_a.partition_S(cta.sA), ldm_a.retile(rA)  # (CPY, CPY_M, CPY_K, STAGE)
+        tCsB, tCrB = ldm_b.partition_S(cta.sB), ldm_b.retile(rB)  # (CPY, CPY_N, CPY_K, STAGE)
         k_blocks = cute.size(rA, mode=[2])
 
-        acc.fill(0.0)
+        cta.acc.fill(0.0)
         read, write = Int32(0), Int32(stages - 1)
         # Wait for this thread's copies of k-tile 0 (the ``stages - 2`` groups behind it may be under way), then for
         # everyone's.
@@ -260,24 +228,24 @@ class MultistageGemm(GemmBody):
                         self.load_b.start(b, ahead, write, b.mask)
                     cute.arch.cp_async_commit_group()
                     write = next_stage(write, stages)
-                cute.gemm(tiled_mma, acc, rA[None, None, kb], rB[None, None, kb], acc)
+                cute.gemm(cta.tiled_mma, cta.acc, rA[None, None, kb], rB[None, None, kb], cta.acc)
         # No copy is on its way and every warp has read: the epilogue, or the next tile's copies, may take the buffers.
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()
 
     @cute.jit
-    def store(self, tid: Int32, tile: Tile, tiled_mma: cute.TiledMma, acc: cute.Tensor, out: Output):
+    def store(self, cta: Cta, given: GemmOperands, tile: Tile):
         """The epilogue of ``tile``."""
         shape, at = (self.results.tile_m, self.results.tile_n), (tile.m, tile.n)
-        m, n = cute.size(out.mD, mode=[0]), cute.size(out.mD, mode=[1])
-        gD = cute.local_tile(out.mD[None, None, tile.layer], shape, at)  # (tile_m, tile_n)
+        m, n = cute.size(given.mD, mode=[0]), cute.size(given.mD, mode=[1])
+        gD = cute.local_tile(given.mD[None, None, tile.layer], shape, at)  # (tile_m, tile_n)
         cD = cute.local_tile(cute.make_identity_tensor((m, n)), shape, at)  # (tile_m, tile_n), coordinates
         mC = gC = None
-        if const_expr(out.operands.mC is not None):
-            mC = out.operands.mC[None, None, tile.layer]
+        if const_expr(given.epilogue.mC is not None):
+            mC = given.epilogue.mC[None, None, tile.layer]
             gC = cute.local_tile(mC, shape, at)  # (tile_m, tile_n)
-        tile_out = TileOutput(gD, cD, out.sD, (m, n), gC, replace(out.operands, mC=mC))
-        self.results.finish(tid, tiled_mma.get_slice(tid), acc, tile_out)
+        out = TileOutput(gD, cD, cta.sD, (m, n), gC, replace(given.epilogue, mC=mC))
+        self.results.finish(cta.tid, cta.tiled_mma.get_slice(cta.tid), cta.acc, out)
 
 
 def opaque(x: Int32) -> Int32:

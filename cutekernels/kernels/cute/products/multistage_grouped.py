@@ -19,7 +19,7 @@ Source:
     whose padding of each group to whole tiles is not needed here.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -27,8 +27,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from cutekernels.kernels.cute.parts.epilogue import EpilogueOperands
+from cutekernels.kernels.cute.parts.gemm_arguments import GemmOperands
 from cutekernels.kernels.cute.parts.schedule import Tile
-from cutekernels.kernels.cute.products.multistage import MultistageGemm, Operands, Output
+from cutekernels.kernels.cute.products.multistage import MultistageGemm
 
 WARP = 32
 
@@ -69,7 +70,7 @@ class MultistageGrouped(MultistageGemm):
             blocks = slots(mA.shape[0], groups, self.results.tile_m) * tiles_n
         else:
             blocks = cute.ceil_div(mA.shape[0], self.results.tile_m) * tiles_n * groups
-        self.start((mD, mA, mB, mEnds, mBias, self.mma.tiled_mma(mA.element_type)), blocks, stream)
+        self.launch((mD, mA, mB, mEnds, mBias, self.mma.tiled_mma(mA.element_type)), [blocks, 1, 1], stream)
 
     @cute.kernel
     def kernel(
@@ -83,7 +84,7 @@ class MultistageGrouped(MultistageGemm):
     ):
         tid, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
-        sA, sB, sD, acc = self.set_up(mA.element_type, tiled_mma)
+        cta = self.set_up(tid, mA.element_type, tiled_mma)
         groups = mEnds.shape[0] - 1
         tiles_n = cute.ceil_div(mD.shape[cute.rank(mD) - 1], self.results.tile_n)
         if const_expr(self.along == "m"):
@@ -96,15 +97,12 @@ class MultistageGrouped(MultistageGemm):
             vB, bias = layer(mB, expert), None
             if const_expr(mBias is not None):
                 bias = mBias[expert, None]
-            operands = Operands(vA, vB, sA, sB)
-            out = Output(vD, sD, EpilogueOperands(mBias=bias, alpha=Float32(1.0)))
+            given = GemmOperands(vD, vA, vB, EpilogueOperands(mBias=bias, alpha=Float32(1.0)))
             tile = Tile(own.tile, column, Int32(0))
             # A surplus CTA has no rows and returns. Rows before the first group or behind the last get zeros.
             if own.tile * self.results.tile_m < own.extent:
                 if own.group >= 0 and own.group < groups:
-                    self.produce(tid, operands, tile)
-                    self.consume(tid, operands, tile, tiled_mma, acc)
-                    self.store(tid, tile, tiled_mma, acc, out)
+                    self.multiply(cta, given, tile)
                 else:
                     self.blank(tid, vD, tile)
         else:
@@ -113,12 +111,13 @@ class MultistageGrouped(MultistageGemm):
             depth = mA.shape[1]
             begin = cutlass.min(cutlass.max(mEnds[own_tile.layer], Int32(0)), depth)
             extent = cutlass.min(cutlass.max(mEnds[own_tile.layer + 1], begin), depth) - begin
-            operands = Operands(part(mA, 1, begin, extent), part(mB, 1, begin, extent), sA, sB)
+            vA, vB = part(mA, 1, begin, extent), part(mB, 1, begin, extent)
+            given = GemmOperands(mD, vA, vB, EpilogueOperands(alpha=Float32(1.0)))
             tile = Tile(own_tile.m, own_tile.n, Int32(0))
-            self.produce(tid, operands, tile)
-            self.consume(tid, operands, tile, tiled_mma, acc)
-            out = Output(layer(mD, own_tile.layer), sD, EpilogueOperands(alpha=Float32(1.0)))
-            self.store(tid, tile, tiled_mma, acc, out)
+            self.produce(cta, given, tile)
+            self.consume(cta, given, tile)
+            # Out's matrix is found behind the mainloop, which has its registers.
+            self.store(cta, replace(given, mD=layer(mD, own_tile.layer)), tile)
 
     @cute.jit
     def find(self, mEnds: cute.Tensor, rows: Int32, slot: Int32, tile: int) -> GroupTile:

@@ -51,8 +51,8 @@ from cutlass.memory import SmemAllocator
 from cutekernels.kernels.cute.parts.dependent import pdl_launch, pdl_wait
 from cutekernels.kernels.cute.parts.epilogue import Epilogue, EpilogueOperands, FragmentCoordinates
 from cutekernels.kernels.cute.parts.gemm_arguments import (
-    NO_WORKSPACE,
     GemmBody,
+    GemmOperands,
     NormOperands,
     columns_first,
     rows_first,
@@ -103,49 +103,27 @@ class SkinnyGemm(GemmBody):
     def threads(self) -> int:
         return self.group * self.warps_k
 
-    @property
-    def weighted(self) -> bool:
-        return self.norm is not None and self.norm.weighted
-
-    @property
-    def squaring(self) -> bool:
-        return self.norm is not None and self.norm.statistics
-
     @cute.jit
-    def extend(
-        self,
-        mD: cute.Tensor,
-        mX: cute.Tensor,
-        mW: cute.Tensor,
-        operands: EpilogueOperands,
-        stream: cuda.CUstream,
-        workspace: Workspace = NO_WORKSPACE,
-        norm: NormOperands | None = None,
-    ):
+    def extend(self, given: GemmOperands, stream: cuda.CUstream):
         """The workspace's partials are ``(tiles * split_k * tile_m * tile_n,)``, with as many squares as tokens more
         where those are summed; its counters ``(tiles,)``.
         """
+        epilogue, norm = given.epilogue, given.norm
         if const_expr(self.norm is not None):
-            operands = replace(operands, alpha=Float32(const_expr(1.0 / self.norm.scale)))
-        if const_expr(operands.mC is not None):
-            operands = replace(operands, mC=columns_first(operands.mC)[None, None, 0])
+            epilogue = replace(epilogue, alpha=Float32(const_expr(1.0 / self.norm.scale)))
+        if const_expr(epilogue.mC is not None):
+            epilogue = replace(epilogue, mC=columns_first(epilogue.mC)[None, None, 0])
         if const_expr(norm is None):
             norm = NormOperands()
-            mD, mW = columns_first(mD), columns_first(mW)
+            mD, mW = columns_first(given.mD), columns_first(given.mB)
         else:
-            mW = self.interleaved(mW) if const_expr(self.gated) else rows_first(mW)
-            mD = columns_first(mD)
+            mW = self.interleaved(given.mB) if const_expr(self.gated) else rows_first(given.mB)
+            mD = columns_first(given.mD)
         tiles_n = cute.ceil_div(cute.size(mW, mode=[0]), self.load_w.rows)
         tiles_m = cute.ceil_div(cute.size(mD, mode=[1]), self.load_x.rows)
-        tiled_mma = self.mma.tiled_mma(mX.element_type)
-        self.kernel(mD, rows_first(mX), mW, operands, workspace, norm, tiled_mma).launch(
-            grid=[self.split_k, tiles_m, tiles_n],
-            block=[self.threads, 1, 1],
-            min_blocks_per_mp=self.ctas_per_sm,
-            preferred_smem_carveout=100,  # percent
-            use_pdl=self.dependent,
-            stream=stream,
-        )
+        tiled_mma = self.mma.tiled_mma(given.mA.element_type)
+        arguments = (mD, rows_first(given.mA), mW, epilogue, given.workspace, norm, tiled_mma)
+        self.launch(arguments, [self.split_k, tiles_m, tiles_n], stream)
 
     @cute.jit
     def interleaved(self, mW: cute.Tensor) -> cute.Tensor:

@@ -60,14 +60,13 @@ from cutlass.memory import SmemAllocator
 
 from cutekernels.kernels.cute.parts.dependent import pdl_launch, pdl_wait
 from cutekernels.kernels.cute.parts.epilogue import Epilogue, EpilogueOperands
-from cutekernels.kernels.cute.parts.gemm_arguments import NO_WORKSPACE, GemmBody, NormOperands, transpose
+from cutekernels.kernels.cute.parts.gemm_arguments import GemmBody, GemmOperands, NormOperands, transpose
 from cutekernels.kernels.cute.parts.norm import RowNorm
 from cutekernels.kernels.cute.parts.pipeline import Position, StagePipeline
 from cutekernels.kernels.cute.parts.ptx import kept_move
 from cutekernels.kernels.cute.parts.results import Place, ResultOperands, ResultTile, TileResults
 from cutekernels.kernels.cute.parts.smem import ALIGNMENT, SWIZZLED, SWIZZLED_ROWS, SkinnyWarpgroupSmem
 from cutekernels.kernels.cute.parts.statistics import StageSquares
-from cutekernels.kernels.cute.parts.tile_share import Workspace
 from cutekernels.kernels.cute.parts.warp_groups import GROUP, ROWS, BoxLoad, TmaTensor, wgmma
 
 SQUARING_WARPS = SkinnyWarpgroupSmem.SQUARING_WARPS
@@ -122,14 +121,6 @@ class SkinnyWarpgroupGemm(GemmBody):
     prefetch_tiles: int  # k-tiles of W prefetched before pdl_wait
     norm: RowNorm | None = None  # of X's rows
 
-    @property
-    def weighted(self) -> bool:
-        return self.norm is not None and self.norm.weighted
-
-    @property
-    def squaring(self) -> bool:
-        return self.norm is not None and self.norm.statistics
-
     def gamma_type(self, dtype: type[cutlass.Numeric]) -> type[cutlass.Numeric]:
         return Float32 if self.smem.gamma_bytes == 4 else dtype
 
@@ -160,6 +151,10 @@ class SkinnyWarpgroupGemm(GemmBody):
         return GROUP * self.groups + 32 + 32 * SQUARING_WARPS * self.squaring
 
     @property
+    def cluster_shape(self) -> list[int]:
+        return [self.split, 1, 1]
+
+    @property
     def pipeline(self) -> StagePipeline:
         return StagePipeline(self.stages, self.smem.stage_bytes, self.groups + SQUARING_WARPS * self.squaring, 1)
 
@@ -188,43 +183,27 @@ class SkinnyWarpgroupGemm(GemmBody):
         return TmaTensor(*cpasync.make_tiled_tma_atom(op, mX, stage, (taken, self.tile_k)))
 
     @cute.jit
-    def extend(
-        self,
-        mD: cute.Tensor,
-        mX: cute.Tensor,
-        mW: cute.Tensor,
-        operands: EpilogueOperands,
-        stream: cuda.CUstream,
-        workspace: Workspace = NO_WORKSPACE,
-        norm: NormOperands | None = None,
-    ):
+    def extend(self, given: GemmOperands, stream: cuda.CUstream):
+        mW, norm = given.mB, given.norm
         if const_expr(norm is None):
-            norm, mW = NormOperands(), transpose(mW)  # (N, K)
-        dtype = mX.element_type
-        mX, mW = self.pitched(mX), self.pitched(mW)
+            mW, norm = transpose(mW), NormOperands()  # (N, K)
+        mX, mW = self.pitched(given.mA), self.pitched(mW)
         # W comes in one box, X in two: a power of two of its rows, then the others.
         op = cpasync.CopyBulkTensorTileG2SOp()
         weight = self.tma_of(op, mW, self.tile_n, self.tile_n)
         head = self.tma_of(op, mX, self.rows, self.head)
         tail = self.tma_of(op, mX, self.rows, self.rows - self.head)
         source = warpgroup.OperandSource.SMEM if const_expr(self.norm is None) else warpgroup.OperandSource.RMEM
-        tiled_mma = wgmma(dtype, self.tile_n, groups=self.groups, source=source)
+        tiled_mma = wgmma(mX.element_type, self.tile_n, groups=self.groups, source=source)
         gamma = None
         if const_expr(self.weighted):
             one = cute.make_layout(self.tile_k)
             gamma = TmaTensor(*cpasync.make_tiled_tma_atom(op, norm.mGamma, one, (self.tile_k,)))
-        tiles_m = cute.ceil_div(cute.size(mD, mode=[0]), self.tile_m)
-        tiles_n = cute.ceil_div(cute.size(mD, mode=[1]), self.tile_n)
+        tiles_m = cute.ceil_div(cute.size(given.mD, mode=[0]), self.tile_m)
+        tiles_n = cute.ceil_div(cute.size(given.mD, mode=[1]), self.tile_n)
         tmas, norm = (weight.tma, head, tail), replace(norm, mGamma=None)
-        self.kernel(mD, weight.coordinates, operands, *tmas, tiled_mma, gamma, norm).launch(
-            grid=[self.split, tiles_m, tiles_n],
-            block=[self.threads, 1, 1],
-            cluster=[self.split, 1, 1],
-            min_blocks_per_mp=self.ctas_per_sm,
-            preferred_smem_carveout=100,  # percent
-            use_pdl=self.dependent,
-            stream=stream,
-        )
+        arguments = (given.mD, weight.coordinates, given.epilogue, *tmas, tiled_mma, gamma, norm)
+        self.launch(arguments, [self.split, tiles_m, tiles_n], stream)
 
     @cute.jit
     def pitched(self, t: cute.Tensor) -> cute.Tensor:

@@ -15,6 +15,7 @@ from cutlass import Boolean, Float32, Int32, const_expr
 
 from cutekernels.kernels.cute.parts.boxes import BoxBuffers, BoxOperands, Corner, ResultBoxes
 from cutekernels.kernels.cute.parts.dependent import pdl_launch
+from cutekernels.kernels.cute.parts.launch import Launched
 from cutekernels.kernels.cute.parts.pipeline import Position, StagePipeline
 from cutekernels.kernels.cute.parts.schedule import TileRing
 from cutekernels.kernels.cute.parts.smem import BoxesSmem
@@ -33,14 +34,11 @@ class Progress:
     boxes_used: Int32
 
 
-class WarpSpecialized(WarpGroupBody):
+class WarpSpecialized(WarpGroupBody, Launched):
     """The common part of the bodies; ``cta`` is what they hand to their roles, ``consumer`` a group's state."""
 
     source: type[TileSource]
     pingpong: bool
-    cluster_shape: list[int] | None
-    ctas_per_sm: int
-    dependent: bool
     smem: BoxesSmem
     results: ResultBoxes
     pipeline: StagePipeline
@@ -70,16 +68,8 @@ class WarpSpecialized(WarpGroupBody):
 
     @cute.jit
     def start(self, arguments: tuple, ctas: Int32, stream: cuda.CUstream):
-        """Launches the kernel."""
-        self.kernel(*arguments).launch(
-            grid=[ctas, 1, 1],
-            block=[self.threads, 1, 1],
-            cluster=self.cluster_shape,
-            min_blocks_per_mp=self.ctas_per_sm,
-            preferred_smem_carveout=100,  # percent
-            use_pdl=self.dependent,
-            stream=stream,
-        )
+        """Launches the kernel on so many CTAs."""
+        self.launch(arguments, [ctas, 1, 1], stream)
 
     @cute.jit
     def init_shared(self, warp: Int32, tmas: tuple[cute.CopyAtom, ...], shared: Any):

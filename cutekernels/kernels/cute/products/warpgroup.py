@@ -57,14 +57,12 @@ from cutlass.utils import hopper_helpers
 
 from cutekernels.kernels.cute.parts.boxes import FIRST_BARRIER, BoxOperands, Corner, ResultBoxes
 from cutekernels.kernels.cute.parts.dependent import pdl_wait
-from cutekernels.kernels.cute.parts.epilogue import EpilogueOperands
 from cutekernels.kernels.cute.parts.fragments import swizzled
-from cutekernels.kernels.cute.parts.gemm_arguments import NO_WORKSPACE, GemmBody, NormOperands, transpose
+from cutekernels.kernels.cute.parts.gemm_arguments import GemmBody, GemmOperands, transpose
 from cutekernels.kernels.cute.parts.heads import WIDEST, shared_vector
 from cutekernels.kernels.cute.parts.pipeline import Position, StagePipeline
 from cutekernels.kernels.cute.parts.schedule import Raster
 from cutekernels.kernels.cute.parts.smem import ALIGNMENT, SWIZZLED, SWIZZLED_ROWS, WarpgroupSmem
-from cutekernels.kernels.cute.parts.tile_share import Workspace
 from cutekernels.kernels.cute.parts.tile_source import Share, TileSource, TileWalk
 from cutekernels.kernels.cute.parts.warp_groups import GROUP, BoxLoad, TmaTensor, wgmma
 from cutekernels.kernels.cute.products.warp_specialized import WarpSpecialized
@@ -241,42 +239,30 @@ class WarpgroupGemm(GemmBody, WarpSpecialized):
         return TmaTensor(*cpasync.make_tiled_tma_atom(op, mX, layout, box, num_multicast=side.parts))
 
     @cute.jit
-    def extend(
-        self,
-        mD: cute.Tensor,
-        mA: cute.Tensor,
-        mB: cute.Tensor,
-        operands: EpilogueOperands,
-        stream: cuda.CUstream,
-        workspace: Workspace = NO_WORKSPACE,
-        norm: NormOperands | None = None,
-    ):
-        if const_expr(norm is not None):
+    def extend(self, given: GemmOperands, stream: cuda.CUstream):
+        mA, mB, epilogue = given.mA, given.mB, given.epilogue
+        if const_expr(given.norm is not None):
             mB = transpose(mB)  # (K, N)
-        mC = operands.mC
         rows_contiguous = const_expr(self.results.rows_contiguous)
         # Tile rows R and tile columns S: A and B, or, swapped, B and A.
-        mR = self.prepare(
-            mA if const_expr(not self.swap_ab) else mB, self.swap_ab, not self.rows_k_major
-        )  # (M, K[, L])
-        mS = self.prepare(
-            mB if const_expr(not self.swap_ab) else mA, not self.swap_ab, not self.columns_k_major
-        )  # (N, K[, L])
-        mD = self.prepare(mD, self.swap_ab, rows_contiguous)  # (M, N[, L])
+        mR, mS = (mB, mA) if const_expr(self.swap_ab) else (mA, mB)
+        mR = self.prepare(mR, self.swap_ab, not self.rows_k_major)  # (M, K[, L])
+        mS = self.prepare(mS, not self.swap_ab, not self.columns_k_major)  # (N, K[, L])
+        mD = self.prepare(given.mD, self.swap_ab, rows_contiguous)  # (M, N[, L])
         rows, columns = self.tma_of(mR, True), self.tma_of(mS, False)
         # Out leaves, and C comes in, by the same boxes of 64 x 64.
         tma_d, tD = self.results.tma(cpasync.CopyBulkTensorTileS2GOp(), mD)
         tma_c, tC = None, None
-        if const_expr(mC is not None):
-            mC = self.prepare(mC, self.swap_ab, rows_contiguous)
+        if const_expr(epilogue.mC is not None):
+            mC = self.prepare(epilogue.mC, self.swap_ab, rows_contiguous)
             tma_c, tC = self.results.tma(cpasync.CopyBulkTensorTileG2SOp(), mC)
         tiled_mma = self.mma(self.results.dtype)
         # As many CTAs as are resident at once, whole clusters, or fewer where there are fewer tiles.
         layers = cute.size(mD, mode=[2]) if const_expr(cute.rank(mD) == 3) else Int32(1)
         tiles = (*self.tiles(mD), layers)
         blocks = self.ctas(tiles[0] * tiles[1] * layers)
-        outputs = BoxOperands(tma_d, tD, tma_c, tC, operands.mBias, operands.alpha, operands.beta, own=operands.own)
-        self.start((rows, columns, outputs, workspace, tiled_mma, tiles), blocks, stream)
+        outputs = BoxOperands(tma_d, tD, tma_c, tC, epilogue.mBias, epilogue.alpha, epilogue.beta, own=epilogue.own)
+        self.start((rows, columns, outputs, given.workspace, tiled_mma, tiles), blocks, stream)
 
     @cute.jit
     def tiles(self, mD: cute.Tensor) -> tuple[Int32, Int32]:

@@ -122,8 +122,8 @@ class WarpgroupGroupedDepth(WarpgroupGemm):
         mBias: None,
         stream: cuda.CUstream,
     ):
-        mR = self.prepare(mA if const_expr(not self.swap_ab) else mB, True, True)  # (M, T)
-        mS = self.prepare(mB if const_expr(not self.swap_ab) else mA, True, True)  # (N, T)
+        mR, mS = (mB, mA) if const_expr(self.swap_ab) else (mA, mB)
+        mR, mS = self.prepare(mR, True, True), self.prepare(mS, True, True)  # (M, T), (N, T)
         mD = self.prepare(mD, self.swap_ab, self.results.rows_contiguous)  # (M, N, G)
         # One descriptor serves all experts: a load moves its coordinates to the expert's first row.
         rows, columns = self.tma_of(mR, True), self.tma_of(mS, False)
