@@ -260,7 +260,7 @@ def test_a_body_whose_barriers_do_not_fit_its_roles_is_refused() -> None:
 
     body = GEMM.body(SQUARE, BASE, H200)
     with pytest.raises(ValueError, match="1 stage: the producer loads one while another is read"):
-        replace(body, stages=1)
+        replace(body, smem=replace(body.smem, stages=1))
     with pytest.raises(ValueError, match="ping-pong has two consumer groups, not 3"):
         type("Odd", (type(body),), {"groups": 3})(**{**vars(body), "pingpong": True})
     with pytest.raises(ValueError, match=r"empty\[stage\] expects 1 groups, 2 read it"):

@@ -117,12 +117,12 @@ class DepthWalk(TileWalk):
     @cute.jit
     def deepen(self, share: Share) -> Share:
         row, depth = self.span(share.corner.layer)
-        return replace(share, count=cute.ceil_div(depth, self.body.tile_k), row=row, depth=depth)
+        return replace(share, count=cute.ceil_div(depth, self.body.smem.tile_k), row=row, depth=depth)
 
     @cute.jit
     def passed(self, number: Int32) -> Int32:
         _, depth = self.span(self.body.place(self, number).layer)
-        return cute.ceil_div(depth, self.body.tile_k)
+        return cute.ceil_div(depth, self.body.smem.tile_k)
 
 
 @dataclass(frozen=True)

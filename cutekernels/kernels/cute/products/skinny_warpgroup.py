@@ -1,6 +1,6 @@
 """GEMM, skinny_warpgroup schedule: ``out = act(alpha * X @ W^T + beta * C + bias)`` by TMA and warpgroup MMA.
 
-For few tokens. A CTA has one tile: ``rows`` of X (tokens, the MMA's side of 64) by ``tile_n`` rows of W, any multiple
+For few tokens. A CTA has one tile: ``tile_m`` of X (tokens, the MMA's side of 64) by ``tile_n`` rows of W, any multiple
 of 8 up to 256, whichever deals N out evenly: docs/notes/gemm.md#tiles. There is no CTA-wide barrier in the loop, and no
 instruction is spent on copies or fragments.
 
@@ -37,8 +37,8 @@ kernel still runs, and lets the next kernel start when its own last loads are un
 
 Ends: the TMA fills a ragged K with zeros. It is slow over rows that do not exist (docs/notes/gemm.md#boxes), so the
 last tile of either operand begins early enough to end where the operand does, and rows that another tile has too are
-not stored. X's ``rows`` come in two boxes, of which the second may overlap the first. Products of whatever lies behind
-them in shared memory, up to whole groups, are not stored either (``TileResults.row_of``).
+not stored. X's ``tile_m`` rows come in two boxes, of which the second may overlap the first. Products of whatever lies
+behind them in shared memory, up to whole groups, are not stored either (``TileResults.row_of``).
 
 Refuses (``ops/products/schedules/skinny_warpgroup.py``): GPUs without wgmma; operands that are not K-major with 16-byte
 aligned rows; an out that is not N-major; a batch, 64-bit strides, fp16 accumulators; K = 0.
@@ -104,16 +104,11 @@ class Consumer:
 
 @dataclass(frozen=True)
 class SkinnyWarpgroupGemm(GemmBody):
-    """The body. ``rows`` of X are loaded: whole groups' 64, or about as many as there are where one tile has them all.
-    ``out_align`` columns of out are one aligned store.
+    """The body. ``smem.tile_m`` rows of X are loaded: whole groups' 64, or about as many as there are where one tile
+    has them all. ``smem.rows`` are multiplied. ``out_align`` columns of out are one aligned store.
     """
 
     smem: SkinnyWarpgroupSmem
-    rows: int
-    tile_n: int
-    tile_k: int
-    stages: int
-    split: int
     dependent: bool  # launched under programmatic dependent launch
     epilogue: Epilogue
     out_align: int
@@ -126,24 +121,19 @@ class SkinnyWarpgroupGemm(GemmBody):
 
     @property
     def groups(self) -> int:
-        return -(-self.rows // ROWS)
-
-    @property
-    def tile_m(self) -> int:
-        """Rows that are multiplied."""
-        return ROWS * self.groups
+        return self.smem.rows // ROWS
 
     @property
     def eager(self) -> bool:
         """Whether a stage is released before the wait for the next, where stages are few and bytes limit:
         docs/notes/gemm.md#eager (H200, 2026-11-22).
         """
-        return self.groups == 2 and self.split == 2
+        return self.groups == 2 and self.smem.split == 2
 
     @property
     def head(self) -> int:
         """Rows of X's first box: half of them or more. All are tokens, since fewer take a smaller tile."""
-        return max(SWIZZLED_ROWS, 1 << ((self.rows - 1).bit_length() - 1))
+        return max(SWIZZLED_ROWS, 1 << ((self.smem.tile_m - 1).bit_length() - 1))
 
     @property
     def threads(self) -> int:
@@ -152,11 +142,11 @@ class SkinnyWarpgroupGemm(GemmBody):
 
     @property
     def cluster_shape(self) -> list[int]:
-        return [self.split, 1, 1]
+        return [self.smem.split, 1, 1]
 
     @property
     def pipeline(self) -> StagePipeline:
-        return StagePipeline(self.stages, self.smem.stage_bytes, self.groups + SQUARING_WARPS * self.squaring, 1)
+        return StagePipeline(self.smem.stages, self.smem.stage_bytes, self.groups + SQUARING_WARPS * self.squaring, 1)
 
     @property
     def squares(self) -> StageSquares:
@@ -170,8 +160,9 @@ class SkinnyWarpgroupGemm(GemmBody):
         """The stages of an operand of ``rows``, ``(rows, tile_k, STAGE)``, without the swizzle; ``taken`` of the rows,
         where that is given.
         """
-        shape = ((SWIZZLED_ROWS, (taken or rows) // SWIZZLED_ROWS), (SWIZZLED, self.tile_k // SWIZZLED), self.stages)
-        stride = ((SWIZZLED, SWIZZLED_ROWS * SWIZZLED), (1, rows * SWIZZLED), rows * self.tile_k)
+        along_k = (SWIZZLED, self.smem.tile_k // SWIZZLED)
+        shape = ((SWIZZLED_ROWS, (taken or rows) // SWIZZLED_ROWS), along_k, self.smem.stages)
+        stride = ((SWIZZLED, SWIZZLED_ROWS * SWIZZLED), (1, rows * SWIZZLED), rows * self.smem.tile_k)
         return cute.make_layout(shape, stride=stride)
 
     def tma_of(self, op: cpasync.TmaCopyOp, mX: cute.Tensor, rows: int, taken: int) -> TmaTensor | None:
@@ -180,7 +171,7 @@ class SkinnyWarpgroupGemm(GemmBody):
             return None
         one = cute.select(self.stages_of(rows, taken), mode=[0, 1])
         stage = cute.make_composed_layout(swizzle(), 0, one)
-        return TmaTensor(*cpasync.make_tiled_tma_atom(op, mX, stage, (taken, self.tile_k)))
+        return TmaTensor(*cpasync.make_tiled_tma_atom(op, mX, stage, (taken, self.smem.tile_k)))
 
     @cute.jit
     def extend(self, given: GemmOperands, stream: cuda.CUstream):
@@ -190,20 +181,20 @@ class SkinnyWarpgroupGemm(GemmBody):
         mX, mW = self.pitched(given.mA), self.pitched(mW)
         # W comes in one box, X in two: a power of two of its rows, then the others.
         op = cpasync.CopyBulkTensorTileG2SOp()
-        weight = self.tma_of(op, mW, self.tile_n, self.tile_n)
-        head = self.tma_of(op, mX, self.rows, self.head)
-        tail = self.tma_of(op, mX, self.rows, self.rows - self.head)
+        weight = self.tma_of(op, mW, self.smem.tile_n, self.smem.tile_n)
+        head = self.tma_of(op, mX, self.smem.tile_m, self.head)
+        tail = self.tma_of(op, mX, self.smem.tile_m, self.smem.tile_m - self.head)
         source = warpgroup.OperandSource.SMEM if const_expr(self.norm is None) else warpgroup.OperandSource.RMEM
-        tiled_mma = wgmma(mX.element_type, self.tile_n, groups=self.groups, source=source)
+        tiled_mma = wgmma(mX.element_type, self.smem.tile_n, groups=self.groups, source=source)
         gamma = None
         if const_expr(self.weighted):
-            one = cute.make_layout(self.tile_k)
-            gamma = TmaTensor(*cpasync.make_tiled_tma_atom(op, norm.mGamma, one, (self.tile_k,)))
-        tiles_m = cute.ceil_div(cute.size(given.mD, mode=[0]), self.tile_m)
-        tiles_n = cute.ceil_div(cute.size(given.mD, mode=[1]), self.tile_n)
+            one = cute.make_layout(self.smem.tile_k)
+            gamma = TmaTensor(*cpasync.make_tiled_tma_atom(op, norm.mGamma, one, (self.smem.tile_k,)))
+        tiles_m = cute.ceil_div(cute.size(given.mD, mode=[0]), self.smem.rows)
+        tiles_n = cute.ceil_div(cute.size(given.mD, mode=[1]), self.smem.tile_n)
         tmas, norm = (weight.tma, head, tail), replace(norm, mGamma=None)
         arguments = (given.mD, weight.coordinates, given.epilogue, *tmas, tiled_mma, gamma, norm)
-        self.launch(arguments, [self.split, tiles_m, tiles_n], stream)
+        self.launch(arguments, [self.smem.split, tiles_m, tiles_n], stream)
 
     @cute.jit
     def pitched(self, t: cute.Tensor) -> cute.Tensor:
@@ -234,35 +225,36 @@ class SkinnyWarpgroupGemm(GemmBody):
         warp = cute.arch.make_warp_uniform(tid // 32)
         producer = const_expr(self.groups * 4)
         dtype = mD.element_type
-        k_tiles = cute.ceil_div(cute.size(tW, mode=[1]), self.tile_k)
-        first, end = split * k_tiles // self.split, (split + 1) * k_tiles // self.split  # this CTA's k-tiles
+        k_tiles = cute.ceil_div(cute.size(tW, mode=[1]), self.smem.tile_k)
+        first, end = split * k_tiles // self.smem.split, (split + 1) * k_tiles // self.smem.split  # this CTA's k-tiles
 
         shared = self.set_up(warp, storage, dtype, (head.tma, tma_w))
 
         # -- this tile's beginning: the last tiles begin early, to end where the operands do
         m, n = mD.shape
-        own_m, own_n = tile_m * self.rows, tile_n * self.tile_n
-        row = cutlass.max(cutlass.min(own_m, m - self.rows), Int32(0))
-        later = cutlass.min(own_m + self.head, m - (self.rows - self.head))  # the second box's
-        column = cutlass.max(cutlass.min(own_n, n - self.tile_n), Int32(0))
+        own_m, own_n = tile_m * self.smem.tile_m, tile_n * self.smem.tile_n
+        row = cutlass.max(cutlass.min(own_m, m - self.smem.tile_m), Int32(0))
+        later = cutlass.min(own_m + self.head, m - (self.smem.tile_m - self.head))  # the second box's
+        column = cutlass.max(cutlass.min(own_n, n - self.smem.tile_n), Int32(0))
         # A stage's boxes: W, X's first rows, X's other rows, the norm's weight.
         at_x = shared.sX.iterator
-        boxes = [TmaTensor(tma_w, tW).loads(shared.sW, column, (self.tile_n, self.tile_k))]
-        at_head = cute.make_tensor(at_x, self.stages_of(self.rows, self.head))  # (M, K, STAGE)
-        boxes += [head.loads(at_head, row, (self.head, self.tile_k))]
+        boxes = [TmaTensor(tma_w, tW).loads(shared.sW, column, (self.smem.tile_n, self.smem.tile_k))]
+        at_head = cute.make_tensor(at_x, self.stages_of(self.smem.tile_m, self.head))  # (M, K, STAGE)
+        boxes += [head.loads(at_head, row, (self.head, self.smem.tile_k))]
         if const_expr(tail is not None):
-            others = const_expr(self.rows - self.head)
-            at_tail = cute.make_tensor(at_x + self.head * SWIZZLED, self.stages_of(self.rows, others))  # (M, K, STAGE)
-            boxes += [tail.loads(at_tail, later, (others, self.tile_k))]
+            others = const_expr(self.smem.tile_m - self.head)
+            layout = self.stages_of(self.smem.tile_m, others)
+            at_tail = cute.make_tensor(at_x + self.head * SWIZZLED, layout)  # (M, K, STAGE)
+            boxes += [tail.loads(at_tail, later, (others, self.smem.tile_k))]
         if const_expr(self.weighted):
-            gG = cute.local_tile(gamma.coordinates, (self.tile_k,), (None,))  # (tile_k, k)
+            gG = cute.local_tile(gamma.coordinates, (self.smem.tile_k,), (None,))  # (tile_k, k)
             target, source = cpasync.tma_partition(gamma.tma, 0, cute.make_layout(1), shared.sG, gG)
             boxes += [BoxLoad(gamma.tma, source, target)]
         if const_expr(self.dependent):  # noqa: SIM102  known when compiled
             # PDL: before the wait only prefetches, which are right whatever the previous kernel still writes: they
             # bring lines to the L2, where its writes go too.
             if warp == producer:
-                self.prefetch_l2(boxes, tile_n * self.split + split, k_tiles, first, end)
+                self.prefetch_l2(boxes, tile_n * self.smem.split + split, k_tiles, first, end)
         if const_expr(self.dependent):
             pdl_wait()
 
@@ -273,7 +265,7 @@ class SkinnyWarpgroupGemm(GemmBody):
                 pdl_launch()
             if const_expr(self.smem.inbox_in_stages):
                 cute.arch.cluster_arrive_relaxed()  # this warp reads no stages
-            if const_expr(self.split > 1):
+            if const_expr(self.smem.split > 1):
                 cute.arch.cluster_wait()  # pairs this warp's arrival
         if const_expr(self.squaring):  # noqa: SIM102  known when compiled
             if warp > producer:
@@ -281,10 +273,10 @@ class SkinnyWarpgroupGemm(GemmBody):
                 self.squares.run(tid - (GROUP * self.groups + 32), dtype, storage, split, first, end)
         if warp < producer:
             # -- consumers
-            shape = tiled_mma.partition_shape_C((self.tile_m, self.tile_n))
+            shape = tiled_mma.partition_shape_C((self.smem.rows, self.smem.tile_n))
             acc = cute.make_rmem_tensor(shape, Float32)  # ((2, 2, N / 8), 1, 1)
             self.consume(tid, acc, tiled_mma, shared, first, end)
-            cD = cute.make_identity_tensor((self.tile_m, self.tile_n))
+            cD = cute.make_identity_tensor((self.smem.rows, self.smem.tile_n))
             tCcD = tiled_mma.get_slice(tid).partition_C(cD)  # ((2, 2, N / 8), 1, 1)
             place = Place(own_m, row, later, own_n, column)
             self.results.store_tile(ResultTile(tid, tCcD, storage, place, operands), acc, split)
@@ -304,16 +296,16 @@ class SkinnyWarpgroupGemm(GemmBody):
         if const_expr(self.weighted):
             sG = cute.make_tensor(
                 cute.recast_ptr(storage + self.smem.gamma_at, dtype=self.gamma_type(dtype)),
-                cute.make_layout((self.tile_k, self.stages)),
+                cute.make_layout((self.smem.tile_k, self.smem.stages)),
             )
         full = cute.recast_ptr(storage + self.smem.barriers_at, dtype=Int64)
         shared = Shared(
             storage=storage,
-            sX=cute.make_tensor(at_x, self.stages_of(self.rows, self.tile_m)),
-            sW=cute.make_tensor(at_w, self.stages_of(self.tile_n)),
+            sX=cute.make_tensor(at_x, self.stages_of(self.smem.tile_m, self.smem.rows)),
+            sW=cute.make_tensor(at_w, self.stages_of(self.smem.tile_n)),
             sG=sG,
             full=full,
-            empty=full + self.stages,
+            empty=full + self.smem.stages,
             inbox_full=cute.recast_ptr(storage + self.smem.inbox_barrier_at, dtype=Int64),
             squared_full=cute.recast_ptr(storage + self.smem.squares_barrier_at, dtype=Int64),
         )
@@ -322,7 +314,7 @@ class SkinnyWarpgroupGemm(GemmBody):
                 cpasync.prefetch_descriptor(tma)
             with cute.arch.elect_one():
                 self.pipeline.init(shared.full, shared.empty)
-                if const_expr(self.split > 1):
+                if const_expr(self.smem.split > 1):
                     cute.arch.mbarrier_init(shared.inbox_full, 1)
                 if const_expr(self.squaring):
                     cute.arch.mbarrier_init(shared.squared_full, SQUARING_WARPS)
@@ -330,7 +322,7 @@ class SkinnyWarpgroupGemm(GemmBody):
             cute.arch.mbarrier_init_fence()
         # ... and no thread of this CTA touches them before.
         cute.arch.sync_threads()
-        if const_expr(self.split > 1 and not self.smem.inbox_in_stages):
+        if const_expr(self.smem.split > 1 and not self.smem.inbox_in_stages):
             # Tells the other CTA that this one's barriers are set up. Each role waits for the other's word before it
             # sends there; nobody waits here. More than two CTAs arrive once they have read their stages.
             cute.arch.cluster_arrive_relaxed()
@@ -394,7 +386,7 @@ class SkinnyWarpgroupGemm(GemmBody):
             if const_expr(self.norm is None):
                 # Accumulators in registers are ordered before the products that read them.
                 warpgroup.fence()
-                for kb in cutlass.range_constexpr(self.tile_k // 16):
+                for kb in cutlass.range_constexpr(self.smem.tile_k // 16):
                     cute.gemm(tiled_mma, acc, rX[None, None, kb, at.stage], rW[None, None, kb, at.stage], acc)
                 warpgroup.commit_group()
                 if const_expr(self.eager):
@@ -421,7 +413,7 @@ class SkinnyWarpgroupGemm(GemmBody):
         """
         lane, warp = tid % 32, tid // 32
         row = warp * 16 + lane % 16
-        blocks = const_expr(min(self.tile_k, SWIZZLED) // 16)
+        blocks = const_expr(min(self.smem.tile_k, SWIZZLED) // 16)
         return [row * SWIZZLED + ((2 * i + lane // 16) ^ (row % SWIZZLED_ROWS)) * 8 for i in range(blocks)]
 
     @cute.jit
@@ -437,12 +429,12 @@ class SkinnyWarpgroupGemm(GemmBody):
         """One stage with X's fragments weighed in registers, half of it while the products of the other half run."""
         rX, sX = consumer.rX, shared.sX
         dtype = sX.element_type
-        blocks = const_expr(self.tile_k // 16)
+        blocks = const_expr(self.smem.tile_k // 16)
         ldmatrix = cute.make_copy_atom(LdMatrix8x8x16bOp(False, 4), dtype)
         count = const_expr(blocks // 2)
         raw = cute.make_rmem_tensor(((2, 2, 2), 1, count), dtype)
         words = cute.recast_tensor(raw, Int32)
-        at_x = cute.recast_ptr(sX.iterator, dtype=dtype) + stage * (self.rows * self.tile_k)
+        at_x = cute.recast_ptr(sX.iterator, dtype=dtype) + stage * (self.smem.tile_m * self.smem.tile_k)
         if const_expr(self.weighted):
             rG = cute.make_rmem_tensor(((2, 2), count), shared.sG.element_type)
         for half in cutlass.range_constexpr(2):
@@ -450,7 +442,7 @@ class SkinnyWarpgroupGemm(GemmBody):
             # Half a k-tile of X's fragments from the stage, by ldmatrix, beside the products that are under way.
             for i in cutlass.range_constexpr(count):
                 block, chunk = const_expr(divmod(begin + i, len(chunks)))
-                at = at_x + chunks[chunk] + block * (self.rows * SWIZZLED)
+                at = at_x + chunks[chunk] + block * (self.smem.tile_m * SWIZZLED)
                 at = cute.make_ptr(dtype, at.toint(), cute.AddressSpace.smem, assumed_align=16)
                 target = cute.make_tensor(raw.iterator + 8 * i, cute.make_layout(8))
                 cute.copy(ldmatrix, cute.make_tensor(at, cute.make_layout(8)), target)

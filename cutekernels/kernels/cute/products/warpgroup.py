@@ -149,10 +149,6 @@ class WarpgroupGemm(GemmBody, WarpSpecialized):
     """The body. ``rows_k_major`` and ``columns_k_major`` say how the operands of tile rows and columns lie."""
 
     smem: WarpgroupSmem
-    tile_m: int
-    tile_n: int
-    tile_k: int
-    stages: int
     pingpong: bool
     cluster_m: int
     cluster_n: int
@@ -170,12 +166,12 @@ class WarpgroupGemm(GemmBody, WarpSpecialized):
     @property
     def sharing(self) -> int:
         """Consumer groups that share a tile."""
-        return WarpgroupSmem.sharing(self.tile_m, self.pingpong)
+        return WarpgroupSmem.sharing(self.smem.tile_m, self.pingpong)
 
     @property
     def groups(self) -> int:
         """Consumer warp groups."""
-        return 2 if self.pingpong else self.sharing
+        return self.smem.groups
 
     @property
     def cluster(self) -> int:
@@ -194,37 +190,37 @@ class WarpgroupGemm(GemmBody, WarpSpecialized):
 
     @property
     def of_rows(self) -> Side:
-        return Side(self.tile_m, self.cluster_n, self.results.gate == "m")
+        return Side(self.smem.tile_m, self.cluster_n, self.results.gate == "m")
 
     @property
     def of_columns(self) -> Side:
-        return Side(self.tile_n, self.cluster_m, self.results.gate == "n")
+        return Side(self.smem.tile_n, self.cluster_m, self.results.gate == "n")
 
     @property
     def pipeline(self) -> StagePipeline:
-        return StagePipeline(self.stages, self.smem.stage_bytes, self.sharing, self.cluster)
+        return StagePipeline(self.smem.stages, self.smem.stage_bytes, self.sharing, self.cluster)
 
     def layouts(self, dtype: type[cutlass.Numeric]) -> tuple[cute.ComposedLayout, cute.ComposedLayout]:
         """The stages of both operands, ``(rows, K, STAGE)``."""
-        tile = (self.tile_m, self.tile_n, self.tile_k)
+        tile = (self.smem.tile_m, self.smem.tile_n, self.smem.tile_k)
         rows = LayoutEnum.ROW_MAJOR if self.rows_k_major else LayoutEnum.COL_MAJOR
         columns = LayoutEnum.ROW_MAJOR if self.columns_k_major else LayoutEnum.COL_MAJOR
         return (
-            hopper_helpers.make_smem_layout_a(rows, tile, dtype, self.stages),
-            hopper_helpers.make_smem_layout_b(columns, tile, dtype, self.stages),
+            hopper_helpers.make_smem_layout_a(rows, tile, dtype, self.smem.stages),
+            hopper_helpers.make_smem_layout_b(columns, tile, dtype, self.smem.stages),
         )
 
     def mma(self, dtype: type[cutlass.Numeric]) -> cute.TiledMma:
         """The product of a tile by the groups that share it."""
         k_major, other = OperandMajorMode.K, OperandMajorMode.MN
         majors = (k_major if self.rows_k_major else other, k_major if self.columns_k_major else other)
-        return wgmma(dtype, self.tile_n, majors, self.sharing, self.accumulate)
+        return wgmma(dtype, self.smem.tile_n, majors, self.sharing, self.accumulate)
 
     def halves(self, side: Side) -> cute.Layout:
         """A gated side's stages as gates, then what they multiply: ``(rows / 2, K, 2 * STAGE)``, without the swizzle.
         A row of ``tile_k`` is one swizzled line.
         """
-        shape = ((SWIZZLED_ROWS, side.box // SWIZZLED_ROWS), self.tile_k, 2 * self.stages)
+        shape = ((SWIZZLED_ROWS, side.box // SWIZZLED_ROWS), self.smem.tile_k, 2 * self.smem.stages)
         return cute.make_layout(shape, stride=((SWIZZLED, SWIZZLED_ROWS * SWIZZLED), 1, side.box * SWIZZLED))
 
     def tma_of(self, mX: cute.Tensor, rows: bool) -> TmaTensor:
@@ -235,7 +231,7 @@ class WarpgroupGemm(GemmBody, WarpSpecialized):
         stages = self.halves(side) if side.gated else layout.outer
         # slice_ of the whole layout aborts the compiler where 16 does not divide the rows.
         layout = cute.make_composed_layout(layout.inner, 0, cute.select(stages, mode=[0, 1]))
-        box = (side.box, self.tile_k)
+        box = (side.box, self.smem.tile_k)
         return TmaTensor(*cpasync.make_tiled_tma_atom(op, mX, layout, box, num_multicast=side.parts))
 
     @cute.jit
@@ -267,7 +263,7 @@ class WarpgroupGemm(GemmBody, WarpSpecialized):
     @cute.jit
     def tiles(self, mD: cute.Tensor) -> tuple[Int32, Int32]:
         """Tiles of clusters along M and N of out (M, N[, L])."""
-        tiles_m = cute.ceil_div(cute.size(mD, mode=[0]), self.tile_m * self.cluster_m)
+        tiles_m = cute.ceil_div(cute.size(mD, mode=[0]), self.smem.tile_m * self.cluster_m)
         return tiles_m, cute.ceil_div(cute.size(mD, mode=[1]), self.results.columns * self.cluster_n)
 
     @cute.jit
@@ -342,7 +338,7 @@ class WarpgroupGemm(GemmBody, WarpSpecialized):
         """The source of this CTA's shares."""
         tiles_m, tiles_n, layers = tiles
         rank, first, step = cta.rank, cta.block // self.cluster, cta.blocks // self.cluster
-        k_tiles = cute.ceil_div(cute.size(cta.operands[0].box.coordinates, mode=[1]), self.tile_k)
+        k_tiles = cute.ceil_div(cute.size(cta.operands[0].box.coordinates, mode=[1]), self.smem.tile_k)
         return TileWalk(
             body=self,
             rank=rank,
@@ -367,8 +363,8 @@ class WarpgroupGemm(GemmBody, WarpSpecialized):
         at_r = cute.recast_ptr(storage, layout_r.inner, dtype)
         at_s = cute.recast_ptr(storage + self.smem.columns_at, layout_s.inner, dtype)
         full = cute.recast_ptr(storage + self.smem.barriers_at, dtype=Int64)
-        empty = full + self.stages
-        c_full = empty + self.stages
+        empty = full + self.smem.stages
+        c_full = empty + self.smem.stages
         shared = Shared(
             storage=storage,
             sR=cute.make_tensor(at_r, layout_r.outer),
@@ -410,9 +406,9 @@ class WarpgroupGemm(GemmBody, WarpSpecialized):
         else:
             tile_n = tile_n * self.cluster_n + walk.rank
         # With a gate along N a tile has half as many columns of out as the MMA has.
-        row, column = tile_m * self.tile_m, tile_n * self.results.columns
+        row, column = tile_m * self.smem.tile_m, tile_n * self.results.columns
         if const_expr(self.shifted):
-            row = cutlass.max(cutlass.min(row, walk.rows - self.tile_m), Int32(0))
+            row = cutlass.max(cutlass.min(row, walk.rows - self.smem.tile_m), Int32(0))
             column = cutlass.max(cutlass.min(column, walk.columns - self.results.columns), Int32(0))
         return Corner(row, column, tile.layer)
 
@@ -470,7 +466,7 @@ class WarpgroupGemm(GemmBody, WarpSpecialized):
         if const_expr(cute.rank(tX) == 3):
             tX = tX[None, None, share.corner.layer]
         part = rank if const_expr(side.parts > 1) else Int32(0)
-        return TmaTensor(operand.box.tma, tX).loads(operand.sX, first, (side.box, self.tile_k), part, side.parts)
+        return TmaTensor(operand.box.tma, tX).loads(operand.sX, first, (side.box, self.smem.tile_k), part, side.parts)
 
     # ---- consumers
 
@@ -483,7 +479,7 @@ class WarpgroupGemm(GemmBody, WarpSpecialized):
         of_group = tiled_mma.get_slice(share)
         rR = tiled_mma.make_fragment_A(of_group.partition_A(shared.sR))
         rS = tiled_mma.make_fragment_B(of_group.partition_B(shared.sS))
-        acc = cute.make_rmem_tensor(tiled_mma.partition_shape_C((self.tile_m, self.tile_n)), self.accumulate)
+        acc = cute.make_rmem_tensor(tiled_mma.partition_shape_C((self.smem.tile_m, self.smem.tile_n)), self.accumulate)
         tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
         return Consumer(thread, group, shared, tiled_mma, rR, rS, acc)
 
@@ -493,14 +489,14 @@ class WarpgroupGemm(GemmBody, WarpSpecialized):
         shared, before, whole = consumer.shared, Int32(0), share.count
         if const_expr(share.depth is not None):
             # The last k-tile may have rows of the next group.
-            whole = share.depth // self.tile_k
-            rest = share.depth - whole * self.tile_k
+            whole = share.depth // self.smem.tile_k
+            rest = share.depth - whole * self.smem.tile_k
         for k_tile in cutlass.range(whole, unroll=1):
             # Wait until the TMA has filled the stage.
             cute.arch.mbarrier_wait(shared.full + at.stage, at.phase)
             # Accumulators in registers are ordered before the products that read them.
             warpgroup.fence()
-            for kb in cutlass.range_constexpr(self.tile_k // STEP):
+            for kb in cutlass.range_constexpr(self.smem.tile_k // STEP):
                 self.multiply_step(consumer, kb, at.stage)
             warpgroup.commit_group()
             # Waits for the products of the k-tile before: the producer may refill its stage; these go on.

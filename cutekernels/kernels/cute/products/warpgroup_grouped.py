@@ -91,7 +91,7 @@ class WarpgroupGrouped(WarpgroupGemm):
 
     @cute.jit
     def shares(self, cta: Cta, groups: GroupTensors, tiles_o: Int32) -> GroupRing:
-        k_tiles = cute.ceil_div(cute.size(cta.operands[0].box.coordinates, mode=[1]), self.tile_k)
+        k_tiles = cute.ceil_div(cute.size(cta.operands[0].box.coordinates, mode=[1]), self.smem.tile_k)
         return GroupRing(
             walk=self.walk,
             ring=self.ring,

@@ -139,7 +139,7 @@ class WarpgroupSplit(WarpgroupGemm):
     def partials(self, own: Workspace) -> cute.Tensor:
         """Parts by CTAs."""
         threads = GROUP * self.groups
-        return vectors(own, threads, self.tile_m * self.tile_n // threads)
+        return vectors(own, threads, self.smem.tile_m * self.smem.tile_n // threads)
 
     @cute.jit
     def counter(self, own: Workspace, block: Int32, group: Int32) -> cute.Pointer:

@@ -186,11 +186,6 @@ class SkinnyWarpgroup(Tokens, Prefetches):
             norm = RowNorm(tile_k=c.tile_k, stages=c.stages, weighted=extras.gamma_bytes > 0, statistics=extras.squares)
         return SkinnyWarpgroupGemm(
             smem=self.smem(c, extras),
-            rows=c.tile_m,
-            tile_n=c.tile_n,
-            tile_k=c.tile_k,
-            stages=c.stages,
-            split=c.split_k,
             dependent=c.pdl,
             epilogue=Epilogue(Activation(p.activation)),
             out_align=p.out_align,

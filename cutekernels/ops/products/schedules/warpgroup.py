@@ -264,10 +264,6 @@ class Warpgroup(DenseSchedule, Prefetches):
         )
         return (WarpgroupGemm if c.split_k == 1 else partial(WarpgroupSplit, split_k=c.split_k))(
             smem=smem,
-            tile_m=tile_m,
-            tile_n=tile_n,
-            tile_k=c.tile_k,
-            stages=c.stages,
             pingpong=c.pingpong,
             cluster_m=cluster_m,
             cluster_n=cluster_n,
