@@ -43,3 +43,8 @@ def load_fragments(
             tXrX.element_type, (address ^ chunk) + (offset - chunk), cute.AddressSpace.smem, assumed_align=16
         )
         cute.copy(copy, cute.make_tensor(pointer, cute.select(layout, mode=[0])), tXrX[None, x, y])
+
+
+def shared_tensor(at: cute.Pointer, layout: cute.ComposedLayout, dtype: type[cutlass.Numeric]) -> cute.Tensor:
+    """A tensor of a swizzled ``layout`` in shared memory at ``at``."""
+    return cute.make_tensor(cute.recast_ptr(at, layout.inner, dtype), layout.outer)

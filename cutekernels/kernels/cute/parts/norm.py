@@ -175,6 +175,14 @@ class TokenNorm(NormWeight):
                 sQ[8 * j + row, warp] = diagonal
 
     @cute.jit
+    def leave_rstd(self, tid: Int32, squares: cute.Tensor, sQ: cute.Tensor, k: Int32, eps: Float32):
+        """rstd of each token, from its row of ``squares``, into sQ's first column, for all threads of the CTA."""
+        if tid < self.tokens:
+            sQ[tid, 0] = cute.math.rsqrt(self.total(squares, tid) / k + eps)
+        # Wait until the threads above have left rstd for all.
+        cute.arch.sync_threads()
+
+    @cute.jit
     def total(self, sQ: cute.Tensor, token: Int32) -> Float32:
         """The sum of a row of ``sQ``, in a fixed order."""
         whole = sQ[token, 0]

@@ -153,7 +153,6 @@ class GroupRing(TileSource):
     clusters: tuple[int, int]  # CTAs along tokens, and along out's columns
     shifted: bool  # the last columns' tiles begin early too
     swapped: bool  # out's columns are the rows of a tile
-    cluster: int  # CTAs
     tiles_o: Int32  # of clusters, along out's columns
     k_tiles: Int32
     rows: Int32 | None = None  # of out
@@ -165,6 +164,11 @@ class GroupRing(TileSource):
     step: Int32 | None = None
     counted: ClassVar[bool] = False
     tokens_first: ClassVar[bool] = True
+
+    @property
+    def cluster(self) -> int:
+        """CTAs of a cluster."""
+        return self.clusters[0] * self.clusters[1]
 
     # ---- the producer's warp
 

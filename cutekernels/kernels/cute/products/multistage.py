@@ -46,6 +46,7 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 from cutlass.memory import SmemAllocator
 
+from cutekernels.kernels.cute.parts.fragments import shared_tensor
 from cutekernels.kernels.cute.parts.gemm_arguments import GemmBody, GemmOperands, columns_first, rows_first
 from cutekernels.kernels.cute.parts.load import OperandLoad
 from cutekernels.kernels.cute.parts.mma import WarpMma
@@ -146,10 +147,8 @@ class MultistageGemm(GemmBody):
         staged, d_elements = a_elements + b_elements, cute.cosize(layout_d)
         d_offset = const_expr(staged if self.persistent else 0)
         storage = SmemAllocator().allocate_array(dtype, max(staged, d_offset + d_elements), byte_alignment=ALIGNMENT)
-        sA = cute.make_tensor(cute.recast_ptr(storage, layout_a.inner, dtype), layout_a.outer)  # (M, K, STAGE)
-        at_b = cute.recast_ptr(storage + a_elements, layout_b.inner, dtype)
-        sB = cute.make_tensor(at_b, layout_b.outer)  # (N, K, STAGE)
-        sD = cute.make_tensor(cute.recast_ptr(storage + d_offset, layout_d.inner, dtype), layout_d.outer)  # (M, N)
+        sA, sB = shared_tensor(storage, layout_a, dtype), shared_tensor(storage + a_elements, layout_b, dtype)
+        sD = shared_tensor(storage + d_offset, layout_d, dtype)
         shape = tiled_mma.partition_shape_C((self.results.tile_m, self.results.tile_n))
         return Cta(tid, sA, sB, sD, tiled_mma, cute.make_rmem_tensor(shape, self.mma.accumulate))
 

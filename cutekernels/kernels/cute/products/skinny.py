@@ -50,6 +50,7 @@ from cutlass.memory import SmemAllocator
 
 from cutekernels.kernels.cute.parts.dependent import pdl_launch, pdl_wait
 from cutekernels.kernels.cute.parts.epilogue import Epilogue, EpilogueOperands, FragmentCoordinates
+from cutekernels.kernels.cute.parts.fragments import shared_tensor
 from cutekernels.kernels.cute.parts.gemm_arguments import (
     GemmBody,
     GemmOperands,
@@ -159,24 +160,19 @@ class SkinnyGemm(GemmBody):
 
         # -- setup
         layout_w, layout_x = self.load_w.smem_layout(dtype), self.load_x.smem_layout(dtype)
-        w_elements = cute.cosize(layout_w)
         shape_acc = tiled_mma.partition_shape_C((self.load_w.rows, self.load_x.rows))
         acc = cute.make_rmem_tensor(shape_acc, Float32)  # ((2, 2), MMA_N, MMA_M)
         per_thread = cute.size(acc)
         storage = SmemAllocator().allocate(self.smem.total_bytes, byte_alignment=ALIGNMENT)
         base = cute.recast_ptr(storage, dtype=dtype)
-        sW = cute.make_tensor(cute.recast_ptr(base, layout_w.inner, dtype), layout_w.outer)  # (N, K, STAGE)
-        sX = cute.make_tensor(
-            cute.recast_ptr(base + w_elements, layout_x.inner, dtype), layout_x.outer
-        )  # (M, K, STAGE)
+        sW = shared_tensor(base, layout_w, dtype)  # (N, K, STAGE)
+        sX = shared_tensor(base + cute.cosize(layout_w), layout_x, dtype)  # (M, K, STAGE)
 
         # What only a norm has: squares of rows, its weight's copies and fragments.
         sQ = tCsG = rG = squares = gamma = None
         if const_expr(self.squaring):
-            sQ = cute.make_tensor(
-                cute.recast_ptr(storage + self.smem.squares_at, dtype=Float32),
-                cute.make_layout((self.load_x.rows, self.threads // 32)),
-            )  # (M, WARP)
+            layout_q = cute.make_layout((self.load_x.rows, self.threads // 32))  # (M, WARP)
+            sQ = cute.make_tensor(cute.recast_ptr(storage + self.smem.squares_at, dtype=Float32), layout_q)
 
         if const_expr(self.dependent):
             if const_expr(self.prefetch_tiles > 0):
@@ -193,11 +189,8 @@ class SkinnyGemm(GemmBody):
         has_x = tid < self.load_x.threads
         has_w = tid < self.load_w.threads
         if const_expr(self.weighted):
-            kind = given.mGamma.element_type
-            sG = cute.make_tensor(
-                cute.recast_ptr(storage + self.smem.gamma_at, dtype=kind),
-                cute.make_layout((self.load_w.tile_k, stages)),
-            )  # (K, STAGE)
+            at_g = cute.recast_ptr(storage + self.smem.gamma_at, dtype=given.mGamma.element_type)
+            sG = cute.make_tensor(at_g, cute.make_layout((self.load_w.tile_k, stages)))  # (K, STAGE)
             gamma = self.norm.copies(tid, given.mGamma, sG)
             tCsG = self.norm.of_fragments(tid, sG)  # ((2, 2), MMA_K, STAGE)
         loads = Loads(copies_w, copies_x, has_w, has_x, gamma)
@@ -292,10 +285,7 @@ class SkinnyGemm(GemmBody):
         if const_expr(self.split_k == 1):
             # -- this CTA has the whole K
             if const_expr(self.squaring):
-                if tid < self.load_x.rows:
-                    sQ[tid, 0] = cute.math.rsqrt(self.norm.total(sQ, tid) / k + given.eps)
-                # Wait until the threads above have left rstd for all.
-                cute.arch.sync_threads()
+                self.norm.leave_rstd(tid, sQ, sQ, k, given.eps)
             if slice_k == 0:
                 self.store(acc, thr_mma, index_n, index_m, mD, operands)
         else:
@@ -305,16 +295,12 @@ class SkinnyGemm(GemmBody):
             squares_left = const_expr(self.load_x.rows if self.squaring else 0)
             length = self.split_k * (self.group * per_thread + squares_left)
             of_tile = workspace.mPartials.iterator + Int64(tile) * length
-            partials = cute.make_tensor(
-                of_tile,
-                cute.make_layout(
-                    (self.group, per_thread, self.split_k), stride=(1, self.group, self.group * per_thread)
-                ),
-            )  # (THREAD, ACCUMULATOR, SPLIT)
+            split_stride = const_expr(self.group * per_thread)
+            layout = cute.make_layout((self.group, per_thread, self.split_k), stride=(1, self.group, split_stride))
+            partials = cute.make_tensor(of_tile, layout)  # (THREAD, ACCUMULATOR, SPLIT)
             if const_expr(self.squaring):
-                gQ = cute.make_tensor(
-                    of_tile + self.split_k * self.group * per_thread, cute.make_layout((self.load_x.rows, self.split_k))
-                )  # (M, SPLIT)
+                layout_q = cute.make_layout((self.load_x.rows, self.split_k))  # (M, SPLIT)
+                gQ = cute.make_tensor(of_tile + self.split_k * split_stride, layout_q)
                 if tid < self.load_x.rows:
                     gQ[tid, split] = self.norm.total(sQ, tid)
             counter, others = workspace.mCounters.iterator + tile, const_expr(self.split_k - 1)
@@ -327,10 +313,7 @@ class SkinnyGemm(GemmBody):
                 TileOwner().wait(counter, tid, Int32(others))
                 # rstd comes from the squares of all splits.
                 if const_expr(self.squaring):
-                    if tid < self.load_x.rows:
-                        sQ[tid, 0] = cute.math.rsqrt(self.norm.total(gQ, tid) / k + given.eps)
-                    # Wait until the threads above have left rstd for all.
-                    cute.arch.sync_threads()
+                    self.norm.leave_rstd(tid, gQ, sQ, k, given.eps)
                 if slice_k == 0:
                     add_parts(acc, partials, lane, Int32(0), Int32(others))
                     self.store(acc, thr_mma, index_n, index_m, mD, operands)

@@ -96,10 +96,12 @@ class Consumer:
     """State of a consumer thread in the mainloop."""
 
     tid: Int32
+    shared: Shared
     tiled_mma: cute.TiledMma
     acc: cute.Tensor  # ((2, 2, N / 8), 1, 1)
     rX: cute.Tensor  # descriptors (MMA, MMA_M, MMA_K, STAGE); with a norm fragments ((2, 2, 2), 1, MMA_K)
     rW: cute.Tensor  # descriptors (MMA, MMA_N, MMA_K, STAGE)
+    chunks: list[Int32] | None  # with a norm: offsets in a stage of X
 
 
 @dataclass(frozen=True)
@@ -294,10 +296,8 @@ class SkinnyWarpgroupGemm(GemmBody):
         at_w = cute.recast_ptr(storage + self.smem.w_at, swizzle(), dtype)
         sG = None
         if const_expr(self.weighted):
-            sG = cute.make_tensor(
-                cute.recast_ptr(storage + self.smem.gamma_at, dtype=self.gamma_type(dtype)),
-                cute.make_layout((self.smem.tile_k, self.smem.stages)),
-            )
+            at_g = cute.recast_ptr(storage + self.smem.gamma_at, dtype=self.gamma_type(dtype))
+            sG = cute.make_tensor(at_g, cute.make_layout((self.smem.tile_k, self.smem.stages)))
         full = cute.recast_ptr(storage + self.smem.barriers_at, dtype=Int64)
         shared = Shared(
             storage=storage,
@@ -377,7 +377,7 @@ class SkinnyWarpgroupGemm(GemmBody):
         chunks = None
         if const_expr(self.norm is not None):
             chunks = self.chunks(tid)
-        consumer = Consumer(tid, tiled_mma, acc, rX, rW)
+        consumer = Consumer(tid, shared, tiled_mma, acc, rX, rW, chunks)
         at, before = Position(Int32(0), Int32(0)), Int32(0)
         for k_tile in cutlass.range(first, end, unroll=1):
             # Wait until the TMA has filled the stage.
@@ -400,7 +400,7 @@ class SkinnyWarpgroupGemm(GemmBody):
                     if releases:
                         cute.arch.mbarrier_arrive(shared.empty + before)
             else:
-                self.multiply_weighed(consumer, shared, chunks, at.stage, shared.empty + before, releases)
+                self.multiply_weighed(consumer, at.stage, shared.empty + before, releases)
             before = at.stage
             at = self.pipeline.next(at)
         # The last products are done. Their stages stay: this CTA loads nothing more.
@@ -417,24 +417,19 @@ class SkinnyWarpgroupGemm(GemmBody):
         return [row * SWIZZLED + ((2 * i + lane // 16) ^ (row % SWIZZLED_ROWS)) * 8 for i in range(blocks)]
 
     @cute.jit
-    def multiply_weighed(
-        self,
-        consumer: Consumer,
-        shared: Shared,
-        chunks: list[Int32],
-        stage: Int32,
-        before: cute.Pointer,  # the empty barrier of the stage before, which is released if ``releases``
-        releases: Boolean,
-    ):
-        """One stage with X's fragments weighed in registers, half of it while the products of the other half run."""
-        rX, sX = consumer.rX, shared.sX
-        dtype = sX.element_type
+    def multiply_weighed(self, consumer: Consumer, stage: Int32, before: cute.Pointer, releases: Boolean):
+        """One stage with X's fragments weighed in registers, half of it while the products of the other half run.
+
+        ``before``: the empty barrier of the stage before, which is released if ``releases``.
+        """
+        rX, shared, chunks = consumer.rX, consumer.shared, consumer.chunks
+        dtype = shared.sX.element_type
         blocks = const_expr(self.smem.tile_k // 16)
         ldmatrix = cute.make_copy_atom(LdMatrix8x8x16bOp(False, 4), dtype)
         count = const_expr(blocks // 2)
         raw = cute.make_rmem_tensor(((2, 2, 2), 1, count), dtype)
         words = cute.recast_tensor(raw, Int32)
-        at_x = cute.recast_ptr(sX.iterator, dtype=dtype) + stage * (self.smem.tile_m * self.smem.tile_k)
+        at_x = cute.recast_ptr(shared.sX.iterator, dtype=dtype) + stage * (self.smem.tile_m * self.smem.tile_k)
         if const_expr(self.weighted):
             rG = cute.make_rmem_tensor(((2, 2), count), shared.sG.element_type)
         for half in cutlass.range_constexpr(2):

@@ -57,7 +57,7 @@ from cutlass.utils import hopper_helpers
 
 from cutekernels.kernels.cute.parts.boxes import FIRST_BARRIER, BoxOperands, Corner, ResultBoxes
 from cutekernels.kernels.cute.parts.dependent import pdl_wait
-from cutekernels.kernels.cute.parts.fragments import swizzled
+from cutekernels.kernels.cute.parts.fragments import shared_tensor, swizzled
 from cutekernels.kernels.cute.parts.gemm_arguments import GemmBody, GemmOperands, transpose
 from cutekernels.kernels.cute.parts.heads import WIDEST, shared_vector
 from cutekernels.kernels.cute.parts.pipeline import Position, StagePipeline
@@ -305,19 +305,15 @@ class WarpgroupGemm(GemmBody, WarpSpecialized):
         blocks = cute.arch.grid_dim()[0] if const_expr(self.source.counted) else None
         role = self.role()
         shared = self.set_up(role[2], (first.tma, second.tma, outputs.tma_d))
-        of_rows, of_columns = first, second
+        sides = ((shared.sR, self.of_rows, "row"), (shared.sS, self.of_columns, "column"))
         if const_expr(self.columns_first):
-            of_rows, of_columns = second, first
-        operands = (
-            Operand(of_rows, shared.sR, self.of_rows, "row"),
-            Operand(of_columns, shared.sS, self.of_columns, "column"),
-        )
+            sides = sides[::-1]
         cta = Cta(
             shared=shared,
             block=block,
             blocks=blocks,
             cluster=self.cluster,
-            operands=operands[::-1] if const_expr(self.columns_first) else operands,
+            operands=(Operand(first, *sides[0]), Operand(second, *sides[1])),
             tiled_mma=tiled_mma,
             outputs=outputs,
         )
@@ -360,15 +356,13 @@ class WarpgroupGemm(GemmBody, WarpSpecialized):
         dtype = self.results.dtype
         layout_r, layout_s = self.layouts(dtype)
         storage = SmemAllocator().allocate(self.smem.total_bytes, byte_alignment=ALIGNMENT)
-        at_r = cute.recast_ptr(storage, layout_r.inner, dtype)
-        at_s = cute.recast_ptr(storage + self.smem.columns_at, layout_s.inner, dtype)
         full = cute.recast_ptr(storage + self.smem.barriers_at, dtype=Int64)
         empty = full + self.smem.stages
         c_full = empty + self.smem.stages
         shared = Shared(
             storage=storage,
-            sR=cute.make_tensor(at_r, layout_r.outer),
-            sS=cute.make_tensor(at_s, layout_s.outer),
+            sR=shared_tensor(storage, layout_r, dtype),
+            sS=shared_tensor(storage + self.smem.columns_at, layout_s, dtype),
             full=full,
             empty=empty,
             c_full=c_full,

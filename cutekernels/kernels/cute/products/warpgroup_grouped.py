@@ -101,7 +101,6 @@ class WarpgroupGrouped(WarpgroupGemm):
             clusters=self.clusters,
             shifted=True,
             swapped=self.swap_ab,
-            cluster=self.cluster,
             tiles_o=tiles_o,
             k_tiles=k_tiles,
             block=cta.block,

@@ -83,7 +83,6 @@ class WarpgroupPackedGrouped(WarpgroupPacked):
             clusters=(1, 1),
             shifted=False,
             swapped=True,
-            cluster=1,
             tiles_o=tiles_n,
             k_tiles=of.k_tiles,
             rows=m,

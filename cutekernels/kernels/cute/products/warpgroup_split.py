@@ -106,35 +106,36 @@ class WarpgroupSplit(WarpgroupGemm):
     @cute.jit
     def gather(self, source: SplitWalk, consumer: Consumer, share: Share) -> Boolean:
         """Its own accumulators and the others', for the tile's owner; who is none leaves them."""
-        acc, own, thread, group = consumer.acc, source.parts, consumer.thread, consumer.group
         if share.owner:
             # The tile is this CTA's to store: whole, or with the others' parts.
             if share.count < source.k_tiles:
-                self.add_others(acc, own, thread, group)
+                self.add_others(source, consumer)
         else:
             # Another's: the owner adds this part to its own.
-            self.leave(acc, own, thread, group, share.begin, source.k_tiles)
+            self.leave(source, consumer, share)
         return share.owner
 
     @cute.jit
-    def leave(self, acc: cute.Tensor, own: Workspace, thread: Int32, group: Int32, begin: Int32, k_tiles: Int32):
+    def leave(self, source: SplitWalk, consumer: Consumer, share: Share):
         """A group's part of a tile for the owner, whose CTA is so many clusters further as shares lie before it."""
         block, _, _ = cute.arch.block_idx()
+        thread, group = consumer.thread, consumer.group
         # Each CTA has room for one part, since it leaves one at most.
-        leave_vectors(acc, self.partials(own), thread + group * GROUP, block)
-        owner = block + begin // cute.ceil_div(k_tiles, self.split_k) * self.cluster
-        TileOwner(GROUP, FIRST_BARRIER).post(self.counter(own, owner, group), thread, group)
+        leave_vectors(consumer.acc, self.partials(source.parts), thread + group * GROUP, block)
+        owner = block + share.begin // cute.ceil_div(source.k_tiles, self.split_k) * self.cluster
+        TileOwner(GROUP, FIRST_BARRIER).post(self.counter(source.parts, owner, group), thread, group)
 
     @cute.jit
-    def add_others(self, acc: cute.Tensor, own: Workspace, thread: Int32, group: Int32):
-        """``acc`` is the sum of all parts of the tile."""
+    def add_others(self, source: SplitWalk, consumer: Consumer):
+        """The group's accumulators are the sum of all parts of the tile."""
         block, _, _ = cute.arch.block_idx()
+        thread, group = consumer.thread, consumer.group
         others = const_expr(self.split_k - 1)
         # Waits until the others' parts, released before their counts, are visible to all of the group's threads.
-        TileOwner(GROUP, FIRST_BARRIER).wait(self.counter(own, block, group), thread, Int32(others), group)
+        TileOwner(GROUP, FIRST_BARRIER).wait(self.counter(source.parts, block, group), thread, Int32(others), group)
         # The second share is the cluster's before this one, and so on down.
         numbers = (block - self.cluster, -self.cluster)
-        add_vectors(acc, self.partials(own), thread + group * GROUP, numbers, Int32(others))
+        add_vectors(consumer.acc, self.partials(source.parts), thread + group * GROUP, numbers, Int32(others))
 
     def partials(self, own: Workspace) -> cute.Tensor:
         """Parts by CTAs."""
