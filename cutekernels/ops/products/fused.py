@@ -34,29 +34,6 @@ from cutekernels.ops.products.schedules.warpgroup import Warpgroup
 from cutekernels.rules import Among, Broken, of_problem
 
 GATE_ROWS = 8  # weight rows of the gate, then as many of up, in an MMA's 16
-# Values of knobs in place of those of gemm's body of that name.
-NARROWED: dict[str, dict[str, tuple[Any, ...]]] = {
-    "skinny": {"prefetch_l2": (0,)},
-    "skinny_warpgroup": {
-        "tile_m": tuple(tile for tile in BODIES["skinny_warpgroup"]["tile_m"] if tile <= MOST_TOKENS),
-        "ctas_per_sm": (1,),
-    },
-    # Behind a gate, whose tiles are of 128 columns or more, so that the deepest pipelines have no room.
-    "warpgroup": {
-        "tile_n": tuple(tile for tile in BY_SIXTEENS if tile >= 128),
-        "stages": (3, 4, 5, 6, 7, 8, 9),
-        "split_k": (1,),
-        "swap_ab": (False,),
-    },
-}
-_SKINNY = BODIES["skinny"]
-_SKINNY_WARPGROUP, _WARPGROUP = (BODIES[body] | NARROWED[body] for body in ("skinny_warpgroup", "warpgroup"))
-
-
-def _either(knob: str) -> tuple[int, ...]:
-    """The values that any body takes; skinny's first."""
-    return tuple(dict.fromkeys((*_SKINNY[knob], *_SKINNY_WARPGROUP[knob], *_WARPGROUP.get(knob, ()))))
-
 
 # ---- problems -------------------------------------------------------------------------------------------
 
@@ -136,58 +113,6 @@ class LinearSiluMulProblem(NormLinearProblem):
         return Extras(self.norm, self.gamma_bytes, self.norm, gated=True, layout=self.layout)
 
 
-# ---- configs --------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class NormLinearConfig(Config):
-    """``path``, and the knobs of the fused kernel, which are those of ``gemm``'s body of that name.
-
-    A chain keeps the knobs' defaults: its text is ``path=chain``.
-    """
-
-    path: str = knob("chain", "fused")
-    tile_m: int = knob(*_either("tile_m"), added=True)
-    tile_n: int = knob(*_either("tile_n"), added=True)
-    tile_k: int = knob(*_either("tile_k"), added=True)
-    warps_n: int = knob(*_SKINNY["warps_n"], added=True)
-    warps_k: int = knob(*_SKINNY["warps_k"], added=True)
-    stages: int = knob(*_either("stages"), added=True)
-    split_k: int = knob(*_either("split_k"), added=True)
-    pdl: bool = knob(*_SKINNY["pdl"], added=True)
-    body: str = knob("skinny", "skinny_warpgroup", "warpgroup", added=True)
-    prefetch_l2: int = knob(*_either("prefetch_l2"), added=True)
-    raster: int = knob(*_WARPGROUP["raster"], added=True)
-    pingpong: bool = knob(*_WARPGROUP["pingpong"], added=True)
-    cluster_m: int = knob(*_WARPGROUP["cluster_m"], added=True)
-    cluster_n: int = knob(*_WARPGROUP["cluster_n"], added=True)
-
-    @classmethod
-    def every(cls) -> Iterator[NormLinearConfig]:
-        yield CHAIN
-        for schedule in FUSED_SCHEDULES.values():
-            yield from map(schedule.drawn, schedule.span())
-
-    @classmethod
-    def fused(cls, product: GemmConfig) -> NormLinearConfig:
-        """One kernel, by that config of the product alone."""
-        return cls.drawn([("path", "fused"), *((name, getattr(product, name)) for name in KNOBS)])
-
-    @cached_property
-    def product(self) -> GemmConfig:
-        """The config of the product alone."""
-        return GemmConfig(warps_m=1, ctas_per_sm=1, **{name: getattr(self, name) for name in KNOBS})
-
-
-def since_revision_1(problem: str, config: str) -> str:
-    """Revision 1 named the tile of ``out^T`` where the body was skinny, which no text says, or specialized."""
-    return respell(config, RENAMED if "body=warpgroup" in config.split() else RENAMED | ACROSS)
-
-
-CHAIN = NormLinearConfig("chain")
-KNOBS = {name: values for name, values in NormLinearConfig.space().items() if name != "path"}
-
-
 # ---- fused kernels ---------------------------------------------------------------------------------------
 
 
@@ -249,13 +174,16 @@ class GateBehind(FusedRules):
 class FusedSkinny(Fused, Skinny, FusedRules):
     """A norm in front of the product, a gate behind it."""
 
-    narrowed = NARROWED["skinny"]
+    narrowed: ClassVar = {"prefetch_l2": (0,)}
 
 
 class FusedSkinnyWarpgroup(Fused, SkinnyWarpgroup, NormInFront):
     """A norm in front of the product."""
 
-    narrowed = NARROWED["skinny_warpgroup"]
+    narrowed: ClassVar = {
+        "tile_m": tuple(tile for tile in BODIES["skinny_warpgroup"]["tile_m"] if tile <= MOST_TOKENS),
+        "ctas_per_sm": (1,),
+    }
 
     def usual(self, p: GemmProblem, gpu: GpuSpec, x: Extras) -> Among:
         """More than two CTAs to a tile, whose times nobody measured behind a norm, are for the tuner."""
@@ -267,9 +195,72 @@ class FusedSkinnyWarpgroup(Fused, SkinnyWarpgroup, NormInFront):
 
 
 class FusedWarpgroup(Fused, Warpgroup, GateBehind):
-    """A gate behind the product."""
+    """A gate behind the product. Tiles are of 128 columns or more, so that the deepest pipelines have no room."""
 
-    narrowed = NARROWED["warpgroup"]
+    narrowed: ClassVar = {
+        "tile_n": tuple(tile for tile in BY_SIXTEENS if tile >= 128),
+        "stages": (3, 4, 5, 6, 7, 8, 9),
+        "split_k": (1,),
+        "swap_ab": (False,),
+    }
 
 
 FUSED_SCHEDULES = {schedule.name: schedule for schedule in (FusedSkinny(), FusedSkinnyWarpgroup(), FusedWarpgroup())}
+
+
+# ---- configs --------------------------------------------------------------------------------------------
+
+
+def _either(knob: str) -> tuple[Any, ...]:
+    """The values that any body takes; skinny's first."""
+    own = [BODIES[name] | schedule.narrowed for name, schedule in FUSED_SCHEDULES.items()]
+    return tuple(dict.fromkeys(value for values in own for value in values.get(knob, ())))
+
+
+@dataclass(frozen=True)
+class NormLinearConfig(Config):
+    """``path``, and the knobs of the fused kernel, which are those of ``gemm``'s body of that name.
+
+    A chain keeps the knobs' defaults: its text is ``path=chain``.
+    """
+
+    path: str = knob("chain", "fused")
+    tile_m: int = knob(*_either("tile_m"), added=True)
+    tile_n: int = knob(*_either("tile_n"), added=True)
+    tile_k: int = knob(*_either("tile_k"), added=True)
+    warps_n: int = knob(*_either("warps_n"), added=True)
+    warps_k: int = knob(*_either("warps_k"), added=True)
+    stages: int = knob(*_either("stages"), added=True)
+    split_k: int = knob(*_either("split_k"), added=True)
+    pdl: bool = knob(*_either("pdl"), added=True)
+    body: str = knob("skinny", "skinny_warpgroup", "warpgroup", added=True)
+    prefetch_l2: int = knob(0, 2, 4, 1, 8, added=True)
+    raster: int = knob(*_either("raster"), added=True)
+    pingpong: bool = knob(*_either("pingpong"), added=True)
+    cluster_m: int = knob(*_either("cluster_m"), added=True)
+    cluster_n: int = knob(*_either("cluster_n"), added=True)
+
+    @classmethod
+    def every(cls) -> Iterator[NormLinearConfig]:
+        yield CHAIN
+        for schedule in FUSED_SCHEDULES.values():
+            yield from map(schedule.drawn, schedule.span())
+
+    @classmethod
+    def fused(cls, product: GemmConfig) -> NormLinearConfig:
+        """One kernel, by that config of the product alone."""
+        return cls.drawn([("path", "fused"), *((name, getattr(product, name)) for name in KNOBS)])
+
+    @cached_property
+    def product(self) -> GemmConfig:
+        """The config of the product alone."""
+        return GemmConfig(warps_m=1, ctas_per_sm=1, **{name: getattr(self, name) for name in KNOBS})
+
+
+def since_revision_1(problem: str, config: str) -> str:
+    """Revision 1 named the tile of ``out^T`` where the body was skinny, which no text says, or specialized."""
+    return respell(config, RENAMED if "body=warpgroup" in config.split() else RENAMED | ACROSS)
+
+
+CHAIN = NormLinearConfig("chain")
+KNOBS = {name: values for name, values in NormLinearConfig.space().items() if name != "path"}

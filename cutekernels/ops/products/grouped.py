@@ -17,7 +17,7 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.kernels.activations import ACTIVATIONS
 from cutekernels.op import Problem, Work, extent, ladder, plain
 from cutekernels.ops.activations.op import SILU_MUL, GluProblem
-from cutekernels.ops.products.epilogue import bias_bytes, exact_product
+from cutekernels.ops.products.epilogue import ExpertRows, bias_bytes, exact_product
 from cutekernels.ops.products.groups import (
     SPREADS,
     by_group,
@@ -47,7 +47,7 @@ _GRID = 2**31 - 1
 
 
 @dataclass(frozen=True)
-class GroupedProblem(Problem):
+class GroupedProblem(ExpertRows, Problem):
     """``rows`` of ``k`` in ``experts`` groups, times matrices of ``(n, k)``, or ``(2 * n, k)`` where gated.
 
     ``weight``: its contiguous extent. ``align``: elements that divide all addresses, pitches and contiguous extents.
@@ -74,15 +74,6 @@ class GroupedProblem(Problem):
         """One tuning serves every bias and activation but the gate, and both dtypes, as for ``gemm``."""
         activation = GATED if self.gated else "none"
         return super().bucket().replace(bias="none", activation=activation, dtype="bf16")
-
-    @property
-    def gated(self) -> bool:
-        return self.activation == GATED
-
-    @property
-    def weight_rows(self) -> int:
-        """Rows of an expert's weight."""
-        return 2 * self.n if self.gated else self.n
 
     @property
     def hit(self) -> int:

@@ -23,7 +23,7 @@ from cutekernels.ops.products.dequantize import (
     steps,
     weight_operands,
 )
-from cutekernels.ops.products.epilogue import ALPHA, CLAMPED, GATES, LIMIT, bias_bytes, exact_product
+from cutekernels.ops.products.epilogue import ALPHA, CLAMPED, GATES, LIMIT, ExpertRows, bias_bytes, exact_product
 from cutekernels.ops.products.groups import SPREADS, by_group, check_extents, draw_offsets, other_rows, sampled_experts
 from cutekernels.ops.products.schedules.groups import Experts
 from cutekernels.ops.products.schedules.packed_problem import (
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class QuantizedGroupedProblem(Problem):
+class QuantizedGroupedProblem(ExpertRows, Problem):
     """``rows`` of ``k`` in ``experts`` groups, times packed weights of ``(n, k)``, or ``(2 * n, k)`` where gated.
 
     The other fields are those of ``quantized_linear``.
@@ -85,15 +85,6 @@ class QuantizedGroupedProblem(Problem):
         scale = "fp16" if self.scale == "bf16" else self.scale
         activation = GATED if self.gated else "none"
         return super().bucket().replace(bias="none", activation=activation, dtype="bf16", scale=scale, out_align=8)
-
-    @property
-    def gated(self) -> bool:
-        return self.activation in GATES
-
-    @property
-    def weight_rows(self) -> int:
-        """Rows of an expert's weight."""
-        return 2 * self.n if self.gated else self.n
 
     @cached_property
     def one(self) -> QuantizedProblem:
@@ -165,7 +156,7 @@ class PackedProduct(Product[P, QuantizedConfig]):
     # -- mathematics
 
     def draw(self, p: Any, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor | None:
-        return draw_packed(p, name, shape, generator)
+        return draw_offsets(p, generator) if name == "offsets" else draw_packed(p, name, shape, generator)
 
     def moved_weights(self, p: Any) -> float:
         """Weights that a launch reads."""
@@ -286,13 +277,6 @@ class QuantizedGroupedGemm(PackedProduct[QuantizedGroupedProblem], CuteOp[Quanti
                 f"tiles of {TILE} and scales of {scale_rows} rows end with them; these have {n}: pad them, or quantize "
                 "them with a scale to a row"
             )
-
-    def draw(
-        self, p: QuantizedGroupedProblem, name: str, shape: tuple[int, ...], generator: torch.Generator
-    ) -> Tensor | None:
-        if name != "offsets":
-            return super().draw(p, name, shape, generator)
-        return draw_offsets(p, generator)
 
     variant = other_rows
 

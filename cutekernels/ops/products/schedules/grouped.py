@@ -28,6 +28,8 @@ class Groups:
     """The common part of both schedules."""
 
     table = GROUPED
+    strides: Any = None  # this and the next are rules of gemm's alone
+    least_extents: Any = None
 
     def usually(self, p: GemmProblem, c: Columns, gpu: GpuSpec, x: Extras) -> Any:
         """Clusters are for tiles of many tokens: others share little."""
@@ -43,7 +45,6 @@ class GroupedWarpgroup(Groups, Warpgroup):
 
     narrowed: ClassVar = {"tile_n": TILES_N, "split_k": (1,)}
     places = WarpgroupSmem.PLACES
-    strides = least_extents = None  # type: ignore[assignment]  # rules of gemm's alone
 
     @of_problem
     def grouped_weight(self, p: GemmProblem, gpu: GpuSpec, x: Extras) -> Broken:
@@ -84,7 +85,6 @@ class DepthWarpgroup(Groups, Warpgroup):
     """Warpgroup over groups along the depth: a matrix for each. No operand is K-major: see ``operand_tiles``."""
 
     narrowed: ClassVar = {"tile_n": HEIGHTS, "split_k": (1,)}
-    strides = least_extents = None  # type: ignore[assignment]  # rules of gemm's alone
 
     @of_problem
     def least_depth(self, p: GemmProblem, gpu: GpuSpec, x: Extras) -> Broken:
