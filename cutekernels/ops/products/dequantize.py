@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from cutekernels import rates
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.op import Config, Problem, Work, extent, knob, plain
+from cutekernels.op import C, Config, P, Problem, Work, extent, knob, plain
 from cutekernels.ops.products.schedules import coefficients
 from cutekernels.ops.products.schedules.packed_problem import SCALE_BYTES, check_scaling
 from cutekernels.ops.products.schedules.problem import ELEMENT_BYTES
-from cutekernels.ops.shared.cute_op import CuteOp
+from cutekernels.ops.shared.cute_op import CuteOp, CutePart
 from cutekernels.ops.shared.dtypes import DTYPES, TYPES
 from cutekernels.ops.shared.operands import Array, Matrix, Named, Operand, Sizes
 from cutekernels.quant import layout
@@ -69,7 +69,59 @@ def weight_operands(rows: str, tiles: str) -> tuple[Operand, Operand, Operand, O
     )
 
 
-class Dequantize(Ruled, CuteOp[DequantizeProblem, DequantizeConfig]):
+class PackedPart(CutePart[P, C]):
+    """The common part of ops of a packed weight, whose operands are those of :func:`weight_operands`."""
+
+    in_place = False
+    beyond = ("group",)
+    fixed = ("tile_bytes",)
+
+    def refuse(self, named: Named, sizes: Sizes, **options: Any) -> None:
+        """Refuses scales of another type than the code's, and factors of other groups than 16."""
+        scales, factors, code = named["scales"], named["factors"], options["code"]
+        assert scales is not None
+        if (factors is not None) != (options["group"] == 16):
+            raise UnsupportedProblem("factors are those of groups of 16: pass both, or neither")
+        own = TYPES["e8m0" if factors is None else "ue5m3"] if code == "e2m1" else None
+        if scales.dtype != own if own else not scales.is_floating_point():
+            kinds = own or "fp16, bf16 or fp32"
+            raise UnsupportedProblem(f"scales of {code} must be {kinds}; they are {scales.dtype}")
+
+    def facts(self, named: Named, sizes: Sizes) -> dict[str, Any]:
+        return {"scale_rows": rows_of_scale(named["scales"], sizes.get("total", sizes["n"]))}
+
+    def draw(self, p: Any, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor | None:
+        """Random packed, scales or zeros that pose ``p``; a product with standard normal tokens is near 1."""
+        import torch
+
+        device = generator.device
+        if name == "packed":
+            packed = torch.randint(0, 256, shape, generator=generator, device=device, dtype=torch.uint8)
+            if p.code == "e4m3":
+                packed = layout.spread(torch.where(packed % 128 == 127, packed - 1, packed), "e4m3")  # no NaN
+            return packed
+        if name == "zeros":
+            return torch.randint(0, 17, shape, generator=generator, device=device).to(torch.uint8)
+        if name == "factors":
+            factors = torch.rand(shape, generator=generator, device=device) + 0.5
+            factors[1, ::2] = 1.0  # nothing divides those rows
+            factors[1, 1::2] *= 400.0 * max(1, p.k) ** 0.5
+            factors[0, ::2] /= 400.0 * max(1, p.k) ** 0.5
+            factors[0, 1::2] = 1.0 / factors[1, 1::2]
+            return factors
+        if name != "scales":
+            return None
+        if p.scale == "ue5m3":  # of 2 ** -9 to 448
+            numbers = torch.randint(48, 191, (4 * shape[0], shape[1]), generator=generator, device=device)
+            return layout.pack_scales(numbers.to(torch.uint8))
+        if p.scale_rows > 1:
+            shape = shape[0], -(-shape[1] // p.scale_rows)
+        size = {"int4": 5.0, "int8": 74.0, "e4m3": 130.0, "nf4": 0.5, "e2m1": 2.9}[p.code] * max(1, p.k) ** 0.5
+        scales = (torch.rand(shape, generator=generator, device=device) + 0.5) / size
+        return (torch.frexp(scales).exponent + 126).to(torch.uint8) if p.scale == "e8m0" else scales
+
+
+class Dequantize(Ruled, PackedPart[DequantizeProblem, DequantizeConfig], CuteOp[DequantizeProblem, DequantizeConfig]):
     """A QuantizedWeight's packed, scales, zeros and factors; ``first`` is the first column, a multiple of 64."""
 
     name = "dequantize"
@@ -90,9 +142,6 @@ class Dequantize(Ruled, CuteOp[DequantizeProblem, DequantizeConfig]):
     packed, scales, zeros, factors = weight_operands("n", "n/64")
     options = ("code", "group", "n", "k", "columns", "dtype")
     scalar_types = {"first": "i32"}
-    in_place = False
-    beyond = ("group",)
-    fixed = ("tile_bytes",)
 
     @of_config
     def dependent_launch(self, c: DequantizeConfig, gpu: GpuSpec) -> Broken:
@@ -126,15 +175,9 @@ class Dequantize(Ruled, CuteOp[DequantizeProblem, DequantizeConfig]):
         sizes |= steps(options)
 
     def refuse(self, named: Named, sizes: Sizes, **options: Any) -> None:
-        check_scales(named, options)
+        super().refuse(named, sizes, **options)
         if not 0 < sizes["columns"] <= -(-sizes["k"] // 64) * 64:
             raise UnsupportedProblem(f"columns must be 1 to {sizes['k']}; they are {sizes['columns']}")
-
-    def facts(self, named: Named, sizes: Sizes) -> dict[str, Any]:
-        return {"scale_rows": rows_of_scale(named["scales"], sizes["n"])}
-
-    def draw(self, p: Any, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor | None:
-        return draw_packed(p, name, shape, generator)
 
     def draw_scalars(self, p: DequantizeProblem, generator: torch.Generator) -> tuple[int]:
         last = max(0, (p.k - p.columns) // 64)
@@ -179,49 +222,6 @@ def steps(options: Mapping[str, Any]) -> Sizes:
     """Bytes of a packed tile of 64 x 64, elements of K that a number of the scales is for, and rows of factors."""
     tile_bytes = layout.packed_shape((1, 1), options["code"])[-1]
     return {"tile_bytes": tile_bytes, "step": layout.step_of(options["group"]), "pair": 2}
-
-
-def check_scales(named: Named, options: Mapping[str, Any]) -> None:
-    """Raises UnsupportedProblem for scales of another type than the code's, and factors of other groups than 16."""
-    scales, code = named["scales"], options["code"]
-    assert scales is not None
-    if (named["factors"] is not None) != (options["group"] == 16):
-        raise UnsupportedProblem("factors are those of groups of 16: pass both, or neither")
-    own = TYPES["e8m0" if named["factors"] is None else "ue5m3"] if code == "e2m1" else None
-    if scales.dtype != own if own else not scales.is_floating_point():
-        kinds = own or "fp16, bf16 or fp32"
-        raise UnsupportedProblem(f"scales of {code} must be {kinds}; they are {scales.dtype}")
-
-
-def draw_packed(p: Any, name: str, shape: tuple[int, ...], draw: torch.Generator) -> Tensor | None:
-    """Random packed, scales or zeros that pose ``p``; a product with standard normal tokens is near 1."""
-    import torch
-
-    device = draw.device
-    if name == "packed":
-        packed = torch.randint(0, 256, shape, generator=draw, device=device, dtype=torch.uint8)
-        if p.code == "e4m3":
-            packed = layout.spread(torch.where(packed % 128 == 127, packed - 1, packed), "e4m3")  # no NaN
-        return packed
-    if name == "zeros":
-        return torch.randint(0, 17, shape, generator=draw, device=device).to(torch.uint8)
-    if name == "factors":
-        factors = torch.rand(shape, generator=draw, device=device) + 0.5
-        factors[1, ::2] = 1.0  # nothing divides those rows
-        factors[1, 1::2] *= 400.0 * max(1, p.k) ** 0.5
-        factors[0, ::2] /= 400.0 * max(1, p.k) ** 0.5
-        factors[0, 1::2] = 1.0 / factors[1, 1::2]
-        return factors
-    if name != "scales":
-        return None
-    if p.scale == "ue5m3":  # of 2 ** -9 to 448
-        numbers = torch.randint(48, 191, (4 * shape[0], shape[1]), generator=draw, device=device)
-        return layout.pack_scales(numbers.to(torch.uint8))
-    if p.scale_rows > 1:
-        shape = shape[0], -(-shape[1] // p.scale_rows)
-    size = {"int4": 5.0, "int8": 74.0, "e4m3": 130.0, "nf4": 0.5, "e2m1": 2.9}[p.code] * max(1, p.k) ** 0.5
-    scales = (torch.rand(shape, generator=draw, device=device) + 0.5) / size
-    return (torch.frexp(scales).exponent + 126).to(torch.uint8) if p.scale == "e8m0" else scales
 
 
 OPS = (DEQUANTIZE,)

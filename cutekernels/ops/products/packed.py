@@ -15,14 +15,7 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.kernels.activations import ACTIVATIONS
 from cutekernels.op import P, Problem, Work, extent, ladder, plain
 from cutekernels.ops.activations.op import SILU_MUL, GluProblem
-from cutekernels.ops.products.dequantize import (
-    check_scales,
-    decode_codes,
-    draw_packed,
-    rows_of_scale,
-    steps,
-    weight_operands,
-)
+from cutekernels.ops.products.dequantize import PackedPart, decode_codes, rows_of_scale, steps, weight_operands
 from cutekernels.ops.products.epilogue import ALPHA, CLAMPED, GATES, LIMIT, ExpertRows, bias_bytes, exact_product
 from cutekernels.ops.products.groups import SPREADS, by_group, check_extents, draw_offsets, other_rows, sampled_experts
 from cutekernels.ops.products.schedules.groups import Experts
@@ -100,15 +93,12 @@ class QuantizedGroupedProblem(ExpertRows, Problem):
         return Experts(self.rows, self.experts, self.activation == CLAMPED)
 
 
-class PackedProduct(Product[P, QuantizedConfig]):
+class PackedProduct(PackedPart[P, QuantizedConfig], Product[P, QuantizedConfig]):
     """The common part of both. Their problems have ``one``, the product of one weight, which schedules read, and what
     they read ``beside`` it.
     """
 
     Config = QuantizedConfig
-    in_place = False
-    beyond = ("group",)
-    fixed = ("tile_bytes",)
     schedules: ClassVar[Mapping[str, PackedSchedule]]
 
     # -- rules and choice
@@ -145,18 +135,15 @@ class PackedProduct(Product[P, QuantizedConfig]):
 
     # -- calls
 
-    def refuse(self, named: Named, sizes: Sizes, **options: Any) -> None:
-        check_scales(named, options)
-
     def facts(self, named: Named, sizes: Sizes) -> dict[str, Any]:
         if sizes["k"] % 8 or not sizes["k"]:
             raise UnsupportedProblem(f"K={sizes['k']} must be a multiple of 8: pad x with zeros")
-        return {"scale_rows": rows_of_scale(named["scales"], sizes.get("total", sizes["n"]))}
+        return super().facts(named, sizes)
 
     # -- mathematics
 
     def draw(self, p: Any, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor | None:
-        return draw_offsets(p, generator) if name == "offsets" else draw_packed(p, name, shape, generator)
+        return draw_offsets(p, generator) if name == "offsets" else super().draw(p, name, shape, generator)
 
     def moved_weights(self, p: Any) -> float:
         """Weights that a launch reads."""
