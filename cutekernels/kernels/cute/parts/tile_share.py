@@ -16,10 +16,13 @@ from cutekernels.kernels.cute.parts.ptx import count_released, load_acquired
 
 @dataclass(frozen=True)
 class WarpSums:
-    """``groups`` of ``threads`` each, which have multiplied different k-blocks."""
+    """``groups`` of ``threads`` each, which have multiplied different k-blocks; ``barrier``: of them alone, if not all
+    of the CTA's threads are theirs.
+    """
 
     threads: int
     groups: int
+    barrier: int = 0
 
     @cute.jit
     def add_up(self, storage: cute.Pointer, thread: Int32, group: Int32, acc: cute.Tensor):
@@ -34,7 +37,10 @@ class WarpSums:
         if group > 0:
             leave(acc, left, thread, (group - 1,))
         # The first group waits until all others have left theirs.
-        cute.arch.sync_threads()
+        if const_expr(self.barrier == 0):
+            cute.arch.sync_threads()
+        else:
+            cute.arch.barrier(barrier_id=self.barrier, number_of_threads=self.threads * self.groups)
         if group == 0:
             for s in cutlass.range_constexpr(self.groups - 1):
                 for i in cutlass.range_constexpr(count):

@@ -69,8 +69,10 @@ class PackedWalk(TileSource):
             owner = begin == 0
         elif const_expr(self.body.cluster > 1):
             owner = self.of.rank < self.body.owners
-        place = self.body.raster.place(tile, self.of.tiles_n, self.of.tiles_m)
-        corner = Corner(place.m * self.body.columns, place.n * self.body.tile_n, Int32(0))
+        row, column = tile, Int32(0)
+        if self.of.tiles_m > 1:  # or nothing is divided: loads begin the sooner
+            row, column = self.body.raster.tile(tile, self.of.tiles_n, self.of.tiles_m)
+        corner = Corner(row * self.body.columns, column * self.body.smem.tile_n, Int32(0))
         return Share(corner, begin, end - begin, number=tile, owner=owner, stop=end)
 
     @cute.jit
@@ -83,6 +85,8 @@ class PackedWalk(TileSource):
     @cute.jit
     def total(self) -> Int32:
         """How many tiles this CTA has a part of."""
+        if const_expr(self.body.cluster > 1):  # a cluster's only one
+            return cutlass.min(self.of.tiles - self.cta, Int32(1))
         if const_expr(not self.body.split):
             return cutlass.max((self.of.tiles - self.cta + self.of.ctas - 1) // self.of.ctas, Int32(0))
         begin, end = self.run()
@@ -125,7 +129,7 @@ class Consumer:
     """State of a consumer warp group from its first tile to its last."""
 
     thread: Int32  # 0 to 127, in the group
-    group: Int32
+    group: Int32  # of those that have other rows
     cta: Cta
     tiled_mma: cute.TiledMma
     rX: cute.Tensor  # descriptors (MMA, MMA_N, MMA_K, STAGE)
@@ -134,6 +138,7 @@ class Consumer:
     acc: cute.Tensor  # ((2, 2, N / 8), 1, 1)
     part: cute.Tensor  # accumulators of a group of K; or those of the tile
     constant: Int32  # of the decoder
+    turn: Int32 | int = 0  # among groups of the same rows
 
     @property
     def shared(self) -> Shared:

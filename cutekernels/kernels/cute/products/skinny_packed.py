@@ -59,6 +59,7 @@ from cutlass.memory import SmemAllocator
 
 from cutekernels.kernels.cute.parts.dependent import pdl_launch, pdl_wait
 from cutekernels.kernels.cute.parts.epilogue import Epilogue, EpilogueOperands, FragmentCoordinates
+from cutekernels.kernels.cute.parts.launch import Launched
 from cutekernels.kernels.cute.parts.packed import PackedWeights, load_words, shared_number
 from cutekernels.kernels.cute.parts.pipeline import next_stage
 from cutekernels.kernels.cute.parts.prefetch import prefetch_bulk
@@ -131,7 +132,7 @@ class StripCoordinates(FragmentCoordinates):
 
 
 @dataclass(frozen=True)
-class SkinnyPacked:
+class SkinnyPacked(Launched):
     """The body."""
 
     smem: SkinnyPackedSmem
@@ -141,12 +142,7 @@ class SkinnyPacked:
     scale_rows: int  # rows that share a scale: 1, or 128
     zeros: bool
     factors: bool
-    tile_m: int  # tokens
-    tile_n: int  # weight rows
-    tile_k: int
     warps_n: int
-    warps_k: int
-    stages: int
     epilogue: Epilogue  # with scales of all of K, or factors, a ColumnScale
     dependent: bool
     prefetch_tiles: int  # units of W prefetched before pdl_wait
@@ -161,11 +157,11 @@ class SkinnyPacked:
     @property
     def rows(self) -> int:
         """Columns of out in a tile."""
-        return self.tile_n // self.halves
+        return self.smem.tile_n // self.halves
 
     @property
     def threads(self) -> int:
-        return 32 * self.warps_n * self.warps_k
+        return 32 * self.warps_n * self.smem.warps_k
 
     @property
     def group_threads(self) -> int:
@@ -175,12 +171,12 @@ class SkinnyPacked:
     @property
     def strips(self) -> int:
         """Strips of 16 rows of a warp."""
-        return self.tile_n // STRIP // self.warps_n
+        return self.smem.tile_n // STRIP // self.warps_n
 
     @property
     def chunk(self) -> int:
         """Elements of K of a warp in a unit."""
-        return self.tile_k // self.warps_k
+        return self.smem.tile_k // self.smem.warps_k
 
     @property
     def interval(self) -> int:
@@ -203,25 +199,14 @@ class SkinnyPacked:
         share: Int32,  # units of each
         stream: cuda.CUstream,
     ):
-        self.start((Operands(mD, mX, mW, mS, mZ, mF, mBias, mPartials, mCounters), share), ctas, stream)
-
-    @cute.jit
-    def start(self, arguments: tuple, ctas: Int32, stream: cuda.CUstream):
-        """Launches the kernel."""
-        self.kernel(*arguments).launch(
-            grid=[ctas, 1, 1],
-            block=[self.threads, 1, 1],
-            min_blocks_per_mp=self.ctas_per_sm,
-            preferred_smem_carveout=100,  # percent
-            use_pdl=self.dependent,
-            stream=stream,
-        )
+        given = Operands(mD, mX, mW, mS, mZ, mF, mBias, mPartials, mCounters)
+        self.launch((given, share), [ctas, 1, 1], stream)
 
     @cute.kernel
     def kernel(self, given: Operands, share: Int32):
         tid, _, _ = cute.arch.thread_idx()
         run = TileOwner().run()
-        of = self.extents(given, cute.ceil_div(cute.size(given.mX, mode=[0]), self.tile_m), share)
+        of = self.extents(given, cute.ceil_div(cute.size(given.mX, mode=[0]), self.smem.tile_m), share)
         first = run * share
         end = cutlass.min(first + share, of.tiles_n * of.tiles_m * of.k_tiles)
         storage = SmemAllocator().allocate(self.smem.total_bytes, byte_alignment=128)
@@ -229,10 +214,12 @@ class SkinnyPacked:
         at = self.unit(of, first)
         if const_expr(self.dependent):
             if const_expr(self.prefetch_tiles > 0):
-                if tid < self.prefetch_tiles and at.k_tile + tid < of.k_tiles:
-                    self.prefetch(cta, Unit(at.n, at.m, at.k_tile + tid))
+                # A thread of a warp each: a warp's prefetches are issued one by one.
+                warp = tid // 32
+                if tid % 32 == 0 and warp < self.prefetch_tiles and at.k_tile + warp < of.k_tiles:
+                    self.prefetch(cta, Unit(at.n, at.m, at.k_tile + warp))
                 if const_expr(self.group == 0):  # noqa: SIM102  known when compiled
-                    if tid == self.prefetch_tiles:
+                    if tid == 1:
                         self.prefetch_scales(cta, at)
             pdl_wait()
         self.walk(cta, at, first, end)
@@ -241,7 +228,7 @@ class SkinnyPacked:
     def extents(self, given: Operands, tiles_m: Int32, share: Int32) -> Extents:
         """Sizes of ``given``, with ``tiles_m`` tiles along tokens, for all of which a CTA has ``share`` units."""
         (m, k), (_, n) = given.mX.shape, given.mD.shape
-        k_tiles, tiles_n = cute.ceil_div(k, self.tile_k), cute.ceil_div(n, self.rows)
+        k_tiles, tiles_n = cute.ceil_div(k, self.smem.tile_k), cute.ceil_div(n, self.rows)
         return Extents(n, m, k, k_tiles, tiles_n, tiles_m, share, tiles_k=cute.ceil_div(k, TILE))
 
     @cute.jit
@@ -249,7 +236,7 @@ class SkinnyPacked:
         """This CTA's units, from number ``first``, which is ``at``, to ``end``."""
         # -- setup
         base = cta.storage.toint().to(Int32)
-        strips, tokens = const_expr(self.strips), const_expr(self.tile_m // 8)
+        strips, tokens = const_expr(self.strips), const_expr(self.smem.tile_m // 8)
         tiled_mma = cute.make_tiled_mma(warp.MmaF16BF16Op(self.weights.dtype, Float32, (STRIP, 8, 16)))
         acc = cute.make_rmem_tensor(((2, 2), strips, tokens), Float32)
         acc.fill(0.0)
@@ -260,24 +247,24 @@ class SkinnyPacked:
 
         # -- prologue: the first stages - 1 units, a commit group each; unrolled, since a load is on its way the sooner
         coming = at
-        for stage in cutlass.range_constexpr(self.stages - 1):
+        for stage in cutlass.range_constexpr(self.smem.stages - 1):
             if first + stage < end:
                 self.produce(cta, coming, base + stage * self.smem.stage_bytes)
             cute.arch.cp_async_commit_group()
             coming = self.following(cta, coming)
 
         # -- mainloop
-        read, write = Int32(0), Int32(self.stages - 1)
+        read, write = Int32(0), Int32(self.smem.stages - 1)
         for number in cutlass.range(first, end, unroll=1):
             # This unit has landed, for this thread and then for all; and all warps have read the one before, so its
             # buffer, ``write``, may be filled again.
-            cute.arch.cp_async_wait_group(self.stages - 2)
+            cute.arch.cp_async_wait_group(self.smem.stages - 2)
             cute.arch.sync_threads()
-            if number + (self.stages - 1) < end:
+            if number + (self.smem.stages - 1) < end:
                 self.produce(cta, coming, base + write * self.smem.stage_bytes)
             cute.arch.cp_async_commit_group()
             if const_expr(self.dependent):  # noqa: SIM102  known when compiled
-                if number == cutlass.max(first, end - (self.stages - 1)):
+                if number == cutlass.max(first, end - (self.smem.stages - 1)):
                     pdl_launch()
             self.consume(cta, tiled_mma, base + read * self.smem.stage_bytes, constant, acc)
             if at.k_tile == cta.of.k_tiles - 1 or number == end - 1:
@@ -286,13 +273,17 @@ class SkinnyPacked:
                 acc.fill(0.0)
             coming = self.following(cta, coming)
             at = self.following(cta, at)
-            read, write = next_stage(read, self.stages), next_stage(write, self.stages)
+            read, write = next_stage(read, self.smem.stages), next_stage(write, self.smem.stages)
 
     @cute.jit
     def unit(self, of: Extents, number: Int32) -> Unit:
         """Tiles are counted along tokens first, so that those of the same weight rows follow one another."""
         tile = number // of.k_tiles
-        return Unit(tile // of.tiles_m, tile % of.tiles_m, number % of.k_tiles)
+        n, m = tile, Int32(0)
+        if of.tiles_m > 1:  # or nothing more is divided: loads begin the sooner
+            n = tile // of.tiles_m
+            m = tile - n * of.tiles_m
+        return Unit(n, m, number - tile * of.k_tiles)
 
     @cute.jit
     def following(self, cta: Cta, unit: Unit) -> Unit:
@@ -322,7 +313,7 @@ class SkinnyPacked:
 
     def first_token(self, unit: Unit) -> Int32:
         """The first token of a unit's tile."""
-        return unit.m * self.tile_m
+        return unit.m * self.smem.tile_m
 
     def end_of_tokens(self, cta: Cta, unit: Unit) -> Int32:
         """Behind the last token of its weight."""
@@ -341,8 +332,8 @@ class SkinnyPacked:
     @cute.jit
     def produce(self, cta: Cta, unit: Unit, stage: Int32):
         """Starts this thread's copies of a unit into ``stage``; the caller commits the group."""
-        first_k = unit.k_tile * self.tile_k
-        if first_k + self.tile_k <= cta.of.k:
+        first_k = unit.k_tile * self.smem.tile_k
+        if first_k + self.smem.tile_k <= cta.of.k:
             self.load_weight(cta, unit, stage, None)
             self.load_tokens(cta, unit, stage + self.smem.x_at, False)
         else:
@@ -363,7 +354,7 @@ class SkinnyPacked:
             half = const_expr(block // self.smem.half_blocks)
             in_half = unit.n * self.rows + block % self.smem.half_blocks * TILE
             row = in_half + (self.first_row(cta, unit) + half * cta.of.n)
-            first = Int64(row // TILE) * cta.of.tiles_k + unit.k_tile * (self.tile_k // TILE)
+            first = Int64(row // TILE) * cta.of.tiles_k + unit.k_tile * (self.smem.tile_k // TILE)
             source = cta.given.mW.iterator.toint() + first * self.smem.tile_bytes
             if const_expr(self.rows < TILE):
                 source = source + row % TILE // STRIP * (self.smem.tile_bytes // 4)
@@ -384,18 +375,18 @@ class SkinnyPacked:
     @cute.jit
     def load_tokens(self, cta: Cta, unit: Unit, target: Int32, ends: cutlass.Constexpr[bool]):
         """Tokens, their 16-byte chunks swizzled by an XOR with the row so that ldmatrix meets no bank twice."""
-        chunks = const_expr(self.tile_k // 8)
-        mX, first_k = cta.given.mX, unit.k_tile * self.tile_k
-        for i in cutlass.range_constexpr(-(-self.tile_m * chunks // self.threads)):
+        chunks = const_expr(self.smem.tile_k // 8)
+        mX, first_k = cta.given.mX, unit.k_tile * self.smem.tile_k
+        for i in cutlass.range_constexpr(-(-self.smem.tile_m * chunks // self.threads)):
             at = i * self.threads + cta.tid
             row, chunk = at // chunks, at % chunks
             token = self.first_token(unit) + row
             exists = token < self.end_of_tokens(cta, unit)
-            if const_expr((i + 1) * self.threads > self.tile_m * chunks):
-                exists = exists and row < self.tile_m
+            if const_expr((i + 1) * self.threads > self.smem.tile_m * chunks):
+                exists = exists and row < self.smem.tile_m
             if exists:
                 source = mX.iterator.toint() + (Int64(token) * mX.stride[0] + (first_k + chunk * 8)) * 2
-                place = target + row * (self.tile_k * 2) + ((chunk ^ (row & 7)) * VECTOR)
+                place = target + row * (self.smem.tile_k * 2) + ((chunk ^ (row & 7)) * VECTOR)
                 if const_expr(ends):
                     if first_k + chunk * 8 < cta.of.k:
                         copy_async(place, source, VECTOR)
@@ -454,7 +445,7 @@ class SkinnyPacked:
         target: Int32,
     ):
         """``(count, tile_n)`` elements of a ``(groups, rows)`` tensor; groups behind K are read as the last."""
-        vectors = const_expr(self.tile_n * element_bytes // VECTOR)
+        vectors = const_expr(self.smem.tile_n * element_bytes // VECTOR)
         total = const_expr(vectors * count)
         for i in cutlass.range_constexpr(-(-total // self.threads)):
             at = i * self.threads + cta.tid
@@ -464,7 +455,7 @@ class SkinnyPacked:
                 row = row + (first[1] - self.rows if row >= self.rows else Int32(0))
             row = row + first[0]
             exists = const_expr((i + 1) * self.threads <= total) or at < total
-            if const_expr(self.tile_n > TILE or self.gated):
+            if const_expr(self.smem.tile_n > TILE or self.gated):
                 exists = exists and row < rows
             if exists:
                 source_group = cutlass.min(groups[0] + group, groups[1] - 1)
@@ -474,8 +465,8 @@ class SkinnyPacked:
     @cute.jit
     def prefetch(self, cta: Cta, unit: Unit):
         """The unit's packed tiles into the L2, by one thread."""
-        first = unit.k_tile * (self.tile_k // TILE)
-        count = cutlass.min(cta.of.tiles_k - first, self.tile_k // TILE) * self.smem.tile_bytes
+        first = unit.k_tile * (self.smem.tile_k // TILE)
+        count = cutlass.min(cta.of.tiles_k - first, self.smem.tile_k // TILE) * self.smem.tile_bytes
         for block in cutlass.range_constexpr(self.halves * self.smem.half_blocks):
             in_half = unit.n * self.rows + block % self.smem.half_blocks * TILE
             if in_half < cta.of.n:
@@ -505,7 +496,7 @@ class SkinnyPacked:
     ):
         """A unit's products of this warp: its strips of rows, its chunk of K."""
         lane, warp_n, warp_k = cta.tid % 32, cta.warp_n, cta.warp_k
-        strips, tokens = const_expr(self.strips), const_expr(self.tile_m // 8)
+        strips, tokens = const_expr(self.strips), const_expr(self.smem.tile_m // 8)
         strip_bytes = const_expr(self.smem.tile_bytes // 4)
         # The lane's bytes of the warp's first strip: strips of a tile lie one behind the other, and so do tiles.
         strip = warp_n * (strips // self.halves)  # of its half
@@ -516,7 +507,7 @@ class SkinnyPacked:
         weights_at = weights_at + lane * VECTOR
         # ldmatrix: lane i has row i % 8 of the matrix of k-chunk i // 8; chunks 0-3 and 4-7 of a swizzled line.
         row = lane % 8
-        x_line = stage + self.smem.x_at + row * (self.tile_k * 2) + warp_k * (self.chunk * 2)
+        x_line = stage + self.smem.x_at + row * (self.smem.tile_k * 2) + warp_k * (self.chunk * 2)
         x_at = [x_line + (((lane // 8) + 4 * half) ^ row) * VECTOR for half in range(2)]
         part = acc
         if const_expr(self.interval > 0):
@@ -544,18 +535,18 @@ class SkinnyPacked:
             if const_expr(self.zeros and (kb == 0 or (self.interval > 0 and kb * 16 % self.interval == 0))):
                 zeros = stage + self.smem.zeros_at
                 if const_expr(self.group > 0):
-                    zeros = zeros + k // self.group * self.tile_n
+                    zeros = zeros + k // self.group * self.smem.tile_n
                 self.load_bytes(zeros, lane, strip, shifts, self.weights.shift)
             if const_expr(self.weights.code == "e2m1" and kb * 16 % self.group == 0):
                 if const_expr(self.factors):
                     self.load_words_of_scales(stage, lane, k, strip, powers)
                 else:
-                    scales = stage + self.smem.scales_at + k // self.group * self.tile_n
+                    scales = stage + self.smem.scales_at + k // self.group * self.smem.tile_n
                     self.load_bytes(scales, lane, strip, powers, self.weights.power)
             if const_expr(kb % 2 == 0):
                 # -- tokens of two k-blocks: four matrices of 8 x 8 for each 8 tokens
                 for t in cutlass.range_constexpr(tokens):
-                    offset = const_expr(t * 8 * self.tile_k * 2 + kb // 4 * 128)
+                    offset = const_expr(t * 8 * self.smem.tile_k * 2 + kb // 4 * 128)
                     four = load_matrices(x_at[kb // 2 % 2] + offset)
                     for i in cutlass.range_constexpr(4):
                         matrices[i % 2, t, i // 2] = four[i]
@@ -582,7 +573,7 @@ class SkinnyPacked:
     @cute.jit
     def load_words_of_scales(self, stage: Int32, lane: Int32, k: Int32, strip: Int32, words: cute.Tensor):
         """Two words of rows r and r + 8 of each strip: scales of 64 of K."""
-        first = stage + self.smem.scales_at + (k // self.group * self.tile_n + lane // 4 * 2) * 4
+        first = stage + self.smem.scales_at + (k // self.group * self.smem.tile_n + lane // 4 * 2) * 4
         for s in cutlass.range_constexpr(self.strips):
             half, own = self.half_of(s)
             load_words(first + (half * self.rows + (strip + own) * STRIP) * 4, words[None, s])
@@ -608,9 +599,9 @@ class SkinnyPacked:
                 at = scales + (k // self.group * self.halves + half) * 4
                 if const_expr(self.scale_rows == 1):
                     row = half * self.rows + (strip + own) * STRIP + lane // 4 + 8 * r
-                    at = scales + (k // self.group * self.tile_n + row) * size
+                    at = scales + (k // self.group * self.smem.tile_n + row) * size
                 factor = shared_number(self.scale, at).to(Float32)
-                for t in cutlass.range_constexpr(self.tile_m // 8):
+                for t in cutlass.range_constexpr(self.smem.tile_m // 8):
                     for i in cutlass.range_constexpr(2):
                         acc[(i, r), s, t] = acc[(i, r), s, t] + factor * part[(i, r), s, t]
 
@@ -620,9 +611,11 @@ class SkinnyPacked:
     def end_tile(self, cta: Cta, at: Unit, acc: cute.Tensor):
         """Adds the accumulators of all groups of warps, and of all CTAs that have a part of the tile; stores them."""
         lane = cta.tid % self.group_threads
-        if const_expr(self.warps_k > 1):
+        if const_expr(self.smem.warps_k > 1):
             # The groups leave the next tile's behind the next unit's barrier, so after the first group has read.
-            WarpSums(self.group_threads, self.warps_k).add_up(cta.storage + self.smem.sums_at, lane, cta.warp_k, acc)
+            WarpSums(self.group_threads, self.smem.warps_k).add_up(
+                cta.storage + self.smem.sums_at, lane, cta.warp_k, acc
+            )
         tile = self.tile_number(cta, at)
         begin, counter = tile * cta.of.k_tiles, cta.given.mCounters.iterator + tile
         # A run has one part at most of a tile that began before it.
@@ -654,7 +647,7 @@ class SkinnyPacked:
         # Of the lane's accumulators: two tokens, rows r and r + 8; strips of 16 rows, in each half; 8 tokens apart.
         row, token, half = cute.E(0), cute.E(1), cute.E(2)
         layout = cute.make_layout(
-            ((2, 2), (strips, self.halves), self.tile_m // 8),
+            ((2, 2), (strips, self.halves), self.smem.tile_m // 8),
             stride=((token, 8 * row), (STRIP * row, half), 8 * token),
         )
         end = self.end_of_tokens(cta, at)
@@ -675,7 +668,7 @@ class SkinnyPacked:
         # Row by row, as the factors and biases of rows are used.
         for s in cutlass.range_constexpr(strips):
             for r in cutlass.range_constexpr(2):
-                for t in cutlass.range_constexpr(self.tile_m // 8):
+                for t in cutlass.range_constexpr(self.smem.tile_m // 8):
                     for i in cutlass.range_constexpr(2):
                         row, token, _ = cOut[(i, r), s, t]
                         if row < cta.of.n and token < end:

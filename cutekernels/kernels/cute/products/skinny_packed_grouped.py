@@ -53,7 +53,7 @@ class SkinnyPackedGrouped(SkinnyPacked):
     @property
     def group_walk(self) -> GroupWalk:
         """One band of tiles along a group's tokens: those of the same weight rows follow one another."""
-        return GroupWalk(self.tile_m, Raster(1 << 16))
+        return GroupWalk(self.smem.tile_m, Raster(1 << 16))
 
     @cute.jit
     def __call__(
@@ -75,7 +75,7 @@ class SkinnyPackedGrouped(SkinnyPacked):
     ):
         clamp = (alpha, limit) if const_expr(self.clamped) else None
         given = Operands(mD, mX, mW, mS, mZ, mF, mBias, mPartials, mCounters, mEnds, clamp)
-        self.start((given,), ctas, stream)
+        self.launch((given,), [ctas, 1, 1], stream)
 
     @cute.kernel
     def kernel(self, given: Operands):
@@ -116,7 +116,7 @@ class SkinnyPackedGrouped(SkinnyPacked):
             k_tile = Int32(0)
             tile = tile + 1
             m = m + 1
-            if begin + m * self.tile_m >= end:
+            if begin + m * self.smem.tile_m >= end:
                 m = Int32(0)
                 n = n + 1
                 if n == cta.of.tiles_n:
@@ -162,7 +162,7 @@ class SkinnyPackedGrouped(SkinnyPacked):
         return cute.size(cta.given.mW, mode=[0]) * TILE // unit
 
     def first_token(self, unit: GroupUnit) -> Int32:
-        return unit.begin + unit.m * self.tile_m
+        return unit.begin + unit.m * self.smem.tile_m
 
     def end_of_tokens(self, cta: Cta, unit: GroupUnit) -> Int32:
         return unit.end

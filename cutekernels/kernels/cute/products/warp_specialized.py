@@ -44,20 +44,24 @@ class WarpSpecialized(WarpGroupBody, Launched):
     pipeline: StagePipeline
 
     @property
+    def readers(self) -> int:
+        """Consumer groups that read a stage."""
+        return 1 if self.pingpong else self.groups
+
+    @property
     def ring(self) -> TileRing:
         """Tiles that the producer finds; each warp of the groups that share one says that it has read it."""
         return TileRing(self.smem.PLACES, 4 * self.pipeline.readers)
 
     def __post_init__(self) -> None:
         """Holds pipelines and arrivals against the roles: where they differ the kernel would hang."""
-        readers = 1 if self.pingpong else self.groups
         producer, consumer = self.registers
         held = GROUP * (producer + self.groups * consumer) * self.ctas_per_sm
         checks = [
             (self.pingpong and self.groups != 2, f"ping-pong has two consumer groups, not {self.groups}"),
             (
-                self.pipeline.readers != readers,
-                f"empty[stage] expects {self.pipeline.readers} groups, {readers} read it",
+                self.pipeline.readers != self.readers,
+                f"empty[stage] expects {self.pipeline.readers} groups, {self.readers} read it",
             ),
             (self.pipeline.stages < 2, f"{self.pipeline.stages} stage: the producer loads one while another is read"),
             (held > REGISTERS_OF_SM, f"setmaxnreg gives out {held} registers of an SM's {REGISTERS_OF_SM}"),
@@ -93,6 +97,8 @@ class WarpSpecialized(WarpGroupBody, Launched):
                 if const_expr(self.dependent):
                     # The next kernel's set-up runs behind our last products.
                     pdl_launch()
+            else:
+                self.stand_by(source, cta, tid - (GROUP * producer + 32))
             self.end_producer()
         else:
             # -- consumers
@@ -113,6 +119,9 @@ class WarpSpecialized(WarpGroupBody, Launched):
             c_full=shared.c_full + group * self.smem.boxes,
             first_row=group * ROWS if const_expr(not self.pingpong) else Int32(0),
         )
+
+    def stand_by(self, source: Any, cta: Any, thread: Int32):
+        """The work of the 96 threads of the producer's group that load nothing."""
 
     def end_producer(self):
         """What the producer's group owes others at its end."""

@@ -1,11 +1,13 @@
 """Product of many tokens with a packed weight, warpgroup schedule: ``out = act(X @ dequantized(W)^T + bias)``.
 
 Roles:
-    A tile has ``64 * groups`` weight rows and ``tile_n`` tokens. In a CTA the last warp group is the producer: its
-    first warp loads, ``stages`` ahead and across the ends of tiles, tokens by TMA and packed weights, scales and zeros
-    by bulk copies; its other three warps are idle. The other ``groups`` are consumers, 64 weight rows each: they decode
-    packed weights into the registers of wgmma's A operand, and multiply with tokens from shared memory. setmaxnreg
-    moves registers from the producer to them.
+    A tile has 64 weight rows for each of ``readers`` and ``tile_n`` tokens. In a CTA the last warp group is the
+    producer: its first warp loads, ``stages`` ahead and across the ends of tiles, tokens by TMA and packed weights,
+    scales and zeros by bulk copies; two others bring the first stages to the L2 while the kernel ahead still runs. The
+    other ``groups`` are consumers, of 64 weight rows each: they decode packed weights into the registers of wgmma's A
+    operand, and multiply with tokens from shared memory. setmaxnreg moves registers from the producer to them.
+    Where tiles are few, ``warps_k`` groups have the same rows and take k-tiles in turn: one decodes while the other
+    multiplies. The first adds up their sums, through shared memory.
 
 Work:
     Whole tiles, dealt out round robin in bands of rows (``raster``). With ``split`` only ``rounds`` of them, as many as
@@ -19,10 +21,11 @@ Work:
 
 Barriers (mbarriers, one phase bit each):
     full[stage]: 1 arrival, the producer's with the stage's bytes; the copies complete it. The consumers wait.
-    empty[stage]: 1 arrival of each consumer group. The producer waits.
+    empty[stage]: 1 arrival of each group that reads it. The producer waits.
     inbox[group]: 1 arrival, of the group's first thread with the bytes that the cluster's other CTAs send.
     Cluster: all threads arrive when their CTA's mbarriers are initialized, and wait before they send.
-    Named barriers 1, 2, ...: the 128 threads of a consumer group, around its boxes and its sums.
+    Named barriers 1, 2, ...: the 128 threads of a consumer group, around its boxes and its sums. ``SUMS``: groups that
+    take k-tiles in turn; the first waits for the others' sums.
 
 One k-tile, consumer, with sums of groups (``multiply_in_groups``), for 64 of K at a time: wait full[stage]; read packed
     words and scales; decode them into fresh registers, behind the products of the 64 before; wait for those, arrive on
@@ -63,15 +66,16 @@ from cutekernels.kernels.cute.parts.boxes import FIRST_BARRIER, BoxBuffers, BoxO
 from cutekernels.kernels.cute.parts.dependent import pdl_wait
 from cutekernels.kernels.cute.parts.epilogue import Epilogue, EpilogueOperands
 from cutekernels.kernels.cute.parts.gate_pairs import GatePairs
-from cutekernels.kernels.cute.parts.packed import PackedWeights, Weight, load_words, shared_number
+from cutekernels.kernels.cute.parts.packed import PackedWeights, Weight, load_words
 from cutekernels.kernels.cute.parts.pipeline import Position, StagePipeline
-from cutekernels.kernels.cute.parts.prefetch import prefetch_bulk
+from cutekernels.kernels.cute.parts.prefetch import prefetch_bulk, prefetch_line
 from cutekernels.kernels.cute.parts.ptx import copy_bulk, kept_move
 from cutekernels.kernels.cute.parts.schedule import Raster
 from cutekernels.kernels.cute.parts.smem import ALIGNMENT, TILE, WarpgroupPackedSmem
 from cutekernels.kernels.cute.parts.tile_share import (
     ClusterSums,
     TileOwner,
+    WarpSums,
     Workspace,
     add_vectors,
     leave_vectors,
@@ -79,16 +83,18 @@ from cutekernels.kernels.cute.parts.tile_share import (
 )
 from cutekernels.kernels.cute.parts.tile_source import Share, TileSource
 from cutekernels.kernels.cute.parts.warp_groups import GROUP, ROWS, TmaTensor, wgmma
+from cutekernels.kernels.cute.products.packed_scales import PackedScales
 from cutekernels.kernels.cute.products.packed_values import Consumer, Cta, Extents, LoopState, PackedWalk, Shared
 from cutekernels.kernels.cute.products.warp_specialized import Progress, WarpSpecialized
 
 BLOCKS = TILE // 16  # k-blocks of a packed tile
 VECTOR = 16  # bytes
+SUMS = FIRST_BARRIER + 3  # behind those of groups that have other rows
 
 
 @dataclass(frozen=True)
-class WarpgroupPacked(WarpSpecialized):
-    """The body. ``tile_n`` counts tokens: they are the columns of the MMA."""
+class WarpgroupPacked(PackedScales, WarpSpecialized):
+    """The body. ``smem.tile_n`` counts tokens: they are the columns of the MMA."""
 
     smem: WarpgroupPackedSmem
     weights: PackedWeights
@@ -99,9 +105,6 @@ class WarpgroupPacked(WarpSpecialized):
     factors: bool
     scaled: str  # "accumulators" or "weights"
     groups: int  # consumer warp groups
-    tile_n: int
-    tile_k: int
-    stages: int
     split: bool
     raster: Raster
     results: ResultBoxes
@@ -109,9 +112,11 @@ class WarpgroupPacked(WarpSpecialized):
     cluster: int = 1  # CTAs that share a tile's K
     owners: int = 1  # of them, which have equal shares of its results
     ctas_per_sm: int = 1
+    warps_k: int = 1  # groups of the same rows, which take k-tiles in turn
     gate: Epilogue | None = None  # of gates and what they multiply
     source: ClassVar[type[TileSource]] = PackedWalk
     pingpong: ClassVar[bool] = False
+    REGISTERS_OF_TWO: ClassVar[dict[int, tuple[int, int]]] = {1: (40, 216), 2: (24, 104)}  # where two CTAs share an SM
 
     @property
     def gated(self) -> bool:
@@ -122,13 +127,18 @@ class WarpgroupPacked(WarpSpecialized):
         return GatePairs(self.gate, self.smem.exchange_at, self.smem.exchanged)
 
     @property
+    def readers(self) -> int:
+        """Groups that have other rows each."""
+        return self.groups // self.warps_k
+
+    @property
     def columns(self) -> int:
         """Columns of out in a tile."""
-        return ROWS if self.gated else ROWS * self.groups
+        return ROWS if self.gated else ROWS * self.readers
 
     @property
     def registers(self) -> tuple[int, int]:
-        return (40, 216) if self.ctas_per_sm > 1 else self.REGISTERS[self.groups]
+        return self.REGISTERS_OF_TWO[self.groups] if self.ctas_per_sm > 1 else self.REGISTERS[self.groups]
 
     @property
     def cluster_shape(self) -> list[int] | None:
@@ -136,7 +146,7 @@ class WarpgroupPacked(WarpSpecialized):
 
     @property
     def sums(self) -> ClusterSums:
-        return ClusterSums(self.cluster, self.owners, GROUP, self.tile_n // 2)
+        return ClusterSums(self.cluster, self.owners, GROUP, self.smem.tile_n // 2)
 
     @property
     def by_rows(self) -> bool:
@@ -146,25 +156,25 @@ class WarpgroupPacked(WarpSpecialized):
     @property
     def interval(self) -> int:
         """Elements of K between two additions to the tile's accumulators; 0: none, its products add up there."""
-        return min(self.group, self.tile_k) if self.scaled == "accumulators" else 0
+        return min(self.group, self.smem.tile_k) if self.scaled == "accumulators" else 0
 
     @property
     def of_pair(self) -> int:
         """K-tiles of two batches of products, which are 64 of K each."""
-        return 2 * TILE // self.tile_k
+        return 2 * TILE // self.smem.tile_k
 
     @property
     def pipeline(self) -> StagePipeline:
-        return StagePipeline(self.stages, self.smem.stage_bytes, self.groups, 1)
+        return StagePipeline(self.smem.stages, self.smem.stage_bytes, self.readers, 1)
 
     def layout(self, dtype: type[cutlass.Numeric]) -> cute.ComposedLayout:
         """The stages of tokens, ``(tokens, K, STAGE)``."""
-        tile = (ROWS, self.tile_n, self.tile_k)
-        return hopper_helpers.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tile, dtype, self.stages)
+        tile = (ROWS, self.smem.tile_n, self.smem.tile_k)
+        return hopper_helpers.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tile, dtype, self.smem.stages)
 
     def mma(self, dtype: type[cutlass.Numeric]) -> cute.TiledMma:
         """The product of one group: weights in registers, tokens in shared memory."""
-        return wgmma(dtype, self.tile_n, source=warpgroup.OperandSource.RMEM)
+        return wgmma(dtype, self.smem.tile_n, source=warpgroup.OperandSource.RMEM)
 
     @cute.jit
     def __call__(
@@ -205,7 +215,7 @@ class WarpgroupPacked(WarpSpecialized):
         mD = cute.make_tensor(mD.iterator, cute.make_layout((mD.shape[1], mD.shape[0]), stride=(1, pitch_d)))
         stage = cute.make_composed_layout(layout.inner, 0, cute.select(layout.outer, mode=[0, 1]))
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        tokens = TmaTensor(*cpasync.make_tiled_tma_atom(load, mX, stage, (self.tile_n, self.tile_k)))
+        tokens = TmaTensor(*cpasync.make_tiled_tma_atom(load, mX, stage, (self.smem.tile_n, self.smem.tile_k)))
         out = TmaTensor(*self.results.tma(store, mD))
         return tokens, out, layout
 
@@ -225,11 +235,10 @@ class WarpgroupPacked(WarpSpecialized):
         role = self.role()
         shared = self.set_up(role[2], layout, (tokens.tma, outputs.tma_d))
         of, source = self.shares(shared, tokens, outputs, extra, (block, ctas, dealt))
-        if const_expr(self.dependent):
-            if const_expr(self.source.counted):  # noqa: SIM102  known when compiled
-                if role[0] < self.stages * self.groups and source.count > 0:
-                    self.prefetch(weight, of, source.share(Int32(0)), role[0])
-            pdl_wait()
+        if const_expr(self.dependent):  # noqa: SIM102  known when compiled
+            # All but the warps that prefetch, which read nothing.
+            if role[2] <= 4 * self.groups:
+                pdl_wait()
         self.divide(source, Cta(shared, tokens, weight, of, tiled_mma, outputs, extra), role)
 
     @cute.jit
@@ -240,7 +249,7 @@ class WarpgroupPacked(WarpSpecialized):
         at_x = cute.recast_ptr(storage, layout.inner, self.results.dtype)
         ring = cute.recast_ptr(storage + self.smem.ring_at, dtype=Int64)
         sX = cute.make_tensor(at_x, layout.outer)
-        shared = Shared(storage, sX, full, full + self.stages, full, ring)
+        shared = Shared(storage, sX, full, full + self.smem.stages, full, ring)
         self.init_shared(warp, tmas, shared)
         # Nobody touches the barriers before they are initialized.
         cute.arch.sync_threads()
@@ -264,9 +273,9 @@ class WarpgroupPacked(WarpSpecialized):
             n=n,
             m=m,
             k=k,
-            k_tiles=cute.ceil_div(k, self.tile_k),
+            k_tiles=cute.ceil_div(k, self.smem.tile_k),
             tiles_n=cute.ceil_div(n, self.columns),
-            tiles_m=cute.ceil_div(m, self.tile_n),
+            tiles_m=cute.ceil_div(m, self.smem.tile_n),
             ctas=ctas,
             rounds=rounds,
             share=share,
@@ -281,7 +290,7 @@ class WarpgroupPacked(WarpSpecialized):
         self.pipeline.init(shared.full, shared.empty)
         if const_expr(self.cluster > 1):
             inboxes = cute.recast_ptr(shared.storage + self.smem.inbox_barriers_at, dtype=Int64)
-            for group in cutlass.range_constexpr(self.groups):
+            for group in cutlass.range_constexpr(self.readers):
                 cute.arch.mbarrier_init(inboxes + group, 1)
 
     # ---- rows of the weight: of one product, all that there are
@@ -298,7 +307,7 @@ class WarpgroupPacked(WarpSpecialized):
         """Groups that have rows."""
         if self.gated:
             return Int32(2)
-        return cutlass.min(cute.ceil_div(of.n - corner.row, TILE), Int32(self.groups))
+        return cutlass.min(cute.ceil_div(of.n - corner.row, TILE), Int32(self.readers))
 
     def all_rows(self, weight: Weight, of: Extents, unit: int) -> Int32:
         """The rows of W in ``unit``s."""
@@ -307,21 +316,36 @@ class WarpgroupPacked(WarpSpecialized):
     # ---- producer
 
     @cute.jit
-    def prefetch(self, weight: Weight, of: Extents, share: Share, i: Int32):
-        """The ``i``-th of the packed weights of the first stages, of one group each, into the L2."""
-        tiles_k = cute.ceil_div(of.k, TILE)
-        row = self.first_row(of, share.corner, i % self.groups)
-        first = (share.begin + i // self.groups) * (self.tile_k // TILE)
-        count = cutlass.min(tiles_k - first, Int32(self.tile_k // TILE))
-        if row < self.rows(of) and count > 0:
-            at = (Int64(row // TILE) * tiles_k + first) * self.smem.tile_bytes
-            prefetch_bulk(weight.mW.iterator.toint() + at, count * self.smem.tile_bytes)
+    def stand_by(self, source: TileSource, cta: Cta, thread: Int32):
+        """Prefetches into the L2 before the kernel ahead has ended: the first warp's of packed weights, scales and zero
+        points of the first stages, a thread for each group of each; the second warp's of a lone tile of tokens, which
+        all CTAs read, a k-tile each of the first CTAs. A warp's are issued one by one, so others do not wait for them.
+        """
+        if const_expr(self.dependent and self.source.counted):  # noqa: SIM102  known when compiled
+            if source.count > 0:
+                tokens, weight, of, share = cta.tokens, cta.weight, cta.of, source.share(Int32(0))
+                tiles_k = cute.ceil_div(of.k, TILE)
+                row = self.first_row(of, share.corner, thread % self.readers)
+                k_tile = share.begin + thread // self.readers
+                first = k_tile * (self.smem.tile_k // TILE)
+                count = cutlass.min(tiles_k - first, Int32(self.smem.tile_k // TILE))
+                if thread < self.smem.stages * self.readers and row < self.rows(of) and count > 0:
+                    at = (Int64(row // TILE) * tiles_k + first) * self.smem.tile_bytes
+                    prefetch_bulk(weight.mW.iterator.toint() + at, count * self.smem.tile_bytes)
+                    for at_strip, size, _ in self.strips(weight, of, row, k_tile, 0):
+                        prefetch_bulk(at_strip, Int32(size))
+                    if const_expr(self.scale_rows > 1):
+                        prefetch_line(self.block_scales(weight, of, row, k_tile))
+                block, _, _ = cute.arch.block_idx()
+                if thread // 32 == 1 and of.tiles_m == 1 and block < of.k_tiles:
+                    x = tokens.loads(cta.shared.sX, share.corner.column, (self.smem.tile_n, self.smem.tile_k))
+                    cute.prefetch(x.tma, x.source[None, block])
 
     @cute.jit
     def load(self, cta: Cta, source: TileSource, share: Share, at: Position) -> Position:
         """The loads of one share. Returns the position behind."""
         shared, tokens, weight, of = cta.shared, cta.tokens, cta.weight, cta.of
-        x = tokens.loads(shared.sX, share.corner.column, (self.tile_n, self.tile_k))
+        x = tokens.loads(shared.sX, share.corner.column, (self.smem.tile_n, self.smem.tile_k))
         base, full = shared.storage.toint().to(Int32), shared.full.toint().to(Int32)
         tiles_k = cute.ceil_div(of.k, TILE)
         # Groups of the tile whose rows the packed weight has.
@@ -329,8 +353,8 @@ class WarpgroupPacked(WarpSpecialized):
         for k_tile in cutlass.range(share.begin, share.k_end, unroll=1):
             # Wait until the consumers have read the stage; then announce its bytes, those of tiles that exist.
             cute.arch.mbarrier_wait(shared.empty + at.stage, at.phase)
-            first = k_tile * (self.tile_k // TILE)
-            halves = cutlass.min(tiles_k - first, Int32(self.tile_k // TILE))
+            first = k_tile * (self.smem.tile_k // TILE)
+            halves = cutlass.min(tiles_k - first, Int32(self.smem.tile_k // TILE))
             weight_bytes = halves * self.smem.tile_bytes
             bytes_ = self.smem.x_bytes + present * (weight_bytes + self.smem.scales_bytes + self.smem.zeros_bytes)
             with cute.arch.elect_one():
@@ -339,45 +363,38 @@ class WarpgroupPacked(WarpSpecialized):
             barrier = full + at.stage * 8
             stage = base + at.stage * self.smem.packed_bytes + self.smem.packed_at
             with cute.arch.elect_one():
-                for g in cutlass.range_constexpr(self.groups):
+                for g in cutlass.range_constexpr(self.readers):
                     if g < present:
                         row = self.first_row(of, share.corner, g)
                         from_w = (
                             weight.mW.iterator.toint() + (Int64(row // TILE) * tiles_k + first) * self.smem.tile_bytes
                         )
                         copy_bulk(stage + g * self.smem.weight_bytes, from_w, weight_bytes, barrier)
-                        if const_expr(self.smem.strips > 0 or self.zeros):
-                            self.load_strips(weight, of, row, k_tile, stage, g, barrier)
+                        for at_strip, size, place in self.strips(weight, of, row, k_tile, g):
+                            copy_bulk(stage + place, at_strip, Int32(size), barrier)
             at = self.pipeline.next(at)
         return at
 
-    @cute.jit
-    def load_strips(
-        self,
-        weight: Weight,
-        of: Extents,
-        row: Int32,
-        k_tile: Int32,
-        stage: Int32,
-        g: cutlass.Constexpr[int],
-        barrier: Int32,
-    ):
-        """Scales and zero points of 64 rows, a strip for each group of K in the k-tile; behind K the last again."""
-        last = cute.ceil_div(of.k, self.group) - 1 if const_expr(self.group > 0) else Int32(0)
-        for i in cutlass.range_constexpr(max(self.smem.strips, self.smem.zero_strips)):
+    def strips(self, weight: Weight, of: Extents, row: Int32, k_tile: Int32, g: int) -> list[tuple[Int64, int, int]]:
+        """Scales and zero points of 64 rows, a strip for each group of K in the k-tile, behind K the last again: where
+        each lies, its bytes, and its place in a stage, as group ``g``'s.
+        """
+        if self.smem.strips == 0 and not self.zeros:
+            return []
+        last = cute.ceil_div(of.k, self.group) - 1 if self.group > 0 else Int32(0)
+        found, size = [], self.scale.width // 8
+        for i in range(max(self.smem.strips, self.smem.zero_strips)):
             group = Int32(0)
-            if const_expr(self.group > 0):
-                group = cutlass.min(k_tile * self.tile_k // self.group + i, last)
+            if self.group > 0:
+                group = cutlass.min(k_tile * self.smem.tile_k // self.group + i, last)
             at = Int64(group) * (self.all_rows(weight, of, TILE) * TILE) + row
-            size = const_expr(TILE * self.scale.width // 8)
-            if const_expr(self.smem.strips > 0):
-                source = weight.mS.iterator.toint() + at * (self.scale.width // 8)
-                copy_bulk(stage + self.smem.scales_at + (g * self.smem.strips + i) * size, source, Int32(size), barrier)
-            if const_expr(self.zeros):
-                source = weight.mZ.iterator.toint() + at
-                copy_bulk(
-                    stage + self.smem.zeros_at + (g * self.smem.zero_strips + i) * TILE, source, Int32(TILE), barrier
-                )
+            if self.smem.strips > 0:
+                place = self.smem.scales_at + (g * self.smem.strips + i) * (TILE * size)
+                found.append((weight.mS.iterator.toint() + at * size, TILE * size, place))
+            if self.zeros:
+                place = self.smem.zeros_at + (g * self.smem.zero_strips + i) * TILE
+                found.append((weight.mZ.iterator.toint() + at, TILE, place))
+        return found
 
     @cute.jit
     def end_producer(self):
@@ -394,11 +411,15 @@ class WarpgroupPacked(WarpSpecialized):
         rX = tiled_mma.make_fragment_B(of_group.partition_B(shared.sX))
         shape_w = tiled_mma.partition_shape_A((ROWS, TILE))
         rW, rV = [cute.make_rmem_tensor(shape_w, self.weights.dtype) for _ in range(2)]
-        acc = cute.make_rmem_tensor(tiled_mma.partition_shape_C((ROWS, self.tile_n)), Float32)
+        acc = cute.make_rmem_tensor(tiled_mma.partition_shape_C((ROWS, self.smem.tile_n)), Float32)
         part = acc
         if const_expr(self.interval > 0):
             part = cute.make_rmem_tensor(acc.shape, Float32)
-        return Consumer(tid % GROUP, group, cta, tiled_mma, rX, rW, rV, acc, part, self.weights.constant(cta.of.share))
+        turn = 0
+        if const_expr(self.warps_k > 1):
+            group, turn = group % self.readers, group // self.readers
+        constant = self.weights.constant(cta.of.share)
+        return Consumer(tid % GROUP, group, cta, tiled_mma, rX, rW, rV, acc, part, constant, turn)
 
     @cute.jit
     def buffers(self, consumer: Consumer) -> BoxBuffers:
@@ -410,7 +431,13 @@ class WarpgroupPacked(WarpSpecialized):
 
     @cute.jit
     def multiply(self, consumer: Consumer, share: Share, at: Position) -> Position:
-        """The mainloop of one share. Returns the position behind its last k-tile."""
+        """The mainloop of one share. Returns the position behind its last k-tile; of groups that take k-tiles in turn,
+        which have one share alone, behind their own last one.
+        """
+        if const_expr(self.warps_k > 1):
+            at = self.pipeline.after(at, consumer.turn)
+            own = (share.count + (self.warps_k - 1) - consumer.turn) // self.warps_k
+            share = replace(share, begin=share.begin + consumer.turn, count=own)
         if const_expr(self.interval > 0):
             at = self.multiply_in_groups(consumer, share, at)
         else:
@@ -465,7 +492,7 @@ class WarpgroupPacked(WarpSpecialized):
             if const_expr(self.scale_rows > 1):
                 # The scale of this k-tile's block was asked for a k-tile ago.
                 factors.fill(coming)
-                following = cutlass.min(share.begin + done + 1, of.k_tiles - 1)
+                following = cutlass.min(share.begin + (done + 1) * self.warps_k, of.k_tiles - 1)
                 coming = self.block_scale(weight, of, self.first_row(of, share.corner, consumer.group), following)
             # Wait until the copies have filled the stage.
             cute.arch.mbarrier_wait(shared.full + at.stage, at.phase)
@@ -487,7 +514,7 @@ class WarpgroupPacked(WarpSpecialized):
         self.issue(consumer, rW, half, at.stage)
         if const_expr(self.of_pair == 2 or half == 1):
             before, last = last, at.stage
-            at = self.pipeline.next(at)
+            at = self.behind(at)
         return LoopState(at, before, last, coming)
 
     @cute.jit
@@ -558,17 +585,17 @@ class WarpgroupPacked(WarpSpecialized):
         coming = Float32(0.0)
         if const_expr(self.scale_rows > 1):
             coming = self.block_scale(weight, of, row, share.begin)
-        for k_tile in cutlass.range(share.begin, share.k_end, unroll=1):
+        for k_tile in cutlass.range(share.begin, share.k_end, self.warps_k, unroll=1):
             if const_expr(self.scale_rows > 1):
                 # The scale of this k-tile's block was asked for a k-tile ago.
                 next_factors.fill(coming)
-                coming = self.block_scale(weight, of, row, cutlass.min(k_tile + 1, of.k_tiles - 1))
+                coming = self.block_scale(weight, of, row, cutlass.min(k_tile + self.warps_k, of.k_tiles - 1))
             # Wait until the copies have filled the stage.
             cute.arch.mbarrier_wait(shared.full + at.stage, at.phase)
             stage = shared.storage.toint().to(Int32) + self.smem.packed_at + at.stage * self.smem.packed_bytes
             if const_expr(self.smem.strips > 0):
                 self.load_factors(consumer, stage, next_factors)
-            for half in cutlass.range_constexpr(self.tile_k // TILE):
+            for half in cutlass.range_constexpr(self.smem.tile_k // TILE):
                 # -- packed words of 64 of K, decoded while the products of the 64 before run
                 fresh = cute.make_rmem_tensor(4 * BLOCKS, Int32)
                 self.decode(consumer, stage, half, self.packed_words(consumer, stage, half), factors, fresh)
@@ -606,7 +633,7 @@ class WarpgroupPacked(WarpSpecialized):
                     )
                 warpgroup.commit_group()
             before = at.stage
-            at = self.pipeline.next(at)
+            at = self.behind(at)
         # The last products are done: accumulators may be read, and the producer may refill the last stage.
         warpgroup.wait_group(0)
         self.pipeline.release(consumer.thread, shared.empty, before, Boolean(True))
@@ -614,73 +641,11 @@ class WarpgroupPacked(WarpSpecialized):
         return at
 
     @cute.jit
-    def own_row(self, consumer: Consumer) -> Int32:
-        """A thread's first row of its group's 64; the other is 8 further."""
-        return consumer.thread // 32 * 16 + consumer.thread % 32 // 4
-
-    @cute.jit
-    def load_factors(self, consumer: Consumer, stage: Int32, factors: cute.Tensor):
-        """Scales of rows r and r + 8, for each group of K in the stage; of e2m1 bits, two words or of ``power``."""
-        size = const_expr(self.scale.width // 8)
-        first = stage + self.smem.scales_at + consumer.group * (self.smem.strips * TILE * size)
-        for i in cutlass.range_constexpr(self.smem.strips):
-            if const_expr(self.factors):
-                at = first + (i * TILE + self.own_row(consumer) + consumer.thread % 32 // 4) * size
-                load_words(at, cute.recast_tensor(factors, Int32)[None, i])
-            for r in cutlass.range_constexpr(0 if self.factors else 2):
-                at = first + (i * TILE + self.own_row(consumer) + 8 * r) * size
-                found = shared_number(self.scale, at)
-                if const_expr(self.weights.code == "e2m1"):
-                    cute.recast_tensor(factors, Int32)[r, i] = self.weights.power(found.to(Int32))
-                else:
-                    factors[r, i] = found.to(Float32)
-
-    @cute.jit
-    def block_scale(self, weight: Weight, of: Extents, row: Int32, k_tile: Int32) -> Float32:
-        """The scale of a 128 x 128 block, from memory: the same for all threads of a group."""
-        blocks = self.all_rows(weight, of, self.scale_rows)
-        group = k_tile * self.tile_k // self.group
-        block = cutlass.min(row // self.scale_rows, blocks - 1)
-        return weight.mS[group, block].to(Float32)
-
-    @cute.jit
-    def load_shifts(self, consumer: Consumer, stage: Int32, strip: cutlass.Constexpr[int], shifts: cute.Tensor):
-        """The numbers added to codes of rows r and r + 8, from zero points."""
-        first = stage + self.smem.zeros_at + (consumer.group * self.smem.zero_strips + strip) * TILE
-        for r in cutlass.range_constexpr(2):
-            at = first + self.own_row(consumer) + 8 * r
-            shifts[r] = self.weights.shift(shared_number(cutlass.Uint8, at).to(Int32))
-
-    @cute.jit
-    def promote(self, consumer: Consumer, factors: cute.Tensor):
-        """``acc += scale * part``."""
-        for j in cutlass.range_constexpr(self.tile_n // 8):
-            for r in cutlass.range_constexpr(2):
-                for i in cutlass.range_constexpr(2):
-                    at = const_expr(4 * j + 2 * r + i)
-                    consumer.acc[at] = consumer.acc[at] + factors[r] * consumer.part[at]
-
-    @cute.jit
-    def row_factors(self, consumer: Consumer, first: Int32) -> cute.Tensor:
-        """Scales of all of K, or factors, of rows r and r + 8 of a group's, which begin with row ``first``."""
-        weight, of = consumer.cta.weight, consumer.cta.of
-        table = weight.mF if const_expr(self.factors) else weight.mS
-        factors = cute.make_rmem_tensor(2, Float32)
-        factors.fill(0.0)
-        for r in cutlass.range_constexpr(2):
-            row = first + self.own_row(consumer) + 8 * r
-            if row < self.all_rows(weight, of, 1):
-                factors[r] = table[0, row].to(Float32)
-        return factors
-
-    @cute.jit
-    def scale_by(self, consumer: Consumer, factors: cute.Tensor):
-        """Those on the tile's accumulators."""
-        for r in cutlass.range_constexpr(2):
-            for j in cutlass.range_constexpr(self.tile_n // 8):
-                for i in cutlass.range_constexpr(2):
-                    at = const_expr(4 * j + 2 * r + i)
-                    consumer.acc[at] = consumer.acc[at] * factors[r]
+    def behind(self, at: Position) -> Position:
+        """The position of a group's next k-tile."""
+        for _ in cutlass.range_constexpr(self.warps_k):
+            at = self.pipeline.next(at)
+        return at
 
     @cute.jit
     def read_ahead(self, consumer: Consumer, corner: Corner) -> cute.Tensor | None:
@@ -700,6 +665,9 @@ class WarpgroupPacked(WarpSpecialized):
         progress: Progress,
     ) -> Progress:
         (buffers, outputs, corner), boxes_used, results = target, progress.boxes_used, consumer.acc
+        if const_expr(self.warps_k > 1):
+            thread = consumer.thread + consumer.group * GROUP
+            self.turns.add_up(consumer.shared.storage + self.smem.exchange_at, thread, consumer.turn, consumer.acc)
         early = const_expr(ahead is not None and (self.cluster > 1 or self.gated))
         if const_expr(early):
             self.scale_by(consumer, ahead)
@@ -725,6 +693,11 @@ class WarpgroupPacked(WarpSpecialized):
         """Whether this group has results: of a gate, the first."""
         return consumer.group == 0 if self.gated else True
 
+    @property
+    def turns(self) -> WarpSums:
+        """The sum of groups that take k-tiles in turn."""
+        return WarpSums(GROUP * self.readers, self.warps_k, SUMS)
+
     @cute.jit
     def gate_operands(self, consumer: Consumer, share: Share) -> tuple[EpilogueOperands, cute.Tensor | None]:
         """Operands of the gate, and biases of the thread's rows r and r + 8, of both halves."""
@@ -738,11 +711,11 @@ class WarpgroupPacked(WarpSpecialized):
     def gather(self, source: PackedWalk, consumer: Consumer, share: Share) -> bool | Boolean:
         """Whether this group's accumulators are now the whole tile's, which this CTA stores."""
         if const_expr(not self.split):
-            return True
+            return consumer.turn == 0
         of, workspace, thread, group = source.of, consumer.cta.extra, consumer.thread, consumer.group
         if share.count < of.k_tiles:
             shared = share.number - of.rounds * of.ctas  # among those that are shared
-            counter = workspace.mCounters.iterator + (shared * self.groups + group)
+            counter = workspace.mCounters.iterator + (shared * self.readers + group)
             run, owner = TileOwner().run(), TileOwner(GROUP, FIRST_BARRIER)
             if share.owner:
                 # The tile's other k-tiles are the later runs'.
@@ -757,7 +730,7 @@ class WarpgroupPacked(WarpSpecialized):
 
     def partials(self, workspace: Workspace) -> cute.Tensor:
         """Parts by runs."""
-        return vectors(workspace, GROUP * self.groups, self.tile_n // 2)
+        return vectors(workspace, GROUP * self.readers, self.smem.tile_n // 2)
 
     @cute.jit
     def share_in_cluster(self, consumer: Consumer, rank: Int32) -> Boolean:
@@ -767,8 +740,11 @@ class WarpgroupPacked(WarpSpecialized):
         inbox = cute.recast_ptr(storage + self.smem.inbox_at, dtype=Float32) + group * (GROUP * self.sums.received)
         # Wait until all CTAs have initialized their barriers, on which this thread's stores arrive.
         cute.arch.cluster_wait()
-        self.sums.send(consumer.acc, inbox, full, thread, rank)
         own = rank < self.owners
+        if const_expr(self.warps_k > 1):
+            own = own and consumer.turn == 0
+        if consumer.turn == 0:
+            self.sums.send(consumer.acc, inbox, full, thread, rank)
         if own:
             self.sums.add_up(consumer.acc, inbox, full, thread, rank)
         return own

@@ -41,7 +41,7 @@ class WarpgroupPackedGrouped(WarpgroupPacked):
 
     @property
     def group_walk(self) -> GroupWalk:
-        return GroupWalk(self.tile_n, self.raster)
+        return GroupWalk(self.smem.tile_n, self.raster)
 
     @cute.jit
     def __call__(
@@ -73,13 +73,13 @@ class WarpgroupPackedGrouped(WarpgroupPacked):
     ) -> tuple[Extents, GroupRing]:
         (m, k), n = tokens.coordinates.shape, cute.size(outputs.tD, mode=[0])
         tiles_n = cute.ceil_div(n, self.columns)
-        of = Extents(n, m, k, cute.ceil_div(k, self.tile_k), tiles_n, Int32(0), Int32(0))
+        of = Extents(n, m, k, cute.ceil_div(k, self.smem.tile_k), tiles_n, Int32(0), Int32(0))
         ring = GroupRing(
             walk=self.group_walk,
             ring=self.ring,
             at=shared.ring,
             given=GroupTensors(outputs.mOut, extra[0], outputs.mBias),
-            tile=(self.tile_n, self.columns),
+            tile=(self.smem.tile_n, self.columns),
             clusters=(1, 1),
             shifted=False,
             swapped=True,

@@ -100,22 +100,23 @@ class NormCosts:
 
 @dataclass(frozen=True)
 class PackedSkinnyCosts:
-    """Warp MMA of packed weights."""
+    """Warp MMA of packed weights. Fitted with the next to 1,770 runs of 133 products (H200, 2026-11-30)."""
 
-    beside: float = 2.9  # instructions: beside decoding, for eight weights of a lane
+    beside: float = 2.8  # instructions: beside decoding, for eight weights of a lane
     column: float = 1.6  # instructions: beside these, for eight tokens
     fragment: float = 0.66  # instructions: for eight tokens, shared by a warp's strips
-    issue: float = 0.63  # share of a scheduler's cycles that issue one
-    few: float = 2.1  # share of their time that is added, divided by an SM's warps
-    mma_cycles: float = 15.3  # cycles of a scheduler: eight weights of a lane and eight tokens
+    issue: float = 0.81  # share of a scheduler's cycles that issue one
+    few: float = 1.85  # share of their time that is added, divided by an SM's warps
+    mma_cycles: float = 20.0  # cycles of a scheduler: eight weights of a lane and eight tokens
     mma: float = 0.85  # mma_flops_per_us: what the SM's warps reach
-    port: float = 0.56  # sm_bytes_per_us: what an SM loads
-    latency: float = 1.65  # dram_latency_us: a load
-    dram: float = 0.9  # dram_share: what the loads reach
-    unit_us: float = 0.048  # us: between units
-    end_us: float = 0.45  # us: a tile's end
-    group_us: float = 0.063  # us: each further group of warps that shares K
-    shared: float = 1.7  # exchange_us: a shared tile
+    port: float = 0.57  # sm_bytes_per_us: what an SM loads
+    latency: float = 1.26  # dram_latency_us: a load
+    dram: float = 0.94  # dram_share: what the loads reach
+    unit_us: float = 0.056  # us: between units
+    end_us: float = 0.3  # us: a tile's end
+    group_us: float = 0.058  # us: each further group of warps that shares K
+    first: float = 0.68  # share of the first units' time at DRAM's rate that nothing hides
+    shared: float = 3.0  # exchange_us: a shared tile
     sharpness: float = 8.0  # exponent of the mean of four times
 
 
@@ -123,24 +124,25 @@ class PackedSkinnyCosts:
 class PackedWarpgroupCosts:
     """Warpgroup MMA of packed weights."""
 
-    beside: float = 2.39  # instructions: beside decoding, for eight weights
+    beside: float = 2.05  # instructions: beside decoding, for eight weights
     scaled: float = 13.2  # instructions: to scale eight weights
     exact: float = 6.5  # instructions: to scale eight weights where scales have the activations' type
-    issue: float = 0.58  # share of a scheduler's cycles that issue one
-    alone: float = 0.15  # share of decoding that one group alone does not hide
+    issue: float = 0.56  # share of a scheduler's cycles that issue one
+    alone: float = 0.11  # share of decoding that one group alone does not hide
     mma: float = 1.05  # warpgroup_flops_per_us: what a steady mainloop reaches
-    port: float = 1.8  # sm_bytes_per_us: what an SM loads
-    dram: float = 1.59  # dram_share: what the loads reach
-    half_us: float = 0.043  # us: each 64 of K
-    end_us: float = 0.044  # us: a group's end
-    fixed: float = 1.71  # launch_us: a launch, with its first and last CTA
-    shared: float = 3.7  # exchange_us: a shared tile, whatever its size
+    port: float = 2.0  # sm_bytes_per_us: what an SM loads
+    dram: float = 1.39  # dram_share: what the loads reach
+    half_us: float = 0.0515  # us: each 64 of K
+    end_us: float = 0.05  # us: a group's end
+    fixed: float = 1.53  # launch_us: a launch, with its first and last CTA
+    shared: float = 4.8  # exchange_us: a shared tile, whatever its size
     parts: float = 9  # exchange_us: 128 x 128 partial sums of a shared tile
     met: float = 0.2  # exchange_us: the CTAs of a cluster that shares a tile, whatever its size
-    sent: float = 4  # exchange_us: 128 x 128 partial sums that they send
-    latency: float = 1.16  # dram_latency_us: a load, which all stages but one hide
+    sent: float = 6.2  # exchange_us: 128 x 128 partial sums that they send
+    turn_us: float = 0.078  # us: groups that take k-tiles in turn add up
+    latency: float = 1.46  # dram_latency_us: a load, which all stages but one hide
     sharpness: float = 3.9  # exponent of the mean of a k-tile's four times
-    hidden: float = 2.26  # exponent of the mean of the busiest SM's time and DRAM's
+    hidden: float = 2.35  # exponent of the mean of the busiest SM's time and DRAM's
 
 
 @dataclass(frozen=True)
@@ -154,6 +156,15 @@ class DequantizeCosts:
 MULTISTAGE, SKINNY, SKINNY_WARPGROUP = MultistageCosts(), SkinnyCosts(), SkinnyWarpgroupCosts()
 WARPGROUP, PREFETCH, NORM = WarpgroupCosts(), Prefetch(), NormCosts()
 PACKED_SKINNY, PACKED_WARPGROUP, DEQUANTIZE = PackedSkinnyCosts(), PackedWarpgroupCosts(), DequantizeCosts()
+# Experts' packed weights: fitted before (H200, 2026-11-26).
+EXPERTS_SKINNY = replace(
+    PACKED_SKINNY, beside=2.9, issue=0.63, few=2.1, mma_cycles=15.3, port=0.56, latency=1.65, dram=0.9, unit_us=0.048,
+    end_us=0.45, group_us=0.063, first=0.0, shared=1.7,
+)  # fmt: skip
+EXPERTS_WARPGROUP = replace(
+    PACKED_WARPGROUP, beside=2.39, issue=0.58, alone=0.15, port=1.8, dram=1.59, half_us=0.043, end_us=0.044, fixed=1.71,
+    latency=1.16, hidden=2.26,
+)  # fmt: skip
 # Groups of rows, and along the depth: what differs, fitted to 1800 runs of 95 products (H200, 2026-11-24; H100,
 # 2026-11-25). Multistage has its own numbers.
 GROUPED = replace(

@@ -108,7 +108,7 @@ BODIES: dict[str, dict[str, tuple[Any, ...]]] = {
     "skinny": {
         "tile_m": (8, 16, 24, 32, 48, 64),
         "tile_n": (16, 32, 64, 128),
-        "tile_k": (64, 128, 256, 512),
+        "tile_k": (64, 128, 256, 512, 1024),
         "stages": (3, 4, 6, 8),
         "stream_k": (False, True),
         "pdl": (False, True),
@@ -128,6 +128,7 @@ BODIES: dict[str, dict[str, tuple[Any, ...]]] = {
         "raster": (1, 8),
         "split_k": (1, 2, 3, 4, 5, 6, 8),
         "ctas_per_sm": (1, 2),
+        "warps_k": (1, 2),
     },
 }
 
@@ -138,13 +139,14 @@ class QuantizedConfig(BodiesConfig):
 
     ``tile_m`` are tokens, ``tile_n`` weight rows. ``stream_k``: CTAs share the k-tiles of tiles that would not fill
     the GPU's last wave. ``split_k``: CTAs of a cluster that share a tile's K. ``scaled``: whether scales multiply fp32
-    accumulators or decoded weights.
+    accumulators or decoded weights. ``warps_k``: groups of warps that divide each k-tile (skinny), or consumer groups
+    that take k-tiles in turn (warpgroup).
     """
 
     body: str = knob("skinny", "warpgroup")
     tile_m: int = knob(8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
     tile_n: int = knob(16, 32, 64, 128, 192)
-    tile_k: int = knob(64, 128, 256, 512)
+    tile_k: int = knob(64, 128, 256, 512, 1024)
     stages: int = knob(2, 3, 4, 5, 6, 7, 8)
     stream_k: bool = knob(False, True)
     pdl: bool = knob(False, True)

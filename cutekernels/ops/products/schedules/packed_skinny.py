@@ -4,7 +4,7 @@ product of one with all rows, and :class:`Experts` beside it.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from cutekernels import rates
 from cutekernels.columns import among, cached, larger, smaller, where
@@ -47,6 +47,7 @@ class PackedSkinny(PackedSchedule):
 
     name = "skinny"
     numbers = 2
+    costs: ClassVar[coefficients.PackedSkinnyCosts] = coefficients.PACKED_SKINNY
 
     @of_config
     def warps(self, c: QuantizedConfig, gpu: GpuSpec, x: QuantizedProblem) -> Broken:
@@ -111,7 +112,7 @@ class PackedSkinny(PackedSchedule):
 
         ``count`` tiles of ``tokens`` each, which read ``weight_bytes`` from DRAM.
         """
-        rate, own = rates.of(gpu), coefficients.PACKED_SKINNY
+        rate, own = rates.of(gpu), self.costs
         ctas, share = self.dealt(count, p, c, gpu)
         frame = self.smem(class_of(p), c)
         per_sm = -(-ctas // gpu.sm_count)
@@ -132,6 +133,8 @@ class PackedSkinny(PackedSchedule):
         k_tiles = larger(1, -(-p.k // c.tile_k))
         fixed = rate.launch_us + own.unit_us * share + own.end_us * per_sm * -(-share // k_tiles)
         fixed = fixed + own.group_us * (c.warps_k - 1)
+        first = resident * smaller(ctas, gpu.sm_count) * frame.x_at  # bytes of weights of the first units
+        fixed = fixed + own.first * first / (own.dram * rate.dram_share * gpu.dram_gbps * 1e3)
         fixed = fixed + where(c.stream_k & (share % k_tiles > 0), own.shared * rate.exchange_us, 0.0)
         return fixed + busy + where(c.pdl, 0.0, rate.dependent_us)
 
@@ -164,11 +167,11 @@ class PackedSkinny(PackedSchedule):
         from cutekernels.kernels.cute.products.skinny_packed import SkinnyPacked
 
         epilogue = ColumnScale if p.group == 0 or p.factors else Epilogue
-        alike = ("tile_m", "tile_n", "tile_k", "warps_n", "warps_k", "stages", "ctas_per_sm")  # named as the knobs are
         return SkinnyPacked(
             **self.weight(p, p.code == "e2m1" and (p.factors or p.dtype == "bf16")),
-            **{name: getattr(c, name) for name in alike},
             smem=self.smem(p, c),
+            warps_n=c.warps_n,
+            ctas_per_sm=c.ctas_per_sm,
             epilogue=epilogue(Activation("silu_approx" if p.gated else p.activation)),
             dependent=c.pdl,
             prefetch_tiles=c.prefetch_l2,
@@ -180,6 +183,7 @@ class GroupedPackedSkinny(PackedSkinny):
     """Over the rows of each expert: tiles that the device finds."""
 
     numbers = 1
+    costs = coefficients.EXPERTS_SKINNY
 
     @of_config
     def no_prefetch(self, c: QuantizedConfig, gpu: GpuSpec, x: Any) -> Broken:
@@ -202,7 +206,8 @@ class GroupedPackedSkinny(PackedSkinny):
         return tuple(t for t in TILES_M[max(0, least - 1) : least + 2] if t // 2 < max(1, x.rows)) or TILES_M[:1]
 
     def usual(self, p: QuantizedProblem, gpu: GpuSpec, x: Any) -> Among:
-        return {"tile_m": self.fitting_tiles(x), "pdl": (gpu.has_pdl,), "prefetch_l2": (0,)}
+        tiles_k = BODIES[self.name]["tile_k"][:-1]  # nobody has timed experts with the longest
+        return {"tile_m": self.fitting_tiles(x), "tile_k": tiles_k, "pdl": (gpu.has_pdl,), "prefetch_l2": (0,)}
 
     def times_us(self, p: QuantizedProblem, c: Any, gpu: GpuSpec, x: Any) -> Any:
         count = x.row_tiles(c)

@@ -25,9 +25,10 @@ from cutekernels.rules import Among, Broken, of_both, of_config, of_problem
 ROWS = 64  # of a consumer group
 _REGISTERS = {1: 232, 2: 232, 3: 160}  # of a consumer's thread, by groups
 _WIDEST_SHARED = {1: 192, 2: 192, 3: 96}  # tokens of a tile that a cluster shares, likewise
-_REGISTERS_OF_TWO = 216  # where two CTAs of one group share an SM
+_REGISTERS_OF_TWO = {1: 216, 2: 104, 3: 0}  # where two CTAs share an SM
+MOST_IN_TURN = 64  # tokens of a tile whose k-tiles groups take in turn
 _BOXES = 1  # buffers of results of a consumer group
-_BESIDE_REGISTERS = 76  # decoded weights twice, addresses, scales
+_BESIDE_REGISTERS = 72  # decoded weights twice, addresses, scales
 LEAST_STAGES = 3
 """Of experts: with two the fastest took 1.17 to 1.37 times as long at all three problems where a tune had some (H100,
 2026-11-26)."""
@@ -56,10 +57,11 @@ class PackedWarpgroup(PackedSchedule):
     def registers(self, c: QuantizedConfig, gpu: GpuSpec, x: QuantizedProblem) -> Broken:
         twice = (c.scaled == "accumulators") & (x.group > 0)
         need = c.tile_m // 2 * where(twice, 2, 1) + _BESIDE_REGISTERS  # about
-        most = where(c.ctas_per_sm > 1, _REGISTERS_OF_TWO, pick(self.groups(c), _REGISTERS))
+        count = smaller(self.groups(c) * c.warps_k, 3)  # no rule lets more through
+        most = where(c.ctas_per_sm > 1, pick(count, _REGISTERS_OF_TWO), pick(count, _REGISTERS))
         why = "tile_m={} scaled={} needs about {} registers of a thread's {}"
         yield need > most, why, c.tile_m, c.scaled, need, most
-        widest = pick(self.groups(c), _WIDEST_SHARED)
+        widest = pick(count, _WIDEST_SHARED)
         why = "split_k={}: a thread that sends sums of tile_m={} spills: take {} or less"
         yield (c.split_k > 1) & (c.tile_m > widest), why, c.split_k, c.tile_m, widest
 
@@ -85,12 +87,25 @@ class PackedWarpgroup(PackedSchedule):
     def two_batches(self, c: QuantizedConfig, gpu: GpuSpec, x: QuantizedProblem) -> Broken:
         # A k-tile of 64 is one of two batches under way, whose stage is released when the next but one has landed.
         ahead = (c.tile_k == 64) & ((c.scaled == "weights") | (x.group == 0))
-        yield ahead & (c.stages < 3), "stages={} are all read by two k-tiles of 64 under way: take 3", c.stages
+        read = where(ahead, 2, 1) * c.warps_k
+        why = "stages={} are all read by k-tiles under way: take {} or more"
+        yield c.stages <= read, why, c.stages, read + 1
+
+    @of_config
+    def turns(self, c: QuantizedConfig, gpu: GpuSpec, x: QuantizedProblem) -> Broken:
+        several = c.warps_k > 1
+        yield several & (c.tile_n > ROWS), "warps_k={} is for groups of the same rows: take tile_n=64", c.warps_k
+        wide = several & (c.tile_m > MOST_IN_TURN)
+        why = "warps_k={}: products of tile_m={} take no less than decoding: take {} or less"
+        yield wide, why, c.warps_k, c.tile_m, MOST_IN_TURN
+        why = "warps_k={} is for tiles that a CTA or a cluster has alone: take stream_k=0"
+        yield several & c.stream_k, why, c.warps_k
+        yield several & x.gated, "warps_k={}: a gate has a group of rows, and another of up; take 1", c.warps_k
 
     @of_config
     def two_ctas(self, c: QuantizedConfig, gpu: GpuSpec, x: QuantizedProblem) -> Broken:
         two = c.ctas_per_sm > 1
-        yield two & (c.tile_n > ROWS), "ctas_per_sm={} takes one consumer group each, tile_n=64", c.ctas_per_sm
+        yield two & (c.tile_n > ROWS), "ctas_per_sm={} takes 64 rows each, tile_n=64", c.ctas_per_sm
         yield two & c.stream_k, "ctas_per_sm={}: stream_k=1 has one CTA to an SM", c.ctas_per_sm
 
     @of_config
@@ -117,6 +132,10 @@ class PackedWarpgroup(PackedSchedule):
         yield shared & (c.raster > 1), "raster={}: clusters have one tile each; take 1", c.raster
         little = shared & (2 * c.split_k > -(-p.k // c.tile_k))
         yield little, "split_k={} leaves less than two k-tiles of {} to each", c.split_k, c.tile_k
+        k_tiles, turns = -(-p.k // c.tile_k) // c.split_k, c.warps_k > 1
+        yield turns & (k_tiles < 2 * c.warps_k), "warps_k={}: groups take turns at {} k-tiles", c.warps_k, k_tiles
+        all_once = turns & (self.tiles(p, c) * c.split_k > gpu.sm_count * c.ctas_per_sm)
+        yield all_once, "warps_k={} is for CTAs of one tile: {} tiles are more", c.warps_k, self.tiles(p, c)
         many = shared & (self.tiles(p, c) > clusters(c, gpu))
         yield many, "split_k={}: {} tiles are more than the clusters that run at once", c.split_k, self.tiles(p, c)
 
@@ -130,17 +149,19 @@ class PackedWarpgroup(PackedSchedule):
         ctas, rounds, share = self.grid(p, c, gpu)
         k_tiles = -(-p.k // c.tile_k)
         whole = where(c.split_k > 1, -(-k_tiles // c.split_k), -(-self.tiles(p, c) // ctas) * k_tiles)
-        steps = where(c.stream_k, rounds * k_tiles + share, whole)
-        together = smaller(c.ctas_per_sm, -(-ctas // gpu.sm_count))
+        steps = where(c.stream_k, rounds * k_tiles + share, -(-whole // c.warps_k))
+        # Clusters may fill some SMs and leave others idle.
+        together = where(c.split_k > 1, c.ctas_per_sm, smaller(c.ctas_per_sm, -(-ctas // gpu.sm_count))) * c.warps_k
         own, moved = self.costs, p.weight_bytes + 2.0 * p.m * (p.k + p.columns)
         halves = c.tile_m * self.groups(c) / 256  # of 128 x 128 sums
         met = where(c.stream_k, own.shared + own.parts * halves, 0.0)
+        turns = where(c.warps_k > 1, own.turn_us, 0.0)
         met = met + where(c.split_k > 1, own.met + own.sent * (1 - 1 / c.split_k) * halves, 0.0)
-        return met * rates.of(gpu).exchange_us + self.steps_us(p, c, gpu, steps, moved, together)
+        return met * rates.of(gpu).exchange_us + turns + self.steps_us(p, c, gpu, steps, moved, together)
 
     def steps_us(self, p: QuantizedProblem, c: Any, gpu: GpuSpec, steps: Any, moved: float, together: Any = 1) -> Any:
-        """``steps`` k-tiles of each of the CTAs that share the busiest SM, bound by MMAs, decoding, loads or their
-        latency; DRAM beside; fixed costs.
+        """``steps`` k-tiles of each of the CTAs, or groups in turn, that share the busiest SM, bound by MMAs, decoding,
+        loads or their latency; DRAM beside; fixed costs.
         """
         rate, own, count = rates.of(gpu), self.costs, self.groups(c) * together
         scaling = 0.0 if p.code == "e2m1" else own.exact if p.scale == p.dtype else own.scaled
@@ -152,7 +173,10 @@ class PackedWarpgroup(PackedSchedule):
         multiply = flops / (own.mma * rate.warpgroup_flops_per_us) + own.end_us * ends
         multiply = multiply + where(count == 1, own.alone * decode, 0.0)
         loaded = together * c.tile_k * (c.tile_m * 2 + c.tile_n * p.bits / 8)
-        fetch, wait = loaded / (own.port * rate.sm_bytes_per_us), own.latency * rate.dram_latency_us / (c.stages - 1)
+        fetch, ahead = loaded / (own.port * rate.sm_bytes_per_us), larger(1, c.stages - c.warps_k)
+        # Stages are filled once without a wait.
+        refilled = larger(0.0, 1.0 - c.stages / larger(1, steps * c.warps_k))
+        wait = refilled * own.latency * rate.dram_latency_us * c.warps_k / ahead
         sharp = own.sharpness
         step = sum(us**sharp for us in (multiply, count * decode, fetch, wait)) ** (1 / sharp)
         busy = steps * (step + own.half_us * c.tile_k / 64)
@@ -176,7 +200,7 @@ class PackedWarpgroup(PackedSchedule):
         return WarpgroupPackedSmem(
             self.groups(c), c.tile_m, c.tile_k, c.stages, _BOXES, p.bias != "none", p.bits, SCALE_BYTES[p.scale],
             p.step, p.scale_rows, p.zeros, received=(c.split_k - 1) * (c.tile_m // 2 // owners(c)),
-            exchanged=left_at_once(c) if p.gated else 0,
+            exchanged=left_at_once(c) if p.gated else (c.warps_k - 1) * self.groups(c) * (c.tile_m // 2),
         )  # fmt: skip
 
     def grid(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec, x: Any = None) -> tuple[int, ...]:
@@ -213,10 +237,7 @@ class PackedWarpgroup(PackedSchedule):
             **self.weight(p, p.factors or (floats and p.dtype == "bf16")),
             smem=self.smem(p, c),
             scaled=c.scaled,
-            groups=self.groups(c),
-            tile_n=c.tile_m,
-            tile_k=c.tile_k,
-            stages=c.stages,
+            groups=self.groups(c) * c.warps_k,
             split=c.stream_k,
             raster=Raster(c.raster),
             results=results,
@@ -224,6 +245,7 @@ class PackedWarpgroup(PackedSchedule):
             cluster=c.split_k,
             owners=owners(c),
             ctas_per_sm=c.ctas_per_sm,
+            warps_k=c.warps_k,
             gate=Epilogue(Activation("silu_approx")) if p.gated else None,
         )
 
@@ -232,6 +254,7 @@ class GroupedPackedWarpgroup(PackedWarpgroup):
     """Over the rows of each expert: whole tiles, of gates and up 64 rows each."""
 
     numbers = 1
+    costs = coefficients.EXPERTS_WARPGROUP
     waves = None  # type: ignore[assignment]
     cluster = None  # type: ignore[assignment]
 
@@ -240,6 +263,7 @@ class GroupedPackedWarpgroup(PackedWarpgroup):
         yield c.stream_k, "stream_k=1: warpgroup gives each CTA whole tiles of experts; take 0"
         yield c.split_k > 1, "split_k={}: warpgroup gives each CTA whole tiles of experts; take 1", c.split_k
         yield c.ctas_per_sm > 1, "ctas_per_sm={}: warpgroup has an SM to itself; take 1", c.ctas_per_sm
+        yield c.warps_k > 1, "warps_k={}: warpgroup's groups have other rows each; take 1", c.warps_k
 
     @of_config
     def depth(self, c: QuantizedConfig, gpu: GpuSpec, x: Any) -> Broken:
@@ -253,7 +277,7 @@ class GroupedPackedWarpgroup(PackedWarpgroup):
         yield _reads_often(c.tile_m, x.mean), "tile_m={} reads weights too often for {} rows of {} experts", *own
 
     def usual(self, p: QuantizedProblem, gpu: GpuSpec, x: Any) -> Among:
-        return {"pdl": (True,), "stream_k": (False,), "split_k": (1,), "ctas_per_sm": (1,)}
+        return {"pdl": (True,), "stream_k": (False,), "split_k": (1,), "ctas_per_sm": (1,), "warps_k": (1,)}
 
     def smem(self, p: QuantizedProblem, c: QuantizedConfig) -> WarpgroupPackedSmem:
         return replace(super().smem(p, c), places=WarpgroupSmem.PLACES)
