@@ -53,6 +53,19 @@ WARPGROUP = (
         "tile_m=64 tile_n=64 tile_k=128 stages=3 stream_k=0 scaled=accumulators raster=1 ctas_per_sm=2 split_k=5",
     ),
     (
+        "m=64 n=2048 k=2048",
+        "tile_m=64 tile_n=64 tile_k=64 stages=8 stream_k=0 scaled=weights raster=1 split_k=3 warps_k=2",
+    ),
+    (
+        "m=32 n=2048 k=2048 group=32 zeros=1",
+        "tile_m=32 tile_n=64 tile_k=128 stages=6 stream_k=0 scaled=accumulators raster=1 "
+        "ctas_per_sm=2 split_k=4 warps_k=2",
+    ),
+    (
+        "m=64 n=6144 k=2048 code=e4m3 scale_rows=128 scale=fp32 bias=same",
+        "tile_m=64 tile_n=64 tile_k=128 stages=8 stream_k=0 scaled=accumulators raster=1 warps_k=2",
+    ),
+    (
         "m=2048 n=4096 k=4096 code=e2m1 group=32 scale=e8m0",
         "tile_m=256 tile_n=128 tile_k=64 stages=5 stream_k=0 scaled=weights raster=8",
     ),
@@ -86,8 +99,8 @@ def test_defaults_compile_without_spills_in_the_shared_memory_that_rules_count(n
 def test_ways_through_the_warpgroup_body_compile(text: str, knobs: str, tmp_path: Path) -> None:
     """No register is written that a product under way still reads."""
     spec, p = gpu.lookup("h200"), QuantizedProblem.parse(text)
-    ctas = "" if "ctas_per_sm" in knobs else "ctas_per_sm=1"
-    c = QuantizedConfig.parse(f"body=warpgroup {knobs} {ctas} pdl=1 warps_n=1 warps_k=1 prefetch_l2=0")
+    others = " ".join(f"{name}=1" for name in ("ctas_per_sm", "warps_k") if name not in knobs)
+    c = QuantizedConfig.parse(f"body=warpgroup {knobs} {others} pdl=1 warps_n=1 prefetch_l2=0")
     assert QUANTIZED_LINEAR.why_not(p, c, spec) is None
     built = QUANTIZED_LINEAR.build(p, c, spec)
     assert built.facts.stack_bytes == 0

@@ -126,6 +126,25 @@ GATES: dict[str, tuple[int, dict[str, Any]]] = {  # tokens, knobs
 }
 
 
+def _cluster(m: int, tile_m: int, split_k: int, ctas_per_sm: int = 1, warps_k: int = 1) -> tuple[int, dict[str, Any]]:
+    knobs = {"tile_m": tile_m, "split_k": split_k, "ctas_per_sm": ctas_per_sm, "warps_k": warps_k}
+    return m, {"tile_n": 64, "tile_k": 128, "pdl": True, **knobs}
+
+
+CLUSTERS = (  # tokens, knobs: 33 k-tiles, whose parts groups in turn have unequal shares of
+    _cluster(5, 16, 8),
+    _cluster(40, 48, 3),
+    _cluster(64, 64, 4, 2),
+    _cluster(64, 64, 5),
+    _cluster(90, 96, 6),
+    _cluster(5, 16, 8, warps_k=2),
+    _cluster(20, 32, 4, 2, warps_k=2),
+    _cluster(64, 64, 5, warps_k=2),
+    _cluster(30, 32, 1, warps_k=2),
+    _cluster(70, 32, 2, warps_k=2),
+)
+
+
 def config_of_gate(way: str, kind: Kind, spec: gpu.GpuSpec) -> str:
     m, knobs = GATES[way]
     scaled = {"scaled": "accumulators"} if kind.group == 0 else {}
@@ -139,9 +158,8 @@ def test_a_config_of_each_body_suits_what_is_tested_here(name: str) -> None:
         for pdl in (False, True):
             chosen(body, m, 1000, K, kind, spec, pdl=pdl)
         chosen(body, m, 1000, K, kind, spec, stream_k=True)
-    for kind, (tile_m, split, ctas) in product(COMMON.values(), ((16, 8, 1), (64, 4, 2), (64, 5, 1), (96, 6, 1))):
-        knobs = {"tile_m": tile_m, "tile_n": 64, "tile_k": 128, "split_k": split, "ctas_per_sm": ctas}
-        chosen("warpgroup", tile_m, 840, 4104, kind, spec, bias="same", **knobs)
+    for kind, (m, knobs) in product(COMMON.values(), CLUSTERS):
+        chosen("warpgroup", m, 840, 4104, kind, spec, bias="same", **knobs)
     for kind, way in product(COMMON.values(), GATES):
         config_of_gate(way, kind, spec)
 
@@ -270,11 +288,11 @@ def test_shared_tiles(body: str) -> None:
 @shared
 @pytest.mark.parametrize("kind", COMMON.values(), ids=str)
 def test_clusters(kind: Kind) -> None:
-    """A tile's K in the CTAs of a cluster, one or two of them to an SM; the same bits every time."""
-    narrow = {"tile_n": 64, "tile_k": 128}
-    for m, tile_m, split, ctas in ((5, 16, 8, 1), (40, 48, 3, 1), (64, 64, 4, 2), (64, 64, 5, 1), (90, 96, 6, 1)):
+    """A tile's K in the CTAs of a cluster, one or two of them to an SM, and in groups that take turns; the same bits
+    every time.
+    """
+    for m, knobs in CLUSTERS:
         made, x, b = make(840, 4104, kind, "cuda"), tokens(m, 4104), tokens(840)
-        knobs: dict[str, Any] = {"tile_m": tile_m, "split_k": split, "ctas_per_sm": ctas, "pdl": True, **narrow}
         config = forced("warpgroup", m, 840, 4104, kind, bias="same", **knobs)
         first, found = held(made, x, config, b, "gelu")
         assert found <= 1, f"[{config}]: {found:.3g} times the tolerance"

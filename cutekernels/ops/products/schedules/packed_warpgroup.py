@@ -142,8 +142,9 @@ class PackedWarpgroup(PackedSchedule):
     # -- choice
 
     def usual(self, p: QuantizedProblem, gpu: GpuSpec, x: Any) -> Among:
-        tiles = BODIES[self.name]["tile_m"]
-        return {"pdl": (True,), "tile_m": tuple([t for t in tiles if not _idles(t, p.m) and not _reads_often(t, p.m)])}
+        tiles, turns = BODIES[self.name]["tile_m"], BODIES[self.name]["warps_k"]
+        tiles = tuple([t for t in tiles if not _idles(t, p.m) and not _reads_often(t, p.m)])
+        return {"pdl": (True,), "tile_m": tiles, "warps_k": turns if p.m <= 2 * MOST_IN_TURN else (1,)}
 
     def times_us(self, p: QuantizedProblem, c: Any, gpu: GpuSpec, x: Any) -> Any:
         ctas, rounds, share = self.grid(p, c, gpu)
