@@ -3,7 +3,7 @@
 Roles:
     A tile has 64 weight rows for each of ``readers`` and ``tile_n`` tokens. In a CTA the last warp group is the
     producer: its first warp loads, ``stages`` ahead and across the ends of tiles, tokens by TMA and packed weights,
-    scales and zeros by bulk copies; two others bring the first stages to the L2 while the kernel ahead still runs. The
+    scales and zeros by bulk copies; another brings the first stages to the L2 while the kernel ahead still runs. The
     other ``groups`` are consumers, of 64 weight rows each: they decode packed weights into the registers of wgmma's A
     operand, and multiply with tokens from shared memory. setmaxnreg moves registers from the producer to them.
     Where tiles are few, ``warps_k`` groups have the same rows and take k-tiles in turn: one decodes while the other
@@ -235,8 +235,10 @@ class WarpgroupPacked(PackedScales, WarpSpecialized):
         role = self.role()
         shared = self.set_up(role[2], layout, (tokens.tma, outputs.tma_d))
         of, source = self.shares(shared, tokens, outputs, extra, (block, ctas, dealt))
-        if const_expr(self.dependent):  # noqa: SIM102  known when compiled
-            # All but the warps that prefetch, which read nothing.
+        if const_expr(self.dependent):
+            if const_expr(self.ctas_per_sm > 1):
+                self.prefetch_tokens(tokens, shared, of, role[2])
+            # All but the warps that prefetch weights, which read nothing.
             if role[2] <= 4 * self.groups:
                 pdl_wait()
         self.divide(source, Cta(shared, tokens, weight, of, tiled_mma, outputs, extra), role)
@@ -316,14 +318,23 @@ class WarpgroupPacked(PackedScales, WarpSpecialized):
     # ---- producer
 
     @cute.jit
+    def prefetch_tokens(self, tokens: TmaTensor, shared: Shared, of: Extents, warp: Int32):
+        """A lone tile of tokens, which all CTAs read, into the L2: a k-tile by each of the first. The warp that loads
+        does it, whose loads come behind, so that the descriptor outlasts it.
+        """
+        block, _, _ = cute.arch.block_idx()
+        if warp == 4 * self.groups and of.tiles_m == 1 and block < of.k_tiles:
+            x = tokens.loads(shared.sX, Int32(0), (self.smem.tile_n, self.smem.tile_k))
+            cute.prefetch(x.tma, x.source[None, block])
+
+    @cute.jit
     def stand_by(self, source: TileSource, cta: Cta, thread: Int32):
-        """Prefetches into the L2 before the kernel ahead has ended: the first warp's of packed weights, scales and zero
-        points of the first stages, a thread for each group of each; the second warp's of a lone tile of tokens, which
-        all CTAs read, a k-tile each of the first CTAs. A warp's are issued one by one, so others do not wait for them.
+        """Prefetches into the L2 before the kernel ahead has ended: packed weights, scales and zero points of the first
+        stages, a thread for each group of each. A warp's are issued one by one, so others do not wait for them.
         """
         if const_expr(self.dependent and self.source.counted):  # noqa: SIM102  known when compiled
             if source.count > 0:
-                tokens, weight, of, share = cta.tokens, cta.weight, cta.of, source.share(Int32(0))
+                weight, of, share = cta.weight, cta.of, source.share(Int32(0))
                 tiles_k = cute.ceil_div(of.k, TILE)
                 row = self.first_row(of, share.corner, thread % self.readers)
                 k_tile = share.begin + thread // self.readers
@@ -336,10 +347,6 @@ class WarpgroupPacked(PackedScales, WarpSpecialized):
                         prefetch_bulk(at_strip, Int32(size))
                     if const_expr(self.scale_rows > 1):
                         prefetch_line(self.block_scales(weight, of, row, k_tile))
-                block, _, _ = cute.arch.block_idx()
-                if thread // 32 == 1 and of.tiles_m == 1 and block < of.k_tiles:
-                    x = tokens.loads(cta.shared.sX, share.corner.column, (self.smem.tile_n, self.smem.tile_k))
-                    cute.prefetch(x.tma, x.source[None, block])
 
     @cute.jit
     def load(self, cta: Cta, source: TileSource, share: Share, at: Position) -> Position:
