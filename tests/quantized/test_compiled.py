@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -108,6 +109,16 @@ def test_ways_through_the_warpgroup_body_compile(text: str, knobs: str, tmp_path
     code = sass.instructions(cubin(built), tmp_path)
     assert any(opcode.startswith("HGMMA") for opcode, _ in code)
     assert sass.overwritten(code) == []
+
+
+def test_groups_in_turn_have_stages_of_their_own() -> None:
+    """Or one would wait for a stage's second fill without having seen the first: one bit does not tell them apart."""
+    spec, p = gpu.lookup("h200"), QuantizedProblem.parse("m=32 n=6144 k=2048 code=e4m3 group=0 scale=fp32")
+    good = next(c for c in QUANTIZED_LINEAR.valid(p, spec) if c.warps_k == 2 and c.body == "warpgroup")
+    odd = replace(good, stages=7)
+    assert "take a multiple of warps_k=2" in str(QUANTIZED_LINEAR.why_not(p, odd, spec))
+    with pytest.raises(ValueError, match="7 stages pass from group to group"):
+        QUANTIZED_LINEAR.body(p, odd, spec)
 
 
 def test_grids_deal_out_all_units_once() -> None:

@@ -6,8 +6,8 @@ Roles:
     scales and zeros by bulk copies; another brings the first stages to the L2 while the kernel ahead still runs. The
     other ``groups`` are consumers, of 64 weight rows each: they decode packed weights into the registers of wgmma's A
     operand, and multiply with tokens from shared memory. setmaxnreg moves registers from the producer to them.
-    Where tiles are few, ``warps_k`` groups have the same rows and take k-tiles in turn: one decodes while the other
-    multiplies. The first adds up their sums, through shared memory.
+    Where tiles are few, ``warps_k`` groups have the same rows and take k-tiles in turn, each from stages of its own:
+    one decodes while the other multiplies. The first adds up their sums, through shared memory.
 
 Work:
     Whole tiles, dealt out round robin in bands of rows (``raster``). With ``split`` only ``rounds`` of them, as many as
@@ -117,6 +117,12 @@ class WarpgroupPacked(PackedScales, WarpSpecialized):
     source: ClassVar[type[TileSource]] = PackedWalk
     pingpong: ClassVar[bool] = False
     REGISTERS_OF_TWO: ClassVar[dict[int, tuple[int, int]]] = {1: (40, 216), 2: (24, 104)}  # where two CTAs share an SM
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # A barrier's phase is one bit: who waits for a stage's next fill must have waited for the one before.
+        if self.smem.stages % self.warps_k:
+            raise ValueError(f"{self.smem.stages} stages pass from group to group of {self.warps_k}: take a multiple")
 
     @property
     def gated(self) -> bool:

@@ -80,8 +80,9 @@ class PackedWarpgroup(PackedSchedule):
         frame, need = self.smem(x, c), self.smem(x, c).total_bytes
         most = smaller(gpu.smem_per_block_bytes, gpu.smem_per_sm_bytes // c.ctas_per_sm - gpu.SMEM_RESERVED_BYTES)
         yield need > most, "{} bytes of shared memory are more than a block's {}", need, most
-        room = (c.stages < 8) & (need + frame.x_bytes + frame.packed_bytes <= most)
-        yield room, "stages={} leaves room for {}", c.stages, c.stages + 1
+        more = c.stages + c.warps_k
+        room = (more <= 8) & (need + c.warps_k * (frame.x_bytes + frame.packed_bytes) <= most)
+        yield room, "stages={} leaves room for {}", c.stages, more
 
     @of_config
     def two_batches(self, c: QuantizedConfig, gpu: GpuSpec, x: QuantizedProblem) -> Broken:
@@ -94,6 +95,8 @@ class PackedWarpgroup(PackedSchedule):
     @of_config
     def turns(self, c: QuantizedConfig, gpu: GpuSpec, x: QuantizedProblem) -> Broken:
         several = c.warps_k > 1
+        why = "stages={} of groups that take turns are not each one group's alone: take a multiple of warps_k={}"
+        yield c.stages % c.warps_k > 0, why, c.stages, c.warps_k
         yield several & (c.tile_n > ROWS), "warps_k={} is for groups of the same rows: take tile_n=64", c.warps_k
         wide = several & (c.tile_m > MOST_IN_TURN)
         why = "warps_k={}: products of tile_m={} take no less than decoding: take {} or less"
