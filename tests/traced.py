@@ -1,4 +1,4 @@
-"""What torch sees of a function: the ops that reach dispatch, and the graphs that ``torch.compile`` makes of it."""
+"""Traces of a function by torch: the ops that reach dispatch, and the graphs that ``torch.compile`` makes of it."""
 
 from __future__ import annotations
 

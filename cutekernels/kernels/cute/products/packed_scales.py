@@ -45,7 +45,7 @@ class PackedScales:
                     factors[r, i] = found.to(Float32)
 
     def block_scales(self, weight: Weight, of: Extents, row: Int32, k_tile: Int32) -> cute.Pointer:
-        """Where the scale of a 128 x 128 block lies."""
+        """Address of the scale of a 128 x 128 block."""
         blocks = self.all_rows(weight, of, self.scale_rows)
         group = k_tile * self.smem.tile_k // self.group
         block = cutlass.min(row // self.scale_rows, blocks - 1)

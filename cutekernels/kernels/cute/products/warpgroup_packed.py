@@ -65,6 +65,7 @@ from cutlass.utils import hopper_helpers
 from cutekernels.kernels.cute.parts.boxes import FIRST_BARRIER, BoxBuffers, BoxOperands, Corner, ResultBoxes
 from cutekernels.kernels.cute.parts.dependent import pdl_wait
 from cutekernels.kernels.cute.parts.epilogue import Epilogue, EpilogueOperands
+from cutekernels.kernels.cute.parts.fragments import shared_tensor
 from cutekernels.kernels.cute.parts.gate_pairs import GatePairs
 from cutekernels.kernels.cute.parts.packed import PackedWeights, Weight, load_words
 from cutekernels.kernels.cute.parts.pipeline import Position, StagePipeline
@@ -254,9 +255,8 @@ class WarpgroupPacked(PackedScales, WarpSpecialized):
         """Stages and barriers in the CTA's shared memory, initialized."""
         storage = SmemAllocator().allocate(self.smem.total_bytes, byte_alignment=ALIGNMENT)
         full = cute.recast_ptr(storage + self.smem.barriers_at, dtype=Int64)
-        at_x = cute.recast_ptr(storage, layout.inner, self.results.dtype)
         ring = cute.recast_ptr(storage + self.smem.ring_at, dtype=Int64)
-        sX = cute.make_tensor(at_x, layout.outer)
+        sX = shared_tensor(storage, layout, self.results.dtype)
         shared = Shared(storage, sX, full, full + self.smem.stages, full, ring)
         self.init_shared(warp, tmas, shared)
         # Nobody touches the barriers before they are initialized.
@@ -527,7 +527,7 @@ class WarpgroupPacked(PackedScales, WarpSpecialized):
         self.issue(consumer, rW, half, at.stage)
         if const_expr(self.of_pair == 2 or half == 1):
             before, last = last, at.stage
-            at = self.behind(at)
+            at = self.advance(at)
         return LoopState(at, before, last, coming)
 
     @cute.jit
@@ -646,7 +646,7 @@ class WarpgroupPacked(PackedScales, WarpSpecialized):
                     )
                 warpgroup.commit_group()
             before = at.stage
-            at = self.behind(at)
+            at = self.advance(at)
         # The last products are done: accumulators may be read, and the producer may refill the last stage.
         warpgroup.wait_group(0)
         self.pipeline.release(consumer.thread, shared.empty, before, Boolean(True))
@@ -654,8 +654,8 @@ class WarpgroupPacked(PackedScales, WarpSpecialized):
         return at
 
     @cute.jit
-    def behind(self, at: Position) -> Position:
-        """The position of a group's next k-tile."""
+    def advance(self, at: Position) -> Position:
+        """Position of a group's next k-tile: behind those of the others."""
         for _ in cutlass.range_constexpr(self.warps_k):
             at = self.pipeline.next(at)
         return at

@@ -145,9 +145,13 @@ class PackedWarpgroup(PackedSchedule):
     # -- choice
 
     def usual(self, p: QuantizedProblem, gpu: GpuSpec, x: Any) -> Among:
-        tiles, turns = BODIES[self.name]["tile_m"], BODIES[self.name]["warps_k"]
-        tiles = tuple([t for t in tiles if not _idles(t, p.m) and not _reads_often(t, p.m)])
-        return {"pdl": (True,), "tile_m": tiles, "warps_k": turns if p.m <= 2 * MOST_IN_TURN else (1,)}
+        values, few = (
+            BODIES[self.name],
+            p.m <= 2 * MOST_IN_TURN,
+        )  # tokens of two tiles, which no band need hold together
+        tiles = tuple([t for t in values["tile_m"] if not _idles(t, p.m) and not _reads_often(t, p.m)])
+        either = {"raster": (1,)} if few else {"warps_k": (1,)}
+        return {"pdl": (True,), "tile_m": tiles, **either}
 
     def times_us(self, p: QuantizedProblem, c: Any, gpu: GpuSpec, x: Any) -> Any:
         ctas, rounds, share = self.grid(p, c, gpu)
