@@ -82,6 +82,12 @@ def _choices(kind: type) -> tuple[tuple[str, dict[tuple[type, Scalar], Scalar]],
     return tuple((f.name, {(type(v), v): v for v in f.metadata["values"]}) for f in chosen)
 
 
+@cache
+def _in_order(kind: type) -> tuple[Field[Any], ...]:
+    """A record's fields as texts have them: extents first, also behind those of a base class."""
+    return tuple(sorted(fields(kind), key=lambda f: "bucket" not in f.metadata))
+
+
 class _Record:
     """A frozen dataclass of ints, strings and bools with one canonical text form."""
 
@@ -93,7 +99,7 @@ class _Record:
 
     def __str__(self) -> str:
         words = []
-        for f in fields(self):  # type: ignore[arg-type]
+        for f in _in_order(type(self)):  # type: ignore[arg-type]
             value = getattr(self, f.name)
             if f.default is MISSING or value != f.default:
                 words.append(f"{f.name}={int(value) if isinstance(value, bool) else value}")
@@ -101,7 +107,7 @@ class _Record:
 
     @classmethod
     def _values(cls, text: str, error: type[ValueError]) -> dict[str, Scalar]:
-        known = {f.name: f for f in fields(cls)}  # type: ignore[arg-type]
+        known = {f.name: f for f in _in_order(cls)}  # type: ignore[arg-type]
         values: dict[str, Scalar] = {}
         for word in text.split():
             name, eq, raw = word.partition("=")

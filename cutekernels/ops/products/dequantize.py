@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from cutekernels import rates
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.op import C, Config, P, Problem, Work, extent, knob, plain
+from cutekernels.op import C, Config, P, Work, extent, knob, plain
 from cutekernels.ops.products.schedules import coefficients
-from cutekernels.ops.products.schedules.packed_problem import SCALE_BYTES, check_scaling
+from cutekernels.ops.products.schedules.packed_problem import PackedWeight
 from cutekernels.ops.products.schedules.problem import ELEMENT_BYTES
 from cutekernels.ops.shared.cute_op import CuteOp, CutePart
 from cutekernels.ops.shared.dtypes import DTYPES, TYPES
@@ -28,24 +28,16 @@ BLOCK = 128  # rows and columns of a block that shares a scale
 
 
 @dataclass(frozen=True)
-class DequantizeProblem(Problem):
-    """``columns`` of a weight of ``n`` rows and ``k`` columns; the other fields as of ``quantized_linear``."""
+class DequantizeProblem(PackedWeight):
+    """``columns`` of a weight of ``n`` rows and ``k`` columns. ``out_align`` as of ``quantized_linear``."""
 
     n: int = extent()
     columns: int = extent()
     k: int = extent()
-    dtype: str = plain("bf16", "fp16")
-    code: str = plain("int4", "int8", "e4m3", "nf4", "e2m1")
-    group: int = plain(128, 64, 32, 0, 16)
-    scale_rows: int = plain(1, 128)
-    scale: str = plain("fp16", "bf16", "fp32", "e8m0", "ue5m3")
-    zeros: bool = plain(False, True)
-    factors: bool = plain(False, True)
-    out_align: int = plain(8, 1)  # elements that divide the address, the pitch and the columns of out
+    out_align: int = plain(8, 1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_scaling(self)
         if self.columns % self.out_align:
             raise UnsupportedProblem(f"out_align={self.out_align} must divide columns={self.columns}")
 
@@ -190,10 +182,7 @@ class Dequantize(Ruled, PackedPart[DequantizeProblem, DequantizeConfig], CuteOp[
         return (whole[:, first:end].to(DTYPES[options["dtype"]]),)
 
     def work(self, p: DequantizeProblem) -> Work:
-        share = min(1.0, p.columns / max(1, p.k))
-        groups = -(-p.k // step) if (step := layout.step_of(p.group)) else 1
-        scales = groups * p.n / p.scale_rows * (SCALE_BYTES[p.scale] + p.zeros)
-        moved = p.n * p.columns * (layout.BITS[p.code] / 8 + ELEMENT_BYTES) + share * scales
+        moved = p.packed_bytes(p.n, p.columns) + p.n * p.columns * ELEMENT_BYTES
         return Work(2.0 * p.n * p.columns, float(moved), 1.0)
 
 

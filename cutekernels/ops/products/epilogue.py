@@ -16,22 +16,6 @@ ALPHA, LIMIT = 1.702, 7.0  # of gpt-oss
 GATES = (GATED, CLAMPED)
 
 
-class ExpertRows:
-    """The rows of experts' weights, of a problem with ``n`` columns of out and an ``activation`` behind the product."""
-
-    n: int
-    activation: str
-
-    @property
-    def gated(self) -> bool:
-        return self.activation in GATES
-
-    @property
-    def weight_rows(self) -> int:
-        """Rows of an expert's weight: a gate's, then as many of up's, or those of out."""
-        return self.n * (1 + self.gated)
-
-
 def bias_bytes(kind: str, elements: float) -> float:
     return 0.0 if kind == "none" else elements * (4 if kind == "fp32" else ELEMENT_BYTES)
 

@@ -15,11 +15,12 @@ from cutekernels import rates
 from cutekernels.columns import round_off
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.kernels.activations import ACTIVATIONS
-from cutekernels.op import Problem, Work, extent, ladder, plain
+from cutekernels.op import Work, plain
 from cutekernels.ops.activations.op import SILU_MUL, GluProblem
-from cutekernels.ops.products.epilogue import ExpertRows, bias_bytes, exact_product
+from cutekernels.ops.products.epilogue import bias_bytes, exact_product
 from cutekernels.ops.products.groups import (
     SPREADS,
+    ExpertRows,
     by_group,
     check_extents,
     draw_offsets,
@@ -47,16 +48,9 @@ _GRID = 2**31 - 1
 
 
 @dataclass(frozen=True)
-class GroupedProblem(ExpertRows, Problem):
-    """``rows`` of ``k`` in ``experts`` groups, times matrices of ``(n, k)``, or ``(2 * n, k)`` where gated.
+class GroupedProblem(ExpertRows):
+    """``weight``: its contiguous extent. ``align``: elements that divide addresses, pitches and contiguous extents."""
 
-    ``weight``: its contiguous extent. ``align``: elements that divide all addresses, pitches and contiguous extents.
-    """
-
-    rows: int = extent(ladder)
-    n: int = extent()
-    k: int = extent()
-    experts: int = extent()
     dtype: str = plain("bf16", "fp16")
     weight: str = plain("k", "n")
     bias: str = plain("none", "same", "fp32")
@@ -65,7 +59,6 @@ class GroupedProblem(ExpertRows, Problem):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_extents(self.rows, self.experts)
         if self.n % self.align or self.k % self.align:
             fits = math.gcd(self.n, self.k, 8)
             raise UnsupportedProblem(f"align={self.align} must divide n={self.n} and k={self.k}: write align={fits}")

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from cutekernels.errors import UnsupportedProblem
+from cutekernels.op import Problem, extent, ladder
+from cutekernels.ops.products.epilogue import GATES
 
 if TYPE_CHECKING:
     import torch
@@ -20,6 +23,31 @@ if TYPE_CHECKING:
 MAX_GROUPS = 1023
 MAX_PAIRS = (1 << 31) - (1 << 20)  # what int32 numbers, with room for the last block
 SPREADS = ("uniform", "zipf", "one")  # how a sample's rows spread over experts, by its seed
+
+
+@dataclass(frozen=True)
+class ExpertRows(Problem):
+    """``rows`` of ``k`` in ``experts`` groups, times matrices of ``(n, k)``, or ``(2 * n, k)`` where gated."""
+
+    rows: int = extent(ladder)
+    n: int = extent()
+    k: int = extent()
+    experts: int = extent()
+
+    activation = "none"  # a field of both problems
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_extents(self.rows, self.experts)
+
+    @property
+    def gated(self) -> bool:
+        return self.activation in GATES
+
+    @property
+    def weight_rows(self) -> int:
+        """Rows of an expert's weight: a gate's, then as many of up's, or those of out."""
+        return self.n * (1 + self.gated)
 
 
 def check_extents(rows: int, experts: int) -> None:

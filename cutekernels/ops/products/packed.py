@@ -13,16 +13,24 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from cutekernels import rates
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.kernels.activations import ACTIVATIONS
-from cutekernels.op import P, Problem, Work, extent, ladder, plain
+from cutekernels.op import P, Work, plain
 from cutekernels.ops.activations.op import SILU_MUL, GluProblem
 from cutekernels.ops.products.dequantize import PackedPart, decode_codes, rows_of_scale, steps, weight_operands
-from cutekernels.ops.products.epilogue import ALPHA, CLAMPED, GATES, LIMIT, ExpertRows, bias_bytes, exact_product
-from cutekernels.ops.products.groups import SPREADS, by_group, check_extents, draw_offsets, other_rows, sampled_experts
+from cutekernels.ops.products.epilogue import ALPHA, CLAMPED, GATES, LIMIT, bias_bytes, exact_product
+from cutekernels.ops.products.groups import (
+    SPREADS,
+    ExpertRows,
+    by_group,
+    check_extents,
+    draw_offsets,
+    other_rows,
+    sampled_experts,
+)
 from cutekernels.ops.products.schedules.groups import Experts
 from cutekernels.ops.products.schedules.packed_problem import (
+    PackedWeight,
     QuantizedConfig,
     QuantizedProblem,
-    check_scaling,
     since_revision_1,
 )
 from cutekernels.ops.products.schedules.packed_skinny import GROUPED_PACKED_SKINNY, PACKED_SKINNY
@@ -42,31 +50,15 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class QuantizedGroupedProblem(ExpertRows, Problem):
-    """``rows`` of ``k`` in ``experts`` groups, times packed weights of ``(n, k)``, or ``(2 * n, k)`` where gated.
+class QuantizedGroupedProblem(PackedWeight, ExpertRows):
+    """Packed experts. ``out_align`` as of ``quantized_linear``."""
 
-    The other fields are those of ``quantized_linear``.
-    """
-
-    rows: int = extent(ladder)
-    n: int = extent()
-    k: int = extent()
-    experts: int = extent()
-    dtype: str = plain("bf16", "fp16")
-    code: str = plain("int4", "int8", "e4m3", "nf4", "e2m1")
-    group: int = plain(128, 64, 32, 0, 16)
-    scale_rows: int = plain(1, 128)
-    scale: str = plain("fp16", "bf16", "fp32", "e8m0", "ue5m3")
-    zeros: bool = plain(False, True)
-    factors: bool = plain(False, True)
     bias: str = plain("none", "same", "fp32")
     activation: str = plain(*ACTIVATIONS, *GATES)
     out_align: int = plain(8, 1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_scaling(self)
-        check_extents(self.rows, self.experts)
         unit = max(TILE, self.scale_rows)
         if self.k % 8 or self.n % unit:
             raise UnsupportedProblem(
@@ -83,10 +75,14 @@ class QuantizedGroupedProblem(ExpertRows, Problem):
     def one(self) -> QuantizedProblem:
         """The product of one expert with all rows."""
         return QuantizedProblem(
-            self.rows, self.weight_rows, self.k, self.dtype, self.code, self.group, self.scale_rows, self.scale,
-            self.zeros, self.factors, "none" if self.gated else self.bias, GATED if self.gated else self.activation,
-            self.out_align,
-        )  # fmt: skip
+            m=self.rows,
+            n=self.weight_rows,
+            k=self.k,
+            bias="none" if self.gated else self.bias,
+            activation=GATED if self.gated else self.activation,
+            out_align=self.out_align,
+            **self.packing,
+        )
 
     @property
     def beside(self) -> Experts:

@@ -101,9 +101,11 @@ def _pose_gate(
 ) -> QuantizedProblem | None:  # fmt: skip
     """The problem of a gate's product, as its tuning has it; None where there is none, as the op's call will say."""
     word = ("ue5m3" if factors else "e8m0") if code == "e2m1" else TYPES.names.get(scale, "")
-    kind = (DTYPES.names.get(dtype, ""), code, group, rows, word, zeros, factors)
     try:
-        return QuantizedProblem(m, n, k, *kind, activation=GATED).bucket()
+        return QuantizedProblem(
+            m, n, k, dtype=DTYPES.names.get(dtype, ""), code=code, group=group, scale_rows=rows, scale=word,
+            zeros=zeros, factors=factors, activation=GATED,
+        ).bucket()  # fmt: skip
     except UnsupportedProblem:
         return None
 

@@ -1,9 +1,11 @@
-"""Problems and configs of ``quantized_linear``: ``out = activation(x @ dequantized(weight)^T + bias)``."""
+"""The fields of problems of a packed weight; problems and configs of ``quantized_linear``:
+``out = activation(x @ dequantized(weight)^T + bias)``.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
 from cutekernels.columns import Columns
@@ -21,33 +23,15 @@ E2M1 = {("e8m0", 32, 1, False), ("ue5m3", 16, 1, True)}  # scale, group, scale_r
 DECODE_INSTRUCTIONS = {"int4": 11, "int8": 14, "e4m3": 18, "nf4": 30, "e2m1": 17}
 
 
-def check_scaling(p: Any) -> None:
-    """Raises UnsupportedProblem for scales and zero points that no weight has."""
-    code, group, scale_rows, zeros = p.code, p.group, p.scale_rows, p.zeros
-    own = (p.scale, group, scale_rows, p.factors)
-    if own not in E2M1 if code == "e2m1" else p.scale in ("e8m0", "ue5m3") or group == 16 or p.factors:
-        raise UnsupportedProblem(
-            "code=e2m1 goes with scale=e8m0 group=32 scale_rows=1, or scale=ue5m3 group=16 scale_rows=1 factors=1; got "
-            f"code={code} scale={p.scale} group={group} factors={int(p.factors)}"
-        )
-    if zeros and code != "int4":
-        raise UnsupportedProblem(f"zero points are of int4 weights; code={code}")
-    if scale_rows > 1 and (group != 128 or zeros):
-        raise UnsupportedProblem(f"scale_rows={scale_rows} are blocks of 128 x 128: they take group=128 zeros=0")
-
-
-@dataclass(frozen=True)
-class QuantizedProblem(Problem):
-    """``m`` tokens of ``k`` elements times a packed weight of ``n`` rows.
+@dataclass(frozen=True, kw_only=True)
+class PackedWeight(Problem):
+    """The type of activations, and the packing of a weight.
 
     ``code``, ``group`` (0: all of K) and ``scale_rows`` are those of :class:`cutekernels.quant.QuantizedWeight`;
     ``scale`` is the type of its scales, ``zeros`` whether it has zero points, ``factors`` whether its rows have
-    factors. ``out_align``: elements that divide the address, the pitch and the columns of out.
+    factors.
     """
 
-    m: int = extent(ladder)
-    n: int = extent()
-    k: int = extent()
     dtype: str = plain("bf16", "fp16")
     code: str = plain("int4", "int8", "e4m3", "nf4", "e2m1")
     group: int = plain(128, 64, 32, 0, 16)
@@ -55,13 +39,58 @@ class QuantizedProblem(Problem):
     scale: str = plain("fp16", "bf16", "fp32", "e8m0", "ue5m3")
     zeros: bool = plain(False, True)
     factors: bool = plain(False, True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        code, group, scale_rows, zeros = self.code, self.group, self.scale_rows, self.zeros
+        own = (self.scale, group, scale_rows, self.factors)
+        if own not in E2M1 if code == "e2m1" else self.scale in ("e8m0", "ue5m3") or group == 16 or self.factors:
+            raise UnsupportedProblem(
+                "code=e2m1 goes with scale=e8m0 group=32 scale_rows=1, or scale=ue5m3 group=16 scale_rows=1 factors=1; "
+                f"got code={code} scale={self.scale} group={group} factors={int(self.factors)}"
+            )
+        if zeros and code != "int4":
+            raise UnsupportedProblem(f"zero points are of int4 weights; code={code}")
+        if scale_rows > 1 and (group != 128 or zeros):
+            raise UnsupportedProblem(f"scale_rows={scale_rows} are blocks of 128 x 128: they take group=128 zeros=0")
+
+    @property
+    def packing(self) -> dict[str, Any]:
+        """These fields by name."""
+        return {f.name: getattr(self, f.name) for f in fields(PackedWeight)}
+
+    @property
+    def bits(self) -> int:
+        """Bits of an element."""
+        return layout.BITS[self.code]
+
+    @property
+    def step(self) -> int:
+        """Elements of K that a number of the table of scales is for."""
+        return layout.step_of(self.group)
+
+    def packed_bytes(self, n: int, k: int) -> float:
+        """Bytes of the codes, scales and zero points of ``n`` rows and ``k`` columns."""
+        groups = -(-k // self.step) if self.step else 1
+        return n * k * self.bits / 8 + groups * -(-n // self.scale_rows) * (SCALE_BYTES[self.scale] + self.zeros)
+
+
+@dataclass(frozen=True)
+class QuantizedProblem(PackedWeight):
+    """``m`` tokens of ``k`` elements times a packed weight of ``n`` rows.
+
+    ``out_align``: elements that divide the address, the pitch and the columns of out.
+    """
+
+    m: int = extent(ladder)
+    n: int = extent()
+    k: int = extent()
     bias: str = plain("none", "same", "fp32")
     activation: str = plain(*ACTIVATIONS, GATED)
     out_align: int = plain(8, 1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_scaling(self)
         if self.k % 8 or self.columns % self.out_align:
             raise UnsupportedProblem(f"8 must divide k={self.k}, and out_align={self.out_align} n={self.columns}")
         if self.gated and (self.n % 128 or self.bias != "none"):
@@ -85,22 +114,14 @@ class QuantizedProblem(Problem):
         """Columns of out."""
         return self.n // 2 if self.gated else self.n
 
-    @property
-    def bits(self) -> int:
-        """Bits of an element."""
-        return layout.BITS[self.code]
-
-    @property
-    def step(self) -> int:
-        """Elements of K that a number of the table of scales is for."""
-        return layout.step_of(self.group)
+    @cached_property
+    def least(self) -> QuantizedProblem:
+        """The least problem of those that differ in extents alone."""
+        return self.replace(m=1, n=128, k=128)
 
     @property
     def weight_bytes(self) -> float:
-        """Codes, scales and zero points."""
-        groups = -(-self.k // self.step) if self.step else 1
-        rows = self.n if self.scale_rows == 1 else -(-self.n // self.scale_rows)
-        return self.n * self.k * self.bits / 8 + groups * rows * (SCALE_BYTES[self.scale] + self.zeros)
+        return self.packed_bytes(self.n, self.k)
 
 
 # Values that each schedule searches; a knob that is missing keeps its first value.
@@ -169,9 +190,3 @@ class QuantizedConfig(BodiesConfig):
 def since_revision_1(problem: str, config: str) -> str:
     """Revision 1 had other names for a knob and for a value."""
     return respell(config, {"ahead": "prefetch_l2", "scaled=sums": "scaled=accumulators"})
-
-
-@lru_cache(maxsize=1024)
-def class_of(p: QuantizedProblem) -> QuantizedProblem:
-    """The least problem of those that differ from ``p`` in extents alone."""
-    return p.replace(m=1, n=128, k=128)

@@ -18,7 +18,6 @@ from cutekernels.ops.products.schedules.packed_problem import (
     SCALE_BYTES,
     QuantizedConfig,
     QuantizedProblem,
-    class_of,
 )
 from cutekernels.ops.products.schedules.schedule import PackedSchedule
 from cutekernels.rules import Among, Broken, of_both, of_config
@@ -29,12 +28,6 @@ _MOST_WARPS = {16: 24, 24: 16, 48: 12, 64: 8}  # of an SM, by a thread's accumul
 _MOST_CHUNK = {32: 512, 64: 128}  # elements of K that a warp multiplies at a time, likewise
 _LEAST_IN_FLIGHT = 32 * 1024  # bytes of an SM's stages
 _MOST_UNITS = 2**31 - 1
-
-
-def fitting_tiles(p: QuantizedProblem) -> tuple[int, ...]:
-    """Values of ``tile_m`` that suit the tokens of ``p``: the least that holds them, and the largest."""
-    least = next((tile for tile in TILES_M if tile >= p.m), TILES_M[-1])
-    return (least,) if p.m <= 32 else tuple(sorted({least, 32, 64}))
 
 
 def accumulators(c: QuantizedConfig) -> int:
@@ -90,8 +83,8 @@ class PackedSkinny(PackedSchedule):
 
     @of_both
     def tile_of_tokens(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec, x: Any) -> Broken:
-        fitting, why = fitting_tiles(p), "tile_m={} does not suit {} tokens: take {}"
-        yield among(c.tile_m, fitting) == 0, why, c.tile_m, p.m, " or ".join(map(str, fitting))
+        fitting, why = self.fitting_tiles(p, x), "tile_m={} does not suit {}: take {}"
+        yield among(c.tile_m, fitting) == 0, why, c.tile_m, self.tokens(p, x)[1], " or ".join(map(str, fitting))
 
     @of_both
     def waves(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec, x: Any) -> Broken:
@@ -101,8 +94,13 @@ class PackedSkinny(PackedSchedule):
 
     # -- choice
 
+    def fitting_tiles(self, p: QuantizedProblem, x: Any) -> tuple[int, ...]:
+        """Values of ``tile_m`` that suit the tokens of ``p``: the least that holds them, and the largest."""
+        least = next((tile for tile in TILES_M if tile >= p.m), TILES_M[-1])
+        return (least,) if p.m <= 32 else tuple(sorted({least, 32, 64}))
+
     def usual(self, p: QuantizedProblem, gpu: GpuSpec, x: Any) -> Among:
-        return {"tile_m": fitting_tiles(p), "pdl": (gpu.has_pdl,), "prefetch_l2": (2 if gpu.has_pdl else 0,)}
+        return {"tile_m": self.fitting_tiles(p, x), "pdl": (gpu.has_pdl,), "prefetch_l2": (2 if gpu.has_pdl else 0,)}
 
     def times_us(self, p: QuantizedProblem, c: Any, gpu: GpuSpec, x: Any) -> Any:
         return self.tiles_us(p, c, gpu, self.tiles(p, c), smaller(p.m, c.tile_m), p.weight_bytes)
@@ -114,7 +112,7 @@ class PackedSkinny(PackedSchedule):
         """
         rate, own = rates.of(gpu), self.costs
         ctas, share = self.dealt(count, p, c, gpu)
-        frame = self.smem(class_of(p), c)
+        frame = self.smem(p.least, c)
         per_sm = -(-ctas // gpu.sm_count)
         resident = smaller(per_sm, c.ctas_per_sm)
         units = per_sm * share
@@ -190,24 +188,19 @@ class GroupedPackedSkinny(PackedSkinny):
         yield c.prefetch_l2 > 0, "prefetch_l2={}: experts are known to the device alone; take 0", c.prefetch_l2
 
     @of_both
-    def tile_of_tokens(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec, x: Any) -> Broken:
-        fitting, why = self.fitting_tiles(x), "tile_m={} does not suit {} rows of {} experts: take {}"
-        yield among(c.tile_m, fitting) == 0, why, c.tile_m, x.rows, x.experts, " or ".join(map(str, fitting))
-
-    @of_both
     def waves(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec, x: Any) -> Broken:
         units = x.most_tiles(p, c) * -(-p.k // c.tile_k)
         why = "tile_m={} makes {} k-tiles, which 32 bits do not count: take larger tiles"
         yield units > _MOST_UNITS, why, c.tile_m, units
 
-    def fitting_tiles(self, x: Experts) -> tuple[int, ...]:
+    def fitting_tiles(self, p: QuantizedProblem, x: Experts) -> tuple[int, ...]:
         """Values of ``tile_m`` around the rows that an expert has on the mean, up to all rows."""
         least = next((i for i, tile in enumerate(TILES_M) if tile >= x.mean), len(TILES_M) - 1)
         return tuple(t for t in TILES_M[max(0, least - 1) : least + 2] if t // 2 < max(1, x.rows)) or TILES_M[:1]
 
     def usual(self, p: QuantizedProblem, gpu: GpuSpec, x: Any) -> Among:
         tiles_k = BODIES[self.name]["tile_k"][:-1]  # nobody has timed experts with the longest
-        return {"tile_m": self.fitting_tiles(x), "tile_k": tiles_k, "pdl": (gpu.has_pdl,), "prefetch_l2": (0,)}
+        return {**super().usual(p, gpu, x), "tile_k": tiles_k, "prefetch_l2": (0,)}
 
     def times_us(self, p: QuantizedProblem, c: Any, gpu: GpuSpec, x: Any) -> Any:
         count = x.row_tiles(c)

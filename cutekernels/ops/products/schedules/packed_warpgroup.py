@@ -118,8 +118,9 @@ class PackedWarpgroup(PackedSchedule):
 
     @of_both
     def tile_of_tokens(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec, x: Any) -> Broken:
-        yield _idles(c.tile_m, p.m), "tile_m={} idles most of a tile over {} tokens", c.tile_m, p.m
-        yield _reads_often(c.tile_m, p.m), "tile_m={} reads the weight too often for {} tokens", c.tile_m, p.m
+        tokens, words = self.tokens(p, x)
+        yield _idles(c.tile_m, tokens), "tile_m={} idles most of a tile over {}", c.tile_m, words
+        yield _reads_often(c.tile_m, tokens), "tile_m={} reads weights too often for {}", c.tile_m, words
 
     @of_both
     def waves(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec, x: Any) -> Broken:
@@ -145,11 +146,8 @@ class PackedWarpgroup(PackedSchedule):
     # -- choice
 
     def usual(self, p: QuantizedProblem, gpu: GpuSpec, x: Any) -> Among:
-        values, few = (
-            BODIES[self.name],
-            p.m <= 2 * MOST_IN_TURN,
-        )  # tokens of two tiles, which no band need hold together
-        tiles = tuple([t for t in values["tile_m"] if not _idles(t, p.m) and not _reads_often(t, p.m)])
+        few = p.m <= 2 * MOST_IN_TURN  # tokens of two tiles, which no band need hold together
+        tiles = tuple([t for t in BODIES[self.name]["tile_m"] if not _idles(t, p.m) and not _reads_often(t, p.m)])
         either = {"raster": (1,)} if few else {"warps_k": (1,)}
         return {"pdl": (True,), "tile_m": tiles, **either}
 
@@ -277,12 +275,6 @@ class GroupedPackedWarpgroup(PackedWarpgroup):
     def depth(self, c: QuantizedConfig, gpu: GpuSpec, x: Any) -> Broken:
         why = "stages={} loads one k-tile while another is multiplied: take {} or more"
         yield c.stages < LEAST_STAGES, why, c.stages, LEAST_STAGES
-
-    @of_both
-    def tile_of_tokens(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec, x: Any) -> Broken:
-        own = (c.tile_m, x.rows, x.experts)
-        yield _idles(c.tile_m, x.mean), "tile_m={} idles most of a tile over {} rows of {} experts", *own
-        yield _reads_often(c.tile_m, x.mean), "tile_m={} reads weights too often for {} rows of {} experts", *own
 
     def usual(self, p: QuantizedProblem, gpu: GpuSpec, x: Any) -> Among:
         return {"pdl": (True,), "stream_k": (False,), "split_k": (1,), "ctas_per_sm": (1,), "warps_k": (1,)}

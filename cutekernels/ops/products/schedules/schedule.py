@@ -13,7 +13,6 @@ from cutekernels import rates
 from cutekernels.columns import among, cached, larger, smaller
 from cutekernels.gpu import GpuSpec
 from cutekernels.op import C, P
-from cutekernels.ops.products.schedules import packed_problem
 from cutekernels.ops.products.schedules.coefficients import MULTISTAGE, PREFETCH
 from cutekernels.ops.products.schedules.packed_problem import QuantizedConfig, QuantizedProblem
 from cutekernels.ops.products.schedules.problem import ELEMENT_BYTES, WIDEST, GemmConfig, GemmProblem
@@ -93,7 +92,11 @@ class PackedSchedule(Schedule[QuantizedProblem, QuantizedConfig, Any]):
     """How many numbers a launch takes behind its workspace."""
 
     def class_of(self, p: QuantizedProblem, x: Any) -> QuantizedProblem:
-        return packed_problem.class_of(p)
+        return p.least
+
+    def tokens(self, p: QuantizedProblem, x: Any) -> tuple[float, str]:
+        """The tokens of a weight, on the mean of experts that have some, and of what they are, in words."""
+        return (p.m, f"{p.m} tokens") if x is None else (x.mean, f"{x.rows} rows of {x.experts} experts")
 
     def tiles(self, p: QuantizedProblem, c: QuantizedConfig) -> int:
         """Tiles of out."""
