@@ -23,7 +23,8 @@ class Launched:
             block=[self.threads, 1, 1],
             cluster=self.cluster_shape,
             min_blocks_per_mp=self.ctas_per_sm,
-            preferred_smem_carveout=100,  # percent; without it the DSL needs the driver, which may be absent
+            # Percent. A saved kernel does not carry it, but without it the DSL asks the driver, which may be absent.
+            preferred_smem_carveout=100,
             use_pdl=self.dependent,
             stream=stream,
         )
