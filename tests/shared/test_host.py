@@ -1,20 +1,27 @@
-"""Host time of a call on the CPU, with and without gradients."""
+"""Functions that a call on the CPU calls, with and without gradients; its microseconds differ between machines."""
 
 from __future__ import annotations
 
-from functools import partial
+import sys
 
 import pytest
 import torch
 
 import cutekernels as ck
-from tests.host_cost import host_cost
 
-MOST = 120.0
-"""In keys of a tensor: 74 to 86 on 2026-12-01, beside other work too; by torch's dispatcher 149 with gradients."""
+MOST = 200
+"""167 and 171 on 2026-12-01; with gradients 391 by way of torch's dispatcher, which takes twice the time."""
 
 
 @pytest.mark.parametrize("gradients", [False, True])
-def test_linear_costs_the_host_no_more_than_before(gradients: bool) -> None:
+def test_linear_calls_few_functions(gradients: bool) -> None:
     x, weight = torch.randn(4, 8), torch.randn(8, 8, requires_grad=gradients)
-    assert host_cost(partial(ck.linear, x, weight), calls=20, chunks=20) < MOST
+    called = []
+    for _ in range(2):  # the first call makes what others find
+        called.clear()
+        sys.setprofile(lambda frame, event, arg: called.append(event))
+        try:
+            ck.linear(x, weight)
+        finally:
+            sys.setprofile(None)
+    assert sum(event in ("call", "c_call") for event in called) < MOST
