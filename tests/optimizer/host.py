@@ -46,7 +46,7 @@ def main() -> None:
             for pair in pairs:
                 step(*pair)
             gc.disable()
-            rounds = [[step(*pair) for pair in pairs] for _ in range(6000 // number + 5)]
+            rounds = [[step(*pair) for pair in pairs] for _ in range(12_000 // number + 11)]
             gc.enable()
             print(*map(min, zip(*rounds, strict=True)))
 
