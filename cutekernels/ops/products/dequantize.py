@@ -182,7 +182,8 @@ class Dequantize(Ruled, PackedPart[DequantizeProblem, DequantizeConfig], CuteOp[
         return (whole[:, first:end].to(DTYPES[options["dtype"]]),)
 
     def work(self, p: DequantizeProblem) -> Work:
-        moved = p.packed_bytes(p.n, p.columns) + p.n * p.columns * ELEMENT_BYTES
+        share = min(1.0, p.columns / max(1, p.k))
+        moved = share * p.packed_bytes(p.n, p.k) + p.n * p.columns * ELEMENT_BYTES
         return Work(2.0 * p.n * p.columns, float(moved), 1.0)
 
 
