@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 import typer
 from rich.console import Console
 
-from cutekernels import terminal
+from cutekernels import interrupts, terminal
 from cutekernels.terminal import As, Format
 
 if TYPE_CHECKING:
@@ -146,11 +146,18 @@ def command(
                 wanted = _job(job, requests=requests, gpu=gpu, db=db, op=op, trials=trials, shard=shard)
             if list_ or dry_run:
                 if dry_run:  # what the run would refuse
+                    from cutekernels.autotune.fleet import named
                     from cutekernels.autotune.run import check
+                    from cutekernels.autotune.samplers import checked as known_sampler
 
                     check(budget_s, confirm=confirm, measured=bool(devices or ray) or present(lookup(gpu)))
-                dry = dry_run and not of_grid  # of a grid what is done is left out already
-                _show(wanted, gpu, db, limit, format, dry=dry, force=force, measures=of_grid)
+                    known_sampler(sampler)
+                    if devices is not None:
+                        named(devices)
+                # What is done is left out of a grid already, and only a card that is elsewhere is predicted.
+                predicted = of_card and not (ray or present(lookup(gpu)))
+                dry = dry_run and (predicted or not of_grid)
+                _show(wanted, gpu, db, limit, format, dry=dry, force=force, measures=of_grid and not predicted)
                 raise typer.Exit
             if not wanted.tasks:
                 terminal.say(f"{wanted.name}: this part of the job has no task")
@@ -180,10 +187,11 @@ def command(
             terminal.fail(str(error), code=2)
         except StoreUnreachable as error:
             stack.close()
-            terminal.fail(f"{error}; once it is back, the same command resumes the run", code=os.EX_TEMPFAIL)
+            again = f"{error}; once it is back, the same command resumes the run"
+            terminal.fail(again, code=_ended_by(error) or os.EX_TEMPFAIL)
         except CuteKernelsError as error:
             stack.close()
-            terminal.fail(str(error))
+            terminal.fail(str(error), code=_ended_by(error) or 1)
         except KeyboardInterrupt:
             stack.close()
             terminal.fail(f"interrupted; {_RESUMES}")
@@ -345,6 +353,14 @@ class _Terminated(BaseException):
         self.signal = signal.Signals(number)
 
 
+def _ended_by(error: BaseException) -> int | None:
+    """The exit code of a run that a signal ended, where ``error`` came as it closed."""
+    context = error.__context__
+    while context is not None and not isinstance(context, _Terminated):
+        context = context.__context__
+    return None if context is None else 128 + context.signal
+
+
 @contextmanager
 def _signals_raise() -> Iterator[None]:
     """SIGTERM and SIGHUP (a closed terminal) end the run as Ctrl-C does; others are ignored while one is obeyed."""
@@ -352,12 +368,17 @@ def _signals_raise() -> Iterator[None]:
     def end(number: int, frame: Any) -> None:
         for other in before:
             signal.signal(other, lambda *_: None)  # SIG_IGN would be handed down to processes that are started
-        raise _Terminated(number)
+        interrupts.end(_Terminated(number))
+
+    def interrupt(number: int, frame: Any) -> None:
+        interrupts.end(KeyboardInterrupt())
 
     ending = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]  # under nohup
     before = {number: signal.getsignal(number) or signal.SIG_DFL for number in (*ending, signal.SIGINT)}
     for number in ending:
         signal.signal(number, end)
+    if before[signal.SIGINT] == signal.default_int_handler:
+        signal.signal(signal.SIGINT, interrupt)
     try:
         yield
     finally:
@@ -393,12 +414,21 @@ def _watcher(job: Job, log: Path | None, db: str | None) -> Iterator[Watcher]:
                     raise JobError(f"--log {log} {claim}: name another file")
                 if _is_of_database(log, db):
                     raise JobError(f"--log {log} is the run's database, or a file beside it: name another file")
-                stream = log.open("a", encoding="utf-8")
+                if job.source and os.path.realpath(log) == os.path.realpath(job.source):
+                    raise JobError(f"--log {log} is the job file: name another file")
+                stream = open(log, "a", encoding="utf-8", opener=_without_waiting)  # noqa: SIM115  closed below
             except OSError as error:
                 raise JobError(f"--log {log}: {error.strerror}; name a file that can be written") from error
             stack.callback(_close, stream)
             watchers.append(Lines(stream, job.tasks))
         yield Several(watchers)
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    """Opens a file; a pipe that nobody reads is refused."""
+    found = os.open(path, flags | os.O_NONBLOCK, 0o666)
+    os.set_blocking(found, True)
+    return found
 
 
 def _close(stream: TextIO) -> None:

@@ -115,15 +115,7 @@ class LocalFleet:
         if devices is None:
             self._devices: dict[Seat, int | None] = {Seat("gpu", "gpu"): None}
         else:
-            self._names = visible()
-            if len(set(devices)) != len(devices):
-                raise JobError(f"each GPU is named once; the devices are {', '.join(map(str, devices))}")
-            if not self._names:
-                raise UnknownGpu("no CUDA device is visible; name a GPU with --gpu to predict for it")
-            for device in devices:
-                if not 0 <= device < len(self._names):
-                    last = len(self._names) - 1
-                    raise UnknownGpu(f"there is no GPU {device} here; CUDA indices go from 0 to {last}")
+            self._names = named(devices)
             self._devices = {Seat(f"gpu {device}", f"gpu {device}"): device for device in devices}
         self._jobs = jobs if jobs is not None else max(1, len(os.sched_getaffinity(0)) - 1)
         self._lanes = lanes
@@ -189,6 +181,24 @@ class OneSlot:
 def lanes_of(gpu: GpuSpec, cpus: int) -> int:
     """Lanes for a GPU: :data:`LANES`, or what its memory and its share of the CPUs are enough for."""
     return max(1, min(LANES, gpu.memory_bytes // _LANE_BYTES, cpus // _LANE_CPUS))
+
+
+def named(devices: Sequence[int]) -> list[str]:
+    """:func:`visible`, where those GPUs are.
+
+    Raises:
+        JobError: one of them is named twice.
+        UnknownGpu: one of them is not here.
+    """
+    names = visible()
+    if len(set(devices)) != len(devices):
+        raise JobError(f"each GPU is named once; the devices are {', '.join(map(str, devices))}")
+    if not names:
+        raise UnknownGpu("no CUDA device is visible; name a GPU with --gpu to predict for it")
+    for device in devices:
+        if not 0 <= device < len(names):
+            raise UnknownGpu(f"there is no GPU {device} here; CUDA indices go from 0 to {len(names) - 1}")
+    return names
 
 
 def visible() -> list[str]:

@@ -143,6 +143,8 @@ def ended(call: Callable[[], object]) -> None:
             sys.stdout.flush()  # a full disk fails here, not in the interpreter's last moments
     except CuteKernelsError as error:
         terminal.fail(str(error), code=2 if isinstance(error, _MISUSE) else 1)
+    except KeyboardInterrupt:  # before or behind what the command line catches
+        sys.exit(128 + signal.SIGINT)
     except ModuleNotFoundError as error:
         if error.name not in _WHOLE:
             raise
@@ -262,6 +264,8 @@ def lock(
     from cutekernels.gpu import lookup
 
     if check:
+        if gpu is not None:
+            terminal.fail("--check reads the whole lock, of all its GPUs: leave --gpu out", code=2)
         found = files.read(Path(file))
         typer.echo(found.digest)
         terminal.say(f"{file}: {len(found.rows)} rows, as they were written")

@@ -264,9 +264,8 @@ def import_(
         path = sqlite.path_of(url)
         there = path is None or not sqlite.is_absent(path)
         with _store(after, writing=True) as store:
-            if there:
-                store.pull(url)
-            report = store.import_(source, judge=query_.false_time)
+            judge = query_.false_time
+            report = store.rehearse(url, source, judge=judge) if there else store.import_(source, judge=judge)
         with _errors(), database.open(url, local=there, shipped=False) as now, _side(after) as then:
             rows = [asdict(row) for row in diff(now, then)]
     names = tuple(f.name for f in fields(Difference))
@@ -411,6 +410,8 @@ def _report(report: ImportReport) -> None:
     )
     kept = f"{report.kept} winners kept as they were"
     terminal.say(f"{report.added} trials added, {report.crowned} winners set, {kept}{more}")
+    if report.differing:
+        terminal.say(f"{report.differing} of them are here with other contents under the same id, which stay")
     unused = [(t, why) for t in report.winners if (why := query_.unusable(t))]
     if unused:
         t, why = unused[0]

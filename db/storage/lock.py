@@ -74,6 +74,8 @@ def read(path: Path) -> Lock:
         StoreError: there is none, or it is not as it was written.
     """
     try:
+        if path.exists() and not path.is_file():  # a pipe would be waited for
+            raise StoreError(f"lock {path} is not a file; {_AGAIN}")
         with path.open("rb") as file:
             head, body = file.readline(4096), file.read(_MOST_BYTES)
     except OSError as error:

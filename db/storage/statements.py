@@ -352,6 +352,11 @@ def _orphans(session: Session, broken: set[Any]) -> list[str]:
 # ---- winners ------------------------------------------------------------------------------------------------
 
 
+def trials_of(session: Session, ids: Sequence[str]) -> list[Trial]:
+    """The trials with these ids, as far as they are here."""
+    return [t for some in batches(ids, _BATCH) for t in select_trials(session, [_trial.c.id.in_(some)])]
+
+
 def recorded(session: Session, ids: Sequence[str]) -> dict[str, RecordedTrial]:
     """Stored trials by id, as far as the rules for winners need them. A broken one is as good as absent."""
     t = _trial.c

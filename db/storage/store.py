@@ -40,6 +40,7 @@ from cutekernels.db.storage.engine import (
 from cutekernels.db.storage.rate import Rate
 from cutekernels.db.storage.trial import LINE_LIMIT, Environment, Gpu, Trial
 from cutekernels.errors import StoreError
+from cutekernels.interrupts import section
 
 __all__ = ["Environment", "Gpu", "ImportReport", "Rate", "Request", "Stat", "Store", "Trial"]
 
@@ -87,7 +88,8 @@ class Stat:
 @dataclass(frozen=True, slots=True)
 class ImportReport:
     """Result of an import or a merge: trials added, winners set, winners kept against incoming ones; of a merge also
-    the requests and calibrated rates that the other database has.
+    the requests and calibrated rates that the other database has. ``differing``: incoming winners that are other than
+    the trials with their ids that were here, which stay.
     """
 
     added: int
@@ -95,7 +97,8 @@ class ImportReport:
     kept: int
     requests: int = 0
     rates: int = 0
-    winners: Sequence[Trial] = field(default=(), compare=False, repr=False)  # the best incoming of each problem
+    differing: int = 0
+    winners: Sequence[Trial] = field(default=(), compare=False, repr=False)  # the best incoming, as they are here
 
 
 Judge = Callable[[Trial], str]
@@ -135,14 +138,14 @@ class Store:
 
     @contextmanager
     def _reading(self) -> Iterator[Session]:
-        with translated(shown(self.url)), Session(self._engine) as session, session.begin():
+        with section(), translated(shown(self.url)), Session(self._engine) as session, session.begin():
             yield session
             require_unchanged(session.connection())
 
     @contextmanager
     def _writing(self, *, alone: bool = False) -> Iterator[Session]:
         """``alone``: beside no other writer, since rows go that one may be about to point to."""
-        with translated(shown(self.url)), Session(self._writer) as session, session.begin():
+        with section(), translated(shown(self.url)), Session(self._writer) as session, session.begin():
             queue(session.connection(), alone=alone)
             yield session
 
@@ -387,12 +390,20 @@ class Store:
         Raises:
             StoreError: naming the line and the rule it breaks.
         """
-        if isinstance(source, str | os.PathLike):
-            name = os.fspath(source)
-            with file_errors(name), _open_text(name) as stream:
-                incoming = _read_lines(stream, name, judge)
-        else:
-            incoming = _read_lines(source, getattr(source, "name", "stream"), judge)
+        return self._import_winners(_read_lines(source, judge))
+
+    def rehearse(
+        self, url: str | os.PathLike[str], source: str | os.PathLike[str] | TextIO, *, judge: Judge = _accept
+    ) -> ImportReport:
+        """In this empty database, :meth:`import_` as the one at ``url``, which is only read, would do it."""
+        incoming = _read_lines(source, judge)
+        with Store(url, readonly=True) as other, other._reading() as session:
+            winners = statements.select_trials(session, [], winning=True)
+            known = statements.trials_of(session, [t.id for t in incoming])
+        self._import([*winners, *known], winners, newest=False)
+        return self._import_winners(incoming)
+
+    def _import_winners(self, incoming: Sequence[Trial]) -> ImportReport:
         return self._import(incoming, [t for t in incoming if t.status == "ok"])
 
     def merge(self, other_url: str | os.PathLike[str], *, judge: Judge = _accept) -> ImportReport:
@@ -451,9 +462,10 @@ class Store:
             crowned = len(statements.set_winners(session, best.values(), newest=newest))
             statements.keep_greater(session, models.Request, models.KEY, ("hits", "last_seen"), requests)
             statements.keep_later(session, models.Rate, RATE_KEY, "created_at", rates)
-        chosen = {candidate.id for candidate in best.values()}
-        told = [t for t in winners if t.id in chosen]
-        return ImportReport(added, crowned, len(winners) - crowned, len(requests), len(rates), told)
+            here = {t.id: t for t in statements.trials_of(session, [t.id for t in winners])}
+        differing = sum(here.get(t.id, t) != t for t in winners)
+        told = [here[candidate.id] for candidate in best.values() if candidate.id in here]
+        return ImportReport(added, crowned, len(winners) - crowned, len(requests), len(rates), differing, told)
 
     # ---- upkeep ---------------------------------------------------------------------------------------------
 
@@ -507,13 +519,24 @@ class Store:
 def _open_text(name: str) -> TextIO:
     """The text of a file, compressed or not. A byte that is not UTF-8 becomes a character that no rule lets through."""
     if name.endswith(".gz"):
+        if not os.path.getsize(name):
+            raise StoreError(f"{name} is empty, which no gzip file is: copy it again")
         return gzip.open(name, "rt", encoding="utf-8", errors="surrogateescape")
     if name.endswith(".xz"):
         return lzma.open(name, "rt", encoding="utf-8", errors="surrogateescape")
     return open(name, encoding="utf-8", errors="surrogateescape")
 
 
-def _read_lines(stream: TextIO, name: str, judge: Judge) -> list[Trial]:
+def _read_lines(source: str | os.PathLike[str] | TextIO, judge: Judge) -> list[Trial]:
+    """The trials of a file or a stream of :meth:`Store.export`'s lines."""
+    if isinstance(source, str | os.PathLike):
+        name = os.fspath(source)
+        with file_errors(name), _open_text(name) as stream:
+            return _read_stream(stream, name, judge)
+    return _read_stream(source, getattr(source, "name", "stream"), judge)
+
+
+def _read_stream(stream: TextIO, name: str, judge: Judge) -> list[Trial]:
     trials = []
     seen: dict[str, tuple[int, Trial]] = {}
     latest = datetime.now(UTC) + _CLOCK_SKEW

@@ -516,6 +516,14 @@ def test_a_dry_import_shows_what_would_change_and_changes_nothing(db: Path, tmp_
     now = Store(db).winners(gpu="l40s")[0]
     Path(file).write_text(replace(now, id=uuid7(), config="tile_m=1", median_us=1e6).as_line() + "\n")
     assert shown() == [("other config", now.problem)], "a later row of the same problem"
+    Path(file).write_text(replace(now, config="tile_m=1").as_line() + "\n")
+    # Tuned by a clock that was wrong.
+    edit(other, ("UPDATE trial SET created_at = '2999-01-01 00:00:00.000000' WHERE id != ?", (now.id,)))
+    before = rows("query", "--db", str(other))
+    assert shown() == [], "its id is here, with other contents"
+    for words in (["--dry-run"], []):
+        told = ok("import", file, *words, "--db", str(other)).stderr
+        assert "0 trials added, 0 winners set, 1 winners kept" in told and "1 of them are here with other" in told
     assert rows("query", "--db", str(other)) == before
     assert "bad" in refused("import", str(tmp_path / "bad.jsonl"), "--dry-run")
 

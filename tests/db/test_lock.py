@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -151,9 +152,12 @@ def test_the_command(frozen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert other.exit_code == 1 and f"differs from {db} in 2 rows" in " ".join(other.stderr.split())
     for part in ("only in the database", "m=48 n=64 k=32", "copy_gbps", "tile_m=128 measured 12.5"):
         assert part in " ".join(other.stdout.split())
+    os.mkfifo("pipe.lock")
+    assert invoke(cli.app, "lock", "--check", "--gpu", "h200").exit_code == 2
     for wrong, words in (
         (["w.txt"], "ends with .lock"),
         (["--check", "no.lock"], "No such file"),
+        (["--check", "pipe.lock"], "is not a file"),
         (["--gpu", "x9"], "no GPU"),
     ):
         result = invoke(cli.app, "lock", *wrong)

@@ -398,7 +398,7 @@ def test_an_import_cannot_rewrite_a_recorded_trial(url: str) -> None:
     forged = Trial.from_row(mine.as_row() | {"status": "ok", "config": "a=2"})
     with Store(url) as store:
         store.record([mine])
-        assert store.import_(lines(forged)) == ImportReport(added=0, crowned=0, kept=1)
+        assert store.import_(lines(forged)) == ImportReport(added=0, crowned=0, kept=1, differing=1)
         assert store.trials() == [mine]
         assert store.winners() == []
 

@@ -185,6 +185,8 @@ def test_without_the_card_it_says_what_it_would_do_and_predicts(
     monkeypatch.chdir(tmp_path)
     listed = invoke(cli.app, "card", "--gpu", "l40s", "--list", "--format", "json")
     assert [row["problem"] for row in json.loads(listed.stdout)] == ["m=16 n=64", "m=64 n=64", "m=256 n=64"]
+    dry = invoke(cli.app, "card", "--gpu", "l40s", "--dry-run", "--limit", "2", "--format", "json")
+    assert [(row["origin"], row["to_do"]) for row in json.loads(dry.stdout)] == [("predicted", 2)] * 3
     done = invoke(cli.app, "card", "--gpu", "l40s", "--format", "json")
     assert done.exit_code == 0, done.output
     assert "no l40s is here: nothing is checked or measured" in " ".join(done.stderr.split())

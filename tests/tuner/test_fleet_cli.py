@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy import text
 
 from cutekernels import gpu as gpus
 from cutekernels.autotune import cli, job, run
 from cutekernels.autotune.fleet import OneSlot
 from cutekernels.autotune.report import TaskReport
 from cutekernels.db.storage.store import Store
+from cutekernels.errors import StoreError
 from tests.command_line import invoke
 from tests.processes import python
 from tests.tuner.toys import H200, TOY, ToyMachine
@@ -128,20 +130,35 @@ def plain_signals() -> Iterator[tuple[signal.Signals, ...]]:
         signal.signal(number, handler)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_while_one_signal_is_obeyed_others_wait(
-    number: signal.Signals, plain_signals: tuple[signal.Signals, ...]
-) -> None:
+def test_while_one_signal_is_obeyed_others_wait(plain_signals: tuple[signal.Signals, ...]) -> None:
     before = list(map(signal.getsignal, plain_signals))
-    with pytest.raises(cli._Terminated) as caught, cli._signals_raise():
-        try:
-            signal.raise_signal(number)
-            time.sleep(5)  # until Python gets round to it
-        finally:
-            for other in plain_signals:
-                signal.raise_signal(other)
-    assert caught.value.signal is number
-    assert list(map(signal.getsignal, plain_signals)) == before
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        with pytest.raises(cli._Terminated) as caught, cli._signals_raise():
+            try:
+                signal.raise_signal(number)
+                time.sleep(5)  # until Python gets round to it
+            finally:
+                for other in plain_signals:
+                    signal.raise_signal(other)
+        assert caught.value.signal is number
+        assert list(map(signal.getsignal, plain_signals)) == before
+
+
+def test_a_signal_waits_for_the_end_of_a_transaction(tmp_path: Path, plain_signals: tuple[signal.Signals, ...]) -> None:
+    with Store(tmp_path / "t.db") as store:
+        for i, number in enumerate(plain_signals):
+            error = KeyboardInterrupt if number is signal.SIGINT else cli._Terminated
+            with pytest.raises(StoreError) as caught, cli._signals_raise():
+                try:
+                    with store._writing() as session:
+                        signal.raise_signal(number)
+                        session.execute(text(f"CREATE TABLE kept{i} (x INT)"))
+                finally:
+                    raise StoreError("the last rows were not stored")
+            assert type(caught.value.__context__) is error
+            assert cli._ended_by(caught.value) == (None if error is KeyboardInterrupt else 128 + number)
+        with store._writing() as session:  # nobody holds the database
+            assert session.scalar(text("SELECT count(*) FROM sqlite_master WHERE name LIKE 'kept%'")) == 3
 
 
 def test_a_signal_that_nohup_ignores_stays_ignored() -> None:
@@ -245,23 +262,26 @@ class TestCommandLine:
         assert result.exit_code == 0 and json.loads(result.stdout)["tasks"] == []
         assert "no task" in result.stderr
 
-    @pytest.mark.parametrize(
-        "words",
-        [
-            ["--shard", "0/4"],
-            ["--gpus", "all", "--device", "0"],
-            ["--gpus", "first"],
-            ["--requests"],
-            ["--log", "/no/such/folder/log"],
-            ["--list", "--gpu", "foo"],
-            ["--list", "--gpus", "first"],
-            ["--dry-run", "--gpus", "all", "--device", "0"],
-        ],
-    )
-    def test_misuse_exits_2(self, words: list[str]) -> None:
-        result = self.invoke(self.toml, *words)
-        assert result.exit_code == 2, result.output
-        assert self.machine.measured == []
+    def test_misuse_exits_2(self, tmp_path: Path) -> None:
+        os.mkfifo(tmp_path / "pipe")
+        before = Path(self.toml).read_text()
+        for words in (
+            "--shard 0/4",
+            "--gpus all --device 0",
+            "--gpus first",
+            "--requests",
+            "--log /no/such/folder/log",
+            f"--log {self.toml}",
+            f"--log {tmp_path / 'pipe'}",  # nobody reads it
+            "--list --gpu foo",
+            "--list --gpus first",
+            "--dry-run --gpus all --device 0",
+            "--dry-run --gpus 0,0",
+            "--dry-run --sampler best",
+        ):
+            result = self.invoke(self.toml, *words.split())
+            assert result.exit_code == 2, (words, result.output)
+        assert self.machine.measured == [] and Path(self.toml).read_text() == before
 
     def test_requests_take_the_queue(self) -> None:
         from cutekernels.ops import registry

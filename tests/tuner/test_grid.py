@@ -14,7 +14,7 @@ import pytest
 
 from cutekernels import dispatch
 from cutekernels import gpu as gpus
-from cutekernels.autotune import cli, grid, run, search
+from cutekernels.autotune import cli, fleet, grid, run, search
 from cutekernels.autotune.fleet import OneSlot
 from cutekernels.autotune.grid import FAMILIES, ProductFamily, plan, points
 from cutekernels.autotune.run import tune
@@ -245,7 +245,8 @@ class TestCommandLine:
         refused = self.invoke("--gpu", "l40s")
         assert refused.exit_code == 2 and "run it on a machine with the l40s" in " ".join(refused.stderr.split())
 
-    def test_a_dry_run_lists_what_the_next_run_takes(self) -> None:
+    def test_a_dry_run_lists_what_the_next_run_takes(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(fleet, "visible", lambda: ["0", "1"])
         dry = self.invoke("--budget-s", "10", "--dry-run", "--format", "json")
         assert dry.exit_code == 0, dry.output
         assert 0 < len(json.loads(dry.stdout)) < 16
