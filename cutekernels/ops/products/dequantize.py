@@ -155,10 +155,12 @@ class Dequantize(Ruled, PackedPart[DequantizeProblem, DequantizeConfig], CuteOp[
 
     def body(self, p: DequantizeProblem, c: DequantizeConfig, gpu: GpuSpec) -> Any:
         from cutekernels.backends import cute as backend
+        from cutekernels.kernels.cute.parts.packed import PackedWeights
         from cutekernels.kernels.cute.products.dequantize import Dequantize as Body
 
-        scale = backend.type_of(p.scale)
-        return Body(p.code, scale, p.group, p.scale_rows, p.zeros, p.factors, c.tiles, p.out_align, c.pdl)
+        fp16, scale = backend.type_of("fp16"), backend.type_of(p.scale)
+        weights = PackedWeights(p.code, fp16, scale, p.group, p.scale_rows, p.zeros, p.factors)
+        return Body(weights, c.tiles, p.out_align, c.pdl)
 
     def divisors(self, p: DequantizeProblem, c: DequantizeConfig) -> dict[str, int]:
         return {"columns": p.out_align}

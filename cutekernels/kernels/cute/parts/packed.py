@@ -47,17 +47,30 @@ class Weight:
 
 @dataclass(frozen=True)
 class PackedWeights:
-    """How elements are coded, and the type they become. ``code``: ``"int4" | "int8" | "e4m3" | "e2m1" | "nf4"``."""
+    """How elements are coded, the type they become, and their scales."""
 
-    code: str
+    code: str  # "int4", "int8", "e4m3", "e2m1" or "nf4"
     dtype: type[cutlass.Numeric]
+    scale_type: type[cutlass.Numeric]  # of e2m1 a byte, an exponent; with ``factors`` a word of four ue5m3
+    group: int  # elements of K that share a scale: 16 to 128; 0: all
+    scale_rows: int  # rows that share a scale: 1, or 128
+    zeros: bool
+    factors: bool  # of rows, beside scales of groups
     folded: bool = False  # floats in bf16, times scales: the power of two that an exponent wants is part of the scale
-    scales: str = ""  # of e2m1: "e8m0" or "ue5m3"
 
     @property
     def undone(self) -> float:
         """The factor of products of folded weights: a part of the power, so scales may be large."""
-        return 1.0 if not self.folded else 2.0**14 if self.scales == "ue5m3" else 2.0**24
+        return 1.0 if not self.folded else 2.0**14 if self.factors else 2.0**24
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether rows have factors: scales of all of K, or those beside scales of groups."""
+        return self.group == 0 or self.factors
+
+    @property
+    def scale_bytes(self) -> int:
+        return self.scale_type.width // 8
 
     @property
     def bits(self) -> int:
@@ -94,7 +107,7 @@ class PackedWeights:
         """A constant in a register of its own: an instruction takes one immediate operand, and a second would be moved
         to a register each time. ``count`` is any number that is not negative.
         """
-        if const_expr(self.scales == "ue5m3"):
+        if const_expr(self.factors):
             return in_register(0x70007000, count)
         return in_register(0x000F000F if self.code == "int4" else self.magic, count)
 

@@ -68,20 +68,10 @@ class PackedCodes(NamedTuple):
 class Dequantize:
     """The body."""
 
-    code: str  # "int4", "int8", "e4m3", "e2m1", "nf4"
-    scale: type[cutlass.Numeric]  # of e2m1 a byte, an exponent
-    group: int  # elements of K that share a scale: 16 to 128; 0: all
-    scale_rows: int  # rows that share a scale: 1, or 128
-    zeros: bool
-    factors: bool  # scales are ue5m3, times a row's factor or over its divisor
+    weights: PackedWeights  # decoded to fp16: all but nf4 are exact there, whatever out's type
     tiles: int
     out_align: int  # elements
     dependent: bool
-
-    @property
-    def weights(self) -> PackedWeights:
-        """All but nf4 are exact in fp16, whatever out's type."""
-        return PackedWeights(self.code, cutlass.Float16)
 
     @property
     def smem(self) -> DequantizeSmem:
@@ -95,7 +85,7 @@ class Dequantize:
     @property
     def tile_groups(self) -> int:
         """Groups of a tile."""
-        return TILE // self.group if 0 < self.group < TILE else 1
+        return TILE // self.weights.group if 0 < self.weights.group < TILE else 1
 
     @cute.jit
     def __call__(
@@ -125,7 +115,7 @@ class Dequantize:
         base = SmemAllocator().allocate(self.smem.total_bytes, byte_alignment=LINE).toint().to(Int32)
         row = cta_n * TILE + warp * STRIP
         tiles_k, groups = cute.size(weight.mW, mode=[1]), cute.size(weight.mS, mode=[0])
-        known = nf4_of(lane) if const_expr(self.code == "nf4") else self.weights.constant(first)
+        known = nf4_of(lane) if const_expr(self.weights.code == "nf4") else self.weights.constant(first)
         if const_expr(self.dependent):
             pdl_wait()
 
@@ -144,21 +134,21 @@ class Dequantize:
                 own = cute.make_tensor(words[None, t].iterator + 4 * i, cute.make_layout(4))
                 cute.autovec_copy(cute.make_tensor(place, cute.make_layout(4)), own)
             for g in cutlass.range_constexpr(self.tile_groups):
-                group = tile if const_expr(self.factors) else self.group_of(tile, g, groups)
+                group = tile if const_expr(self.weights.factors) else self.group_of(tile, g, groups)
                 # A lane has rows r and r + 8.
                 for h in cutlass.range_constexpr(2):
-                    at = (row + lane // 4 + 8 * h) >> (self.scale_rows.bit_length() - 1)
-                    if const_expr(self.factors):
+                    at = (row + lane // 4 + 8 * h) >> (self.weights.scale_rows.bit_length() - 1)
+                    if const_expr(self.weights.factors):
                         word = weight.mS[group, row + lane // 4 * 2 + g // 2]
                         scale = ue5m3(word, 2 * h + g % 2).bitcast(Float32)
                         factors[h, g, t] = (
                             scale * (weight.mF[0, at] if weight.mF[1, at] == 1.0 else Float32(1.0))
                         ) / weight.mF[1, at]
-                    elif const_expr(self.code == "e2m1"):
+                    elif const_expr(self.weights.code == "e2m1"):
                         cute.recast_tensor(factors, Int32)[h, g, t] = power_of_two(weight.mS[group, at].to(Int32))
                     else:
                         factors[h, g, t] = weight.mS[group, at].to(Float32)
-                    if const_expr(self.zeros):
+                    if const_expr(self.weights.zeros):
                         shifts[h, g, t] = self.weights.shift(weight.mZ[group, at].to(Int32))
         if const_expr(self.dependent):
             pdl_launch()
@@ -182,10 +172,10 @@ class Dequantize:
     def group_of(self, tile: Int32, number: cutlass.Constexpr[int], groups: Int32) -> Int32:
         """The group of K that the tile's ``number``-th belongs to, without a division."""
         group = Int32(0)
-        if const_expr(self.group == 32):
+        if const_expr(self.weights.group == 32):
             group = cutlass.min(2 * tile + number, groups - 1)
-        elif const_expr(self.group > 0):
-            group = cutlass.min(tile >> (self.group // TILE - 1), groups - 1)  # of 64, or of 128
+        elif const_expr(self.weights.group > 0):
+            group = cutlass.min(tile >> (self.weights.group // TILE - 1), groups - 1)  # of 64, or of 128
         return group
 
     @cute.jit
@@ -206,10 +196,10 @@ class Dequantize:
         for kb in cutlass.range_constexpr(4):
             group = const_expr(kb * self.tile_groups // 4)
             block = cute.make_tensor(coded.words.iterator + kb * block_words, cute.make_layout(block_words))
-            if const_expr(self.code != "nf4"):
+            if const_expr(self.weights.code != "nf4"):
                 self.weights.decode(block, coded.shifts[None, group], known, pairs)
             for p in cutlass.range_constexpr(4):
-                if const_expr(self.code == "nf4"):
+                if const_expr(self.weights.code == "nf4"):
                     # Elements 0 and 1 of pair p are nibbles p and p + 4.
                     low = cute.arch.shuffle_sync(known, block[0] >> (4 * p), mask_and_clamp=HALF_WARPS)
                     high = cute.arch.shuffle_sync(known, block[0] >> (4 * p + 16), mask_and_clamp=HALF_WARPS)

@@ -16,10 +16,6 @@ class PackedScales:
 
     smem: WarpgroupPackedSmem
     weights: PackedWeights
-    scale: type[cutlass.Numeric]
-    group: int
-    scale_rows: int
-    factors: bool
     all_rows: Any
 
     @cute.jit
@@ -30,15 +26,15 @@ class PackedScales:
     @cute.jit
     def load_factors(self, consumer: Consumer, stage: Int32, factors: cute.Tensor):
         """Scales of rows r and r + 8, for each group of K in the stage; of e2m1 bits, two words or of ``power``."""
-        size = const_expr(self.scale.width // 8)
+        size = const_expr(self.weights.scale_bytes)
         first = stage + self.smem.scales_at + consumer.group * (self.smem.strips * TILE * size)
         for i in cutlass.range_constexpr(self.smem.strips):
-            if const_expr(self.factors):
+            if const_expr(self.weights.factors):
                 at = first + (i * TILE + self.own_row(consumer) + consumer.thread % 32 // 4) * size
                 load_words(at, cute.recast_tensor(factors, Int32)[None, i])
-            for r in cutlass.range_constexpr(0 if self.factors else 2):
+            for r in cutlass.range_constexpr(0 if self.weights.factors else 2):
                 at = first + (i * TILE + self.own_row(consumer) + 8 * r) * size
-                found = shared_number(self.scale, at)
+                found = shared_number(self.weights.scale_type, at)
                 if const_expr(self.weights.code == "e2m1"):
                     cute.recast_tensor(factors, Int32)[r, i] = self.weights.power(found.to(Int32))
                 else:
@@ -46,9 +42,9 @@ class PackedScales:
 
     def block_scales(self, weight: Weight, of: Extents, row: Int32, k_tile: Int32) -> cute.Pointer:
         """Address of the scale of a 128 x 128 block."""
-        blocks = self.all_rows(weight, of, self.scale_rows)
-        group = k_tile * self.smem.tile_k // self.group
-        block = cutlass.min(row // self.scale_rows, blocks - 1)
+        blocks = self.all_rows(weight, of, self.weights.scale_rows)
+        group = k_tile * self.smem.tile_k // self.weights.group
+        block = cutlass.min(row // self.weights.scale_rows, blocks - 1)
         return weight.mS.iterator + cute.crd2idx((group, block), weight.mS.layout)
 
     @cute.jit
@@ -77,7 +73,7 @@ class PackedScales:
     def row_factors(self, consumer: Consumer, first: Int32) -> cute.Tensor:
         """Scales of all of K, or factors, of rows r and r + 8 of a group's, which begin with row ``first``."""
         weight, of = consumer.cta.weight, consumer.cta.of
-        table = weight.mF if const_expr(self.factors) else weight.mS
+        table = weight.mF if const_expr(self.weights.factors) else weight.mS
         factors = cute.make_rmem_tensor(2, Float32)
         factors.fill(0.0)
         for r in cutlass.range_constexpr(2):

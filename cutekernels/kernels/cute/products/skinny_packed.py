@@ -137,11 +137,6 @@ class SkinnyPacked(Launched):
 
     smem: SkinnyPackedSmem
     weights: PackedWeights
-    scale: type[cutlass.Numeric]
-    group: int  # elements of K that share a scale: 16 to 128; 0: all
-    scale_rows: int  # rows that share a scale: 1, or 128
-    zeros: bool
-    factors: bool
     warps_n: int
     epilogue: Epilogue  # with scales of all of K, or factors, a ColumnScale
     dependent: bool
@@ -181,7 +176,7 @@ class SkinnyPacked(Launched):
     @property
     def interval(self) -> int:
         """Elements of K between two additions to the tile's accumulators; 0: scales multiply at the tile's end."""
-        return 0 if self.weights.code == "e2m1" else min(self.group, self.chunk)
+        return 0 if self.weights.code == "e2m1" else min(self.weights.group, self.chunk)
 
     @cute.jit
     def __call__(
@@ -218,7 +213,7 @@ class SkinnyPacked(Launched):
                 warp = tid // 32
                 if tid % 32 == 0 and warp < self.prefetch_tiles and at.k_tile + warp < of.k_tiles:
                     self.prefetch(cta, Unit(at.n, at.m, at.k_tile + warp))
-                if const_expr(self.group == 0):  # noqa: SIM102  known when compiled
+                if const_expr(self.weights.group == 0):  # noqa: SIM102  known when compiled
                     if tid == 1:
                         self.prefetch_scales(cta, at)
             pdl_wait()
@@ -321,7 +316,7 @@ class SkinnyPacked(Launched):
 
     def row_scales(self, cta: Cta, unit: Unit) -> cute.Tensor:
         """Scales of all of K, or factors: one for each of out's columns."""
-        return (cta.given.mF if self.factors else cta.given.mS)[0, None]
+        return (cta.given.mF if self.weights.factors else cta.given.mS)[0, None]
 
     def bias(self, cta: Cta, unit: Unit) -> cute.Tensor | None:
         """The bias of the weight's rows."""
@@ -341,7 +336,7 @@ class SkinnyPacked(Launched):
             # then adds nothing: every code is a finite number.
             self.load_weight(cta, unit, stage, (cta.of.tiles_k - first_k // TILE) * self.smem.tile_bytes)
             self.load_tokens(cta, unit, stage + self.smem.x_at, True)
-        if const_expr(self.group > 0 or self.zeros):
+        if const_expr(self.weights.group > 0 or self.weights.zeros):
             self.load_scales(cta, unit, first_k, stage)
 
     @cute.jit
@@ -399,35 +394,38 @@ class SkinnyPacked(Launched):
     def load_scales(self, cta: Cta, unit: Unit, first_k: Int32, stage: Int32):
         """Scales, and zero points, of the unit's groups: ``(group, row)``."""
         first, count = Int32(0), Int32(1)  # groups: the unit's first, and all of K
-        if const_expr(self.group > 0):
-            first = first_k // self.group
-            count = cute.ceil_div(cta.of.k, self.group)
-        if const_expr(self.scale_rows > 1):
+        if const_expr(self.weights.group > 0):
+            first = first_k // self.weights.group
+            count = cute.ceil_div(cta.of.k, self.weights.group)
+        if const_expr(self.weights.scale_rows > 1):
             # One scale for the tile's rows; groups behind K are read as the last.
-            blocks = self.all_rows(cta, self.scale_rows)
+            blocks = self.all_rows(cta, self.weights.scale_rows)
             if cta.tid < self.smem.groups * self.halves:
                 group = cutlass.min(first + cta.tid // self.halves, count - 1)
                 row = unit.n * self.rows + cta.tid % self.halves * cta.of.n
-                block = (row + self.first_row(cta, unit)) // self.scale_rows
+                block = (row + self.first_row(cta, unit)) // self.weights.scale_rows
                 at = Int64(group) * blocks + block
-                if const_expr(self.scale.width == 32):
+                if const_expr(self.weights.scale_type.width == 32):
                     copy_async(stage + self.smem.scales_at + cta.tid * 4, cta.given.mS.iterator.toint() + at * 4, 4)
                 else:
                     # cp.async moves 4 bytes at least, which the next scale may begin between.
                     place = cute.make_ptr(
-                        self.scale, stage + self.smem.scales_at + cta.tid * 4, cute.AddressSpace.smem, assumed_align=4
+                        self.weights.scale_type,
+                        stage + self.smem.scales_at + cta.tid * 4,
+                        cute.AddressSpace.smem,
+                        assumed_align=4,
                     )
                     slot = cute.make_tensor(place, cute.make_layout(1))
                     slot[0] = cta.given.mS[group, block]
         else:
             rows = self.all_rows(cta, TILE) * TILE
             groups, first_row = (first, count), (unit.n * self.rows + self.first_row(cta, unit), cta.of.n)
-            if const_expr(self.group > 0):
-                size = const_expr(self.scale.width // 8)
+            if const_expr(self.weights.group > 0):
+                size = const_expr(self.weights.scale_bytes)
                 self.load_strip(
                     cta, cta.given.mS, size, self.smem.groups, first_row, rows, groups, stage + self.smem.scales_at
                 )
-            if const_expr(self.zeros):
+            if const_expr(self.weights.zeros):
                 self.load_strip(
                     cta, cta.given.mZ, 1, self.smem.zero_groups, first_row, rows, groups, stage + self.smem.zeros_at
                 )
@@ -477,7 +475,7 @@ class SkinnyPacked(Launched):
     @cute.jit
     def prefetch_scales(self, cta: Cta, unit: Unit):
         """Scales of all of K of the tile's rows into the L2, by one thread."""
-        size = const_expr(self.scale.width // 8)
+        size = const_expr(self.weights.scale_bytes)
         first = unit.n * self.rows
         count = cutlass.min(cute.ceil_div(cta.of.n, TILE) * TILE - first, Int32(self.rows)) * size
         for half in cutlass.range_constexpr(self.halves):
@@ -519,7 +517,7 @@ class SkinnyPacked(Launched):
         words = cute.make_rmem_tensor((4, strips), Int32)
         powers = cute.make_rmem_tensor((2, strips), Int32)
         shifts = cute.make_rmem_tensor((2, strips), Int32)
-        if const_expr(self.weights.code == "int4" and not self.zeros):
+        if const_expr(self.weights.code == "int4" and not self.weights.zeros):
             shifts.fill(self.weights.symmetric)
         for kb in cutlass.range_constexpr(self.chunk // 16):
             k = warp_k * self.chunk + kb * 16  # of the unit
@@ -532,16 +530,16 @@ class SkinnyPacked(Launched):
                     before = const_expr(half * self.smem.half_blocks + own // 4)  # runs
                     offset = const_expr(before * self.smem.run_bytes + own % 4 * strip_bytes + within)
                     load_words(weights_at + offset, words[None, s])
-            if const_expr(self.zeros and (kb == 0 or (self.interval > 0 and kb * 16 % self.interval == 0))):
+            if const_expr(self.weights.zeros and (kb == 0 or (self.interval > 0 and kb * 16 % self.interval == 0))):
                 zeros = stage + self.smem.zeros_at
-                if const_expr(self.group > 0):
-                    zeros = zeros + k // self.group * self.smem.tile_n
+                if const_expr(self.weights.group > 0):
+                    zeros = zeros + k // self.weights.group * self.smem.tile_n
                 self.load_bytes(zeros, lane, strip, shifts, self.weights.shift)
-            if const_expr(self.weights.code == "e2m1" and kb * 16 % self.group == 0):
-                if const_expr(self.factors):
+            if const_expr(self.weights.code == "e2m1" and kb * 16 % self.weights.group == 0):
+                if const_expr(self.weights.factors):
                     self.load_words_of_scales(stage, lane, k, strip, powers)
                 else:
-                    scales = stage + self.smem.scales_at + k // self.group * self.smem.tile_n
+                    scales = stage + self.smem.scales_at + k // self.weights.group * self.smem.tile_n
                     self.load_bytes(scales, lane, strip, powers, self.weights.power)
             if const_expr(kb % 2 == 0):
                 # -- tokens of two k-blocks: four matrices of 8 x 8 for each 8 tokens
@@ -556,7 +554,7 @@ class SkinnyPacked(Launched):
                 )
                 of_pairs = cute.make_tensor(pairs.iterator + 4 * s, cute.make_layout(4))
                 self.weights.decode(of_block, shifts[None, s], constant, of_pairs)
-                if const_expr(self.factors):
+                if const_expr(self.weights.factors):
                     self.weights.times_scales(powers[None, s], kb % 4, constant, of_pairs)
                 elif const_expr(self.weights.code == "e2m1"):
                     self.weights.times_powers(powers[None, s], of_pairs)
@@ -573,7 +571,7 @@ class SkinnyPacked(Launched):
     @cute.jit
     def load_words_of_scales(self, stage: Int32, lane: Int32, k: Int32, strip: Int32, words: cute.Tensor):
         """Two words of rows r and r + 8 of each strip: scales of 64 of K."""
-        first = stage + self.smem.scales_at + (k // self.group * self.smem.tile_n + lane // 4 * 2) * 4
+        first = stage + self.smem.scales_at + (k // self.weights.group * self.smem.tile_n + lane // 4 * 2) * 4
         for s in cutlass.range_constexpr(self.strips):
             half, own = self.half_of(s)
             load_words(first + (half * self.rows + (strip + own) * STRIP) * 4, words[None, s])
@@ -592,15 +590,15 @@ class SkinnyPacked(Launched):
     @cute.jit
     def promote(self, scales: Int32, lane: Int32, k: Int32, strip: Int32, part: cute.Tensor, acc: cute.Tensor):
         """``acc += scale * part``; a thread has rows r and r + 8 of each strip."""
-        size = const_expr(self.scale.width // 8)
+        size = const_expr(self.weights.scale_bytes)
         for s in cutlass.range_constexpr(self.strips):
             half, own = self.half_of(s)
             for r in cutlass.range_constexpr(2):
-                at = scales + (k // self.group * self.halves + half) * 4
-                if const_expr(self.scale_rows == 1):
+                at = scales + (k // self.weights.group * self.halves + half) * 4
+                if const_expr(self.weights.scale_rows == 1):
                     row = half * self.rows + (strip + own) * STRIP + lane // 4 + 8 * r
-                    at = scales + (k // self.group * self.smem.tile_n + row) * size
-                factor = shared_number(self.scale, at).to(Float32)
+                    at = scales + (k // self.weights.group * self.smem.tile_n + row) * size
+                factor = shared_number(self.weights.scale_type, at).to(Float32)
                 for t in cutlass.range_constexpr(self.smem.tile_m // 8):
                     for i in cutlass.range_constexpr(2):
                         acc[(i, r), s, t] = acc[(i, r), s, t] + factor * part[(i, r), s, t]
@@ -658,7 +656,7 @@ class SkinnyPacked(Launched):
         operands = EpilogueOperands(
             mBias=self.bias(cta, at),
             alpha=Float32(self.weights.undone) if const_expr(self.weights.folded) else None,
-            own=self.row_scales(cta, at) if const_expr(self.group == 0 or self.factors) else None,
+            own=self.row_scales(cta, at) if const_expr(self.weights.by_rows) else None,
             clamp=cta.given.clamp,
         )
         x = self.epilogue.apply(acc.load(), coordinates, operands)

@@ -99,11 +99,6 @@ class WarpgroupPacked(PackedScales, WarpSpecialized):
 
     smem: WarpgroupPackedSmem
     weights: PackedWeights
-    scale: type[cutlass.Numeric]
-    group: int  # elements of K that share a scale: 16 to 128; 0: all
-    scale_rows: int  # rows that share a scale: 1, or 128
-    zeros: bool
-    factors: bool
     scaled: str  # "accumulators" or "weights"
     groups: int  # consumer warp groups
     split: bool
@@ -156,14 +151,9 @@ class WarpgroupPacked(PackedScales, WarpSpecialized):
         return ClusterSums(self.cluster, self.owners, GROUP, self.smem.tile_n // 2)
 
     @property
-    def by_rows(self) -> bool:
-        """Whether rows have factors: scales of all of K, or those beside scales of groups."""
-        return self.group == 0 or self.factors
-
-    @property
     def interval(self) -> int:
         """Elements of K between two additions to the tile's accumulators; 0: none, its products add up there."""
-        return min(self.group, self.smem.tile_k) if self.scaled == "accumulators" else 0
+        return min(self.weights.group, self.smem.tile_k) if self.scaled == "accumulators" else 0
 
     @property
     def of_pair(self) -> int:
@@ -351,7 +341,7 @@ class WarpgroupPacked(PackedScales, WarpSpecialized):
                     prefetch_bulk(weight.mW.iterator.toint() + at, count * self.smem.tile_bytes)
                     for at_strip, size, _ in self.strips(weight, of, row, k_tile, 0):
                         prefetch_bulk(at_strip, Int32(size))
-                    if const_expr(self.scale_rows > 1):
+                    if const_expr(self.weights.scale_rows > 1):
                         prefetch_line(self.block_scales(weight, of, row, k_tile))
 
     @cute.jit
@@ -392,19 +382,19 @@ class WarpgroupPacked(PackedScales, WarpSpecialized):
         """Scales and zero points of 64 rows, a strip for each group of K in the k-tile, behind K the last again: where
         each lies, its bytes, and its place in a stage, as group ``g``'s.
         """
-        if self.smem.strips == 0 and not self.zeros:
+        if self.smem.strips == 0 and not self.weights.zeros:
             return []
-        last = cute.ceil_div(of.k, self.group) - 1 if self.group > 0 else Int32(0)
-        found, size = [], self.scale.width // 8
+        last = cute.ceil_div(of.k, self.weights.group) - 1 if self.weights.group > 0 else Int32(0)
+        found, size = [], self.weights.scale_bytes
         for i in range(max(self.smem.strips, self.smem.zero_strips)):
             group = Int32(0)
-            if self.group > 0:
-                group = cutlass.min(k_tile * self.smem.tile_k // self.group + i, last)
+            if self.weights.group > 0:
+                group = cutlass.min(k_tile * self.smem.tile_k // self.weights.group + i, last)
             at = Int64(group) * (self.all_rows(weight, of, TILE) * TILE) + row
             if self.smem.strips > 0:
                 place = self.smem.scales_at + (g * self.smem.strips + i) * (TILE * size)
                 found.append((weight.mS.iterator.toint() + at * size, TILE * size, place))
-            if self.zeros:
+            if self.weights.zeros:
                 place = self.smem.zeros_at + (g * self.smem.zero_strips + i) * TILE
                 found.append((weight.mZ.iterator.toint() + at, TILE, place))
         return found
@@ -465,7 +455,7 @@ class WarpgroupPacked(PackedScales, WarpSpecialized):
         of = consumer.cta.of
         factors = cute.make_rmem_tensor((2, max(1, self.smem.strips)), Float32)
         coming = Float32(0.0)
-        if const_expr(self.scale_rows > 1):
+        if const_expr(self.weights.scale_rows > 1):
             coming = self.block_scale(
                 consumer.cta.weight, of, self.first_row(of, share.corner, consumer.group), share.begin
             )
@@ -502,7 +492,7 @@ class WarpgroupPacked(PackedScales, WarpSpecialized):
         at, before, last, coming = state.at, state.before, state.last, state.coming
         half = const_expr(i if self.of_pair == 1 else 0)
         if const_expr(half == 0):
-            if const_expr(self.scale_rows > 1):
+            if const_expr(self.weights.scale_rows > 1):
                 # The scale of this k-tile's block was asked for a k-tile ago.
                 factors.fill(coming)
                 following = cutlass.min(share.begin + (done + 1) * self.warps_k, of.k_tiles - 1)
@@ -565,19 +555,19 @@ class WarpgroupPacked(PackedScales, WarpSpecialized):
     ):
         """A thread's weights of 64 of K into ``pairs`` (16,), times their scales where those multiply weights."""
         shifts = cute.make_rmem_tensor(2, Int32)
-        if const_expr(self.weights.code == "int4" and not self.zeros):
+        if const_expr(self.weights.code == "int4" and not self.weights.zeros):
             shifts.fill(self.weights.symmetric)
         for kb in cutlass.range_constexpr(BLOCKS):
             k = const_expr(half * TILE + kb * 16)
-            strip = const_expr(k // self.group if self.smem.strips > 1 else 0)
-            if const_expr(self.zeros and (kb == 0 or (self.smem.strips > 1 and k % self.group == 0))):
+            strip = const_expr(k // self.weights.group if self.smem.strips > 1 else 0)
+            if const_expr(self.weights.zeros and (kb == 0 or (self.smem.strips > 1 and k % self.weights.group == 0))):
                 self.load_shifts(consumer, stage, strip, shifts)
             of_block = cute.make_tensor(words.iterator + kb * self.weights.words, cute.make_layout(self.weights.words))
             four = cute.make_tensor(pairs.iterator + 4 * kb, cute.make_layout(4))
             self.weights.decode(of_block, shifts, consumer.constant, four)
-            if const_expr(self.scaled == "weights" and self.scale is self.weights.dtype):
+            if const_expr(self.scaled == "weights" and self.weights.scale_type is self.weights.dtype):
                 self.weights.scale16(factors[None, strip], four)
-            elif const_expr(self.factors):
+            elif const_expr(self.weights.factors):
                 self.weights.times_scales(cute.recast_tensor(factors, Int32)[None, strip], kb, consumer.constant, four)
             elif const_expr(self.weights.code == "e2m1"):
                 self.weights.times_powers(cute.recast_tensor(factors, Int32)[None, strip], four)
@@ -596,10 +586,10 @@ class WarpgroupPacked(PackedScales, WarpSpecialized):
         held = cute.recast_tensor(consumer.rW, Int32)
         row = self.first_row(of, share.corner, consumer.group)
         coming = Float32(0.0)
-        if const_expr(self.scale_rows > 1):
+        if const_expr(self.weights.scale_rows > 1):
             coming = self.block_scale(weight, of, row, share.begin)
         for k_tile in cutlass.range(share.begin, share.k_end, self.warps_k, unroll=1):
-            if const_expr(self.scale_rows > 1):
+            if const_expr(self.weights.scale_rows > 1):
                 # The scale of this k-tile's block was asked for a k-tile ago.
                 next_factors.fill(coming)
                 coming = self.block_scale(weight, of, row, cutlass.min(k_tile + self.warps_k, of.k_tiles - 1))
@@ -663,7 +653,7 @@ class WarpgroupPacked(PackedScales, WarpSpecialized):
     @cute.jit
     def read_ahead(self, consumer: Consumer, corner: Corner) -> cute.Tensor | None:
         """Scales of all of K, or factors."""
-        if const_expr(not self.by_rows):
+        if const_expr(not self.weights.by_rows):
             return None
         return self.row_factors(consumer, self.first_row(consumer.cta.of, corner, consumer.group))
 

@@ -109,7 +109,7 @@ class WarpgroupPackedGrouped(WarpgroupPacked):
 
     @cute.jit
     def gather(self, source: GroupRing, consumer: Consumer, share: Share) -> bool:
-        if const_expr(self.by_rows):
+        if const_expr(self.weights.by_rows):
             first = self.first_row(consumer.cta.of, share.corner, consumer.group)
             self.scale_by(consumer, self.row_factors(consumer, first))
         return True

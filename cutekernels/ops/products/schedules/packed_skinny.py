@@ -166,7 +166,7 @@ class PackedSkinny(PackedSchedule):
 
         epilogue = ColumnScale if p.group == 0 or p.factors else Epilogue
         return SkinnyPacked(
-            **self.weight(p, p.code == "e2m1" and (p.factors or p.dtype == "bf16")),
+            weights=self.weights(p, p.code == "e2m1" and (p.factors or p.dtype == "bf16")),
             smem=self.smem(p, c),
             warps_n=c.warps_n,
             ctas_per_sm=c.ctas_per_sm,

@@ -240,7 +240,7 @@ class PackedWarpgroup(PackedSchedule):
             epilogue=Epilogue(Activation("none" if p.gated else p.activation)),
         )
         return WarpgroupPacked(
-            **self.weight(p, p.factors or (floats and p.dtype == "bf16")),
+            weights=self.weights(p, p.factors or (floats and p.dtype == "bf16")),
             smem=self.smem(p, c),
             scaled=c.scaled,
             groups=self.groups(c) * c.warps_k,

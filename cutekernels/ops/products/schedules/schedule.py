@@ -118,19 +118,13 @@ class PackedSchedule(Schedule[QuantizedProblem, QuantizedConfig, Any]):
     def body(self, p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec, x: Any = None) -> Any:
         """The kernel body with its parts."""
 
-    def weight(self, p: QuantizedProblem, wide: bool) -> dict[str, Any]:
-        """Parts of a body that say how weights are packed. ``wide``: they are decoded to fp32."""
+    def weights(self, p: QuantizedProblem, folded: bool) -> Any:
+        """How weights are packed."""
         from cutekernels.backends import cute as backend
         from cutekernels.kernels.cute.parts.packed import PackedWeights
 
-        return {
-            "weights": PackedWeights(p.code, backend.type_of(p.dtype), wide, p.scale),
-            "scale": backend.type_of(p.scale),
-            "group": p.step,
-            "scale_rows": p.scale_rows,
-            "zeros": p.zeros,
-            "factors": p.factors,
-        }
+        dtype, scale = backend.type_of(p.dtype), backend.type_of(p.scale)
+        return PackedWeights(p.code, dtype, scale, p.step, p.scale_rows, p.zeros, p.factors, folded)
 
     def workspace_types(self, c: QuantizedConfig) -> list[Any]:
         """Arguments of a body behind its operands, as it is compiled."""
