@@ -1,18 +1,85 @@
-"""Values that bodies of packed weights hand on: sizes; of the warpgroup body a CTA's shares and memory, a consumer."""
+"""Arguments of bodies of packed weights, and values that they hand on: sizes; of the warpgroup body a CTA's shares and
+memory, a consumer.
+"""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from cutekernels.kernels.cute.parts.boxes import BoxOperands, Corner
+from cutekernels.kernels.cute.parts.launch import Launched
 from cutekernels.kernels.cute.parts.packed import Weight
 from cutekernels.kernels.cute.parts.pipeline import Position
-from cutekernels.kernels.cute.parts.tile_share import TileOwner
+from cutekernels.kernels.cute.parts.tile_share import TileOwner, Workspace
 from cutekernels.kernels.cute.parts.tile_source import Share, TileSource
 from cutekernels.kernels.cute.parts.warp_groups import TmaTensor
+
+
+@dataclass(frozen=True)
+class Operands:
+    """Tensors of a launch; of experts, rows in groups."""
+
+    mD: cute.Tensor  # (M, N)
+    mX: cute.Tensor  # (M, K)
+    weight: Weight
+    mBias: cute.Tensor | None  # (N,); of experts (E, N)
+    workspace: Workspace
+    mEnds: cute.Tensor | None = None  # where groups end, (E + 1,)
+    clamp: tuple[Float32, Float32] | None = None  # alpha and limit of a clamped gate
+
+
+class PackedBody(Launched):
+    """The common part of the bodies. ``extend`` launches one."""
+
+    @cute.jit
+    def __call__(
+        self,
+        mD: cute.Tensor,  # (M, N)
+        mX: cute.Tensor,  # (M, K)
+        mW: cute.Tensor,  # (N / 64, K / 64, bytes)
+        mS: cute.Tensor,  # (groups, N padded to 64), or of 128 x 128 blocks
+        mZ: cute.Tensor | None,  # bytes, as the scales
+        mF: cute.Tensor | None,  # (2, N padded to 64)
+        mBias: cute.Tensor | None,  # (N,)
+        mPartials: cute.Tensor,
+        mCounters: cute.Tensor,  # zero before and after
+        ctas: Int32,
+        *rest: Any,  # what is dealt out to each CTA; the stream
+    ):
+        weight, workspace = Weight(mW, mS, mZ, mF), Workspace(mPartials, mCounters)
+        self.extend(Operands(mD, mX, weight, mBias, workspace), ctas, rest[:-1], rest[-1])
+
+
+class PackedGroups:
+    """Likewise of bodies of packed experts, in front of the body of one product."""
+
+    clamped: bool  # the gate is gpt-oss's
+
+    @cute.jit
+    def __call__(
+        self,
+        mD: cute.Tensor,  # (T, N)
+        mX: cute.Tensor,  # (T, K)
+        mW: cute.Tensor,  # (E * rows / 64, K / 64, bytes)
+        mS: cute.Tensor,  # (groups, E * rows), or of 128 x 128 blocks
+        mZ: cute.Tensor | None,  # bytes, as the scales
+        mF: cute.Tensor | None,  # (2, E * rows)
+        mEnds: cute.Tensor,  # (E + 1,)
+        mBias: cute.Tensor | None,  # (E, rows)
+        mPartials: cute.Tensor,  # of the skinny body, as the counters
+        mCounters: cute.Tensor,
+        ctas: Int32,
+        alpha: Float32,
+        limit: Float32,
+        stream: cuda.CUstream,
+    ):
+        clamp = (alpha, limit) if const_expr(self.clamped) else None
+        weight, workspace = Weight(mW, mS, mZ, mF), Workspace(mPartials, mCounters)
+        self.extend(Operands(mD, mX, weight, mBias, workspace, mEnds, clamp), ctas, (), stream)
 
 
 @dataclass(frozen=True)

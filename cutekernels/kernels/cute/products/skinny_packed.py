@@ -59,34 +59,16 @@ from cutlass.memory import SmemAllocator
 
 from cutekernels.kernels.cute.parts.dependent import pdl_launch, pdl_wait
 from cutekernels.kernels.cute.parts.epilogue import Epilogue, EpilogueOperands, FragmentCoordinates
-from cutekernels.kernels.cute.parts.launch import Launched
 from cutekernels.kernels.cute.parts.packed import PackedWeights, load_words, shared_number
 from cutekernels.kernels.cute.parts.pipeline import next_stage
 from cutekernels.kernels.cute.parts.prefetch import prefetch_bulk
 from cutekernels.kernels.cute.parts.ptx import copy_async, copy_async_or_zero, load_matrices
 from cutekernels.kernels.cute.parts.smem import TILE, SkinnyPackedSmem
 from cutekernels.kernels.cute.parts.tile_share import TileOwner, WarpSums, add_parts, leave
-from cutekernels.kernels.cute.products.packed_values import Extents
+from cutekernels.kernels.cute.products.packed_values import Extents, Operands, PackedBody
 
 STRIP = 16  # rows of an MMA
 VECTOR = 16  # bytes
-
-
-@dataclass(frozen=True)
-class Operands:
-    """Tensors of a launch."""
-
-    mD: cute.Tensor  # (M, N)
-    mX: cute.Tensor  # (M, K)
-    mW: cute.Tensor  # (N / 64, K / 64, bytes)
-    mS: cute.Tensor  # (groups, N padded to 64), or of 128 x 128 blocks
-    mZ: cute.Tensor | None  # bytes, as the scales
-    mF: cute.Tensor | None  # (2, N padded to 64), of which the first factors of rows
-    mBias: cute.Tensor | None  # (N,)
-    mPartials: cute.Tensor  # a tile of accumulators a run
-    mCounters: cute.Tensor  # (tiles,), zero before and after
-    mEnds: cute.Tensor | None = None  # where groups of tokens end (``skinny_packed_grouped.py``)
-    clamp: tuple[Float32, Float32] | None = None  # of a clamped gate
 
 
 @dataclass(frozen=True)
@@ -132,7 +114,7 @@ class StripCoordinates(FragmentCoordinates):
 
 
 @dataclass(frozen=True)
-class SkinnyPacked(Launched):
+class SkinnyPacked(PackedBody):
     """The body."""
 
     smem: SkinnyPackedSmem
@@ -179,23 +161,9 @@ class SkinnyPacked(Launched):
         return 0 if self.weights.code == "e2m1" else min(self.weights.group, self.chunk)
 
     @cute.jit
-    def __call__(
-        self,
-        mD: cute.Tensor,  # (M, N)
-        mX: cute.Tensor,  # (M, K)
-        mW: cute.Tensor,  # (N / 64, K / 64, bytes)
-        mS: cute.Tensor,  # (groups, N padded to 64), or of 128 x 128 blocks
-        mZ: cute.Tensor | None,  # bytes, as the scales
-        mF: cute.Tensor | None,  # (2, N padded to 64)
-        mBias: cute.Tensor | None,  # (N,)
-        mPartials: cute.Tensor,
-        mCounters: cute.Tensor,
-        ctas: Int32,
-        share: Int32,  # units of each
-        stream: cuda.CUstream,
-    ):
-        given = Operands(mD, mX, mW, mS, mZ, mF, mBias, mPartials, mCounters)
-        self.launch((given, share), [ctas, 1, 1], stream)
+    def extend(self, given: Operands, ctas: Int32, share: tuple[Int32, ...], stream: cuda.CUstream):
+        """Launches the body; ``share``: the units of each CTA, unless the device finds them."""
+        self.launch((given, *share), [ctas, 1, 1], stream)
 
     @cute.kernel
     def kernel(self, given: Operands, share: Int32):
@@ -316,7 +284,7 @@ class SkinnyPacked(Launched):
 
     def row_scales(self, cta: Cta, unit: Unit) -> cute.Tensor:
         """Scales of all of K, or factors: one for each of out's columns."""
-        return (cta.given.mF if self.weights.factors else cta.given.mS)[0, None]
+        return (cta.given.weight.mF if self.weights.factors else cta.given.weight.mS)[0, None]
 
     def bias(self, cta: Cta, unit: Unit) -> cute.Tensor | None:
         """The bias of the weight's rows."""
@@ -350,7 +318,7 @@ class SkinnyPacked(Launched):
             in_half = unit.n * self.rows + block % self.smem.half_blocks * TILE
             row = in_half + (self.first_row(cta, unit) + half * cta.of.n)
             first = Int64(row // TILE) * cta.of.tiles_k + unit.k_tile * (self.smem.tile_k // TILE)
-            source = cta.given.mW.iterator.toint() + first * self.smem.tile_bytes
+            source = cta.given.weight.mW.iterator.toint() + first * self.smem.tile_bytes
             if const_expr(self.rows < TILE):
                 source = source + row % TILE // STRIP * (self.smem.tile_bytes // 4)
             source = source + (own_tile * self.smem.tile_bytes + own)
@@ -406,7 +374,9 @@ class SkinnyPacked(Launched):
                 block = (row + self.first_row(cta, unit)) // self.weights.scale_rows
                 at = Int64(group) * blocks + block
                 if const_expr(self.weights.scale_type.width == 32):
-                    copy_async(stage + self.smem.scales_at + cta.tid * 4, cta.given.mS.iterator.toint() + at * 4, 4)
+                    copy_async(
+                        stage + self.smem.scales_at + cta.tid * 4, cta.given.weight.mS.iterator.toint() + at * 4, 4
+                    )
                 else:
                     # cp.async moves 4 bytes at least, which the next scale may begin between.
                     place = cute.make_ptr(
@@ -416,18 +386,32 @@ class SkinnyPacked(Launched):
                         assumed_align=4,
                     )
                     slot = cute.make_tensor(place, cute.make_layout(1))
-                    slot[0] = cta.given.mS[group, block]
+                    slot[0] = cta.given.weight.mS[group, block]
         else:
             rows = self.all_rows(cta, TILE) * TILE
             groups, first_row = (first, count), (unit.n * self.rows + self.first_row(cta, unit), cta.of.n)
             if const_expr(self.weights.group > 0):
                 size = const_expr(self.weights.scale_bytes)
                 self.load_strip(
-                    cta, cta.given.mS, size, self.smem.groups, first_row, rows, groups, stage + self.smem.scales_at
+                    cta,
+                    cta.given.weight.mS,
+                    size,
+                    self.smem.groups,
+                    first_row,
+                    rows,
+                    groups,
+                    stage + self.smem.scales_at,
                 )
             if const_expr(self.weights.zeros):
                 self.load_strip(
-                    cta, cta.given.mZ, 1, self.smem.zero_groups, first_row, rows, groups, stage + self.smem.zeros_at
+                    cta,
+                    cta.given.weight.mZ,
+                    1,
+                    self.smem.zero_groups,
+                    first_row,
+                    rows,
+                    groups,
+                    stage + self.smem.zeros_at,
                 )
 
     @cute.jit
@@ -470,7 +454,7 @@ class SkinnyPacked(Launched):
             if in_half < cta.of.n:
                 row = in_half + block // self.smem.half_blocks * cta.of.n
                 at = (Int64(row // TILE) * cta.of.tiles_k + first) * self.smem.tile_bytes
-                prefetch_bulk(cta.given.mW.iterator.toint() + at, count)
+                prefetch_bulk(cta.given.weight.mW.iterator.toint() + at, count)
 
     @cute.jit
     def prefetch_scales(self, cta: Cta, unit: Unit):
@@ -479,7 +463,7 @@ class SkinnyPacked(Launched):
         first = unit.n * self.rows
         count = cutlass.min(cute.ceil_div(cta.of.n, TILE) * TILE - first, Int32(self.rows)) * size
         for half in cutlass.range_constexpr(self.halves):
-            prefetch_bulk(cta.given.mS.iterator.toint() + Int64(first + half * cta.of.n) * size, count)
+            prefetch_bulk(cta.given.weight.mS.iterator.toint() + Int64(first + half * cta.of.n) * size, count)
 
     # ---- products
 
@@ -615,13 +599,13 @@ class SkinnyPacked(Launched):
                 cta.storage + self.smem.sums_at, lane, cta.warp_k, acc
             )
         tile = self.tile_number(cta, at)
-        begin, counter = tile * cta.of.k_tiles, cta.given.mCounters.iterator + tile
+        begin, counter = tile * cta.of.k_tiles, cta.given.workspace.mCounters.iterator + tile
         # A run has one part at most of a tile that began before it.
         layout = cute.make_layout(
             (self.group_threads, cute.size(acc), 1 << 16),
             stride=(1, self.group_threads, const_expr(self.group_threads * cute.size(acc))),
         )
-        sums = cute.make_tensor(cta.given.mPartials.iterator, layout)  # (THREAD, ACCUMULATOR, RUN)
+        sums = cute.make_tensor(cta.given.workspace.mPartials.iterator, layout)  # (THREAD, ACCUMULATOR, RUN)
         if cta.run * cta.of.share > begin:
             if cta.warp_k == 0:
                 leave(acc, sums, lane, (cta.run,))

@@ -17,10 +17,9 @@ Dependent launch (PDL): nothing is known before the groups' ends are, so nothing
 
 from dataclasses import dataclass
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Int32, Int64, const_expr
 from cutlass.memory import SmemAllocator
 
 from cutekernels.kernels.cute.parts.dependent import pdl_wait
@@ -28,7 +27,8 @@ from cutekernels.kernels.cute.parts.schedule import Raster
 from cutekernels.kernels.cute.parts.smem import TILE
 from cutekernels.kernels.cute.parts.tile_share import TileOwner
 from cutekernels.kernels.cute.parts.walk import GroupWalk
-from cutekernels.kernels.cute.products.skinny_packed import Cta, Operands, SkinnyPacked, Unit
+from cutekernels.kernels.cute.products.packed_values import Operands, PackedGroups
+from cutekernels.kernels.cute.products.skinny_packed import Cta, SkinnyPacked, Unit
 
 WARP = 32
 
@@ -44,38 +44,16 @@ class GroupUnit(Unit):
 
 
 @dataclass(frozen=True)
-class SkinnyPackedGrouped(SkinnyPacked):
+class SkinnyPackedGrouped(PackedGroups, SkinnyPacked):
     """The body."""
 
     split: bool = True
-    clamped: bool = False  # the gate is gpt-oss's
+    clamped: bool = False
 
     @property
     def group_walk(self) -> GroupWalk:
         """One band of tiles along a group's tokens: those of the same weight rows follow one another."""
         return GroupWalk(self.smem.tile_m, Raster(1 << 16))
-
-    @cute.jit
-    def __call__(
-        self,
-        mD: cute.Tensor,  # (T, N)
-        mX: cute.Tensor,  # (T, K)
-        mW: cute.Tensor,  # (E * rows / 64, K / 64, bytes)
-        mS: cute.Tensor,  # (groups, E * rows), or of 128 x 128 blocks
-        mZ: cute.Tensor | None,  # bytes, as the scales
-        mF: cute.Tensor | None,  # (2, E * rows)
-        mEnds: cute.Tensor,  # (E + 1,)
-        mBias: cute.Tensor | None,  # (E, rows)
-        mPartials: cute.Tensor,
-        mCounters: cute.Tensor,
-        ctas: Int32,
-        alpha: Float32,
-        limit: Float32,
-        stream: cuda.CUstream,
-    ):
-        clamp = (alpha, limit) if const_expr(self.clamped) else None
-        given = Operands(mD, mX, mW, mS, mZ, mF, mBias, mPartials, mCounters, mEnds, clamp)
-        self.launch((given,), [ctas, 1, 1], stream)
 
     @cute.kernel
     def kernel(self, given: Operands):
@@ -159,7 +137,7 @@ class SkinnyPackedGrouped(SkinnyPacked):
 
     def all_rows(self, cta: Cta, unit: int) -> Int32:
         # Each expert has a multiple of 64 rows, or of a block's.
-        return cute.size(cta.given.mW, mode=[0]) * TILE // unit
+        return cute.size(cta.given.weight.mW, mode=[0]) * TILE // unit
 
     def first_token(self, unit: GroupUnit) -> Int32:
         return unit.begin + unit.m * self.smem.tile_m

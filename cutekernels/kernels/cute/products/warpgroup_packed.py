@@ -85,7 +85,16 @@ from cutekernels.kernels.cute.parts.tile_share import (
 from cutekernels.kernels.cute.parts.tile_source import Share, TileSource
 from cutekernels.kernels.cute.parts.warp_groups import GROUP, ROWS, TmaTensor, wgmma
 from cutekernels.kernels.cute.products.packed_scales import PackedScales
-from cutekernels.kernels.cute.products.packed_values import Consumer, Cta, Extents, LoopState, PackedWalk, Shared
+from cutekernels.kernels.cute.products.packed_values import (
+    Consumer,
+    Cta,
+    Extents,
+    LoopState,
+    Operands,
+    PackedBody,
+    PackedWalk,
+    Shared,
+)
 from cutekernels.kernels.cute.products.warp_specialized import Progress, WarpSpecialized
 
 BLOCKS = TILE // 16  # k-blocks of a packed tile
@@ -94,7 +103,7 @@ SUMS = FIRST_BARRIER + 3  # behind those of groups that have other rows
 
 
 @dataclass(frozen=True)
-class WarpgroupPacked(PackedScales, WarpSpecialized):
+class WarpgroupPacked(PackedScales, PackedBody, WarpSpecialized):
     """The body. ``smem.tile_n`` counts tokens: they are the columns of the MMA."""
 
     smem: WarpgroupPackedSmem
@@ -174,47 +183,30 @@ class WarpgroupPacked(PackedScales, WarpSpecialized):
         return wgmma(dtype, self.smem.tile_n, source=warpgroup.OperandSource.RMEM)
 
     @cute.jit
-    def __call__(
-        self,
-        mD: cute.Tensor,  # (M, N)
-        mX: cute.Tensor,  # (M, K)
-        mW: cute.Tensor,  # (N / 64, K / 64, bytes)
-        mS: cute.Tensor,  # (groups, N padded to 64), or of 128 x 128 blocks
-        mZ: cute.Tensor | None,  # bytes, as the scales
-        mF: cute.Tensor | None,  # (2, N padded to 64)
-        mBias: cute.Tensor | None,  # (N,)
-        mPartials: cute.Tensor,
-        mCounters: cute.Tensor,  # (tiles * groups,), zero before and after
-        ctas: Int32,
-        rounds: Int32,  # whole tiles of each, where they share the others
-        share: Int32,  # k-tiles of each in those
-        stream: cuda.CUstream,
-    ):
-        tokens, out, layout = self.tma_of(mX, mD)
-        alpha = self.box_factor()
-        outputs = BoxOperands(out.tma, out.coordinates, None, None, mBias, alpha, Float32(0.0))
-        weight, workspace = Weight(mW, mS, mZ, mF), Workspace(mPartials, mCounters)
-        self.start(
-            (tokens, outputs, weight, workspace, self.mma(mX.element_type), layout, (rounds, share)), ctas, stream
-        )
-
-    @cute.jit
-    def box_factor(self) -> Float32:
-        """The factor of results on their way out; a gate's accumulators have theirs before they meet."""
-        return Float32(self.weights.undone if const_expr(self.scaled == "weights" and not self.gated) else 1.0)
-
-    @cute.jit
-    def tma_of(self, mX: cute.Tensor, mD: cute.Tensor) -> tuple[TmaTensor, TmaTensor, cute.ComposedLayout]:
-        """TMA copies of tokens (M, K) and of out as (N, M), and the layout of the tokens' stages."""
+    def extend(self, given: Operands, ctas: Int32, dealt: tuple[Int32, ...], stream: cuda.CUstream):
+        """Launches the body; ``dealt``: whole tiles of each CTA and k-tiles of the others, unless the device finds
+        them.
+        """
+        mX, mD, grouped = given.mX, given.mD, const_expr(given.mEnds is not None)
         layout = self.layout(mX.element_type)
         pitch_x, pitch_d = cute.assume(mX.stride[0], divby=8), cute.assume(mD.stride[0], divby=8)
         mX = cute.make_tensor(mX.iterator, cute.make_layout((mX.shape[0], mX.shape[1]), stride=(pitch_x, 1)))
-        mD = cute.make_tensor(mD.iterator, cute.make_layout((mD.shape[1], mD.shape[0]), stride=(1, pitch_d)))
+        mD = cute.make_tensor(mD.iterator, cute.make_layout((mD.shape[1], mD.shape[0]), stride=(1, pitch_d)))  # (N, M)
         stage = cute.make_composed_layout(layout.inner, 0, cute.select(layout.outer, mode=[0, 1]))
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         tokens = TmaTensor(*cpasync.make_tiled_tma_atom(load, mX, stage, (self.smem.tile_n, self.smem.tile_k)))
-        out = TmaTensor(*self.results.tma(store, mD))
-        return tokens, out, layout
+        # A gate's accumulators have their factor before they meet.
+        undone = const_expr(self.scaled == "weights" and not self.gated)
+        outputs = BoxOperands(
+            *self.results.tma(store, mD),
+            mBias=given.mBias,
+            alpha=Float32(self.weights.undone if undone else 1.0),
+            beta=Float32(0.0),
+            mOut=given.mD if grouped else None,
+        )
+        extra = (given.mEnds, given.clamp) if grouped else given.workspace
+        arguments = (tokens, outputs, given.weight, extra, self.mma(given.mX.element_type), layout, dealt)
+        self.start(arguments, ctas, stream)
 
     @cute.kernel
     def kernel(
@@ -225,7 +217,7 @@ class WarpgroupPacked(PackedScales, WarpSpecialized):
         extra: Any,
         tiled_mma: cute.TiledMma,
         layout: cute.ComposedLayout,
-        dealt: tuple[Int32, Int32] | None,  # whole tiles of each CTA, and k-tiles of the others
+        dealt: tuple[Int32, ...],
     ):
         block = cute.arch.block_idx()[0] if const_expr(self.source.counted) else None
         ctas, _, _ = cute.arch.grid_dim()

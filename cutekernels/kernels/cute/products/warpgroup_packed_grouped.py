@@ -12,7 +12,6 @@ groups.
 from dataclasses import dataclass
 from typing import ClassVar
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
@@ -24,48 +23,20 @@ from cutekernels.kernels.cute.parts.smem import TILE
 from cutekernels.kernels.cute.parts.tile_source import GroupRing, GroupTensors, Share, TileSource
 from cutekernels.kernels.cute.parts.walk import GroupWalk
 from cutekernels.kernels.cute.parts.warp_groups import TmaTensor
-from cutekernels.kernels.cute.products.warpgroup_packed import (
-    Consumer,
-    Extents,
-    Shared,
-    WarpgroupPacked,
-)
+from cutekernels.kernels.cute.products.packed_values import Consumer, Extents, PackedGroups, Shared
+from cutekernels.kernels.cute.products.warpgroup_packed import WarpgroupPacked
 
 
 @dataclass(frozen=True)
-class WarpgroupPackedGrouped(WarpgroupPacked):
+class WarpgroupPackedGrouped(PackedGroups, WarpgroupPacked):
     """The body, whose results are :class:`GroupBoxes`."""
 
-    clamped: bool = False  # the gate is gpt-oss's
+    clamped: bool = False
     source: ClassVar[type[TileSource]] = GroupRing
 
     @property
     def group_walk(self) -> GroupWalk:
         return GroupWalk(self.smem.tile_n, self.raster)
-
-    @cute.jit
-    def __call__(
-        self,
-        mD: cute.Tensor,  # (T, N)
-        mX: cute.Tensor,  # (T, K)
-        mW: cute.Tensor,  # (E * rows / 64, K / 64, bytes)
-        mS: cute.Tensor,  # (groups, E * rows), or of 128 x 128 blocks
-        mZ: cute.Tensor | None,  # bytes, as the scales
-        mF: cute.Tensor | None,  # (2, E * rows)
-        mEnds: cute.Tensor,  # (E + 1,)
-        mBias: cute.Tensor | None,  # (E, rows)
-        mPartials: cute.Tensor,  # of the skinny body
-        mCounters: cute.Tensor,
-        ctas: Int32,
-        alpha: Float32,
-        limit: Float32,
-        stream: cuda.CUstream,
-    ):
-        tokens, out, layout = self.tma_of(mX, mD)
-        outputs = BoxOperands(out.tma, out.coordinates, None, None, mBias, self.box_factor(), Float32(0.0), mD, None)
-        clamp = (alpha, limit) if const_expr(self.clamped) else None
-        tiled_mma = self.mma(mX.element_type)
-        self.start((tokens, outputs, Weight(mW, mS, mZ, mF), (mEnds, clamp), tiled_mma, layout, None), ctas, stream)
 
     @cute.jit
     def shares(
