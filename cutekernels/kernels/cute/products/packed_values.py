@@ -17,6 +17,7 @@ from cutekernels.kernels.cute.parts.pipeline import Position
 from cutekernels.kernels.cute.parts.tile_share import TileOwner, Workspace
 from cutekernels.kernels.cute.parts.tile_source import Share, TileSource
 from cutekernels.kernels.cute.parts.warp_groups import TmaTensor
+from cutekernels.kernels.cute.products.warp_specialized import Shared
 
 
 @dataclass(frozen=True)
@@ -164,18 +165,6 @@ class PackedWalk(TileSource):
 
     def to_load(self, i: Int32) -> Share:
         return self.share(i)
-
-
-@dataclass(frozen=True)
-class Shared:
-    """Stages and mbarriers of a CTA in shared memory."""
-
-    storage: cute.Pointer
-    sX: cute.Tensor  # (tokens, K, STAGE)
-    full: cute.Pointer
-    empty: cute.Pointer
-    c_full: cute.Pointer  # of no boxes: there is no C
-    ring: cute.Pointer  # of tiles that the producer finds
 
 
 @dataclass(frozen=True)

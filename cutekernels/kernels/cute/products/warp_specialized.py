@@ -8,21 +8,35 @@ One share, consumer: ``begin``, ``multiply``, ``store``. In ping-pong two groups
 from dataclasses import dataclass
 from typing import Any
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, const_expr
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
+from cutlass.memory import SmemAllocator
 
 from cutekernels.kernels.cute.parts.boxes import BoxBuffers, BoxOperands, Corner, ResultBoxes
 from cutekernels.kernels.cute.parts.dependent import pdl_launch
 from cutekernels.kernels.cute.parts.launch import Launched
 from cutekernels.kernels.cute.parts.pipeline import Position, StagePipeline
 from cutekernels.kernels.cute.parts.schedule import TileRing
-from cutekernels.kernels.cute.parts.smem import BoxesSmem
+from cutekernels.kernels.cute.parts.smem import ALIGNMENT, BoxesSmem
 from cutekernels.kernels.cute.parts.tile_source import Share, TileSource
 from cutekernels.kernels.cute.parts.warp_groups import GROUP, ROWS, WarpGroupBody
 
 REGISTERS_OF_SM = 1 << 16
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Stages and mbarriers of a CTA in shared memory."""
+
+    storage: cute.Pointer
+    sR: cute.Tensor | None  # (M, K, STAGE); of a packed weight none
+    sS: cute.Tensor  # (N, K, STAGE)
+    full: cute.Pointer  # of each stage
+    empty: cute.Pointer  # of each stage
+    c_full: cute.Pointer  # of each box of each group
+    order: cute.Pointer  # of each group
+    ring: cute.Pointer  # of tiles that the producer finds
 
 
 @dataclass(frozen=True)
@@ -71,18 +85,31 @@ class WarpSpecialized(WarpGroupBody, Launched):
                 raise ValueError(f"{type(self).__name__}: {why}")
 
     @cute.jit
-    def start(self, arguments: tuple, ctas: Int32, stream: cuda.CUstream):
-        """Launches the kernel on so many CTAs."""
-        self.launch(arguments, [ctas, 1, 1], stream)
-
-    @cute.jit
-    def init_shared(self, warp: Int32, tmas: tuple[cute.CopyAtom, ...], shared: Any):
-        """Initializes the mbarriers of ``shared``; the caller's barrier is behind it, before anybody touches them."""
+    def set_up(self, warp: Int32, tmas: tuple[cute.CopyAtom, ...]) -> Shared:
+        """Stages and mbarriers in the CTA's shared memory, initialized; the caller's barrier is behind it, before
+        anybody touches them.
+        """
+        storage = SmemAllocator().allocate(self.smem.total_bytes, byte_alignment=ALIGNMENT)
+        sR, sS = self.stages_at(storage)
+        # Full, then empty of each stage; then c_full of each box and order of each group, where a body has those.
+        full = cute.recast_ptr(storage + self.smem.barriers_at, dtype=Int64)
+        c_full = full + 2 * self.smem.stages
+        shared = Shared(
+            storage=storage,
+            sR=sR,
+            sS=sS,
+            full=full,
+            empty=full + self.smem.stages,
+            c_full=c_full,
+            order=c_full + self.groups * self.smem.boxes,
+            ring=cute.recast_ptr(storage + self.smem.ring_at, dtype=Int64),
+        )
         if const_expr(not self.source.counted):  # noqa: SIM102  known when compiled
             if warp == 4 * self.groups:
                 with cute.arch.elect_one():
                     self.ring.init(shared.ring)
         self.initialize(warp, tmas, lambda: self.init_barriers(shared))
+        return shared
 
     @cute.jit
     def divide(self, source: Any, cta: Any, role: tuple[Int32, Int32, Int32]):

@@ -49,9 +49,8 @@ from typing import Any, ClassVar
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int16, Int32, Int64, const_expr
+from cutlass import Boolean, Int16, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
-from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers
 
@@ -62,10 +61,10 @@ from cutekernels.kernels.cute.parts.gemm_arguments import GemmBody, GemmOperands
 from cutekernels.kernels.cute.parts.heads import WIDEST, shared_vector
 from cutekernels.kernels.cute.parts.pipeline import Position, StagePipeline
 from cutekernels.kernels.cute.parts.schedule import Raster
-from cutekernels.kernels.cute.parts.smem import ALIGNMENT, SWIZZLED, SWIZZLED_ROWS, WarpgroupSmem
+from cutekernels.kernels.cute.parts.smem import SWIZZLED, SWIZZLED_ROWS, WarpgroupSmem
 from cutekernels.kernels.cute.parts.tile_source import Share, TileSource, TileWalk
 from cutekernels.kernels.cute.parts.warp_groups import GROUP, BoxLoad, TmaTensor, wgmma
-from cutekernels.kernels.cute.products.warp_specialized import WarpSpecialized
+from cutekernels.kernels.cute.products.warp_specialized import Shared, WarpSpecialized
 
 STEP = 16  # of a k-tile: a k-block
 
@@ -97,20 +96,6 @@ class Operand:
     sX: cute.Tensor  # (rows, K, STAGE)
     side: Side
     along: str  # a tile's "row" or "column"
-
-
-@dataclass(frozen=True)
-class Shared:
-    """Stages and mbarriers of a CTA in shared memory."""
-
-    storage: cute.Pointer
-    sR: cute.Tensor  # (M, K, STAGE)
-    sS: cute.Tensor  # (N, K, STAGE)
-    full: cute.Pointer  # of each stage
-    empty: cute.Pointer  # of each stage
-    c_full: cute.Pointer  # of each box of each group
-    order: cute.Pointer  # of each group
-    ring: cute.Pointer  # of tiles that the producer finds
 
 
 @dataclass(frozen=True)
@@ -258,7 +243,7 @@ class WarpgroupGemm(GemmBody, WarpSpecialized):
         tiles = (*self.tiles(mD), layers)
         blocks = self.ctas(tiles[0] * tiles[1] * layers)
         outputs = BoxOperands(tma_d, tD, tma_c, tC, epilogue.mBias, epilogue.alpha, epilogue.beta, own=epilogue.own)
-        self.start((rows, columns, outputs, given.workspace, tiled_mma, tiles), blocks, stream)
+        self.launch((rows, columns, outputs, given.workspace, tiled_mma, tiles), [blocks, 1, 1], stream)
 
     @cute.jit
     def tiles(self, mD: cute.Tensor) -> tuple[Int32, Int32]:
@@ -305,6 +290,14 @@ class WarpgroupGemm(GemmBody, WarpSpecialized):
         blocks = cute.arch.grid_dim()[0] if const_expr(self.source.counted) else None
         role = self.role()
         shared = self.set_up(role[2], (first.tma, second.tma, outputs.tma_d))
+        # Nobody touches barriers before they are initialized: neither this CTA's threads nor the other's multicasts.
+        if const_expr(self.cluster > 1):
+            cute.arch.cluster_arrive_relaxed()
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.sync_threads()
+        if const_expr(self.dependent):
+            pdl_wait()
         sides = ((shared.sR, self.of_rows, "row"), (shared.sS, self.of_columns, "column"))
         if const_expr(self.columns_first):
             sides = sides[::-1]
@@ -348,37 +341,11 @@ class WarpgroupGemm(GemmBody, WarpSpecialized):
             k_tiles=k_tiles,
         )
 
-    @cute.jit
-    def set_up(self, warp: Int32, tmas: tuple[cute.CopyAtom, cute.CopyAtom, cute.CopyAtom]) -> Shared:
-        """Stages and barriers in the CTA's shared memory. Initializes the mbarriers, makes them visible to the cluster,
-        then waits for the previous kernel (PDL).
-        """
-        dtype = self.results.dtype
-        layout_r, layout_s = self.layouts(dtype)
-        storage = SmemAllocator().allocate(self.smem.total_bytes, byte_alignment=ALIGNMENT)
-        full = cute.recast_ptr(storage + self.smem.barriers_at, dtype=Int64)
-        empty = full + self.smem.stages
-        c_full = empty + self.smem.stages
-        shared = Shared(
-            storage=storage,
-            sR=shared_tensor(storage, layout_r, dtype),
-            sS=shared_tensor(storage + self.smem.columns_at, layout_s, dtype),
-            full=full,
-            empty=empty,
-            c_full=c_full,
-            order=c_full + self.groups * self.smem.boxes,
-            ring=cute.recast_ptr(storage + self.smem.ring_at, dtype=Int64),
-        )
-        self.init_shared(warp, tmas, shared)
-        # Nobody touches barriers before they are initialized: neither this CTA's threads nor the other's multicasts.
-        if const_expr(self.cluster > 1):
-            cute.arch.cluster_arrive_relaxed()
-            cute.arch.cluster_wait()
-        else:
-            cute.arch.sync_threads()
-        if const_expr(self.dependent):
-            pdl_wait()
-        return shared
+    def stages_at(self, storage: cute.Pointer) -> tuple[cute.Tensor, cute.Tensor]:
+        """The stages of both operands."""
+        dtype, (layout_r, layout_s) = self.results.dtype, self.layouts(self.results.dtype)
+        columns = storage + self.smem.columns_at
+        return shared_tensor(storage, layout_r, dtype), shared_tensor(columns, layout_s, dtype)
 
     @cute.jit
     def init_barriers(self, shared: Shared):

@@ -87,7 +87,7 @@ class WarpgroupGrouped(WarpgroupGemm):
         tiles_o = cute.ceil_div(mD.shape[1], self.weights.box * self.clusters[1])
         most = (rows // self.walk.unit + cutlass.min(groups, rows)) * tiles_o * self.cluster
         arguments = (tokens, weights, out, GroupTensors(mD, mEnds, mBias), tiled_mma, tiles_o)
-        self.start(arguments, cutlass.min(most, Int32(self.resident)), stream)
+        self.launch(arguments, [cutlass.min(most, Int32(self.resident)), 1, 1], stream)
 
     @cute.jit
     def shares(self, cta: Cta, groups: GroupTensors, tiles_o: Int32) -> GroupRing:
@@ -130,7 +130,7 @@ class WarpgroupGroupedDepth(WarpgroupGemm):
         out = BoxOperands(*self.results.tma(cpasync.CopyBulkTensorTileS2GOp(), mD))
         tiles = (*self.tiles(mD), mEnds.shape[0] - 1)
         blocks = cutlass.min(tiles[0] * tiles[1] * tiles[2] * self.cluster, Int32(self.resident))
-        self.start((rows, columns, out, mEnds, self.mma(mA.element_type), tiles), blocks, stream)
+        self.launch((rows, columns, out, mEnds, self.mma(mA.element_type), tiles), [blocks, 1, 1], stream)
 
     @cute.jit
     def shares(self, cta: Cta, groups: cute.Tensor, tiles: tuple[Int32, Int32, Int32]) -> DepthWalk:

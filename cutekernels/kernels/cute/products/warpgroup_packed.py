@@ -58,7 +58,6 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
-from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers
 
@@ -72,7 +71,7 @@ from cutekernels.kernels.cute.parts.pipeline import Position, StagePipeline
 from cutekernels.kernels.cute.parts.prefetch import prefetch_bulk, prefetch_line
 from cutekernels.kernels.cute.parts.ptx import copy_bulk, kept_move
 from cutekernels.kernels.cute.parts.schedule import Raster
-from cutekernels.kernels.cute.parts.smem import ALIGNMENT, TILE, WarpgroupPackedSmem
+from cutekernels.kernels.cute.parts.smem import TILE, WarpgroupPackedSmem
 from cutekernels.kernels.cute.parts.tile_share import (
     ClusterSums,
     TileOwner,
@@ -93,9 +92,8 @@ from cutekernels.kernels.cute.products.packed_values import (
     Operands,
     PackedBody,
     PackedWalk,
-    Shared,
 )
-from cutekernels.kernels.cute.products.warp_specialized import Progress, WarpSpecialized
+from cutekernels.kernels.cute.products.warp_specialized import Progress, Shared, WarpSpecialized
 
 BLOCKS = TILE // 16  # k-blocks of a packed tile
 VECTOR = 16  # bytes
@@ -188,7 +186,7 @@ class WarpgroupPacked(PackedScales, PackedBody, WarpSpecialized):
         them.
         """
         mX, mD, grouped = given.mX, given.mD, const_expr(given.mEnds is not None)
-        layout = self.layout(mX.element_type)
+        layout = self.layout(self.results.dtype)
         pitch_x, pitch_d = cute.assume(mX.stride[0], divby=8), cute.assume(mD.stride[0], divby=8)
         mX = cute.make_tensor(mX.iterator, cute.make_layout((mX.shape[0], mX.shape[1]), stride=(pitch_x, 1)))
         mD = cute.make_tensor(mD.iterator, cute.make_layout((mD.shape[1], mD.shape[0]), stride=(1, pitch_d)))  # (N, M)
@@ -205,8 +203,8 @@ class WarpgroupPacked(PackedScales, PackedBody, WarpSpecialized):
             mOut=given.mD if grouped else None,
         )
         extra = (given.mEnds, given.clamp) if grouped else given.workspace
-        arguments = (tokens, outputs, given.weight, extra, self.mma(given.mX.element_type), layout, dealt)
-        self.start(arguments, ctas, stream)
+        arguments = (tokens, outputs, given.weight, extra, self.mma(mX.element_type), dealt)
+        self.launch(arguments, [ctas, 1, 1], stream)
 
     @cute.kernel
     def kernel(
@@ -216,13 +214,17 @@ class WarpgroupPacked(PackedScales, PackedBody, WarpSpecialized):
         weight: Weight,
         extra: Any,
         tiled_mma: cute.TiledMma,
-        layout: cute.ComposedLayout,
         dealt: tuple[Int32, ...],
     ):
         block = cute.arch.block_idx()[0] if const_expr(self.source.counted) else None
         ctas, _, _ = cute.arch.grid_dim()
         role = self.role()
-        shared = self.set_up(role[2], layout, (tokens.tma, outputs.tma_d))
+        shared = self.set_up(role[2], (tokens.tma, outputs.tma_d))
+        # Nobody touches the barriers before they are initialized.
+        cute.arch.sync_threads()
+        if const_expr(self.cluster > 1):
+            # Tells the cluster that this CTA's barriers are initialized; who sends waits for the others' word.
+            cute.arch.cluster_arrive_relaxed()
         of, source = self.shares(shared, tokens, outputs, extra, (block, ctas, dealt))
         if const_expr(self.dependent):
             if const_expr(self.ctas_per_sm > 1):
@@ -232,21 +234,9 @@ class WarpgroupPacked(PackedScales, PackedBody, WarpSpecialized):
                 pdl_wait()
         self.divide(source, Cta(shared, tokens, weight, of, tiled_mma, outputs, extra), role)
 
-    @cute.jit
-    def set_up(self, warp: Int32, layout: cute.ComposedLayout, tmas: tuple[cute.CopyAtom, ...]) -> Shared:
-        """Stages and barriers in the CTA's shared memory, initialized."""
-        storage = SmemAllocator().allocate(self.smem.total_bytes, byte_alignment=ALIGNMENT)
-        full = cute.recast_ptr(storage + self.smem.barriers_at, dtype=Int64)
-        ring = cute.recast_ptr(storage + self.smem.ring_at, dtype=Int64)
-        sX = shared_tensor(storage, layout, self.results.dtype)
-        shared = Shared(storage, sX, full, full + self.smem.stages, full, ring)
-        self.init_shared(warp, tmas, shared)
-        # Nobody touches the barriers before they are initialized.
-        cute.arch.sync_threads()
-        if const_expr(self.cluster > 1):
-            # Tells the cluster that this CTA's barriers are initialized; who sends waits for the others' word.
-            cute.arch.cluster_arrive_relaxed()
-        return shared
+    def stages_at(self, storage: cute.Pointer) -> tuple[None, cute.Tensor]:
+        """The stages of tokens; those of the packed weight have no layout."""
+        return None, shared_tensor(storage, self.layout(self.results.dtype), self.results.dtype)
 
     @cute.jit
     def shares(
@@ -312,7 +302,7 @@ class WarpgroupPacked(PackedScales, PackedBody, WarpSpecialized):
         """
         block, _, _ = cute.arch.block_idx()
         if warp == 4 * self.groups and of.tiles_m == 1 and block < of.k_tiles:
-            x = tokens.loads(shared.sX, Int32(0), (self.smem.tile_n, self.smem.tile_k))
+            x = tokens.loads(shared.sS, Int32(0), (self.smem.tile_n, self.smem.tile_k))
             cute.prefetch(x.tma, x.source[None, block])
 
     @cute.jit
@@ -340,7 +330,7 @@ class WarpgroupPacked(PackedScales, PackedBody, WarpSpecialized):
     def load(self, cta: Cta, source: TileSource, share: Share, at: Position) -> Position:
         """The loads of one share. Returns the position behind."""
         shared, tokens, weight, of = cta.shared, cta.tokens, cta.weight, cta.of
-        x = tokens.loads(shared.sX, share.corner.column, (self.smem.tile_n, self.smem.tile_k))
+        x = tokens.loads(shared.sS, share.corner.column, (self.smem.tile_n, self.smem.tile_k))
         base, full = shared.storage.toint().to(Int32), shared.full.toint().to(Int32)
         tiles_k = cute.ceil_div(of.k, TILE)
         # Groups of the tile whose rows the packed weight has.
@@ -403,7 +393,7 @@ class WarpgroupPacked(PackedScales, PackedBody, WarpSpecialized):
         """A group's descriptors of the tokens' stages, its decoded weights and accumulators."""
         shared, tiled_mma = cta.shared, cta.tiled_mma
         of_group = tiled_mma.get_slice(0)
-        rX = tiled_mma.make_fragment_B(of_group.partition_B(shared.sX))
+        rX = tiled_mma.make_fragment_B(of_group.partition_B(shared.sS))
         shape_w = tiled_mma.partition_shape_A((ROWS, TILE))
         rW, rV = [cute.make_rmem_tensor(shape_w, self.weights.dtype) for _ in range(2)]
         acc = cute.make_rmem_tensor(tiled_mma.partition_shape_C((ROWS, self.smem.tile_n)), Float32)

@@ -23,7 +23,8 @@ from cutekernels.kernels.cute.parts.smem import TILE
 from cutekernels.kernels.cute.parts.tile_source import GroupRing, GroupTensors, Share, TileSource
 from cutekernels.kernels.cute.parts.walk import GroupWalk
 from cutekernels.kernels.cute.parts.warp_groups import TmaTensor
-from cutekernels.kernels.cute.products.packed_values import Consumer, Extents, PackedGroups, Shared
+from cutekernels.kernels.cute.products.packed_values import Consumer, Extents, PackedGroups
+from cutekernels.kernels.cute.products.warp_specialized import Shared
 from cutekernels.kernels.cute.products.warpgroup_packed import WarpgroupPacked
 
 
