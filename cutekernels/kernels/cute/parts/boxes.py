@@ -27,6 +27,7 @@ from cutlass.cute.nvgpu.warp import LdMatrix8x8x16bOp, StMatrix8x8x16bOp
 from cutekernels.kernels.cute.parts.epilogue import Epilogue, EpilogueOperands, is_shared
 from cutekernels.kernels.cute.parts.ptx import instruction, pin
 from cutekernels.kernels.cute.parts.smem import WarpgroupSmem
+from cutekernels.kernels.cute.parts.warp_groups import TmaTensor
 
 BOX = WarpgroupSmem.BOX
 FIRST_BARRIER = 1  # named barriers of the groups, one each; 0 is the CTA's
@@ -69,10 +70,8 @@ class BoxBuffers:
 class BoxOperands:
     """Where results go, and what is added to them."""
 
-    tma_d: cute.CopyAtom
-    tD: cute.Tensor  # (M, N[, L]), coordinates
-    tma_c: cute.CopyAtom | None = None
-    tC: cute.Tensor | None = None  # (M, N[, L]), coordinates
+    out: TmaTensor  # (M, N[, L])
+    source: TmaTensor | None = None  # C, likewise
     mBias: cute.Tensor | None = None
     alpha: Float32 | None = None
     beta: Float32 | None = None
@@ -205,9 +204,9 @@ class ResultBoxes:
         plain = cute.make_layout(self.shape, stride=(1, BOX) if self.rows_contiguous else (BOX, 1))
         return cute.make_composed_layout(cute.make_swizzle(3, 4, 3), 0, plain)
 
-    def tma(self, op: Any, mX: cute.Tensor) -> tuple[cute.CopyAtom, cute.Tensor]:
-        """The TMA copy of boxes of ``mX``, and its coordinates."""
-        return cpasync.make_tiled_tma_atom(op, mX, self.layout(), self.shape)
+    def tma(self, op: Any, mX: cute.Tensor) -> TmaTensor:
+        """The TMA copy of boxes of ``mX``."""
+        return TmaTensor(*cpasync.make_tiled_tma_atom(op, mX, self.layout(), self.shape))
 
     def offset(self, box: int) -> tuple[int, int]:
         """The first row and column of a group's ``box``."""
@@ -220,8 +219,9 @@ class ResultBoxes:
         return Corner(tile.row + buffers.first_row, tile.column, tile.layer)
 
     @cute.jit
-    def copies(self, tma: cute.CopyAtom, tX: cute.Tensor, buffers: BoxBuffers, corner: Corner):
+    def copies(self, whole: TmaTensor, buffers: BoxBuffers, corner: Corner):
         """Box by box, ``(shared (TMA, box), global (TMA))`` of this group's part of a tile."""
+        tX = whole.coordinates
         tX = tX[None, None, corner.layer] if const_expr(cute.rank(tX) == 3) else tX
         layout = self.layout()
         at = cute.recast_ptr(buffers.boxes, layout.inner, self.dtype)
@@ -235,7 +235,7 @@ class ResultBoxes:
             gX = cute.local_tile(moved, self.shape, (0, 0))  # (64, N)
             pairs.append(
                 cpasync.tma_partition(
-                    tma, 0, cute.make_layout(1), cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2)
+                    whole.tma, 0, cute.make_layout(1), cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2)
                 )
             )
         return pairs
@@ -249,12 +249,12 @@ class ResultBoxes:
             if buffers.thread < 32:
                 # The first warp waits until its stores of the tile before have read all boxes: C comes into them.
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
-                pairs = self.copies(operands.tma_c, operands.tC, buffers, corner)
+                pairs = self.copies(operands.source, buffers, corner)
                 for box in cutlass.range_constexpr(min(self.boxes, self.count)):
                     self.load_c(buffers, operands, pairs, box, boxes_used)
         if const_expr(self.biased):
             # Nobody reads the bias of the tile before: all threads have passed the last box's barrier.
-            extent = cute.size(operands.tD, mode=[self.out_columns])
+            extent = cute.size(operands.out.coordinates, mode=[self.out_columns])
             start = tile.column if const_expr(self.out_columns == 1) else tile.row
             for i in cutlass.range_constexpr(2):
                 at = start + i * 128 + buffers.thread
@@ -265,12 +265,7 @@ class ResultBoxes:
 
     @cute.jit
     def load_c(
-        self,
-        buffers: BoxBuffers,
-        operands: BoxOperands,
-        pairs: list,
-        box: cutlass.Constexpr[int],
-        boxes_used: Int32,
+        self, buffers: BoxBuffers, operands: BoxOperands, pairs: list, box: cutlass.Constexpr[int], boxes_used: Int32
     ):
         """Starts the load of a box of C; the first warp's work."""
         buffer = (boxes_used + box) % self.boxes
@@ -278,7 +273,7 @@ class ResultBoxes:
         with cute.arch.elect_one():
             # The only arrival on c_full, with the box's bytes: the whole group waits for them in store_tile.
             cute.arch.mbarrier_arrive_and_expect_tx(buffers.c_full + buffer, BOX * BOX * 2)
-        cute.copy(operands.tma_c, there, shared[None, buffer], tma_bar_ptr=buffers.c_full + buffer)
+        cute.copy(operands.source.tma, there, shared[None, buffer], tma_bar_ptr=buffers.c_full + buffer)
 
     @cute.jit
     def store_tile(
@@ -295,15 +290,15 @@ class ResultBoxes:
             line, chunk = warp * 16 + half * 8 + lane % 8, right
         store = cute.make_copy_atom(StMatrix8x8x16bOp(self.rows_contiguous, 4), self.dtype)
         load = cute.make_copy_atom(LdMatrix8x8x16bOp(self.rows_contiguous, 4), self.dtype)
-        pairs = self.copies(operands.tma_d, operands.tD, buffers, corner)
-        sources = None
-        if const_expr(self.source):
-            sources = self.copies(operands.tma_c, operands.tC, buffers, corner)
+        pairs = self.copies(operands.out, buffers, corner)
         plain = cute.recast_ptr(buffers.boxes, dtype=self.dtype)
         values = cute.make_rmem_tensor(self.values_shape, Float32)
         of_boxes = EpilogueOperands(own=operands.own)
         if const_expr(self.gate == "none"):
-            of_boxes = replace(of_boxes, mC=operands.tC, alpha=operands.alpha, beta=operands.beta)
+            of_boxes = replace(of_boxes, alpha=operands.alpha, beta=operands.beta)
+        if const_expr(self.source):
+            sources = self.copies(operands.source, buffers, corner)
+            of_boxes = replace(of_boxes, mC=operands.source.coordinates)
         if const_expr(self.biased):
             sBias = cute.make_tensor(buffers.bias, cute.make_layout(WarpgroupSmem.BIASES))  # of the tile
             of_boxes = replace(of_boxes, mBias=sBias)
@@ -335,7 +330,7 @@ class ResultBoxes:
                 # ... and the other three wait for the first. Biases of all threads are in shared memory, too.
                 cute.arch.barrier(barrier_id=FIRST_BARRIER + buffers.group, number_of_threads=128)
             self.read_accumulators(acc, values, panel, column)
-            coordinates = BoxCoordinates(self, buffers, operands.tD, corner, (down, column), rC)
+            coordinates = BoxCoordinates(self, buffers, operands.out.coordinates, corner, (down, column), rC)
             if const_expr(self.biased and self.source and box == 0):
                 # Biases of all threads are in shared memory; without C the barrier above says so.
                 cute.arch.barrier(barrier_id=FIRST_BARRIER + buffers.group, number_of_threads=128)
@@ -346,7 +341,8 @@ class ResultBoxes:
             cute.arch.fence_proxy("async.shared", space="cta")
             # ... and the first warp stores the box when all four have written their rows.
             cute.arch.barrier(barrier_id=FIRST_BARRIER + buffers.group, number_of_threads=128)
-            self.store_box(buffers, operands, pairs, corner, box, buffer)
+            first = Corner(corner.row + down, corner.column + column, corner.layer)
+            self.store_box(buffers, operands, pairs[box], first, buffer)
             if thread < 32:
                 cute.arch.cp_async_bulk_commit_group()
                 if const_expr(self.source and box + self.boxes < self.count):
@@ -371,19 +367,11 @@ class ResultBoxes:
                     values[v + 4 * j + 4 * self.blocks * half] = x
 
     @cute.jit
-    def store_box(
-        self,
-        buffers: BoxBuffers,
-        operands: BoxOperands,
-        pairs: list,
-        corner: Corner,
-        box: cutlass.Constexpr[int],
-        buffer: Int32,
-    ):
-        """Starts the store of a box."""
+    def store_box(self, buffers: BoxBuffers, operands: BoxOperands, pair: tuple, first: Corner, buffer: Int32):
+        """Starts the store of a box, whose first row and column are ``first``'s."""
         if buffers.thread < 32:
-            shared, there = pairs[box]
-            cute.copy(operands.tma_d, shared[None, buffer], there)
+            shared, there = pair
+            cute.copy(operands.out.tma, shared[None, buffer], there)
 
     @cute.jit
     def drain(self, thread: Int32):
@@ -403,27 +391,14 @@ class GroupBoxes(ResultBoxes):
     swap_ab: bool = False
 
     @cute.jit
-    def store_box(
-        self,
-        buffers: BoxBuffers,
-        operands: BoxOperands,
-        pairs: list,
-        corner: Corner,
-        box: cutlass.Constexpr[int],
-        buffer: Int32,
-    ):
+    def store_box(self, buffers: BoxBuffers, operands: BoxOperands, pair: tuple, first: Corner, buffer: Int32):
         """Starts the store of a box, or stores what of it belongs to the group."""
         mOut, end = operands.mOut, operands.end
-        down, right = self.offset(box)
         lines = const_expr(self.shape[1 if self.swap_ab else 0])  # rows of out in a box, each 64 columns
-        row, column = corner.row + down, corner.column + right
-        if const_expr(self.swap_ab):
-            row, column = column, row
+        row, column = (first.column, first.row) if const_expr(self.swap_ab) else (first.row, first.column)
         if row + lines <= end:
             # All rows are the group's: by TMA, which clips at out's last column.
-            if buffers.thread < 32:
-                shared, there = pairs[box]
-                cute.copy(operands.tma_d, shared[None, buffer], there)
+            ResultBoxes.store_box(self, buffers, operands, pair, first, buffer)
         else:
             # The group's last rows: 16 bytes a thread, up to its end. The named barrier before the buffer's next use
             # keeps it until all threads have read.

@@ -232,17 +232,16 @@ class WarpgroupGemm(GemmBody, WarpSpecialized):
         mD = self.prepare(given.mD, self.swap_ab, rows_contiguous)  # (M, N[, L])
         rows, columns = self.tma_of(mR, True), self.tma_of(mS, False)
         # Out leaves, and C comes in, by the same boxes of 64 x 64.
-        tma_d, tD = self.results.tma(cpasync.CopyBulkTensorTileS2GOp(), mD)
-        tma_c, tC = None, None
+        out, source = self.results.tma(cpasync.CopyBulkTensorTileS2GOp(), mD), None
         if const_expr(epilogue.mC is not None):
             mC = self.prepare(epilogue.mC, self.swap_ab, rows_contiguous)
-            tma_c, tC = self.results.tma(cpasync.CopyBulkTensorTileG2SOp(), mC)
+            source = self.results.tma(cpasync.CopyBulkTensorTileG2SOp(), mC)
         tiled_mma = self.mma(self.results.dtype)
         # As many CTAs as are resident at once, whole clusters, or fewer where there are fewer tiles.
         layers = cute.size(mD, mode=[2]) if const_expr(cute.rank(mD) == 3) else Int32(1)
         tiles = (*self.tiles(mD), layers)
         blocks = self.ctas(tiles[0] * tiles[1] * layers)
-        outputs = BoxOperands(tma_d, tD, tma_c, tC, epilogue.mBias, epilogue.alpha, epilogue.beta, own=epilogue.own)
+        outputs = BoxOperands(out, source, epilogue.mBias, epilogue.alpha, epilogue.beta, own=epilogue.own)
         self.launch((rows, columns, outputs, given.workspace, tiled_mma, tiles), [blocks, 1, 1], stream)
 
     @cute.jit
@@ -289,7 +288,7 @@ class WarpgroupGemm(GemmBody, WarpSpecialized):
         # Where a ring passes tiles on, only the producer asks how large the grid is.
         blocks = cute.arch.grid_dim()[0] if const_expr(self.source.counted) else None
         role = self.role()
-        shared = self.set_up(role[2], (first.tma, second.tma, outputs.tma_d))
+        shared = self.set_up(role[2], (first.tma, second.tma, outputs.out.tma))
         # Nobody touches barriers before they are initialized: neither this CTA's threads nor the other's multicasts.
         if const_expr(self.cluster > 1):
             cute.arch.cluster_arrive_relaxed()
@@ -336,8 +335,8 @@ class WarpgroupGemm(GemmBody, WarpSpecialized):
             step=step,
             tiles_m=tiles_m,
             tiles_n=tiles_n,
-            rows=cute.size(cta.outputs.tD, mode=[0]),
-            columns=cute.size(cta.outputs.tD, mode=[1]),
+            rows=cute.size(cta.outputs.out.coordinates, mode=[0]),
+            columns=cute.size(cta.outputs.out.coordinates, mode=[1]),
             k_tiles=k_tiles,
         )
 

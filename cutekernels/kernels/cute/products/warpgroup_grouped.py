@@ -80,7 +80,7 @@ class WarpgroupGrouped(WarpgroupGemm):
         # Tokens are the tile's rows and weights its columns, or the reverse.
         tokens, weights = self.tma_of(mX, not swap_ab), self.tma_of(mW, swap_ab)
         # Boxes whose rows all belong to one group leave by TMA.
-        out = BoxOperands(*self.results.tma(cpasync.CopyBulkTensorTileS2GOp(), mTile))
+        out = BoxOperands(self.results.tma(cpasync.CopyBulkTensorTileS2GOp(), mTile))
         tiled_mma = self.mma(mX.element_type)
         # As many tiles as there can be at most bound the grid: the device alone knows how many there are.
         rows, groups = mX.shape[0], mEnds.shape[0] - 1
@@ -127,7 +127,7 @@ class WarpgroupGroupedDepth(WarpgroupGemm):
         # One descriptor serves all experts: a load moves its coordinates to the expert's first row.
         rows, columns = self.tma_of(mR, True), self.tma_of(mS, False)
         # Every box is wholly one expert's: its matrix is a layer of out.
-        out = BoxOperands(*self.results.tma(cpasync.CopyBulkTensorTileS2GOp(), mD))
+        out = BoxOperands(self.results.tma(cpasync.CopyBulkTensorTileS2GOp(), mD))
         tiles = (*self.tiles(mD), mEnds.shape[0] - 1)
         blocks = cutlass.min(tiles[0] * tiles[1] * tiles[2] * self.cluster, Int32(self.resident))
         self.launch((rows, columns, out, mEnds, self.mma(mA.element_type), tiles), [blocks, 1, 1], stream)

@@ -196,7 +196,7 @@ class WarpgroupPacked(PackedScales, PackedBody, WarpSpecialized):
         # A gate's accumulators have their factor before they meet.
         undone = const_expr(self.scaled == "weights" and not self.gated)
         outputs = BoxOperands(
-            *self.results.tma(store, mD),
+            self.results.tma(store, mD),
             mBias=given.mBias,
             alpha=Float32(self.weights.undone if undone else 1.0),
             beta=Float32(0.0),
@@ -219,7 +219,7 @@ class WarpgroupPacked(PackedScales, PackedBody, WarpSpecialized):
         block = cute.arch.block_idx()[0] if const_expr(self.source.counted) else None
         ctas, _, _ = cute.arch.grid_dim()
         role = self.role()
-        shared = self.set_up(role[2], (tokens.tma, outputs.tma_d))
+        shared = self.set_up(role[2], (tokens.tma, outputs.out.tma))
         # Nobody touches the barriers before they are initialized.
         cute.arch.sync_threads()
         if const_expr(self.cluster > 1):
@@ -248,7 +248,7 @@ class WarpgroupPacked(PackedScales, PackedBody, WarpSpecialized):
         if const_expr(self.cluster > 1):
             rank = cta % self.cluster
             cta, ctas = cta // self.cluster, ctas // self.cluster
-        (m, k), n = tokens.coordinates.shape, cute.size(outputs.tD, mode=[0])
+        (m, k), n = tokens.coordinates.shape, cute.size(outputs.out.coordinates, mode=[0])
         of = Extents(
             n=n,
             m=m,

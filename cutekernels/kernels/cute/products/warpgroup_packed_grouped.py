@@ -43,7 +43,7 @@ class WarpgroupPackedGrouped(PackedGroups, WarpgroupPacked):
     def shares(
         self, shared: Shared, tokens: TmaTensor, outputs: BoxOperands, extra: tuple, place: tuple
     ) -> tuple[Extents, GroupRing]:
-        (m, k), n = tokens.coordinates.shape, cute.size(outputs.tD, mode=[0])
+        (m, k), n = tokens.coordinates.shape, cute.size(outputs.out.coordinates, mode=[0])
         tiles_n = cute.ceil_div(n, self.columns)
         of = Extents(n, m, k, cute.ceil_div(k, self.smem.tile_k), tiles_n, Int32(0), Int32(0))
         ring = GroupRing(
