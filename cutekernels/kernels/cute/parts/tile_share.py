@@ -1,17 +1,21 @@
 """A tile whose K several groups of warps, or several CTAs, have parts of: accumulators are added up, in a fixed order.
 
 Groups of warps leave theirs in shared memory, and the first adds them up (:class:`WarpSums`). CTAs leave theirs in a
-workspace, and one of them, which keeps its own, waits for the others' and adds them (:class:`TileOwner`). Where nobody
-may wait for another CTA the last to arrive adds them all up (:func:`arrive_last`).
+workspace, and one of them, which keeps its own, waits for the others' and adds them (:class:`TileOwner`; warp groups
+each on their own: :class:`GroupParts`). Where nobody may wait for another CTA the last to arrive adds them all up
+(:func:`arrive_last`).
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
+from cutekernels.kernels.cute.parts.boxes import FIRST_BARRIER
 from cutekernels.kernels.cute.parts.ptx import count_released, load_acquired
+from cutekernels.kernels.cute.parts.warp_groups import GROUP
 
 
 @dataclass(frozen=True)
@@ -68,42 +72,12 @@ def add_parts(acc: cute.Tensor, parts: cute.Tensor, thread: Int32, begin: Int32,
 VECTOR = 4  # accumulators in 16 bytes
 
 
-@cute.jit
-def leave_vectors(acc: cute.Tensor, parts: cute.Tensor, thread: Int32, number: Int32):
-    """A thread's many accumulators to ``parts`` (VECTOR, THREAD, ACCUMULATOR / VECTOR, NUMBER)."""
-    for i in cutlass.range_constexpr(cute.size(acc) // VECTOR):
-        own = cute.make_tensor(acc.iterator + VECTOR * i, cute.make_layout(VECTOR))
-        cute.autovec_copy(own, parts[None, thread, i, number])
-
-
-@cute.jit
-def add_vectors(acc: cute.Tensor, parts: cute.Tensor, thread: Int32, numbers: tuple[Int32, int], count: Int32):
-    """``acc`` plus ``count`` parts, as :func:`leave_vectors` left them: from the first of ``numbers`` on, the second
-    further each.
-    """
-    first, step = numbers
-    loaded = cute.make_rmem_tensor(VECTOR, Float32)
-    for other in cutlass.range(count, unroll=1):
-        for i in cutlass.range_constexpr(cute.size(acc) // VECTOR):
-            cute.autovec_copy(parts[None, thread, i, first + other * step], loaded)
-            for v in cutlass.range_constexpr(VECTOR):
-                acc[VECTOR * i + v] = acc[VECTOR * i + v] + loaded[v]
-
-
 @dataclass(frozen=True)
 class Workspace:
     """Partial results of CTAs that share a tile, for the one that adds them up; None where none do."""
 
     mPartials: cute.Tensor | None = None
     mCounters: cute.Tensor | None = None  # zero before and after
-
-
-@cute.jit
-def vectors(workspace: Workspace, threads: cutlass.Constexpr[int], count: cutlass.Constexpr[int]) -> cute.Tensor:
-    """Parts of ``count`` accumulators of so many threads, (VECTOR, THREAD, ACCUMULATOR / VECTOR, NUMBER)."""
-    shape = (VECTOR, threads, count // VECTOR, 1 << 12)
-    layout = cute.make_layout(shape, stride=(1, VECTOR, VECTOR * threads, threads * count))
-    return cute.make_tensor(workspace.mPartials.iterator, layout)
 
 
 @cute.jit
@@ -138,20 +112,18 @@ class TileOwner:
     order of their numbers, so these run or have run, whatever else the GPU is busy with. CUDA does not promise that
     order; decoupled look-back (CUB's scans) stands on it too.
 
-    For all threads of a CTA, or a warp group's ``threads`` with a barrier of their own, ``first_barrier`` + their
-    group's number.
+    For all threads of a CTA, or those of a consumer warp ``group``, which have a barrier of their own.
     """
 
-    threads: int = 0
-    first_barrier: int = 0
+    group: Int32 | None = None
 
     @cute.jit
-    def meet(self, group: int | Int32 = 0):
+    def meet(self):
         """The threads wait for one another."""
-        if const_expr(self.threads == 0):
+        if const_expr(self.group is None):
             cute.arch.sync_threads()
         else:
-            cute.arch.barrier(barrier_id=self.first_barrier + group, number_of_threads=self.threads)
+            cute.arch.barrier(barrier_id=FIRST_BARRIER + self.group, number_of_threads=GROUP)
 
     @cute.jit
     def run(self) -> Int32:
@@ -161,15 +133,15 @@ class TileOwner:
         return ctas - 1 - cta
 
     @cute.jit
-    def post(self, counter: cute.Pointer, thread: Int32, group: int | Int32 = 0):
+    def post(self, counter: cute.Pointer, thread: Int32):
         """Counts this CTA, whose threads have left their parts; for all threads."""
-        self.meet(group)
+        self.meet()
         if thread == 0:
             # All threads' parts, written before the barrier, become visible to the GPU with this count.
             count_released(counter.toint())
 
     @cute.jit
-    def wait(self, counter: cute.Pointer, thread: Int32, others: Int32, group: int | Int32 = 0):
+    def wait(self, counter: cute.Pointer, thread: Int32, others: Int32):
         """Waits until so many have left their parts; for all threads."""
         if thread == 0:
             seen = Int32(0)
@@ -177,7 +149,50 @@ class TileOwner:
                 seen = load_acquired(counter.toint())
             cute.make_tensor(counter, cute.make_layout(1))[0] = Int32(0)  # for the next launch
         # All threads see what thread 0 has acquired.
-        self.meet(group)
+        self.meet()
+
+
+@dataclass(frozen=True)
+class GroupParts:
+    """Parts of tiles of ``groups`` consumer warp groups, each on its own, in a workspace: of a thread ``count``
+    accumulators. Parts have numbers, by CTAs or by their runs.
+    """
+
+    groups: int
+    count: int
+
+    @cute.jit
+    def leave(self, workspace: Workspace, consumer: Any, number: Int32):
+        """Leaves a group's accumulators as part ``number``; the caller posts it."""
+        parts, thread = self.parts(workspace), consumer.thread + consumer.group * GROUP
+        for i in cutlass.range_constexpr(self.count // VECTOR):
+            own = cute.make_tensor(consumer.acc.iterator + VECTOR * i, cute.make_layout(VECTOR))
+            cute.autovec_copy(own, parts[None, thread, i, number])
+
+    @cute.jit
+    def add(self, workspace: Workspace, consumer: Any, numbers: tuple[Int32, int], others: Int32):
+        """A group's accumulators plus so many ``others``, for which the caller has waited: from the first of
+        ``numbers`` on, the second further each.
+        """
+        parts, thread, acc = self.parts(workspace), consumer.thread + consumer.group * GROUP, consumer.acc
+        first, step = numbers
+        loaded = cute.make_rmem_tensor(VECTOR, Float32)
+        for other in cutlass.range(others, unroll=1):
+            for i in cutlass.range_constexpr(self.count // VECTOR):
+                cute.autovec_copy(parts[None, thread, i, first + other * step], loaded)
+                for v in cutlass.range_constexpr(VECTOR):
+                    acc[VECTOR * i + v] = acc[VECTOR * i + v] + loaded[v]
+
+    def parts(self, workspace: Workspace) -> cute.Tensor:
+        """All parts, (VECTOR, THREAD, ACCUMULATOR / VECTOR, NUMBER)."""
+        threads = GROUP * self.groups
+        shape = (VECTOR, threads, self.count // VECTOR, 1 << 12)
+        layout = cute.make_layout(shape, stride=(1, VECTOR, VECTOR * threads, threads * self.count))
+        return cute.make_tensor(workspace.mPartials.iterator, layout)
+
+    def counter(self, workspace: Workspace, consumer: Any, tile: Int32) -> cute.Pointer:
+        """Where a group's parts of ``tile`` are counted."""
+        return workspace.mCounters.iterator + (tile * self.groups + consumer.group)
 
 
 @dataclass(frozen=True)

@@ -72,15 +72,7 @@ from cutekernels.kernels.cute.parts.prefetch import prefetch_bulk, prefetch_line
 from cutekernels.kernels.cute.parts.ptx import copy_bulk, kept_move
 from cutekernels.kernels.cute.parts.schedule import Raster
 from cutekernels.kernels.cute.parts.smem import TILE, WarpgroupPackedSmem
-from cutekernels.kernels.cute.parts.tile_share import (
-    ClusterSums,
-    TileOwner,
-    WarpSums,
-    Workspace,
-    add_vectors,
-    leave_vectors,
-    vectors,
-)
+from cutekernels.kernels.cute.parts.tile_share import ClusterSums, GroupParts, TileOwner, WarpSums, Workspace
 from cutekernels.kernels.cute.parts.tile_source import Share, TileSource
 from cutekernels.kernels.cute.parts.warp_groups import GROUP, ROWS, TmaTensor, wgmma
 from cutekernels.kernels.cute.products.packed_scales import PackedScales
@@ -697,25 +689,21 @@ class WarpgroupPacked(PackedScales, PackedBody, WarpSpecialized):
         """Whether this group's accumulators are now the whole tile's, which this CTA stores."""
         if const_expr(not self.split):
             return consumer.turn == 0
-        of, workspace, thread, group = source.of, consumer.cta.extra, consumer.thread, consumer.group
+        of, workspace, parts = source.of, consumer.cta.extra, GroupParts(self.readers, self.smem.tile_n // 2)
         if share.count < of.k_tiles:
             shared = share.number - of.rounds * of.ctas  # among those that are shared
-            counter = workspace.mCounters.iterator + (shared * self.readers + group)
-            run, owner = TileOwner().run(), TileOwner(GROUP, FIRST_BARRIER)
+            counter, owner = parts.counter(workspace, consumer, shared), TileOwner(consumer.group)
+            run = owner.run()
             if share.owner:
                 # The tile's other k-tiles are the later runs'.
                 others = ((shared + 1) * of.k_tiles - 1) // of.share - run
-                owner.wait(counter, thread, others, group)
-                add_vectors(consumer.acc, self.partials(workspace), thread + group * GROUP, (run + 1, 1), others)
+                owner.wait(counter, consumer.thread, others)
+                parts.add(workspace, consumer, (run + 1, 1), others)
             else:
                 # A run has one part at most of a tile that began before it.
-                leave_vectors(consumer.acc, self.partials(workspace), thread + group * GROUP, run)
-                owner.post(counter, thread, group)
+                parts.leave(workspace, consumer, run)
+                owner.post(counter, consumer.thread)
         return share.owner
-
-    def partials(self, workspace: Workspace) -> cute.Tensor:
-        """Parts by runs."""
-        return vectors(workspace, GROUP * self.readers, self.smem.tile_n // 2)
 
     @cute.jit
     def share_in_cluster(self, consumer: Consumer, rank: Int32) -> Boolean:

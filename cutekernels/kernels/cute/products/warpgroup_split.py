@@ -28,8 +28,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr
 
-from cutekernels.kernels.cute.parts.boxes import FIRST_BARRIER
-from cutekernels.kernels.cute.parts.tile_share import TileOwner, Workspace, add_vectors, leave_vectors, vectors
+from cutekernels.kernels.cute.parts.tile_share import GroupParts, TileOwner, Workspace
 from cutekernels.kernels.cute.parts.tile_source import Share, TileWalk
 from cutekernels.kernels.cute.parts.warp_groups import GROUP
 from cutekernels.kernels.cute.products.warpgroup import Consumer, Cta, WarpgroupGemm
@@ -106,43 +105,21 @@ class WarpgroupSplit(WarpgroupGemm):
     @cute.jit
     def gather(self, source: SplitWalk, consumer: Consumer, share: Share) -> Boolean:
         """Its own accumulators and the others', for the tile's owner; who is none leaves them."""
+        block, _, _ = cute.arch.block_idx()
+        parts = GroupParts(self.groups, self.smem.tile_m * self.smem.tile_n // (GROUP * self.groups))
+        owner = TileOwner(consumer.group)
         if share.owner:
-            # The tile is this CTA's to store: whole, or with the others' parts.
+            # The tile is this CTA's to store: whole, or with the others' parts. The second share is the cluster's
+            # before this one, and so on down.
             if share.count < source.k_tiles:
-                self.add_others(source, consumer)
+                others = Int32(self.split_k - 1)
+                # Wait until the others' parts, released before their counts, are visible to the group's threads.
+                owner.wait(parts.counter(source.parts, consumer, block), consumer.thread, others)
+                parts.add(source.parts, consumer, (block - self.cluster, -self.cluster), others)
         else:
-            # Another's: the owner adds this part to its own.
-            self.leave(source, consumer, share)
+            # Another's: the owner, so many clusters further as shares lie before this one, adds this part to its own.
+            # Each CTA has room for one part, since it leaves one at most.
+            parts.leave(source.parts, consumer, block)
+            further = share.begin // cute.ceil_div(source.k_tiles, self.split_k) * self.cluster
+            owner.post(parts.counter(source.parts, consumer, block + further), consumer.thread)
         return share.owner
-
-    @cute.jit
-    def leave(self, source: SplitWalk, consumer: Consumer, share: Share):
-        """A group's part of a tile for the owner, whose CTA is so many clusters further as shares lie before it."""
-        block, _, _ = cute.arch.block_idx()
-        thread, group = consumer.thread, consumer.group
-        # Each CTA has room for one part, since it leaves one at most.
-        leave_vectors(consumer.acc, self.partials(source.parts), thread + group * GROUP, block)
-        owner = block + share.begin // cute.ceil_div(source.k_tiles, self.split_k) * self.cluster
-        TileOwner(GROUP, FIRST_BARRIER).post(self.counter(source.parts, owner, group), thread, group)
-
-    @cute.jit
-    def add_others(self, source: SplitWalk, consumer: Consumer):
-        """The group's accumulators are the sum of all parts of the tile."""
-        block, _, _ = cute.arch.block_idx()
-        thread, group = consumer.thread, consumer.group
-        others = const_expr(self.split_k - 1)
-        # Waits until the others' parts, released before their counts, are visible to all of the group's threads.
-        TileOwner(GROUP, FIRST_BARRIER).wait(self.counter(source.parts, block, group), thread, Int32(others), group)
-        # The second share is the cluster's before this one, and so on down.
-        numbers = (block - self.cluster, -self.cluster)
-        add_vectors(consumer.acc, self.partials(source.parts), thread + group * GROUP, numbers, Int32(others))
-
-    def partials(self, own: Workspace) -> cute.Tensor:
-        """Parts by CTAs."""
-        threads = GROUP * self.groups
-        return vectors(own, threads, self.smem.tile_m * self.smem.tile_n // threads)
-
-    @cute.jit
-    def counter(self, own: Workspace, block: Int32, group: Int32) -> cute.Pointer:
-        """Where the parts of the tile of ``block``'s group are counted."""
-        return own.mCounters.iterator + (block * self.groups + group)
