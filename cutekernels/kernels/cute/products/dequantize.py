@@ -26,7 +26,7 @@ Refuses (``ops/products/dequantize.py``): packed bytes that are not 16-byte alig
 
 from dataclasses import dataclass
 from struct import pack, unpack
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -35,6 +35,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.memory import SmemAllocator
 
 from cutekernels.kernels.cute.parts.dependent import pdl_launch, pdl_wait
+from cutekernels.kernels.cute.parts.launch import Launched
 from cutekernels.kernels.cute.parts.nf4 import NF4
 from cutekernels.kernels.cute.parts.packed import PackedWeights, Weight, kind_of, power_of_two, product16, ue5m3
 from cutekernels.kernels.cute.parts.ptx import pure
@@ -44,7 +45,6 @@ from cutekernels.kernels.cute.parts.smem import TILE, DequantizeSmem
 STRIP = 16  # rows of a warp
 VECTOR = 16  # bytes
 LINE = 128  # bytes of a tile's row
-THREADS = 128
 HALF_WARPS = 0x100F  # shuffles within 16 lanes, by the low four bits of a number
 
 
@@ -65,13 +65,15 @@ class PackedCodes(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Dequantize:
+class Dequantize(Launched):
     """The body."""
 
     weights: PackedWeights  # decoded to fp16: all but nf4 are exact there, whatever out's type
     tiles: int
     out_align: int  # elements
     dependent: bool
+    threads: ClassVar[int] = 128
+    ctas_per_sm: ClassVar[int] = 0  # no bound on registers
 
     @property
     def smem(self) -> DequantizeSmem:
@@ -99,13 +101,8 @@ class Dequantize:
         stream: cuda.CUstream,
     ):
         n, columns = mD.shape
-        self.kernel(mD, Weight(mW, mS, mZ, mF), first).launch(
-            grid=[cute.ceil_div(columns, TILE * self.tiles), cute.ceil_div(n, TILE), 1],
-            block=[THREADS, 1, 1],
-            preferred_smem_carveout=100,  # percent
-            use_pdl=self.dependent,
-            stream=stream,
-        )
+        grid = [cute.ceil_div(columns, TILE * self.tiles), cute.ceil_div(n, TILE), 1]
+        self.launch((mD, Weight(mW, mS, mZ, mF), first), grid, stream)
 
     @cute.kernel
     def kernel(self, mD: cute.Tensor, weight: Weight, first: Int32):

@@ -6,6 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
+from cutekernels.kernels.cute.parts.boxes import Corner
 from cutekernels.kernels.cute.parts.packed import PackedWeights, Weight, load_words, shared_number
 from cutekernels.kernels.cute.parts.smem import TILE, WarpgroupPackedSmem
 from cutekernels.kernels.cute.products.packed_values import Consumer, Extents
@@ -17,6 +18,7 @@ class PackedScales:
     smem: WarpgroupPackedSmem
     weights: PackedWeights
     all_rows: Any
+    first_row: Any
 
     @cute.jit
     def own_row(self, consumer: Consumer) -> Int32:
@@ -48,9 +50,14 @@ class PackedScales:
         return weight.mS.iterator + cute.crd2idx((group, block), weight.mS.layout)
 
     @cute.jit
-    def block_scale(self, weight: Weight, of: Extents, row: Int32, k_tile: Int32) -> Float32:
+    def block_scale(self, consumer: Consumer, corner: Corner, k_tile: Int32) -> Float32:
         """The scale of a 128 x 128 block, from memory: the same for all threads of a group."""
-        return self.block_scales(weight, of, row, k_tile).load().to(Float32)
+        found = Float32(0.0)
+        if const_expr(self.weights.scale_rows > 1):
+            weight, of = consumer.cta.weight, consumer.cta.of
+            row = self.first_row(of, corner, consumer.group)
+            found = self.block_scales(weight, of, row, k_tile).load().to(Float32)
+        return found
 
     @cute.jit
     def load_shifts(self, consumer: Consumer, stage: Int32, strip: cutlass.Constexpr[int], shifts: cute.Tensor):

@@ -67,7 +67,7 @@ from cutekernels.kernels.cute.parts.ptx import kept_move
 from cutekernels.kernels.cute.parts.results import Place, ResultOperands, ResultTile, TileResults
 from cutekernels.kernels.cute.parts.smem import ALIGNMENT, SWIZZLED, SWIZZLED_ROWS, SkinnyWarpgroupSmem
 from cutekernels.kernels.cute.parts.statistics import StageSquares
-from cutekernels.kernels.cute.parts.warp_groups import GROUP, ROWS, BoxLoad, TmaTensor, wgmma
+from cutekernels.kernels.cute.parts.warp_groups import GROUP, ROWS, BoxLoad, TmaTensor, WarpGroupBody, wgmma
 
 SQUARING_WARPS = SkinnyWarpgroupSmem.SQUARING_WARPS
 
@@ -105,7 +105,7 @@ class Consumer:
 
 
 @dataclass(frozen=True)
-class SkinnyWarpgroupGemm(GemmBody):
+class SkinnyWarpgroupGemm(GemmBody, WarpGroupBody):
     """The body. ``smem.tile_m`` rows of X are loaded: whole groups' 64, or about as many as there are where one tile
     has them all. ``smem.rows`` are multiplied. ``out_align`` columns of out are one aligned store.
     """
@@ -309,24 +309,23 @@ class SkinnyWarpgroupGemm(GemmBody):
             inbox_full=cute.recast_ptr(storage + self.smem.inbox_barrier_at, dtype=Int64),
             squared_full=cute.recast_ptr(storage + self.smem.squares_barrier_at, dtype=Int64),
         )
-        if warp == self.groups * 4:
-            for tma in tmas:
-                cpasync.prefetch_descriptor(tma)
-            with cute.arch.elect_one():
-                self.pipeline.init(shared.full, shared.empty)
-                if const_expr(self.smem.split > 1):
-                    cute.arch.mbarrier_init(shared.inbox_full, 1)
-                if const_expr(self.squaring):
-                    cute.arch.mbarrier_init(shared.squared_full, SQUARING_WARPS)
-            # Initialized barriers become visible to the cluster and to the TMA, ...
-            cute.arch.mbarrier_init_fence()
-        # ... and no thread of this CTA touches them before.
+        self.initialize(warp, tmas, lambda: self.init_barriers(shared))
+        # No thread of this CTA touches the barriers before they are initialized.
         cute.arch.sync_threads()
         if const_expr(self.smem.split > 1 and not self.smem.inbox_in_stages):
             # Tells the other CTA that this one's barriers are set up. Each role waits for the other's word before it
             # sends there; nobody waits here. More than two CTAs arrive once they have read their stages.
             cute.arch.cluster_arrive_relaxed()
         return shared
+
+    @cute.jit
+    def init_barriers(self, shared: Shared):
+        """One thread's work."""
+        self.pipeline.init(shared.full, shared.empty)
+        if const_expr(self.smem.split > 1):
+            cute.arch.mbarrier_init(shared.inbox_full, 1)
+        if const_expr(self.squaring):
+            cute.arch.mbarrier_init(shared.squared_full, SQUARING_WARPS)
 
     # ---- producer
 

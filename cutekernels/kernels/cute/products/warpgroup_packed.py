@@ -426,14 +426,8 @@ class WarpgroupPacked(PackedScales, PackedBody, WarpSpecialized):
         """The mainloop without sums of groups. Weights of 64 of K take two sets of registers in turn, so that a batch
         of products is issued while the one before runs.
         """
-        of = consumer.cta.of
         factors = cute.make_rmem_tensor((2, max(1, self.smem.strips)), Float32)
-        coming = Float32(0.0)
-        if const_expr(self.weights.scale_rows > 1):
-            coming = self.block_scale(
-                consumer.cta.weight, of, self.first_row(of, share.corner, consumer.group), share.begin
-            )
-        state = LoopState(at, Int32(0), Int32(0), coming)
+        state = LoopState(at, Int32(0), Int32(0), self.block_scale(consumer, share.corner, share.begin))
         # Both batches on every way through the loop: where one may be left out, ptxas lets them share registers, and
         # decoded weights overwrite what a product still reads (docs/notes/quantized.md#numbers-in-registers).
         for pair in cutlass.range(share.count // self.of_pair, unroll=1):
@@ -462,7 +456,7 @@ class WarpgroupPacked(PackedScales, PackedBody, WarpSpecialized):
         state: LoopState,
     ) -> LoopState:
         """The ``i``-th of two batches of products, with ``done`` k-tiles in front of its own."""
-        shared, weight, of = consumer.cta.shared, consumer.cta.weight, consumer.cta.of
+        shared, of = consumer.cta.shared, consumer.cta.of
         at, before, last, coming = state.at, state.before, state.last, state.coming
         half = const_expr(i if self.of_pair == 1 else 0)
         if const_expr(half == 0):
@@ -470,7 +464,7 @@ class WarpgroupPacked(PackedScales, PackedBody, WarpSpecialized):
                 # The scale of this k-tile's block was asked for a k-tile ago.
                 factors.fill(coming)
                 following = cutlass.min(share.begin + (done + 1) * self.warps_k, of.k_tiles - 1)
-                coming = self.block_scale(weight, of, self.first_row(of, share.corner, consumer.group), following)
+                coming = self.block_scale(consumer, share.corner, following)
             # Wait until the copies have filled the stage.
             cute.arch.mbarrier_wait(shared.full + at.stage, at.phase)
         stage = shared.storage.toint().to(Int32) + self.smem.packed_at + at.stage * self.smem.packed_bytes
@@ -551,22 +545,19 @@ class WarpgroupPacked(PackedScales, PackedBody, WarpSpecialized):
     @cute.jit
     def multiply_in_groups(self, consumer: Consumer, share: Share, at: Position) -> Position:
         """The mainloop with sums of groups, which are added to the tile's at each group's end."""
-        shared, weight, of = consumer.cta.shared, consumer.cta.weight, consumer.cta.of
-        before = Int32(0)
+        shared, of, before = consumer.cta.shared, consumer.cta.of, Int32(0)
         strips = const_expr(max(1, self.smem.strips))
         factors, next_factors = [cute.make_rmem_tensor((2, strips), Float32) for _ in range(2)]
         factors.fill(0.0)
         atom = cute.make_mma_atom(consumer.tiled_mma.op)
         held = cute.recast_tensor(consumer.rW, Int32)
-        row = self.first_row(of, share.corner, consumer.group)
-        coming = Float32(0.0)
-        if const_expr(self.weights.scale_rows > 1):
-            coming = self.block_scale(weight, of, row, share.begin)
+        coming = self.block_scale(consumer, share.corner, share.begin)
         for k_tile in cutlass.range(share.begin, share.k_end, self.warps_k, unroll=1):
             if const_expr(self.weights.scale_rows > 1):
                 # The scale of this k-tile's block was asked for a k-tile ago.
                 next_factors.fill(coming)
-                coming = self.block_scale(weight, of, row, cutlass.min(k_tile + self.warps_k, of.k_tiles - 1))
+                following = cutlass.min(k_tile + self.warps_k, of.k_tiles - 1)
+                coming = self.block_scale(consumer, share.corner, following)
             # Wait until the copies have filled the stage.
             cute.arch.mbarrier_wait(shared.full + at.stage, at.phase)
             stage = shared.storage.toint().to(Int32) + self.smem.packed_at + at.stage * self.smem.packed_bytes
