@@ -187,7 +187,6 @@ class Consumer:
     thread: Int32  # 0 to 127, in the group
     group: Int32  # of those that have other rows
     cta: Cta
-    tiled_mma: cute.TiledMma
     rX: cute.Tensor  # descriptors (MMA, MMA_N, MMA_K, STAGE)
     rW: cute.Tensor  # decoded weights of 64 of K (MMA, 1, 4)
     rV: cute.Tensor  # those of the next 64
@@ -195,10 +194,6 @@ class Consumer:
     part: cute.Tensor  # accumulators of a group of K; or those of the tile
     constant: Int32  # of the decoder
     turn: Int32 | int = 0  # among groups of the same rows
-
-    @property
-    def shared(self) -> Shared:
-        return self.cta.shared
 
 
 @dataclass(frozen=True)

@@ -135,7 +135,7 @@ class WarpSpecialized(WarpGroupBody, Launched):
     @cute.jit
     def buffers(self, consumer: Any) -> BoxBuffers:
         """A group's boxes and biases in shared memory, and its first row of a tile."""
-        group, shared = consumer.group, consumer.shared
+        group, shared = consumer.group, consumer.cta.shared
         boxes = shared.storage + self.smem.boxes_at + group * (self.smem.boxes * self.smem.BOX_BYTES)
         bias = cute.recast_ptr(shared.storage + self.smem.biases_at + group * (self.smem.BIASES * 4), dtype=Float32)
         return BoxBuffers(
@@ -193,7 +193,7 @@ class WarpSpecialized(WarpGroupBody, Launched):
                     first = first + step
                 step = step * 2
             for index in cutlass.range(first, source.count, step, unroll=1):
-                progress = self.take(source, consumer, buffers, cta.outputs, index, source.share(index), progress)
+                progress = self.take(source, consumer, buffers, index, source.share(index), progress)
             self.results.drain(consumer.thread)
         else:
             entry = Int32(0)
@@ -204,7 +204,7 @@ class WarpSpecialized(WarpGroupBody, Launched):
             # -- tile after tile, until an entry says that there is none
             tile = source.receive(entry)
             while tile.group >= 0:
-                progress = self.take(source, consumer, buffers, cta.outputs, entry, source.share(tile), progress)
+                progress = self.take(source, consumer, buffers, entry, source.share(tile), progress)
                 entry = entry + const_expr(2 if self.pingpong else 1)
                 tile = source.receive(entry)
             # -- rows of no group, of which every CTA has a share
@@ -213,18 +213,11 @@ class WarpSpecialized(WarpGroupBody, Launched):
 
     @cute.jit
     def take(
-        self,
-        source: Any,
-        consumer: Any,
-        buffers: BoxBuffers,
-        outputs: BoxOperands,
-        number: Int32,
-        share: Share,
-        progress: Progress,
+        self, source: Any, consumer: Any, buffers: BoxBuffers, number: Int32, share: Share, progress: Progress
     ) -> Progress:
         """One share."""
         corner = self.results.corner(buffers, share.corner)
-        own = source.outputs(outputs, share)
+        own = source.outputs(consumer.cta.outputs, share)
         if share.owner:
             # C's first boxes and the bias, for the one who stores.
             self.results.load_inputs(buffers, own, share.corner, corner, progress.boxes_used)
@@ -232,7 +225,7 @@ class WarpSpecialized(WarpGroupBody, Launched):
         order_phase = progress.order_phase
         if const_expr(self.pingpong):
             # Wait until the other group has issued all products of its share. The first group's first wait passes.
-            cute.arch.mbarrier_wait(consumer.shared.order + consumer.group, order_phase)
+            cute.arch.mbarrier_wait(consumer.cta.shared.order + consumer.group, order_phase)
             order_phase = order_phase ^ 1
         consumer.acc.fill(0.0)
         # All products are done when this returns: accumulators may leave.

@@ -122,8 +122,7 @@ class Consumer:
 
     thread: Int32  # 0 to 127, in the group
     group: Int32
-    shared: Shared
-    tiled_mma: cute.TiledMma
+    cta: Cta
     rR: cute.Tensor  # descriptors (MMA, MMA_M, MMA_K, STAGE)
     rS: cute.Tensor  # descriptors (MMA, MMA_N, MMA_K, STAGE)
     acc: cute.Tensor  # ((2, 2, N / 8), MMA_M, 1)
@@ -298,7 +297,8 @@ class WarpgroupGemm(GemmBody, WarpSpecialized):
         if const_expr(self.dependent):
             pdl_wait()
         sides = ((shared.sR, self.of_rows, "row"), (shared.sS, self.of_columns, "column"))
-        if const_expr(self.columns_first):
+        # Of groups tokens come first, which are columns where swapped.
+        if const_expr(self.source.tokens_first and self.swap_ab):
             sides = sides[::-1]
         cta = Cta(
             shared=shared,
@@ -315,11 +315,6 @@ class WarpgroupGemm(GemmBody, WarpSpecialized):
             # Both CTAs wait for each other's end: the other's multicasts and arrivals need this one's shared memory.
             cute.arch.cluster_arrive_relaxed()
             cute.arch.cluster_wait()
-
-    @property
-    def columns_first(self) -> bool:
-        """Whether the operand of columns comes first: tokens do, of groups."""
-        return self.source.tokens_first and self.swap_ab
 
     @cute.jit
     def shares(self, cta: Cta, extra: Any, tiles: tuple[Int32, Int32, Int32]) -> TileWalk:
@@ -433,20 +428,20 @@ class WarpgroupGemm(GemmBody, WarpSpecialized):
     @cute.jit
     def consumer(self, cta: Cta, tid: Int32, group: Int32) -> Consumer:
         """A group's descriptors of both operands' stages, and its accumulators."""
-        thread, shared, tiled_mma = tid % GROUP, cta.shared, cta.tiled_mma
+        tiled_mma = cta.tiled_mma
         # Cooperative, the MMA's tile has the rows of all groups; in ping-pong each group's is its own.
         share = group * GROUP if const_expr(not self.pingpong) else Int32(0)
         of_group = tiled_mma.get_slice(share)
-        rR = tiled_mma.make_fragment_A(of_group.partition_A(shared.sR))
-        rS = tiled_mma.make_fragment_B(of_group.partition_B(shared.sS))
+        rR = tiled_mma.make_fragment_A(of_group.partition_A(cta.shared.sR))
+        rS = tiled_mma.make_fragment_B(of_group.partition_B(cta.shared.sS))
         acc = cute.make_rmem_tensor(tiled_mma.partition_shape_C((self.smem.tile_m, self.smem.tile_n)), self.accumulate)
         tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
-        return Consumer(thread, group, shared, tiled_mma, rR, rS, acc)
+        return Consumer(tid % GROUP, group, cta, rR, rS, acc)
 
     @cute.jit
     def multiply(self, consumer: Consumer, share: Share, at: Position) -> Position:
         """The mainloop of one share. Returns the position behind its last k-tile."""
-        shared, before, whole = consumer.shared, Int32(0), share.count
+        shared, before, whole = consumer.cta.shared, Int32(0), share.count
         if const_expr(share.depth is not None):
             # The last k-tile may have rows of the next group.
             whole = share.depth // self.smem.tile_k
@@ -499,7 +494,7 @@ class WarpgroupGemm(GemmBody, WarpSpecialized):
     def multiply_step(self, consumer: Consumer, kb: int | Int32, stage: Int32):
         """Issues the products of a k-block."""
         cute.gemm(
-            consumer.tiled_mma,
+            consumer.cta.tiled_mma,
             consumer.acc,
             consumer.rR[None, None, kb, stage],
             consumer.rS[None, None, kb, stage],

@@ -168,10 +168,6 @@ class WarpgroupPacked(PackedScales, PackedBody, WarpSpecialized):
         tile = (ROWS, self.smem.tile_n, self.smem.tile_k)
         return hopper_helpers.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tile, dtype, self.smem.stages)
 
-    def mma(self, dtype: type[cutlass.Numeric]) -> cute.TiledMma:
-        """The product of one group: weights in registers, tokens in shared memory."""
-        return wgmma(dtype, self.smem.tile_n, source=warpgroup.OperandSource.RMEM)
-
     @cute.jit
     def extend(self, given: Operands, ctas: Int32, dealt: tuple[Int32, ...], stream: cuda.CUstream):
         """Launches the body; ``dealt``: whole tiles of each CTA and k-tiles of the others, unless the device finds
@@ -195,8 +191,9 @@ class WarpgroupPacked(PackedScales, PackedBody, WarpSpecialized):
             mOut=given.mD if grouped else None,
         )
         extra = (given.mEnds, given.clamp) if grouped else given.workspace
-        arguments = (tokens, outputs, given.weight, extra, self.mma(mX.element_type), dealt)
-        self.launch(arguments, [ctas, 1, 1], stream)
+        # The product of one group: weights in registers, tokens in shared memory.
+        tiled_mma = wgmma(self.results.dtype, self.smem.tile_n, source=warpgroup.OperandSource.RMEM)
+        self.launch((tokens, outputs, given.weight, extra, tiled_mma, dealt), [ctas, 1, 1], stream)
 
     @cute.kernel
     def kernel(
@@ -396,7 +393,7 @@ class WarpgroupPacked(PackedScales, PackedBody, WarpSpecialized):
         if const_expr(self.warps_k > 1):
             group, turn = group % self.readers, group // self.readers
         constant = self.weights.constant(cta.of.share)
-        return Consumer(tid % GROUP, group, cta, tiled_mma, rX, rW, rV, acc, part, constant, turn)
+        return Consumer(tid % GROUP, group, cta, rX, rW, rV, acc, part, constant, turn)
 
     @cute.jit
     def buffers(self, consumer: Consumer) -> BoxBuffers:
@@ -493,7 +490,7 @@ class WarpgroupPacked(PackedScales, PackedBody, WarpSpecialized):
         """Starts the products of 64 of K, with decoded weights in ``rW``."""
         # Registers written above are ordered before the products that read them.
         warpgroup.fence()
-        atom = cute.make_mma_atom(consumer.tiled_mma.op)
+        atom = cute.make_mma_atom(consumer.cta.tiled_mma.op)
         atom.set(warpgroup.Field.ACCUMULATE, True)
         for kb in cutlass.range_constexpr(BLOCKS):
             operand = consumer.rX[None, None, half * BLOCKS + kb, stage]
@@ -549,7 +546,7 @@ class WarpgroupPacked(PackedScales, PackedBody, WarpSpecialized):
         strips = const_expr(max(1, self.smem.strips))
         factors, next_factors = [cute.make_rmem_tensor((2, strips), Float32) for _ in range(2)]
         factors.fill(0.0)
-        atom = cute.make_mma_atom(consumer.tiled_mma.op)
+        atom = cute.make_mma_atom(consumer.cta.tiled_mma.op)
         held = cute.recast_tensor(consumer.rW, Int32)
         coming = self.block_scale(consumer, share.corner, share.begin)
         for k_tile in cutlass.range(share.begin, share.k_end, self.warps_k, unroll=1):
@@ -635,7 +632,8 @@ class WarpgroupPacked(PackedScales, PackedBody, WarpSpecialized):
         (buffers, outputs, corner), boxes_used, results = target, progress.boxes_used, consumer.acc
         if const_expr(self.warps_k > 1):
             thread = consumer.thread + consumer.group * GROUP
-            self.turns.add_up(consumer.shared.storage + self.smem.exchange_at, thread, consumer.turn, consumer.acc)
+            turns = WarpSums(GROUP * self.readers, self.warps_k, SUMS)
+            turns.add_up(consumer.cta.shared.storage + self.smem.exchange_at, thread, consumer.turn, consumer.acc)
         early = const_expr(ahead is not None and (self.cluster > 1 or self.gated))
         if const_expr(early):
             self.scale_by(consumer, ahead)
@@ -651,20 +649,12 @@ class WarpgroupPacked(PackedScales, PackedBody, WarpSpecialized):
                 self.scale_by(consumer, ahead)
             if const_expr(self.gated):
                 operands, biases = self.gate_operands(consumer, share)
-                self.pairs.meet(consumer.shared.storage, consumer.thread, consumer.group, results, operands, biases)
-            if self.stores(consumer):
+                self.pairs.meet(consumer.cta.shared.storage, consumer.thread, consumer.group, results, operands, biases)
+            # Of a gate the first group has results.
+            if const_expr(not self.gated) or consumer.group == 0:
                 self.results.store_tile(buffers, outputs, results, corner, boxes_used)
                 boxes_used = boxes_used + self.results.count
         return Progress(progress.order_phase, progress.at, boxes_used)
-
-    def stores(self, consumer: Consumer) -> bool | Boolean:
-        """Whether this group has results: of a gate, the first."""
-        return consumer.group == 0 if self.gated else True
-
-    @property
-    def turns(self) -> WarpSums:
-        """The sum of groups that take k-tiles in turn."""
-        return WarpSums(GROUP * self.readers, self.warps_k, SUMS)
 
     @cute.jit
     def gate_operands(self, consumer: Consumer, share: Share) -> tuple[EpilogueOperands, cute.Tensor | None]:
