@@ -388,45 +388,22 @@ class SkinnyPacked(PackedBody):
                     slot = cute.make_tensor(place, cute.make_layout(1))
                     slot[0] = cta.given.weight.mS[group, block]
         else:
-            rows = self.all_rows(cta, TILE) * TILE
-            groups, first_row = (first, count), (unit.n * self.rows + self.first_row(cta, unit), cta.of.n)
+            groups, weight = (first, count), cta.given.weight
             if const_expr(self.weights.group > 0):
-                size = const_expr(self.weights.scale_bytes)
-                self.load_strip(
-                    cta,
-                    cta.given.weight.mS,
-                    size,
-                    self.smem.groups,
-                    first_row,
-                    rows,
-                    groups,
-                    stage + self.smem.scales_at,
-                )
+                self.load_strip(cta, unit, weight.mS, self.smem.groups, groups, stage + self.smem.scales_at)
             if const_expr(self.weights.zeros):
-                self.load_strip(
-                    cta,
-                    cta.given.weight.mZ,
-                    1,
-                    self.smem.zero_groups,
-                    first_row,
-                    rows,
-                    groups,
-                    stage + self.smem.zeros_at,
-                )
+                self.load_strip(cta, unit, weight.mZ, self.smem.zero_groups, groups, stage + self.smem.zeros_at)
 
     @cute.jit
     def load_strip(
-        self,
-        cta: Cta,
-        mT: cute.Tensor,
-        element_bytes: cutlass.Constexpr[int],
-        count: cutlass.Constexpr[int],
-        first: tuple[Int32, Int32],  # the tile's first row, and, gated, the rows from a gate to what it multiplies
-        rows: Int32,  # of all tiles
-        groups: tuple[Int32, Int32],  # the first, and all of K
-        target: Int32,
+        self, cta: Cta, unit: Unit, mT: cute.Tensor, count: cutlass.Constexpr[int], groups: tuple, target: Int32
     ):
-        """``(count, tile_n)`` elements of a ``(groups, rows)`` tensor; groups behind K are read as the last."""
+        """``(count, tile_n)`` elements of a ``(groups, rows)`` tensor; groups behind K are read as the last.
+
+        ``groups``: the unit's first, and how many all of K has.
+        """
+        element_bytes = const_expr(mT.element_type.width // 8)
+        rows, first_row = self.all_rows(cta, TILE) * TILE, unit.n * self.rows + self.first_row(cta, unit)
         vectors = const_expr(self.smem.tile_n * element_bytes // VECTOR)
         total = const_expr(vectors * count)
         for i in cutlass.range_constexpr(-(-total // self.threads)):
@@ -434,8 +411,8 @@ class SkinnyPacked(PackedBody):
             group, vector = at // vectors, at % vectors
             row = vector * (VECTOR // element_bytes)
             if const_expr(self.gated):
-                row = row + (first[1] - self.rows if row >= self.rows else Int32(0))
-            row = row + first[0]
+                row = row + (cta.of.n - self.rows if row >= self.rows else Int32(0))
+            row = row + first_row
             exists = const_expr((i + 1) * self.threads <= total) or at < total
             if const_expr(self.smem.tile_n > TILE or self.gated):
                 exists = exists and row < rows
