@@ -102,11 +102,6 @@ class TokenNorm(NormWeight):
 
     tokens: int  # of a tile
     warps_m: int
-    warps_k: int
-
-    @property
-    def warps(self) -> int:
-        return self.warps_m * self.warps_k
 
     def vector(self, dtype: type[cutlass.Numeric]) -> int:
         return VECTOR_BITS // dtype.width

@@ -48,16 +48,12 @@ class StageSquares:
     """
 
     smem: SkinnyWarpgroupSmem
+    pipeline: StagePipeline  # the product's, of which these warps are readers
 
     @property
     def rows4(self) -> int:
         """Groups of four rows that a warp has."""
         return -(-self.smem.tile_m // (_TOGETHER * WARPS))
-
-    @property
-    def pipeline(self) -> StagePipeline:
-        """The product's stages, of which these warps are readers."""
-        return StagePipeline(self.smem.stages, self.smem.stage_bytes, WARPS, 1)
 
     @cute.jit
     def run(

@@ -118,9 +118,6 @@ class SkinnyWarpgroupGemm(GemmBody, WarpGroupBody):
     prefetch_tiles: int  # k-tiles of W prefetched before pdl_wait
     norm: RowNorm | None = None  # of X's rows
 
-    def gamma_type(self, dtype: type[cutlass.Numeric]) -> type[cutlass.Numeric]:
-        return Float32 if self.smem.gamma_bytes == 4 else dtype
-
     @property
     def groups(self) -> int:
         return self.smem.rows // ROWS
@@ -149,10 +146,6 @@ class SkinnyWarpgroupGemm(GemmBody, WarpGroupBody):
     @property
     def pipeline(self) -> StagePipeline:
         return StagePipeline(self.smem.stages, self.smem.stage_bytes, self.groups + SQUARING_WARPS * self.squaring, 1)
-
-    @property
-    def squares(self) -> StageSquares:
-        return StageSquares(self.smem)
 
     @property
     def results(self) -> TileResults:
@@ -272,7 +265,8 @@ class SkinnyWarpgroupGemm(GemmBody, WarpGroupBody):
         if const_expr(self.squaring):  # noqa: SIM102  known when compiled
             if warp > producer:
                 # -- squaring warps
-                self.squares.run(tid - (GROUP * self.groups + 32), dtype, storage, split, first, end)
+                squares = StageSquares(self.smem, self.pipeline)
+                squares.run(tid - (GROUP * self.groups + 32), dtype, storage, split, first, end)
         if warp < producer:
             # -- consumers
             shape = tiled_mma.partition_shape_C((self.smem.rows, self.smem.tile_n))
@@ -296,7 +290,8 @@ class SkinnyWarpgroupGemm(GemmBody, WarpGroupBody):
         at_w = cute.recast_ptr(storage + self.smem.w_at, swizzle(), dtype)
         sG = None
         if const_expr(self.weighted):
-            at_g = cute.recast_ptr(storage + self.smem.gamma_at, dtype=self.gamma_type(dtype))
+            gamma_type = Float32 if self.smem.gamma_bytes == 4 else dtype
+            at_g = cute.recast_ptr(storage + self.smem.gamma_at, dtype=gamma_type)
             sG = cute.make_tensor(at_g, cute.make_layout((self.smem.tile_k, self.smem.stages)))
         full = cute.recast_ptr(storage + self.smem.barriers_at, dtype=Int64)
         shared = Shared(

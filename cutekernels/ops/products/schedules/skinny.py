@@ -170,7 +170,7 @@ class Skinny(Tokens, Prefetches):
         if extras.norm:
             weighted = extras.gamma_bytes > 0
             norm = TokenNorm(
-                tokens=c.tile_m, tile_k=c.tile_k, stages=c.stages, warps_m=c.warps_n, warps_k=c.warps_k,
+                tokens=c.tile_m, tile_k=c.tile_k, stages=c.stages, warps_m=c.warps_n,
                 weighted=weighted, statistics=extras.squares,
                 scale=FP16_SCALE if p.dtype == "fp16" and weighted else 1.0,
             )  # fmt: skip
