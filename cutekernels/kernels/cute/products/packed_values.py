@@ -46,8 +46,8 @@ class PackedBody(Launched):
         mZ: cute.Tensor | None,  # bytes, as the scales
         mF: cute.Tensor | None,  # (2, N padded to 64)
         mBias: cute.Tensor | None,  # (N,)
-        mPartials: cute.Tensor,
-        mCounters: cute.Tensor,  # zero before and after
+        mPartials: cute.Tensor,  # a tile of accumulators a run
+        mCounters: cute.Tensor,  # of each tile, or of each group's part of one
         ctas: Int32,
         *rest: Any,  # what is dealt out to each CTA; the stream
     ):
@@ -56,7 +56,7 @@ class PackedBody(Launched):
 
 
 class PackedGroups:
-    """Likewise of bodies of packed experts, in front of the body of one product."""
+    """Likewise of bodies of packed experts: a base in front of the body of one weight."""
 
     clamped: bool  # the gate is gpt-oss's
 

@@ -49,7 +49,7 @@ class Progress:
 
 
 class WarpSpecialized(WarpGroupBody, Launched):
-    """The common part of the bodies; ``cta`` is what they hand to their roles, ``consumer`` a group's state."""
+    """The common part of the bodies; ``cta`` is what they hand to their roles, ``consumer`` a group's state with it."""
 
     source: type[TileSource]
     pingpong: bool

@@ -203,7 +203,7 @@ class WarpgroupPacked(PackedScales, PackedBody, WarpSpecialized):
         weight: Weight,
         extra: Any,
         tiled_mma: cute.TiledMma,
-        dealt: tuple[Int32, ...],
+        dealt: tuple[Int32, ...],  # whole tiles of each CTA, and k-tiles of the others
     ):
         block = cute.arch.block_idx()[0] if const_expr(self.source.counted) else None
         ctas, _, _ = cute.arch.grid_dim()
