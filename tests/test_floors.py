@@ -58,6 +58,7 @@ FLOORS = {
     "cutekernels/measure.py": 2,
     "cutekernels/torch_names.py": 2,
     "cutekernels/conditions.py": 1,
+    "cutekernels/interrupts.py": 1,
     "cutekernels/verify.py": 2,
     "cutekernels/isolate.py": 2,
     "cutekernels/environment.py": 2,

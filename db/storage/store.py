@@ -16,7 +16,7 @@ import lzma
 import os
 import secrets
 import stat
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass, field, fields, replace
 from datetime import UTC, datetime, timedelta
@@ -37,14 +37,14 @@ from cutekernels.db.storage.engine import (
     translated,
     url_of,
 )
+from cutekernels.db.storage.incoming import Judge, accept, read, require_all
 from cutekernels.db.storage.rate import Rate
-from cutekernels.db.storage.trial import LINE_LIMIT, Environment, Gpu, Trial
+from cutekernels.db.storage.trial import Environment, Gpu, Trial
 from cutekernels.errors import StoreError
 from cutekernels.interrupts import section
 
 __all__ = ["Environment", "Gpu", "ImportReport", "Rate", "Request", "Stat", "Store", "Trial"]
 
-_CLOCK_SKEW = timedelta(days=1)
 _PRUNED_AT_ONCE = 5000  # trials, during which no other writer has its turn
 
 
@@ -99,14 +99,6 @@ class ImportReport:
     rates: int = 0
     differing: int = 0
     winners: Sequence[Trial] = field(default=(), compare=False, repr=False)  # the best incoming, as they are here
-
-
-Judge = Callable[[Trial], str]
-"""Why a row cannot be true, by what the ops know of its problem; "" of one that can."""
-
-
-def _accept(t: Trial) -> str:
-    return ""
 
 
 class Store:
@@ -384,19 +376,19 @@ class Store:
             target.flush()  # where a reader that left is noticed
         return len(found)
 
-    def import_(self, source: str | os.PathLike[str] | TextIO, *, judge: Judge = _accept) -> ImportReport:
+    def import_(self, source: str | os.PathLike[str] | TextIO, *, judge: Judge = accept) -> ImportReport:
         """Import winners that :meth:`export` wrote: all lines or, where one breaks a rule, of ``judge``'s too, none.
 
         Raises:
             StoreError: naming the line and the rule it breaks.
         """
-        return self._import_winners(_read_lines(source, judge))
+        return self._import_winners(read(source, judge))
 
     def rehearse(
-        self, url: str | os.PathLike[str], source: str | os.PathLike[str] | TextIO, *, judge: Judge = _accept
+        self, url: str | os.PathLike[str], source: str | os.PathLike[str] | TextIO, *, judge: Judge = accept
     ) -> ImportReport:
         """In this empty database, :meth:`import_` as the one at ``url``, which is only read, would do it."""
-        incoming = _read_lines(source, judge)
+        incoming = read(source, judge)
         with Store(url, readonly=True) as other, other._reading() as session:
             winners = statements.select_trials(session, [], winning=True)
             known = statements.trials_of(session, [t.id for t in incoming])
@@ -406,7 +398,7 @@ class Store:
     def _import_winners(self, incoming: Sequence[Trial]) -> ImportReport:
         return self._import(incoming, [t for t in incoming if t.status == "ok"])
 
-    def merge(self, other_url: str | os.PathLike[str], *, judge: Judge = _accept) -> ImportReport:
+    def merge(self, other_url: str | os.PathLike[str], *, judge: Judge = accept) -> ImportReport:
         """Import every trial, winner, request and calibrated rate of another database, which is only read.
 
         Merging again changes nothing: of a request in both the greater number of hits stays, of a rate the later one.
@@ -419,7 +411,7 @@ class Store:
                 winners = statements.select_trials(session, [], winning=True, strict=True)
                 columns = [getattr(models.Request, f.name) for f in fields(Request)]
                 requests = [Request(*row) for row in statements.sound_requests(session, select(*columns))]
-        _require_all(incoming, shown(other.url), "merged", judge)
+        require_all(incoming, shown(other.url), "merged", judge)
         return self._import(incoming, winners, requests=requests, rates=rates)
 
     def pull(
@@ -428,7 +420,7 @@ class Store:
         *,
         gpu: str | None = None,
         op: str | None = None,
-        judge: Judge = _accept,
+        judge: Judge = accept,
     ) -> ImportReport:
         """Take another database's winners in one transaction: a reader sees all of them or none.
 
@@ -437,7 +429,7 @@ class Store:
         """
         with Store(other_url, readonly=True) as other:
             incoming = other.winners(gpu=gpu, op=op)
-            _require_all(incoming, shown(other.url), "pulled", judge)
+            require_all(incoming, shown(other.url), "pulled", judge)
         return self._import(incoming, incoming, newest=False)
 
     def _import(
@@ -514,69 +506,6 @@ class Store:
 
 
 # ---- files --------------------------------------------------------------------------------------------------
-
-
-def _open_text(name: str) -> TextIO:
-    """The text of a file, compressed or not. A byte that is not UTF-8 becomes a character that no rule lets through."""
-    if name.endswith(".gz"):
-        if not os.path.getsize(name):
-            raise StoreError(f"{name} is empty, which no gzip file is: copy it again")
-        return gzip.open(name, "rt", encoding="utf-8", errors="surrogateescape")
-    if name.endswith(".xz"):
-        return lzma.open(name, "rt", encoding="utf-8", errors="surrogateescape")
-    return open(name, encoding="utf-8", errors="surrogateescape")
-
-
-def _read_lines(source: str | os.PathLike[str] | TextIO, judge: Judge) -> list[Trial]:
-    """The trials of a file or a stream of :meth:`Store.export`'s lines."""
-    if isinstance(source, str | os.PathLike):
-        name = os.fspath(source)
-        with file_errors(name), _open_text(name) as stream:
-            return _read_stream(stream, name, judge)
-    return _read_stream(source, getattr(source, "name", "stream"), judge)
-
-
-def _read_stream(stream: TextIO, name: str, judge: Judge) -> list[Trial]:
-    trials = []
-    seen: dict[str, tuple[int, Trial]] = {}
-    latest = datetime.now(UTC) + _CLOCK_SKEW
-    for number, incoming in lines.parsed(iter(lambda: stream.readline(LINE_LIMIT + 1), "")):
-        try:
-            if isinstance(incoming, StoreError):
-                raise incoming
-            _require_sound(incoming, latest, judge)
-            first, same = seen.setdefault(incoming.id, (number, incoming))
-            if same != incoming:
-                raise StoreError(f"id {incoming.id} stands in line {first} with other contents: remove one of the two")
-        except StoreError as error:
-            raise StoreError(f"{name}, line {number}: {error}; nothing was imported") from None
-        if first == number:
-            trials.append(incoming)
-    return trials
-
-
-def _require_all(incoming: Iterable[Trial], source: str, verb: str, judge: Judge) -> None:
-    latest = datetime.now(UTC) + _CLOCK_SKEW
-    for candidate in incoming:
-        try:
-            _require_sound(candidate, latest, judge)
-        except StoreError as error:
-            raise StoreError(f"{source}, trial {candidate.id}: {error}; nothing was {verb}") from None
-
-
-def _require_sound(incoming: Trial, latest: datetime, judge: Judge) -> None:
-    if incoming.created_at > latest:  # it would win every later comparison
-        raise StoreError(
-            f"created_at lies in the future, {incoming.created_at.isoformat()}: set this machine's clock, or correct "
-            "the row"
-        )
-    untimed = (0, None) if incoming.origin == "measured" else (0,)
-    if incoming.status == "ok" and incoming.median_us in untimed:
-        raise StoreError(
-            f"median_us of a good row must be above 0; it is {incoming.median_us}: measure again, or leave it out"
-        )
-    if reason := judge(incoming):
-        raise StoreError(f"{incoming.op} [{incoming.problem}]: {reason}, or leave the row out")
 
 
 def replace_file(path: Path, contents: str | bytes) -> None:
