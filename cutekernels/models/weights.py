@@ -287,10 +287,15 @@ def read(model: Any, positions: int) -> Weights:
     with torch.no_grad():
         tables = _tables(model, family, ropes, positions)
         multiplier = family.residual_multiplier_of(config)
-        layers = tuple(
-            _layer(number, layer, family, tables, model.dtype, multiplier)
-            for number, layer in enumerate(model.model.layers)
-        )
+        try:
+            layers = tuple(
+                _layer(number, layer, family, tables, model.dtype, multiplier)
+                for number, layer in enumerate(model.model.layers)
+            )
+        except AttributeError as error:
+            raise UnsupportedProblem(
+                f"Decoder cannot read a module that another was replaced by: {error}; {REMEDY}"
+            ) from error
     return Weights(
         embedding=EmbeddingWeights(model.model.embed_tokens.weight.detach(), family.embedding_multiplier_of(model)),
         layers=layers,

@@ -34,6 +34,15 @@ def packed_group(group: int, k: int) -> tuple[int, int]:
     )
 
 
+def check_group(group: object, *, by: str) -> None:
+    """Raises UnsupportedProblem for what is no size of groups in a checkpoint."""
+    if type(group) is not int or (group < 1 and group != -1):
+        raise UnsupportedProblem(
+            f"{by}'s groups have a number of elements of K from 1, or -1 for all of K, not {group!r:.60}; "
+            "pass the group_size of the checkpoint's config"
+        )
+
+
 def groups_of(group: int, k: int) -> int:
     """How many groups of ``group`` elements cover ``k``; 0 and -1 stand for all of K."""
     return 1 if group <= 0 else -(-k // group)

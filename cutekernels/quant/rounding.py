@@ -51,7 +51,8 @@ def quantize(weight: Tensor, scheme: str, *, symmetric: bool = True) -> Quantize
     code, group, scale_rows = SCHEMES[scheme]
     if weight.dtype not in FLOATS or weight.dim() != 2 or 0 in weight.shape:
         raise UnsupportedProblem(
-            f"quantize takes a matrix of fp16, bf16 or fp32, not {weight.dtype} {tuple(weight.shape)}; "
+            f"quantize takes a matrix of fp16, bf16 or fp32, not {'an empty one of ' if 0 in weight.shape else ''}"
+            f"{weight.dtype} {tuple(weight.shape)}; "
             "pass the weight of a linear layer"
         )
     if not symmetric and code != "int4":

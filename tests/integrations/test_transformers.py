@@ -433,6 +433,19 @@ def test_layers_with_dropout_are_left(family: str, option: str, left: list[str])
     assert all(reasons[f"model.{name}"] == "it has dropout, which no kernel has" for name in left)
 
 
+def test_what_is_done_to_a_layers_dropouts_later_is_done() -> None:
+    model, ids, seen = tiny.model("phi3").train(), tokens(), []
+    with ck.patch(model):
+        first = model.model.layers[0]
+        first.resid_attn_dropout.register_forward_hook(lambda *_: seen.append(1))
+        first.resid_mlp_dropout.p = 0.5
+        torch.manual_seed(1)
+        found = model(ids).logits
+    torch.manual_seed(1)
+    close(found, model(ids).logits)
+    assert seen == [1, 1] and not torch.equal(model(ids).logits, found)
+
+
 def test_the_report_names_what_is_left() -> None:
     model = tiny.model("mixtral")
     model.model.layers[0].mlp.experts.has_post_expert_norm = True

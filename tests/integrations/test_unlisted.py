@@ -73,6 +73,7 @@ def test_a_model_found_by_structure_comes_back_as_it_was() -> None:
             assert {path for path, _ in report.left} == {"model.embed_tokens"}
             assert model.config._attn_implementation == "cutekernels" and report.fused == {"mlp": 2}
             close(pickle.loads(pickle.dumps(model))(ids).logits, expected)
+            close(torch.compile(copy.deepcopy(model), backend="eager")(ids).logits, expected)
     after = snapshot(model)
     assert after["classes"] == before["classes"] and after["attributes"] == before["attributes"]
     assert after["attention"] == before["attention"]

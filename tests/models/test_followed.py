@@ -161,8 +161,9 @@ def adapt(model: Any) -> None:
         (lambda m: m.resize_token_embeddings(140), "131 and 131 tokens.* to .*140 and 140 tokens"),
         (lambda m: setattr(m.model, "layers", m.model.layers[:1]), "from 2 layers .* to 1 layers"),
         (adapt, r"cannot be read any more \(undo that, or make another decoder\): .*q_proj.*merge adapters"),
+        (lambda m: setattr(m.model.layers[1], "mlp", torch.nn.Identity()), "'Identity' object has no attribute"),
     ],
-    ids=["dtype", "meta", "vocabulary", "fewer-layers", "adapter"],
+    ids=["dtype", "meta", "vocabulary", "fewer-layers", "adapter", "module"],
 )
 @pytest.mark.filterwarnings("ignore:.*tied.*:UserWarning")
 def test_what_cannot_be_followed_is_refused_at_every_step(change: Callable[[Any], Any], rule: str) -> None:

@@ -95,6 +95,17 @@ def test_compressed_tensors(n: int, k: int, group: int, symmetric: bool, dtype: 
     golden.holds(weight, case.values(dtype), tensors)
 
 
+def test_groups_have_a_size_or_are_all_of_k() -> None:
+    three, four = golden.gptq(golden.case(24, 96, 96, zeros="all"), 1), golden.awq(golden.case(24, 96, 96, zeros="v2"))
+    assert quant.from_gptq(three["qweight"], three["qzeros"], three["scales"], -1).shape == (24, 96)
+    assert quant.from_awq(*four.values(), -1).shape == (24, 96)
+    for group in (0, -5, 32.0, True, "32"):
+        with pytest.raises(UnsupportedProblem, match="from 1, or -1 for all of K, not"):
+            quant.from_gptq(three["qweight"], three["qzeros"], three["scales"], group)  # type: ignore[arg-type]
+        with pytest.raises(UnsupportedProblem, match="from 1, or -1 for all of K, not"):
+            quant.from_awq(*four.values(), group)  # type: ignore[arg-type]
+
+
 def test_compressed_tensors_with_act_order() -> None:
     case = golden.case(17, 256, 64, zeros="v2", act_order=True)
     tensors = {**golden.packed(case, symmetric=False), "weight_g_idx": torch.tensor(case.g_idx, dtype=torch.int32)}

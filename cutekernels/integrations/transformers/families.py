@@ -244,9 +244,10 @@ def family_of(model: Any, verb: str, remedy: str, *, head: bool = False) -> Fami
     """
     kind = getattr(getattr(model, "config", None), "model_type", None)
     if kind not in FAMILIES or not is_whole(model):
+        taken = [name for name, family in FAMILIES.items() if not (head and family.undecoded)]
         shown = f"model_type {kind!r}" if kind and is_whole(model) else f"a {type(model).__name__}"
         raise UnsupportedProblem(
-            f"{verb} takes models of transformers whose model_type is one of {', '.join(FAMILIES)}; this is {shown}: "
+            f"{verb} takes models of transformers whose model_type is one of {', '.join(taken)}; this is {shown}: "
             f"{by_part(model, head) or remedy}"
         )
     return FAMILIES[kind]

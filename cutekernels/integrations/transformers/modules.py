@@ -9,17 +9,18 @@ import functools
 import inspect
 import sys
 from functools import cache
-from types import CellType, FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Dropout
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.integrations.transformers.attention import register_attention
 from cutekernels.integrations.transformers.families import Family, activation_of, gate_of
 from cutekernels.integrations.transformers.outputs import output_of, without_logits
 from cutekernels.integrations.transformers.projections import is_linear, kind_of, multiplied, parameter, sharded, whole
+from cutekernels.integrations.transformers.turns import turning_forward
 from cutekernels.nn import packed_training
 from cutekernels.nn.mlp import Gate, gate_mul, gated, has_no_hooks, project
 from cutekernels.nn.packing import side_by_side
@@ -51,7 +52,7 @@ def swapped(mixin: Any, original: type, family: Family) -> Any:
         if issubclass(mixin, PackedMlp):
             own["parts"] = family.mlp[:2]
     if issubclass(mixin, Turned):
-        own["forward"] = _turning_forward(original, family)
+        own["forward"] = turning_forward(original, family)
     if issubclass(mixin, CausalLM):
         theirs: Any = original
         own["forward"] = _signed(mixin.forward, theirs.forward)
@@ -410,65 +411,6 @@ class Turned(Patched):
     """An attention layer of which our kernels compute the rotary embedding alone, in its own forward."""
 
 
-TURN = "apply_rotary_pos_emb"  # the function of transformers' modules that turns queries and keys
-
-
-def turning(original: Any, family: Family) -> Any:
-    """``original``, which turns queries and keys, by ``rope`` where it is called as transformers calls it."""
-
-    @functools.wraps(original)
-    def turned(
-        q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, unsqueeze_dim: int = 1, **kwargs: Any
-    ) -> Any:
-        known = q.dim() == k.dim() == 4 and cos.dim() == 3 and cos.dtype in (q.dtype, torch.float32)
-        if args or kwargs or unsqueeze_dim != 1 or not known:
-            return original(q, k, cos, sin, *args, unsqueeze_dim=unsqueeze_dim, **kwargs)
-        q, k = family.turned(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
-        return q.transpose(1, 2), k.transpose(1, 2)
-
-    return turned
-
-
-def _turning_forward(original: Any, family: Family) -> Any:
-    """``original``'s forward, in whose code the function that turns is :func:`turning`'s."""
-    inner = inspect.unwrap(original.forward)
-    return _with_inner(original.forward, _copied(inner, {TURN: turning(inner.__globals__[TURN], family)}))
-
-
-def within_reach(forward: Any) -> bool:
-    """Whether every decorator around a forward keeps what it wraps where :func:`_with_inner` finds it."""
-    inner = getattr(forward, "__wrapped__", None)
-    return inner is None or (any(_is_in(cell, inner) for cell in forward.__closure__ or ()) and within_reach(inner))
-
-
-def _with_inner(forward: Any, made: Any) -> Any:
-    """A decorated forward around ``made`` in the place of what it wraps in the end."""
-    inner = getattr(forward, "__wrapped__", None)
-    if inner is None:
-        return made
-    made = _with_inner(inner, made)
-    cells = tuple(CellType(made) if _is_in(cell, inner) else cell for cell in forward.__closure__)
-    return functools.update_wrapper(_copied(forward, {}, cells), made)
-
-
-def _is_in(cell: CellType, function: Any) -> bool:
-    try:
-        return cell.cell_contents is function
-    except ValueError:  # an empty one
-        return False
-
-
-def _copied(function: Any, names: dict[str, Any], cells: tuple[CellType, ...] | None = None) -> FunctionType:
-    """A function of the same code, for which other globals, or cells, stand under some names."""
-    known = function.__globals__ | names if names else function.__globals__
-    closure = function.__closure__ if cells is None else cells
-    made = FunctionType(function.__code__, known, function.__name__, function.__defaults__, closure)
-    made.__kwdefaults__ = function.__kwdefaults__
-    made.__annotations__, made.__doc__ = function.__annotations__, function.__doc__
-    made.__qualname__, made.__module__ = function.__qualname__, function.__module__
-    return made
-
-
 class Layer(Patched):
     """A decoder layer that adds the residual and takes the norm before the MLP in one pass."""
 
@@ -476,9 +418,17 @@ class Layer(Patched):
         me: Any = self
         normed, residual = norm_with_sum(hidden_states, None, me.input_layernorm)
         attended, _ = me.self_attn(hidden_states=normed, **kwargs)
+        attended = self.dropped("resid_attn_dropout", attended)
         normed, residual = norm_with_sum(attended, residual, me.post_attention_layernorm)
         out = me.mlp(normed)
-        return residual + (out[0] if type(out) is tuple else out)  # type: ignore[no-any-return]  # gpt-oss: router's
+        out = out[0] if type(out) is tuple else out  # gpt-oss: router's
+        return residual + self.dropped("resid_mlp_dropout", out)
+
+    def dropped(self, name: str, x: Tensor) -> Tensor:
+        """``x`` behind the dropout of that name, where the layer has one (Phi-3) that does anything."""
+        module: Any = self._modules.get(name)  # type: ignore[attr-defined]
+        idle = module is None or (type(module) is Dropout and not (module.training and module.p))
+        return x if idle and (module is None or has_no_hooks(module)) else module(x)
 
 
 class ScaledLayer(Patched):

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutekernels.integrations.transformers import checkpoints, experts, modules, projections
+from cutekernels.integrations.transformers import checkpoints, experts, modules, projections, turns
 from cutekernels.integrations.transformers.families import ACTIVATIONS, Family, activation_of, gate_of
 from cutekernels.nn.mlp import Gate, has_no_hooks
 
@@ -132,8 +132,8 @@ def _guesses(module: Any, tables: _Tables | None) -> tuple[str, Any]:
     """A module's role and what may compute it, or why nothing does; ``("", ())`` for one of no known structure."""
     if type(module) is torch.nn.Linear:
         return "linear", [(modules.Linear, UNKNOWN)]
-    if modules.TURN in _names(module) and modules.TURN in inspect.unwrap(type(module).forward).__globals__:
-        if not modules.within_reach(type(module).forward):
+    if turns.TURN in _names(module) and turns.TURN in inspect.unwrap(type(module).forward).__globals__:
+        if not turns.within_reach(type(module).forward):
             return "rotary", "its forward is wrapped by code that keeps it out of reach"
         if tables is None:
             return "rotary", "the model has no rotary embedding whose cosines have a known form"
@@ -383,8 +383,8 @@ def _inputs(role: str, module: Any, family: Family) -> list[list[Tensor]]:
 def _turned_distance(module: Any, family: Family, tables: _Tables | None) -> float:
     """As :func:`_distance`, of the function that turns queries and keys, in units of the tolerance."""
     assert tables is not None
-    own = inspect.unwrap(type(module).forward).__globals__[modules.TURN]
-    ours, compared = modules.turning(own, family), list[float]()
+    own = inspect.unwrap(type(module).forward).__globals__[turns.TURN]
+    ours, compared = turns.turning(own, family), list[float]()
     turned = tables.cos.shape[-1] * (2 if tables.form == "once" else 1)
     generator = torch.Generator().manual_seed(1)
     for width in (turned, 2 * turned):  # where only a part of each head turns, the function may see all of it

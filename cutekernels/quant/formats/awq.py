@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.quant.assembly import assemble, groups_of, unassemble
+from cutekernels.quant.assembly import assemble, check_group, groups_of, unassemble
 from cutekernels.quant.formats.nibbles import expect, matrix, of_words, to_words
 from cutekernels.quant.weight import QuantizedWeight
 
@@ -31,6 +31,7 @@ def from_awq(
     Raises:
         UnsupportedProblem: tensors that contradict each other or the format.
     """
+    check_group(group, by="AWQ")
     k, words = matrix("qweight", qweight, (torch.int32,), by="AWQ")
     n, groups = 8 * words, groups_of(group, k)
     if 0 < group < k and k % group:

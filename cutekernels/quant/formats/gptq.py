@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.quant.assembly import assemble, groups_of, unassemble
+from cutekernels.quant.assembly import assemble, check_group, groups_of, unassemble
 from cutekernels.quant.formats.nibbles import expect, matrix, of_words, to_words
 from cutekernels.quant.weight import QuantizedWeight
 
@@ -47,6 +47,7 @@ def from_gptq(
     """
     if version not in (1, 2):
         raise UnsupportedProblem(f'GPTQ has versions 1 and 2, not {version!r}; "gptq" is 1, "gptq_v2" is 2')
+    check_group(group, by="GPTQ")
     rows, n = matrix("qweight", qweight, (torch.int32,), by="GPTQ")
     k = 8 * rows
     groups = groups_of(group, k)
