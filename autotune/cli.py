@@ -154,8 +154,8 @@ def command(
                     known_sampler(sampler)
                     if devices is not None:
                         named(devices)
-                # What is done is left out of a grid already, and only a card that is elsewhere is predicted.
-                predicted = of_card and not (ray or present(lookup(gpu)))
+                # What is done is left out of a grid already. A run for a card that is elsewhere predicts.
+                predicted = dry_run and of_card and not present(lookup(gpu))
                 dry = dry_run and (predicted or not of_grid)
                 _show(wanted, gpu, db, limit, format, dry=dry, force=force, measures=of_grid and not predicted)
                 raise typer.Exit
