@@ -418,17 +418,18 @@ class Layer(Patched):
         me: Any = self
         normed, residual = norm_with_sum(hidden_states, None, me.input_layernorm)
         attended, _ = me.self_attn(hidden_states=normed, **kwargs)
-        attended = self.dropped("resid_attn_dropout", attended)
+        attended = dropped(me, "resid_attn_dropout", attended)
         normed, residual = norm_with_sum(attended, residual, me.post_attention_layernorm)
         out = me.mlp(normed)
         out = out[0] if type(out) is tuple else out  # gpt-oss: router's
-        return residual + self.dropped("resid_mlp_dropout", out)
+        return residual + dropped(me, "resid_mlp_dropout", out)
 
-    def dropped(self, name: str, x: Tensor) -> Tensor:
-        """``x`` behind the dropout of that name, where the layer has one (Phi-3) that does anything."""
-        module: Any = self._modules.get(name)  # type: ignore[attr-defined]
-        idle = module is None or (type(module) is Dropout and not (module.training and module.p))
-        return x if idle and (module is None or has_no_hooks(module)) else module(x)
+
+def dropped(layer: Any, name: str, x: Tensor) -> Tensor:
+    """``x`` behind the dropout of that name, where the layer has one (Phi-3) that does anything."""
+    module = layer._modules.get(name)
+    idle = module is None or (type(module) is Dropout and not (module.training and module.p))
+    return x if idle and (module is None or has_no_hooks(module)) else module(x)
 
 
 class ScaledLayer(Patched):
