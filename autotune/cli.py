@@ -246,7 +246,8 @@ def _job(
             told = f"{len(reasons)} requests are left out, the first because {reasons[0]}"
             terminal.say(f"{told}; `cutekernels db requests` lists all, with --clear it drops them")
         if not found.tasks:
-            raise JobError(f"no request is waiting for {spec.name}; `cutekernels db requests` lists all")
+            terminal.say(f"no request is waiting for {spec.name}; `cutekernels db requests` lists all")
+            raise typer.Exit
     else:
         found = load(name)
         if trials is not None:

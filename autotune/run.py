@@ -13,7 +13,7 @@ from itertools import count
 from pathlib import Path
 from typing import Protocol
 
-from cutekernels import environment, rates
+from cutekernels import environment, rates, settings
 from cutekernels import gpu as gpus
 from cutekernels.autotune.fleet import POLL_S, Board, Fleet, LocalFleet, OneSlot, Slot, hand_out
 from cutekernels.autotune.history import TaskHistory, name_of
@@ -27,7 +27,7 @@ from cutekernels.autotune.search import Search
 from cutekernels.autotune.studies import Studies, translated
 from cutekernels.db.storage.leases import Leases, of
 from cutekernels.db.storage.store import Environment, Trial
-from cutekernels.errors import JobError, StoreUnreachable
+from cutekernels.errors import JobError, StoreError, StoreUnreachable
 from cutekernels.gpu import GpuSpec
 
 MOST_RETURNS = 10  # of a server during one task
@@ -204,7 +204,7 @@ class _Run:
     def measure(self, store: Ledger, fleet: Fleet, wanted: GpuSpec | None, *, ranked: bool) -> list[TaskReport]:
         """The tasks on all GPUs of the fleet that are wanted; only this process writes."""
         board = Board(self.tasks, wanted, ranked=ranked, free=self._free)
-        studies = Studies(store.url)
+        studies = _studies(store.url)
         begun = count(1)
 
         def work(slot: Slot, lane: Runtime, kind: GpuSpec, position: int) -> TaskReport:
@@ -290,6 +290,17 @@ class _Run:
         if name in self._held:
             self._held.discard(name)
             self.leases.release(name)
+
+
+def _studies(url: str) -> Studies:
+    """The studies of a run: they repeat what its rows hold, so a right that is missing ends no run."""
+    try:
+        return Studies(url)
+    except StoreUnreachable:
+        raise
+    except StoreError as error:
+        settings.logger("autotune").warning("the Optuna studies of this run stay in memory: %s", error)
+        return Studies()
 
 
 def _compilers(runtime: Runtime | None, jobs: int | None) -> AbstractContextManager[Runtime]:

@@ -7,7 +7,7 @@ own, whose categories are the values that it takes in some valid config. A name 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -28,12 +28,17 @@ Node = dict[tuple[str, Scalar], Any]
 
 @dataclass(frozen=True)
 class Space:
-    """``valid`` configs in the space's fixed order, ``values`` of their ``knobs``, and the model's time of each."""
+    """``valid`` configs in the space's fixed order, ``values`` of their ``knobs``, and a ``model`` of their times."""
 
     valid: tuple[Any, ...]
     knobs: tuple[str, ...]
     values: tuple[tuple[Scalar, ...], ...]
-    estimates_us: tuple[float, ...]
+    model: Callable[[Any], float]
+
+    @cached_property
+    def estimates_us(self) -> tuple[float, ...]:
+        """The model's time of each config: most of a large space's seconds, so asked for where it is read."""
+        return tuple(map(self.model, self.valid))
 
     @cached_property
     def params(self) -> dict[Any, Params]:
@@ -113,4 +118,4 @@ def space(op: Op[Any, Any], problem: Problem, gpu: GpuSpec) -> Space:
 def _space(op: Op[Any, Any], problem: Problem, gpu: GpuSpec) -> Space:
     valid, knobs = tuple(op.valid(problem, gpu)), tuple(op.Config.space())
     values = tuple(tuple(getattr(c, name) for name in knobs) for c in valid)
-    return Space(valid, knobs, values, tuple(op.estimate_us(problem, c, gpu) for c in valid))
+    return Space(valid, knobs, values, lambda c: op.estimate_us(problem, c, gpu))

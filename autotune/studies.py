@@ -150,7 +150,7 @@ def _lock_file(file: BinaryIO, kind: int) -> bool:
 def _with_schema(url: str) -> str:
     parsed = engine.postgres_url(url)
     options = f"{parsed.query.get('options', '')} -csearch_path={SCHEMA}".strip()
-    return parsed.update_query_dict({"options": options}).render_as_string(hide_password=False)
+    return engine.in_utf8(parsed.update_query_dict({"options": options})).render_as_string(hide_password=False)
 
 
 def _relational(url: str) -> BaseStorage:

@@ -25,7 +25,12 @@ if TYPE_CHECKING:
 
 
 def explain(
-    op: str, problem: str, *, gpu_name: str = "auto", config: str | None = None, database: str | None = None
+    op: str,
+    problem: str,
+    *,
+    gpu_name: str = "auto",
+    config: str | None = None,
+    database: str | os.PathLike[str] | None = None,
 ) -> dispatch.Explanation:
     """The reason for a call's config: ``print(cutekernels.explain("gemm", "m=16 n=4096 k=4096"))``.
 
@@ -50,6 +55,7 @@ def explain(
     check_word("explain", "problem", problem)
     check_word("explain", "gpu_name", gpu_name)
     _check_database(database)
+    database = None if database is None else os.fspath(database)
     declared = registry.get(op)
     spec, posed = gpu.lookup(gpu_name), declared.Problem.parse(problem)
     if database is None:

@@ -6,6 +6,7 @@ lock (``CUTEKERNELS_DB=winners.lock``) is a file of winners that nothing writes 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -79,17 +80,21 @@ def verify(group: Any = None) -> str:
     return mine
 
 
-def write(target: str, gpus: Iterable[str], database: str | None = None) -> tuple[str, int]:
+def write(
+    target: str | os.PathLike[str], gpus: Iterable[str], database: str | os.PathLike[str] | None = None
+) -> tuple[str, int]:
     """Freeze what calls on ``gpus`` use, their siblings' winners too, into the file ``target``; its hash, and how many
     rows it has.
     """
     from cutekernels.db.storage.engine import file_errors, url_of
     from cutekernels.db.storage.store import replace_file
 
+    target = os.fspath(target) if isinstance(target, os.PathLike) else target
     if not isinstance(target, str) or not is_one(target):
         raise StoreError(f"a lock's name ends with .lock; {target!r} does not")
     if isinstance(gpus, str):
         raise StoreError(f"gpus is a list of GPUs' names; got {gpus!r:.60}: pass [{gpus!r:.60}]")
+    database = None if database is None else os.fspath(database)
     rows = _rows(dict.fromkeys(name for own in gpus for name in (own, SIBLINGS.get(own, own))), database)
     path = path_of(url_of(target))
     with file_errors(target):

@@ -11,6 +11,7 @@ transaction on SQLite begins with BEGIN IMMEDIATE, so that two writers queue ins
 
 from __future__ import annotations
 
+import errno
 import lzma
 import os
 import sqlite3
@@ -46,6 +47,7 @@ _MIGRATION_LOCK = 0x6375_7465  # PostgreSQL advisory lock: "cute"
 _WRITERS_LOCK = 0x6375_7466
 _AWAY = ("57P01", "57P02", "57P03", "53300", "08000", "08003", "08006")  # shut down, crashed, starting, full, cut off
 _AWAY_FOR_NOW = ("starting up", "shutting down", "terminating connection", "recovery mode", "too many")
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 _TABLES = {"gpu", "environment", "trial", "winner", "request", "rate", "alembic_version"}
 _alembic_lock = threading.Lock()  # Alembic's context is one per process, whatever the database
 
@@ -141,7 +143,8 @@ def file_errors(name: str) -> Iterator[None]:
     try:
         yield
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:  # the latter three: of a compressed file
-        raise StoreError(f"{name!r}: {getattr(error, 'strerror', None) or error}; name another file") from error
+        remedy = "free space on its disk" if getattr(error, "errno", None) in _FULL else "name another file"
+        raise StoreError(f"{name!r}: {getattr(error, 'strerror', None) or error}; {remedy}") from error
 
 
 def _remedy(cause: str) -> str:
@@ -154,13 +157,21 @@ def _remedy(cause: str) -> str:
     if "lock timeout" in cause:
         return "; another session of PostgreSQL holds its tables, try again when it is done"
     if "statement timeout" in cause:
-        return f"; PostgreSQL took longer than {_PATIENCE_S[1]} s, try again when it is less busy"
+        return f"; PostgreSQL took longer than {_PATIENCE_S[1]} s, or than its role may; try again when it is less busy"
+    if "password" in cause:
+        return "; write it into the URL, or into ~/.pgpass"
+    if "does not exist" in cause and cause.partition("database ")[2]:
+        return "; make it with createdb, or name another"
     if "is full" in cause or "No space" in cause or "disk I/O" in cause:
         return "; free space on its disk, or name another place with --db or CUTEKERNELS_DB"
     if "locked" in cause:
         return f"; another process has held it for {sqlite.BUSY_TIMEOUT_S:.0f} s, try again when it is done"
+    if "permission denied for" in cause or "read-only transaction" in cause:
+        return "; ask its owner for the right, or name another database with --db or CUTEKERNELS_DB"
     if "readonly" in cause or "Permission denied" in cause or "unable to open" in cause or "Read-only" in cause:
         return "; name a place that you may write with --db or CUTEKERNELS_DB"
+    if "connection" in cause.lower():
+        return "; is the server there, and are host and port right?"
     return ""
 
 
@@ -186,10 +197,15 @@ def postgres_url(url: str) -> URL:
     return found
 
 
+def in_utf8(url: URL) -> URL:
+    """``url`` of a client that reads UTF-8: of a database without an encoding, SQL_ASCII, it would read bytes."""
+    return url if "client_encoding" in url.query else url.update_query_dict({"client_encoding": "utf8"})
+
+
 def _postgres(url: str, patience_s: tuple[int, int] = _PATIENCE_S) -> Engine:
-    parsed = postgres_url(url)
     try:
-        engine = create_engine(parsed, poolclass=NullPool, connect_args={"connect_timeout": _CONNECT_TIMEOUT_S})
+        given = {"connect_timeout": _CONNECT_TIMEOUT_S}
+        engine = create_engine(in_utf8(postgres_url(url)), poolclass=NullPool, connect_args=given)
     except (ImportError, NoSuchModuleError) as error:
         raise StoreError(f"no driver for {shown(url)}: {error}; pip install 'cutekernels[postgres]'") from error
     lock_s, statement_s = patience_s
@@ -203,13 +219,23 @@ def _postgres(url: str, patience_s: tuple[int, int] = _PATIENCE_S) -> Engine:
     return engine
 
 
+# Triggers of our tables, and views in their places: type, name, table and nothing, as SQLite's schema tells them.
+_STRANGE_IN_POSTGRES = """
+    SELECT 'trigger', t.tgname, c.relname, '' FROM pg_trigger t JOIN pg_class c ON c.oid = t.tgrelid
+    WHERE NOT t.tgisinternal AND c.relname = ANY(:tables) AND pg_table_is_visible(c.oid)
+    UNION ALL SELECT 'view', c.relname, c.relname, '' FROM pg_class c
+    WHERE c.relkind IN ('v', 'm') AND c.relname = ANY(:tables) AND pg_table_is_visible(c.oid)
+"""
+
+
 @contextmanager
 def making_schema(url: str, schema: str) -> Iterator[None]:
     """For making tables in ``schema`` of a PostgreSQL database, one process at a time; makes the schema itself."""
     engine = _postgres(url)
     with translated(shown(url)), engine.connect() as connection:
         connection.execute(text("SELECT pg_advisory_lock(:lock)"), {"lock": _MIGRATION_LOCK})
-        connection.execute(text(f"CREATE SCHEMA IF NOT EXISTS {schema}"))
+        if connection.scalar(text("SELECT to_regnamespace(:schema)"), {"schema": schema}) is None:
+            connection.execute(text(f"CREATE SCHEMA {schema}"))  # only this needs a right on the whole database
         connection.commit()  # the lock is the session's, and stays
         yield
 
@@ -313,6 +339,7 @@ def _upgrade(engine: Engine) -> None:
     with engine.connect() as connection:
         _require_plain_tables(connection)
         if _version(connection) == HEAD:  # nearly always: no writer has to be waited for
+            _require_all_tables(connection)
             return
     with engine.execution_options(**{WRITING: True}).begin() as connection:
         if connection.dialect.name == "postgresql":
@@ -412,9 +439,9 @@ def _require_all_tables(connection: Connection) -> None:
 
 def _require_plain_tables(connection: Connection) -> None:
     """Refuse a schema that runs somebody's code: triggers, and views or virtual tables in place of our tables."""
-    if connection.dialect.name != "sqlite":
-        return
     query = text("SELECT type, name, tbl_name, coalesce(sql, '') FROM sqlite_master")
+    if connection.dialect.name == "postgresql":
+        query = text(_STRANGE_IN_POSTGRES).bindparams(tables=[*_TABLES])
     for kind, name, table, sql in connection.execute(query):
         strange = table in _TABLES and (kind == "view" or sql.lstrip().upper().startswith("CREATE VIRTUAL"))
         if strange or kind == "trigger":

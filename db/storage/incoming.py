@@ -6,15 +6,14 @@ import gzip
 import lzma
 import os
 from collections.abc import Callable, Iterable
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from typing import TextIO
 
+from cutekernels import settings
 from cutekernels.db.storage import lines
 from cutekernels.db.storage.engine import file_errors
-from cutekernels.db.storage.trial import LINE_LIMIT, Trial
+from cutekernels.db.storage.trial import CLOCK_SKEW, LINE_LIMIT, Trial
 from cutekernels.errors import StoreError
-
-_CLOCK_SKEW = timedelta(days=1)
 
 Judge = Callable[[Trial], str]
 """Why a row cannot be true, by what the ops know of its problem; "" of one that can."""
@@ -52,7 +51,7 @@ def read(source: str | os.PathLike[str] | TextIO, judge: Judge) -> list[Trial]:
 def _read_stream(stream: TextIO, name: str, judge: Judge) -> list[Trial]:
     trials = []
     seen: dict[str, tuple[int, Trial]] = {}
-    latest = datetime.now(UTC) + _CLOCK_SKEW
+    latest = datetime.now(UTC) + CLOCK_SKEW
     for number, incoming in lines.parsed(iter(lambda: stream.readline(LINE_LIMIT + 1), "")):
         try:
             if isinstance(incoming, StoreError):
@@ -68,9 +67,21 @@ def _read_stream(stream: TextIO, name: str, judge: Judge) -> list[Trial]:
     return trials
 
 
+def without_future(trials: Iterable[Trial], source: str) -> list[Trial]:
+    """Those of another database's winners that no wrong clock has dated; a warning names the others."""
+    latest, every = datetime.now(UTC) + CLOCK_SKEW, list(trials)
+    late = [t for t in every if t.created_at > latest]
+    if late:
+        settings.logger("db").warning(
+            "%d winners of %s lie in the future and are left out, the first trial %s, %s: `tune --force` its problem",
+            *(len(late), source, late[0].id, late[0].created_at.isoformat()),
+        )
+    return [t for t in every if t.created_at <= latest]
+
+
 def require_all(incoming: Iterable[Trial], source: str, verb: str, judge: Judge) -> None:
     """Raises StoreError for the first of another database's trials that breaks a rule."""
-    latest = datetime.now(UTC) + _CLOCK_SKEW
+    latest = datetime.now(UTC) + CLOCK_SKEW
     for candidate in incoming:
         try:
             _require_sound(candidate, latest, judge)
@@ -81,8 +92,8 @@ def require_all(incoming: Iterable[Trial], source: str, verb: str, judge: Judge)
 def _require_sound(incoming: Trial, latest: datetime, judge: Judge) -> None:
     if incoming.created_at > latest:  # it would win every later comparison
         raise StoreError(
-            f"created_at lies in the future, {incoming.created_at.isoformat()}: set this machine's clock, or correct "
-            "the row"
+            f"created_at lies in the future, {incoming.created_at.isoformat()}: set this machine's clock; or where the "
+            "row was written, `cutekernels tune --force` its problem and `db prune --days 0` the row"
         )
     untimed = (0, None) if incoming.origin == "measured" else (0,)
     if incoming.status == "ok" and incoming.median_us in untimed:

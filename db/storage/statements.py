@@ -19,6 +19,7 @@ from sqlalchemy import (
     Table,
     Text,
     and_,
+    bindparam,
     case,
     cast,
     delete,
@@ -38,6 +39,7 @@ from cutekernels import settings
 from cutekernels.db.storage import models
 from cutekernels.db.storage.models import KEY
 from cutekernels.db.storage.trial import (
+    CLOCK_SKEW,
     COUNTS,
     INT64_MAX,
     MEASUREMENTS,
@@ -245,9 +247,10 @@ def sound_requests(session: Session, query: Select[Any]) -> list[Any]:
 
 def forget_requests(session: Session, keys: Sequence[Key]) -> None:
     """Delete requests."""
-    columns = [_request.c[name] for name in KEY]
-    for some in batches(sorted(keys), _KEYS):
-        session.execute(delete(_request).where(tuple_(*columns).in_(some)))
+    one = delete(_request).where(*(_request.c[name] == bindparam(f"its_{name}") for name in KEY))
+    values = [{f"its_{name}": value for name, value in zip(KEY, key, strict=True)} for key in sorted(keys)]
+    for some in batches(values, _KEYS):  # one by one, in the order in which writers lock rows
+        session.connection().execute(one, some)
 
 
 def broken_rows(session: Session) -> list[str]:
@@ -266,6 +269,9 @@ def broken_rows(session: Session) -> list[str]:
         except StoreError as error:
             broken.add(row.id)
             found.append(f"trial {row.id!r:.60}: {error}")
+    late = select(_trial.c.id, _trial.c.created_at).where(_trial.c.created_at > datetime.now(UTC) + CLOCK_SKEW)
+    rows = [row for row in session.execute(late) if row.id not in broken]
+    found += [f"trial {row.id!r:.60}: created_at lies in the future, {row.created_at}" for row in rows]
     found += _orphans(session, broken)
     lost = select(_winner).where(~exists().where(_trial.c.id == _winner.c.trial_id))
     found += [f"winner of {tuple(row)!r:.120}: no such trial" for row in session.execute(lost)]
@@ -416,7 +422,8 @@ def _beats(candidate: Rank, rival: Rank, *, newest: bool) -> bool:
 def to_prune(
     before: datetime | None, stale: Iterable[tuple[str, Collection[int]]], within: Sequence[ColumnElement[bool]]
 ) -> ColumnElement[bool]:
-    """The condition on trials ``within`` some to go: those from before a time that win nothing, and all of ``stale``.
+    """The condition on trials ``within`` some to go: those from before a time, or from a wrong clock's future, that win
+    nothing, and all of ``stale``.
 
     ``stale`` holds ops with the revisions that serve: earlier ones that are not among them go, later ones stay.
     """
@@ -425,7 +432,8 @@ def to_prune(
         (t.op == op) & (t.revision < max(serving)) & t.revision.not_in(serving) for op, serving in stale
     ]
     if before is not None:
-        chosen.append((t.created_at < before) & ~exists().where(_winner.c.trial_id == t.id))
+        no_time = (t.created_at < before) | (t.created_at > datetime.now(UTC) + CLOCK_SKEW)
+        chosen.append(no_time & ~exists().where(_winner.c.trial_id == t.id))
     return and_(or_(false(), *chosen), *within)
 
 

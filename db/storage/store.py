@@ -37,7 +37,7 @@ from cutekernels.db.storage.engine import (
     translated,
     url_of,
 )
-from cutekernels.db.storage.incoming import Judge, accept, read, require_all
+from cutekernels.db.storage.incoming import Judge, accept, read, require_all, without_future
 from cutekernels.db.storage.rate import Rate
 from cutekernels.db.storage.trial import Environment, Gpu, Trial
 from cutekernels.errors import StoreError
@@ -326,6 +326,7 @@ class Store:
         values = [{f.name: getattr(rate, f.name) for f in fields(Rate)} for rate in rates]
         if not values:
             return
+        values.sort(key=lambda rate: [rate[name] for name in RATE_KEY])  # as other writers lock rows
         with self._writing() as session:
             insert = statements.insert_into(session, models.Rate)
             changes = {name: insert.excluded[name] for name in values[0] if name not in RATE_KEY}
@@ -425,10 +426,10 @@ class Store:
         """Take another database's winners in one transaction: a reader sees all of them or none.
 
         For their problems they win here too, whatever is older or newer; only a predicted one never replaces a
-        measured one. Nothing is deleted.
+        measured one. Nothing is deleted. Those that a wrong clock has dated into the future are left out.
         """
         with Store(other_url, readonly=True) as other:
-            incoming = other.winners(gpu=gpu, op=op)
+            incoming = without_future(other.winners(gpu=gpu, op=op), shown(other.url))
             require_all(incoming, shown(other.url), "pulled", judge)
         return self._import(incoming, incoming, newest=False)
 
@@ -473,7 +474,7 @@ class Store:
         """Delete trials that no call and no comparison needs. Winners of a current revision always stay.
 
         Args:
-            older_than: delete trials of this age and more that are not winners.
+            older_than: delete trials of this age and more, and of a wrong clock's future, that are not winners.
             stale: the revisions of each op that serve; delete all trials of earlier ones that do not, winners too.
             gpu: only trials of this GPU.
             op: only trials of this op.

@@ -21,7 +21,7 @@ import platform
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from importlib import metadata
 from reprlib import repr as short_repr
 from typing import Any, NoReturn, Self
@@ -38,6 +38,7 @@ INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
 TEXT_LIMIT = 1000  # of a problem or a config; PostgreSQL's indexes take up to 2,700 bytes
 MESSAGE_LIMIT = 4000
+CLOCK_SKEW = timedelta(days=1)  # of the clocks of two machines
 LINE_LIMIT = 64 * 1024
 
 Rule = Callable[[object], str | None]

@@ -192,6 +192,18 @@ def test_merge_refuses_the_future_as_import_does(tmp_path: Path) -> None:
         with pytest.raises(StoreError, match=rf"{late.id}: created_at lies in the future.*nothing was merged"):
             store.merge(path)
         assert store.trials() == []
+        with Store(path) as other:
+            good = trial("tile_m=32", problem="m=2")
+            other.record([good])
+            other.crown(good.id)
+            other.crown(late.id)
+            assert [row for row in other.broken_rows() if late.id in row and "lies in the future" in row]
+            assert store.pull(path).added == 1 and store.winners() == [good], "the rest of a fleet's winners"
+            assert other.prune(older_than=timedelta(days=1)) == 0, "a winner stays"
+            better = trial("tile_m=64", problem=late.problem)
+            other.record([better])
+            other.crown(better.id)
+            assert other.prune(older_than=timedelta(days=1)) == 1 and other.broken_rows() == []
 
 
 ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT i AS version_num FROM n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from collections.abc import Callable
@@ -9,11 +10,15 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+from optuna.storages import InMemoryStorage
+from sqlalchemy import make_url
 
+from cutekernels.autotune import run
+from cutekernels.autotune.studies import Studies
 from cutekernels.db.questions.cli import app
 from cutekernels.db.storage import engine, snapshot
 from cutekernels.db.storage.rate import Rate
-from cutekernels.db.storage.store import Store
+from cutekernels.db.storage.store import Request, Store
 from cutekernels.errors import StoreError
 from tests.command_line import invoke
 from tests.db.test_store import PROBLEM, postgres  # noqa: F401  a fixture
@@ -45,6 +50,58 @@ def test_a_lock_that_another_session_holds_is_not_waited_for_without_end(
             assert store.prune(older_than=timedelta(0), count_only=True) == 0, "which waits for nobody"
         assert connection.exec_driver_sql("SHOW lock_timeout").scalar() == "30s"
         assert connection.exec_driver_sql("SHOW statement_timeout").scalar() == "2min"
+
+
+def test_a_role_with_few_rights_a_database_without_an_encoding_and_somebodys_trigger(
+    postgres: Callable[[], str],  # noqa: F811
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    url = postgres()
+    owner, named = engine.session(url), make_url(url)
+    owner.exec_driver_sql("CREATE ROLE tuner LOGIN; GRANT CREATE ON SCHEMA public TO tuner")
+    owner.exec_driver_sql("CREATE DATABASE bytes ENCODING 'SQL_ASCII' LOCALE 'C' TEMPLATE template0")
+    its = named.set(username="tuner").render_as_string(hide_password=False)
+    with Store(its) as store:
+        store.record([trial()])
+    with pytest.raises(StoreError, match="permission denied for database .*; ask its owner for the right"):
+        Studies(its)
+    assert isinstance(run._studies(its).storage, InMemoryStorage) and "stay in memory" in caplog.text
+    owner.exec_driver_sql("CREATE SCHEMA cutekernels_studies AUTHORIZATION tuner")
+    Studies(its).close()
+    with Store(named.set(database="bytes").render_as_string(hide_password=False)) as store:
+        store.record([trial()])
+        assert store.count() == 1
+    code = "CREATE FUNCTION boo() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RETURN NULL; END $$"
+    owner.exec_driver_sql(f"{code}; CREATE TRIGGER boo BEFORE INSERT ON trial EXECUTE FUNCTION boo()")
+    for readonly in (True, False):
+        with pytest.raises(StoreError, match="trigger called 'boo', which is not ours"):
+            Store(url, readonly=readonly).count()
+    owner.close()
+
+
+def test_requests_are_cleared_beside_those_who_note_them(postgres: Callable[[], str]) -> None:  # noqa: F811
+    url, errors, end = postgres(), list[StoreError](), time.monotonic() + 2.0
+    rows = [("h200", "gemm", 1, f"m={i}", 1) for i in range(300)]
+
+    def work(step: Callable[[Store], object]) -> None:
+        with Store(url) as store:
+            while time.monotonic() < end and not errors:
+                try:
+                    step(store)
+                except StoreError as error:
+                    errors.append(error)
+
+    def clear(store: Store) -> None:
+        store.clear_requests([Request(*row, datetime.now(UTC)) for row in random.sample(rows, 30)])
+
+    Store(url).close()
+    steps: list[Callable[[Store], object]] = [lambda store: store.note_requests(rows), clear]
+    threads = [threading.Thread(target=work, args=(step,)) for step in steps]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert errors == []
 
 
 def test_pruning_beside_writers_breaks_no_reference(postgres: Callable[[], str]) -> None:  # noqa: F811

@@ -121,8 +121,9 @@ def test_files_are_written_with_the_mode_that_the_user_wants(path: Path, tmp_pat
 @pytest.mark.parametrize("table", ["winner", "request", "rate"])
 def test_a_dropped_table_is_named(path: Path, table: str) -> None:
     edit(path, f"DROP TABLE {table}")
-    with pytest.raises(StoreError, match=f"lacks tables of its schema 0004: {table}"):
-        Store(path, readonly=True)
+    for readonly in (True, False):
+        with pytest.raises(StoreError, match=f"lacks tables of its schema 0004: {table}"):
+            Store(path, readonly=readonly)
     for options in ((), ("--fix",)):
         assert f"lacks tables of its schema 0004: {table}" in refused("doctor", *options, "--db", str(path))
 

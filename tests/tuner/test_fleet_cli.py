@@ -287,7 +287,7 @@ class TestCommandLine:
         from cutekernels.ops import registry
 
         nothing = self.invoke("--requests")
-        assert nothing.exit_code == 2 and "no request is waiting for h200" in nothing.stderr
+        assert nothing.exit_code == 0 and "no request is waiting for h200" in nothing.stderr
         with Store(self.db) as store:
             store.note_requests([("h200", "toy", 3, "m=16 n=64", 2), ("h200", "toy", 3, "m=32 n=64", 5)])
             store.note_requests([("h200", "toy", 9, "m=16 n=64", 2), ("l40s", "toy", 3, "m=16 n=64", 1)])
