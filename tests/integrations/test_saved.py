@@ -267,6 +267,7 @@ def test_weights_that_fsdp_shards_are_read_where_it_puts_them() -> None:
         ck.unpatch(pair[1])
         assert not any(isinstance(m, modules.Patched) for m in pair[1].modules())
         assert all(isinstance(m, FSDPModule) for m in (pair[1], *pair[1].model.layers))
+        assert all(type(m).forward.__module__.startswith("transformers.") for m in pair[1].model.layers)
         check()
         pair[1].model.layers[0].reshard()
     finally:

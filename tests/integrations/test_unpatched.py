@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -123,6 +124,45 @@ def test_parametrizations_stay() -> None:
         parametrize.remove_parametrizations(linear, "weight")
         assert type(linear) is torch.nn.Linear
     close(model(ids).logits, expected)
+
+
+class Read(torch.nn.Module):
+    """A parametrization that counts its evaluations."""
+
+    calls = 0
+
+    def forward(self, weight: Tensor) -> Tensor:
+        self.calls += self.training
+        return weight
+
+
+def test_parametrizations_are_evaluated_once_a_forward_and_not_by_patch() -> None:
+    names = ("self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj")
+    for patched_first in (False, True):
+        model, reads = tiny.model("llama").train(), [Read() for _ in names]
+        if patched_first:
+            ck.patch(model)
+        for name, read in zip(names, reads, strict=True):
+            parametrize.register_parametrization(model.model.layers[0].get_submodule(name), "weight", read)
+            read.calls = 0
+        if not patched_first:
+            ck.patch(model)
+        assert [read.calls for read in reads] == [0] * 4
+        model(tokens(), labels=tokens())
+        assert [read.calls for read in reads] == [1] * 4
+
+
+def test_what_keeps_a_patched_forward_or_a_copy_of_a_layer_is_unpatched() -> None:
+    model, ids = tiny.model("llama"), tokens()
+    expected = model(ids).logits
+    ck.patch(model)
+    holder = torch.nn.Sequential(model)
+    holder.forward = model.forward  # type: ignore[method-assign]  # as PEFT's AdaptionPromptModel
+    model.model.layers.append(copy.deepcopy(model.model.layers[1]))
+    ck.unpatch(holder)
+    assert {layer.self_attn.config._attn_implementation for layer in model.model.layers} == {"sdpa"}
+    del model.model.layers[2]
+    assert torch.equal(holder(ids).logits, expected)
 
 
 class Counted:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.flop_counter import FlopCounterMode
 
 import cutekernels as ck
@@ -87,6 +88,17 @@ def test_in_a_graph_it_is_what_it_is_outside(name: str, dtype: torch.dtype) -> N
     found, expected = (gradients(value, (x, weight, bias), torch.full_like(value, 0.3)) for value in both)
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_one_graph_takes_any_number_of_rows() -> None:
+    torch.compiler.reset()
+    x, weight, bias, targets = operands()
+    counted = CompileCounterWithBackend("aot_eager")
+    graph = torch.compile(ck.linear_cross_entropy, backend=counted, fullgraph=True, dynamic=True)
+    for rows in range(5, 10):
+        loss = graph(x[:rows].detach().requires_grad_(), weight, targets[:rows], bias)
+        torch.testing.assert_close(loss, ck.linear_cross_entropy(x[:rows], weight, targets[:rows], bias))
+    assert counted.frame_count <= 2, "one where an extent is another one's too"
 
 
 @pytest.mark.parametrize("shaped", [{}, {"softcap": 4.0, "temperature": 0.6}], ids=str)

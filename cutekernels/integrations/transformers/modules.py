@@ -19,7 +19,15 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.integrations.transformers.attention import register_attention
 from cutekernels.integrations.transformers.families import Family, activation_of, gate_of
 from cutekernels.integrations.transformers.outputs import output_of, without_logits
-from cutekernels.integrations.transformers.projections import is_linear, kind_of, multiplied, parameter, sharded, whole
+from cutekernels.integrations.transformers.projections import (
+    is_linear,
+    kind_of,
+    multiplied,
+    parameter,
+    parametrized,
+    sharded,
+    whole,
+)
 from cutekernels.integrations.transformers.turns import turning_forward
 from cutekernels.nn import packed_training
 from cutekernels.nn.mlp import Gate, gate_mul, gated, has_no_hooks, project
@@ -66,7 +74,7 @@ def swapped(mixin: Any, original: type, family: Family) -> Any:
 def _signed(forward: Any, original: Any) -> Any:
     """``forward`` under the signature of ``original``, off which trainers read what a model takes."""
 
-    @functools.wraps(original, assigned=("__doc__", "__annotations__"))
+    @functools.wraps(original, assigned=("__name__", "__doc__", "__annotations__"))
     def signed(self: Any, *args: Any, **kwargs: Any) -> Any:
         return forward(self, *args, **kwargs)
 
@@ -92,7 +100,10 @@ def unswapped(cls: Any) -> Any:
                 f"unpatch cannot move a class whose methods call super() onto another base; {cls.__qualname__}.{name} "
                 f"does: set the module's __class__ back to {cls.__bases__[-1].__qualname__}, as patch left it, first"
             )
-    own = {name: value for name, value in vars(cls).items() if name not in ("__dict__", "__weakref__")}
+    left_out = {"__dict__", "__weakref__"}
+    if inspect.unwrap(cls.forward) is inspect.unwrap(super(cls, cls).forward):
+        left_out.add("forward")  # transformers' layers wrap, in each class of theirs, the one they inherit
+    own = {name: value for name, value in vars(cls).items() if name not in left_out}
     return type(cls)(cls.__name__, tuple(map(unswapped, cls.__bases__)), own)
 
 
@@ -148,7 +159,7 @@ class Fused(Patched):
             return None if traced or self.pack() else self.packed  # lets go of the memory that FSDP has copied
         modules: Any = self._modules  # type: ignore[attr-defined]
         for name, source in zip(self.parts, self.sources, strict=True):
-            if modules.get(name) is not source or not has_no_hooks(source):
+            if modules.get(name) is not source or not has_no_hooks(source) or parametrized(source):
                 return None
         for source, kind, p, address in self.views:
             if grads and p is not None and p.requires_grad:

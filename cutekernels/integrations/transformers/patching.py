@@ -111,13 +111,13 @@ def patch(model: torch.nn.Module, *, unlisted: bool = True) -> Report:
     training = [module for module in model.modules() if module.training]
     try:
         rest: Any = model
+        rest.eval()  # where parametrizations change nothing by being read
         parts = {"": rest} if known else _listed_parts(model)
         if known:  # in front of attention's hook, which is to be the last one of a text part alone
             first_call.watch(model)
         for path, part in parts.items():
             _patch_family(part, FAMILIES[part.config.model_type], report, path)
         if not known:
-            rest.eval()
             _patch_structure(rest, report, {id(m) for part in parts.values() for m in part.modules()})
     except BaseException:
         unpatch(model)
@@ -290,15 +290,19 @@ def unpatch(model: torch.nn.Module) -> None:
             tensor_parallel.rebind(module)
             for name in ("packed", "sources", "views", "shared"):
                 module.__dict__.pop(name, None)
-            for name, value in module.__dict__.items():  # what a wrapper has kept of the patched forward (accelerate's)
-                of = getattr(getattr(value, "__func__", None), "__module__", None) or ""
-                if of.rpartition(".")[0] == __package__:
-                    module.__dict__[name] = getattr(module.__class__, value.__name__).__get__(module)
         quantized.give_back(module)
         module.__dict__.pop(attention.LEFT, None)
         before = module.__dict__.pop(_BEFORE, None)
         if before is not None:
             module.set_attn_implementation(before)
+            for config in {id(m.config): m.config for m in module.modules() if hasattr(m, "config")}.values():
+                if getattr(config, "_attn_implementation", None) == attention.NAME:  # of a layer copied while patched
+                    config._attn_implementation = before
+    for module in found:
+        for name, value in list(module.__dict__.items()):  # what a wrapper has kept of a patched forward (accelerate's)
+            of = getattr(getattr(value, "__func__", None), "__module__", None) or ""
+            if of.rpartition(".")[0] == __package__:
+                module.__dict__[name] = getattr(type(value.__self__), value.__name__).__get__(value.__self__)
 
 
 def is_patched(model: torch.nn.Module) -> bool:

@@ -38,9 +38,14 @@ def multiplied(x: Tensor, weight: Tensor) -> bool:
 
 
 def is_linear(module: Any) -> bool:
-    """Whether a patched module is a plain Linear: not quantized, without hooks."""
-    own = getattr(type(module), "original", None) is torch.nn.Linear
+    """Whether a patched module is a plain Linear: not quantized, its parameters its own, without hooks."""
+    own = getattr(type(module), "original", None) is torch.nn.Linear and not parametrized(module)
     return own and "quantized_layout" not in module.__dict__ and has_no_hooks(module)
+
+
+def parametrized(module: Any) -> bool:
+    """Whether each read of a parameter computes it (torch.nn.utils.parametrize), which may draw or change a state."""
+    return "parametrizations" in module._modules
 
 
 def whole(linear: Any, x: Tensor) -> bool:

@@ -255,7 +255,8 @@ def _check_and_multiply(*args: Any) -> Any:
 def _fake(*args: Any) -> tuple[Tensor, ...]:
     x, weight, targets, bias, class_weight, _, _, _, _, ignore_index = args[:10]
     _check(x, weight, targets, bias, class_weight, ignore_index)
-    state = x.new_empty((len(x), TERMS), dtype=torch.promote_types(x.dtype, torch.float32))
+    rows = x.shape[0]  # len() would make a number of what a graph leaves open
+    state = x.new_empty((rows, TERMS), dtype=torch.promote_types(x.dtype, torch.float32))
     return state, *fake_gradients(x, weight, bias, args[-3:])
 
 
