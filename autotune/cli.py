@@ -157,7 +157,8 @@ def command(
                 # What is done is left out of a grid already. A run for a card that is elsewhere predicts.
                 predicted = dry_run and of_card and not present(lookup(gpu))
                 dry = dry_run and (predicted or not of_grid)
-                _show(wanted, gpu, db, limit, format, dry=dry, force=force, measures=of_grid and not predicted)
+                measures = ray is not None or (of_grid and not predicted)
+                _show(wanted, gpu, db, limit, format, dry=dry, force=force, measures=measures)
                 raise typer.Exit
             if not wanted.tasks:
                 terminal.say(f"{wanted.name}: this part of the job has no task")
@@ -329,7 +330,7 @@ def _show(
     if dry and spec is not None:
         from cutekernels.db.storage.engine import url_of
 
-        rows = outlook.planned(job, spec, outlook.stored(url_of(db)), limit, force=force)
+        rows = outlook.planned(job, spec, outlook.stored(url_of(db)), limit, force=force, elsewhere=measures)
         columns = outlook.PLANNED
     else:
         rows = outlook.listed(job, measured=measures)

@@ -24,15 +24,22 @@ def listed(job: Job, *, measured: bool = True) -> list[dict[str, Any]]:
 
 
 def planned(
-    job: Job, spec: GpuSpec, store: Store | None, limit: int | None = None, *, force: bool = False
+    job: Job,
+    spec: GpuSpec,
+    store: Store | None,
+    limit: int | None = None,
+    *,
+    force: bool = False,
+    elsewhere: bool = False,
 ) -> list[dict[str, Any]]:
     """For each task: attempts stored and still to do, the winner so far. ``store`` None: nothing is stored yet.
 
     Attempts with other kernel sources or versions do not count: a run repeats them.
 
-    ``force``: what a run with this flag would do, which repeats what is stored.
+    ``force``: what a run with this flag would do, which repeats what is stored. ``elsewhere``: whether it measures on
+    other machines.
     """
-    measured = gpus.present(spec)
+    measured = elsewhere or gpus.present(spec)
     return [_rest(task, spec, store, limit, measured=measured, force=force) for task in job.tasks]
 
 
