@@ -122,7 +122,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},  # of every verb
 )
 _MISUSE = (UnsupportedProblem, InvalidConfig, UnknownGpu, JobError)
-_WHOLE = ("torch", "triton", "cutlass", "optuna")  # what an installation for queries alone lacks
+_WHOLE = ("torch", "triton", "cutlass", "optuna", "numpy")  # what an installation for queries alone lacks
 _UNREAD = 128 + signal.SIGPIPE  # as shells report it
 
 

@@ -248,7 +248,7 @@ def _detect(device: int | None, other: str | None) -> GpuSpec:
     # Without a driver there is none, and torch, whose import takes seconds, need not be asked.
     torch = None if _driver() is None else import_module("torch")
     if torch is None or not torch.cuda.is_available():
-        raise UnknownGpu("no CUDA device is visible: run where a GPU is, or name one, --gpu a100, where that is taken")
+        raise UnknownGpu("no CUDA device is visible: run where a GPU is, or name one (--gpu a100, gpu_name='a100')")
     own = describe(torch.cuda.get_device_properties(torch.cuda.current_device() if device is None else device))
     return own if other is None else own.stand_in(lookup(other))
 

@@ -73,10 +73,17 @@ def find(name: str) -> Op[Any, Any] | None:
     return _loaded.get(name)
 
 
+_CALLED = {  # ops of public functions that are none
+    "linear": "gemm with b_major=k, or quantized_linear",
+    "moe_ffn": "grouped_gemm, or quantized_grouped_gemm, and moe_permute, moe_combine",
+}
+
+
 def get(name: str) -> Op[Any, Any]:
     """The op called ``name``. Raises UnsupportedProblem for any other."""
     found = find(name)
     if found is None:
         known = dict.fromkeys((*_HOMES, *_loaded))
-        raise UnsupportedProblem(f"no op is called {name[:60]!r}. {near(name, known)}The ops: {', '.join(known)}")
+        hint = f"That function calls {_CALLED[name]}. " if name in _CALLED else near(name, known)
+        raise UnsupportedProblem(f"no op is called {name[:60]!r}. {hint}The ops: {', '.join(known)}")
     return found

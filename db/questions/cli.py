@@ -29,7 +29,7 @@ from cutekernels.db.questions import listing
 from cutekernels.db.questions import query as query_
 from cutekernels.db.questions.query import is_default, revisions
 from cutekernels.db.questions.reader import SHIPPED, TRIAL_COLUMNS, Database, Difference, Winner, diff
-from cutekernels.db.storage import snapshot, sqlite
+from cutekernels.db.storage import incoming, snapshot, sqlite
 from cutekernels.db.storage.engine import file_errors, url_of
 from cutekernels.db.storage.store import ImportReport, Request, Store, Trial, replace_file
 from cutekernels.errors import CuteKernelsError, UnknownGpu, UnsupportedProblem
@@ -256,8 +256,10 @@ def import_(
     """Take in winners that `export` wrote: all lines or none."""
     source = io.TextIOWrapper(sys.stdin.buffer, encoding="utf-8", errors="surrogateescape") if file == "-" else file
     if not dry_run:
+        with _errors():
+            read = incoming.read(source, query_.false_time)  # first: of a wrong file no database is made
         with _store(db, writing=True) as store:
-            _report(store.import_(source, judge=query_.false_time))
+            _report(store.import_read(read))
         return
     with tempfile.TemporaryDirectory(prefix="cutekernels-") as folder:
         url, after = url_of(db), str(Path(folder) / "after.db")
@@ -456,7 +458,8 @@ def _names(record: type[Any]) -> tuple[str, ...]:
 def _require_column(name: str, rows: Sequence[Mapping[str, Any]], declared: Sequence[str]) -> None:
     records = {inner for row in rows for inner, value in row.items() if isinstance(value, Mapping)}
     known = sorted({*declared, *chain.from_iterable(terminal.flat(row) for row in rows)} - records)
-    if name not in known:
+    nested = not rows and name.partition("_")[0] in declared  # problem_m, of which no row says that it is there
+    if name not in known and not nested:
         near = [f"{name}_text"] if f"{name}_text" in known else get_close_matches(name, known, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         terminal.fail(f"there is no column {name[:60]!r}.{hint} The columns: {', '.join(known)}", code=2)

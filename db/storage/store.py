@@ -383,7 +383,7 @@ class Store:
         Raises:
             StoreError: naming the line and the rule it breaks.
         """
-        return self._import_winners(read(source, judge))
+        return self.import_read(read(source, judge))
 
     def rehearse(
         self, url: str | os.PathLike[str], source: str | os.PathLike[str] | TextIO, *, judge: Judge = accept
@@ -394,9 +394,10 @@ class Store:
             winners = statements.select_trials(session, [], winning=True)
             known = statements.trials_of(session, [t.id for t in incoming])
         self._import([*winners, *known], winners, newest=False)
-        return self._import_winners(incoming)
+        return self.import_read(incoming)
 
-    def _import_winners(self, incoming: Sequence[Trial]) -> ImportReport:
+    def import_read(self, incoming: Sequence[Trial]) -> ImportReport:
+        """:meth:`import_` of trials that ``incoming.read`` has read."""
         return self._import(incoming, [t for t in incoming if t.status == "ok"])
 
     def merge(self, other_url: str | os.PathLike[str], *, judge: Judge = accept) -> ImportReport:
@@ -456,7 +457,7 @@ class Store:
             statements.keep_greater(session, models.Request, models.KEY, ("hits", "last_seen"), requests)
             statements.keep_later(session, models.Rate, RATE_KEY, "created_at", rates)
             here = {t.id: t for t in statements.trials_of(session, [t.id for t in winners])}
-        differing = sum(here.get(t.id, t) != t for t in winners)
+        differing = sum(_claim(here.get(t.id, t)) != _claim(t) for t in winners)
         told = [here[candidate.id] for candidate in best.values() if candidate.id in here]
         return ImportReport(added, crowned, len(winners) - crowned, len(requests), len(rates), differing, told)
 
@@ -504,6 +505,11 @@ class Store:
         """Rows that break a rule of :class:`Trial` or point nowhere, each with its reason."""
         with self._reading() as session:
             return statements.broken_rows(session)
+
+
+def _claim(t: Trial) -> tuple[object, ...]:
+    """What a trial says, by as many digits as a slim export has of it; not where it was measured, which that lacks."""
+    return *t.key, t.config, t.status, t.origin, None if t.median_us is None else f"{t.median_us:.3g}"
 
 
 # ---- files --------------------------------------------------------------------------------------------------
