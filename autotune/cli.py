@@ -146,18 +146,19 @@ def command(
                 wanted = _job(job, requests=requests, gpu=gpu, db=db, op=op, trials=trials, shard=shard)
             if list_ or dry_run:
                 if dry_run:  # what the run would refuse
-                    from cutekernels.autotune.fleet import named
+                    from cutekernels.autotune.fleet import require_visible
                     from cutekernels.autotune.run import check
                     from cutekernels.autotune.samplers import checked as known_sampler
 
                     check(budget_s, confirm=confirm, measured=bool(devices or ray) or present(lookup(gpu)))
                     known_sampler(sampler)
                     if devices is not None:
-                        named(devices)
+                        require_visible(devices)
                 # What is done is left out of a grid already. A run for a card that is elsewhere predicts.
-                predicted = dry_run and of_card and not present(lookup(gpu))
+                on_fleet = devices is not None or ray is not None
+                predicted = dry_run and of_card and not (on_fleet or present(lookup(gpu)))
                 dry = dry_run and (predicted or not of_grid)
-                measures = ray is not None or (of_grid and not predicted)
+                measures = on_fleet or (of_grid and not predicted)
                 _show(wanted, gpu, db, limit, format, dry=dry, force=force, measures=measures)
                 raise typer.Exit
             if not wanted.tasks:
@@ -248,7 +249,6 @@ def _job(
             terminal.say(f"{told}; `cutekernels db requests` lists all, with --clear it drops them")
         if not found.tasks:
             terminal.say(f"no request is waiting for {spec.name}; `cutekernels db requests` lists all")
-            raise typer.Exit
     else:
         found = load(name)
         if trials is not None:

@@ -115,7 +115,7 @@ class LocalFleet:
         if devices is None:
             self._devices: dict[Seat, int | None] = {Seat("gpu", "gpu"): None}
         else:
-            self._names = named(devices)
+            self._names = require_visible(devices)
             self._devices = {Seat(f"gpu {device}", f"gpu {device}"): device for device in devices}
         self._jobs = jobs if jobs is not None else max(1, len(os.sched_getaffinity(0)) - 1)
         self._lanes = lanes
@@ -183,8 +183,8 @@ def lanes_of(gpu: GpuSpec, cpus: int) -> int:
     return max(1, min(LANES, gpu.memory_bytes // _LANE_BYTES, cpus // _LANE_CPUS))
 
 
-def named(devices: Sequence[int]) -> list[str]:
-    """:func:`visible`, where those GPUs are.
+def require_visible(devices: Sequence[int]) -> list[str]:
+    """Names of this host's GPUs, after a check that ``devices`` are among them.
 
     Raises:
         JobError: one of them is named twice.

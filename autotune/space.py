@@ -37,7 +37,9 @@ class Space:
 
     @cached_property
     def estimates_us(self) -> tuple[float, ...]:
-        """The model's time of each config: most of a large space's seconds, so asked for where it is read."""
+        """The model's time of each config: most of a large space's seconds, so asked for where it is read; by two lanes
+        at once, twice.
+        """
         return tuple(map(self.model, self.valid))
 
     @cached_property

@@ -15,9 +15,13 @@ _waiting: BaseException | None = None
 
 
 def end(error: BaseException) -> None:
-    """Raises ``error``, for a signal's handler: at once, or at the end of the section that is under way."""
+    """Raises ``error``, for a signal's handler: at once, or at the end of the section that is under way.
+
+    A second Ctrl-C waits for nothing.
+    """
     global _waiting
-    if not _sections:
+    if not _sections or (isinstance(error, KeyboardInterrupt) and isinstance(_waiting, KeyboardInterrupt)):
+        _waiting = None
         raise error
     _waiting = error
 

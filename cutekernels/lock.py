@@ -94,7 +94,7 @@ def write(
         raise StoreError(f"a lock's name ends with .lock; {target!r} does not")
     if isinstance(gpus, str):
         raise StoreError(f"gpus is a list of GPUs' names; got {gpus!r:.60}: pass [{gpus!r:.60}]")
-    database = None if database is None else os.fspath(database)
+    database = os.fspath(database) if isinstance(database, os.PathLike) else database
     rows = _rows(dict.fromkeys(name for own in gpus for name in (own, SIBLINGS.get(own, own))), database)
     path = path_of(url_of(target))
     with file_errors(target):

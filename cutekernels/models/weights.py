@@ -293,6 +293,8 @@ def read(model: Any, positions: int) -> Weights:
                 for number, layer in enumerate(model.model.layers)
             )
         except AttributeError as error:
+            if not isinstance(error.obj, torch.nn.Module):
+                raise
             raise UnsupportedProblem(
                 f"Decoder cannot read a module that another was replaced by: {error}; {REMEDY}"
             ) from error

@@ -73,7 +73,7 @@ def find(name: str) -> Op[Any, Any] | None:
     return _loaded.get(name)
 
 
-_CALLED = {  # ops of public functions that are none
+_OPS_BEHIND = {  # public functions that are no ops, with those that they call
     "linear": "gemm with b_major=k, or quantized_linear",
     "moe_ffn": "grouped_gemm, or quantized_grouped_gemm, and moe_permute, moe_combine",
 }
@@ -84,6 +84,6 @@ def get(name: str) -> Op[Any, Any]:
     found = find(name)
     if found is None:
         known = dict.fromkeys((*_HOMES, *_loaded))
-        hint = f"That function calls {_CALLED[name]}. " if name in _CALLED else near(name, known)
+        hint = f"That function calls {_OPS_BEHIND[name]}. " if name in _OPS_BEHIND else near(name, known)
         raise UnsupportedProblem(f"no op is called {name[:60]!r}. {hint}The ops: {', '.join(known)}")
     return found

@@ -257,6 +257,7 @@ def import_(
     source = io.TextIOWrapper(sys.stdin.buffer, encoding="utf-8", errors="surrogateescape") if file == "-" else file
     if not dry_run:
         with _errors():
+            url_of(db)
             read = incoming.read(source, query_.false_time)  # first: of a wrong file no database is made
         with _store(db, writing=True) as store:
             _report(store.import_read(read))
@@ -413,7 +414,7 @@ def _report(report: ImportReport) -> None:
     kept = f"{report.kept} winners kept as they were"
     terminal.say(f"{report.added} trials added, {report.crowned} winners set, {kept}{more}")
     if report.differing:
-        terminal.say(f"{report.differing} of them are here with other contents under the same id, which stay")
+        terminal.say(f"{report.differing} incoming winners are here with other contents under the same id, which stay")
     unused = [(t, why) for t in report.winners if (why := query_.unusable(t))]
     if unused:
         t, why = unused[0]

@@ -33,6 +33,7 @@ from cutekernels import settings
 from cutekernels.db.storage import lock, sqlite
 from cutekernels.db.storage.migrations import HEAD
 from cutekernels.errors import StoreError, StoreUnreachable
+from cutekernels.interrupts import section
 
 WRITING = "cutekernels_writing"  # execution option: this transaction will write
 
@@ -158,9 +159,9 @@ def _remedy(cause: str) -> str:
         return "; another session of PostgreSQL holds its tables, try again when it is done"
     if "statement timeout" in cause:
         return f"; PostgreSQL took longer than {_PATIENCE_S[1]} s, or than its role may; try again when it is less busy"
-    if "password" in cause:
+    if any(words in cause for words in ("password authentication failed", "no password supplied", "empty password")):
         return "; write it into the URL, or into ~/.pgpass"
-    if "does not exist" in cause and cause.partition("database ")[2]:
+    if "does not exist" in cause and 'FATAL:  database "' in cause:
         return "; make it with createdb, or name another"
     if "is full" in cause or "No space" in cause or "disk I/O" in cause:
         return "; free space on its disk, or name another place with --db or CUTEKERNELS_DB"
@@ -170,7 +171,7 @@ def _remedy(cause: str) -> str:
         return "; ask its owner for the right, or name another database with --db or CUTEKERNELS_DB"
     if "readonly" in cause or "Permission denied" in cause or "unable to open" in cause or "Read-only" in cause:
         return "; name a place that you may write with --db or CUTEKERNELS_DB"
-    if "connection" in cause.lower():
+    if "connection" in cause.lower() and "FATAL" not in cause:
         return "; is the server there, and are host and port right?"
     return ""
 
@@ -232,7 +233,7 @@ _STRANGE_IN_POSTGRES = """
 def making_schema(url: str, schema: str) -> Iterator[None]:
     """For making tables in ``schema`` of a PostgreSQL database, one process at a time; makes the schema itself."""
     engine = _postgres(url)
-    with translated(shown(url)), engine.connect() as connection:
+    with section(), translated(shown(url)), engine.connect() as connection:
         connection.execute(text("SELECT pg_advisory_lock(:lock)"), {"lock": _MIGRATION_LOCK})
         if connection.scalar(text("SELECT to_regnamespace(:schema)"), {"schema": schema}) is None:
             connection.execute(text(f"CREATE SCHEMA {schema}"))  # only this needs a right on the whole database

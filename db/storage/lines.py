@@ -21,7 +21,7 @@ from cutekernels.errors import StoreError
 
 _COMMON, _COLUMNS = "common", "columns"
 _MOST_LINES = 1_000_000  # a few bytes of a compressed file may stand for as many
-_DIGITS = 4  # of a slim row's numbers
+DIGITS = 4  # of a slim row's numbers
 _MADE = ("gpu", "environment", "sources")  # how a trial came about: long texts, of which few are different
 _NONE = object()
 
@@ -108,5 +108,5 @@ def _round(value: Any) -> Any:
         return {name: _round(one) for name, one in value.items()}
     if isinstance(value, list):
         return [_round(one) for one in value]
-    rounded = float(f"{value:.{_DIGITS}g}") if isinstance(value, float) else value
+    rounded = float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
     return value if rounded in (math.inf, -math.inf) else rounded

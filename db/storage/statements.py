@@ -248,9 +248,10 @@ def sound_requests(session: Session, query: Select[Any]) -> list[Any]:
 def forget_requests(session: Session, keys: Sequence[Key]) -> None:
     """Delete requests."""
     one = delete(_request).where(*(_request.c[name] == bindparam(f"its_{name}") for name in KEY))
+    # One by one, in the order in which writers lock rows.
     values = [{f"its_{name}": value for name, value in zip(KEY, key, strict=True)} for key in sorted(keys)]
-    for some in batches(values, _KEYS):  # one by one, in the order in which writers lock rows
-        session.connection().execute(one, some)
+    if values:
+        session.connection().execute(one, values)
 
 
 def broken_rows(session: Session) -> list[str]:
@@ -270,6 +271,7 @@ def broken_rows(session: Session) -> list[str]:
             broken.add(row.id)
             found.append(f"trial {row.id!r:.60}: {error}")
     late = select(_trial.c.id, _trial.c.created_at).where(_trial.c.created_at > datetime.now(UTC) + CLOCK_SKEW)
+    late = late.order_by(_trial.c.id)
     rows = [row for row in session.execute(late) if row.id not in broken]
     found += [f"trial {row.id!r:.60}: created_at lies in the future, {row.created_at}" for row in rows]
     found += _orphans(session, broken)

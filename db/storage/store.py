@@ -112,7 +112,8 @@ class Store:
 
     def __init__(self, url: str | os.PathLike[str] | None = None, *, readonly: bool = False) -> None:
         self.url = url_of(url)
-        self._engine = open_engine(self.url, readonly=readonly)
+        with section():
+            self._engine = open_engine(self.url, readonly=readonly)
         self._writer = self._engine.execution_options(**{WRITING: True})
 
     def __enter__(self) -> Self:
@@ -508,8 +509,8 @@ class Store:
 
 
 def _claim(t: Trial) -> tuple[object, ...]:
-    """What a trial says, by as many digits as a slim export has of it; not where it was measured, which that lacks."""
-    return *t.key, t.config, t.status, t.origin, None if t.median_us is None else f"{t.median_us:.3g}"
+    """The statement of a trial, by as many digits as a slim export has; not where it was measured, which that lacks."""
+    return *t.key, t.config, t.status, t.origin, None if t.median_us is None else f"{t.median_us:.{lines.DIGITS}g}"
 
 
 # ---- files --------------------------------------------------------------------------------------------------

@@ -152,6 +152,24 @@ def test_parametrizations_are_evaluated_once_a_forward_and_not_by_patch() -> Non
         assert [read.calls for read in reads] == [1] * 4
 
 
+class Merged(torch.nn.Linear):
+    """A layer that merges where it leaves training, as loralib's."""
+
+    merges = 0
+
+    def train(self, mode: bool = True) -> Any:
+        self.merges += not mode
+        return super().train(mode)
+
+
+def test_patch_changes_no_mode_by_a_module_s_own_train() -> None:
+    model = tiny.model("llama").train()
+    model.model.layers[0].self_attn.q_proj.__class__ = Merged
+    with ck.patch(model):
+        assert all(module.training for module in model.modules())
+    assert model.model.layers[0].self_attn.q_proj.merges == 0
+
+
 def test_what_keeps_a_patched_forward_or_a_copy_of_a_layer_is_unpatched() -> None:
     model, ids = tiny.model("llama"), tokens()
     expected = model(ids).logits

@@ -35,7 +35,7 @@ from tests.tuner.toys import BEST, DEFAULT, H200, PROBLEM, TOY, VALID, ToyConfig
 SPACE = space(TOY, PROBLEM, H200)
 # Two bodies with knobs of their own; thin's third value of b needs a=1.
 ROWS = (*(("wide", a, 0) for a in (1, 2, 4)), *(("thin", a, b) for a in (1, 2) for b in (0, 1, 2) if b < 2 or a == 1))
-BRANCHED = Space(ROWS, ("body", "a", "b"), ROWS, tuple(float(i) for i in range(len(ROWS))))
+BRANCHED = Space(ROWS, ("body", "a", "b"), ROWS, lambda row: float(ROWS.index(row)))
 
 
 def begun(found: Space = SPACE, seeds: Any = (), sampler: str = "random", known: Any = None) -> Study:
@@ -99,7 +99,7 @@ class TestProposals:
         assert SPACE.openers([BEST, ToyConfig(128, 1, False)])[0] == BEST, "what is not valid is left out"
 
     def test_a_space_of_one_config(self) -> None:
-        study = begun(Space(("x",), ("body",), (("one",),), (1.0,)))
+        study = begun(Space(("x",), ("body",), (("one",),), lambda config: 1.0))
         assert study.next() == "x" and study.next() is None and study.converged()
 
 

@@ -21,10 +21,10 @@ from cutekernels.integrations.transformers.families import Family, activation_of
 from cutekernels.integrations.transformers.outputs import output_of, without_logits
 from cutekernels.integrations.transformers.projections import (
     is_linear,
+    is_parametrized,
     kind_of,
     multiplied,
     parameter,
-    parametrized,
     sharded,
     whole,
 )
@@ -100,9 +100,9 @@ def unswapped(cls: Any) -> Any:
                 f"unpatch cannot move a class whose methods call super() onto another base; {cls.__qualname__}.{name} "
                 f"does: set the module's __class__ back to {cls.__bases__[-1].__qualname__}, as patch left it, first"
             )
-    left_out = {"__dict__", "__weakref__"}
-    if inspect.unwrap(cls.forward) is inspect.unwrap(super(cls, cls).forward):
-        left_out.add("forward")  # transformers' layers wrap, in each class of theirs, the one they inherit
+    left_out, forward = {"__dict__", "__weakref__"}, vars(cls).get("forward")
+    if getattr(forward, "__globals__", {}).get("__name__") == "transformers.modeling_layers":
+        left_out.add("forward")  # a wrapper of what is inherited, which each class of its layers gets
     own = {name: value for name, value in vars(cls).items() if name not in left_out}
     return type(cls)(cls.__name__, tuple(map(unswapped, cls.__bases__)), own)
 
@@ -159,7 +159,7 @@ class Fused(Patched):
             return None if traced or self.pack() else self.packed  # lets go of the memory that FSDP has copied
         modules: Any = self._modules  # type: ignore[attr-defined]
         for name, source in zip(self.parts, self.sources, strict=True):
-            if modules.get(name) is not source or not has_no_hooks(source) or parametrized(source):
+            if modules.get(name) is not source or not has_no_hooks(source) or is_parametrized(source):
                 return None
         for source, kind, p, address in self.views:
             if grads and p is not None and p.requires_grad:
@@ -429,14 +429,14 @@ class Layer(Patched):
         me: Any = self
         normed, residual = norm_with_sum(hidden_states, None, me.input_layernorm)
         attended, _ = me.self_attn(hidden_states=normed, **kwargs)
-        attended = dropped(me, "resid_attn_dropout", attended)
+        attended = drop(me, "resid_attn_dropout", attended)
         normed, residual = norm_with_sum(attended, residual, me.post_attention_layernorm)
         out = me.mlp(normed)
         out = out[0] if type(out) is tuple else out  # gpt-oss: router's
-        return residual + dropped(me, "resid_mlp_dropout", out)
+        return residual + drop(me, "resid_mlp_dropout", out)
 
 
-def dropped(layer: Any, name: str, x: Tensor) -> Tensor:
+def drop(layer: Any, name: str, x: Tensor) -> Tensor:
     """``x`` behind the dropout of that name, where the layer has one (Phi-3) that does anything."""
     module = layer._modules.get(name)
     idle = module is None or (type(module) is Dropout and not (module.training and module.p))

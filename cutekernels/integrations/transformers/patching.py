@@ -111,7 +111,8 @@ def patch(model: torch.nn.Module, *, unlisted: bool = True) -> Report:
     training = [module for module in model.modules() if module.training]
     try:
         rest: Any = model
-        rest.eval()  # where parametrizations change nothing by being read
+        for module in training:  # where parametrizations change nothing by being read
+            module.training = False
         parts = {"": rest} if known else _listed_parts(model)
         if known:  # in front of attention's hook, which is to be the last one of a text part alone
             first_call.watch(model)
@@ -301,7 +302,7 @@ def unpatch(model: torch.nn.Module) -> None:
     for module in found:
         for name, value in list(module.__dict__.items()):  # what a wrapper has kept of a patched forward (accelerate's)
             of = getattr(getattr(value, "__func__", None), "__module__", None) or ""
-            if of.rpartition(".")[0] == __package__:
+            if of.rpartition(".")[0] == __package__ and hasattr(type(value.__self__), value.__name__):
                 module.__dict__[name] = getattr(type(value.__self__), value.__name__).__get__(value.__self__)
 
 

@@ -39,11 +39,11 @@ def multiplied(x: Tensor, weight: Tensor) -> bool:
 
 def is_linear(module: Any) -> bool:
     """Whether a patched module is a plain Linear: not quantized, its parameters its own, without hooks."""
-    own = getattr(type(module), "original", None) is torch.nn.Linear and not parametrized(module)
+    own = getattr(type(module), "original", None) is torch.nn.Linear and not is_parametrized(module)
     return own and "quantized_layout" not in module.__dict__ and has_no_hooks(module)
 
 
-def parametrized(module: Any) -> bool:
+def is_parametrized(module: Any) -> bool:
     """Whether each read of a parameter computes it (torch.nn.utils.parametrize), which may draw or change a state."""
     return "parametrizations" in module._modules
 

@@ -65,7 +65,7 @@ def _copied(function: Any, names: dict[str, Any], cells: tuple[CellType, ...] | 
     known = function.__globals__
     if names:
         known = known | names
-        del known["__name__"]  # by which Dynamo would guard what the module of that name has
+        known.pop("__name__", None)  # by which Dynamo would guard what the module of that name has
     closure = function.__closure__ if cells is None else cells
     made = FunctionType(function.__code__, known, function.__name__, function.__defaults__, closure)
     made.__kwdefaults__ = function.__kwdefaults__
