@@ -154,7 +154,7 @@ def command(
                     known_sampler(sampler)
                     if devices is not None:
                         require_visible(devices)
-                # What is done is left out of a grid already. A run for a card that is elsewhere predicts.
+                # A grid leaves out what is done already; a run for a card that is elsewhere predicts.
                 on_fleet = devices is not None or ray is not None
                 predicted = dry_run and of_card and not (on_fleet or present(lookup(gpu)))
                 dry = dry_run and (predicted or not of_grid)
@@ -330,7 +330,7 @@ def _show(
     if dry and spec is not None:
         from cutekernels.db.storage.engine import url_of
 
-        rows = outlook.planned(job, spec, outlook.stored(url_of(db)), limit, force=force, elsewhere=measures)
+        rows = outlook.planned(job, spec, outlook.stored(url_of(db)), limit, force=force, measured=measures)
         columns = outlook.PLANNED
     else:
         rows = outlook.listed(job, measured=measures)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from cutekernels import environment
-from cutekernels import gpu as gpus
 from cutekernels.autotune.job import Job, Task
 from cutekernels.autotune.shards import expected_s
 from cutekernels.db.storage import sqlite
@@ -30,16 +29,14 @@ def planned(
     limit: int | None = None,
     *,
     force: bool = False,
-    elsewhere: bool = False,
+    measured: bool = True,
 ) -> list[dict[str, Any]]:
     """For each task: attempts stored and still to do, the winner so far. ``store`` None: nothing is stored yet.
 
     Attempts with other kernel sources or versions do not count: a run repeats them.
 
-    ``force``: what a run with this flag would do, which repeats what is stored. ``elsewhere``: whether it measures on
-    other machines.
+    ``force``: what a run with this flag would do, which repeats what is stored. ``measured``: whether it would measure.
     """
-    measured = elsewhere or gpus.present(spec)
     return [_rest(task, spec, store, limit, measured=measured, force=force) for task in job.tasks]
 
 

@@ -47,13 +47,12 @@ class Settings:
         return Path(os.path.realpath(self.database_url.removeprefix(prefix)))
 
 
-def database_url(text: str | os.PathLike[str]) -> str:
+def database_url(text: str) -> str:
     """A SQLAlchemy URL for ``text``, which is a URL already or a path to an SQLite file.
 
     Raises:
         ValueError: a home directory that is not there; what is no path for SQLite, of which a file would be made here.
     """
-    text = os.fspath(text)
     if not text.strip() or "\0" in text or text == ":memory:" or text.startswith("file:"):
         raise ValueError(
             f"a database is a path to a file, or a URL such as postgresql://...; {text!r} is neither (SQLite's names "

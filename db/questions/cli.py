@@ -255,20 +255,18 @@ def import_(
 ) -> None:
     """Take in winners that `export` wrote: all lines or none."""
     source = io.TextIOWrapper(sys.stdin.buffer, encoding="utf-8", errors="surrogateescape") if file == "-" else file
+    with _errors():
+        url = url_of(db)
+        read = incoming.read(source, query_.false_time)  # first: of a wrong file no database is made
     if not dry_run:
-        with _errors():
-            url_of(db)
-            read = incoming.read(source, query_.false_time)  # first: of a wrong file no database is made
         with _store(db, writing=True) as store:
             _report(store.import_read(read))
         return
     with tempfile.TemporaryDirectory(prefix="cutekernels-") as folder:
-        url, after = url_of(db), str(Path(folder) / "after.db")
-        path = sqlite.path_of(url)
+        after, path = str(Path(folder) / "after.db"), sqlite.path_of(url)
         there = path is None or not sqlite.is_absent(path)
         with _store(after, writing=True) as store:
-            judge = query_.false_time
-            report = store.rehearse(url, source, judge=judge) if there else store.import_(source, judge=judge)
+            report = store.rehearse(url, read) if there else store.import_read(read)
         with _errors(), database.open(url, local=there, shipped=False) as now, _side(after) as then:
             rows = [asdict(row) for row in diff(now, then)]
     names = tuple(f.name for f in fields(Difference))

@@ -386,20 +386,17 @@ class Store:
         """
         return self.import_read(read(source, judge))
 
-    def rehearse(
-        self, url: str | os.PathLike[str], source: str | os.PathLike[str] | TextIO, *, judge: Judge = accept
-    ) -> ImportReport:
-        """In this empty database, :meth:`import_` as the one at ``url``, which is only read, would do it."""
-        incoming = read(source, judge)
+    def import_read(self, incoming: Sequence[Trial]) -> ImportReport:
+        """:meth:`import_` of trials that have been read."""
+        return self._import(incoming, [t for t in incoming if t.status == "ok"])
+
+    def rehearse(self, url: str | os.PathLike[str], incoming: Sequence[Trial]) -> ImportReport:
+        """In this empty database, :meth:`import_read` as the one at ``url``, which is only read, would do it."""
         with Store(url, readonly=True) as other, other._reading() as session:
             winners = statements.select_trials(session, [], winning=True)
             known = statements.trials_of(session, [t.id for t in incoming])
         self._import([*winners, *known], winners, newest=False)
         return self.import_read(incoming)
-
-    def import_read(self, incoming: Sequence[Trial]) -> ImportReport:
-        """:meth:`import_` of trials that ``incoming.read`` has read."""
-        return self._import(incoming, [t for t in incoming if t.status == "ok"])
 
     def merge(self, other_url: str | os.PathLike[str], *, judge: Judge = accept) -> ImportReport:
         """Import every trial, winner, request and calibrated rate of another database, which is only read.

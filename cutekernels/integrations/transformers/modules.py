@@ -439,8 +439,9 @@ class Layer(Patched):
 def drop(layer: Any, name: str, x: Tensor) -> Tensor:
     """``x`` behind the dropout of that name, where the layer has one (Phi-3) that does anything."""
     module = layer._modules.get(name)
-    idle = module is None or (type(module) is Dropout and not (module.training and module.p))
-    return x if idle and (module is None or has_no_hooks(module)) else module(x)
+    if module is None or (type(module) is Dropout and has_no_hooks(module) and not (module.training and module.p)):
+        return x
+    return module(x)  # type: ignore[no-any-return]
 
 
 class ScaledLayer(Patched):

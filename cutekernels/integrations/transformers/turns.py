@@ -19,22 +19,20 @@ def turning(original: Any, family: Family) -> Any:
     """``original``, which turns queries and keys, by ``rope`` where it is called as transformers calls it."""
 
     @functools.wraps(original)
-    def turned(
-        q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, unsqueeze_dim: int = 1, **kwargs: Any
-    ) -> Any:
+    def turn(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, unsqueeze_dim: int = 1, **kwargs: Any) -> Any:
         known = q.dim() == k.dim() == 4 and cos.dim() == 3 and cos.dtype in (q.dtype, torch.float32)
         if args or kwargs or unsqueeze_dim != 1 or not known:
             return original(q, k, cos, sin, *args, unsqueeze_dim=unsqueeze_dim, **kwargs)
         q, k = family.turned(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
         return q.transpose(1, 2), k.transpose(1, 2)
 
-    return turned
+    return turn
 
 
 def turning_forward(original: Any, family: Family) -> Any:
     """``original``'s forward, in whose code the function that turns is :func:`turning`'s."""
     inner = inspect.unwrap(original.forward)
-    return _with_inner(original.forward, _copied(inner, {TURN: turning(inner.__globals__[TURN], family)}))
+    return _with_inner(original.forward, _copy(inner, {TURN: turning(inner.__globals__[TURN], family)}))
 
 
 def within_reach(forward: Any) -> bool:
@@ -50,7 +48,7 @@ def _with_inner(forward: Any, made: Any) -> Any:
         return made
     made = _with_inner(inner, made)
     cells = tuple(CellType(made) if _is_in(cell, inner) else cell for cell in forward.__closure__)
-    return functools.update_wrapper(_copied(forward, {}, cells), made)
+    return functools.update_wrapper(_copy(forward, {}, cells), made)
 
 
 def _is_in(cell: CellType, function: Any) -> bool:
@@ -60,7 +58,7 @@ def _is_in(cell: CellType, function: Any) -> bool:
         return False
 
 
-def _copied(function: Any, names: dict[str, Any], cells: tuple[CellType, ...] | None = None) -> FunctionType:
+def _copy(function: Any, names: dict[str, Any], cells: tuple[CellType, ...] | None = None) -> FunctionType:
     """A function of the same code, for which other globals, or cells, stand under some names."""
     known = function.__globals__
     if names:

@@ -191,7 +191,7 @@ class GroupParts:
         return cute.make_tensor(workspace.mPartials.iterator, layout)
 
     def counter(self, workspace: Workspace, consumer: Any, tile: Int32) -> cute.Pointer:
-        """Where a group's parts of ``tile`` are counted."""
+        """The counter of a group's parts of ``tile``."""
         return workspace.mCounters.iterator + (tile * self.groups + consumer.group)
 
 

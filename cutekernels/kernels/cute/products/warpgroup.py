@@ -297,7 +297,7 @@ class WarpgroupGemm(GemmBody, WarpSpecialized):
         if const_expr(self.dependent):
             pdl_wait()
         sides = ((shared.sR, self.of_rows, "row"), (shared.sS, self.of_columns, "column"))
-        # Of groups tokens come first, which are columns where swapped.
+        # Tokens come first where rows are in groups; swapped, they are columns.
         if const_expr(self.source.tokens_first and self.swap_ab):
             sides = sides[::-1]
         cta = Cta(

@@ -650,7 +650,7 @@ class WarpgroupPacked(PackedScales, PackedBody, WarpSpecialized):
             if const_expr(self.gated):
                 operands, biases = self.gate_operands(consumer, share)
                 self.pairs.meet(consumer.cta.shared.storage, consumer.thread, consumer.group, results, operands, biases)
-            # Of a gate the first group has results.
+            # The first of a gate's two groups has results.
             if const_expr(not self.gated) or consumer.group == 0:
                 self.results.store_tile(buffers, outputs, results, corner, boxes_used)
                 boxes_used = boxes_used + self.results.count
