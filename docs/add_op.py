@@ -67,9 +67,10 @@ def join(folder: Path, root: Path = ROOT) -> str:
     language = "cute" if "import cutlass" in (folder / "kernel.py").read_text() else "triton"
     home, kernel = root / "cutekernels/ops" / family, root / f"cutekernels/kernels/{language}/{family}.py"
     for place in (home, kernel):
-        if place.exists():
+        if any(file.is_file() and file.suffix != ".pyc" for file in (place, *place.rglob("*"))):
             raise SystemExit(f"{place} is there already")
-    shutil.copytree(folder, home, ignore=shutil.ignore_patterns("__pycache__", "kernel.py"))
+    ignored = shutil.ignore_patterns("__pycache__", "kernel.py")
+    shutil.copytree(folder, home, ignore=ignored, dirs_exist_ok=True)
     shutil.copy(folder / "kernel.py", kernel)
     names = ", ".join(f'"{op}"' for op in ops) + ("," if len(ops) == 1 else "")
     insert(root / "cutekernels/ops/registry.py", "}\n_HOMES", f'    "{family}": ({names}),\n')

@@ -128,6 +128,8 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(ROOT / name, tree / name)
     for name in ("bench", "docs"):
         (tree / name).symlink_to(ROOT / name)
+    (package / "ops/softcap/__pycache__").mkdir(parents=True)  # as an undone try leaves it
+    (package / "ops/softcap/__pycache__/op.pyc").touch()
     assert add_op.join(ROOT / "examples/new_op", tree) == "softcap"
     assert add_op.join(ROOT / "examples/new_cute_op", tree) == "scale_rows"
     return tree
