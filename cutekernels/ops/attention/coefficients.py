@@ -77,7 +77,7 @@ class Decode:
     latency: float = 0.57 / 0.8  # dram_latency_us: a load
     block: float = 0.11 * 1700  # cycles: 16 keys of a warp
     float8: float = 0.7  # cycles: a padded column of e4m3 in 16 keys of a warp, a guess
-    converted: float = 3.0  # cycles: the same column where the GPU has no instruction that converts it, a guess
+    converted: float = 11.0  # cycles: the same column where the GPU has no instruction for it (H200 as an A100)
     ticket: float = 3.2 / 0.63  # exchange_us: splits leave their sums and draw a ticket
     partial: float = 0.3 / 0.63  # exchange_us: a split's sums are added up, divided by the warps
     message: float = 0.2 / 0.63  # exchange_us: the sums of each CTA of a cluster, which meets once

@@ -396,7 +396,11 @@ class TilesSchedule(BodySchedule[Q, T]):
         cta = steps * step + model.cta * rate.dram_latency_us / together
         busy = cta * where((per_sm > model.many) | uneven, larger(1.0, per_sm), ceil(per_sm))
         if uneven and not p.by_keys:
-            busy = larger(busy, cta + (min(p.most_seen, p.seq_walked) / walked - steps) * step)
+            most = larger(steps, min(p.most_seen, p.seq_walked) / walked)
+            # Where all start at once none waits for an SM that is free: the longest shares its own with others.
+            others = where(per_sm <= c.ctas_per_sm, ceil(per_sm) - 1, 0)
+            beside = others * larger(0.0, most - (most - steps) * (others + 1) / larger(1.0, per_sm))
+            busy = larger(busy, cta + (most - steps + beside) * step)
         busy = busy * pick(c.order, ORDER[uneven])
         dram = larger(p.work_bytes, walked_bytes(p, c, gpu)) / (model.dram * rate.dram_share * gpu.dram_gbps * 1e3)
         return rate.launch_us + larger(busy, dram) + model.unhidden * smaller(busy, dram)

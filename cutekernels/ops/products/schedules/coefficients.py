@@ -108,6 +108,8 @@ class PackedSkinnyCosts:
     issue: float = 0.81  # share of a scheduler's cycles that issue one
     few: float = 1.85  # share of their time that is added, divided by an SM's warps
     mma_cycles: float = 20.0  # cycles of a scheduler: eight weights of a lane and eight tokens
+    mma_start: float = 14.0  # cycles of a scheduler: eight weights of a lane, where tokens are many
+    mma_more: float = 13.0  # cycles of a scheduler: these and eight tokens (H200 as an A100 and an L40S, 2026-12-01)
     mma: float = 0.85  # mma_flops_per_us: what the SM's warps reach
     port: float = 0.57  # sm_bytes_per_us: what an SM loads
     latency: float = 1.26  # dram_latency_us: a load
@@ -132,7 +134,8 @@ class PackedWarpgroupCosts:
     mma: float = 1.05  # warpgroup_flops_per_us: what a steady mainloop reaches
     port: float = 2.0  # sm_bytes_per_us: what an SM loads
     dram: float = 1.39  # dram_share: what the loads reach
-    half_us: float = 0.0515  # us: each 64 of K
+    half_us: float = 0.0386  # us: each 64 of K
+    k_tile_us: float = 0.0258  # us: each k-tile
     end_us: float = 0.05  # us: a group's end
     fixed: float = 1.53  # launch_us: a launch, with its first and last CTA
     shared: float = 4.8  # exchange_us: a shared tile, whatever its size
@@ -158,12 +161,12 @@ WARPGROUP, PREFETCH, NORM = WarpgroupCosts(), Prefetch(), NormCosts()
 PACKED_SKINNY, PACKED_WARPGROUP, DEQUANTIZE = PackedSkinnyCosts(), PackedWarpgroupCosts(), DequantizeCosts()
 # Experts' packed weights: fitted before (H200, 2026-11-26).
 EXPERTS_SKINNY = replace(
-    PACKED_SKINNY, beside=2.9, issue=0.63, few=2.1, mma_cycles=15.3, port=0.56, latency=1.65, dram=0.9, unit_us=0.048,
-    end_us=0.45, group_us=0.063, first=0.0, shared=1.7,
+    PACKED_SKINNY, beside=2.9, issue=0.63, few=2.1, mma_cycles=15.3, mma_start=0.0, mma_more=15.3, port=0.56,
+    latency=1.65, dram=0.9, unit_us=0.048, end_us=0.45, group_us=0.063, first=0.0, shared=1.7,
 )  # fmt: skip
 EXPERTS_WARPGROUP = replace(
-    PACKED_WARPGROUP, beside=2.39, issue=0.58, alone=0.15, port=1.8, dram=1.59, half_us=0.043, end_us=0.044, fixed=1.71,
-    latency=1.16, hidden=2.26,
+    PACKED_WARPGROUP, beside=2.39, issue=0.47, alone=0.15, port=1.8, dram=1.59, half_us=0.0323, k_tile_us=0.0215,
+    end_us=0.044, fixed=1.71, latency=1.16, hidden=2.26,
 )  # fmt: skip
 # Groups of rows, and along the depth: what differs, fitted to 1800 runs of 95 products (H200, 2026-11-24; H100,
 # 2026-11-25). Multistage has its own numbers.

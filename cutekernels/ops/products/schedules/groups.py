@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from cutekernels.columns import over
+from cutekernels.columns import larger, over
 from cutekernels.ops.products.schedules.packed_problem import QuantizedProblem
 
 _MOST_EXACT = 40.0  # mean rows of an expert up to which their spread is summed term by term
@@ -36,6 +36,12 @@ class Experts:
         """Tiles of ``c`` that they are expected to fill."""
         return row_tiles(self.rows, self.experts, c, "tile_m")
 
+    def waves(self, c: Any, columns: Any, ctas: int) -> Any:
+        """Rounds of ``ctas`` that they are expected to take, each with ``columns`` tiles to a tile's rows."""
+        mean, spread = over(c, ("tile_m",), lambda c: spread_of_tiles(self.rows, self.experts, c.tile_m))
+        few, many = larger(1, mean - spread * 1.5**0.5), mean + spread * 1.5**0.5
+        return sum(-(-tiles * columns // ctas) for tiles in (few, mean, many)) / 3
+
     def most_tiles(self, p: QuantizedProblem, c: Any) -> Any:
         """Tiles of out that there can be at most, whatever the groups' ends."""
         return (self.rows // c.tile_m + min(self.experts, self.rows)) * -(-p.n // c.tile_n)
@@ -46,16 +52,24 @@ def row_tiles(rows: int, experts: int, c: Any, *knobs: str) -> Any:
     return over(c, knobs, lambda c: math.ceil(tile_rows(rows, experts, math.prod(getattr(c, name) for name in knobs))))
 
 
-@cache
 def tile_rows(rows: int, experts: int, unit: int) -> float:
-    """Tiles of ``unit`` rows that so many rows are expected to fill, a Poisson number of them to each expert."""
+    """Tiles of ``unit`` rows that so many rows are expected to fill."""
+    return spread_of_tiles(rows, experts, unit)[0]
+
+
+@cache
+def spread_of_tiles(rows: int, experts: int, unit: int) -> tuple[float, float]:
+    """Mean and standard deviation of the tiles of ``unit`` rows, a Poisson number of rows to each expert."""
     if experts == 1:
-        return float(-(-rows // unit))
+        return float(-(-rows // unit)), 0.0
     mean = rows / experts
     if mean > 20 * unit:
-        return experts * (mean / unit + 0.5)
+        return experts * (mean / unit + 0.5), math.sqrt(experts * (mean / unit**2 + 1 / 12))
     last = math.ceil(mean + 6 * math.sqrt(mean) + 6)
-    return experts * sum(_exceeds(mean, at) for at in range(0, last, unit))
+    shares = [_exceeds(mean, at) for at in range(0, last, unit)]
+    tiles = sum(shares)
+    squares = sum((2 * i + 1) * share for i, share in enumerate(shares))
+    return experts * tiles, math.sqrt(experts * max(0.0, squares - tiles**2))
 
 
 def expected_hit(rows: int, experts: int) -> float:

@@ -124,7 +124,8 @@ class PackedSkinny(PackedSchedule):
         instructions = DECODE_INSTRUCTIONS[p.code] + own.beside + (own.column + own.fragment / strips) * columns
         issue = lanes * instructions / (own.issue * rate.clock_mhz) * (1 + own.few / (c.warps_n * c.warps_k * resident))
         flops = 2.0 * units * c.tile_n * c.tile_k * c.tile_m
-        multiply = larger(lanes * columns * own.mma_cycles / rate.clock_mhz, flops / (own.mma * rate.mma_flops_per_us))
+        cycles = lanes * smaller(columns * own.mma_cycles, own.mma_start + columns * own.mma_more)
+        multiply = larger(cycles / rate.clock_mhz, flops / (own.mma * rate.mma_flops_per_us))
         dram = weight_bytes / (own.dram * rate.dram_share * gpu.dram_gbps * 1e3)
         sharp = own.sharpness
         busy = sum(us**sharp for us in (dram, units * unit_bytes / port, issue, multiply)) ** (1 / sharp)

@@ -185,7 +185,7 @@ class PackedWarpgroup(PackedSchedule):
         wait = refilled * own.latency * rate.dram_latency_us * c.warps_k / ahead
         sharp = own.sharpness
         step = sum(us**sharp for us in (multiply, count * decode, fetch, wait)) ** (1 / sharp)
-        busy = steps * (step + own.half_us * c.tile_k / 64)
+        busy = steps * (step + own.k_tile_us + own.half_us * c.tile_k / 64)
         dram = moved / (own.dram * rate.dram_share * gpu.dram_gbps * 1e3)
         fixed = own.fixed * rate.launch_us + where(c.pdl, 0.0, rate.dependent_us)
         return fixed + rates.both_us(busy, dram, own.hidden)
@@ -283,8 +283,7 @@ class GroupedPackedWarpgroup(PackedWarpgroup):
         return replace(super().smem(p, c), places=WarpgroupSmem.PLACES)
 
     def times_us(self, p: QuantizedProblem, c: Any, gpu: GpuSpec, x: Any) -> Any:
-        tiles = x.row_tiles(c) * -(-p.n // c.tile_n)
-        steps = -(-tiles // gpu.sm_count) * -(-p.k // c.tile_k)
+        steps = x.waves(c, -(-p.n // c.tile_n), gpu.sm_count) * -(-p.k // c.tile_k)
         moved = x.hit * p.weight_bytes + 2.0 * x.rows * (p.k + p.columns)
         return self.steps_us(p, c, gpu, steps, moved)
 
