@@ -149,18 +149,20 @@ class SampleFilter(TritonOp[SampleFilterProblem, SampleFilterConfig]):
         return p.rows, 1, 1
 
     def estimate_us(self, p: SampleFilterProblem, c: SampleFilterConfig, gpu: GpuSpec) -> float:
-        """Instructions, loads or bytes of each pass over a row, and the searches of what is left of it."""
+        """Instructions, loads or bytes of each pass over a row; of a search those of a block for each phase."""
         rate, own = rates.of(gpu), FILTER
         memory = p.rows * p.cols * p.itemsize / (gpu.dram_gbps * 1e3)
         waves = max(1.0, p.rows / gpu.sm_count)
-        passes = [own.largest, own.write + own.mass * (p.by_min_p and not p.searches)]
-        if p.searches:
-            passes += [own.move, own.mass] if not p.by_k else [own.move]
-        issued = p.cols / (32 * min(4, c.warps)) / rate.clock_mhz
+        element_us = waves / (32 * min(4, c.warps)) / rate.clock_mhz
         loads = -(-p.cols // (c.block * c.depth)) * rate.l2_latency_us / c.stages
-        total = sum(max(waves * issued * instructions + loads, memory) for instructions in passes)
-        phases = p.searches * 4 * p.itemsize + 8  # of two bits, and those of lanes
-        return rate.launch_us + total + (waves * phases * own.phase_us if p.searches else 0.0)
+        passes, digits = [own.first, own.last + own.top_p * (p.by_min_p and not p.searches)], 4 * own.digit
+        total, phases = 0.0, 4 * p.itemsize
+        if p.searches:
+            passes += [own.first + own.top_k] + [own.top_p] * (not p.by_k)
+            counted, weighed = own.top_k + digits, own.top_p + 2 * digits
+            of_block = (8 + p.by_k * phases) * counted + p.by_p * phases * weighed
+            total = of_block * c.block * element_us + waves * (8 + p.searches * phases) * own.pass_us
+        return rate.launch_us + total + sum(max(p.cols * each * element_us + loads, memory) for each in passes)
 
     def draw(
         self, p: SampleFilterProblem, name: str, shape: tuple[int, ...], generator: torch.Generator

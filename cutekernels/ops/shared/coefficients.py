@@ -21,11 +21,12 @@ class Streaming:
 class Filter:
     """Instructions of a warp in the passes over a row of logits; no sweep of them is recorded."""
 
-    largest: int = 10  # instructions: an element in the pass for the largest
-    move: int = 18  # instructions: an element in the pass that moves what may be a threshold
-    mass: int = 50  # instructions: an element's probability
-    write: int = 25  # instructions: an element in the pass that writes
-    phase_us: float = 0.6  # us: a phase of a search
+    pass_us: float = 0.3  # us: from one pass to the next within a launch
+    first: int = 12  # instructions: an element in the pass for the maximum
+    top_k: int = 4  # instructions: an element in a pass that counts
+    top_p: int = 45  # instructions: an element in a pass that adds probabilities
+    last: int = 30  # instructions: an element in the pass that writes
+    digit: int = 2  # instructions: an element, for each digit of a count; twice as many for one of a sum
 
 
 STREAMING, FILTER = Streaming(), Filter()
