@@ -17,6 +17,7 @@ exactly, so that the choice is the same on any machine, in any config, and on th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -75,22 +76,22 @@ class SampleFilterProblem(LaidOut, Problem):
 
 @dataclass(frozen=True)
 class SampleFilterConfig(Config):
-    """A program reads ``depth`` blocks of a row at a time, and those of ``stages`` ahead."""
+    """A search fixes ``bits`` of a threshold in one pass over a row, shared by ``splits`` programs (a launch each)."""
 
-    block: int = knob(1024, 2048, 4096)
-    warps: int = knob(4, 8, 16)
-    depth: int = knob(1, 2, 4, 8)
-    stages: int = knob(1, 2)
+    block: int = knob(1024, 4096)
+    warps: int = knob(4, 8, 16, 32)
+    bits: int = knob(1, 2, 4)
+    splits: int = knob(1, 8, 32)
 
 
-_MOST_READ = 16  # elements that one thread reads at a time: registers
+_MAX_SUMS = 32  # 64-bit sums of one thread
 
 
 class SampleFilter(TritonOp[SampleFilterProblem, SampleFilterConfig]):
     """The filtered logits. A parameter is a number, or a tensor with one for each row."""
 
     name = "sample_filter"
-    revision = 2
+    revision = 1
     Problem = SampleFilterProblem
     Config = SampleFilterConfig
     suite = (
@@ -106,20 +107,27 @@ class SampleFilter(TritonOp[SampleFilterProblem, SampleFilterConfig]):
     )
     kernel = "sampling:sample_filter"
     options = ("by_k", "by_p", "by_min_p")
-    in_place = False  # the result holds what is searched, before logits are read for the last time
+    in_place = False  # splits read a row after others have written to it
     out = Matrix("*rows", "cols", result=True)
     logits = Matrix("*rows", "cols")
     temperatures = Array("*rows", dtype="fp32", strides=(), given="temperatures")
     top_ks = Array("*rows", dtype="i32", strides=(), given="top_ks")
     top_ps = Array("*rows", dtype="fp32", strides=(), given="top_ps")
     min_ps = Array("*rows", dtype="fp32", strides=(), given="min_ps")
-    sizes = {"cols": "i32"}
-    constexprs = ("temperatures", "top_ks", "top_ps", "min_ps", *options, "block", "depth", "stages")
+    sizes = {"cols": "i32", "chunk": "i32"}
+    constexprs = ("temperatures", "top_ks", "top_ps", "min_ps", *options, "block", "bits")
     scalar_types = {"temperature": "fp32", "top_k": "i32", "top_p": "fp32", "min_p": "fp32"}
     scalar_samples = {"temperature": 0.8, "top_k": 50, "top_p": 0.9, "min_p": 0.02}
+    extras = {"state_ptr": "*i64", "stage": "i32", "phase": "i32"}
+
+    def numbers(self, p: SampleFilterProblem, c: SampleFilterConfig) -> tuple[int, ...]:
+        return p.cols, self.chunk(p, c)
+
+    def divisible(self, p: SampleFilterProblem, c: SampleFilterConfig) -> dict[str, int]:
+        return {"chunk": c.block}
 
     def constants(self, p: SampleFilterProblem, c: SampleFilterConfig) -> dict[str, int | bool | str]:
-        return super().constants(p, c) | {"KEY_BITS": 8 * p.itemsize}
+        return super().constants(p, c) | {"KEY_BITS": 8 * p.itemsize, "SPLIT": c.splits > 1}
 
     def build_options(self, p: SampleFilterProblem, c: SampleFilterConfig) -> dict[str, Any]:
         return {"num_warps": c.warps, "enable_fp_fusion": False}
@@ -127,42 +135,80 @@ class SampleFilter(TritonOp[SampleFilterProblem, SampleFilterConfig]):
     @of_config
     def elements_of_a_thread(self, c: SampleFilterConfig, gpu: GpuSpec) -> str | None:
         each = c.block // (32 * c.warps)
-        if 1 <= each <= 8 and each * c.depth <= _MOST_READ:
+        if 2 <= each <= 8:
             return None
-        return (
-            f"a thread of {32 * c.warps} takes 1 to 8 elements of a block, and {_MOST_READ} at a time at most; "
-            f"{c.depth} blocks of {c.block} give it {each} each"
-        )
+        return f"a thread of {32 * c.warps} takes 2 to 8 elements of a block; {c.block} give it {each}"
 
     @of_both
-    def idle_blocks(self, p: SampleFilterProblem, c: SampleFilterConfig, gpu: GpuSpec) -> str | None:
-        if c.depth == 1 or c.depth * c.block < 2 * p.cols:
+    def most_sums(self, p: SampleFilterProblem, c: SampleFilterConfig, gpu: GpuSpec) -> str | None:
+        if not p.searches:
+            return "nothing is searched: bits must be 1" if c.bits > 1 else None
+        sums = c.block // (32 * c.warps) << c.bits
+        most = _MAX_SUMS if c.warps <= 16 else _MAX_SUMS // 4  # a thread of 1024 has 64 registers
+        return f"bits={c.bits} make {sums} sums in each thread; at most {most}" if sums > most else None
+
+    @of_both
+    def no_idle_splits(self, p: SampleFilterProblem, c: SampleFilterConfig, gpu: GpuSpec) -> str | None:
+        if c.splits == 1 or c.splits * c.block <= 2 * p.cols:
             return None
-        return f"{c.depth} blocks of {c.block} are twice a row of {p.cols} or more: take fewer"
+        return f"splits={c.splits} of a block of {c.block} or more idle on rows of {p.cols}"
+
+    @of_both
+    def most_programs(self, p: SampleFilterProblem, c: SampleFilterConfig, gpu: GpuSpec) -> str | None:
+        if c.splits == 1 or p.rows * c.splits <= 16 * gpu.sm_count:
+            return None
+        return f"splits={c.splits} of {p.rows} rows are more programs than {gpu.sm_count} SMs run at once"
 
     def default(self, p: SampleFilterProblem, gpu: GpuSpec) -> SampleFilterConfig:
-        block = 8192 // p.itemsize  # each thread loads 16 bytes
-        depth = next(d for d in (8192 // block, 2, 1) if d == 1 or d * block < 2 * p.cols)
-        return SampleFilterConfig(block, 16, depth, 2)
+        block, warps, bits = 4096, 16, 2
+        splits = next((n for n in (32, 8) if p.rows * n <= 2 * gpu.sm_count), 1)
+        if splits > 1:
+            block, warps, bits = 1024, 16, 4
+        if splits * block > 2 * p.cols:
+            splits = 1
+        return SampleFilterConfig(block, warps, bits if p.searches else 1, splits)
 
     def grid(self, p: SampleFilterProblem, c: SampleFilterConfig) -> tuple[int, int, int]:
-        return p.rows, 1, 1
+        return p.rows, -(-p.cols // self.chunk(p, c)), 1
+
+    def chunk(self, p: SampleFilterProblem, c: SampleFilterConfig) -> int:
+        """Columns of one program: whole blocks."""
+        return max(1, -(-p.cols // (c.splits * c.block))) * c.block
+
+    def passes(self, p: SampleFilterProblem, c: SampleFilterConfig) -> list[tuple[int, int]]:
+        """(stage, phase) of each pass over a row."""
+        phases = range(8 * p.itemsize // c.bits)
+        counts = [(1, i) for i in phases] if p.by_k else []
+        return [(0, 0), *counts, *([(2, i) for i in phases] if p.by_p else []), (3, 0)]
 
     def estimate_us(self, p: SampleFilterProblem, c: SampleFilterConfig, gpu: GpuSpec) -> float:
-        """Instructions, loads or bytes of each pass over a row; of a search those of a block for each phase."""
-        rate, own = rates.of(gpu), FILTER
+        """Instructions or bytes of each pass over a row, one pass after another."""
+        rate, programs = rates.of(gpu), p.rows * self.grid(p, c)[1]
         memory = p.rows * p.cols * p.itemsize / (gpu.dram_gbps * 1e3)
-        waves = max(1.0, p.rows / gpu.sm_count)
-        element_us = waves / (32 * min(4, c.warps)) / rate.clock_mhz
-        loads = -(-p.cols // (c.block * c.depth)) * rate.l2_latency_us / c.stages
-        passes, digits = [own.first, own.last + own.top_p * (p.by_min_p and not p.searches)], 4 * own.digit
-        total, phases = 0.0, 4 * p.itemsize
-        if p.searches:
-            passes += [own.first + own.top_k] + [own.top_p] * (not p.by_k)
-            counted, weighed = own.top_k + digits, own.top_p + 2 * digits
-            of_block = (8 + p.by_k * phases) * counted + p.by_p * phases * weighed
-            total = of_block * c.block * element_us + waves * (8 + p.searches * phases) * own.pass_us
-        return rate.launch_us + total + sum(max(p.cols * each * element_us + loads, memory) for each in passes)
+        between = rate.launch_us if c.splits > 1 else FILTER.pass_us
+        digits = FILTER.digit << c.bits
+        each = FILTER.first, FILTER.top_k + digits, FILTER.top_p + 2 * digits, FILTER.last
+        total = 0.0
+        for stage, _ in self.passes(p, c):
+            instructions = each[stage]
+            alone = self.chunk(p, c) * instructions / (32 * min(4, c.warps)) / rate.clock_mhz
+            total += max(alone * max(1.0, programs / gpu.sm_count), memory) + between
+        return rate.launch_us + total
+
+    def bind(self, p: SampleFilterProblem, c: SampleFilterConfig, kernel: Callable[..., Any]) -> Callable[..., None]:
+        import torch
+
+        launch, passes = super().bind(p, c, kernel), self.passes(p, c)
+        state_size = p.rows * (1 + 2 * (8 * p.itemsize // c.bits << c.bits))
+        if c.splits == 1:
+            return lambda *args: launch(*args, 0, 0, 0)
+
+        def pass_by_pass(*args: Any) -> None:
+            state = torch.zeros(state_size, dtype=torch.int64, device=args[0].device)
+            for stage, phase in passes:
+                launch(*args, state.data_ptr(), stage, phase)
+
+        return pass_by_pass
 
     def draw(
         self, p: SampleFilterProblem, name: str, shape: tuple[int, ...], generator: torch.Generator
