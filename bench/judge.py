@@ -17,6 +17,7 @@ import random
 import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from heapq import nsmallest
@@ -33,6 +34,7 @@ from cutekernels import gpu as gpus
 from cutekernels.autotune.requests import Measure, Outcome, Prepare
 from cutekernels.autotune.runtime import LocalRuntime, Runtime
 from cutekernels.autotune.search import prune_reason
+from cutekernels.backends import Facts
 from cutekernels.errors import CuteKernelsError
 from cutekernels.gpu import GpuSpec
 from cutekernels.isolate import ChildFailure
@@ -43,6 +45,7 @@ from cutekernels.terminal import Format
 
 SWEEPS = Path(__file__).parent / "sweeps"
 TOP, NEAR, LEAST_CONFIGS = 8, 1.05, 11
+AT_ONCE = 8  # configs that take turns in a sweep
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
@@ -204,9 +207,10 @@ def record(
     path.parent.mkdir(parents=True, exist_ok=True)
     list(recorded(path))  # nothing is added to a file that cannot be read
     with LocalRuntime(max(1, len(os.sched_getaffinity(0)) - 2)) as runtime:
-        for number, one in enumerate(problems):
+        compiled = [compile_some(runtime, found, one, gpu, most) for one in problems]
+        for number, (one, futures) in enumerate(zip(problems, compiled, strict=True)):
             until = time.monotonic() + (end - time.monotonic()) / (len(problems) - number)
-            lines = list(sweep(runtime, found, one, gpu, most=most, rounds=rounds, until=until))
+            lines = list(sweep(runtime, found, one, gpu, futures, rounds=rounds, until=until))
             lines[:1] = [line | {"stamp": environment.stamp(gpu.name, None)} for line in lines[:1]]
             with path.open("ab") as file:  # each problem is a xz stream of its own, in one write
                 file.write(lzma.compress("".join(json.dumps(line) + "\n" for line in lines).encode()))
@@ -215,38 +219,66 @@ def record(
                 terminal.say(f"the fastest takes {best['us']} µs, {lines[0].get('us')} the default: {best['config']}")
 
 
-def sweep(
-    runtime: Runtime, op: Op[Any, Any], problem: Problem, gpu: GpuSpec, *, most: int, rounds: int, until: float
-) -> Iterator[dict[str, Any]]:
-    """Lines of one problem, the default's first, then those the model likes best, then others at random; until the time
-    ``until`` of the monotonic clock.
-    """
+Futures = dict[Config, Future[Facts]]
+
+
+def compile_some(runtime: Runtime, op: Op[Any, Any], problem: Problem, gpu: GpuSpec, most: int) -> Futures:
+    """What becomes of ``most`` configs: the default, then those that the model likes best, then others at random."""
     default = op.default(problem, gpu)
     others = [c for c in op.valid(problem, gpu) if c != default]
     random.Random(0).shuffle(others)
     liked = nsmallest(TOP, (c for c in others if not c.vendors), key=lambda c: op.estimate_us(problem, c, gpu))
-    others = list(dict.fromkeys([*liked, *others]))
-    futures = {config: runtime.compile(op, problem, config, gpu) for config in (default, *others[: most - 1])}
+    chosen = [default, *dict.fromkeys([*liked, *others])][:most]
+    return {config: runtime.compile(op, problem, config, gpu) for config in chosen}
+
+
+def sweep(
+    runtime: Runtime, op: Op[Any, Any], problem: Problem, gpu: GpuSpec, futures: Futures, *, rounds: int, until: float
+) -> Iterator[dict[str, Any]]:
+    """Lines of one problem in the order of ``futures``, the default's first, until the time ``until`` of the monotonic
+    clock: so many at once beside the default, in the same rounds.
+    """
+    default, *_ = configs = list(futures)
     try:
-        for config, future in futures.items():
+        for at in range(0, len(configs), AT_ONCE):
             if time.monotonic() >= until:
                 return
-            line = {"op": op.name, "revision": op.revision, "problem": str(problem), "config": str(config)}
-            line |= {"default": config == default, "model_us": op.estimate_us(problem, config, gpu)}
-            pair = tuple(dict.fromkeys([str(default), str(config)]))
-            try:
-                reason = prune_reason(future.result(), op, gpu)
-                if reason and config != default:  # which calls run, whatever it spills
-                    line["failure"] = reason
-                else:
-                    found = runtime.measure(Measure(Prepare(op.name, str(problem), gpu), pair, rounds=rounds))
-                    line |= _times(found[pair[-1]], found[pair[0]])
-            except ChildFailure as error:
-                line["failure"] = str(error)[:200]
-            yield {name: rounded(value) for name, value in line.items()}
+            some = {c: _unfit(futures[c], op, gpu, c == default) for c in configs[at : at + AT_ONCE]}
+            fit = [config for config, failure in some.items() if failure is None]
+            prepare = Prepare(op.name, str(problem), gpu)
+            found = _measured(runtime, prepare, default, fit, rounds) if fit else {}
+            for config, failure in some.items():
+                line = {"op": op.name, "revision": op.revision, "problem": str(problem), "config": str(config)}
+                line |= {"default": config == default, "model_us": op.estimate_us(problem, config, gpu)}
+                line |= found[config] if failure is None else {"failure": failure}
+                yield {name: rounded(value) for name, value in line.items()}
     finally:
         for future in futures.values():
             future.cancel()
+
+
+def _unfit(future: Future[Facts], op: Op[Any, Any], gpu: GpuSpec, called: bool) -> str | None:
+    """Why a config is not measured. One that is ``called`` by default is, whatever it spills."""
+    try:
+        reason = prune_reason(future.result(), op, gpu)
+        return None if called else reason
+    except ChildFailure as error:
+        return str(error)[:200]
+
+
+def _measured(
+    runtime: Runtime, prepare: Prepare, default: Config, configs: Sequence[Config], rounds: int
+) -> dict[Config, dict[str, Any]]:
+    """Times of ``configs`` beside the default's, or why there are none: of each alone, where one fails them all."""
+    texts = tuple(dict.fromkeys(map(str, (default, *configs))))
+    try:
+        found = runtime.measure(Measure(prepare, texts, rounds=rounds))
+    except ChildFailure as error:
+        if len(configs) == 1:
+            return {configs[0]: {"failure": str(error)[:200]}}
+        alone = (_measured(runtime, prepare, default, [config], rounds) for config in configs)
+        return {config: times for each in alone for config, times in each.items()}
+    return {config: _times(found[str(config)], found[str(default)]) for config in configs}
 
 
 def _times(mine: Outcome, beside: Outcome) -> dict[str, Any]:

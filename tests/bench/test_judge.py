@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,7 @@ from bench import judge
 from cutekernels import cli, gpu
 from cutekernels.backends import Facts
 from cutekernels.errors import CuteKernelsError
+from cutekernels.isolate import ChildFailure
 from cutekernels.ops import registry
 from tests.tuner.toys import BEST, DEFAULT, H200, PROBLEM, TOY, VALID, ToyConfig, ToyMachine
 
@@ -165,26 +167,36 @@ def test_a_sweep_is_recorded_and_read(tmp_path: Path, capsys: pytest.CaptureFixt
     assert f"{len(VALID)} configs in" in said and min(us, key=lambda config: us[config]) in " ".join(said.split())
 
 
+def swept(machine: ToyMachine, most: int, until: float = math.inf) -> list[dict[str, Any]]:
+    futures = judge.compile_some(machine, TOY, PROBLEM, H200, most)
+    return list(judge.sweep(machine, TOY, PROBLEM, H200, futures, rounds=20, until=until))
+
+
 def test_a_sweep_begins_with_the_default_and_what_the_model_likes() -> None:
     """The default is measured even where it spills, since calls run it."""
     spills = {DEFAULT: Facts(64, 4096, 0), BEST: Facts(64, 4096, 0)}
-    lines = list(judge.sweep(ToyMachine(facts=spills), TOY, PROBLEM, H200, most=99, rounds=20, until=math.inf))
+    lines = swept(ToyMachine(facts=spills), 99)
     assert lines[0]["default"] and "us" in lines[0]
     estimates = [line["model_us"] for line in lines[1:]]
     assert estimates[: judge.TOP] == sorted(estimates)[: judge.TOP]
     assert ["spills" in line.get("failure", "") for line in lines if line["config"] == str(BEST)] == [True]
 
 
-def test_a_sweep_ends_at_its_cap_and_its_deadline() -> None:
-    assert len(list(judge.sweep(ToyMachine(), TOY, PROBLEM, H200, most=5, rounds=20, until=math.inf))) == 5
-    assert list(judge.sweep(ToyMachine(), TOY, PROBLEM, H200, most=5, rounds=20, until=-math.inf)) == []
+def test_a_sweep_ends_at_its_cap_and_its_deadline_and_outlives_a_fault() -> None:
+    assert len(swept(ToyMachine(), 5)) == 5
+    assert swept(ToyMachine(), 5, until=-math.inf) == []
+    machine = ToyMachine(failures={VALID[3]: ChildFailure("an illegal access")})
+    lines = swept(machine, 99)
+    assert [line["config"] for line in lines if "us" not in line] == [str(VALID[3])]
+    assert all(len(request.configs) <= judge.AT_ONCE + 1 for request in machine.measured)
+    assert len(machine.measured) < len(VALID)
 
 
 @pytest.mark.usefixtures("toy")
 def test_a_sweep_that_is_stopped_keeps_the_problems_that_were_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def lines(runtime: object, op: object, problem: object, gpu: object, **options: object) -> Iterator[dict[str, str]]:
+    def lines(runtime: object, op: object, problem: object, *others: object, **options: object) -> Iterator[Any]:
         yield {"problem": str(problem)}
         if "m=2" in str(problem):
             raise KeyboardInterrupt
