@@ -223,7 +223,7 @@ Futures = dict[Config, Future[Facts]]
 
 
 def compile_some(runtime: Runtime, op: Op[Any, Any], problem: Problem, gpu: GpuSpec, most: int) -> Futures:
-    """What becomes of ``most`` configs: the default, then those that the model likes best, then others at random."""
+    """Start to compile ``most`` configs: the default, then those that the model likes best, then others at random."""
     default = op.default(problem, gpu)
     others = [c for c in op.valid(problem, gpu) if c != default]
     random.Random(0).shuffle(others)
@@ -236,18 +236,24 @@ def sweep(
     runtime: Runtime, op: Op[Any, Any], problem: Problem, gpu: GpuSpec, futures: Futures, *, rounds: int, until: float
 ) -> Iterator[dict[str, Any]]:
     """Lines of one problem in the order of ``futures``, the default's first, until the time ``until`` of the monotonic
-    clock: so many at once beside the default, in the same rounds.
+    clock: ``AT_ONCE`` configs at a time beside the default, in the same rounds.
     """
     default, *_ = configs = list(futures)
     try:
         for at in range(0, len(configs), AT_ONCE):
             if time.monotonic() >= until:
                 return
-            some = {c: _unfit(futures[c], op, gpu, c == default) for c in configs[at : at + AT_ONCE]}
+            some: dict[Config, str | None] = {}
+            for config in configs[at : at + AT_ONCE]:
+                if some and time.monotonic() >= until:
+                    break
+                some[config] = _why_not(futures[config], op, gpu, config == default)
             fit = [config for config, failure in some.items() if failure is None]
             prepare = Prepare(op.name, str(problem), gpu)
-            found = _measured(runtime, prepare, default, fit, rounds) if fit else {}
+            found = _measure_beside(runtime, prepare, default, fit, rounds, until) if fit else {}
             for config, failure in some.items():
+                if failure is None and config not in found:
+                    continue
                 line = {"op": op.name, "revision": op.revision, "problem": str(problem), "config": str(config)}
                 line |= {"default": config == default, "model_us": op.estimate_us(problem, config, gpu)}
                 line |= found[config] if failure is None else {"failure": failure}
@@ -257,27 +263,32 @@ def sweep(
             future.cancel()
 
 
-def _unfit(future: Future[Facts], op: Op[Any, Any], gpu: GpuSpec, called: bool) -> str | None:
-    """Why a config is not measured. One that is ``called`` by default is, whatever it spills."""
+def _why_not(future: Future[Facts], op: Op[Any, Any], gpu: GpuSpec, is_default: bool) -> str | None:
+    """The reason not to measure a config. The default is measured, whatever it spills, since calls run it."""
     try:
         reason = prune_reason(future.result(), op, gpu)
-        return None if called else reason
+        return None if is_default else reason
     except ChildFailure as error:
         return str(error)[:200]
 
 
-def _measured(
-    runtime: Runtime, prepare: Prepare, default: Config, configs: Sequence[Config], rounds: int
+def _measure_beside(
+    runtime: Runtime, prepare: Prepare, default: Config, configs: Sequence[Config], rounds: int, until: float
 ) -> dict[Config, dict[str, Any]]:
-    """Times of ``configs`` beside the default's, or why there are none: of each alone, where one fails them all."""
+    """Times of ``configs`` beside the default's, or the failure of each; one by one, as far as time allows, where one
+    fails them all.
+    """
     texts = tuple(dict.fromkeys(map(str, (default, *configs))))
     try:
         found = runtime.measure(Measure(prepare, texts, rounds=rounds))
     except ChildFailure as error:
         if len(configs) == 1:
             return {configs[0]: {"failure": str(error)[:200]}}
-        alone = (_measured(runtime, prepare, default, [config], rounds) for config in configs)
-        return {config: times for each in alone for config, times in each.items()}
+        alone: dict[Config, dict[str, Any]] = {}
+        for config in configs:
+            if time.monotonic() < until:
+                alone |= _measure_beside(runtime, prepare, default, [config], rounds, until)
+        return alone
     return {config: _times(found[str(config)], found[str(default)]) for config in configs}
 
 

@@ -397,7 +397,7 @@ class TilesSchedule(BodySchedule[Q, T]):
         busy = cta * where((per_sm > model.many) | uneven, larger(1.0, per_sm), ceil(per_sm))
         if uneven and not p.by_keys:
             most = larger(steps, min(p.most_seen, p.seq_walked) / walked)
-            # Where all start at once none waits for an SM that is free: the longest shares its own with others.
+            # If all start at once, the longest shares its SM to the end with others, spaced evenly by length.
             others = where(per_sm <= c.ctas_per_sm, ceil(per_sm) - 1, 0)
             beside = others * larger(0.0, most - (most - steps) * (others + 1) / larger(1.0, per_sm))
             busy = larger(busy, cta + (most - steps + beside) * step)

@@ -108,8 +108,8 @@ class PackedSkinnyCosts:
     issue: float = 0.81  # share of a scheduler's cycles that issue one
     few: float = 1.85  # share of their time that is added, divided by an SM's warps
     mma_cycles: float = 20.0  # cycles of a scheduler: eight weights of a lane and eight tokens
-    mma_start: float = 14.0  # cycles of a scheduler: eight weights of a lane, where tokens are many
-    mma_more: float = 13.0  # cycles of a scheduler: these and eight tokens (H200 as an A100 and an L40S, 2026-12-01)
+    mma_start: float = 14.0  # cycles of a scheduler, beyond 16 tokens: eight weights of a lane
+    mma_more: float = 13.0  # cycles of a scheduler: and eight tokens (H200 as an A100 and an L40S, 2026-12-01)
     mma: float = 0.85  # mma_flops_per_us: what the SM's warps reach
     port: float = 0.57  # sm_bytes_per_us: what an SM loads
     latency: float = 1.26  # dram_latency_us: a load

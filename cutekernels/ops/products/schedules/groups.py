@@ -37,7 +37,7 @@ class Experts:
         return row_tiles(self.rows, self.experts, c, "tile_m")
 
     def waves(self, c: Any, columns: Any, ctas: int) -> Any:
-        """Rounds of ``ctas`` that they are expected to take, each with ``columns`` tiles to a tile's rows."""
+        """Rounds of ``ctas`` that they are expected to take, with ``columns`` tiles for each tile of rows."""
         mean, spread = over(c, ("tile_m",), lambda c: spread_of_tiles(self.rows, self.experts, c.tile_m))
         # Three draws, equally likely, that have this mean and spread.
         few, many = larger(1, mean - spread * 1.5**0.5), mean + spread * 1.5**0.5
