@@ -3,8 +3,12 @@
 A top-level module called ``db`` would be shadowed by any user's own ``db.py``.
 """
 
+import shutil
+from pathlib import Path
+
 from setuptools import find_namespace_packages, setup
 
+shutil.rmtree(Path(__file__).parent / "build/lib", ignore_errors=True)  # or a wheel has what was deleted since the last
 ROOMS = ("autotune", "db")
 names = ("cutekernels", *ROOMS)
 found = find_namespace_packages(include=[*names, *(f"{name}.*" for name in names)])  # folders of data alone too

@@ -236,6 +236,8 @@ def _job(
         raise JobError(
             "name one job file or bundled job, or give --requests in its place; `cutekernels jobs` lists them"
         )
+    if name is None and shard is not None:
+        raise JobError("--shard splits a job; runs on one database share its --requests by themselves: leave it out")
     if name is None:
         from cutekernels.autotune.outlook import stored
         from cutekernels.db.storage.engine import url_of
@@ -358,9 +360,11 @@ class _Terminated(BaseException):
 def _ended_by(error: BaseException) -> int | None:
     """The exit code of a run that a signal ended, where ``error`` came as it closed."""
     context = error.__context__
-    while context is not None and not isinstance(context, _Terminated):
+    while context is not None and not isinstance(context, (_Terminated, KeyboardInterrupt)):
         context = context.__context__
-    return None if context is None else 128 + context.signal
+    if isinstance(context, _Terminated):
+        return 128 + context.signal
+    return None if context is None else 1
 
 
 @contextmanager

@@ -98,7 +98,7 @@ def load(job: str | Path, *, find: FindOp | None = None) -> Job:
     """
     path = Path(job)
     try:
-        text = path.read_text(encoding="utf-8") if path.is_file() else None
+        text = path.read_text(encoding="utf-8-sig") if path.is_file() else None
     except UnicodeDecodeError as error:
         raise JobError(f"{_quote(str(path))}: a job file is UTF-8 text; {_quote(error)}") from error
     except OSError as error:

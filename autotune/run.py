@@ -188,7 +188,9 @@ class _Run:
                 if position is None:
                     time.sleep(POLL_S)
                     continue
-                deadline = None if self.end is None else self.clock() + max(0.0, self.end - self.clock()) / len(waiting)
+                deadline = self.end
+                if self.end is not None and self.least_s is None:  # a job that is not ranked shares its time evenly
+                    deadline = self.clock() + max(0.0, self.end - self.clock()) / len(waiting)
                 waiting.remove(position)
                 task = self.tasks[position]
                 self.watch.begin(task, len(self.tasks) - len(waiting), len(self.tasks))
@@ -197,7 +199,8 @@ class _Run:
                     Prediction, task, spec, history, processes, self.limit, deadline, self.force,
                     on_trial=self.watch.trial, clock=self.clock,
                 )  # fmt: skip
-                reports[position] = self._lease(store, spec, task, predict)
+                late = self._over() and not history.earlier()
+                reports[position] = self._lease(store, task, history, predict, late=late)
                 self.watch.end(reports[position])
         return [reports[position] for position in sorted(reports)]
 
@@ -212,22 +215,16 @@ class _Run:
             deadline = self._deadline(board, kind)
             self.watch.begin(task, next(begun), board.total)
             history = TaskHistory(store, task.op, task.problem, kind, slot.environment, "measured")
-            if self.least_s is not None and deadline is not None and deadline <= self.clock():
-                report = self._steady(
-                    store, lambda: self._postpone(history)
-                )  # a search would enumerate its space first, for seconds
-                self._drop(store, name_of(kind, task.op, task.problem))
-                self.watch.end(report)
-                return report
             search = partial(
                 Search, task, kind, history, lane, deadline, self.force, self.confirm, self.end, studies, self.sampler,
                 on_trial=self.watch.trial, clock=self.clock,
             )  # fmt: skip
-            report = self._lease(store, kind, task, search)
+            late = self.least_s is not None and deadline is not None and deadline <= self.clock()
+            report = self._lease(store, task, history, search, late=late)
             self.watch.end(report)
             return report
 
-        with closing(studies):
+        with closing(studies), store.hurried():
             hand_out(board, fleet, work, given_up=self.watch.end, late=self._over)
         return board.reports()
 
@@ -259,8 +256,13 @@ class _Run:
     def _over(self) -> bool:
         return self.end is not None and self.clock() >= self.end
 
-    def _lease(self, store: Ledger, kind: GpuSpec, task: Task, begin: Callable[[], Search | Prediction]) -> TaskReport:
-        """The task's search or prediction under its lease, which ends when its rows are stored."""
+    def _lease(
+        self, store: Ledger, task: Task, history: TaskHistory, begin: Callable[[], Search | Prediction], *, late: bool
+    ) -> TaskReport:
+        """The task's search or prediction under its lease, which ends when its rows are stored. A late one is left to
+        the next run: it would enumerate its space first, for seconds.
+        """
+        kind = history.gpu
         name = name_of(kind, task.op, task.problem)
         if name not in self._held:
             default = str(task.op.default(task.problem, kind))
@@ -269,7 +271,9 @@ class _Run:
                 task.op.name, str(task.problem), "unfinished", None, default, message=message, gpu=kind.name
             )
         try:
-            return replace(self._steady(store, lambda: begin().run()), gpu=kind.name)
+            with store.hurried():
+                run = partial(self._postpone, history) if late else lambda: begin().run()
+                return replace(self._steady(store, run), gpu=kind.name)
         finally:
             self._drop(store, name)
 

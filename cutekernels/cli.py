@@ -16,6 +16,7 @@ import importlib
 import io
 import math
 import os
+import re
 import signal
 import stat
 import subprocess
@@ -26,6 +27,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
+from importlib import metadata
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Annotated, Any
@@ -122,7 +124,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},  # of every verb
 )
 _MISUSE = (UnsupportedProblem, InvalidConfig, UnknownGpu, JobError)
-_WHOLE = ("torch", "triton", "cutlass", "optuna", "numpy")  # what an installation for queries alone lacks
+# What an installation for queries alone lacks.
+_WHOLE = ("torch", "triton", "cutlass", "tvm_ffi", "optuna", "numpy", "safetensors")
 _UNREAD = 128 + signal.SIGPIPE  # as shells report it
 
 
@@ -372,6 +375,7 @@ def diagnose() -> list[Finding]:
         Finding("cutekernels", "ok", environment.package_version("cutekernels") or "not installed, run from source"),
         Finding("python", "ok", facts["python"]),
         *(_package(name, facts[name]) for name in ("torch", "triton", "dsl")),
+        *_missing(),
         _dsl_import(),
         *_dsl_wheels(machine := installation.this_machine(), facts["dsl"]),
         *_private_names(),
@@ -389,6 +393,18 @@ def _package(name: str, version: str) -> Finding:
     if version:
         return Finding(name, "ok", version)
     return Finding(name, "broken", "not installed", "pip install -e . in the checkout installs all")
+
+
+def _missing() -> list[Finding]:
+    """Other packages that are declared as dependencies and absent."""
+    try:
+        rows = [row for row in metadata.requires("cutekernels") or () if "extra ==" not in row]
+    except PackageNotFoundError:
+        return []  # run from source
+    named = {re.split(r"[^\w.-]", row, maxsplit=1)[0]: row for row in rows}
+    others = named.keys() - {"torch", "triton", "nvidia-cutlass-dsl"}
+    absent = sorted(name for name in others if not environment.package_version(name))
+    return [Finding(name, "broken", "not installed", f"pip install '{named[name]}'") for name in absent]
 
 
 def _dsl_import() -> Finding:

@@ -51,7 +51,7 @@ def page(database: Database, *, gpu: str | None = None, op: str | None = None, p
     try:
         from plotly import io, offline
     except ImportError as error:
-        raise StoreError("a report is drawn with plotly: pip install 'cutekernels[report]'") from error
+        raise StoreError("a report is drawn with plotly: pip install 'plotly>=6'") from error
     trials = database.trials(gpu=gpu, op=op, problem=problem)
     winners = [w for w in database.winners(gpu=gpu, op=op, problem=problem) if w.serves]
     url = "" if database.store is None else shown(database.store.url)

@@ -29,10 +29,10 @@ def _open_text(name: str) -> TextIO:
     if name.endswith(".gz"):
         if not os.path.getsize(name):
             raise StoreError(f"{name} is empty, which no gzip file is: copy it again")
-        return gzip.open(name, "rt", encoding="utf-8", errors="surrogateescape")
+        return gzip.open(name, "rt", encoding="utf-8-sig", errors="surrogateescape")
     if name.endswith(".xz"):
-        return lzma.open(name, "rt", encoding="utf-8", errors="surrogateescape")
-    return open(name, encoding="utf-8", errors="surrogateescape")
+        return lzma.open(name, "rt", encoding="utf-8-sig", errors="surrogateescape")
+    return open(name, encoding="utf-8-sig", errors="surrogateescape")
 
 
 def read(source: str | os.PathLike[str] | TextIO, judge: Judge) -> list[Trial]:

@@ -156,7 +156,7 @@ def test_a_signal_waits_for_the_end_of_a_transaction(tmp_path: Path, plain_signa
                 finally:
                     raise StoreError("the last rows were not stored")
             assert type(caught.value.__context__) is error
-            assert cli._ended_by(caught.value) == (None if error is KeyboardInterrupt else 128 + number)
+            assert cli._ended_by(caught.value) == (1 if error is KeyboardInterrupt else 128 + number)
         with pytest.raises(KeyboardInterrupt), cli._signals_raise(), store._writing() as session:
             for _ in range(2):  # the second waits for nothing
                 signal.raise_signal(signal.SIGINT)
@@ -213,6 +213,8 @@ class TestCommandLine:
         both = [self.invoke(self.toml, "--list", "--format", "json", "--shard", f"{i}/2").stdout for i in (1, 2)]
         assert sorted(row["problem"] for out in both for row in json.loads(out)) == sorted(EIGHT)
         assert self.invoke(self.toml, "--list", "--op", "toy").exit_code == 0
+        queue = self.invoke("--requests", "--shard", "1/2")
+        assert queue.exit_code == 2 and "share its --requests by themselves: leave it out" in queue.stderr
         refused = self.invoke(self.toml, "--op", "gemm")
         assert refused.exit_code == 2 and "its ops: toy" in refused.stderr
 

@@ -9,6 +9,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
 
@@ -148,11 +149,18 @@ def test_a_server_that_stays_away_ends_a_run_with_a_code_of_its_own(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(engine, "AWAY_S", 0.2)
     monkeypatch.setattr(ledger, "FLUSH_S", 1e9)  # stopping a server takes a slow machine longer
-    store = Ledger(postgres())
+    store, interrupted = Ledger(postgres()), Ledger(postgres())
     lease = leases.of(store.url)
     with postgres.stopped():
+        interrupted.record([trial()])
+        with pytest.raises(KeyboardInterrupt), interrupted.hurried():
+            raise KeyboardInterrupt
+        begun = time.monotonic()
+        with pytest.raises(StoreUnreachable, match="1 attempts were not stored"), closing(interrupted):
+            interrupted.flush()
+        assert time.monotonic() - begun < engine.AWAY_S / 4
+        monkeypatch.setattr(engine, "AWAY_S", 0.2)
         store.record([trial()])
         with pytest.raises(StoreUnreachable, match=r"did not come back within 0 s$"):
             store.flush()
