@@ -159,5 +159,5 @@ def test_conditions_and_an_empty_database(tmp_path: Path, filled: None) -> None:
 
 def test_without_plotly_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, filled: None) -> None:
     monkeypatch.setitem(__import__("sys").modules, "plotly", None)
-    with database.open() as opened, pytest.raises(StoreError, match=r"cutekernels\[report\]"):
+    with database.open() as opened, pytest.raises(StoreError, match=r"pip install .plotly>=6"):
         html_report.page(opened)
