@@ -90,7 +90,7 @@ class Ledger(Store):
             raise self._failed
 
     @contextmanager
-    def hurried(self) -> Iterator[None]:
+    def hurry_on_signal(self) -> Iterator[None]:
         """Wait for no server any more once a signal ends the block."""
         try:
             yield

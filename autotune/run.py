@@ -188,9 +188,7 @@ class _Run:
                 if position is None:
                     time.sleep(POLL_S)
                     continue
-                deadline = self.end
-                if self.end is not None and self.least_s is None:  # a job that is not ranked shares its time evenly
-                    deadline = self.clock() + max(0.0, self.end - self.clock()) / len(waiting)
+                deadline = self._deadline(lambda left: max(0.0, left) / len(waiting))
                 waiting.remove(position)
                 task = self.tasks[position]
                 self.watch.begin(task, len(self.tasks) - len(waiting), len(self.tasks))
@@ -199,7 +197,7 @@ class _Run:
                     Prediction, task, spec, history, processes, self.limit, deadline, self.force,
                     on_trial=self.watch.trial, clock=self.clock,
                 )  # fmt: skip
-                late = self._over() and not history.earlier()
+                late = deadline is not None and deadline <= self.clock() and not history.earlier()
                 reports[position] = self._lease(store, task, history, predict, late=late)
                 self.watch.end(reports[position])
         return [reports[position] for position in sorted(reports)]
@@ -212,7 +210,7 @@ class _Run:
 
         def work(slot: Slot, lane: Runtime, kind: GpuSpec, position: int) -> TaskReport:
             task = self.tasks[position]
-            deadline = self._deadline(board, kind)
+            deadline = self._deadline(lambda left: board.share(kind, left))
             self.watch.begin(task, next(begun), board.total)
             history = TaskHistory(store, task.op, task.problem, kind, slot.environment, "measured")
             search = partial(
@@ -224,17 +222,17 @@ class _Run:
             self.watch.end(report)
             return report
 
-        with closing(studies), store.hurried():
+        with closing(studies), store.hurry_on_signal():
             hand_out(board, fleet, work, given_up=self.watch.end, late=self._over)
         return board.reports()
 
-    def _deadline(self, board: Board, kind: GpuSpec) -> float | None:
-        """The deadline of a task begun now: its share of the time; a ranked job's has all of it, if enough is left."""
+    def _deadline(self, share: Callable[[float], float]) -> float | None:
+        """The deadline of a task begun now: its ``share`` of the seconds left; all in a ranked job, if enough are."""
         now = self.clock()
         if self.end is None:
             return None
         if self.least_s is None:
-            return now + board.share(kind, self.end - now)
+            return now + share(self.end - now)
         return now if self.end - now < self.least_s else self.end
 
     def _postpone(self, history: TaskHistory) -> TaskReport:
@@ -271,7 +269,7 @@ class _Run:
                 task.op.name, str(task.problem), "unfinished", None, default, message=message, gpu=kind.name
             )
         try:
-            with store.hurried():
+            with store.hurry_on_signal():
                 run = partial(self._postpone, history) if late else lambda: begin().run()
                 return replace(self._steady(store, run), gpu=kind.name)
         finally:

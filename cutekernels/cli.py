@@ -28,7 +28,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from importlib import metadata
-from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -124,7 +123,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},  # of every verb
 )
 _MISUSE = (UnsupportedProblem, InvalidConfig, UnknownGpu, JobError)
-# What an installation for queries alone lacks.
+# Packages that an installation for queries alone lacks.
 _WHOLE = ("torch", "triton", "cutlass", "tvm_ffi", "optuna", "numpy", "safetensors")
 _UNREAD = 128 + signal.SIGPIPE  # as shells report it
 
@@ -399,7 +398,7 @@ def _missing() -> list[Finding]:
     """Other packages that are declared as dependencies and absent."""
     try:
         rows = [row for row in metadata.requires("cutekernels") or () if "extra ==" not in row]
-    except PackageNotFoundError:
+    except metadata.PackageNotFoundError:
         return []  # run from source
     named = {re.split(r"[^\w.-]", row, maxsplit=1)[0]: row for row in rows}
     others = named.keys() - {"torch", "triton", "nvidia-cutlass-dsl"}
@@ -443,7 +442,7 @@ def _private_names() -> list[Finding]:
     """Private names of others that calls would use and that these versions lack."""
     findings = []
     for module in ("cutekernels.torch_names", "cutekernels.backends.triton", "cutekernels.backends.cute"):
-        with suppress(ImportError, PackageNotFoundError):  # what does not import has its own finding
+        with suppress(ImportError, metadata.PackageNotFoundError):  # what does not import has its own finding
             for name, follows in importlib.import_module(module).absent().items():
                 findings.append(Finding("private name", "absent", f"{name}: {follows}", "calls are right, and slower"))
     return findings

@@ -254,7 +254,7 @@ def import_(
     db: Db = None,
 ) -> None:
     """Take in winners that `export` wrote: all lines or none."""
-    source = io.TextIOWrapper(sys.stdin.buffer, encoding="utf-8", errors="surrogateescape") if file == "-" else file
+    source = io.TextIOWrapper(sys.stdin.buffer, encoding="utf-8-sig", errors="surrogateescape") if file == "-" else file
     with _errors():
         url = url_of(db)
         read = incoming.read(source, query_.false_time)  # first: of a wrong file no database is made

@@ -154,7 +154,7 @@ def test_a_server_that_stays_away_ends_a_run_with_a_code_of_its_own(
     lease = leases.of(store.url)
     with postgres.stopped():
         interrupted.record([trial()])
-        with pytest.raises(KeyboardInterrupt), interrupted.hurried():
+        with pytest.raises(KeyboardInterrupt), interrupted.hurry_on_signal():
             raise KeyboardInterrupt
         begun = time.monotonic()
         with pytest.raises(StoreUnreachable, match="1 attempts were not stored"), closing(interrupted):
