@@ -25,7 +25,7 @@ def test_a_row_of_a_warp_is_reduced_by_single_instructions() -> None:
 def test_masses_are_not_fused() -> None:
     """Fused multiply-adds would give masses of their own, and the CPU and the GPU would keep different tokens."""
     problem = SAMPLE_FILTER.Problem.parse("rows=4 cols=128256 dtype=fp32 by_k=1 by_p=1")
-    ptx = built(SAMPLE_FILTER, problem, SAMPLE_FILTER.Config.parse("block=1024 warps=16 bits=1 splits=1")).ptx
+    ptx = built(SAMPLE_FILTER, problem, SAMPLE_FILTER.Config.parse("block=2048 warps=16 depth=2 splits=1")).ptx
     body = ptx.replace("div.rn.f32", "")
     assert "fma.rn.f32" not in body
     assert "mul.f32" in body or "mul.rn.f32" in body

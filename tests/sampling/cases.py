@@ -134,8 +134,9 @@ def _coarse(d):
 
 
 ALL = {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.02}
-_WHOLE = "block=1024 warps=16 bits=4 splits=1"
-_SPLIT = "block=1024 warps=8 bits=2 splits=8"
+_WHOLE = "block=1024 warps=16 depth=1 splits=1"
+_DEEP = "block=1024 warps=8 depth=4 splits=1"
+_SPLIT = "block=1024 warps=8 depth=2 splits=8"
 _ODD = [
     ["-inf"] * 8,
     ["nan", "0", "1", "2", "3", "3", "4", "5"],
@@ -154,15 +155,14 @@ BY_ROW = {
 CASES: dict[str, dict[str, Any]] = {
     "all, fp32": {"rows": 3, "cols": 300, **ALL, "config": _WHOLE},
     "all, bf16, ties": {"rows": 3, "cols": 300, **ALL, "dtype": "bf16", "ties": True, "config": _WHOLE},
-    "all, fp16, 2 bits": {
+    "all, fp16": {
         "rows": 3,
         "cols": 1500,
         **ALL,
         "dtype": "fp16",
-        "config": _WHOLE.replace("bits=4", "bits=2"),
+        "config": _WHOLE,
     },
-    "all, bf16, 1 bit": {"rows": 2, "cols": 99, **ALL, "dtype": "bf16", "config": _WHOLE.replace("bits=4", "bits=1")},
-    "all, larger blocks": {"rows": 1, "cols": 5000, **ALL, "config": "block=4096 warps=16 bits=2 splits=1"},
+    "all, larger blocks": {"rows": 1, "cols": 5000, **ALL, "config": "block=4096 warps=16 depth=1 splits=1"},
     "by row": {"rows": 9, "cols": 40, **BY_ROW, "ties": True},
     "by row, sliced": {"rows": 9, "cols": 41, **BY_ROW, "dtype": "bf16", "kind": "sliced"},
     "top-k": {"rows": 3, "cols": 300, "top_k": 5, "dtype": "bf16", "kind": "transposed"},
@@ -179,15 +179,27 @@ CASES: dict[str, dict[str, Any]] = {
     "one token": {"rows": 2, "cols": 1, **ALL},
     "odd values": {"values": _ODD, **ALL, "top_k": 4},
     "odd values, bf16": {"values": _ODD, **ALL, "top_k": 0, "dtype": "bf16"},
+    "deep, fp32": {"rows": 2, "cols": 9000, **ALL, "config": _DEEP},
+    "deep, top-p": {"rows": 2, "cols": 9000, "top_p": 0.4, "min_p": 0.001, "config": _DEEP},
+    "deep, much of the mass": {"rows": 2, "cols": 9000, "top_p": 0.995, "temperature": 5.0, "config": _DEEP},
+    "deep, more than lanes": {"rows": 1, "cols": 4100, "top_k": 1500, "top_p": 0.9, "config": _DEEP},
     "split, fp32": {"rows": 1, "cols": 4100, **ALL, "config": _SPLIT},
+    "split, top-p": {"rows": 2, "cols": 9000, "top_p": 0.9, "temperature": 3.0, "config": _SPLIT},
     "split, by row": {
-        **{n: v[:2] for n, v in BY_ROW.items()},
-        "rows": 2,
+        **BY_ROW,
+        "rows": 9,
         "cols": 4100,
         "dtype": "fp16",
         "ties": True,
-        "config": "block=1024 warps=16 bits=4 splits=8",
+        "config": "block=1024 warps=16 depth=1 splits=8",
     },
+    "split, odd values": {
+        "values": [row * 520 for row in _ODD],
+        **ALL,
+        "top_k": 0,
+        "config": _SPLIT,
+    },
+    "split, min-p": {"rows": 2, "cols": 4100, "min_p": 0.1, "config": _SPLIT},
 }
 PLANTED: dict[str, dict[str, Any]] = {
     "a token forgotten": {"rows": 2, "cols": 64, "top_p": 0.999, "edit": {"cols": -1}},

@@ -116,17 +116,17 @@ def test_refusals() -> None:
         sample_filter(normal(4, 8).double(), top_k=2)
     with pytest.raises(UnsupportedProblem, match="top_ps is on cpu, not cuda"):
         sample_filter(normal(4, 8), top_p=torch.rand(4))
-    with pytest.raises(InvalidConfig, match="nothing is searched"):
-        sample_filter(normal(4, 8), config="block=1024 warps=4 bits=2 splits=1")
+    with pytest.raises(InvalidConfig, match="idle on rows of 8"):
+        sample_filter(normal(4, 8), config="block=1024 warps=16 depth=1 splits=8")
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
 def test_the_same_tokens_whatever_the_config(dtype: torch.dtype) -> None:
     logits = normal(2, 50_000, dtype=dtype)
     configs = [
-        f"block={block} warps={warps} bits={bits} splits={splits}"
-        for block, warps, bits in ((1024, 4, 1), (1024, 8, 2), (1024, 16, 4), (4096, 32, 1))
-        for splits in (1, 8)
+        f"block={block} warps={warps} depth={depth} splits={splits}"
+        for block, warps in ((1024, 8), (1024, 16), (2048, 8), (4096, 16))
+        for depth, splits in ((1, 1), (2, 1), (2, 8))
     ]
     found = [sample_filter(logits, config=config, **ALL) for config in configs]
     assert all(torch.equal(f, found[0]) for f in found)

@@ -122,12 +122,12 @@ TOLD: dict[str, tuple[Told, ...]] = {
         )),
     ),
     "sample_filter": (
-        Told("rows=1 cols=4096", "block=1024 warps=4 bits=1 splits=1", (
+        Told("rows=1 cols=4096", "block=1024 warps=4 depth=1 splits=1", (
             ("", "block=4096", "4096 give it 32"),
-            ("by_k=1", "bits=4", "make 128 sums"),
-            ("", "bits=2", "nothing is searched"),
-            ("by_k=1", "bits=2 splits=32", "idle on rows of 4096"),
-            ("rows=1024 cols=131072 by_k=1", "bits=2 splits=32", "of 1024 rows"),
+            ("", "depth=8", "1024 give it 8"),
+            ("", "warps=16 depth=8", "twice a row of 4096"),
+            ("by_k=1", "splits=32", "idle on rows of 4096"),
+            ("rows=1024 cols=131072 by_k=1", "splits=32", "of 1024 rows"),
         )),
     ),
     "attention": (

@@ -160,7 +160,7 @@ def test_what_triton_calls_a_kernel_does_not_depend_on_what_was_compiled_before(
                 monkeypatch.setattr(fn, "hash", None)
                 monkeypatch.setattr(fn, "used_global_vals", {})
         if first:
-            assert route.ordered.cache_key and sampling._keys.cache_key
+            assert route.ordered.cache_key and sampling._columns.cache_key
         SAMPLE_FILTER.build(problem, config, gpu.lookup("h200")).save(tmp_path / "kernel")
         saved.append(((tmp_path / "kernel").read_bytes(), sampling.sample_filter.cache_key))
     assert saved[0][0] == saved[1][0]

@@ -2,7 +2,11 @@
 
 Each filter keeps what ranks at or above a threshold, so it is the threshold that is searched: the largest key (see
 ``ordered`` of ``moe/route.py``) from which up there are enough, in number for top-k, in mass for top-p. A search fixes
-BITS bits of the key at a time, from the top: one pass over the row measures all FAN = 2^BITS candidates.
+two bits of the key at a time, from the top, by the sums of the four candidates.
+
+Only few logits can be that threshold, and the searches read those alone, moved to the front of the row's result. For
+top-k they follow from lanes, the largest of every BLOCK-th column: ``k`` lanes that reach a key are at least ``k``
+logits that do. For top-p alone, from the masses above a few equally spaced values, up to four times.
 
 Masses are whole numbers, exp(x - max) in units of 2^-40, so that their sums are exact: the tokens that are kept depend
 neither on the order of summation nor on the config. They are made from fp32 additions and multiplications alone, each
@@ -10,8 +14,9 @@ rounded by itself (the kernel is compiled without fused multiply-add): any machi
 
 Values of :func:`sample_filter`: out and logits are (rows, cols); temperature, top-k, top-p and min-p are a number for
 all rows or (TEMPERATURES, TOP_KS, TOP_PS, MIN_PS) a dense vector of one for each row; BY_K, BY_P and BY_MIN_P say which
-filters there are. KEY_BITS is 16 or 32, as the logits' type has. ``run`` says where a search is; its ``state``, where
-SPLIT: for each row the maximum, then FAN counts and FAN masses of each phase, zero before the first launch.
+filters there are. KEY_BITS is 16 or 32, as the logits' type has. A pass reads DEPTH blocks of BLOCK columns at a time.
+``state``, where SPLIT, zero before the first launch: of each row the lanes, how many logits were moved to each, the
+masses of four passes, and what is found.
 """
 
 from collections import namedtuple
@@ -24,14 +29,27 @@ from cutekernels.kernels.triton.dependent import pdl_wait
 from cutekernels.kernels.triton.moe.route import LOWEST, ordered, valued
 
 ONE = tl.constexpr(1 << 40)
-_ALL = tl.constexpr(1 << 62)  # above any sum, so a search for it keeps everything
+_HIGHEST = tl.constexpr((1 << 31) - 1)
+_BITS = tl.constexpr(2)  # of a key that a phase of a search fixes
+_FAN = tl.constexpr(4)
+_LANE_BITS = tl.constexpr(16)  # of a key that lanes are to reach
+_STEPS = tl.constexpr(8)  # sums of a pass that narrows: of the whole row, and from seven values up
+_ALL = tl.constexpr(1 << 62)  # above any mass
+_ROUNDS = tl.constexpr(4)  # such passes at most
+_REACH = tl.constexpr(16.0)  # how far below the maximum they lie at first: e^-16 is 1e-7
 
 Pointers = namedtuple("Pointers", "out_ptr logits_ptr temperatures_ptr top_ks_ptr top_ps_ptr min_ps_ptr")
 Sizes = namedtuple("Sizes", "cols chunk")
 Steps = namedtuple("Steps", "row col")
 Numbers = namedtuple("Numbers", "temperature top_k top_p min_p")
-Pass = namedtuple("Pass", "state_ptr stage phase")
-Line = namedtuple("Line", "logits begin end cols col")  # a row's columns from begin to before end; col: their stride
+Pass = namedtuple("Pass", "state_ptr stage")
+Line = namedtuple("Line", "start begin end col")  # a row's columns from begin to before end; col: their stride
+Front = namedtuple("Front", "start col count deepest")  # of a result: what is moved, how many to a lane, and at most
+Softmax = namedtuple("Softmax", "most top temperature")  # the largest key, its value by the temperature
+Span = namedtuple("Span", "low high beyond within")  # keys of a threshold, both inclusive; masses above, and with them
+Kept = namedtuple("Kept", "floor only least")  # keys from floor up; one column alone, or -1; masses from least up
+Asked = namedtuple("Asked", "temperature top_k top_p least greedy by_k by_p")  # by_k, by_p: which searches there are
+State = namedtuple("State", "lanes counts sums found")
 
 
 class Strides(NamedTuple):
@@ -52,7 +70,7 @@ class How(NamedTuple):
     BY_P: bool
     BY_MIN_P: bool
     BLOCK: int
-    BITS: int
+    DEPTH: int
     KEY_BITS: int
     SPLIT: bool
 
@@ -75,103 +93,370 @@ def mass(d):
 
 
 @triton.jit
-def _keys(line, at, BLOCK: tl.constexpr):
-    """A block of a row from column ``at`` on: columns, their mask, values and keys."""
-    c = at + tl.arange(0, BLOCK)
-    there = c < line.cols
-    x = tl.load(line.logits + c.to(tl.int64) * line.col, mask=there, other=0.0)
+def _mass(x, key, of):
+    """Masses of logits ``x`` and their keys."""
+    return tl.where(key == of.most, ONE, mass(tl.div_rn(x.to(tl.float32), of.temperature) - of.top))
+
+
+@triton.jit
+def _softmax(most, temperature, dtype: tl.constexpr):
+    """What the masses of a row follow from, by its largest key."""
+    return Softmax(most, tl.div_rn(valued(most, dtype), temperature), temperature)
+
+
+@triton.jit
+def _share(p, total):
+    """The least whole mass from ``p * total`` up, at least 1."""
+    exact = p.to(tl.float64) * total.to(tl.float64)
+    whole = exact.to(tl.int64)
+    return tl.maximum(whole + (whole.to(tl.float64) < exact).to(tl.int64), 1)
+
+
+# ---- passes over a row
+
+
+@triton.jit
+def _columns(line, c):
+    """The columns ``c`` of a row: their numbers, their mask, values and keys."""
+    there = c < line.end
+    x = tl.load(line.start + c.to(tl.int64) * line.col, mask=there, other=0.0)
     return c, there, x, tl.where(there, ordered(x), LOWEST)
 
 
 @triton.jit
-def _most(line, BLOCK: tl.constexpr):
-    """The row's largest key and its first column, as one number that is never negative."""
-    # The key above, shifted to be positive; below it the column, counted down, so that the first of equal keys wins.
-    best = tl.zeros([BLOCK], tl.int64)
-    for at in range(line.begin, line.end, BLOCK):
-        c, there, _, key = _keys(line, at, BLOCK)
-        both = (key.to(tl.int64) + 2147483648) * 2147483648 + (2147483647 - c)
-        best = tl.maximum(best, tl.where(there, both, 0))
-    return tl.max(best, axis=0)
+def _tile(line, at, how):
+    """DEPTH blocks of a row from column ``at`` on, (DEPTH, BLOCK)."""
+    return _columns(line, at + tl.arange(0, how.DEPTH)[:, None] * how.BLOCK + tl.arange(0, how.BLOCK)[None, :])
 
 
 @triton.jit
-def _candidates(low, phase, BITS: tl.constexpr, KEY_BITS: tl.constexpr):
-    """The keys ``low`` with every value of the BITS bits that ``phase`` fixes."""
-    return low + (tl.arange(0, 1 << BITS) << (KEY_BITS - BITS * (phase + 1)))
+def _lanes(line, how):
+    """The largest key of each lane: of every BLOCK-th column."""
+    most = tl.full([how.DEPTH, how.BLOCK], float("-inf"), tl.float32)
+    for at in tl.range(line.begin, line.end, how.DEPTH * how.BLOCK):
+        _, there, x, _ = _tile(line, at, how)
+        x = tl.where(there, x.to(tl.float32), float("-inf"))
+        most = tl.maximum(most, x, propagate_nan=tl.PropagateNan.ALL)
+    return tl.max(ordered(most.to(line.start.dtype.element_ty)), axis=0)
 
 
 @triton.jit
-def _counts(line, candidates, BLOCK: tl.constexpr, FAN: tl.constexpr):
-    """The number of keys that reach each candidate."""
-    found = tl.zeros([FAN, BLOCK], tl.int32)
-    for at in range(line.begin, line.end, BLOCK):
-        _, there, _, key = _keys(line, at, BLOCK)
-        found += ((key[None, :] >= candidates[:, None]) & there[None, :]).to(tl.int32)
-    return tl.sum(found, axis=1).to(tl.int64)
+def _first(line, most, how):
+    """The first column of the key ``most``, or the largest int32."""
+    first = tl.full([how.DEPTH, how.BLOCK], _HIGHEST, tl.int32)
+    for at in tl.range(line.begin, line.end, how.DEPTH * how.BLOCK):
+        c, _, _, key = _tile(line, at, how)
+        first = tl.minimum(first, tl.where(key == most, c, _HIGHEST))
+    return tl.min(tl.min(first, axis=0), axis=0)
 
 
 @triton.jit
-def _masses(line, candidates, floor, most, temperature, BLOCK: tl.constexpr, FAN: tl.constexpr):
-    """The mass of the keys that reach each candidate, and ``floor`` too."""
-    # A block whose keys all lie below the floor and the least candidate needs no exponentials.
-    found = tl.zeros([FAN, BLOCK], tl.int64)
-    top = tl.div_rn(valued(most, line.logits.dtype.element_ty), temperature)
-    useful = tl.maximum(floor, tl.min(candidates, axis=0))
-    for at in range(line.begin, line.end, BLOCK):
-        _, there, x, key = _keys(line, at, BLOCK)
-        if tl.max(key, axis=0) >= useful:
-            m = mass(tl.div_rn(x.to(tl.float32), temperature) - top)
-            m = tl.where(key == most, ONE, m)
-            m = tl.where((key >= floor) & there, m, 0)
+def _candidates_of_span(span, of, dtype: tl.constexpr):
+    """The lowest key, and those of seven values that divide the span, or REACH below the maximum, from the top down."""
+    LOW: tl.constexpr = LOWEST if dtype.primitive_bitwidth == 32 else -32768
+    upper = valued(tl.minimum(span.high, of.most), dtype)
+    lower = tl.where(span.low > LOW, valued(span.low, dtype), upper - of.temperature * _REACH)
+    j = tl.arange(0, _STEPS)
+    values = upper - (upper - lower) * (j.to(tl.float32) / _STEPS)
+    return tl.where(j == 0, LOWEST, ordered(values.to(dtype)))
+
+
+@triton.jit
+def _masses_from(line, candidates, of, how):
+    """The mass of the keys that reach each of STEPS candidates."""
+    WIDTH: tl.constexpr = how.BLOCK // 2  # so that a thread has few sums
+    found = tl.zeros([_STEPS, WIDTH], tl.int64)
+    for at in tl.range(line.begin, line.end, 2 * WIDTH):
+        for half in tl.static_range(2):
+            _, there, x, key = _columns(line, at + half * WIDTH + tl.arange(0, WIDTH))
+            m = tl.where(there, _mass(x, key, of), 0)
             found += tl.where(key[None, :] >= candidates[:, None], m[None, :], 0)
     return tl.sum(found, axis=1)
 
 
 @triton.jit
-def _share(p, total):
-    """The least whole mass from ``p * total`` up, at least 1; above ``total`` for p >= 1."""
-    exact = p.to(tl.float64) * total.to(tl.float64)
-    whole = exact.to(tl.int64)
-    whole = tl.maximum(whole + (whole.to(tl.float64) < exact).to(tl.int64), 1)
-    return tl.where(p < 1.0, whole, _ALL)
+def _narrow(span, candidates, sums, wanted):
+    """The part of a span where the mass from a key up comes to ``wanted``, by the sums of candidates."""
+    enough = sums >= wanted
+    low = tl.max(tl.where(enough, candidates, LOWEST), axis=0)
+    high = tl.min(tl.where(enough, _HIGHEST, candidates - 1), axis=0)
+    beyond = tl.max(tl.where(enough, 0, sums), axis=0)
+    within = tl.min(tl.where(enough, sums, span.within), axis=0)
+    return Span(tl.maximum(span.low, low), tl.minimum(span.high, high), tl.maximum(span.beyond, beyond), within)
 
 
 @triton.jit
-def _advance(low, sums, wanted, phase, BITS: tl.constexpr, KEY_BITS: tl.constexpr):
-    """``low`` with BITS more bits: the last candidate whose sum reaches the goal."""
-    enough = (sums >= wanted) & (tl.arange(0, 1 << BITS) > 0)
-    return low + (tl.sum(enough.to(tl.int32), axis=0) << (KEY_BITS - BITS * (phase + 1)))
+def _is_wide(span, of, dtype: tl.constexpr, how):
+    """Whether so many logits may lie in a span that another pass is cheaper than searches of them."""
+    FEW: tl.constexpr = how.BLOCK // 4 if how.SPLIT else 4 * how.BLOCK
+    return span.within - span.beyond > _mass(valued(span.low, dtype), span.low, of) * FEW
 
 
 @triton.jit
-def _state(table, wanted, done, LOW: tl.constexpr, BITS: tl.constexpr, KEY_BITS: tl.constexpr):
-    """The state of a search after ``done`` phases, from their sums; the sums of the running phase still grow."""
-    FAN: tl.constexpr = 1 << BITS
-    phase = tl.arange(0, KEY_BITS // BITS)
-    j = tl.arange(0, FAN)
-    sums = tl.load(table + phase[:, None] * FAN + j[None, :], mask=(phase < done)[:, None], other=0)
-    enough = ((sums >= wanted) & (j[None, :] > 0)).to(tl.int32)
-    return LOW + tl.sum(tl.sum(enough, axis=1) << (KEY_BITS - BITS * (phase + 1)), axis=0)
+def _gather(out, line, span, counts, how):
+    """Moves the values in the span to the front of their lanes; how many each has. ``counts``, where SPLIT: of all
+    programs of the row.
+    """
+    count = tl.zeros([how.BLOCK], tl.int32)
+    lane = tl.arange(0, how.BLOCK)
+    for at in tl.range(line.begin, line.end, how.DEPTH * how.BLOCK):
+        _, there, x, key = _tile(line, at, how)
+        reached = ((key >= span.low) & (key <= span.high) & there).to(tl.int32)
+        more = tl.sum(reached, axis=0)
+        before = count
+        if how.SPLIT:
+            before = tl.atomic_add(counts + lane, more.to(tl.int64), mask=more > 0, sem="relaxed").to(tl.int32)
+        place = before[None, :] + tl.cumsum(reached, axis=0) - reached
+        tl.store(out.start + (place * how.BLOCK + lane[None, :]).to(tl.int64) * out.col, x, mask=reached > 0)
+        count += more
+    return count
 
 
 @triton.jit
-def _write(out, out_col, line, floor, best, scaling, least, how):
-    """Writes what is kept, scaled, and -inf for the rest. ``scaling``: the temperature, and whether it is greedy."""
-    temperature, greedy = scaling
-    # The largest key and its first column, as ``_most`` joined them; greedy rows keep that column alone.
-    most = (best // 2147483648 - 2147483648).to(tl.int32)
-    first = (2147483647 - best % 2147483648).to(tl.int32)
-    top = tl.div_rn(valued(most, line.logits.dtype.element_ty), temperature)
-    for at in range(line.begin, line.end, how.BLOCK):
-        c, there, x, key = _keys(line, at, how.BLOCK)
-        y = tl.div_rn(x.to(tl.float32), temperature)
-        kept = key >= floor
-        if how.BY_MIN_P:
-            kept = kept & ((key == most) | (mass(y - top) >= least))
-        kept = tl.where(greedy, c == first, kept)
-        y = tl.where(kept, y, float("-inf"))
-        tl.store(out + c.to(tl.int64) * out_col, y.to(out.dtype.element_ty), mask=there)
+def _write(out, line, kept, of, how):
+    """Writes what is kept, divided by the temperature, and -inf for the rest."""
+    for at in tl.range(line.begin, line.end, how.DEPTH * how.BLOCK):
+        c, there, x, key = _tile(line, at, how)
+        stays = (key >= kept.floor) & ((kept.only < 0) | (c == kept.only))
+        if how.BY_MIN_P:  # noqa: SIM102 - known at compile time, unlike what follows
+            if kept.least > 0:
+                stays = stays & (_mass(x, key, of) >= kept.least)
+        y = tl.where(stays, tl.div_rn(x.to(tl.float32), of.temperature), float("-inf"))
+        tl.store(out.start + c.to(tl.int64) * out.col, y.to(out.start.dtype.element_ty), mask=there)
+
+
+# ---- searches
+
+
+@triton.jit
+def _block(front, i, how):
+    """The values at the front of all lanes that have ``i`` more before them: their mask, values and keys."""
+    there = i < front.count
+    at = i * how.BLOCK + tl.arange(0, how.BLOCK)
+    x = tl.load(front.start + at.to(tl.int64) * front.col, mask=there, other=0.0)
+    return there, x, tl.where(there, ordered(x), LOWEST)
+
+
+@triton.jit
+def _counts(front, candidates, how):
+    """The number of keys that reach each candidate."""
+    found = tl.zeros([_FAN, how.BLOCK], tl.int32)
+    for i in range(front.deepest):
+        there, _, key = _block(front, i, how)
+        found += ((key[None, :] >= candidates[:, None]) & there[None, :]).to(tl.int32)
+    return tl.sum(found, axis=1).to(tl.int64)
+
+
+@triton.jit
+def _masses(front, candidates, floor, of, how):
+    """The mass of the keys that reach each candidate, and ``floor`` too."""
+    found = tl.zeros([_FAN, how.BLOCK], tl.int64)
+    for i in range(front.deepest):
+        there, x, key = _block(front, i, how)
+        m = tl.where((key >= floor) & there, _mass(x, key, of), 0)
+        found += tl.where(key[None, :] >= candidates[:, None], m[None, :], 0)
+    return tl.sum(found, axis=1)
+
+
+@triton.jit
+def _mass_from(front, floor, of, how):
+    """The mass of the keys that reach ``floor``."""
+    found = tl.zeros([how.BLOCK], tl.int64)
+    for i in range(front.deepest):
+        there, x, key = _block(front, i, how)
+        found += tl.where((key >= floor) & there, _mass(x, key, of), 0)
+    return tl.sum(found, axis=0)
+
+
+@triton.jit
+def _least_of_mass(front, floor, least, of, how):
+    """The least key from ``floor`` up whose mass is ``least`` or more, and the largest one whose is not: masses fall
+    with their keys but for their last bit.
+    """
+    enough = tl.full([how.BLOCK], _HIGHEST, tl.int32)
+    little = tl.full([how.BLOCK], LOWEST, tl.int32)
+    for i in range(front.deepest):
+        there, x, key = _block(front, i, how)
+        there = there & (key >= floor)
+        reached = _mass(x, key, of) >= least
+        enough = tl.minimum(enough, tl.where(there & reached, key, _HIGHEST))
+        little = tl.maximum(little, tl.where(there & ~reached, key, LOWEST))
+    return tl.min(enough, axis=0), tl.max(little, axis=0)
+
+
+@triton.jit
+def _candidates(low, phase, how):
+    """The keys ``low`` with every value of the two bits that ``phase`` fixes."""
+    return low + (tl.arange(0, _FAN) << (how.KEY_BITS - _BITS * (phase + 1)))
+
+
+@triton.jit
+def _advance(low, sums, wanted, phase, how):
+    """``low`` with two more bits: the last candidate whose sum reaches the goal."""
+    enough = (sums >= wanted) & (tl.arange(0, _FAN) > 0)
+    return low + (tl.sum(enough.to(tl.int32), axis=0) << (how.KEY_BITS - _BITS * (phase + 1)))
+
+
+@triton.jit
+def _reached(lanes, wanted, how):
+    """A key that ``wanted`` lanes reach, or the lowest: the largest one of few bits."""
+    low = tl.full([], -(1 << (how.KEY_BITS - 1)), tl.int32)
+    for phase in range(_LANE_BITS // _BITS):
+        candidates = _candidates(low, phase, how)
+        sums = tl.sum((lanes[None, :] >= candidates[:, None]).to(tl.int32), axis=1)
+        low = _advance(low, sums, wanted, phase, how)
+    return low
+
+
+@triton.jit
+def _search(front, wanted, floor, span, of, how, BY_MASS: tl.constexpr):
+    """The largest key of the span that ``wanted`` reach, in number or in mass of what reaches ``floor``."""
+    low = tl.full([], -(1 << (how.KEY_BITS - 1)), tl.int32)
+    least, most = tl.maximum(span.low, floor), tl.minimum(span.high, of.most)
+    for phase in range(how.KEY_BITS // _BITS):
+        shift = how.KEY_BITS - _BITS * (phase + 1)
+        if (least >> shift) == (most >> shift):  # there is one candidate
+            low = (least >> shift) << shift
+        else:
+            candidates = _candidates(low, phase, how)
+            if BY_MASS:
+                sums = _masses(front, candidates, floor, of, how) + span.beyond
+            else:
+                sums = _counts(front, candidates, how)
+            low = _advance(low, sums, wanted, phase, how)
+    return low
+
+
+@triton.jit
+def _choose(front, span, wanted, asked, of, how):
+    """The least key and mass of what is kept, by the logits in the span. ``wanted``: top-p's mass, without top-k."""
+    floor = tl.full([], -(1 << (how.KEY_BITS - 1)), tl.int32)
+    least = asked.least
+    if how.BY_K:  # noqa: SIM102 - known at compile time, unlike what follows
+        if asked.by_k:
+            floor = _search(front, asked.top_k.to(tl.int64), floor, span, of, how, False)
+    if how.BY_P:  # noqa: SIM102
+        if asked.by_p:
+            if asked.by_k:
+                wanted = _share(asked.top_p, _mass_from(front, floor, of, how))
+            floor = tl.maximum(floor, _search(front, wanted, floor, span, of, how, True))
+    if how.BY_K and how.BY_MIN_P:  # noqa: SIM102
+        if asked.by_k:
+            # The floor serves for min-p too, unless a last bit of masses is in the way.
+            enough, little = _least_of_mass(front, floor, least, of, how)
+            floor = tl.maximum(floor, enough)
+            least = tl.where(little < floor, 0, least)
+    return floor, least
+
+
+@triton.jit
+def _asked(at, n, of, row, how):
+    """The parameters of a row, and by which of top-k and top-p it is searched."""
+    # tl.full makes tensors of numbers: the interpreter passes Python's own, in fp64.
+    temperature = tl.load(at.temperatures_ptr + row) if how.TEMPERATURES else tl.full([], of.temperature, tl.float32)
+    top_k = tl.load(at.top_ks_ptr + row) if how.TOP_KS else tl.full([], of.top_k, tl.int32)
+    top_p = tl.load(at.top_ps_ptr + row) if how.TOP_PS else tl.full([], of.top_p, tl.float32)
+    min_p = tl.load(at.min_ps_ptr + row) if how.MIN_PS else tl.full([], of.min_p, tl.float32)
+    # A temperature of 0, below, or NaN is greedy: the first of the largest logits. Such rows skip the searches.
+    greedy = ~(temperature > 0.0)
+    temperature = tl.where(greedy, 1.0, temperature)
+    # min-p: a share of the largest mass, which is ONE.
+    least = tl.where(min_p > 0.0, _share(tl.minimum(min_p, 1.0) * 0.5, tl.full([], ONE * 2, tl.int64)), 0)
+    by_k = (top_k > 0) & (top_k < n.cols) & ~greedy & how.BY_K
+    by_p = (top_p < 1.0) & ~greedy & how.BY_P
+    return Asked(temperature, top_k, top_p, tl.where(greedy, 0, least), greedy, by_k, by_p)
+
+
+@triton.jit
+def _everything(how):
+    """The span of all keys."""
+    low, none = tl.full([], -(1 << (how.KEY_BITS - 1)), tl.int32), tl.full([], 0, tl.int64)
+    return Span(low, tl.full([], _HIGHEST, tl.int32), none, tl.full([], _ALL, tl.int64))
+
+
+@triton.jit
+def _do_pass(out, line, state, stage, asked, how):
+    """One pass over a part of a row."""
+    dtype: tl.constexpr = line.start.dtype.element_ty
+    lane, step = tl.arange(0, how.BLOCK), tl.arange(0, _STEPS)
+    if stage == 0:
+        # What there is above the lowest int32: nothing at first.
+        tl.atomic_max(state.lanes + lane, _lanes(line, how).to(tl.int64) - LOWEST, sem="relaxed")
+    else:
+        lanes = (tl.load(state.lanes + lane) + LOWEST).to(tl.int32)
+        of = _softmax(tl.max(lanes, axis=0), asked.temperature, dtype)
+        if stage == _ROUNDS + 3:
+            floor = tl.load(state.found).to(tl.int32) if how.BY_K or how.BY_P else _everything(how).low
+            only = tl.where(asked.greedy, (0 - tl.load(state.found + 1)) + _HIGHEST, -1).to(tl.int32)
+            least = tl.load(state.found + 2) if how.BY_K or how.BY_P else asked.least
+            _write(out, line, Kept(floor, only, least), of, how)
+        elif asked.greedy:
+            if stage == _ROUNDS + 1:
+                # Counted down, so that the first of all programs wins, and zero is none.
+                tl.atomic_max(state.found + 1, (0 - _first(line, of.most, how).to(tl.int64)) + _HIGHEST, sem="relaxed")
+            elif (stage == _ROUNDS + 2) & (line.begin == 0):
+                tl.store(state.found, _everything(how).low.to(tl.int64))
+        elif how.BY_K or how.BY_P:
+            span, wanted = _everything(how), tl.full([], 0, tl.int64)
+            if how.BY_P:  # noqa: SIM102
+                if asked.by_p & ~asked.by_k:
+                    # The span so far, from the sums of the passes before this one.
+                    for i in tl.static_range(_ROUNDS):
+                        if (stage > i) & _is_wide(span, of, dtype, how):
+                            candidates = _candidates_of_span(span, of, dtype)
+                            sums = state.sums + i * _STEPS + step
+                            if stage == i + 1:
+                                tl.atomic_add(sums, _masses_from(line, candidates, of, how), sem="relaxed")
+                            else:
+                                found = tl.load(sums)
+                                if i == 0:
+                                    wanted = _share(asked.top_p, tl.max(found, axis=0))
+                                span = _narrow(span, candidates, found, wanted)
+            if stage > _ROUNDS:
+                if how.BY_K:  # noqa: SIM102
+                    if asked.by_k:
+                        span = Span(_reached(lanes, asked.top_k, how), span.high, span.beyond, span.within)
+                if stage == _ROUNDS + 1:
+                    if asked.by_k | asked.by_p:
+                        _gather(out, line, span, state.counts, how)
+                elif line.begin == 0:
+                    count = tl.load(state.counts + lane).to(tl.int32)
+                    front = Front(out.start, out.col, count, tl.max(count, axis=0))
+                    floor, least = _choose(front, span, wanted, asked, of, how)
+                    tl.store(state.found, floor.to(tl.int64))
+                    tl.store(state.found + 2, least)
+
+
+@triton.jit
+def _do_all(out, line, asked, how):
+    """All passes over a row, one after another; ``out`` holds what the searches read until the last one writes it."""
+    dtype: tl.constexpr = line.start.dtype.element_ty
+    lanes = _lanes(line, how)
+    of = _softmax(tl.max(lanes, axis=0), asked.temperature, dtype)
+    floor, only, least = _everything(how).low, tl.full([], -1, tl.int32), asked.least
+    if asked.greedy:
+        only = _first(line, of.most, how)
+    elif how.BY_K or how.BY_P:  # noqa: SIM102
+        if asked.by_k | asked.by_p:
+            span, wanted = _everything(how), tl.full([], 0, tl.int64)
+            if how.BY_K:  # noqa: SIM102
+                if asked.by_k:
+                    span = Span(_reached(lanes, asked.top_k, how), span.high, span.beyond, span.within)
+            if how.BY_P:  # noqa: SIM102
+                if ~asked.by_k:
+                    for i in range(_ROUNDS):
+                        if _is_wide(span, of, dtype, how):
+                            candidates = _candidates_of_span(span, of, dtype)
+                            sums = _masses_from(line, candidates, of, how)
+                            if i == 0:
+                                wanted = _share(asked.top_p, tl.max(sums, axis=0))
+                            span = _narrow(span, candidates, sums, wanted)
+            count = _gather(out, line, span, 0, how)
+            tl.debug_barrier()  # other threads may read what was moved
+            front = Front(out.start, out.col, count, tl.max(count, axis=0))
+            floor, least = _choose(front, span, wanted, asked, of, how)
+            tl.debug_barrier()  # all have read what is overwritten
+    _write(out, line, Kept(floor, only, least), of, how)
 
 
 @triton.jit
@@ -182,98 +467,20 @@ def sample_filter(
 
     Grid: rows, by chunks of ``chunk`` columns (one chunk without SPLIT).
     Schedule: without SPLIT a program does all of a row, pass after pass. With it, each pass is a launch, and each
-    program of a row takes ``chunk`` columns: the sums meet in ``state`` by integer atomics, whose order changes
-    nothing, and each program of the next launch reads the search so far off them. ``stage`` says which pass: 0 the
-    maximum, 1 counts, 2 masses, 3 the result.
+    program of a row takes ``chunk`` columns: what they find meets in ``state`` by integer atomics, whose order changes
+    nothing. ``stage`` says which pass: 0 the lanes, 1 to ROUNDS masses that narrow the span of top-p, then the move of
+    what lies in it, the searches, by one program, and the result.
     """
     pdl_wait(DEPENDENT)
-    FAN: tl.constexpr = 1 << how.BITS
-    PHASES: tl.constexpr = how.KEY_BITS // how.BITS
-    LOW: tl.constexpr = -(1 << (how.KEY_BITS - 1))
     row = tl.program_id(0).to(tl.int64)
     begin = tl.program_id(1) * n.chunk
     end = tl.minimum(begin + n.chunk, n.cols)
-    logits = at.logits_ptr + row * by.logits.row
-    out = at.out_ptr + row * by.out.row
-    # tl.full makes tensors of numbers: the interpreter passes Python's own, in fp64.
-    temperature = tl.load(at.temperatures_ptr + row) if how.TEMPERATURES else tl.full([], of.temperature, tl.float32)
-    top_k = tl.load(at.top_ks_ptr + row) if how.TOP_KS else tl.full([], of.top_k, tl.int32)
-    top_p = tl.load(at.top_ps_ptr + row) if how.TOP_PS else tl.full([], of.top_p, tl.float32)
-    min_p = tl.load(at.min_ps_ptr + row) if how.MIN_PS else tl.full([], of.min_p, tl.float32)
-    # A temperature of 0, below, or NaN is greedy: the first of the largest logits. Such rows skip the searches.
-    greedy = ~(temperature > 0.0)
-    temperature = tl.where(greedy, 1.0, temperature)
-    searched_k = (top_k > 0) & (top_k < n.cols) & ~greedy
-    searched_p = (top_p < 1.0) & ~greedy
-    # min-p: a share of the largest mass, which is ONE.
-    least = tl.where(min_p > 0.0, _share(tl.minimum(min_p, 1.0) * 0.5, tl.full([], ONE * 2, tl.int64)), 0)
-
-    # ---- with SPLIT: one pass of the search, of one chunk
-
+    line = Line(at.logits_ptr + row * by.logits.row, begin, end, by.logits.col)
+    out = Line(at.out_ptr + row * by.out.row, begin, end, by.out.col)
+    asked = _asked(at, n, of, row, how)
     if how.SPLIT:
-        line = Line(logits, begin, end, n.cols, by.logits.col)
-        state = run.state_ptr + row * (1 + 2 * PHASES * FAN)
-        counted = state + 1
-        weighed = counted + PHASES * FAN
-        if run.stage == 0:
-            # The maximum of the row: the programs' own meet in the first word.
-            best = _most(line, how.BLOCK)
-            tl.atomic_max(state, best, sem="relaxed")
-        else:
-            best = tl.load(state)
-            most = (best // 2147483648 - 2147483648).to(tl.int32)
-            floor = tl.full([], LOW, tl.int32)
-            # The floor that top-k has fixed so far: all phases are done where masses are measured.
-            if how.BY_K:
-                done = tl.where(run.stage == 1, run.phase, PHASES)
-                goal = tl.where(searched_k, top_k.to(tl.int64), _ALL)
-                floor = _state(counted, goal, done, LOW, how.BITS, how.KEY_BITS)
-            if run.stage == 1:
-                # Counts of this phase's candidates, added to those of the row's other programs.
-                if searched_k:
-                    candidates = _candidates(floor, run.phase, how.BITS, how.KEY_BITS)
-                    sums = _counts(line, candidates, how.BLOCK, FAN)
-                    tl.atomic_add(counted + run.phase * FAN + tl.arange(0, FAN), sums, sem="relaxed")
-            else:
-                # The floor that top-p has fixed so far, from the masses of the phases before.
-                low = tl.full([], LOW, tl.int32)
-                if how.BY_P:
-                    wanted = tl.where(searched_p, _share(top_p, tl.load(weighed)), _ALL)
-                    done = tl.where(run.stage == 2, run.phase, PHASES)
-                    low = _state(weighed, wanted, done, LOW, how.BITS, how.KEY_BITS)
-                if run.stage == 2:
-                    if searched_p:
-                        candidates = _candidates(low, run.phase, how.BITS, how.KEY_BITS)
-                        sums = _masses(line, candidates, floor, most, temperature, how.BLOCK, FAN)
-                        tl.atomic_add(weighed + run.phase * FAN + tl.arange(0, FAN), sums, sem="relaxed")
-                else:
-                    floor = tl.maximum(floor, low)
-                    _write(out, by.out.col, line, floor, best, (temperature, greedy), least, how)
-    # ---- without SPLIT: all passes of a row, one after another
-
+        state = run.state_ptr + row * (2 * how.BLOCK + _ROUNDS * _STEPS + 3)
+        sums = state + 2 * how.BLOCK
+        _do_pass(out, line, State(state, state + how.BLOCK, sums, sums + _ROUNDS * _STEPS), run.stage, asked, how)
     else:
-        line = Line(logits, 0, n.cols, n.cols, by.logits.col)
-        best = _most(line, how.BLOCK)
-        most = (best // 2147483648 - 2147483648).to(tl.int32)
-        floor = tl.full([], LOW, tl.int32)
-        # top-k: BITS bits of the floor a pass, by counts.
-        if how.BY_K:  # noqa: SIM102 - known at compile time, unlike what follows
-            if searched_k:
-                for i in range(PHASES):
-                    candidates = _candidates(floor, i, how.BITS, how.KEY_BITS)
-                    sums = _counts(line, candidates, how.BLOCK, FAN)
-                    floor = _advance(floor, sums, top_k.to(tl.int64), i, how.BITS, how.KEY_BITS)
-        # top-p: the same by masses, of what top-k has left.
-        if how.BY_P:  # noqa: SIM102
-            if searched_p:
-                low = tl.full([], LOW, tl.int32)
-                wanted = tl.full([], 0, tl.int64)
-                for i in range(PHASES):
-                    candidates = _candidates(low, i, how.BITS, how.KEY_BITS)
-                    sums = _masses(line, candidates, floor, most, temperature, how.BLOCK, FAN)
-                    if i == 0:  # the first candidate is reached by all
-                        total = tl.sum(tl.where(tl.arange(0, FAN) == 0, sums, 0), axis=0)
-                        wanted = _share(top_p, total)
-                    low = _advance(low, sums, wanted, i, how.BITS, how.KEY_BITS)
-                floor = tl.maximum(floor, low)
-        _write(out, by.out.col, line, floor, best, (temperature, greedy), least, how)
+        _do_all(out, line, asked, how)

@@ -76,22 +76,23 @@ class SampleFilterProblem(LaidOut, Problem):
 
 @dataclass(frozen=True)
 class SampleFilterConfig(Config):
-    """A search fixes ``bits`` of a threshold in one pass over a row, shared by ``splits`` programs (a launch each)."""
+    """A program reads ``depth`` blocks of a row at a time. ``splits`` programs share a row, a launch for each pass."""
 
-    block: int = knob(1024, 4096)
-    warps: int = knob(4, 8, 16, 32)
-    bits: int = knob(1, 2, 4)
+    block: int = knob(1024, 2048, 4096)
+    warps: int = knob(4, 8, 16)
+    depth: int = knob(1, 2, 4, 8)
     splits: int = knob(1, 8, 32)
 
 
-_MAX_SUMS = 32  # 64-bit sums of one thread
+_MOST_READ = 16  # elements that one thread reads at a time: registers
+_STATE = 35  # words of a row's state beside two for each lane
 
 
 class SampleFilter(TritonOp[SampleFilterProblem, SampleFilterConfig]):
     """The filtered logits. A parameter is a number, or a tensor with one for each row."""
 
     name = "sample_filter"
-    revision = 1
+    revision = 2
     Problem = SampleFilterProblem
     Config = SampleFilterConfig
     suite = (
@@ -107,7 +108,7 @@ class SampleFilter(TritonOp[SampleFilterProblem, SampleFilterConfig]):
     )
     kernel = "sampling:sample_filter"
     options = ("by_k", "by_p", "by_min_p")
-    in_place = False  # splits read a row after others have written to it
+    in_place = False  # the result holds what is searched, before logits are read for the last time
     out = Matrix("*rows", "cols", result=True)
     logits = Matrix("*rows", "cols")
     temperatures = Array("*rows", dtype="fp32", strides=(), given="temperatures")
@@ -115,10 +116,10 @@ class SampleFilter(TritonOp[SampleFilterProblem, SampleFilterConfig]):
     top_ps = Array("*rows", dtype="fp32", strides=(), given="top_ps")
     min_ps = Array("*rows", dtype="fp32", strides=(), given="min_ps")
     sizes = {"cols": "i32", "chunk": "i32"}
-    constexprs = ("temperatures", "top_ks", "top_ps", "min_ps", *options, "block", "bits")
+    constexprs = ("temperatures", "top_ks", "top_ps", "min_ps", *options, "block", "depth")
     scalar_types = {"temperature": "fp32", "top_k": "i32", "top_p": "fp32", "min_p": "fp32"}
     scalar_samples = {"temperature": 0.8, "top_k": 50, "top_p": 0.9, "min_p": 0.02}
-    extras = {"state_ptr": "*i64", "stage": "i32", "phase": "i32"}
+    extras = {"state_ptr": "*i64", "stage": "i32"}
 
     def numbers(self, p: SampleFilterProblem, c: SampleFilterConfig) -> tuple[int, ...]:
         return p.cols, self.chunk(p, c)
@@ -135,17 +136,18 @@ class SampleFilter(TritonOp[SampleFilterProblem, SampleFilterConfig]):
     @of_config
     def elements_of_a_thread(self, c: SampleFilterConfig, gpu: GpuSpec) -> str | None:
         each = c.block // (32 * c.warps)
-        if 2 <= each <= 8:
+        if 1 <= each <= 8 and each * c.depth <= _MOST_READ:
             return None
-        return f"a thread of {32 * c.warps} takes 2 to 8 elements of a block; {c.block} give it {each}"
+        return (
+            f"a thread of {32 * c.warps} takes 1 to 8 elements of a block, and {_MOST_READ} at a time at most; "
+            f"{c.depth} blocks of {c.block} give it {each} each"
+        )
 
     @of_both
-    def most_sums(self, p: SampleFilterProblem, c: SampleFilterConfig, gpu: GpuSpec) -> str | None:
-        if not p.searches:
-            return "nothing is searched: bits must be 1" if c.bits > 1 else None
-        sums = c.block // (32 * c.warps) << c.bits
-        most = _MAX_SUMS if c.warps <= 16 else _MAX_SUMS // 4  # a thread of 1024 has 64 registers
-        return f"bits={c.bits} make {sums} sums in each thread; at most {most}" if sums > most else None
+    def idle_blocks(self, p: SampleFilterProblem, c: SampleFilterConfig, gpu: GpuSpec) -> str | None:
+        if c.depth == 1 or c.depth * c.block < 2 * p.cols:
+            return None
+        return f"{c.depth} blocks of {c.block} are twice a row of {p.cols} or more: take fewer"
 
     @of_both
     def no_idle_splits(self, p: SampleFilterProblem, c: SampleFilterConfig, gpu: GpuSpec) -> str | None:
@@ -160,13 +162,13 @@ class SampleFilter(TritonOp[SampleFilterProblem, SampleFilterConfig]):
         return f"splits={c.splits} of {p.rows} rows are more programs than {gpu.sm_count} SMs run at once"
 
     def default(self, p: SampleFilterProblem, gpu: GpuSpec) -> SampleFilterConfig:
-        block, warps, bits = 4096, 16, 2
-        splits = next((n for n in (32, 8) if p.rows * n <= 2 * gpu.sm_count), 1)
-        if splits > 1:
-            block, warps, bits = 1024, 16, 4
-        if splits * block > 2 * p.cols:
-            splits = 1
-        return SampleFilterConfig(block, warps, bits if p.searches else 1, splits)
+        half = p.itemsize == 2
+        for splits, warps, depth, waves in ((32, 16, 2, 2), (8, 8, 1 if half else 4, 4)):
+            if p.rows * splits <= waves * gpu.sm_count and splits * 1024 <= 2 * p.cols:
+                return SampleFilterConfig(1024, warps, depth, splits)
+        if half and p.cols > 1024:
+            return SampleFilterConfig(2048, 16, 1, 1)
+        return SampleFilterConfig(1024, 8, next(d for d in (4, 2, 1) if d == 1 or d * 1024 < 2 * p.cols), 1)
 
     def grid(self, p: SampleFilterProblem, c: SampleFilterConfig) -> tuple[int, int, int]:
         return p.rows, -(-p.cols // self.chunk(p, c)), 1
@@ -175,38 +177,38 @@ class SampleFilter(TritonOp[SampleFilterProblem, SampleFilterConfig]):
         """Columns of one program: whole blocks."""
         return max(1, -(-p.cols // (c.splits * c.block))) * c.block
 
-    def passes(self, p: SampleFilterProblem, c: SampleFilterConfig) -> list[tuple[int, int]]:
-        """(stage, phase) of each pass over a row."""
-        phases = range(8 * p.itemsize // c.bits)
-        counts = [(1, i) for i in phases] if p.by_k else []
-        return [(0, 0), *counts, *([(2, i) for i in phases] if p.by_p else []), (3, 0)]
-
     def estimate_us(self, p: SampleFilterProblem, c: SampleFilterConfig, gpu: GpuSpec) -> float:
-        """Instructions or bytes of each pass over a row, one pass after another."""
-        rate, programs = rates.of(gpu), p.rows * self.grid(p, c)[1]
-        memory = p.rows * p.cols * p.itemsize / (gpu.dram_gbps * 1e3)
-        between = rate.launch_us if c.splits > 1 else FILTER.pass_us
-        digits = FILTER.digit << c.bits
-        each = FILTER.first, FILTER.top_k + digits, FILTER.top_p + 2 * digits, FILTER.last
-        total = 0.0
-        for stage, _ in self.passes(p, c):
-            instructions = each[stage]
-            alone = self.chunk(p, c) * instructions / (32 * min(4, c.warps)) / rate.clock_mhz
-            total += max(alone * max(1.0, programs / gpu.sm_count), memory) + between
-        return rate.launch_us + total
+        """Instructions, loads or bytes of each pass over a row; of a search those of a block for each phase."""
+        rate, own = rates.of(gpu), FILTER
+        chunk, memory = self.chunk(p, c), p.rows * p.cols * p.itemsize / (gpu.dram_gbps * 1e3)
+        of_row, of_chunk = (max(1.0, n / gpu.sm_count) for n in (p.rows, p.rows * self.grid(p, c)[1]))
+        instruction_us = 1 / (32 * min(4, c.warps)) / rate.clock_mhz
+        loads = -(-chunk // (c.block * c.depth)) * rate.l2_latency_us
+        passes, search = [own.first, own.last + own.top_p * (p.by_min_p and not p.by_k)], 0.0
+        if p.searches:
+            passes += [own.first + own.top_k] + [own.top_p + 16 * own.digit] * (not p.by_k)
+            phases, lanes = 4 * p.itemsize, 8 * p.by_k
+            counted, weighed = own.top_k + 4 * own.digit, own.top_p + 8 * own.digit
+            instructions = (lanes + p.by_k * phases) * counted + p.by_p * phases * weighed
+            search = instructions * c.block * instruction_us + (lanes + p.searches * phases) * own.pass_us
+        launches = 1 if c.splits == 1 else len(passes) + 1 + bool(p.searches)
+        over = sum(max(of_chunk * (chunk * each * instruction_us + loads), memory) for each in passes)
+        return launches * rate.launch_us + over + of_row * search
 
     def bind(self, p: SampleFilterProblem, c: SampleFilterConfig, kernel: Callable[..., Any]) -> Callable[..., None]:
         import torch
 
-        launch, passes = super().bind(p, c, kernel), self.passes(p, c)
-        state_size = p.rows * (1 + 2 * (8 * p.itemsize // c.bits << c.bits))
+        launch = super().bind(p, c, kernel)
         if c.splits == 1:
-            return lambda *args: launch(*args, 0, 0, 0)
+            return lambda *args: launch(*args, 0, 0)
+        state_size = p.rows * (2 * c.block + _STATE)
+        narrowing, rest = (1, 2, 3, 4), (5, 6, 7) if p.searches else (5, 7)
 
         def pass_by_pass(*args: Any) -> None:
             state = torch.zeros(state_size, dtype=torch.int64, device=args[0].device)
-            for stage, phase in passes:
-                launch(*args, state.data_ptr(), stage, phase)
+            alone = p.by_p and (p.top_ks or not (p.by_k and 0 < args[-3] < p.cols))
+            for stage in (0, *(narrowing if alone else ()), *rest):
+                launch(*args, state.data_ptr(), stage)
 
         return pass_by_pass
 
