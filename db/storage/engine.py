@@ -208,7 +208,7 @@ def _postgres(url: str, patience_s: tuple[int, int] = _PATIENCE_S) -> Engine:
         given = {"connect_timeout": _CONNECT_TIMEOUT_S}
         engine = create_engine(in_utf8(postgres_url(url)), poolclass=NullPool, connect_args=given)
     except (ImportError, NoSuchModuleError) as error:
-        raise StoreError(f"no driver for {shown(url)}: {error}; pip install 'cutekernels[postgres]'") from error
+        raise StoreError(f"no driver for {shown(url)}: {error}; pip install 'psycopg[binary]>=3.2.1'") from error
     lock_s, statement_s = patience_s
 
     @event.listens_for(engine, "begin")

@@ -274,10 +274,13 @@ def test_a_loop_of_links_is_one_line(tmp_path: Path) -> None:
                 Store(path, readonly=readonly)
 
 
-@pytest.mark.parametrize("place", [1, b"t.db", ["t.db"], "~nobody-at-all/t.db"])
-def test_a_place_that_is_none_is_a_store_error(place: object) -> None:
-    with pytest.raises(StoreError, match="a path or a URL"):
-        Store(place)  # type: ignore[arg-type]
+def test_a_place_that_is_none_or_has_no_driver_is_a_store_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    for place in (1, b"t.db", ["t.db"], "~nobody-at-all/t.db"):
+        with pytest.raises(StoreError, match="a path or a URL"):
+            Store(place)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "psycopg", None)
+    with pytest.raises(StoreError, match="no driver.*pip install 'psycopg"):  # our extra would bring torch
+        Store("postgresql://host/t")
 
 
 # ---- upkeep -------------------------------------------------------------------------------------------------
