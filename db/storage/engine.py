@@ -276,6 +276,8 @@ def _sqlite(path: Path, *, readonly: bool = False) -> Engine:
         return connection
 
     def connect() -> sqlite3.Connection:
+        if sqlite.is_absent(path):
+            raise StoreError(f"{path} was deleted while in use: put it back, or repeat the command for a fresh one")
         if not readonly:
             return sqlite.connect(path)
         connection = connect_readonly()
@@ -324,6 +326,8 @@ def _prepare(path: Path, engine: Engine) -> None:
                     trouble,
                     aside,
                 )
+            if not path.exists():  # no connection makes a file in the place of one that was deleted
+                path.touch(0o644)
             _upgrade(engine)
             with closing(sqlite.connect(path)) as connection:
                 sqlite.set_journal_mode(connection, wal=sqlite.wal_is_safe())

@@ -158,6 +158,13 @@ class TestCommandLine:
         assert result.exit_code == 1
         assert "resumes the run" in result.stderr and result.stdout == ""
 
+    @pytest.mark.usefixtures("on_h200")
+    def test_a_database_that_is_deleted_meanwhile_exits_1(self, tmp_path: Path) -> None:
+        self.machine.on_measure = lambda request: (tmp_path / "t.db").unlink(missing_ok=True)
+        result = self.invoke(tmp_path)
+        assert result.exit_code == 1 and "t.db was deleted while in use: put it back" in result.stderr, result.output
+        assert not (tmp_path / "t.db").exists()
+
     @pytest.mark.usefixtures("no_gpu")
     def test_wrong_requests_exit_2(self, tmp_path: Path) -> None:
         assert self.invoke(tmp_path, "--gpu", "h300").exit_code == 2
