@@ -299,7 +299,7 @@ def pull(
 @app.command()
 def prune(
     days: Annotated[
-        int | None, typer.Option(min=0, max=36500, help="Trials older than this that are no winners.")
+        int | None, typer.Option(min=0, max=36500, help="Trials older than this, or of no date, that win nothing.")
     ] = None,
     stale: Annotated[bool, typer.Option("--stale", help="All trials of earlier revisions that serve no more.")] = False,
     gpu: GpuName = None,

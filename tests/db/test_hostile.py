@@ -298,6 +298,9 @@ def test_prune_keeps_winners_and_forgets_the_rest(tmp_path: Path) -> None:
         assert {t.config for t in store.trials()} == {"kept=1", "young=1"}
         assert store.winners() == [kept]
         assert store.prune() == 0
+        moment = f"{datetime.now(UTC):%Y-%m-%d %H:%M}:61.000000"
+        edit(tmp_path / "tuned.db", f"UPDATE trial SET created_at = '{moment}'")
+        assert store.prune(older_than=timedelta(days=30)) == 1, "young is of no date now, and a winner stays"
 
 
 def test_prune_of_one_gpu_leaves_the_others_alone(tmp_path: Path) -> None:
