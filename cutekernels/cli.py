@@ -231,7 +231,7 @@ def explain(
     """Show which config a call takes on a GPU, its source, and what else was considered. Compiles nothing."""
     from cutekernels import introspection
 
-    rows = introspection.explain(op, problem, gpu_name=gpu, config=config, database=db).rows
+    rows = introspection.explain(op, problem, gpu=gpu, config=config, database=db).rows
     if format is not Format.table:
         terminal.write([dict(rows)], format)
         return
