@@ -154,9 +154,10 @@ class TestCommandLine:
             raise KeyboardInterrupt
 
         self.machine.on_measure = interrupt
-        result = self.invoke(tmp_path)
-        assert result.exit_code == 1
-        assert "resumes the run" in result.stderr and result.stdout == ""
+        for told, *words in (["resumes the run"], ["begins anew; without", "--force"]):
+            result = self.invoke(tmp_path, *words)
+            assert result.exit_code == 1
+            assert told in result.stderr and result.stdout == ""
 
     @pytest.mark.usefixtures("on_h200")
     def test_a_database_that_is_deleted_meanwhile_exits_1(self, tmp_path: Path) -> None:
