@@ -2,7 +2,8 @@
 
 Exit codes: 0 all tasks have a winner, 1 a task failed, the time ended before it had a winner (a grid goes on another
 day), or the run was interrupted, 2 the request itself is wrong, 75 the database's server could not be reached, or went
-away and stayed away, 143 ended by SIGTERM, 129 by SIGHUP: what was measured is stored, and the same command resumes.
+away and stayed away, 143 ended by SIGTERM, 129 by SIGHUP: what was measured is stored, and the same command resumes,
+but with --force begins anew.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from cutekernels.gpu import GpuSpec
 
 app = typer.Typer(no_args_is_help=True)
-_RESUMES = "all measurements so far are stored, and the same command resumes the run"
+_STORED = "all measurements so far are stored, and the same command"
 
 
 @app.command("tune", no_args_is_help=True)
@@ -72,7 +73,7 @@ def command(
             min=1, help="Without the GPU: compile the best by model of each problem, N in place of its trials."
         ),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Repeat what earlier runs did.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Repeat what earlier runs did, interrupted ones too.")] = False,
     confirm: Annotated[
         bool,
         typer.Option("--confirm", help="Measure only the eight predicted best, what serves today and the default."),
@@ -118,6 +119,7 @@ def command(
     of_card = job == card.NAME and not requests  # a job file may be called so too
     of_grid = of_card or (job == grid.NAME and not requests)
     checked = None
+    goes_on = "begins anew; without --force it repeats nothing that is stored" if force else "resumes the run"
     with ExitStack() as stack:
         try:
             stack.enter_context(_signals_raise())  # the first to enter: a second one spoils no closing
@@ -189,18 +191,18 @@ def command(
             terminal.fail(str(error), code=2)
         except StoreUnreachable as error:
             stack.close()
-            again = f"{error}; once it is back, the same command resumes the run"
+            again = f"{error}; once it is back, the same command {goes_on}"
             terminal.fail(again, code=_ended_by(error) or os.EX_TEMPFAIL)
         except CuteKernelsError as error:
             stack.close()
             terminal.fail(str(error), code=_ended_by(error) or 1)
         except KeyboardInterrupt:
             stack.close()
-            terminal.fail(f"interrupted; {_RESUMES}")
+            terminal.fail(f"interrupted; {_STORED} {goes_on}")
         except _Terminated as ended:
             with suppress(OSError):  # progress on a terminal that is gone
                 stack.close()
-            terminal.fail(f"ended by {ended.signal.name}; {_RESUMES}", code=128 + ended.signal)
+            terminal.fail(f"ended by {ended.signal.name}; {_STORED} {goes_on}", code=128 + ended.signal)
     _print(report, format)
     if checked is not None:
         page, file = card.write(out or Path(), lookup(gpu), report, checked, db)

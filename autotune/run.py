@@ -98,7 +98,8 @@ def tune(
     """Tune every task of ``job`` for ``gpu`` and store the winners in the database.
 
     Where a GPU of that kind is present, candidates are measured on it; where none is, they are compiled, ranked by
-    the ops' models and stored as predicted. After an interruption (Ctrl-C, a kill) the next call resumes.
+    the ops' models and stored as predicted. After an interruption (Ctrl-C, a kill) the next call resumes, but
+    with ``force`` it begins anew.
 
     Args:
         job: a path, the name of a bundled job, or a :class:`~cutekernels.autotune.job.Job`.

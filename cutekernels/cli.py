@@ -16,14 +16,13 @@ import importlib
 import io
 import math
 import os
-import re
 import signal
 import stat
 import subprocess
 import sys
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
@@ -232,7 +231,7 @@ def explain(
     """Show which config a call takes on a GPU, its source, and what else was considered. Compiles nothing."""
     from cutekernels import introspection
 
-    rows = introspection.explain(op, problem, gpu_name=gpu, config=config, database=db).rows
+    rows = introspection.explain(op, problem, gpu=gpu, config=config, database=db).rows
     if format is not Format.table:
         terminal.write([dict(rows)], format)
         return
@@ -373,8 +372,7 @@ def diagnose() -> list[Finding]:
     return [
         Finding("cutekernels", "ok", environment.package_version("cutekernels") or "not installed, run from source"),
         Finding("python", "ok", facts["python"]),
-        *(_package(name, facts[name]) for name in ("torch", "triton", "dsl")),
-        *_missing(),
+        *_packages(facts),
         _dsl_import(),
         *_dsl_wheels(machine := installation.this_machine(), facts["dsl"]),
         *_private_names(),
@@ -388,45 +386,35 @@ def diagnose() -> list[Finding]:
     ]
 
 
-def _package(name: str, version: str) -> Finding:
-    if version:
-        return Finding(name, "ok", version)
-    return Finding(name, "broken", "not installed", "pip install -e . in the checkout installs all")
-
-
-def _missing() -> list[Finding]:
-    """Other packages that are declared as dependencies and absent."""
-    try:
-        rows = [row for row in metadata.requires("cutekernels") or () if "extra ==" not in row]
-    except metadata.PackageNotFoundError:
-        return []  # run from source
-    named = {re.split(r"[^\w.-]", row, maxsplit=1)[0]: row for row in rows}
-    others = named.keys() - {"torch", "triton", "nvidia-cutlass-dsl"}
-    absent = sorted(name for name in others if not environment.package_version(name))
-    return [Finding(name, "broken", "not installed", f"pip install '{named[name]}'") for name in absent]
+def _packages(facts: Mapping[str, str]) -> Iterator[Finding]:
+    """The three that kernels need; others that are absent, or of versions that the declared bounds exclude."""
+    rows, ours = installation.requirements(), {"torch": "torch", "triton": "triton", "nvidia-cutlass-dsl": "dsl"}
+    for name in dict.fromkeys([*ours, *sorted(rows)]):
+        what, row = ours.get(name, name), rows.get(name, "")
+        version = facts[what] if name in ours else environment.package_version(name)
+        if not version:
+            remedy = "pip install -e . in the checkout installs all" if name in ours else f"pip install '{row}'"
+            yield Finding(what, "broken", "not installed", remedy)
+        elif installation.excludes(row, version):
+            yield Finding(what, "broken", version, f"pip install '{row}'")
+        elif name in ours:
+            yield Finding(what, "ok", version)
 
 
 def _dsl_import() -> Finding:
     # In a child process: a native abort during the import must become a finding.
     try:
         done = subprocess.run(
-            [sys.executable, "-c", _DSL_IMPORT],
-            capture_output=True,
-            text=True,
-            timeout=_DSL_IMPORT_DEADLINE_S,
-            check=False,
+            [sys.executable, "-c", _DSL_IMPORT], capture_output=True, text=True, timeout=_DSL_IMPORT_DEADLINE_S
         )
     except subprocess.TimeoutExpired:
         return Finding("dsl import", "broken", f"still importing after {_DSL_IMPORT_DEADLINE_S} s", "reinstall the DSL")
     if done.returncode == 0:
         return Finding("dsl import", "ok", f"{_DSL_IMPORT} works")
     said = done.stderr.strip().splitlines()
-    return Finding(
-        "dsl import",
-        "broken",
-        said[-1] if said else f"exit code {done.returncode}",
-        "pip install --force-reinstall nvidia-cutlass-dsl; for CUDA 13: cutekernels[cu13]",
-    )
+    same = f"=={version}" if (version := environment.compilers()["dsl"]) else ""
+    remedy = f"pip install --force-reinstall nvidia-cutlass-dsl{same}; for CUDA 13: 'nvidia-cutlass-dsl[cu13]{same}'"
+    return Finding("dsl import", "broken", said[-1] if said else f"exit code {done.returncode}", remedy)
 
 
 def _dsl_wheels(machine: installation.Machine, version: str) -> list[Finding]:
@@ -535,9 +523,9 @@ def _open_to_all(path: Path) -> bool:
 
 def _tool(name: str, path: Path | None) -> Finding:
     if path is None:
-        return Finding(
-            name, "broken", "not found", "it comes with Triton's wheel: pip install --force-reinstall triton"
-        )
+        version = environment.package_version("triton")
+        again = f"--force-reinstall --no-deps triton=={version}" if version else "triton"
+        return Finding(name, "broken", "not found", f"it comes with Triton's wheel: pip install {again}")
     return Finding(name, "ok", str(path))
 
 

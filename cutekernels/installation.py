@@ -10,9 +10,11 @@ cu130 and cu132; PyPI's are cu130. The DSL loads its newest libraries that the d
 from __future__ import annotations
 
 import hashlib
+import re
 import sys
 from base64 import urlsafe_b64encode
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from itertools import combinations
@@ -281,3 +283,27 @@ def problems(machine: Machine, rules: Sequence[FitRule] = RULES) -> list[Misfit]
         for rule in rules
         if rule.fails(machine)
     ]
+
+
+def requirements() -> dict[str, str]:
+    """Declared requirements by package: of the whole, and of extras whose packages are here. None from source."""
+    found: dict[str, str] = {}
+    with suppress(metadata.PackageNotFoundError):
+        for row in metadata.requires("cutekernels") or ():
+            bounds, _, extra = row.partition(";")
+            name = re.split(r"[^\w.-]", bounds, maxsplit=1)[0]
+            if not extra or (environment.package_version(name) and not re.search('"(bench|dev|docs)"', extra)):
+                found.setdefault(name, bounds)
+    return found
+
+
+def excludes(requirement: str, version: str) -> bool:
+    """Whether a requirement's bounds exclude a version, by its numbers: 2.13.0+cu126 and 2.13rc1 are 2.13."""
+    here = _numbers(version)
+    bounds = [(relation, _numbers(bound)) for relation, bound in re.findall(r"(>=|<|!=)([\d.]+)", requirement)]
+    return any(here == bound if at == "!=" else (here < bound) == (at == ">=") for at, bound in bounds)
+
+
+def _numbers(version: str) -> list[int]:
+    found = re.findall(r"\d+", re.split(r"[^\d.]", version, maxsplit=1)[0])
+    return [*map(int, found), 0, 0, 0][:4]

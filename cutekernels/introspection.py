@@ -11,7 +11,8 @@ from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, overload
 
-from cutekernels import ahead, compilers, dispatch, environment, gpu, rates, settings
+from cutekernels import ahead, compilers, dispatch, environment, rates, settings
+from cutekernels import gpu as gpus
 from cutekernels.ahead import Recorded, Warmed
 from cutekernels.db.storage import snapshot
 from cutekernels.db.storage.snapshot import TunedConfig
@@ -28,18 +29,20 @@ def explain(
     op: str,
     problem: str,
     *,
-    gpu_name: str = "auto",
+    gpu: str = "auto",
     config: str | None = None,
     database: str | os.PathLike[str] | None = None,
+    gpu_name: str = "",
 ) -> dispatch.Explanation:
     """The reason for a call's config: ``print(cutekernels.explain("gemm", "m=16 n=4096 k=4096"))``.
 
     Args:
         op: the op's name, e.g. ``"gemm"``.
         problem: the problem in text form; fields left out hold their defaults.
-        gpu_name: a GPU of the table (``"a100"``), or ``"auto"`` for the machine's own.
+        gpu: a GPU of the table (``"a100"``), or ``"auto"`` for the machine's own.
         config: explain this config instead of the chosen one.
         database: a path or URL, or a lock, to read in place of the database in the settings.
+        gpu_name: the name of ``gpu`` until 0.2.0, which still works.
 
     Returns:
         The choice, its origin, every source that was tried, the roofline floor; ``str()`` of it is a table.
@@ -53,11 +56,12 @@ def explain(
     """
     check_word("explain", "op", op)
     check_word("explain", "problem", problem)
-    check_word("explain", "gpu_name", gpu_name)
+    gpu = gpu if gpu_name == "" else gpu_name
+    check_word("explain", "gpu", gpu)
     _check_database(database)
     database = None if database is None else os.fspath(database)
     declared = registry.get(op)
-    spec, posed = gpu.lookup(gpu_name), declared.Problem.parse(problem)
+    spec, posed = gpus.lookup(gpu), declared.Problem.parse(problem)
     if database is None:
         return _with_drift(dispatch.explain(declared, posed, spec, config), None)
     known = cache(lambda of: snapshot.load(of.name, database, strict=True))
@@ -70,7 +74,7 @@ def _with_drift(found: dispatch.Explanation, database: str | None) -> dispatch.E
     winner = found.choice.winner
     if winner is None or winner.origin != "measured":
         return found
-    measured_on = gpu.SIBLINGS.get(found.gpu) if found.choice.origin == "sibling" else None
+    measured_on = gpus.SIBLINGS.get(found.gpu) if found.choice.origin == "sibling" else None
     versions = _versions(winner, measured_on or found.gpu, database)
     note = environment.drift(versions, [registry.get(found.op).compiler(found.choice.config)])
     return replace(found, rows=(*found.rows, ("note", note))) if note else found
@@ -155,7 +159,7 @@ def warmup(
         span, place = _tokens(problems, tokens), ahead.device_of(problems)
         if place.type != "cuda":
             raise UnsupportedProblem(f"warmup is for a model on a GPU; this one is on {place}: move it there")
-        return ahead.prepare(problems, span, gpu.detect(place.index), jobs, progress)
+        return ahead.prepare(problems, span, gpus.detect(place.index), jobs, progress)
     if tokens is not None:
         raise UnsupportedProblem(f"tokens are a model's; got {tokens!r} with problems: leave them out")
     index = torch.cuda.current_device() if device is None and torch.cuda.is_available() else device
@@ -168,7 +172,7 @@ def warmup(
             )
         op = registry.get(pair[0])
         posed.append((op, op.Problem.parse(pair[1])))
-    failed = ahead.compile_missing(posed, gpu.detect(index), jobs)
+    failed = ahead.compile_missing(posed, gpus.detect(index), jobs)
     plans = [dispatch.plan(op, problem, index) for op, problem in posed if (op, problem) not in failed]
     if failed:
         raise compilers.together(list(failed.values()))

@@ -58,7 +58,7 @@ def main() -> None:
             times = measure.time_interleaved({"ours": [ours], "torch": [theirs]})
             print(f"; {times['ours'].median:.1f} us, torch {times['torch'].median:.1f}", end="")
         print()
-    found = ck.explain("gemm", "m=4096 n=4096 k=4096 b_major=k", gpu_name="auto" if device == "cuda" else "h200")
+    found = ck.explain("gemm", "m=4096 n=4096 k=4096 b_major=k", gpu="auto" if device == "cuda" else "h200")
     rows = dict(found.rows)
     print(f"linear on an {rows['gpu'].partition(' ')[0].upper()}: {rows['config'].split()[0]} ..., {rows['origin']}")
 

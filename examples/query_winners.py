@@ -28,7 +28,7 @@ def main() -> None:
         m, n, k = (w.problem[name] for name in "mnk")
         print(f"  m={m:<5} n={n:<6} k={k:<7} {w.ratio:.2f}x  {w.median_us:.1f} us")
     for gpu in ("h200", "rtx5090"):
-        rows = dict(ck.explain("gemm", "m=16 n=4096 k=4096", gpu_name=gpu).rows)
+        rows = dict(ck.explain("gemm", "m=16 n=4096 k=4096", gpu=gpu).rows)
         print(f"{rows['problem']} on an {gpu}: {rows['origin']}")
 
 

@@ -84,7 +84,7 @@ def query(
     """List the winners, local and shipped: which config is used for which problem. A * marks those that calls use."""
     with _errors(), database.open(db, shipped=not local) as opened:
         found = opened.winners(gpu=gpu, op=op, problem=problem, origin=origin)
-        if opened.store is None:
+        if opened.absent:
             terminal.say("no database yet, only shipped winners; `cutekernels tune` makes one")
         name, note = opened.gpu(gpu), ""
         if name is not None and not local and not any(w.serves and w.origin == "measured" for w in found):
@@ -299,7 +299,7 @@ def pull(
 @app.command()
 def prune(
     days: Annotated[
-        int | None, typer.Option(min=0, max=36500, help="Trials older than this that are no winners.")
+        int | None, typer.Option(min=0, max=36500, help="Trials older than this, or of no date, that win nothing.")
     ] = None,
     stale: Annotated[bool, typer.Option("--stale", help="All trials of earlier revisions that serve no more.")] = False,
     gpu: GpuName = None,

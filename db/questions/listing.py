@@ -5,6 +5,7 @@ Where stdout is no terminal, and by ``--wide``, a row is one line: :func:`wide` 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from rich.text import Text
 
 from cutekernels.terminal import cell
 
+_MOST_LONE = 20
 Rows = Sequence[Mapping[str, Any]]
 _WIDE = ("gpu", "op", "revision", "problem_text", "problem", "config_text", "config", "source", "serves", "origin")
 _WIDE_NUMBERS = ("status", "median_us", "ratio", "tflops", "gbps", "roofline", "id", "reason", "message")
@@ -59,8 +61,13 @@ def trials(rows: Rows) -> Table:
 
 
 def differences(rows: Rows) -> Table:
-    """Differences of two databases; a's config above b's."""
+    """Differences of two databases; a's config above b's. Many problems that only one has are counted."""
     table = _table("op\ngpu", "problem\nconfig of a\nconfig of b", "state", "a us", "b us", "a/b")
+    lone = Counter((row["gpu"], row["state"]) for row in rows if "only" in row["state"])
+    if lone.total() > _MOST_LONE:
+        rows = [row for row in rows if "only" not in row["state"]]
+        for (gpu, state), count in lone.items():
+            table.add_row(_pair(f"{count} problems", gpu), _pair("a pipe or --format csv lists them"), Text(state))
     for row in rows:
         table.add_row(
             _pair(row["op"], row["gpu"]),

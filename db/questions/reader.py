@@ -17,7 +17,7 @@ from cutekernels.db.storage import snapshot, sqlite
 from cutekernels.db.storage.store import Store
 from cutekernels.db.storage.trial import ORIGINS, PROVENANCE, Trial
 from cutekernels.dispatch import LEAST_GAIN
-from cutekernels.errors import UnsupportedProblem
+from cutekernels.errors import StoreError, UnsupportedProblem
 from cutekernels.op import Scalar
 
 LOCAL, SHIPPED = "local", "shipped"
@@ -122,11 +122,21 @@ class Difference:
 class Database:
     """Winners of the database at ``url`` (None: the one in the settings) and those that travel with the package.
 
-    The database in the settings need not exist: then only shipped winners are found.
+    The database in the settings need not exist, nor the default one be open to this user: then only shipped winners
+    are found.
     """
 
     def __init__(self, url: str | os.PathLike[str] | None, *, local: bool = True, shipped: bool = True) -> None:
-        self.store = None if not local or (url is None and _absent()) else Store(url, readonly=True)
+        self.absent = local and url is None and _absent()
+        self.store = None
+        try:
+            if local and not self.absent:
+                self.store = Store(url, readonly=True)
+        except StoreError as error:
+            needed = url is not None or not shipped or settings.load().database_named
+            if needed or not isinstance(error.__cause__, PermissionError):
+                raise
+            snapshot.say(f"{error}; only shipped winners are found")
         self._shipped = shipped
         self._configs: dict[tuple[str, str], Mapping[str, Scalar]] = {}
 

@@ -208,7 +208,7 @@ def _postgres(url: str, patience_s: tuple[int, int] = _PATIENCE_S) -> Engine:
         given = {"connect_timeout": _CONNECT_TIMEOUT_S}
         engine = create_engine(in_utf8(postgres_url(url)), poolclass=NullPool, connect_args=given)
     except (ImportError, NoSuchModuleError) as error:
-        raise StoreError(f"no driver for {shown(url)}: {error}; pip install 'cutekernels[postgres]'") from error
+        raise StoreError(f"no driver for {shown(url)}: {error}; pip install 'psycopg[binary]>=3.2.1'") from error
     lock_s, statement_s = patience_s
 
     @event.listens_for(engine, "begin")
@@ -276,6 +276,8 @@ def _sqlite(path: Path, *, readonly: bool = False) -> Engine:
         return connection
 
     def connect() -> sqlite3.Connection:
+        if sqlite.is_absent(path):
+            raise StoreError(f"{path} was deleted while in use: put it back, or repeat the command for a fresh one")
         if not readonly:
             return sqlite.connect(path)
         connection = connect_readonly()
@@ -324,6 +326,8 @@ def _prepare(path: Path, engine: Engine) -> None:
                     trouble,
                     aside,
                 )
+            if not path.exists():  # no connection makes a file in the place of one that was deleted
+                path.touch(0o644)
             _upgrade(engine)
             with closing(sqlite.connect(path)) as connection:
                 sqlite.set_journal_mode(connection, wal=sqlite.wal_is_safe())

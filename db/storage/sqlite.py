@@ -169,8 +169,8 @@ def _connect(target: str | Path, **options: Any) -> Connection:
 
 
 def connect(path: Path) -> Connection:
-    """A connection for reading and writing whose transactions the caller begins."""
-    connection = _connect(path, timeout=BUSY_TIMEOUT_S)
+    """A connection for reading and writing whose transactions the caller begins. It makes no file."""
+    connection = _connect(f"{path.as_uri()}?mode=rw", uri=True, timeout=BUSY_TIMEOUT_S)
     connection.execute("PRAGMA foreign_keys = ON")
     return connection
 

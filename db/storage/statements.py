@@ -422,10 +422,13 @@ def _beats(candidate: Rank, rival: Rank, *, newest: bool) -> bool:
 
 
 def to_prune(
-    before: datetime | None, stale: Iterable[tuple[str, Collection[int]]], within: Sequence[ColumnElement[bool]]
+    before: datetime | None,
+    stale: Iterable[tuple[str, Collection[int]]],
+    within: Sequence[ColumnElement[bool]],
+    dialect: str,
 ) -> ColumnElement[bool]:
-    """The condition on trials ``within`` some to go: those from before a time, or from a wrong clock's future, that win
-    nothing, and all of ``stale``.
+    """The condition on trials ``within`` some to go: those from before a time, from a wrong clock's future or of no
+    date, that win nothing, and all of ``stale``.
 
     ``stale`` holds ops with the revisions that serve: earlier ones that are not among them go, later ones stay.
     """
@@ -435,6 +438,9 @@ def to_prune(
     ]
     if before is not None:
         no_time = (t.created_at < before) | (t.created_at > datetime.now(UTC) + CLOCK_SKEW)
+        if dialect == "sqlite":  # which stores anything in a date's place, and compares its text
+            written = func.substr(type_coerce(t.created_at, Text), 1, 19)
+            no_time |= func.date(written, "+0 days").is_distinct_from(func.substr(written, 1, 10))
         chosen.append(no_time & ~exists().where(_winner.c.trial_id == t.id))
     return and_(or_(false(), *chosen), *within)
 

@@ -473,7 +473,7 @@ class Store:
         """Delete trials that no call and no comparison needs. Winners of a current revision always stay.
 
         Args:
-            older_than: delete trials of this age and more, and of a wrong clock's future, that are not winners.
+            older_than: delete trials of this age and more, of a wrong clock's future or of no date, that win nothing.
             stale: the revisions of each op that serve; delete all trials of earlier ones that do not, winners too.
             gpu: only trials of this GPU.
             op: only trials of this op.
@@ -488,7 +488,7 @@ class Store:
         if op is not None:
             within.append(models.Trial.op == op)
         before = None if older_than is None else datetime.now(UTC) - older_than
-        chosen = statements.to_prune(before, (stale or {}).items(), within)
+        chosen = statements.to_prune(before, (stale or {}).items(), within, self._engine.dialect.name)
         with self._reading() as session:
             ids = statements.ids_of(session, chosen)
         if count_only:

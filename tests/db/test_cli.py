@@ -23,6 +23,7 @@ from cutekernels.db.storage.uuid7 import uuid7
 from cutekernels.errors import UnknownGpu, UnsupportedProblem
 from cutekernels.ops import registry
 from tests.command_line import invoke
+from tests.db.test_hostile import database
 from tests.db.trials import H200, L40S, edit, trial
 from tests.processes import python
 from tests.shipping import ship
@@ -50,11 +51,8 @@ LOST = trial("tile_m=256 stages=2", problem="m=4096 n=4096 k=4096", status="cras
 def db(tmp_path: Path, shipped: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A small database, which is also the one in the settings, beside a winner that ships for another GPU."""
     ship(shipped, "rtx5090", ELSEWHERE.as_line() + "\n")
-    path = tmp_path / "tuned.db"
+    path = database(tmp_path / "tuned.db", GEMM, SKINNY, SILU, LOST)
     with Store(path) as store:
-        store.record([GEMM, SKINNY, SILU, LOST])
-        for winner in (GEMM, SKINNY, SILU):
-            store.crown(winner.id)
         store.note_requests([("h200", "gemm", 1, "m=1 n=1 k=1", 5), ("l40s", "gemm", 1, "m=2 n=2 k=2", 7)])
     monkeypatch.setenv(settings.DB_VARIABLE, str(path))
     return path
@@ -236,9 +234,7 @@ def test_names_that_do_not_exist_are_misuse(words: list[str], said: str) -> None
 @pytest.mark.usefixtures("db")
 def test_aliases_are_resolved(db: Path) -> None:
     a100 = trial("x=1", gpu=replace(H200, name="a100-sxm-80gb"), problem="m=64 n=64 k=64")
-    with Store(db) as store:
-        store.record([a100])
-        store.crown(a100.id)
+    database(db, a100)
     for name in ("a100", "A100", "a100-sxm-80gb"):
         assert [row["id"] for row in rows("query", "--gpu", name)] == [a100.id]
         assert [row["id"] for row in rows("history", "--gpu", name)] == [a100.id]
@@ -306,17 +302,16 @@ def test_values_that_share_a_tuning_are_found_as_the_dispatcher_finds_them() -> 
             assert query.problem(op.name, text) == {f.name: getattr(problem, f.name) for f in fields(op.Problem)}
 
 
-def test_diff_fits_80_columns(db: Path, narrow_terminal: None) -> None:
-    assert max(map(len, ok("diff", "shipped", str(db)).stdout.splitlines())) <= 80
+def test_diff_fits_80_columns_and_counts_what_one_has(db: Path, shipped: Path, narrow_terminal: None) -> None:
+    ship(shipped, "h200", "".join(trial(problem=f"m={m} n=64 k=32").as_line() + "\n" for m in range(1, 22)))
+    lines = ok("diff", "shipped", str(db)).stdout.splitlines()
+    assert max(map(len, lines)) <= 80 and len(lines) < 16 and any(line.startswith("21 problems") for line in lines)
 
 
 def test_diff(db: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.db"
     faster = trial("tile_m=64 stages=3", problem=GEMM.problem, median_us=160.0)
-    with Store(other) as store:
-        store.record([faster, SILU])
-        store.crown(faster.id)
-        store.crown(SILU.id)
+    database(other, faster, SILU)
     found = rows("diff", str(db), str(other))
     assert [(row["state"], row["speedup"]) for row in found] == [("only in a", None), ("other config", 1.25)]
     assert "other config" in ok("diff", str(db), str(other)).stdout

@@ -274,10 +274,13 @@ def test_a_loop_of_links_is_one_line(tmp_path: Path) -> None:
                 Store(path, readonly=readonly)
 
 
-@pytest.mark.parametrize("place", [1, b"t.db", ["t.db"], "~nobody-at-all/t.db"])
-def test_a_place_that_is_none_is_a_store_error(place: object) -> None:
-    with pytest.raises(StoreError, match="a path or a URL"):
-        Store(place)  # type: ignore[arg-type]
+def test_a_place_that_is_none_or_has_no_driver_is_a_store_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    for place in (1, b"t.db", ["t.db"], "~nobody-at-all/t.db"):
+        with pytest.raises(StoreError, match="a path or a URL"):
+            Store(place)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "psycopg", None)
+    with pytest.raises(StoreError, match="no driver.*pip install 'psycopg"):  # our extra would bring torch
+        Store("postgresql://host/t")
 
 
 # ---- upkeep -------------------------------------------------------------------------------------------------
@@ -295,6 +298,9 @@ def test_prune_keeps_winners_and_forgets_the_rest(tmp_path: Path) -> None:
         assert {t.config for t in store.trials()} == {"kept=1", "young=1"}
         assert store.winners() == [kept]
         assert store.prune() == 0
+        moment = f"{datetime.now(UTC):%Y-%m-%d %H:%M}:61.000000"
+        edit(tmp_path / "tuned.db", f"UPDATE trial SET created_at = '{moment}'")
+        assert store.prune(older_than=timedelta(days=30)) == 1, "young is of no date now, and a winner stays"
 
 
 def test_prune_of_one_gpu_leaves_the_others_alone(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ def test_calls_choose_as_they_did_and_read_nothing_else(frozen: Path, monkeypatc
     assert snapshot.load(gpu.SIBLINGS["h200"]).table.keys() == sibling.table.keys() != set()
     for key, table in before.table.items():
         assert {p: w._replace(source="lock") for p, w in table.items()} == dict(after.table[key])
-    told = cutekernels.explain("gemm", "m=16 n=4096 k=4096", gpu_name="h200")
+    told = cutekernels.explain("gemm", "m=16 n=4096 k=4096", gpu="h200")
     assert told.choice.origin == "tuned" and "(lock)" in str(told)
     assert lock.digest() == after.digest == files.read(frozen).digest
     assert snapshot.load("a100").table == {}, "a GPU that was not frozen has no winner"

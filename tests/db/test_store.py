@@ -22,7 +22,7 @@ from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import inspect, text
 
-from cutekernels.db.storage import engine, migrations, models, snapshot
+from cutekernels.db.storage import engine, migrations, models, snapshot, sqlite
 from cutekernels.db.storage.store import Environment, ImportReport, Store, Trial
 from cutekernels.errors import StoreError
 from tests.db.postgres import Postgres, running
@@ -144,7 +144,10 @@ def test_threads_making_databases_at_once(fresh: Callable[[], str]) -> None:
 
 
 def test_someone_elses_tables_are_not_touched(url: str) -> None:
-    made = engine._sqlite(Path(url.removeprefix("sqlite:///"))) if url.startswith("sqlite") else engine._postgres(url)
+    path = sqlite.path_of(url)
+    if path is not None:
+        path.touch()
+    made = engine._postgres(url) if path is None else engine._sqlite(path)
     with made.execution_options(**{engine.WRITING: True}).begin() as connection:
         connection.execute(text("CREATE TABLE trial (verdict TEXT)"))
     with pytest.raises(StoreError, match="not ours: trial"):

@@ -294,9 +294,9 @@ def test_rows_of_a_gate_come_by_eights() -> None:
 
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 def test_explain_says_which_path(op: NormLinear) -> None:
-    said = str(ck.explain(op.name, "m=16 n=3584 k=3584", gpu_name="h200"))
+    said = str(ck.explain(op.name, "m=16 n=3584 k=3584", gpu="h200"))
     assert "path=" in said
-    large = ck.explain(op.name, "m=4096 n=3584 k=3584", gpu_name="h200")
+    large = ck.explain(op.name, "m=4096 n=3584 k=3584", gpu="h200")
     assert str(large.choice.config).startswith("path=chain" if op is RMS_NORM_LINEAR else "path=fused")
 
 

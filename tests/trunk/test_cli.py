@@ -200,6 +200,10 @@ def nothing_visible(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpus, "lookup", unknown)
 
 
+def database() -> cli.Finding:
+    return next(f for f in cli.diagnose() if f.what == "database")
+
+
 class TestDoctor:
     @pytest.fixture(autouse=True)
     def _no_dsl_import(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,14 +251,13 @@ class TestDoctor:
 
         with Store():
             pass
-        (finding,) = [f for f in cli.diagnose() if f.what == "database"]
-        assert finding.state == "ok"
-        assert "(0 local winners)" in finding.value
+        finding = database()
+        assert finding.state == "ok" and "(0 local winners)" in finding.value
 
     def test_a_damaged_database_is_broken(self) -> None:
         path = Path(os.environ["CUTEKERNELS_DB"])
         path.write_bytes(b"not a database at all" * 100)
-        (finding,) = [f for f in cli.diagnose() if f.what == "database"]
+        finding = database()
         assert finding.state == "broken"
         assert "CUTEKERNELS_DB" in finding.remedy
         assert path.exists(), "a doctor looks; it repairs nothing"
@@ -262,7 +265,7 @@ class TestDoctor:
     def test_a_database_that_cannot_be_made_is_broken(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / "file").touch()
         monkeypatch.setenv("CUTEKERNELS_DB", str(tmp_path / "file" / "tuned.db"))
-        (finding,) = [f for f in cli.diagnose() if f.what == "database"]
+        finding = database()
         assert finding.state == "broken" and "cannot be made" in finding.value
 
     def test_another_gpu_of_no_name_is_misuse(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,17 +276,22 @@ class TestDoctor:
     def test_an_unreachable_server_is_broken_and_its_password_unsaid(self, monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.importorskip("psycopg")
         monkeypatch.setenv("CUTEKERNELS_DB", "postgresql+psycopg://tuner:hush@127.0.0.1:1/tuned?connect_timeout=2")
-        (finding,) = [f for f in cli.diagnose() if f.what == "database"]
+        finding = database()
         assert finding.state == "broken"
         assert "hush" not in finding.value + finding.remedy
 
-    def test_missing_packages_and_tools_are_broken(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        facts = environment.collect() | {"triton": ""}
+    def test_packages_and_tools_that_are_missing_or_excluded_are_broken(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        version = environment.package_version
+        facts = environment.collect() | {"triton": "", "torch": "2.10.1+cu128", "dsl": "4.9.0"}
+        other = {"optuna": "", "transformers": "6.0", "typer": "0.20.0rc1"}
         monkeypatch.setattr(environment, "collect", lambda: facts)
         monkeypatch.setattr(environment, "ptxas", lambda: None)
-        found = states(cli.diagnose())
-        assert found["triton"] == "broken"
-        assert found["ptxas"] == "broken"
+        monkeypatch.setattr(environment, "package_version", lambda name: other.get(name, version(name)))
+        found = {f.what: f for f in cli.diagnose() if f.state == "broken"}
+        assert found.keys() == {"triton", "torch", "dsl", "optuna", "transformers", "ptxas"}
+        assert found["transformers"].remedy == "pip install 'transformers<6,>=5.17'"
+        assert found["ptxas"].remedy.endswith(f"triton=={version('triton')}")
+        assert installation.excludes("a!=2", "2.0") and not installation.excludes("a!=2", "2.0.1")
 
     def test_a_driver_without_a_visible_gpu_is_broken(self, monkeypatch: pytest.MonkeyPatch) -> None:
         nothing_visible(monkeypatch)
@@ -322,7 +330,7 @@ class TestDslImport:
         finding = cli._dsl_import()
         assert finding.state == "broken"
         assert said in finding.value
-        assert "nvidia-cutlass-dsl" in finding.remedy
+        assert f"nvidia-cutlass-dsl=={environment.compilers()['dsl']};" in finding.remedy
 
     def test_one_that_hangs_is_a_finding(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(cli, "_DSL_IMPORT", "import time; time.sleep(60)")

@@ -342,13 +342,13 @@ class TestExplain:
         assert len(starts) == 1, "values stand in one column"
 
     def test_the_public_function_names_op_problem_and_gpu(self) -> None:
-        told = introspection.explain("gemm", "m=16 n=4096 k=4096 b_major=k", gpu_name="l40s")
+        told = introspection.explain("gemm", "m=16 n=4096 k=4096 b_major=k", gpu="l40s")
         assert (told.op, told.gpu, told.choice.origin) == ("gemm", "l40s", "default")
         for words in (("conv", "m=1"), ("gemm", "m=1")):
             with pytest.raises(UnsupportedProblem):
-                introspection.explain(*words, gpu_name="h200")
+                introspection.explain(*words, gpu="h200")
         with pytest.raises(UnknownGpu):
-            introspection.explain("gemm", "m=1 n=8 k=8", gpu_name="h300")
+            introspection.explain("gemm", "m=1 n=8 k=8", gpu="h300")
 
 
 # ---- the database behind it -----------------------------------------------------------------------------

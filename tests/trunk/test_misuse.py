@@ -19,9 +19,9 @@ CALLS: dict[str, tuple[Callable[[], object], str]] = {
     "warmup of names": (lambda: ck.warmup(["gemm"]), "pairs of an op's name"),  # type: ignore[list-item]
     "warmup of a text": (lambda: ck.warmup("gemm"), "pairs of an op's name"),  # type: ignore[arg-type]
     "a pair of one": (lambda: ck.warmup([("gemm",)]), "pairs of an op's name"),  # type: ignore[list-item]
-    "explain a number": (lambda: ck.explain("gemm", 3, gpu_name="h200"), "problem as a string"),  # type: ignore[arg-type]
-    "explain a list": (lambda: ck.explain(["gemm"], "m=1", gpu_name="h200"), "op as a string"),  # type: ignore[arg-type]
-    "explain on no GPU": (lambda: ck.explain("gemm", "m=1", gpu_name=None), "gpu_name as a string"),  # type: ignore[arg-type]
+    "explain a number": (lambda: ck.explain("gemm", 3, gpu="h200"), "problem as a string"),  # type: ignore[arg-type]
+    "explain a list": (lambda: ck.explain(["gemm"], "m=1", gpu="h200"), "op as a string"),  # type: ignore[arg-type]
+    "explain on no GPU": (lambda: ck.explain("gemm", "m=1", gpu=None), "gpu as a string"),  # type: ignore[arg-type]
     "a seed of 70 bits": (lambda: Sampling(seed=2**70), "from 0 to 9223372036854775807; got 1180591620717411303424"),
     "trials of a part 3": (lambda: ck.db.open().trials(part=3), "part must be a text"),  # type: ignore[arg-type]
     "the latest -1 trials": (lambda: ck.db.open().trials(latest=-1), "latest is a number of trials from 1 up"),

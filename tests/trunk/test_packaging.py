@@ -72,6 +72,7 @@ LOCKED = dict(re.findall(r"^([\w.-]+)==(\S+) \\$", LOCK, re.M))
 def test_every_dependency_has_a_lower_bound_that_the_lock_keeps(requirement: str) -> None:
     (pin,) = versions.lowest([requirement])
     name, _, bound = pin.partition("==")
+    assert re.fullmatch(r"[\w.-]+(\[\w+\])?((>=|<|!=)[\d.]+,?)+", requirement), "what doctor's excludes() reads"
     if name in PINS:  # pandas is for users alone
         assert numbers(PINS[name]) >= numbers(bound)
 

@@ -151,5 +151,5 @@ class TestConfig:
         assert GEMM.bind(p.replace(m=0), self.config, lambda *_: None)(*outputs, *args) is None
 
     def test_explain_shows_it(self) -> None:
-        told = introspection.explain("gemm", str(self.PROBLEM), gpu_name="h200", config=str(self.config))
+        told = introspection.explain("gemm", str(self.PROBLEM), gpu="h200", config=str(self.config))
         assert "body=vendor" in str(told)

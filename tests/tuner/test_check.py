@@ -95,7 +95,7 @@ def test_another_compiler_is_one_note(winners: list[Any], monkeypatch: pytest.Mo
     monkeypatch.setattr(environment, "compilers", lambda: here | {"triton": "3.8.0"})
 
     def notes(op: str, problem: str) -> list[str]:
-        return [value for name, value in introspection.explain(op, problem, gpu_name="h200").rows if name == "note"]
+        return [value for name, value in introspection.explain(op, problem, gpu="h200").rows if name == "note"]
 
     told = f"measured under Triton {here['triton']}, here 3.8.0"
     assert notes("silu_mul", winners[0].problem_text) == [told]

@@ -154,9 +154,17 @@ class TestCommandLine:
             raise KeyboardInterrupt
 
         self.machine.on_measure = interrupt
+        for told, *words in (["resumes the run"], ["begins anew; without", "--force"]):
+            result = self.invoke(tmp_path, *words)
+            assert result.exit_code == 1
+            assert told in result.stderr and result.stdout == ""
+
+    @pytest.mark.usefixtures("on_h200")
+    def test_a_database_that_is_deleted_meanwhile_exits_1(self, tmp_path: Path) -> None:
+        self.machine.on_measure = lambda request: (tmp_path / "t.db").unlink(missing_ok=True)
         result = self.invoke(tmp_path)
-        assert result.exit_code == 1
-        assert "resumes the run" in result.stderr and result.stdout == ""
+        assert result.exit_code == 1 and "t.db was deleted while in use: put it back" in result.stderr, result.output
+        assert not (tmp_path / "t.db").exists()
 
     @pytest.mark.usefixtures("no_gpu")
     def test_wrong_requests_exit_2(self, tmp_path: Path) -> None:
