@@ -166,9 +166,9 @@ class SampleFilter(TritonOp[SampleFilterProblem, SampleFilterConfig]):
         for splits, warps, depth, waves in ((32, 16, 2, 2), (8, 8, 1 if half else 4, 4)):
             if p.rows * splits <= waves * gpu.sm_count and splits * 1024 <= 2 * p.cols:
                 return SampleFilterConfig(1024, warps, depth, splits)
-        if half and p.cols > 1024:
-            return SampleFilterConfig(2048, 16, 1, 1)
-        return SampleFilterConfig(1024, 8, next(d for d in (4, 2, 1) if d == 1 or d * 1024 < 2 * p.cols), 1)
+        block, warps = (2048, 16) if (half or not p.searches) and p.cols > 1024 else (1024, 8)
+        depth = 1 if half else next(d for d in (4, 2, 1) if d == 1 or d * block < 2 * p.cols)
+        return SampleFilterConfig(block, warps, depth, 1)
 
     def grid(self, p: SampleFilterProblem, c: SampleFilterConfig) -> tuple[int, int, int]:
         return p.rows, -(-p.cols // self.chunk(p, c)), 1
