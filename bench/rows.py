@@ -2,7 +2,8 @@
 
 A file's first line is a JSON object: ``common`` holds the fields with one value in all rows (op, suite, versions,
 commit, GPU), ``columns`` names the others. Each further line is a JSON array: one row's values in that order, without
-the nulls at its end. A file of older rows may be packed, ``xz -9e``: a later run of its suite replaces it.
+the nulls at its end. A file of older rows may be packed, ``xz -9e``, and without the rates that follow from its times:
+a later run of its suite replaces it.
 """
 
 from __future__ import annotations
