@@ -133,6 +133,17 @@ def _coarse(d):
     return (tl.exp(0.99 * d) * 1099511627776.0).to(tl.int64)
 
 
+@triton.jit
+def _forgetful(span, candidates, sums, wanted):
+    """A span above which, after a second pass, no mass lies: a planted bug."""
+    enough = sums >= wanted
+    low = tl.max(tl.where(enough, candidates, kernels.LOWEST), axis=0)
+    high = tl.min(tl.where(enough, kernels._HIGHEST, candidates - 1), axis=0)
+    beyond = tl.max(tl.where(enough, 0, sums), axis=0)
+    within = tl.min(tl.where(enough, sums, span.within), axis=0)
+    return kernels.Span(tl.maximum(span.low, low), tl.minimum(span.high, high), beyond, within)
+
+
 ALL = {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.02}
 _WHOLE = "block=1024 warps=16 depth=1 splits=1"
 _DEEP = "block=1024 warps=8 depth=4 splits=1"
@@ -150,6 +161,15 @@ BY_ROW = {
     "top_k": [0, 5, 3, 7, 300, 4, 1, 0, 3],
     "top_p": [0.9, 0.5, 0.3, 1, 0.2, 0.4, 0.7, 0.8, 0],
     "min_p": [0, 0.1, 0.3, 0, 0.2, 0, 0.05, 1, 0],
+}
+
+_TIED = {"rows": 3, "cols": 5000, "ties": True, "dtype": "bf16", "config": _SPLIT}
+
+_NARROWED = {
+    "values": [[-math.log(i + 1) for i in range(6000)]],
+    "top_p": 0.1,
+    "temperature": 2.0,
+    "config": _SPLIT,
 }
 
 CASES: dict[str, dict[str, Any]] = {
@@ -200,15 +220,25 @@ CASES: dict[str, dict[str, Any]] = {
         "config": _SPLIT,
     },
     "split, min-p": {"rows": 2, "cols": 4100, "min_p": 0.1, "config": _SPLIT},
+    "split, narrowed four times": _NARROWED,
+    "split, ties at a bound": {**_TIED, "top_p": 0.9},
+    "split, all but the tail": {**_TIED, "top_p": 0.999999, "temperature": 0.3},
+    "split, fewer than top-k": {
+        "values": [[-math.inf] * 2000 + [1.0, 3.0, 2.0, 2.0] + [-math.inf] * 2100],
+        "top_k": 20,
+        "top_p": 0.9,
+        "config": _SPLIT,
+    },
 }
 PLANTED: dict[str, dict[str, Any]] = {
     "a token forgotten": {"rows": 2, "cols": 64, "top_p": 0.999, "edit": {"cols": -1}},
     "another pitch": {"rows": 2, "cols": 64, "top_p": 0.9, "edit": {"logits_row": 4}},
     "masses one per cent off": {"rows": 8, "cols": 600, "top_p": 0.9, "planted": "mass"},
     "a token more": {"rows": 4, "cols": 64, "top_k": 5, "edit": {"top_k": 1}},
+    "masses forgotten": {**_NARROWED, "planted": "_narrow"},
     "a chunk skipped": {"rows": 1, "cols": 4100, **ALL, "config": _SPLIT, "edit": {"chunk": -256}},
 }
 
 
 if __name__ == "__main__":
-    serve(child_case, {"mass": (kernels, _coarse)})
+    serve(child_case, {"mass": (kernels, _coarse), "_narrow": (kernels, _forgetful)})

@@ -11,6 +11,8 @@ pytest.importorskip("triton")
 
 import cutekernels
 from cutekernels.errors import UnsupportedProblem
+from cutekernels.kernels.triton import sampling as kernels
+from cutekernels.ops.sampling import op
 from cutekernels.ops.sampling.op import SampleFilterProblem, _masses
 from tests.interpreted import kernel_tests, of_each_dtype
 from tests.refusals import Calls, refused
@@ -39,6 +41,11 @@ interpreted, test_kernel_numerics, test_a_planted_bug_is_caught = kernel_tests(
 def test_a_parameter_needs_its_filter() -> None:
     with pytest.raises(UnsupportedProblem, match="top_ks=1 are parameters of a filter"):
         SampleFilterProblem.parse("rows=1 cols=8 top_ks=1")
+
+
+def test_a_row_has_the_state_that_its_kernel_uses() -> None:
+    assert kernels._ROUNDS.value == op._ROUNDS
+    assert kernels._ROUNDS.value * kernels._STEPS.value + len(kernels.Limits._fields) == op._STATE
 
 
 def test_masses_are_exponentials() -> None:
@@ -108,6 +115,7 @@ def test_refusals_say_the_rule() -> Calls:
         "number from 1e-30 to 3.4e.38.*it is 1e-45: pass 0": lambda: sample_filter(x, temperature=1e-45),
         "top_p is a number from 0 to 1, or a tensor": lambda: sample_filter(x, top_p=1.5),
         "min_p is a number from 0 to 1.*nan": lambda: sample_filter(x, min_p=float("nan")),
+        "top_p sums up to 4194304 columns": lambda: sample_filter(torch.zeros(1, (1 << 22) + 1), top_p=0.5),
         "top_k is a whole number.*-3": lambda: sample_filter(x, top_k=-3),
         "top_k is a whole number.*2.9": lambda: sample_filter(x, top_k=2.9),  # type: ignore[arg-type]
         "got torch.int64": lambda: sample_filter(x.long()),

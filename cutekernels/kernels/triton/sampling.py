@@ -4,9 +4,10 @@ Each filter keeps what ranks at or above a threshold, so it is the threshold tha
 ``ordered`` of ``moe/route.py``) from which up there are enough, in number for top-k, in mass for top-p. A search fixes
 two bits of the key at a time, from the top, by the sums of the four candidates.
 
-Only few logits can be that threshold, and the searches read those alone, moved to the front of the row's result. For
+Mostly few logits can be that threshold, and the searches read those alone, moved to the front of the row's result. For
 top-k they follow from lanes, the largest of every BLOCK-th column: ``k`` lanes that reach a key are at least ``k``
-logits that do. For top-p alone, from the masses above a few equally spaced values, up to four times.
+logits that do (for more than BLOCK, all that are not -inf). For top-p alone, from the masses above a few equally spaced
+values, up to four times.
 
 Masses are whole numbers, exp(x - max) in units of 2^-40, so that their sums are exact: the tokens that are kept depend
 neither on the order of summation nor on the config. They are made from fp32 additions and multiplications alone, each
@@ -47,9 +48,9 @@ Line = namedtuple("Line", "start begin end col")  # a row's columns from begin t
 Front = namedtuple("Front", "start col count deepest")  # of a result: what is moved, how many to a lane, and at most
 Softmax = namedtuple("Softmax", "most top temperature")  # the largest key, its value by the temperature
 Span = namedtuple("Span", "low high beyond within")  # keys of a threshold, both inclusive; masses above, and with them
-Kept = namedtuple("Kept", "floor only least")  # keys from floor up; one column alone, or -1; masses from least up
-Asked = namedtuple("Asked", "temperature top_k top_p least greedy by_k by_p")  # by_k, by_p: which searches there are
-State = namedtuple("State", "lanes counts sums found")
+Limits = namedtuple("Limits", "floor only least")  # keys from floor up; one column alone, or -1; masses from least up
+Request = namedtuple("Request", "temperature top_k top_p least greedy by_k by_p")  # by_k, by_p: what is searched
+State = namedtuple("State", "lanes counts sums result")  # of a row: where its parts begin
 
 
 class Strides(NamedTuple):
@@ -151,11 +152,23 @@ def _first(line, most, how):
 
 
 @triton.jit
+def _least_key(dtype: tl.constexpr):
+    """The key above that of -inf, which has no mass and is the result of what goes."""
+    return ordered(tl.full([], float("-inf"), tl.float32).to(dtype)) + 1
+
+
+@triton.jit
+def _everything(dtype: tl.constexpr):
+    """The span of all keys but the least."""
+    high, none = tl.full([], _HIGHEST, tl.int32), tl.full([], 0, tl.int64)
+    return Span(_least_key(dtype), high, none, tl.full([], _ALL, tl.int64))
+
+
+@triton.jit
 def _candidates_of_span(span, of, dtype: tl.constexpr):
     """The lowest key, and those of seven values that divide the span, or REACH below the maximum, from the top down."""
-    LOW: tl.constexpr = LOWEST if dtype.primitive_bitwidth == 32 else -32768
     upper = valued(tl.minimum(span.high, of.most), dtype)
-    lower = tl.where(span.low > LOW, valued(span.low, dtype), upper - of.temperature * _REACH)
+    lower = tl.where(span.low > _least_key(dtype), valued(span.low, dtype), upper - of.temperature * _REACH)
     j = tl.arange(0, _STEPS)
     values = upper - (upper - lower) * (j.to(tl.float32) / _STEPS)
     return tl.where(j == 0, LOWEST, ordered(values.to(dtype)))
@@ -194,8 +207,8 @@ def _is_wide(span, of, dtype: tl.constexpr, how):
 
 @triton.jit
 def _gather(out, line, span, counts, how):
-    """Moves the values in the span to the front of their lanes; how many each has. ``counts``, where SPLIT: of all
-    programs of the row.
+    """Moves the values in the span to the front of their lanes; how many of this program's each has. ``counts``, where
+    SPLIT: how many of all programs'.
     """
     count = tl.zeros([how.BLOCK], tl.int32)
     lane = tl.arange(0, how.BLOCK)
@@ -213,14 +226,14 @@ def _gather(out, line, span, counts, how):
 
 
 @triton.jit
-def _write(out, line, kept, of, how):
+def _write(out, line, limits, of, how):
     """Writes what is kept, divided by the temperature, and -inf for the rest."""
     for at in tl.range(line.begin, line.end, how.DEPTH * how.BLOCK):
         c, there, x, key = _tile(line, at, how)
-        stays = (key >= kept.floor) & ((kept.only < 0) | (c == kept.only))
+        stays = (key >= limits.floor) & ((limits.only < 0) | (c == limits.only))
         if how.BY_MIN_P:  # noqa: SIM102 - known at compile time, unlike what follows
-            if kept.least > 0:
-                stays = stays & (_mass(x, key, of) >= kept.least)
+            if limits.least > 0:
+                stays = stays & (_mass(x, key, of) >= limits.least)
         y = tl.where(stays, tl.div_rn(x.to(tl.float32), of.temperature), float("-inf"))
         tl.store(out.start + c.to(tl.int64) * out.col, y.to(out.start.dtype.element_ty), mask=there)
 
@@ -298,7 +311,7 @@ def _advance(low, sums, wanted, phase, how):
 
 
 @triton.jit
-def _reached(lanes, wanted, how):
+def _bound_by_lanes(lanes, wanted, how):
     """A key that ``wanted`` lanes reach, or the lowest: the largest one of few bits."""
     low = tl.full([], -(1 << (how.KEY_BITS - 1)), tl.int32)
     for phase in range(_LANE_BITS // _BITS):
@@ -328,20 +341,20 @@ def _search(front, wanted, floor, span, of, how, BY_MASS: tl.constexpr):
 
 
 @triton.jit
-def _choose(front, span, wanted, asked, of, how):
+def _choose(front, span, wanted, request, of, how):
     """The least key and mass of what is kept, by the logits in the span. ``wanted``: top-p's mass, without top-k."""
     floor = tl.full([], -(1 << (how.KEY_BITS - 1)), tl.int32)
-    least = asked.least
+    least = request.least
     if how.BY_K:  # noqa: SIM102 - known at compile time, unlike what follows
-        if asked.by_k:
-            floor = _search(front, asked.top_k.to(tl.int64), floor, span, of, how, False)
+        if request.by_k:
+            floor = _search(front, request.top_k.to(tl.int64), floor, span, of, how, False)
     if how.BY_P:  # noqa: SIM102
-        if asked.by_p:
-            if asked.by_k:
-                wanted = _share(asked.top_p, _mass_from(front, floor, of, how))
+        if request.by_p:
+            if request.by_k:
+                wanted = _share(request.top_p, _mass_from(front, floor, of, how))
             floor = tl.maximum(floor, _search(front, wanted, floor, span, of, how, True))
     if how.BY_K and how.BY_MIN_P:  # noqa: SIM102
-        if asked.by_k:
+        if request.by_k:
             # The floor serves for min-p too, unless a last bit of masses is in the way.
             enough, little = _least_of_mass(front, floor, least, of, how)
             floor = tl.maximum(floor, enough)
@@ -350,7 +363,7 @@ def _choose(front, span, wanted, asked, of, how):
 
 
 @triton.jit
-def _asked(at, n, of, row, how):
+def _read_request(at, n, of, row, how):
     """The parameters of a row, and by which of top-k and top-p it is searched."""
     # tl.full makes tensors of numbers: the interpreter passes Python's own, in fp64.
     temperature = tl.load(at.temperatures_ptr + row) if how.TEMPERATURES else tl.full([], of.temperature, tl.float32)
@@ -364,42 +377,35 @@ def _asked(at, n, of, row, how):
     least = tl.where(min_p > 0.0, _share(tl.minimum(min_p, 1.0) * 0.5, tl.full([], ONE * 2, tl.int64)), 0)
     by_k = (top_k > 0) & (top_k < n.cols) & ~greedy & how.BY_K
     by_p = (top_p < 1.0) & ~greedy & how.BY_P
-    return Asked(temperature, top_k, top_p, tl.where(greedy, 0, least), greedy, by_k, by_p)
+    return Request(temperature, top_k, top_p, tl.where(greedy, 0, least), greedy, by_k, by_p)
 
 
 @triton.jit
-def _everything(how):
-    """The span of all keys."""
-    low, none = tl.full([], -(1 << (how.KEY_BITS - 1)), tl.int32), tl.full([], 0, tl.int64)
-    return Span(low, tl.full([], _HIGHEST, tl.int32), none, tl.full([], _ALL, tl.int64))
-
-
-@triton.jit
-def _do_pass(out, line, state, stage, asked, how):
+def _do_pass(out, line, state, stage, request, how):
     """One pass over a part of a row."""
     dtype: tl.constexpr = line.start.dtype.element_ty
     lane, step = tl.arange(0, how.BLOCK), tl.arange(0, _STEPS)
     if stage == 0:
-        # What there is above the lowest int32: nothing at first.
+        # Zero, as the state is at first, is below the distance of any key from the lowest int32.
         tl.atomic_max(state.lanes + lane, _lanes(line, how).to(tl.int64) - LOWEST, sem="relaxed")
     else:
         lanes = (tl.load(state.lanes + lane) + LOWEST).to(tl.int32)
-        of = _softmax(tl.max(lanes, axis=0), asked.temperature, dtype)
+        of = _softmax(tl.max(lanes, axis=0), request.temperature, dtype)
         if stage == _ROUNDS + 3:
-            floor = tl.load(state.found).to(tl.int32) if how.BY_K or how.BY_P else _everything(how).low
-            only = tl.where(asked.greedy, (0 - tl.load(state.found + 1)) + _HIGHEST, -1).to(tl.int32)
-            least = tl.load(state.found + 2) if how.BY_K or how.BY_P else asked.least
-            _write(out, line, Kept(floor, only, least), of, how)
-        elif asked.greedy:
+            floor = tl.load(state.result).to(tl.int32) if how.BY_K or how.BY_P else _everything(dtype).low
+            only = tl.where(request.greedy, (0 - tl.load(state.result + 1)) + _HIGHEST, -1).to(tl.int32)
+            least = tl.load(state.result + 2) if how.BY_K or how.BY_P else request.least
+            _write(out, line, Limits(floor, only, least), of, how)
+        elif request.greedy:
             if stage == _ROUNDS + 1:
                 # Counted down, so that the first of all programs wins, and zero is none.
-                tl.atomic_max(state.found + 1, (0 - _first(line, of.most, how).to(tl.int64)) + _HIGHEST, sem="relaxed")
+                tl.atomic_max(state.result + 1, (0 - _first(line, of.most, how).to(tl.int64)) + _HIGHEST, sem="relaxed")
             elif (stage == _ROUNDS + 2) & (line.begin == 0):
-                tl.store(state.found, _everything(how).low.to(tl.int64))
+                tl.store(state.result, _everything(dtype).low.to(tl.int64))
         elif how.BY_K or how.BY_P:
-            span, wanted = _everything(how), tl.full([], 0, tl.int64)
+            span, wanted = _everything(dtype), tl.full([], 0, tl.int64)
             if how.BY_P:  # noqa: SIM102
-                if asked.by_p & ~asked.by_k:
+                if request.by_p & ~request.by_k:
                     # The span so far, from the sums of the passes before this one.
                     for i in tl.static_range(_ROUNDS):
                         if (stage > i) & _is_wide(span, of, dtype, how):
@@ -410,53 +416,55 @@ def _do_pass(out, line, state, stage, asked, how):
                             else:
                                 found = tl.load(sums)
                                 if i == 0:
-                                    wanted = _share(asked.top_p, tl.max(found, axis=0))
+                                    wanted = _share(request.top_p, tl.max(found, axis=0))
                                 span = _narrow(span, candidates, found, wanted)
             if stage > _ROUNDS:
                 if how.BY_K:  # noqa: SIM102
-                    if asked.by_k:
-                        span = Span(_reached(lanes, asked.top_k, how), span.high, span.beyond, span.within)
+                    if request.by_k:
+                        low = tl.maximum(span.low, _bound_by_lanes(lanes, request.top_k, how))
+                        span = Span(low, span.high, span.beyond, span.within)
                 if stage == _ROUNDS + 1:
-                    if asked.by_k | asked.by_p:
+                    if request.by_k | request.by_p:
                         _gather(out, line, span, state.counts, how)
                 elif line.begin == 0:
                     count = tl.load(state.counts + lane).to(tl.int32)
                     front = Front(out.start, out.col, count, tl.max(count, axis=0))
-                    floor, least = _choose(front, span, wanted, asked, of, how)
-                    tl.store(state.found, floor.to(tl.int64))
-                    tl.store(state.found + 2, least)
+                    floor, least = _choose(front, span, wanted, request, of, how)
+                    tl.store(state.result, floor.to(tl.int64))
+                    tl.store(state.result + 2, least)
 
 
 @triton.jit
-def _do_all(out, line, asked, how):
+def _do_all(out, line, request, how):
     """All passes over a row, one after another; ``out`` holds what the searches read until the last one writes it."""
     dtype: tl.constexpr = line.start.dtype.element_ty
     lanes = _lanes(line, how)
-    of = _softmax(tl.max(lanes, axis=0), asked.temperature, dtype)
-    floor, only, least = _everything(how).low, tl.full([], -1, tl.int32), asked.least
-    if asked.greedy:
+    of = _softmax(tl.max(lanes, axis=0), request.temperature, dtype)
+    floor, only, least = _everything(dtype).low, tl.full([], -1, tl.int32), request.least
+    if request.greedy:
         only = _first(line, of.most, how)
     elif how.BY_K or how.BY_P:  # noqa: SIM102
-        if asked.by_k | asked.by_p:
-            span, wanted = _everything(how), tl.full([], 0, tl.int64)
+        if request.by_k | request.by_p:
+            span, wanted = _everything(dtype), tl.full([], 0, tl.int64)
             if how.BY_K:  # noqa: SIM102
-                if asked.by_k:
-                    span = Span(_reached(lanes, asked.top_k, how), span.high, span.beyond, span.within)
+                if request.by_k:
+                    low = tl.maximum(span.low, _bound_by_lanes(lanes, request.top_k, how))
+                    span = Span(low, span.high, span.beyond, span.within)
             if how.BY_P:  # noqa: SIM102
-                if ~asked.by_k:
+                if ~request.by_k:
                     for i in range(_ROUNDS):
                         if _is_wide(span, of, dtype, how):
                             candidates = _candidates_of_span(span, of, dtype)
                             sums = _masses_from(line, candidates, of, how)
                             if i == 0:
-                                wanted = _share(asked.top_p, tl.max(sums, axis=0))
+                                wanted = _share(request.top_p, tl.max(sums, axis=0))
                             span = _narrow(span, candidates, sums, wanted)
             count = _gather(out, line, span, 0, how)
             tl.debug_barrier()  # other threads may read what was moved
             front = Front(out.start, out.col, count, tl.max(count, axis=0))
-            floor, least = _choose(front, span, wanted, asked, of, how)
+            floor, least = _choose(front, span, wanted, request, of, how)
             tl.debug_barrier()  # all have read what is overwritten
-    _write(out, line, Kept(floor, only, least), of, how)
+    _write(out, line, Limits(floor, only, least), of, how)
 
 
 @triton.jit
@@ -477,10 +485,10 @@ def sample_filter(
     end = tl.minimum(begin + n.chunk, n.cols)
     line = Line(at.logits_ptr + row * by.logits.row, begin, end, by.logits.col)
     out = Line(at.out_ptr + row * by.out.row, begin, end, by.out.col)
-    asked = _asked(at, n, of, row, how)
+    request = _read_request(at, n, of, row, how)
     if how.SPLIT:
         state = run.state_ptr + row * (2 * how.BLOCK + _ROUNDS * _STEPS + 3)
         sums = state + 2 * how.BLOCK
-        _do_pass(out, line, State(state, state + how.BLOCK, sums, sums + _ROUNDS * _STEPS), run.stage, asked, how)
+        _do_pass(out, line, State(state, state + how.BLOCK, sums, sums + _ROUNDS * _STEPS), run.stage, request, how)
     else:
-        _do_all(out, line, asked, how)
+        _do_all(out, line, request, how)

@@ -30,7 +30,8 @@ def sample_filter(
     stays, ties together. ``softmax`` of the result is what to sample from.
 
     Args:
-        logits: ``(..., V)``, fp16, bf16 or fp32 (on the CPU fp64 too), V up to 2^30; any strides.
+        logits: ``(..., V)``, fp16, bf16 or fp32 (on the CPU fp64 too), V up to 2^30, with ``top_p``
+            2^22; any strides.
         temperature: divides the logits; 0 keeps the first of the largest logits alone. The least other number is
             1e-30, so that quotients are finite in fp32 and bf16; in fp16 those beyond 65504 are infinite.
         top_k: how many to keep; 0, or V and more, for all.

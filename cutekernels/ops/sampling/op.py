@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from cutekernels.gpu import GpuSpec
 
 MAX_COLS = 1 << 30
+_MAX_SUMMED = 1 << 22  # columns whose masses, 2^40 at most, are summed in 64 bits
 _ONE = 1 << 40
 
 
@@ -68,6 +69,8 @@ class SampleFilterProblem(LaidOut, Problem):
         for each, filtered in (("top_ks", self.by_k), ("top_ps", self.by_p), ("min_ps", self.by_min_p)):
             if getattr(self, each) and not filtered:
                 raise UnsupportedProblem(f"{each}=1 are parameters of a filter that is not asked for")
+        if self.by_p:
+            _check_summed(self.cols)
 
     @property
     def searches(self) -> int:
@@ -85,7 +88,8 @@ class SampleFilterConfig(Config):
 
 
 _MOST_READ = 16  # elements that one thread reads at a time: registers
-_STATE = 35  # words of a row's state beside two for each lane
+_ROUNDS = 4  # passes that narrow the span of top-p at most
+_STATE = 8 * _ROUNDS + 3  # words of a row's state beside two for each lane
 
 
 class SampleFilter(TritonOp[SampleFilterProblem, SampleFilterConfig]):
@@ -166,7 +170,8 @@ class SampleFilter(TritonOp[SampleFilterProblem, SampleFilterConfig]):
         for splits, warps, depth, waves in ((32, 16, 2, 2), (8, 8, 1 if half else 4, 4)):
             if p.rows * splits <= waves * gpu.sm_count and splits * 1024 <= 2 * p.cols:
                 return SampleFilterConfig(1024, warps, depth, splits)
-        block, warps = (2048, 16) if (half or not p.searches) and p.cols > 1024 else (1024, 8)
+        wide = half or not p.searches or p.rows <= gpu.sm_count
+        block, warps = (2048, 16) if wide and p.cols > 1024 else (1024, 8)
         depth = 1 if half else next(d for d in (4, 2, 1) if d == 1 or d * block < 2 * p.cols)
         return SampleFilterConfig(block, warps, depth, 1)
 
@@ -176,6 +181,13 @@ class SampleFilter(TritonOp[SampleFilterProblem, SampleFilterConfig]):
     def chunk(self, p: SampleFilterProblem, c: SampleFilterConfig) -> int:
         """Columns of one program: whole blocks."""
         return max(1, -(-p.cols // (c.splits * c.block))) * c.block
+
+    def stages(self, p: SampleFilterProblem, *, narrows: bool, greedy: bool) -> list[int]:
+        """Launches where rows are split: whether top-p alone searches some rows, and whether some may be greedy."""
+        found = [0, *range(1, _ROUNDS + 1)] if narrows else [0]
+        found += [_ROUNDS + 1] if p.searches or greedy else []
+        found += [_ROUNDS + 2] if p.searches else []
+        return [*found, _ROUNDS + 3]
 
     def estimate_us(self, p: SampleFilterProblem, c: SampleFilterConfig, gpu: GpuSpec) -> float:
         """Instructions, loads or bytes of each pass over a row; of a search those of a block for each phase."""
@@ -191,7 +203,8 @@ class SampleFilter(TritonOp[SampleFilterProblem, SampleFilterConfig]):
             counted, weighed = own.top_k + 4 * own.digit, own.top_p + 8 * own.digit
             instructions = (lanes + p.by_k * phases) * counted + p.by_p * phases * weighed
             search = instructions * c.block * instruction_us + (lanes + p.searches * phases) * own.pass_us
-        launches = 1 if c.splits == 1 else len(passes) + 1 + bool(p.searches)
+        stages = self.stages(p, narrows=p.by_p and not p.by_k, greedy=p.temperatures)
+        launches = 1 if c.splits == 1 else 1 + len(stages)
         over = sum(max(of_chunk * (chunk * each * instruction_us + loads), memory) for each in passes)
         return launches * rate.launch_us + over + of_row * search
 
@@ -202,12 +215,12 @@ class SampleFilter(TritonOp[SampleFilterProblem, SampleFilterConfig]):
         if c.splits == 1:
             return lambda *args: launch(*args, 0, 0)
         state_size = p.rows * (2 * c.block + _STATE)
-        narrowing, rest = (1, 2, 3, 4), (5, 6, 7) if p.searches else (5, 7)
 
         def pass_by_pass(*args: Any) -> None:
             state = torch.zeros(state_size, dtype=torch.int64, device=args[0].device)
-            alone = p.by_p and (p.top_ks or not (p.by_k and 0 < args[-3] < p.cols))
-            for stage in (0, *(narrowing if alone else ()), *rest):
+            temperature, top_k = args[-4:-2]
+            narrows = p.by_p and (p.top_ks or not (p.by_k and 0 < top_k < p.cols))
+            for stage in self.stages(p, narrows=narrows, greedy=p.temperatures or not temperature > 0):
                 launch(*args, state.data_ptr(), stage)
 
         return pass_by_pass
@@ -245,6 +258,7 @@ class SampleFilter(TritonOp[SampleFilterProblem, SampleFilterConfig]):
             kth = ranked.gather(-1, (top_k.long() - 1).clamp(0, cols - 1))
             floor = torch.where((top_k > 0) & (top_k < cols), kth, floor)
         if options["by_p"]:
+            _check_summed(cols)
             running = torch.where(ranked >= floor, masses.gather(-1, order), 0).cumsum(-1)
             wanted = (top_p.double() * running[..., -1:].double()).ceil().long().clamp_min(1)
             last = (running < wanted).sum(-1, keepdim=True).clamp_max(cols - 1)
@@ -258,6 +272,11 @@ class SampleFilter(TritonOp[SampleFilterProblem, SampleFilterConfig]):
 
     def work(self, p: SampleFilterProblem) -> Work:
         return Work(0.0, 2.0 * p.rows * p.cols * p.itemsize)
+
+
+def _check_summed(cols: int) -> None:
+    if cols > _MAX_SUMMED:
+        raise UnsupportedProblem(f"top_p sums up to {_MAX_SUMMED} columns exactly; got {cols}: take top_k or min_p")
 
 
 def _by_row(t: Tensor | None, number: float, logits: Tensor) -> Tensor:
