@@ -223,6 +223,12 @@ CASES: dict[str, dict[str, Any]] = {
     "split, narrowed four times": _NARROWED,
     "split, ties at a bound": {**_TIED, "top_p": 0.9},
     "split, all but the tail": {**_TIED, "top_p": 0.999999, "temperature": 0.3},
+    "split, greedy below zero": {
+        "values": [[-5.0, -3.0, -4.0, -3.0] * 1030],
+        "temperature": 0.0,
+        "top_p": 0.9,
+        "config": _SPLIT,
+    },
     "split, fewer than top-k": {
         "values": [[-math.inf] * 2000 + [1.0, 3.0, 2.0, 2.0] + [-math.inf] * 2100],
         "top_k": 20,

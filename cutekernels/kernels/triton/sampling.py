@@ -261,12 +261,12 @@ def _counts(front, candidates, how):
 
 
 @triton.jit
-def _masses(front, candidates, floor, of, how):
-    """The mass of the keys that reach each candidate, and ``floor`` too."""
+def _masses(front, candidates, of, how):
+    """The mass of the keys that reach each candidate."""
     found = tl.zeros([_FAN, how.BLOCK], tl.int64)
     for i in range(front.deepest):
         there, x, key = _block(front, i, how)
-        m = tl.where((key >= floor) & there, _mass(x, key, of), 0)
+        m = tl.where(there, _mass(x, key, of), 0)
         found += tl.where(key[None, :] >= candidates[:, None], m[None, :], 0)
     return tl.sum(found, axis=1)
 
@@ -282,15 +282,14 @@ def _mass_from(front, floor, of, how):
 
 
 @triton.jit
-def _least_of_mass(front, floor, least, of, how):
-    """The least key from ``floor`` up whose mass is ``least`` or more, and the largest one whose is not: masses fall
-    with their keys but for their last bit.
+def _least_of_mass(front, least, of, how):
+    """The least key whose mass is ``least`` or more, and the largest one whose is not: masses fall with their keys but
+    for their last bit.
     """
     enough = tl.full([how.BLOCK], _HIGHEST, tl.int32)
     little = tl.full([how.BLOCK], LOWEST, tl.int32)
     for i in range(front.deepest):
         there, x, key = _block(front, i, how)
-        there = there & (key >= floor)
         reached = _mass(x, key, of) >= least
         enough = tl.minimum(enough, tl.where(there & reached, key, _HIGHEST))
         little = tl.maximum(little, tl.where(there & ~reached, key, LOWEST))
@@ -323,7 +322,7 @@ def _bound_by_lanes(lanes, wanted, how):
 
 @triton.jit
 def _search(front, wanted, floor, span, of, how, BY_MASS: tl.constexpr):
-    """The largest key of the span that ``wanted`` reach, in number or in mass of what reaches ``floor``."""
+    """The largest key of the span, from ``floor`` up, that ``wanted`` reach, in number or in mass."""
     low = tl.full([], -(1 << (how.KEY_BITS - 1)), tl.int32)
     least, most = tl.maximum(span.low, floor), tl.minimum(span.high, of.most)
     for phase in range(how.KEY_BITS // _BITS):
@@ -333,7 +332,7 @@ def _search(front, wanted, floor, span, of, how, BY_MASS: tl.constexpr):
         else:
             candidates = _candidates(low, phase, how)
             if BY_MASS:
-                sums = _masses(front, candidates, floor, of, how) + span.beyond
+                sums = _masses(front, candidates, of, how) + span.beyond
             else:
                 sums = _counts(front, candidates, how)
             low = _advance(low, sums, wanted, phase, how)
@@ -356,7 +355,7 @@ def _choose(front, span, wanted, request, of, how):
     if how.BY_K and how.BY_MIN_P:  # noqa: SIM102
         if request.by_k:
             # The floor serves for min-p too, unless a last bit of masses is in the way.
-            enough, little = _least_of_mass(front, floor, least, of, how)
+            enough, little = _least_of_mass(front, least, of, how)
             floor = tl.maximum(floor, enough)
             least = tl.where(little < floor, 0, least)
     return floor, least
@@ -375,8 +374,8 @@ def _read_request(at, n, of, row, how):
     temperature = tl.where(greedy, 1.0, temperature)
     # min-p: a share of the largest mass, which is ONE.
     least = tl.where(min_p > 0.0, _share(tl.minimum(min_p, 1.0) * 0.5, tl.full([], ONE * 2, tl.int64)), 0)
-    by_k = (top_k > 0) & (top_k < n.cols) & ~greedy & how.BY_K
-    by_p = (top_p < 1.0) & ~greedy & how.BY_P
+    by_k = (top_k > 0) & (top_k < n.cols) & how.BY_K
+    by_p = (top_p < 1.0) & how.BY_P
     return Request(temperature, top_k, top_p, tl.where(greedy, 0, least), greedy, by_k, by_p)
 
 
