@@ -16,6 +16,7 @@ import importlib
 import io
 import math
 import os
+import re
 import signal
 import stat
 import subprocess
@@ -373,7 +374,7 @@ def diagnose() -> list[Finding]:
         Finding("cutekernels", "ok", environment.package_version("cutekernels") or "not installed, run from source"),
         Finding("python", "ok", facts["python"]),
         *_packages(facts),
-        _dsl_import(),
+        _dsl_import(facts["dsl"]),
         *_dsl_wheels(machine := installation.this_machine(), facts["dsl"]),
         *_private_names(),
         *_driver_and_gpu(machine),
@@ -401,7 +402,7 @@ def _packages(facts: Mapping[str, str]) -> Iterator[Finding]:
             yield Finding(what, "ok", version)
 
 
-def _dsl_import() -> Finding:
+def _dsl_import(version: str) -> Finding:
     # In a child process: a native abort during the import must become a finding.
     try:
         done = subprocess.run(
@@ -412,8 +413,9 @@ def _dsl_import() -> Finding:
     if done.returncode == 0:
         return Finding("dsl import", "ok", f"{_DSL_IMPORT} works")
     said = done.stderr.strip().splitlines()
-    same = f"=={version}" if (version := environment.compilers()["dsl"]) else ""
-    remedy = f"pip install --force-reinstall nvidia-cutlass-dsl{same}; for CUDA 13: 'nvidia-cutlass-dsl[cu13]{same}'"
+    row = installation.requirements().get("nvidia-cutlass-dsl", "nvidia-cutlass-dsl")
+    same = row if not version or installation.excludes(row, version) else f"{re.split('[<>!=]', row)[0]}=={version}"
+    remedy = f"pip install --force-reinstall '{same}'"
     return Finding("dsl import", "broken", said[-1] if said else f"exit code {done.returncode}", remedy)
 
 

@@ -294,6 +294,8 @@ def requirements() -> dict[str, str]:
             name = re.split(r"[^\w.-]", bounds, maxsplit=1)[0]
             if not extra or (environment.package_version(name) and not re.search('"(bench|dev|docs)"', extra)):
                 found.setdefault(name, bounds)
+            if "[cu13]" in bounds and environment.package_version("nvidia-cutlass-dsl-libs-cu13"):
+                found[name] = bounds
     return found
 
 

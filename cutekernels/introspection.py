@@ -56,8 +56,12 @@ def explain(
     """
     check_word("explain", "op", op)
     check_word("explain", "problem", problem)
-    gpu = gpu if gpu_name == "" else gpu_name
     check_word("explain", "gpu", gpu)
+    check_word("explain", "gpu_name", gpu_name)
+    if gpu_name:
+        if gpu != "auto":
+            raise UnsupportedProblem(f"explain takes one GPU; got gpu={gpu!r} and gpu_name={gpu_name!r}: leave out one")
+        gpu = gpu_name
     _check_database(database)
     database = None if database is None else os.fspath(database)
     declared = registry.get(op)

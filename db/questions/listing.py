@@ -64,11 +64,12 @@ def differences(rows: Rows) -> Table:
     """Differences of two databases; a's config above b's. Many problems that only one has are counted."""
     table = _table("op\ngpu", "problem\nconfig of a\nconfig of b", "state", "a us", "b us", "a/b")
     lone = Counter((row["gpu"], row["state"]) for row in rows if "only" in row["state"])
-    if lone.total() > _MOST_LONE:
-        rows = [row for row in rows if "only" not in row["state"]]
-        for (gpu, state), count in lone.items():
-            table.add_row(_pair(f"{count} problems", gpu), _pair("a pipe or --format csv lists them"), Text(state))
+    many = {kind: count for kind, count in lone.items() if count > _MOST_LONE}
+    for (gpu, state), count in many.items():
+        table.add_row(_pair(f"{count} problems", gpu), _pair("a pipe or --format csv lists them"), Text(state))
     for row in rows:
+        if (row["gpu"], row["state"]) in many:
+            continue
         table.add_row(
             _pair(row["op"], row["gpu"]),
             _pair(row["problem_text"], row["a_config_text"] or "-", row["b_config_text"] or "-"),

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -208,7 +209,7 @@ class TestDoctor:
     @pytest.fixture(autouse=True)
     def _no_dsl_import(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """A stub for the DSL's import of three seconds, which is tested once below."""
-        monkeypatch.setattr(cli, "_dsl_import", lambda: cli.Finding("dsl import", "ok", "not tried"))
+        monkeypatch.setattr(cli, "_dsl_import", lambda version: cli.Finding("dsl import", "ok", "not tried"))
 
     def test_this_machine_is_healthy(self) -> None:
         result = run("doctor", "--format", "json")
@@ -317,7 +318,7 @@ class TestDoctor:
 
 class TestDslImport:
     def test_it_works_here(self) -> None:
-        assert cli._dsl_import().state == "ok"
+        assert cli._dsl_import("").state == "ok"
 
     @pytest.mark.parametrize(
         ("code", "said"),
@@ -327,15 +328,16 @@ class TestDslImport:
         self, monkeypatch: pytest.MonkeyPatch, code: str, said: str
     ) -> None:
         monkeypatch.setattr(cli, "_DSL_IMPORT", code)
-        finding = cli._dsl_import()
+        finding = cli._dsl_import("4.8.1")
         assert finding.state == "broken"
         assert said in finding.value
-        assert f"nvidia-cutlass-dsl=={environment.compilers()['dsl']};" in finding.remedy
+        assert shlex.split(finding.remedy)[-1].partition("==")[2] == "4.8.1"
+        assert shlex.split(cli._dsl_import("9.9").remedy)[-1].endswith("<4.9,>=4.8.0"), "not what the bounds exclude"
 
     def test_one_that_hangs_is_a_finding(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(cli, "_DSL_IMPORT", "import time; time.sleep(60)")
         monkeypatch.setattr(cli, "_DSL_IMPORT_DEADLINE_S", 0.5)
-        assert "still importing" in cli._dsl_import().value
+        assert "still importing" in cli._dsl_import("").value
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])

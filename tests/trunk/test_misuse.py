@@ -21,6 +21,7 @@ CALLS: dict[str, tuple[Callable[[], object], str]] = {
     "a pair of one": (lambda: ck.warmup([("gemm",)]), "pairs of an op's name"),  # type: ignore[list-item]
     "explain a number": (lambda: ck.explain("gemm", 3, gpu="h200"), "problem as a string"),  # type: ignore[arg-type]
     "explain a list": (lambda: ck.explain(["gemm"], "m=1", gpu="h200"), "op as a string"),  # type: ignore[arg-type]
+    "explain on two GPUs": (lambda: ck.explain("gemm", "m=1", gpu="h200", gpu_name="a100"), "takes one GPU"),
     "explain on no GPU": (lambda: ck.explain("gemm", "m=1", gpu=None), "gpu as a string"),  # type: ignore[arg-type]
     "a seed of 70 bits": (lambda: Sampling(seed=2**70), "from 0 to 9223372036854775807; got 1180591620717411303424"),
     "trials of a part 3": (lambda: ck.db.open().trials(part=3), "part must be a text"),  # type: ignore[arg-type]
