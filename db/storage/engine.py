@@ -80,9 +80,12 @@ def open_engine(
                 _upgrade(engine)
         elif readonly:
             if not path.is_file():
-                if os.path.lexists(path):
-                    raise StoreError(f"an SQLite database is a file; {path} is not one: name another")
-                raise StoreError(f"there is no database at {path}; `cutekernels tune` and `db import` create one")
+                if sqlite.is_absent(path):
+                    raise StoreError(f"there is no database at {path}; `cutekernels tune` and `db import` create one")
+                os.lstat(
+                    path
+                )  # raises for a folder that is closed, which is_file() says nothing of from Python 3.14 on
+                raise StoreError(f"an SQLite database is a file; {path} is not one: name another")
             engine = _sqlite(path, readonly=True)
         else:
             engine = _sqlite(path)
@@ -276,8 +279,7 @@ def _sqlite(path: Path, *, readonly: bool = False) -> Engine:
         return connection
 
     def connect() -> sqlite3.Connection:
-        if sqlite.is_absent(path):
-            raise StoreError(f"{path} was deleted while in use: put it back, or repeat the command for a fresh one")
+        _require_present(path)
         if not readonly:
             return sqlite.connect(path)
         connection = connect_readonly()
@@ -299,6 +301,11 @@ def _sqlite(path: Path, *, readonly: bool = False) -> Engine:
         connection.exec_driver_sql("BEGIN IMMEDIATE" if writing else "BEGIN")
 
     return engine
+
+
+def _require_present(path: Path) -> None:
+    if sqlite.is_absent(path):
+        raise StoreError(f"{path} was deleted while in use: put it back, or repeat the command for a fresh one")
 
 
 def _prepare(path: Path, engine: Engine) -> None:
@@ -328,9 +335,13 @@ def _prepare(path: Path, engine: Engine) -> None:
                 )
             if not path.exists():  # no connection makes a file in the place of one that was deleted
                 path.touch(0o644)
-            _upgrade(engine)
-            with closing(sqlite.connect(path)) as connection:
-                sqlite.set_journal_mode(connection, wal=sqlite.wal_is_safe())
+            try:
+                _upgrade(engine)
+                with closing(sqlite.connect(path)) as connection:
+                    sqlite.set_journal_mode(connection, wal=sqlite.wal_is_safe())
+            except Exception:
+                _require_present(path)
+                raise
     except Timeout as error:
         raise StoreError(
             f"{path}.lock has been held for {_LOCK_TIMEOUT_S:.0f} s: another process is opening the database"

@@ -258,7 +258,7 @@ def _database(gpu: str, url: str | None, *, strict: bool = False) -> _Read:
         path = sqlite.path_of(place)
         shown = _without_password(place) if path is None else place
         named = settings.load().database_named and not strict
-        if url is None and path is not None and not path.exists() and not named:
+        if url is None and path is not None and sqlite.is_absent(path) and not named:
             return [], {}  # nothing has been tuned yet: no reason to warn
         rows, rates = _read_postgres(place, gpu) if path is None else _read_sqlite(path, gpu)
     except (StoreError, sqlite3.Error, OSError, ValueError, RuntimeError, ImportError) as error:
@@ -306,9 +306,10 @@ def _from_0_up(values: Sequence[float | None]) -> bool:
 
 
 def _read_sqlite(path: Path, gpu: str) -> tuple[list[_Row], list[_Row]]:
-    if not path.exists():
+    if sqlite.is_absent(path):
         raise StoreError("there is none; `cutekernels tune` makes one")
     if not path.is_file():
+        os.lstat(path)  # raises for a folder that is closed, which is_file() says nothing of from Python 3.14 on
         raise StoreError("it is not a file")
     for _ in range(_ATTEMPTS):
         immutable = sqlite.needs_immutable(path)

@@ -15,6 +15,7 @@ from cutekernels.autotune import cli, run
 from cutekernels.autotune.fleet import OneSlot
 from cutekernels.autotune.job import Job, Task
 from cutekernels.autotune.run import tune
+from cutekernels.db.storage import engine
 from cutekernels.db.storage.store import Store
 from cutekernels.errors import JobError, UnknownGpu
 from cutekernels.isolate import RemoteError
@@ -165,6 +166,14 @@ class TestCommandLine:
         result = self.invoke(tmp_path)
         assert result.exit_code == 1 and "t.db was deleted while in use: put it back" in result.stderr, result.output
         assert not (tmp_path / "t.db").exists()
+
+    @pytest.mark.usefixtures("on_h200")
+    def test_one_that_is_deleted_while_it_is_opened_likewise(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(engine, "_upgrade", lambda made: (tmp_path / "t.db").unlink())
+        result = self.invoke(tmp_path)
+        assert result.exit_code == 1 and "t.db was deleted while in use: put it back" in result.stderr, result.output
 
     @pytest.mark.usefixtures("no_gpu")
     def test_wrong_requests_exit_2(self, tmp_path: Path) -> None:
