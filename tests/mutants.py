@@ -102,7 +102,7 @@ MODULES = {
             ("    if gpu_name_rule(gpu) is not None:", "    if False:"),
             ("if isinstance(trial, Trial) and trial.gpu.name != gpu:", "if False:"),
             ("            found.append(trial)\n", "            found.insert(0, trial)\n"),
-            ("and not path.exists() and not named:", "and not path.exists():"),
+            ("and sqlite.is_absent(path) and not named:", "and sqlite.is_absent(path):"),
             (" and 0 < value < math.inf", " and value < math.inf"),
             ("        and all(map(_from_0_up, columns[5:7]))\n", ""),
             ("        rows = [row for row in rows if _sound([row])]\n", ""),
