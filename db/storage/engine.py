@@ -82,9 +82,7 @@ def open_engine(
             if not path.is_file():
                 if sqlite.is_absent(path):
                     raise StoreError(f"there is no database at {path}; `cutekernels tune` and `db import` create one")
-                os.lstat(
-                    path
-                )  # raises for a folder that is closed, which is_file() says nothing of from Python 3.14 on
+                os.lstat(path)  # raises where the folder is closed; is_file() is False there from Python 3.14 on
                 raise StoreError(f"an SQLite database is a file; {path} is not one: name another")
             engine = _sqlite(path, readonly=True)
         else:

@@ -309,7 +309,7 @@ def _read_sqlite(path: Path, gpu: str) -> tuple[list[_Row], list[_Row]]:
     if sqlite.is_absent(path):
         raise StoreError("there is none; `cutekernels tune` makes one")
     if not path.is_file():
-        os.lstat(path)  # raises for a folder that is closed, which is_file() says nothing of from Python 3.14 on
+        os.lstat(path)  # raises where the folder is closed; is_file() is False there from Python 3.14 on
         raise StoreError("it is not a file")
     for _ in range(_ATTEMPTS):
         immutable = sqlite.needs_immutable(path)

@@ -43,9 +43,12 @@ def test_a_parameter_needs_its_filter() -> None:
         SampleFilterProblem.parse("rows=1 cols=8 top_ks=1")
 
 
-def test_a_row_has_the_state_that_its_kernel_uses() -> None:
+def test_state_and_stages_are_those_of_the_kernel() -> None:
     assert kernels._ROUNDS.value == op._ROUNDS
     assert kernels._ROUNDS.value * kernels._STEPS.value + len(kernels.Limits._fields) == op._STATE
+    last = [kernels._MOVE.value, kernels._SEARCH.value, kernels._WRITE.value]
+    problem = SampleFilterProblem.parse("rows=1 cols=8 by_p=1")
+    assert op.SAMPLE_FILTER.stages(problem, narrows=True, greedy=False) == [*range(last[0]), *last]
 
 
 def test_masses_are_exponentials() -> None:

@@ -37,6 +37,7 @@ _LANE_BITS = tl.constexpr(16)  # of a key that lanes are to reach
 _STEPS = tl.constexpr(8)  # sums of a pass that narrows: of the whole row, and from seven values up
 _ALL = tl.constexpr(1 << 62)  # above any mass
 _ROUNDS = tl.constexpr(4)  # such passes at most
+_MOVE, _SEARCH, _WRITE = tl.constexpr(5), tl.constexpr(6), tl.constexpr(7)  # stages after the rounds
 _REACH = tl.constexpr(16.0)  # how far below the maximum they lie at first: e^-16 is 1e-7
 
 Pointers = namedtuple("Pointers", "out_ptr logits_ptr temperatures_ptr top_ks_ptr top_ps_ptr min_ps_ptr")
@@ -101,7 +102,7 @@ def _mass(x, key, of):
 
 @triton.jit
 def _softmax(most, temperature, dtype: tl.constexpr):
-    """What the masses of a row follow from, by its largest key."""
+    """The largest key of a row, its value by the temperature, and that: masses follow from them."""
     return Softmax(most, tl.div_rn(valued(most, dtype), temperature), temperature)
 
 
@@ -310,14 +311,14 @@ def _advance(low, sums, wanted, phase, how):
 
 
 @triton.jit
-def _bound_by_lanes(lanes, wanted, how):
-    """A key that ``wanted`` lanes reach, or the lowest: the largest one of few bits."""
+def _bound_by_lanes(span, lanes, wanted, how):
+    """The part of a span from a key up that ``wanted`` lanes reach, the largest one of few bits; or all of it."""
     low = tl.full([], -(1 << (how.KEY_BITS - 1)), tl.int32)
     for phase in range(_LANE_BITS // _BITS):
         candidates = _candidates(low, phase, how)
         sums = tl.sum((lanes[None, :] >= candidates[:, None]).to(tl.int32), axis=1)
         low = _advance(low, sums, wanted, phase, how)
-    return low
+    return Span(tl.maximum(span.low, low), span.high, span.beyond, span.within)
 
 
 @triton.jit
@@ -390,23 +391,23 @@ def _do_pass(out, line, state, stage, request, how):
     else:
         lanes = (tl.load(state.lanes + lane) + LOWEST).to(tl.int32)
         of = _softmax(tl.max(lanes, axis=0), request.temperature, dtype)
-        if stage == _ROUNDS + 3:
+        if stage == _WRITE:
             floor = tl.load(state.result).to(tl.int32) if how.BY_K or how.BY_P else _everything(dtype).low
             only = tl.where(request.greedy, (0 - tl.load(state.result + 1)) + _HIGHEST, -1).to(tl.int32)
             least = tl.load(state.result + 2) if how.BY_K or how.BY_P else request.least
             _write(out, line, Limits(floor, only, least), of, how)
         elif request.greedy:
-            if stage == _ROUNDS + 1:
+            if stage == _MOVE:
                 # Counted down, so that the first of all programs wins, and zero is none.
                 tl.atomic_max(state.result + 1, (0 - _first(line, of.most, how).to(tl.int64)) + _HIGHEST, sem="relaxed")
-            elif (stage == _ROUNDS + 2) & (line.begin == 0):
+            elif (stage == _SEARCH) & (line.begin == 0):
                 tl.store(state.result, _everything(dtype).low.to(tl.int64))
         elif how.BY_K or how.BY_P:
             span, wanted = _everything(dtype), tl.full([], 0, tl.int64)
             if how.BY_P:  # noqa: SIM102
                 if request.by_p & ~request.by_k:
                     # The span so far, from the sums of the passes before this one.
-                    for i in tl.static_range(_ROUNDS):
+                    for i in range(_ROUNDS):
                         if (stage > i) & _is_wide(span, of, dtype, how):
                             candidates = _candidates_of_span(span, of, dtype)
                             sums = state.sums + i * _STEPS + step
@@ -420,9 +421,8 @@ def _do_pass(out, line, state, stage, request, how):
             if stage > _ROUNDS:
                 if how.BY_K:  # noqa: SIM102
                     if request.by_k:
-                        low = tl.maximum(span.low, _bound_by_lanes(lanes, request.top_k, how))
-                        span = Span(low, span.high, span.beyond, span.within)
-                if stage == _ROUNDS + 1:
+                        span = _bound_by_lanes(span, lanes, request.top_k, how)
+                if stage == _MOVE:
                     if request.by_k | request.by_p:
                         _gather(out, line, span, state.counts, how)
                 elif line.begin == 0:
@@ -447,8 +447,7 @@ def _do_all(out, line, request, how):
             span, wanted = _everything(dtype), tl.full([], 0, tl.int64)
             if how.BY_K:  # noqa: SIM102
                 if request.by_k:
-                    low = tl.maximum(span.low, _bound_by_lanes(lanes, request.top_k, how))
-                    span = Span(low, span.high, span.beyond, span.within)
+                    span = _bound_by_lanes(span, lanes, request.top_k, how)
             if how.BY_P:  # noqa: SIM102
                 if ~request.by_k:
                     for i in range(_ROUNDS):
@@ -475,8 +474,8 @@ def sample_filter(
     Grid: rows, by chunks of ``chunk`` columns (one chunk without SPLIT).
     Schedule: without SPLIT a program does all of a row, pass after pass. With it, each pass is a launch, and each
     program of a row takes ``chunk`` columns: what they find meets in ``state`` by integer atomics, whose order changes
-    nothing. ``stage`` says which pass: 0 the lanes, 1 to ROUNDS masses that narrow the span of top-p, then the move of
-    what lies in it, the searches, by one program, and the result.
+    nothing. ``stage`` says which pass: 0 the lanes, 1 to ROUNDS masses that narrow the span of top-p, MOVE the move of
+    what lies in it, SEARCH the searches, by one program, WRITE the result.
     """
     pdl_wait(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
