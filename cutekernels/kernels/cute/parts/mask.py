@@ -100,14 +100,15 @@ class BandMask:
             begin = Int32(0)
             if const_expr(self.limited_left):
                 begin = at - band.left - own
+            if const_expr(self.given):
+                # Rows and keys beyond the sequence are not in memory: the last ones' are read for them.
+                given = band.mMask[cutlass.min(at, band.seq_q - 1), None]
             for c in cutlass.range_constexpr(cute.size(scores, mode=[1])):
                 ahead = const_expr(constants[0, c][1])
                 hidden = ahead >= end
                 if const_expr(self.limited_left):
                     hidden = hidden or ahead < begin
                 if const_expr(self.given):
-                    # Rows and keys beyond the sequence are no part of the mask in memory.
-                    exists = at < band.seq_q and own + ahead < band.seq_kv
-                    if exists:
-                        hidden = hidden or band.mMask[at, own + ahead] == 0
+                    hides = given[cutlass.min(own + ahead, band.seq_kv - 1)] == 0
+                    hidden = hidden or hides
                 scores[r, c] = -Float32.inf if hidden else scores[r, c]
