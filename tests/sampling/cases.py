@@ -223,6 +223,7 @@ CASES: dict[str, dict[str, Any]] = {
     "split, narrowed four times": _NARROWED,
     "split, ties at a bound": {**_TIED, "top_p": 0.9},
     "split, all but the tail": {**_TIED, "top_p": 0.999999, "temperature": 0.3},
+    "split, equal but one": {"values": [[0.0] * 3000 + [5.0] + [0.0] * 1100], "top_p": 0.9, "config": _SPLIT},
     "split, greedy below zero": {
         "values": [[-5.0, -3.0, -4.0, -3.0] * 1030],
         "temperature": 0.0,

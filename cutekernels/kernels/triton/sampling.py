@@ -298,6 +298,18 @@ def _least_of_mass(front, least, of, how):
 
 
 @triton.jit
+def _tighten(span, front, how):
+    """The span from the least key at the front to the largest: of equal logits there is one."""
+    low = tl.full([how.BLOCK], _HIGHEST, tl.int32)
+    high = tl.full([how.BLOCK], LOWEST, tl.int32)
+    for i in range(front.deepest):
+        there, _, key = _block(front, i, how)
+        low = tl.minimum(low, tl.where(there, key, _HIGHEST))
+        high = tl.maximum(high, key)
+    return Span(tl.min(low, axis=0), tl.max(high, axis=0), span.beyond, span.within)
+
+
+@triton.jit
 def _candidates(low, phase, how):
     """The keys ``low`` with every value of the two bits that ``phase`` fixes."""
     return low + (tl.arange(0, _FAN) << (how.KEY_BITS - _BITS * (phase + 1)))
@@ -344,7 +356,7 @@ def _search(front, wanted, floor, span, of, how, BY_MASS: tl.constexpr):
 def _choose(front, span, wanted, request, of, how):
     """The least key and mass of what is kept, by the logits in the span. ``wanted``: top-p's mass, without top-k."""
     floor = tl.full([], -(1 << (how.KEY_BITS - 1)), tl.int32)
-    least = request.least
+    least, span = request.least, _tighten(span, front, how)
     if how.BY_K:  # noqa: SIM102 - known at compile time, unlike what follows
         if request.by_k:
             floor = _search(front, request.top_k.to(tl.int64), floor, span, of, how, False)
@@ -406,15 +418,17 @@ def _do_pass(out, line, state, stage, request, how):
             span, wanted = _everything(dtype), tl.full([], 0, tl.int64)
             if how.BY_P:  # noqa: SIM102
                 if request.by_p & ~request.by_k:
-                    # The span so far, from the sums of the passes before this one.
+                    # The span so far, from the sums of the passes before this one, which are read at once.
+                    places = tl.arange(0, _ROUNDS)[:, None] * _STEPS + step[None, :]
+                    before = tl.load(state.sums + places)
                     for i in range(_ROUNDS):
                         if (stage > i) & _is_wide(span, of, dtype, how):
                             candidates = _candidates_of_span(span, of, dtype)
-                            sums = state.sums + i * _STEPS + step
                             if stage == i + 1:
-                                tl.atomic_add(sums, _masses_from(line, candidates, of, how), sem="relaxed")
+                                sums = _masses_from(line, candidates, of, how)
+                                tl.atomic_add(state.sums + i * _STEPS + step, sums, sem="relaxed")
                             else:
-                                found = tl.load(sums)
+                                found = tl.sum(tl.where(places // _STEPS == i, before, 0), axis=0)
                                 if i == 0:
                                     wanted = _share(request.top_p, tl.max(found, axis=0))
                                 span = _narrow(span, candidates, found, wanted)
