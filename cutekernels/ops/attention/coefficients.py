@@ -24,7 +24,7 @@ class PrefillCosts:
     """Tiles that walk tiles, forward and backward. Fitted to 59 forward runs (H200, 2026-11-22)."""
 
     cta: float = 2.75 / 0.8  # dram_latency_us: the beginning and end of a CTA
-    edge: float = 1.7  # share of an owned tile: what masked tiles at the edges of the band cost
+    edge: float = 1.2  # share of the larger tile: what masked ones at a side of the band cost
     fed: float = 0.83  # mma_flops_per_us: what a full SM of warps reaches
     dram: float = 0.9 / 0.92  # dram_share: what the loads reach
     unhidden: float = 0.05  # share of the shorter of two times that the longer does not hide

@@ -385,20 +385,23 @@ class TilesSchedule(BodySchedule[Q, T]):
         own, walked = c.own, c.walked
         if 0 in (p.batch, p.heads_kv if p.by_keys else p.heads_q, p.seq_own, p.seq_walked):
             return rate.launch_us
-        # Rows that an owned tile walks, on average.
-        seen = p.pairs / p.seq_own + (model.edge * own if p.limited_left or p.limited_right else 0)
-        steps = larger(1.0, smaller(seen, p.seq_walked) / walked + 0.5) * (p.group if p.by_keys else 1)
+        # Rows that an owned tile walks, on average: at a side of the band half a tile more, and what masks cost there.
+        sides = p.limited_left + p.limited_right
+        seen = smaller(p.pairs / p.seq_own + 0.5 * sides * own, p.seq_walked) + 0.5 * larger(1, sides) * walked
+        masked = model.edge * sides * larger(own, walked)
+        steps = larger(1.0, (seen + masked) / walked) * (p.group if p.by_keys else 1)
         multiply = 2.0 * products * own * walked * p.width / (model.fed * rate.mma_flops_per_us)
         feed = c.warps * (products * walked + read_rows) * p.width * 2 / rate.smem_bytes_per_us
         exponent_us = own * walked / (EXPONENTS_PER_CLOCK * rate.clock_mhz)
         per_sm, together = tiles_of_sm(p, c, gpu), ctas_of_sm(p, c, gpu)
-        step = (larger(multiply, feed) + exponents * exponent_us) / crowd + fixed * rate.barrier_us / together
-        cta = steps * step + model.cta * rate.dram_latency_us / together
+        hidden = smaller(together, 2)  # a third CTA hides no more
+        step = (larger(multiply, feed) + exponents * exponent_us) / crowd + fixed * rate.barrier_us / hidden
+        cta = steps * step + model.cta * rate.dram_latency_us / hidden
         busy = cta * where((per_sm > model.many) | uneven, larger(1.0, per_sm), ceil(per_sm))
         if uneven and not p.by_keys:
             most = larger(steps, min(p.most_seen, p.seq_walked) / walked)
             # If all start at once, the longest shares its SM to the end with others, spaced evenly by length.
-            others = where(per_sm <= c.ctas_per_sm, ceil(per_sm) - 1, 0)
+            others = together - 1
             beside = others * larger(0.0, most - (most - steps) * (others + 1) / larger(1.0, per_sm))
             busy = larger(busy, cta + (most - steps + beside) * step)
         busy = busy * pick(c.order, ORDER[uneven])
