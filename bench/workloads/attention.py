@@ -31,9 +31,10 @@ MODELS = {"llama-3-8b": (32, 8), "qwen2.5-7b": (28, 4), "minfer": (48, 8)}  # he
 Shape = tuple[int, int, int, int, int, bool]  # batch, tokens, heads of q, and of k and v, head dim, causal
 
 
-def problem(shape: Shape, dtype: str) -> AttentionProblem:
+def problem(shape: Shape, dtype: str, *, mask: bool = False) -> AttentionProblem:
     batch, seq, heads, heads_kv, head_dim, causal = shape
-    return AttentionProblem(batch, seq, seq, heads, heads_kv, head_dim=head_dim, dtype=dtype, causal=causal)
+    sizes = batch, seq, seq, heads, heads_kv
+    return AttentionProblem(*sizes, head_dim=head_dim, dtype=dtype, causal=causal, mask=mask)
 
 
 def square(d: int, batch: int, seq: int, causal: bool) -> Shape:
@@ -78,6 +79,16 @@ HOPPER = by_label(
     (1, 512, 28, 4, 128, True),
     (2, 4096, 16, 16, 256, True),
 )
+MASKED = {
+    f"{label}, bool mask": {**words, "mask": True}
+    for label, words in by_label(
+        (1, 128, 32, 8, 128, False),
+        (8, 512, 16, 16, 64, False),
+        (4, 1024, 32, 8, 128, False),
+        (2, 1501, 28, 4, 128, False),
+        (1, 4096, 32, 8, 128, False),
+    ).items()
+}
 
 
 # ---- contenders -----------------------------------------------------------------------------------------
@@ -85,7 +96,12 @@ HOPPER = by_label(
 
 def _ours(case: Case, sets: Sequence[Inputs], config: Any) -> Sequence[Launch]:
     causal = parse_case(case)[1].causal
-    return [partial(attention, *i.operands, causal=causal, out=i.out, config=config) for i in sets]
+
+    def launch(i: Inputs) -> Launch:
+        q, k, v, *mask = i.operands
+        return partial(attention, q, k, v, causal=causal, mask=mask[0] if mask else None, out=i.out, config=config)
+
+    return list(map(launch, sets))
 
 
 def sdpa(backend: SDPBackend) -> Contender:
@@ -95,6 +111,7 @@ def sdpa(backend: SDPBackend) -> Contender:
         problem = parse_case(case)[1]
         if getattr(problem, "page_size", 0):
             raise Absent("scaled_dot_product_attention takes no pages")
+        _refuse_masks(problem)
         options = {"is_causal": _causal(problem), "enable_gqa": problem.heads_q != problem.heads_kv}
 
         def launch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -107,13 +124,20 @@ def sdpa(backend: SDPBackend) -> Contender:
     return each(f"torch sdpa {backend.name.removesuffix('_ATTENTION').lower()}", make)
 
 
+def _refuse_masks(problem: Any) -> None:
+    if getattr(problem, "mask", False):
+        raise Absent("not for a mask in memory")
+
+
 def _causal(problem: Any) -> bool:
     return bool(getattr(problem, "causal", False))  # a token sees the whole cache
 
 
 def _flash_4(case: Case) -> Callable[..., Launch]:
     flash_attn_func = flash_attn_4("flash_attn.cute").flash_attn_func
-    causal = parse_case(case)[1].causal
+    problem = parse_case(case)[1]
+    _refuse_masks(problem)
+    causal = problem.causal
 
     def launch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = flash_attn_func(q, k, v, causal=causal)
@@ -140,6 +164,7 @@ def _naive(case: Case) -> Callable[..., Launch]:
     shape = (problem.batch, problem.heads_q, problem.seq_q, problem.seq_kv)
     if math.prod(shape) * 2 > _NAIVE_BYTES or problem.heads_q != problem.heads_kv or getattr(problem, "page_size", 0):
         raise Absent("not for scores of more than a gigabyte, nor for groups of heads or pages")
+    _refuse_masks(problem)
     hidden = _mask(problem, lower=False)
 
     def launch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -167,10 +192,10 @@ NAIVE = each("naive", _naive)
 
 
 def _masked_sdpa(case: Case) -> Callable[..., Launch]:
-    """minfer's call: a bool mask, and K and V repeated for each head of Q beforehand."""
+    """The mask of the problem, or a causal one; K and V are repeated for each head of Q beforehand, as minfer does."""
     problem = parse_case(case)[1]
-    if problem.heads_q == problem.heads_kv or not problem.causal:
-        raise Absent("for causal attention of groups of heads")
+    if not problem.mask and (problem.heads_q == problem.heads_kv or not problem.causal):
+        raise Absent("for a mask in memory, or causal attention of groups of heads")
 
     def expanded(t: Tensor) -> Tensor:
         return t.repeat_interleave(problem.heads_q // problem.heads_kv, 2).transpose(1, 2)
@@ -178,8 +203,13 @@ def _masked_sdpa(case: Case) -> Callable[..., Launch]:
     def launch(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
         return scaled_dot_product_attention(q, k, v, attn_mask=seen).transpose(1, 2)
 
-    seen = _mask(problem, lower=True)
-    return lambda q, k, v: partial(launch, q.transpose(1, 2), expanded(k), expanded(v), seen(q.device))
+    lower = _mask(problem, lower=True)
+
+    def bind(q: Tensor, k: Tensor, v: Tensor, *mask: Tensor) -> Launch:
+        seen = mask[0] if mask else lower(q.device)
+        return partial(launch, q.transpose(1, 2), expanded(k), expanded(v), seen)
+
+    return bind
 
 
 def nvidia_example(file: Path) -> Contender:
@@ -204,13 +234,11 @@ def _nvidia(file: Path, case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
     return launched(kernel, sets, tensors, cutlass.Float32(problem.head_dim**-0.5))
 
 
+SUITES = {"prefill": PREFILL, "llm": LLM, "hopper": HOPPER, "published": PUBLISHED, "masked": MASKED}
 WORKLOADS = (
     workload(
         ATTENTION,
-        {
-            name: suite("attention", problem, shapes)
-            for name, shapes in {"prefill": PREFILL, "llm": LLM, "hopper": HOPPER, "published": PUBLISHED}.items()
-        },
+        {name: suite("attention", problem, shapes) for name, shapes in SUITES.items()},
         (
             sdpa(SDPBackend.FLASH_ATTENTION),
             sdpa(SDPBackend.CUDNN_ATTENTION),

@@ -40,6 +40,8 @@ LAYOUTS = (("k", "n"), ("k", "k"), ("m", "n"), ("m", "k"))  # contiguous extents
 BATCHES, BATCHED_SQUARES = (8, 64), (512, 1024, 2048)
 DECODE = ((3584, 3584), (18944, 3584), (4096, 4096), (6144, 4096), (3584, 18944))  # weights (N, K)
 DECODE_TOKENS = (1, 4, 8, 16, 32, 64, 128)
+_OF_MODELS = [weight for of in (PROJECTIONS, HELD_OUT) for model in of.values() for weight in model.values()]
+WEIGHTS = tuple(dict.fromkeys([*_OF_MODELS, *DECODE, (128256, 4096)]))  # the last one is a head
 SQUARES = (512, 1024, 2048, 4096, 8192)
 SCALES = ((1.0, 0.0), (1.0, 1.0), (2.0, 3.0), (0.5, 2.0))  # (alpha, beta), as minfer's table has them
 
@@ -161,6 +163,7 @@ WORKLOADS = (
             "decode": _suite(_linear(DECODE, DECODE_TOKENS)),
             "tokens": _suite(_linear(DECODE[:2], EVERY_FEW)),
             "heldout": _suite(_linear([w for of in HELD_OUT.values() for w in of.values()], HELD_OUT_TOKENS)),
+            "weights": _suite(_linear(WEIGHTS, DECODE_TOKENS)),
             "layouts": _suite(_LAYOUTS),
             "training": _suite(_TRAINING),
             "batched": _suite(_BATCHED),
