@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from cutekernels import gpu as gpus
-from cutekernels.columns import smaller, where
+from cutekernels.columns import where
 from cutekernels.op import Work
 from cutekernels.ops.attention import problem
 from cutekernels.ops.attention.backward_config import (
@@ -68,7 +68,7 @@ class MultistageBackward(TilesSchedule[AttentionBackwardProblem, AttentionBackwa
         return self.tiles_us(
             p, c, gpu, products=p.products, read_rows=where(c.in_registers, 0, c.rows * p.operands),
             exponents=own.slopes, fixed=own.tile + where(c.stages == 1, own.wait, 0.0),
-            crowd=smaller(1.0, c.ctas_per_sm * c.warps / own.CROWD_WARPS) ** own.crowd,
+            crowd=own.crowd,
             uneven=p.limited_left or p.limited_right,
         )  # fmt: skip
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from cutekernels.columns import smaller, where
+from cutekernels.columns import where
 from cutekernels.op import Work
 from cutekernels.ops.attention.coefficients import EAGER, EXPONENTS, MULTISTAGE
 from cutekernels.ops.attention.config import GROUP_ROWS, AttentionConfig, FewForward, WarpgroupForward
@@ -20,7 +20,6 @@ from cutekernels.ops.attention.problem import (
     AttentionProblem,
     Q,
     TilesSchedule,
-    ctas_of_sm,
     depth,
     launch_blind,
     sample_sinks,
@@ -70,7 +69,7 @@ class MultistageForward(TilesSchedule[Any, AttentionConfig]):
             p, c, gpu, products=2, read_rows=where(c.q_in_registers, 0, c.rows),
             exponents=EXPONENTS * where(c.lazy, 1.0, EAGER),
             fixed=MULTISTAGE.tile * where(c.stages > 1, 1.0, MULTISTAGE.one_stage),
-            crowd=smaller(1.0, ctas_of_sm(p, c, gpu) * c.warps / MULTISTAGE.CROWD_WARPS) ** MULTISTAGE.few_warps,
+            crowd=MULTISTAGE.few_warps,
             uneven=p.limited_right,
         )  # fmt: skip
 

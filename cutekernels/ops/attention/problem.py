@@ -375,11 +375,12 @@ class TilesSchedule(BodySchedule[Q, T]):
         self, p: Q, c: Any, gpu: GpuSpec, *, products: int, read_rows: Any, exponents: Any, fixed: Any, crowd: Any,
         uneven: bool,
     ) -> Any:  # fmt: skip
-        """Waves of CTAs, each walked tile as slow as tensor cores or shared memory; or DRAM, or the longest tile.
+        """Rounds of CTAs, each walked tile as slow as tensor cores or shared memory; or DRAM, or the longest tile.
 
         A pair of tiles takes ``products``, and ``read_rows`` owned rows of each warp from shared memory again.
         ``exponents``: the share of their time that products do not hide. ``fixed``: a walked tile's cost, whatever its
-        size, in ``barrier_us``. ``crowd``: the speedup by more warps. ``uneven``: tiles differ in work.
+        size, in ``barrier_us``. ``crowd``: the power of an SM's warps by which its speed falls. ``uneven``: tiles have
+        unlike work.
         """
         rate, model = rates.of(gpu), MULTISTAGE
         own, walked = c.own, c.walked
@@ -393,17 +394,32 @@ class TilesSchedule(BodySchedule[Q, T]):
         multiply = 2.0 * products * own * walked * p.width / (model.fed * rate.mma_flops_per_us)
         feed = c.warps * (products * walked + read_rows) * p.width * 2 / rate.smem_bytes_per_us
         exponent_us = own * walked / (EXPONENTS_PER_CLOCK * rate.clock_mhz)
-        per_sm, together = tiles_of_sm(p, c, gpu), ctas_of_sm(p, c, gpu)
-        hidden = smaller(together, 2)  # a third CTA hides no more
-        step = (larger(multiply, feed) + exponents * exponent_us) / crowd + fixed * rate.barrier_us / hidden
-        cta = steps * step + model.cta * rate.dram_latency_us / hidden
-        busy = cta * where((per_sm > model.many) | uneven, larger(1.0, per_sm), ceil(per_sm))
+        per_sm = tiles_of_sm(p, c, gpu)
+        together = smaller(c.ctas_per_sm, ceil(per_sm))  # CTAs that an SM runs at once
+
+        def step_us(ctas: Any) -> Any:
+            """An SM's time for a tile that one of so many CTAs walks. A third one hides no more."""
+            fed = smaller(1.0, ctas * c.warps / model.CROWD_WARPS) ** crowd
+            return (larger(multiply, feed) + exponents * exponent_us) / fed + fixed * rate.barrier_us / smaller(ctas, 2)
+
+        def cta_us(ctas: Any) -> Any:
+            return steps * step_us(ctas) + model.cta * rate.dram_latency_us / smaller(ctas, 2)
+
+        step, cta = step_us(together), cta_us(together)
+        if not uneven:
+            rounds, rest = divmod(ceil(per_sm), c.ctas_per_sm)
+            last = where(rest > 0, rest * cta_us(larger(1, rest)), 0.0)
+            busy = where(per_sm > model.many, cta * per_sm, rounds * c.ctas_per_sm * cta + last)
+        else:
+            busy = cta * larger(1.0, per_sm)
         if uneven and not p.by_keys:
-            most = larger(steps, min(p.most_seen, p.seq_walked) / walked)
-            # If all start at once, the longest shares its SM to the end with others, spaced evenly by length.
+            # The longest of an SM's first tiles shares it with the others, spaced evenly by length, then has it alone.
+            most = larger(steps, (min(p.most_seen, p.seq_walked) + masked) / walked)
+            apart = 2.0 * (most - steps) / larger(1.0, per_sm)
             others = together - 1
-            beside = others * larger(0.0, most - (most - steps) * (others + 1) / larger(1.0, per_sm))
-            busy = larger(busy, cta + (most - steps + beside) * step)
+            beside = others * larger(0.0, most - 0.5 * apart * (others + 1))
+            alone = where(others > 0, smaller(apart, most), 0.0)
+            busy = larger(busy, cta + (most - steps + beside) * step + alone * (step_us(1) - step))
         busy = busy * pick(c.order, ORDER[uneven])
         dram = larger(p.work_bytes, walked_bytes(p, c, gpu)) / (model.dram * rate.dram_share * gpu.dram_gbps * 1e3)
         return rate.launch_us + larger(busy, dram) + model.unhidden * smaller(busy, dram)
@@ -412,11 +428,6 @@ class TilesSchedule(BodySchedule[Q, T]):
 def tiles_of_sm(p: Q, c: TilesConfig, gpu: GpuSpec) -> Any:
     """Owned tiles of each SM."""
     return -(-p.seq_own // c.own) * p.batch * (p.heads_kv if p.by_keys else p.heads_q) / gpu.sm_count
-
-
-def ctas_of_sm(p: Q, c: Any, gpu: GpuSpec) -> Any:
-    """CTAs that an SM runs at once."""
-    return smaller(c.ctas_per_sm, ceil(tiles_of_sm(p, c, gpu)))
 
 
 def walked_bytes(p: AttentionProblem, c: Any, gpu: GpuSpec) -> Any:
