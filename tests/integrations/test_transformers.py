@@ -20,7 +20,7 @@ from transformers import DynamicCache
 
 import cutekernels as ck
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.integrations.transformers import modules, projections
+from cutekernels.integrations.transformers import attention, modules, projections
 from tests.integrations import tiny
 from tests.integrations.tiny import FAMILIES, tokens
 from tests.traced import Graphs
@@ -111,6 +111,38 @@ def test_several_tokens_over_a_cache(family: str) -> None:
         first = model(ids[:, :11], use_cache=True)
         second = model(ids[:, 11:], past_key_values=first.past_key_values)
     close(second.logits, whole[:, 11:])
+
+
+def test_padding_is_a_byte_of_each_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A padded prompt, whole and in two parts, makes no mask of queries by keys; a mask of the caller is read as it is."""
+    masks: list[Any] = []
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, **options: Any) -> Tensor:
+        masks.append((mask, options.get("causal")))
+        return ck.attention(q, k, v, mask=mask, **options)
+
+    monkeypatch.setattr(attention, "attention", attend)
+    for family in ("llama", "gemma2"):
+        model, ids = tiny.model(family), tokens()
+        with torch.no_grad():
+            expected = model(ids, attention_mask=LEFT).logits
+            with ck.patch(model):
+                close(model(ids, attention_mask=LEFT).logits, expected, LEFT)
+                first = model(ids[:, :11], attention_mask=LEFT[:, :11], use_cache=True)
+                second = model(ids[:, 11:], attention_mask=LEFT, past_key_values=first.past_key_values)
+        close(first.logits, expected[:, :11], LEFT[:, :11])
+        close(second.logits, expected[:, 11:])
+        compact = [mask is not None and mask.stride(2) == 0 and bool(causal) for mask, causal in masks]
+        # A window's cache has no more keys than it needs: the second part's mask is another.
+        assert compact == [*[True] * 4, family == "llama", True], family
+        masks.clear()
+    model, ids = tiny.model("llama"), tokens()
+    both_ways = LEFT.bool()[:, None, None].expand(-1, -1, 20, -1)
+    with torch.no_grad():
+        expected = model(ids, attention_mask=both_ways).logits
+        with ck.patch(model):
+            close(model(ids, attention_mask=both_ways).logits, expected, LEFT)
+    assert not any(causal for _, causal in masks)
 
 
 @pytest.mark.parametrize("name", ["past_key_values", "cache"])  # before transformers 5.24, and since

@@ -79,10 +79,7 @@ def attend(
     """
     tokens = _tokens(module, query, kwargs.get("position_ids"))
     if LEFT in module.__dict__:
-        if attention_mask is not None and _counts(attention_mask, query.shape[0]):
-            attention_mask = _band(attention_mask, query, key)
-        elif attention_mask is None and tokens != query.shape[2]:
-            attention_mask = _band(tokens, query, key)
+        attention_mask = written_out(attention_mask, tokens, query, key)
         from transformers import AttentionInterface
 
         kwargs |= {"sliding_window": sliding_window, "softcap": softcap, "is_causal": is_causal, "s_aux": s_aux}
@@ -92,9 +89,11 @@ def attend(
         raise UnsupportedProblem(f"attention has no dropout; it is {dropout}: set the config's attention_dropout to 0")
     if kwargs.get("position_bias") is not None:
         raise UnsupportedProblem('attention takes no position bias: use attn_implementation="eager"')
-    lengths = None
+    lengths = padding = None
     if attention_mask is not None and _counts(attention_mask, query.shape[0]):
         lengths, attention_mask = attention_mask.view(-1), None
+    elif attention_mask is not None and _pads(attention_mask, key):
+        padding, attention_mask = attention_mask.view(torch.bool).expand(-1, -1, query.shape[2], -1), None
     if attention_mask is not None and attention_mask.dtype != torch.bool:
         raise UnsupportedProblem(
             f"attention takes bool masks; this one is {attention_mask.dtype}: pass the 2-D mask of padding instead"
@@ -109,20 +108,21 @@ def attend(
         return attention(q, k, v, mask=attention_mask, **options), None
     if lengths is not None:
         return decode_attention(q, k, v, lengths, **options), None
-    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-    if causal and 1 < tokens < k.shape[1]:  # as torch aligns: the first token sees the first key, of a static cache
+    causal = padding is not None or (is_causal if is_causal is not None else getattr(module, "is_causal", True))
+    # As torch aligns: the first token sees the first key, of a static cache.
+    if causal and padding is None and 1 < tokens < k.shape[1]:
         k, v = k[:, :tokens], v[:, :tokens]
     windowed = sliding_window is not None and k.shape[1] > sliding_window
     # In other models, as in SDPA, masks alone have windows.
     if causal and windowed and getattr(getattr(module, "config", None), "model_type", None) in FAMILIES:
         options["window"] = (sliding_window - 1, None)  # type: ignore[operator]
     tracked = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
-    if causal and q.is_cuda and q.shape[1] <= MOST_QUERIES < k.shape[1] and not tracked:
+    if causal and padding is None and q.is_cuda and q.shape[1] <= MOST_QUERIES < k.shape[1] and not tracked:
         lengths = torch.full((q.shape[0],), k.shape[1], dtype=torch.int32, device=q.device)
         return decode_attention(q, k, v, lengths, **options), None
     if q.shape[1] == 1:  # no expression: a traced length may be a symbol
         causal = False
-    return attention(q, k, v, causal=causal, **options), None
+    return attention(q, k, v, causal=causal, mask=padding, **options), None
 
 
 def _tokens(module: Any, query: Tensor, position_ids: Any) -> Any:
@@ -133,6 +133,15 @@ def _tokens(module: Any, query: Tensor, position_ids: Any) -> Any:
     if module.__dict__.get("is_kv_shared_layer") and isinstance(position_ids, Tensor):
         return position_ids.shape[-1]
     return own
+
+
+def written_out(mask: Tensor | None, tokens: Any, query: Tensor, key: Tensor) -> Tensor | None:
+    """A mask of :func:`make_mask` as other attention reads it; ``tokens`` as :func:`_tokens` has them."""
+    if mask is None:
+        return None if tokens == query.shape[2] else _band(tokens, query, key)
+    if _counts(mask, query.shape[0]):
+        return _band(mask, query, key)
+    return _band(key.shape[2], query, key) & mask.bool() if _pads(mask, key) else mask
 
 
 def _band(tokens: Any, query: Tensor, key: Tensor) -> Tensor:
@@ -195,7 +204,8 @@ def make_mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> Tenso
     """The mask of a batch, as transformers' own for SDPA: None where the causal band and the window say it all.
 
     Over a static cache it is how many keys each sequence has, int32 ``(B, 1, 1, 1)``, where they and the causal band
-    say it all: the decode kernel reads no key beyond them.
+    say it all: the decode kernel reads no key beyond them. Where padding, the band and the window do, it is the keys
+    that count, uint8 ``(B, 1, 1, SKV)``: blocks that the band hides are skipped then.
     """
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
@@ -209,6 +219,12 @@ def make_mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> Tenso
     counted = known and local_size is None and kwargs.get("mask_function") is causal_mask_function and (skips or one)
     if counted and one and (lengths := _lengths(**kwargs)) is not None:
         return lengths
+    if ((counted and not one) or (windowed and skips)) and _is_padded_band(**kwargs):
+        seen = kwargs["attention_mask"]
+        begins = kwargs["q_length"] == kwargs["kv_length"]
+        if begins and not torch.compiler.is_compiling() and seen.all():
+            return None
+        return seen[:, None, None].to(torch.uint8)  # type: ignore[no-any-return]
     if windowed:
         plain = {**kwargs, "mask_function": causal_mask_function}
         if skips and sdpa_mask(*args, local_size=None, **plain) is None:
@@ -237,6 +253,20 @@ def _lengths(
         if not (attention_mask.all() & (q_offset + q_length <= attention_mask.shape[1])):
             return None
     return (q_offset + q_length).to(torch.int32).expand(batch_size).contiguous().view(batch_size, 1, 1, 1)
+
+
+def _is_padded_band(
+    q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: int = 0, attention_mask: Tensor | None = None, **_: Any
+) -> bool:
+    """Whether a mask is the causal band of the last queries, less padding, whose mask has all keys."""
+    if attention_mask is None or attention_mask.dim() != 2 or attention_mask.shape[1] != kv_length or q_length == 1:
+        return False
+    return not isinstance(q_offset, Tensor) and kv_offset == 0 and bool(q_offset + q_length == kv_length)
+
+
+def _pads(mask: Tensor, key: Tensor) -> bool:
+    """Whether a mask of :func:`make_mask` has the keys that are no padding."""
+    return mask.dtype == torch.uint8 and mask.shape == (key.shape[0], 1, 1, key.shape[2])
 
 
 def _counts(mask: Tensor, batch: int) -> bool:
