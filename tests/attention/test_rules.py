@@ -49,6 +49,16 @@ def test_the_default_is_the_model_s_best_of_all_that_is_valid(op: Any) -> None:
             assert str(op.default(problem, spec)) == min(ranked)[1]
 
 
+def test_a_window_that_hides_nothing_changes_no_default() -> None:
+    for op in (ATTENTION, ATTENTION_BACKWARD):
+        for tokens in (128, 1000, 4096):
+            plain = op.Problem.parse(f"batch=2 seq_q={tokens} seq_kv={tokens} heads_q=16 heads_kv=4 causal=1")
+            wide = plain.replace(window="left", window_left=4095)
+            for spec in GPUS:
+                assert op.default(wide, spec) == op.default(plain, spec)
+                assert op.default(wide.replace(window_left=63), spec) is not None
+
+
 LENGTHS = (0, 1, 7, 64, 1000, 100_000)
 POSED: dict[Any, Callable[[random.Random], Any]] = {
     ATTENTION: lambda rng: cases.random_problem(rng, lengths=LENGTHS),

@@ -68,7 +68,7 @@ class MultistageBackward(TilesSchedule[AttentionBackwardProblem, AttentionBackwa
         return self.tiles_us(
             p, c, gpu, products=p.products, read_rows=where(c.in_registers, 0, c.rows * p.operands),
             exponents=own.slopes, fixed=own.tile + where(c.stages == 1, own.wait, 0.0),
-            crowd=own.crowd,
+            crowd_power=own.crowd,
             uneven=p.limited_left or p.limited_right,
         )  # fmt: skip
 

@@ -69,7 +69,7 @@ class MultistageForward(TilesSchedule[Any, AttentionConfig]):
             p, c, gpu, products=2, read_rows=where(c.q_in_registers, 0, c.rows),
             exponents=EXPONENTS * where(c.lazy, 1.0, EAGER),
             fixed=MULTISTAGE.tile * where(c.stages > 1, 1.0, MULTISTAGE.one_stage),
-            crowd=MULTISTAGE.few_warps,
+            crowd_power=MULTISTAGE.few_warps,
             uneven=p.limited_right,
         )  # fmt: skip
 

@@ -156,6 +156,13 @@ class AttentionProblem(HeadsProblem):
         return max(0, (self.seq_q * self.seq_kv if ends is None else ends) - begins)
 
     @property
+    def edges(self) -> float:
+        """Sides of the band that hide something from an owned row, on average: 0 to 2."""
+        left, right = self.limits
+        cut = self.seq_kv - 1 - left, self.seq_q - 1 - right  # rows, of either side
+        return sum(min(max(0, rows), self.seq_own) for rows in cut) / max(1, self.seq_own)
+
+    @property
     def most_seen(self) -> int:
         """Most keys that a query sees, of one sequence."""
         if self.limited_right:  # the first query that sees the last key
@@ -372,24 +379,23 @@ class TilesSchedule(BodySchedule[Q, T]):
         return occupancy_rules(gpu, ctas=c.ctas_per_sm, most=MAX_CTAS, warps=c.warps, registers=registers, smem=smem)
 
     def tiles_us(
-        self, p: Q, c: Any, gpu: GpuSpec, *, products: int, read_rows: Any, exponents: Any, fixed: Any, crowd: Any,
-        uneven: bool,
+        self, p: Q, c: Any, gpu: GpuSpec, *, products: int, read_rows: Any, exponents: Any, fixed: Any,
+        crowd_power: float, uneven: bool,
     ) -> Any:  # fmt: skip
         """Rounds of CTAs, each walked tile as slow as tensor cores or shared memory; or DRAM, or the longest tile.
 
         A pair of tiles takes ``products``, and ``read_rows`` owned rows of each warp from shared memory again.
         ``exponents``: the share of their time that products do not hide. ``fixed``: a walked tile's cost, whatever its
-        size, in ``barrier_us``. ``crowd``: the power of an SM's warps by which its speed falls. ``uneven``: tiles have
-        unlike work.
+        size, in ``barrier_us``. Up to ``CROWD_WARPS`` the speed grows by ``crowd_power`` of an SM's warps. ``uneven``:
+        tiles have unlike work.
         """
         rate, model = rates.of(gpu), MULTISTAGE
         own, walked = c.own, c.walked
         if 0 in (p.batch, p.heads_kv if p.by_keys else p.heads_q, p.seq_own, p.seq_walked):
             return rate.launch_us
-        # Rows that an owned tile walks, on average: at a side of the band half a tile more, and what masks cost there.
-        sides = p.limited_left + p.limited_right
-        seen = smaller(p.pairs / p.seq_own + 0.5 * sides * own, p.seq_walked) + 0.5 * larger(1, sides) * walked
-        masked = model.edge * sides * larger(own, walked)
+        # Rows that an owned tile walks, on average: at an edge of the band half a tile more, and what masks cost there.
+        seen = smaller(p.pairs / p.seq_own + 0.5 * p.edges * own, p.seq_walked) + 0.5 * larger(1, p.edges) * walked
+        masked = model.edge * p.edges * larger(own, walked)
         steps = larger(1.0, (seen + masked) / walked) * (p.group if p.by_keys else 1)
         multiply = 2.0 * products * own * walked * p.width / (model.fed * rate.mma_flops_per_us)
         feed = c.warps * (products * walked + read_rows) * p.width * 2 / rate.smem_bytes_per_us
@@ -399,7 +405,7 @@ class TilesSchedule(BodySchedule[Q, T]):
 
         def step_us(ctas: Any) -> Any:
             """An SM's time for a tile that one of so many CTAs walks. A third one hides no more."""
-            fed = smaller(1.0, ctas * c.warps / model.CROWD_WARPS) ** crowd
+            fed = smaller(1.0, ctas * c.warps / model.CROWD_WARPS) ** crowd_power
             return (larger(multiply, feed) + exponents * exponent_us) / fed + fixed * rate.barrier_us / smaller(ctas, 2)
 
         def cta_us(ctas: Any) -> Any:
@@ -413,13 +419,13 @@ class TilesSchedule(BodySchedule[Q, T]):
         else:
             busy = cta * larger(1.0, per_sm)
         if uneven and not p.by_keys:
-            # The longest of an SM's first tiles shares it with the others, spaced evenly by length, then has it alone.
-            most = larger(steps, (min(p.most_seen, p.seq_walked) + masked) / walked)
-            apart = 2.0 * (most - steps) / larger(1.0, per_sm)
-            others = together - 1
-            beside = others * larger(0.0, most - 0.5 * apart * (others + 1))
-            alone = where(others > 0, smaller(apart, most), 0.0)
-            busy = larger(busy, cta + (most - steps + beside) * step + alone * (step_us(1) - step))
+            # The longest of an SM's first tiles shares it with neighbours, evenly spaced by length, then has it alone.
+            longest = larger(steps, (min(p.most_seen, p.seq_walked) + masked) / walked)
+            spacing = 2.0 * (longest - steps) / larger(1.0, per_sm)
+            neighbours = together - 1
+            shared = neighbours * larger(0.0, longest - 0.5 * spacing * (neighbours + 1))
+            exclusive = where(neighbours > 0, smaller(spacing, longest), 0.0)
+            busy = larger(busy, cta + (longest - steps + shared) * step + exclusive * (step_us(1) - step))
         busy = busy * pick(c.order, ORDER[uneven])
         dram = larger(p.work_bytes, walked_bytes(p, c, gpu)) / (model.dram * rate.dram_share * gpu.dram_gbps * 1e3)
         return rate.launch_us + larger(busy, dram) + model.unhidden * smaller(busy, dram)

@@ -102,13 +102,13 @@ class BandMask:
                 begin = at - band.left - own
             if const_expr(self.given):
                 # Rows and keys beyond the sequence are not in memory: the last ones' are read for them.
-                given = band.mMask[cutlass.min(at, band.seq_q - 1), None]
+                gRow = band.mMask[cutlass.min(at, band.seq_q - 1), None]
             for c in cutlass.range_constexpr(cute.size(scores, mode=[1])):
                 ahead = const_expr(constants[0, c][1])
                 hidden = ahead >= end
                 if const_expr(self.limited_left):
                     hidden = hidden or ahead < begin
                 if const_expr(self.given):
-                    hides = given[cutlass.min(own + ahead, band.seq_kv - 1)] == 0
-                    hidden = hidden or hides
+                    unseen = gRow[cutlass.min(own + ahead, band.seq_kv - 1)] == 0
+                    hidden = hidden or unseen
                 scores[r, c] = -Float32.inf if hidden else scores[r, c]
