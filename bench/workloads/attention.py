@@ -111,17 +111,25 @@ def sdpa(backend: SDPBackend) -> Contender:
         problem = parse_case(case)[1]
         if getattr(problem, "page_size", 0):
             raise Absent("scaled_dot_product_attention takes no pages")
-        _refuse_masks(problem)
+        if backend != SDPBackend.CUDNN_ATTENTION:
+            _refuse_masks(problem)
         options = {"is_causal": _causal(problem), "enable_gqa": problem.heads_q != problem.heads_kv}
+        masked = getattr(problem, "mask", False)
 
-        def launch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def launch(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+            q, k, v = (t.transpose(1, 2) for t in (q, k, v))
             with sdpa_kernel(backend):
-                out = scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), **options)
+                out = scaled_dot_product_attention(q, k, v, mask, **options)
             return out.transpose(1, 2)
 
-        return lambda q, k, v, *lengths: partial(launch, q, k, v)
+        return lambda q, k, v, *more: partial(launch, q, k, v, _of_all_heads(more[0]) if masked else None)
 
     return each(f"torch sdpa {backend.name.removesuffix('_ATTENTION').lower()}", make)
+
+
+def _of_all_heads(mask: Tensor) -> Tensor:
+    """A sampled mask, the same for all heads, as SDPA reads it faster: with one head."""
+    return mask[:, :1]
 
 
 def _refuse_masks(problem: Any) -> None:
@@ -194,8 +202,9 @@ NAIVE = each("naive", _naive)
 def _masked_sdpa(case: Case) -> Callable[..., Launch]:
     """The mask of the problem, or a causal one; K and V are repeated for each head of Q beforehand, as minfer does."""
     problem = parse_case(case)[1]
-    if not problem.mask and (problem.heads_q == problem.heads_kv or not problem.causal):
-        raise Absent("for a mask in memory, or causal attention of groups of heads")
+    grouped = problem.heads_q != problem.heads_kv and problem.causal
+    if problem.mask == problem.causal or not (problem.mask or grouped):
+        raise Absent("for a mask in memory, or causal attention of groups of heads, and not for both")
 
     def expanded(t: Tensor) -> Tensor:
         return t.repeat_interleave(problem.heads_q // problem.heads_kv, 2).transpose(1, 2)
@@ -206,7 +215,7 @@ def _masked_sdpa(case: Case) -> Callable[..., Launch]:
     lower = _mask(problem, lower=True)
 
     def bind(q: Tensor, k: Tensor, v: Tensor, *mask: Tensor) -> Launch:
-        seen = mask[0][:, :1] if mask else lower(q.device)  # one for all heads, which it reads faster than one for each
+        seen = _of_all_heads(mask[0]) if mask else lower(q.device)
         return partial(launch, q.transpose(1, 2), expanded(k), expanded(v), seen)
 
     return bind
@@ -219,6 +228,7 @@ def nvidia_example(file: Path) -> Contender:
 
 def _nvidia(file: Path, case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
     problem = parse_case(case)[1]
+    _refuse_masks(problem)
     if problem.heads_q != problem.heads_kv:
         raise Absent("the example has a head of K and V for each head of Q")
     import cutlass

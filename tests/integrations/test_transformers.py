@@ -114,7 +114,7 @@ def test_several_tokens_over_a_cache(family: str) -> None:
 
 
 def test_padding_is_a_byte_of_each_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A padded prompt, whole and in two parts, makes no mask of queries by keys; a mask of the caller is read as it is."""
+    """A padded prompt, whole or in two parts, makes no mask of queries by keys; the caller's own is read as it is."""
     masks: list[Any] = []
 
     def attend(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, **options: Any) -> Tensor:
