@@ -17,6 +17,7 @@ from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses import FakeTensorMode
 from transformers import DynamicCache
+from transformers.masking_utils import causal_mask_function
 
 import cutekernels as ck
 from cutekernels.errors import UnsupportedProblem
@@ -143,6 +144,23 @@ def test_padding_is_a_byte_of_each_key(monkeypatch: pytest.MonkeyPatch) -> None:
         with ck.patch(model):
             close(model(ids, attention_mask=both_ways).logits, expected, LEFT)
     assert not any(causal for _, causal in masks)
+    more = {"max_new_tokens": 8, "cache_implementation": "static", "do_sample": False}
+    with torch.no_grad():
+        stray = tiny.model("llama", sliding_window=6)  # its masks have one, its attention none
+        for mask in (LEFT, torch.ones_like(LEFT)):
+            found = stray.generate(ids, attention_mask=mask, **more)
+            with ck.patch(stray):
+                assert torch.equal(stray.generate(ids, attention_mask=mask, **more), found)
+        expected = model(ids, attention_mask=LEFT).logits
+        with ck.patch(model):
+            close(model(ids, attention_mask=torch.cat([LEFT, LEFT])).logits, expected, LEFT)
+        # Traces other than the compiler's would keep what the values of one mask say.
+        asked = {"batch_size": 2, "q_length": 20, "kv_length": 20, "mask_function": causal_mask_function}
+        seen = LEFT.bool()
+        with FakeTensorMode() as fake:
+            mask = attention.make_mask(config=model.config, attention_mask=fake.from_tensor(seen), **asked)
+        assert mask is not None
+        assert (mask.dtype, mask.shape) == (torch.bool, (2, 1, 20, 20))
 
 
 @pytest.mark.parametrize("name", ["past_key_values", "cache"])  # before transformers 5.24, and since

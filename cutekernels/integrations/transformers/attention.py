@@ -112,7 +112,8 @@ def attend(
     # As torch aligns: the first token sees the first key, of a static cache.
     if causal and padding is None and 1 < tokens < k.shape[1]:
         k, v = k[:, :tokens], v[:, :tokens]
-    windowed = sliding_window is not None and k.shape[1] > sliding_window
+    # A window that hides nothing is no harm, and a traced length may be a symbol.
+    windowed = sliding_window is not None and (torch.compiler.is_compiling() or k.shape[1] > sliding_window)
     # In other models, as in SDPA, masks alone have windows.
     if causal and windowed and getattr(getattr(module, "config", None), "model_type", None) in FAMILIES:
         options["window"] = (sliding_window - 1, None)  # type: ignore[operator]
@@ -205,13 +206,14 @@ def make_mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> Tenso
 
     Over a static cache it is how many keys each sequence has, int32 ``(B, 1, 1, 1)``, where they and the causal band
     say it all: the decode kernel reads no key beyond them. Where padding, the band and the window do, it is the keys
-    that count, uint8 ``(B, 1, 1, SKV)``: blocks that the band hides are skipped then.
+    that count, int8 ``(B, 1, 1, SKV)``: blocks that the band hides are skipped then.
     """
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
     # Other models may mean chunks by local_size, or not pass their window on.
     known = not args and getattr(kwargs.get("config"), "model_type", None) in FAMILIES
-    windowed = local_size is not None and known and FAMILIES[kwargs["config"].model_type].passes_window
+    family = FAMILIES[kwargs["config"].model_type] if known else None
+    windowed = local_size is not None and family is not None and family.windowed is not None and family.passes_window
     if (windowed or local_size is None) and not args and _is_band(windowed=windowed, **kwargs):
         return None
     skips = kwargs.get("allow_is_causal_skip", True)
@@ -224,7 +226,7 @@ def make_mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> Tenso
         begins = kwargs["q_length"] == kwargs["kv_length"]
         if begins and not torch.compiler.is_compiling() and seen.all():
             return None
-        return seen[:, None, None].to(torch.uint8)  # type: ignore[no-any-return]
+        return seen[:, None, None].bool().to(torch.int8)  # type: ignore[no-any-return]
     if windowed:
         plain = {**kwargs, "mask_function": causal_mask_function}
         if skips and sdpa_mask(*args, local_size=None, **plain) is None:
@@ -256,17 +258,29 @@ def _lengths(
 
 
 def _is_padded_band(
-    q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: int = 0, attention_mask: Tensor | None = None, **_: Any
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,
+    kv_offset: int = 0,
+    attention_mask: Tensor | None = None,
+    **_: Any,
 ) -> bool:
-    """Whether a mask is the causal band of the last queries, less padding, whose mask has all keys."""
-    if attention_mask is None or attention_mask.dim() != 2 or attention_mask.shape[1] != kv_length or q_length == 1:
+    """Whether a mask is the causal band of the last queries, less padding, whose mask has all keys. Not where a trace
+    other than the compiler's would keep what one mask's values say.
+    """
+    from transformers.utils.import_utils import is_tracing
+
+    if attention_mask is None or attention_mask.shape != (batch_size, kv_length) or q_length == 1:
+        return False
+    if is_tracing(attention_mask) and not torch.compiler.is_compiling():
         return False
     return not isinstance(q_offset, Tensor) and kv_offset == 0 and bool(q_offset + q_length == kv_length)
 
 
 def _pads(mask: Tensor, key: Tensor) -> bool:
     """Whether a mask of :func:`make_mask` has the keys that are no padding."""
-    return mask.dtype == torch.uint8 and mask.shape == (key.shape[0], 1, 1, key.shape[2])
+    return mask.dtype == torch.int8 and mask.shape == (key.shape[0], 1, 1, key.shape[2])
 
 
 def _counts(mask: Tensor, batch: int) -> bool:
