@@ -202,8 +202,7 @@ NAIVE = each("naive", _naive)
 def _masked_sdpa(case: Case) -> Callable[..., Launch]:
     """The mask of the problem, or a causal one; K and V are repeated for each head of Q beforehand, as minfer does."""
     problem = parse_case(case)[1]
-    grouped = problem.heads_q != problem.heads_kv and problem.causal
-    if problem.mask == problem.causal or not (problem.mask or grouped):
+    if problem.mask == problem.causal or (problem.causal and problem.heads_q == problem.heads_kv):
         raise Absent("for a mask in memory, or causal attention of groups of heads, and not for both")
 
     def expanded(t: Tensor) -> Tensor:

@@ -79,7 +79,7 @@ def attend(
     """
     tokens = _tokens(module, query, kwargs.get("position_ids"))
     if LEFT in module.__dict__:
-        attention_mask = written_out(attention_mask, tokens, query, key)
+        attention_mask = _written_out(attention_mask, tokens, query, key)
         from transformers import AttentionInterface
 
         kwargs |= {"sliding_window": sliding_window, "softcap": softcap, "is_causal": is_causal, "s_aux": s_aux}
@@ -112,8 +112,9 @@ def attend(
     # As torch aligns: the first token sees the first key, of a static cache.
     if causal and padding is None and 1 < tokens < k.shape[1]:
         k, v = k[:, :tokens], v[:, :tokens]
-    # A window that hides nothing is no harm, and a traced length may be a symbol.
-    windowed = sliding_window is not None and (torch.compiler.is_compiling() or k.shape[1] > sliding_window)
+    # A window that hides nothing is no harm where an exported length is a symbol.
+    keys: Any = k.shape[1]
+    windowed = sliding_window is not None and (isinstance(keys, torch.SymInt) or keys > sliding_window)
     # In other models, as in SDPA, masks alone have windows.
     if causal and windowed and getattr(getattr(module, "config", None), "model_type", None) in FAMILIES:
         options["window"] = (sliding_window - 1, None)  # type: ignore[operator]
@@ -136,7 +137,7 @@ def _tokens(module: Any, query: Tensor, position_ids: Any) -> Any:
     return own
 
 
-def written_out(mask: Tensor | None, tokens: Any, query: Tensor, key: Tensor) -> Tensor | None:
+def _written_out(mask: Tensor | None, tokens: Any, query: Tensor, key: Tensor) -> Tensor | None:
     """A mask of :func:`make_mask` as other attention reads it; ``tokens`` as :func:`_tokens` has them."""
     if mask is None:
         return None if tokens == query.shape[2] else _band(tokens, query, key)

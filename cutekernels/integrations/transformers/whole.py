@@ -148,8 +148,7 @@ class _Both:
         unknown = sorted(name for name, x in more.items() if name not in attention.KNOWN and x is not None)
         if unknown:
             return f"it is called with {', '.join(unknown)}, which no kernel knows"
-        whole = attention.written_out(mask, qkv[0].shape[2], *qkv[:2]) if isinstance(mask, Tensor) else None
-        seen = whole.any(-1)[:, 0].expand(-1, qkv[0].shape[2]) if whole is not None and whole.dim() == 4 else None
+        seen = mask.any(-1)[:, 0].expand(-1, qkv[0].shape[2]) if isinstance(mask, Tensor) and mask.dim() == 4 else None
         scale = _LARGEST / max(float(qkv[0].float().abs().amax() * qkv[1].float().abs().amax()), 1e-9)
         for factor in (1.0,) if module.training else (1.0, max(scale, 1.0)):
             sizes = (factor, 1.0, 1.0)

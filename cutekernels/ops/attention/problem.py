@@ -394,8 +394,9 @@ class TilesSchedule(BodySchedule[Q, T]):
         if 0 in (p.batch, p.heads_kv if p.by_keys else p.heads_q, p.seq_own, p.seq_walked):
             return rate.launch_us
         # Rows that an owned tile walks, on average: at an edge of the band half a tile more, and what masks cost there.
-        seen = smaller(p.pairs / p.seq_own + 0.5 * p.edges * own, p.seq_walked) + 0.5 * larger(1, p.edges) * walked
-        masked = model.edge * p.edges * larger(own, walked)
+        edges = p.edges
+        seen = smaller(p.pairs / p.seq_own + 0.5 * edges * own, p.seq_walked) + 0.5 * max(1, edges) * walked
+        masked = model.edge * edges * larger(own, walked)
         steps = larger(1.0, (seen + masked) / walked) * (p.group if p.by_keys else 1)
         multiply = 2.0 * products * own * walked * p.width / (model.fed * rate.mma_flops_per_us)
         feed = c.warps * (products * walked + read_rows) * p.width * 2 / rate.smem_bytes_per_us
