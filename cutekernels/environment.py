@@ -72,9 +72,9 @@ def _collect() -> tuple[tuple[str, str], ...]:
 
 
 def package_version(distribution: str) -> str:
-    """The installed version of ``distribution``; ``""`` where it is not installed."""
+    """The installed version of ``distribution``; ``""`` where it is not installed, or has lost its metadata."""
     try:
-        return metadata.version(distribution)
+        return metadata.version(distribution) or ""
     except metadata.PackageNotFoundError:
         return ""
 

@@ -14,12 +14,12 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, ClassVar
 
 from cutekernels.backends import Artifact, Facts, environment
 from cutekernels.backends.cubin import resource_usage
+from cutekernels.environment import package_version
 from cutekernels.errors import CompileError
 from cutekernels.gpu import NO_TARGET, GpuSpec
 
@@ -175,14 +175,14 @@ def _facts(function: Any) -> Facts:
 
 def _is_known() -> bool:
     """Whether this version's host programs and private options are known here."""
-    return version("nvidia-cutlass-dsl").startswith("4.8.")
+    return package_version("nvidia-cutlass-dsl").startswith("4.8.")
 
 
 def absent() -> dict[str, str]:
     """Private parts of the DSL that this version lacks, each with the consequence."""
     if _is_known():
         return {}
-    name = f"the host program of CuTe DSL {version('nvidia-cutlass-dsl')}"
+    name = f"the host program of CuTe DSL {package_version('nvidia-cutlass-dsl')}"
     return {name: "a config with too much shared memory is found when it is launched"}
 
 

@@ -86,3 +86,8 @@ def test_stamp_adds_gpu_date_and_a_given_commit() -> None:
     assert (stamp["gpu"], stamp["commit"]) == ("h200", "abc123")
     assert datetime.fromisoformat(stamp["date"]).utcoffset() is not None
     assert environment.stamp("h200")["commit"] == environment.collect()["commit"]
+
+
+def test_a_package_without_its_metadata_has_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata, "version", lambda name: None)
+    assert environment.package_version("torch") == ""

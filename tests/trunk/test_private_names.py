@@ -338,7 +338,7 @@ def test_an_unknown_dsl_compiles_without_its_launch_s_shared_memory(monkeypatch:
     monkeypatch.setattr(cute, "resource_usage", lambda cubin: {"kernel": Facts(40, 0, 1024)})
     with pytest.raises(cute.CompileError, match="has the DSL changed"):
         cute._facts(function)
-    monkeypatch.setattr(cute, "version", lambda name: "4.9.0")
+    monkeypatch.setattr(cute, "package_version", lambda name: "4.9.0")
     assert cute._facts(function) == Facts(40, 0, 1024)
     assert list(cute.absent()) == ["the host program of CuTe DSL 4.9.0"]
 
