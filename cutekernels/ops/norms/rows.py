@@ -136,6 +136,7 @@ _WIDE_STRIDED_ROW = 1024  # 64-bit addresses take the registers
 _CHUNKS = (1024, 8192)
 _PERSISTENT_TILES = (2048, 4096)  # elements
 _LEAST_STAYING = 8  # elements of a thread
+_NARROW = 64  # columns, of gradients that take tiles of many rows first: docs/notes/streaming.md#narrow-gradients
 _IN_FLIGHT = (24 << 10, 128 << 10)  # bytes copied ahead on one SM
 _OTHER_SMEM = 1024  # bytes of a program, beside what it copies ahead
 _REGISTERS = 28  # of a thread, beside its tile
@@ -371,13 +372,15 @@ class NormOp(TritonPart[N, NormConfig]):
             if self.paired and 4096 <= p.width <= 16384:
                 yield self.Config(2, p.width, True, min(16, p.width // 512), 0, 1)
         if p.width <= 16384:
-            for per_sm, stages in stay:
-                for block_rows in (rows, 1):
-                    warps = min(16, max(1, block_rows * p.width // (32 * elements)))
-                    some = [w for w in (warps, warps * 2, warps * 4, warps // 2) if 1 <= w <= 16]
-                    tiles = [self.Config(block_rows, p.width, True, w, per_sm, stages) for w in some]
-                    # Whole waves come first for sums: docs/notes/streaming.md#what-a-thread-takes (H200).
-                    yield from sorted(tiles, key=lambda c: self._idle(p, c, gpu)) if self.summands > 1 else tiles
+            shapes = [(block_rows, *each) for each in stay for block_rows in (rows, 1)]
+            if self.strides_over_tiles and p.width <= _NARROW:  # whole tiles leave few parts to sum up
+                shapes.sort(key=lambda shape: -shape[0])
+            for block_rows, per_sm, stages in shapes:
+                warps = min(16, max(1, block_rows * p.width // (32 * elements)))
+                some = [w for w in (warps, warps * 2, warps * 4, warps // 2) if 1 <= w <= 16]
+                tiles = [self.Config(block_rows, p.width, True, w, per_sm, stages) for w in some]
+                # Whole waves come first for sums: docs/notes/streaming.md#what-a-thread-takes (H200).
+                yield from sorted(tiles, key=lambda c: self._idle(p, c, gpu)) if self.summands > 1 else tiles
             for w in (16, 8, 4, 2, 1):
                 yield self.Config(1, p.width, True, w, stay[-1][0], 1)
         for chunk, w in ((4096, 8), (4096, 16), (2048, 8), (2048, 16), (1024, 8), (1024, 16)):
