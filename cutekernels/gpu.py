@@ -73,12 +73,18 @@ class GpuSpec:
 
     REGISTERS_PER_SM = 64 * KIB
     MAX_REGISTERS_PER_THREAD = 255
+    TENSOR_CORES_PER_SM = 4
     SMEM_RESERVED_BYTES = KIB  # the driver's share of each resident block
 
     @property
     def arch(self) -> Architecture:
         own = ARCHITECTURES[self.capability]
         return own if self.confined_to is None else _architecture_as(own.target, self.confined_to)
+
+    @property
+    def runs_on(self) -> Architecture:
+        """The architecture of the SMs that run: a stand-in confines a block's shared memory, not an SM's."""
+        return ARCHITECTURES[self.capability]
 
     @property
     def target(self) -> str:
@@ -248,7 +254,7 @@ def _detect(device: int | None, other: str | None) -> GpuSpec:
     # Without a driver there is none, and torch, whose import takes seconds, need not be asked.
     torch = None if _driver() is None else import_module("torch")
     if torch is None or not torch.cuda.is_available():
-        raise UnknownGpu("no CUDA device is visible: run where a GPU is, or name one (--gpu a100, gpu_name='a100')")
+        raise UnknownGpu("no CUDA device is visible: run where a GPU is, or name one (--gpu a100, gpu='a100')")
     own = describe(torch.cuda.get_device_properties(torch.cuda.current_device() if device is None else device))
     return own if other is None else own.stand_in(lookup(other))
 

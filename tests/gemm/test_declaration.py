@@ -19,7 +19,7 @@ from cutekernels.kernels.activations import ACTIVATIONS
 from cutekernels.ops import registry
 from cutekernels.ops.products.dense import GEMM, SCHEDULES
 from cutekernels.ops.products.schedules.problem import WIDEST, GemmConfig, GemmProblem
-from cutekernels.ops.products.schedules.schedule import extras_of
+from cutekernels.ops.products.schedules.schedule import extras_of, mma_share, resident_ctas
 from cutekernels.ops.shared.dtypes import DTYPES
 from tests.gemm.cases import random_problem
 
@@ -275,6 +275,15 @@ class TestModel:
         ]
         assert times[0] * 2 < times[1]
         assert times[1] * 10 < times[2]
+
+    def test_a_warp_alone_has_one_tensor_core_of_four(self) -> None:
+        one, two, four, eight = (mma_share(warps, 64, 32) for warps in (1, 2, 4, 8))
+        assert (4 * one, 2 * two, eight) == pytest.approx((four,) * 3)
+
+    def test_an_sm_holds_what_fits_the_one_that_runs(self) -> None:
+        takes: dict[str, Any] = {"warps": 4, "registers": 128, "smem": 97 * 1024}
+        held = [resident_ctas(gpu.lookup(name), **takes) for name in ("l40s", "a100", "h200", "h200-as-l40s")]
+        assert held == [1, 1, 2, 2]
 
     def test_work_counts(self) -> None:
         work = GEMM.work(GemmProblem(3, 5, 7, 2, a_align=1, b_align=1, out_align=1, batched=True))

@@ -289,7 +289,7 @@ def test_other_bodies_are_refused() -> None:
 
 
 def test_the_multistage_model_knows_that_rows_choose_at_random() -> None:
-    """Equal shares of rows were 30 % off in the root mean square; half of the experts need a second tile of 64 rows."""
+    """Equal shares of rows were 30 % off, root mean square; half of the experts need a second tile of 128 rows."""
     h200, off = TARGETS[2], []
     for (op, text), us in load(SWEEPS / "h200" / "grouped_warpgroup.jsonl.xz").items():
         for config in map(GemmConfig.parse, us if op == GROUPED_GEMM.name else ()):
@@ -297,9 +297,9 @@ def test_the_multistage_model_knows_that_rows_choose_at_random() -> None:
                 off.append(math.log(GROUPED_GEMM.estimate_us(Problem.parse(text), config, h200) / us[str(config)]))
     assert len(off) == 32
     assert math.sqrt(sum(x * x for x in off) / len(off)) < 0.21
-    even = Problem.parse("rows=8192 n=768 k=2048 experts=128")
-    taller = GemmConfig.parse("tile_m=128 tile_n=128 tile_k=32 warps_m=2 warps_n=2 stages=4 raster=16 ctas_per_sm=2")
-    fitting = taller.replace(tile_m=64)
+    even = Problem.parse("rows=16384 n=768 k=2048 experts=128")
+    taller = GemmConfig.parse("tile_m=256 tile_n=128 tile_k=32 warps_m=4 warps_n=2 stages=4 raster=16 ctas_per_sm=1")
+    fitting = taller.replace(tile_m=128, warps_m=2, ctas_per_sm=2)
     shares = [MULTISTAGE.estimate_us(GROUPED_GEMM.one(even), c, h200, PLAIN) for c in (fitting, taller)]
     chosen = [GROUPED_GEMM.estimate_us(even, c, h200) for c in (fitting, taller)]
     assert chosen[0] / shares[0] > 1.2 * chosen[1] / shares[1]
@@ -314,9 +314,10 @@ def test_where_weights_are_the_limit_the_default_does_the_least_work(spec: gpu.G
     default = GROUPED_GEMM.default(problem, spec)
     assert (default.tile_m, default.tile_k) == (32, 128)
     shorter = [default.replace(tile_k=k, stages=6, ctas_per_sm=3) for k in (64, 32)]
-    times = [GROUPED_GEMM.estimate_us(problem, c, spec) for c in (default, *shorter)]
+    many = problem.replace(n=8 * problem.n)  # rounds of CTAs, all of them as long as DRAM takes
+    times = [GROUPED_GEMM.estimate_us(many, c, spec) for c in (default, *shorter)]
     assert times[1] / times[0] == pytest.approx(1 / 0.95, rel=0.01)
-    assert times[2] / times[1] == pytest.approx(1.07, rel=0.01)
+    assert times[2] / times[1] >= 1.06  # 1.07 where no SM is as slow
     wide = problem.replace(weight="n")  # rows of k-tiles are then as long as the tile is wide
     assert "lies along K" in str(GROUPED_GEMM.why_not(wide, default, spec))
     assert GROUPED_GEMM.default(wide, spec).tile_k <= 64
@@ -325,7 +326,7 @@ def test_where_weights_are_the_limit_the_default_does_the_least_work(spec: gpu.G
 
 
 def test_the_multistage_default_keeps_up_with_triton_on_warp_mma() -> None:
-    """Recorded on an H100: 26 products, 1 to 4096 tokens; Qwen3's down projection of one token is the worst."""
+    """Recorded on an H100: 25 products, 1 to 4096 tokens; Qwen3's down projection of one token is the worst."""
     h100, runs = gpu.lookup("h100"), dict[tuple[str, int], dict[str, float]]()
     for row in recorded_rows(SWEEPS / "h100-sxm" / "grouped_multistage.jsonl.xz"):
         runs.setdefault((row["problem"], row["run"]), {})[row.get("config", "triton")] = row["us"]
@@ -335,8 +336,8 @@ def test_the_multistage_default_keeps_up_with_triton_on_warp_mma() -> None:
         default = GROUPED_GEMM.best(problem, h100, MULTISTAGE)
         if str(default) in measured:  # the other run of a problem had other configs
             speed.append(measured["triton"] / measured[str(default)])
-    assert len(speed) == 26
-    assert math.prod(speed) ** (1 / len(speed)) >= 1.0
+    assert len(speed) == 25
+    assert math.prod(speed) ** (1 / len(speed)) >= 1.01
     assert sorted(speed)[1] >= 0.93
 
 

@@ -180,7 +180,7 @@ def test_a_stand_in_has_its_own_speed_and_the_others_instructions(own: str, card
     differs = [f.name for f in fields(gpu.arch) if getattr(spec.arch, f.name) != getattr(gpu.arch, f.name)]
     assert differs == LACKS[card]
     assert all(getattr(spec.arch, name) == getattr(other.arch, name) for name in differs)
-    assert (spec.target, spec.bf16_tflops) == ("sm_90a", gpu.mma_tflops)
+    assert (spec.target, spec.bf16_tflops, spec.runs_on) == ("sm_90a", gpu.mma_tflops, gpu.arch)
     assert replace(spec, name=own, confined_to=None, peak_tflops=gpu.peak_tflops) == gpu
 
 

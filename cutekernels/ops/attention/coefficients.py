@@ -31,7 +31,7 @@ class PrefillCosts:
     tile: float = 0.17 / 0.08  # barrier_us: a walked tile, whatever its size
     one_stage: float = 1.05  # factor of ``tile`` with one stage: 1 % faster where timed, and spills (head dim 128)
     many: int = 8  # CTAs of an SM from which no wave is left half empty
-    few_warps: float = 0.15  # power of an SM's warps, of CROWD_WARPS, by which forward's speed falls; from gemm's model
+    few_warps: float = 0.15  # power of an SM's warps, of CROWD_WARPS, by which forward's speed falls; once gemm's
     # Numbers of the gradients alone, not fitted to measurements of their own:
     wait: float = 0.4 / 0.08  # barrier_us: the next tile, with one stage
     slopes: float = 0.5  # share of the exponents' time that products do not hide

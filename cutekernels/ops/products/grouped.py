@@ -237,7 +237,8 @@ class GroupedGemm(GroupedProduct, CuteOp[GroupedProblem, GemmConfig]):
         """With as many tiles, and as many experts hit, as rows that choose at random are expected to need."""
         moved = ELEMENT_BYTES * (p.rows * (p.k + p.weight_rows) + expected_hit(p.rows, p.experts) * p.weight_rows * p.k)
         tiles = row_tiles(p.rows, p.experts, c, "tile_m") * -(-p.weight_rows // c.tile_n)
-        return MULTISTAGE.tiles_us(self.one(p), c, tiles, moved, gpu)
+        search_us = (1 + p.experts / 64) * rates.of(gpu).l2_latency_us  # 32 ends at a time, half of them at the mean
+        return MULTISTAGE.tiles_us(self.one(p), c, tiles, moved, gpu, search_us)
 
     def moved_experts(self, p: GroupedProblem) -> float:
         return sampled_experts(p.rows, p.experts)

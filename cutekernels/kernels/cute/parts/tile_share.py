@@ -33,13 +33,9 @@ class WarpSums:
         """The first group's ``acc`` is all groups' sum; for ``thread`` of ``group``, with shared memory at ``storage``
         that nobody reads any more.
         """
-        count = const_expr(cute.size(acc))
-        left = cute.make_tensor(
-            cute.recast_ptr(storage, dtype=Float32),
-            cute.make_layout((self.threads, count, self.groups - 1), stride=(1, self.threads, self.threads * count)),
-        )  # (THREAD, ACCUMULATOR, GROUP)
+        left = parts_at(cute.recast_ptr(storage, dtype=Float32), self.threads, acc, self.groups - 1)
         if group > 0:
-            leave(acc, left, thread, (group - 1,))
+            leave(acc, left, thread, group - 1)
         # The first group waits until all others have left theirs.
         if const_expr(self.barrier == 0):
             cute.arch.sync_threads()
@@ -47,29 +43,41 @@ class WarpSums:
             cute.arch.barrier(barrier_id=self.barrier, number_of_threads=self.threads * self.groups)
         if group == 0:
             for s in cutlass.range_constexpr(self.groups - 1):
-                for i in cutlass.range_constexpr(count):
-                    acc[i] = acc[i] + left[thread, i, s]
+                add_part(acc, left, thread, s)
+
+
+VECTOR = 4  # accumulators in 16 bytes
+
+
+def parts_at(at: cute.Pointer, threads: int, acc: cute.Tensor, parts: int) -> cute.Tensor:
+    """``parts`` of a tile from ``at`` on, (THREAD, (4, ACCUMULATORS / 4), PART): 16 bytes of a thread lie together."""
+    count = cute.size(acc)
+    shape, stride = (threads, (VECTOR, count // VECTOR), parts), (VECTOR, (1, VECTOR * threads), threads * count)
+    return cute.make_tensor(at.align(16), cute.make_layout(shape, stride=stride))
 
 
 @cute.jit
-def leave(acc: cute.Tensor, parts: cute.Tensor, thread: Int32, place: tuple):
-    """A thread's accumulators to ``parts`` (THREAD, ACCUMULATOR, *PLACE)."""
-    for i in cutlass.range_constexpr(cute.size(acc)):
-        parts[(thread, i, *place)] = acc[i]
+def leave(acc: cute.Tensor, parts: cute.Tensor, thread: Int32, number: Int32):
+    """A thread's accumulators to part ``number``."""
+    own = cute.make_tensor(acc.iterator, cute.make_layout((VECTOR, cute.size(acc) // VECTOR)))
+    cute.autovec_copy(own, parts[thread, None, number])
+
+
+@cute.jit
+def add_part(acc: cute.Tensor, parts: cute.Tensor, thread: Int32, number: Int32):
+    """``acc`` plus part ``number``."""
+    theirs = cute.make_rmem_tensor(VECTOR, Float32)
+    for i in cutlass.range_constexpr(cute.size(acc) // VECTOR):
+        cute.autovec_copy(parts[thread, (None, i), number], theirs)
+        for v in cutlass.range_constexpr(VECTOR):
+            acc[VECTOR * i + v] = acc[VECTOR * i + v] + theirs[v]
 
 
 @cute.jit
 def add_parts(acc: cute.Tensor, parts: cute.Tensor, thread: Int32, begin: Int32, end: Int32):
-    """``acc`` plus ``parts`` (THREAD, ACCUMULATOR, NUMBER) of the numbers ``begin`` to ``end - 1``, in this order.
-
-    Several parts are on their way at once, if ``acc`` is small.
-    """
+    """``acc`` plus parts ``begin`` to ``end - 1``, in this order; several are on their way at once, if it is small."""
     for number in cutlass.range(begin, end, unroll=4 if cute.size(acc) <= 32 else 1):
-        for i in cutlass.range_constexpr(cute.size(acc)):
-            acc[i] = acc[i] + parts[thread, i, number]
-
-
-VECTOR = 4  # accumulators in 16 bytes
+        add_part(acc, parts, thread, number)
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ from cutekernels.kernels.cute.parts.norm import GammaCopies, TokenNorm
 from cutekernels.kernels.cute.parts.pipeline import next_stage
 from cutekernels.kernels.cute.parts.prefetch import prefetch_bulk
 from cutekernels.kernels.cute.parts.smem import ALIGNMENT, SkinnySmem
-from cutekernels.kernels.cute.parts.tile_share import TileOwner, WarpSums, Workspace, add_parts, leave
+from cutekernels.kernels.cute.parts.tile_share import TileOwner, WarpSums, Workspace, add_parts, leave, parts_at
 
 
 @dataclass(frozen=True)
@@ -295,19 +295,17 @@ class SkinnyGemm(GemmBody):
             squares_left = const_expr(self.load_x.rows if self.squaring else 0)
             length = self.split_k * (self.group * per_thread + squares_left)
             of_tile = workspace.mPartials.iterator + Int64(tile) * length
-            split_stride = const_expr(self.group * per_thread)
-            layout = cute.make_layout((self.group, per_thread, self.split_k), stride=(1, self.group, split_stride))
-            partials = cute.make_tensor(of_tile, layout)  # (THREAD, ACCUMULATOR, SPLIT)
+            partials = parts_at(of_tile, self.group, acc, self.split_k)
             if const_expr(self.squaring):
                 layout_q = cute.make_layout((self.load_x.rows, self.split_k))  # (M, SPLIT)
-                gQ = cute.make_tensor(of_tile + self.split_k * split_stride, layout_q)
+                gQ = cute.make_tensor(of_tile + self.split_k * self.group * per_thread, layout_q)
                 if tid < self.load_x.rows:
                     gQ[tid, split] = self.norm.total(sQ, tid)
             counter, others = workspace.mCounters.iterator + tile, const_expr(self.split_k - 1)
             if split < others:
                 # Another's: this CTA leaves the accumulators of its first group, and its sums of squares.
                 if slice_k == 0:
-                    leave(acc, partials, lane, (split,))
+                    leave(acc, partials, lane, split)
                 TileOwner().post(counter, tid)
             else:
                 TileOwner().wait(counter, tid, Int32(others))

@@ -64,7 +64,7 @@ from cutekernels.kernels.cute.parts.pipeline import next_stage
 from cutekernels.kernels.cute.parts.prefetch import prefetch_bulk
 from cutekernels.kernels.cute.parts.ptx import copy_async, copy_async_or_zero, load_matrices
 from cutekernels.kernels.cute.parts.smem import TILE, SkinnyPackedSmem
-from cutekernels.kernels.cute.parts.tile_share import TileOwner, WarpSums, add_parts, leave
+from cutekernels.kernels.cute.parts.tile_share import TileOwner, WarpSums, add_parts, leave, parts_at
 from cutekernels.kernels.cute.products.packed_values import Extents, Operands, PackedBody
 
 STRIP = 16  # rows of an MMA
@@ -578,14 +578,10 @@ class SkinnyPacked(PackedBody):
         tile = self.tile_number(cta, at)
         begin, counter = tile * cta.of.k_tiles, cta.given.workspace.mCounters.iterator + tile
         # A run has one part at most of a tile that began before it.
-        layout = cute.make_layout(
-            (self.group_threads, cute.size(acc), 1 << 16),
-            stride=(1, self.group_threads, const_expr(self.group_threads * cute.size(acc))),
-        )
-        sums = cute.make_tensor(cta.given.workspace.mPartials.iterator, layout)  # (THREAD, ACCUMULATOR, RUN)
+        sums = parts_at(cta.given.workspace.mPartials.iterator, self.group_threads, acc, 1 << 16)  # a part for each run
         if cta.run * cta.of.share > begin:
             if cta.warp_k == 0:
-                leave(acc, sums, lane, (cta.run,))
+                leave(acc, sums, lane, cta.run)
             TileOwner().post(counter, cta.tid)
         else:
             if at.k_tile < cta.of.k_tiles - 1:

@@ -12,30 +12,34 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class MultistageCosts:
-    """Fitted to 943 runs of 47 products (H200, 2026-11)."""
+    """Fitted to 943 runs of 47 products (H200, 2026-11); ``sharpness`` and ``epilogue`` to 840 runs of products, of
+    groups and of their weights' gradients (H200 and H100, 2026-12-01).
+    """
 
     latency: float = 1.1 / 0.8  # dram_latency_us: a k-tile that nothing hides
     port: float = 70 / 99  # sm_bytes_per_us: what an SM loads
-    epilogue: float = 2.7e-4 * 99e3  # bytes at sm_bytes_per_us: an output element's end
+    sharpness: float = 4.7  # exponent of the mean of a k-tile's two times
+    epilogue: float = 7.2  # bytes at sm_bytes_per_us: an output element's end
     barrier: tuple[float, ...] = (1.8, 1.0, 0.4)  # barrier_us: a k-tile's, with 2 stages, 3 and more
     persistent: float = 0.4  # share of a CTA's fixed time that the next tile's loads do not hide
     row_bytes: tuple[float, ...] = (1.13, 1.05, 1.0)  # DRAM's time: a k-tile loads 64 bytes of a row, 128, 256
     aligned: tuple[float, ...] = (0.3, 0.6, 0.85, 1.0)  # the MMAs' rate, guesses: rows aligned to 1 element, 2, 4, 8
-    crowd: float = 0.15  # power of an SM's warps, of CROWD_WARPS, by which the MMAs' rate falls
     reuse: float = 5.0  # multiplications per element of a fragment at which the MMAs run at half their rate
     shown: float = 0.002  # share of the shorter of the SMs' time and DRAM's, a guess: settles ties
-
-    CROWD_WARPS = 8
 
 
 @dataclass(frozen=True)
 class SkinnyCosts:
-    """Fitted on an H200 (2026-11-21); ``mma`` on it and on an H100, up to 128 tokens (2026-11-30)."""
+    """Fitted on an H200 (2026-11-21); ``mma`` on it and on an H100, up to 128 tokens (2026-11-30); ``latency`` and
+    ``added`` are not fitted (2026-12-01).
+    """
 
     split: float = 2.8 / 0.63  # exchange_us: CTAs that share a tile leave their sums and draw a ticket
     ahead: float = 0.4 / 0.63  # dependent_us: what a prefetch gains at most
     port: float = 59 / 99  # sm_bytes_per_us: what an SM loads
+    latency: float = MultistageCosts.latency  # dram_latency_us: a load
     cta: float = 1.3 / 0.8  # dram_latency_us: the beginning and end of a CTA
+    added: float = 2.0  # cycles: an accumulator of another group of warps, a guess
     k_tile: float = 0.009 / 0.08  # barrier_us: a k-tile, divided by the CTAs of an SM
     mma: float = 0.3  # share of the MMAs' time that loads do not hide
     crowded: float = 1.15  # factor: early CTAs of a dependent launch pile up on the SMs that are free

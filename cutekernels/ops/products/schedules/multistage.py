@@ -14,7 +14,7 @@ from cutekernels.kernels.cute.parts.smem import GemmSmem
 from cutekernels.op import power_of_two
 from cutekernels.ops.products.schedules import coefficients
 from cutekernels.ops.products.schedules.problem import ACROSS, ELEMENT_BYTES, GemmConfig, GemmProblem
-from cutekernels.ops.products.schedules.schedule import PLAIN, DenseSchedule, Extras, mma_share
+from cutekernels.ops.products.schedules.schedule import PLAIN, DenseSchedule, Extras, mma_share, resident_ctas
 from cutekernels.rules import Among, Broken, occupancy_rules, of_both, of_config
 
 MAX_WARPS = 8
@@ -30,7 +30,7 @@ _LONE_REGISTERS = 5, 7
 
 # Tiles and warps that the default chooses among.
 _SHORTLIST = (
-    (128, 256, 2, 4), (256, 128, 4, 2), (128, 128, 2, 2), (128, 128, 2, 4), (64, 128, 2, 2), (128, 64, 2, 2),
+    (128, 256, 2, 4), (256, 128, 4, 2), (128, 128, 2, 2), (128, 128, 4, 2), (64, 128, 2, 2), (128, 64, 2, 2),
     (128, 64, 4, 1), (64, 128, 1, 4), (64, 64, 2, 2), (32, 128, 1, 4), (128, 32, 4, 1), (32, 256, 1, 4),
     (256, 32, 4, 1), (32, 64, 1, 4), (64, 32, 4, 1), (32, 32, 2, 2),)  # fmt: skip
 
@@ -143,15 +143,17 @@ class Multistage(DenseSchedule):
         moved = ELEMENT_BYTES * p.batch * (p.m * p.k + p.k * p.n + p.m * p.n * (1 if p.c == "none" else 2))
         return self.tiles_us(p, c, tiles, moved, gpu)
 
-    def tiles_us(self, p: GemmProblem, c: Any, tiles: Any, moved: float, gpu: GpuSpec) -> Any:
-        """Waves of CTAs, each k-tile as slow as tensor cores, L2 or latency, plus fixed costs; or DRAM, if slower.
+    def tiles_us(self, p: GemmProblem, c: Any, tiles: Any, moved: float, gpu: GpuSpec, search_us: float = 0.0) -> Any:
+        """Waves of CTAs, each k-tile as slow as tensor cores, L2 or latency, plus fixed costs; or its share of DRAM's
+        time, if longer.
 
-        Where DRAM is, most configs would tie: a little of what it hides counts, so that the least work is preferred.
-        Fitted to 943 configs of 47 problems on an H200: it ranks configs, and is no substitute for measuring.
+        Where that is, most configs would tie: a little of what it hides counts, so that the least work is preferred.
+        It ranks configs, and is no substitute for measuring: docs/notes/gemm.md#multistage-model.
 
         Args:
             tiles: those of ``c`` that the product, or a batch of products like ``p``, has.
             moved: bytes to and from DRAM.
+            search_us: a CTA's time until it knows its tile.
         """
         if 0 in (p.m, p.n, p.batch):
             return 0.0
@@ -169,22 +171,28 @@ class Multistage(DenseSchedule):
             fed = mma_share(together * c.warps, *c.warp_tile)
             multiply = together * 2.0 * c.tile_m * c.tile_n * c.tile_k / (flops_per_us * fed)
             fetch = together * stage_bytes / (own.port * rate.sm_bytes_per_us)
-            step = larger(multiply, fetch) + awaited / smaller(together, 2)
-            fixed = rate.dram_latency_us / smaller(together, 2)  # the beginning and end of a CTA
+            step = rates.both_us(multiply, fetch, own.sharpness) + awaited / smaller(together, 2)
+            fixed = (rate.dram_latency_us + search_us) / smaller(together, 2)  # the beginning and end of a CTA
             fixed = fixed + own.epilogue / rate.sm_bytes_per_us * c.tile_m * c.tile_n * together
             fixed = fixed * where(c.persistent, own.persistent, 1.0)
             return k_tiles * larger(step, own.latency * rate.dram_latency_us / (c.stages - 1)) + fixed
 
-        full, rest = divmod(tiles, gpu.sm_count * c.ctas_per_sm)
-        last = wave_us(larger(1, -(-rest // gpu.sm_count)))
-        busy = full * wave_us(c.ctas_per_sm) + where(rest > 0, last, 0.0)
+        fit = resident_ctas(gpu, warps=c.warps, registers=registers_per_thread(p, c), smem=self.smem(c).total_bytes)
+        resident = where(c.persistent, 1, larger(c.ctas_per_sm, fit))
+        at_once = gpu.sm_count * resident
         # Little's law: what is in flight bounds the bandwidth.
-        in_flight = smaller(tiles, gpu.sm_count * c.ctas_per_sm) * (c.stages - 1) * stage_bytes
+        in_flight = smaller(tiles, at_once) * (c.stages - 1) * stage_bytes
         bytes_per_us = smaller(rate.dram_share * gpu.dram_gbps * 1e3, in_flight / rate.dram_latency_us)
         wider, across = (columns, c.tile_n) if columns.extent > rows.extent else (rows, c.tile_m)
         row_bytes = ELEMENT_BYTES * (c.tile_k if wider.k_major else smaller(across, 64))
         dram = moved / bytes_per_us * pick(row_bytes // 128, dict(enumerate(own.row_bytes)))
-        return rate.launch_us + larger(busy, dram) + own.shown * smaller(busy, dram)
+
+        def longer(busy: Any, share: Any) -> Any:
+            return larger(busy, share * dram) + own.shown * smaller(busy, share * dram)
+
+        full, rest = divmod(tiles, at_once)
+        last = longer(wave_us(larger(1, -(-rest // gpu.sm_count))), rest / tiles)
+        return rate.launch_us + full * longer(wave_us(resident), at_once / tiles) + where(rest > 0, last, 0.0)
 
     def text(self, p: GemmProblem, c: GemmConfig) -> str:
         return str(of_kernel(p, c))

@@ -235,9 +235,21 @@ def prefetched_bytes(c: GemmConfig) -> int:
 
 
 def mma_share(warps: Any, rows: Any, columns: Any) -> Any:
-    """The share of the MMAs' rate that ``warps`` of an SM reach, each with a tile of ``rows`` by ``columns``."""
+    """The share of the MMAs' rate that ``warps`` of an SM reach, each with a tile of ``rows`` by ``columns``: a warp
+    has one of the SM's tensor cores.
+    """
     reuse = rows * columns / (rows + columns)  # multiplications per element of a fragment loaded
-    return smaller(1.0, (warps / MULTISTAGE.CROWD_WARPS) ** MULTISTAGE.crowd) * reuse / (reuse + MULTISTAGE.reuse)
+    return smaller(1.0, warps / GpuSpec.TENSOR_CORES_PER_SM) * reuse / (reuse + MULTISTAGE.reuse)
+
+
+def resident_ctas(gpu: GpuSpec, *, warps: Any, registers: Any, smem: Any) -> Any:
+    """CTAs that share an SM of ``gpu``; ``registers`` per thread, ``smem`` bytes per CTA."""
+    registers = -(-smaller(registers, gpu.MAX_REGISTERS_PER_THREAD) // 8) * 8
+    fit = smaller(
+        gpu.runs_on.smem_per_sm_bytes // (smem + gpu.SMEM_RESERVED_BYTES),
+        gpu.REGISTERS_PER_SM // (32 * warps * registers),
+    )
+    return larger(1, smaller(fit, gpu.runs_on.max_warps // warps))
 
 
 @cached

@@ -23,6 +23,7 @@ from cutekernels.ops.products.schedules.schedule import (
     Prefetches,
     Tokens,
     mma_share,
+    resident_ctas,
     saved_us,
 )
 from cutekernels.rules import Among, Broken, of_both, of_config, of_problem
@@ -33,10 +34,9 @@ LEAST_IN_FLIGHT = 32 * 1024  # bytes of stages
 # fp16 weights of the norm are multiplied by this before they multiply the linear layer's weight; the epilogue divides.
 # Products down to 4e-6 stay normal numbers (fp16's own end at 6e-5), and those up to 4094 stay finite.
 FP16_SCALE = 16.0
-# Limits beyond which ptxas spills: docs/notes/gemm.md#registers (sm_80 to sm_120a, 2026-11).
+# Limits beyond which ptxas spills: docs/notes/gemm.md#registers.
 _OTHER_REGISTERS, _OTHER_REGISTERS_CLOSE = 48, 40
-_MOST_SUMMED, _MOST_OF_MANY_WARPS = 240, 96
-_MOST_ACCUMULATORS = 88, 96  # where groups of warps share K, of other tiles than the usual ones and of those
+_MOST_ACCUMULATORS = 96  # where groups of warps share K
 
 
 class Skinny(Tokens, Prefetches):
@@ -92,13 +92,10 @@ class Skinny(Tokens, Prefetches):
 
     @of_config
     def registers(self, c: GemmConfig, gpu: GpuSpec, x: Extras) -> Broken:
-        needed, held, odd = registers_per_thread(c, x), accumulators(c), usual(c) == 0
+        needed, held = registers_per_thread(c, x), accumulators(c)
         yield needed > gpu.MAX_REGISTERS_PER_THREAD, "a thread needs about {} registers", needed
-        spills = (c.warps_k > 1) & (held > where(odd, *_MOST_ACCUMULATORS))
+        spills = (c.warps_k > 1) & (held > _MOST_ACCUMULATORS)
         yield spills, "a thread holds {} accumulators, and spills: take more warps along the rows", held
-        summed = (c.split_k > 1) & (held * c.split_k > _MOST_SUMMED)
-        summed = odd & (summed | ((c.warps_k > 2) & (held > _MOST_OF_MANY_WARPS)))
-        yield summed, "{} splits and {} groups of warps sum {} accumulators: spills", c.split_k, c.warps_k, held
 
     @of_both
     def splits(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, x: Extras) -> Broken:
@@ -129,10 +126,8 @@ class Skinny(Tokens, Prefetches):
             return 0.0
         rate, own = rates.of(gpu), coefficients.SKINNY
         ctas = tiles(p, c) * c.split_k
-        fit = gpu.smem_per_sm_bytes // (self.smem(c, extras).total_bytes + gpu.SMEM_RESERVED_BYTES)
-        registers = -(-smaller(registers_per_thread(c, extras), gpu.MAX_REGISTERS_PER_THREAD) // 8) * 8
-        fit = smaller(fit, gpu.REGISTERS_PER_SM // (32 * c.warps * registers))
-        resident = larger(1, smaller(fit, gpu.max_warps // c.warps))
+        registers, smem = registers_per_thread(c, extras), self.smem(c, extras).total_bytes
+        resident = resident_ctas(gpu, warps=c.warps, registers=registers, smem=smem)
         tokens = smaller(p.m, c.tile_m)
         cta_bytes = (c.tile_n + tokens) * p.k * ELEMENT_BYTES / c.split_k
         cta_flops = 2.0 * c.tile_n * c.tile_m * p.k / c.split_k
@@ -140,8 +135,9 @@ class Skinny(Tokens, Prefetches):
 
         def wave_us(together: Any) -> Any:
             in_flight = together * (c.stages - 1) * (c.tile_n + tokens) * c.tile_k * ELEMENT_BYTES
-            bytes_per_us = smaller(own.port * rate.sm_bytes_per_us, in_flight / rate.dram_latency_us)
+            bytes_per_us = smaller(own.port * rate.sm_bytes_per_us, in_flight / (own.latency * rate.dram_latency_us))
             fixed = own.cta * rate.dram_latency_us + own.k_tile * rate.barrier_us * k_tiles / together
+            fixed = fixed + own.added / rate.clock_mhz * (c.warps_k - 1) * accumulators(c)
             fed = mma_share(together * c.warps, c.tile_n / c.warps_n, c.tile_m)
             multiply = together * cta_flops / (rate.mma_flops_per_us * fed)
             return together * cta_bytes / bytes_per_us + own.mma * multiply + fixed
