@@ -276,11 +276,10 @@ class TestModel:
         assert times[0] * 2 < times[1]
         assert times[1] * 10 < times[2]
 
-    def test_a_warp_alone_has_one_tensor_core_of_four(self) -> None:
+    def test_models_know_what_an_sm_has(self) -> None:
+        """A warp has one tensor core of four; CTAs share what the SM that runs has, a stand-in's its own."""
         one, two, four, eight = (mma_share(warps, 64, 32) for warps in (1, 2, 4, 8))
         assert (4 * one, 2 * two, eight) == pytest.approx((four,) * 3)
-
-    def test_an_sm_holds_what_fits_the_one_that_runs(self) -> None:
         takes: dict[str, Any] = {"warps": 4, "registers": 128, "smem": 97 * 1024}
         held = [resident_ctas(gpu.lookup(name), **takes) for name in ("l40s", "a100", "h200", "h200-as-l40s")]
         assert held == [1, 1, 2, 2]
