@@ -106,8 +106,8 @@ class GpuSpec:
     def stand_in(self, other: GpuSpec) -> GpuSpec:
         """This GPU confined to the instructions, the shared memory and the warps of ``other``, which nobody has here.
 
-        SMs, clocks, memory, caches and the compile target stay its own. In the database it is a GPU of its own,
-        ``h200-as-a100``: its times are no A100's, but whether an A100's kernels are chosen well shows on it.
+        SMs (:attr:`runs_on`), clocks, memory, caches and the compile target stay its own. In the database it is a GPU
+        of its own, ``h200-as-a100``: its times are no A100's, but whether an A100's kernels are chosen well shows.
 
         Raises:
             UnknownGpu: ``other`` has what this GPU lacks, or all that it has.
