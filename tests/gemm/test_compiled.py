@@ -12,7 +12,7 @@ import pytest
 
 from cutekernels import gpu
 from cutekernels.ops.products.dense import GEMM, SCHEDULES
-from cutekernels.ops.products.schedules.multistage import MULTISTAGE
+from cutekernels.ops.products.schedules.multistage import MULTISTAGE, read_ahead, registers_per_thread
 from cutekernels.ops.products.schedules.problem import GemmConfig, GemmProblem
 from cutekernels.ops.products.schedules.schedule import PLAIN, extras_of
 from tests import compiled
@@ -184,6 +184,9 @@ def test_more_ctas_per_sm_take_fewer_registers() -> None:
     hungry = max(warps, key=lambda c: (c.warp_tile[0] * c.warp_tile[1], c.warps, str(c)))
     alone, crowded = (hungry.replace(ctas_per_sm=n) for n in (1, 3))
     assert built(problem, crowded, "h200").facts.registers < built(problem, alone, "h200").facts.registers
+    deep = GemmConfig.parse("tile_m=64 tile_n=128 tile_k=64 warps_m=1 warps_n=4 stages=3 raster=8 ctas_per_sm=1")
+    needed, taken = registers_per_thread(problem, deep), built(problem, deep, "h200").facts.registers
+    assert needed < taken <= needed + read_ahead(deep), "fragments are read ahead, and count where CTAs share an SM"
 
 
 # ---- files ----------------------------------------------------------------------------------------------

@@ -283,6 +283,11 @@ class TestModel:
         takes: dict[str, Any] = {"warps": 4, "registers": 128, "smem": 97 * 1024}
         held = [resident_ctas(gpu.lookup(name), **takes) for name in ("l40s", "a100", "h200", "h200-as-l40s")]
         assert held == [1, 1, 2, 2]
+        problem = GemmProblem(64, 37888, 3584, b_major="k")
+        tile = "tile_m=64 tile_n=128 tile_k={} warps_m=1 warps_n=4 stages={} raster=1 ctas_per_sm=1"
+        two, three = (GemmConfig.parse(tile.format(*each)) for each in ((64, 3), (32, 6)))
+        stand_in = gpu.lookup("h200-as-l40s")  # 101 and 90 us: a second wave (bench/sweeps/h200-as-l40s)
+        assert GEMM.estimate_us(problem, three, stand_in) < GEMM.estimate_us(problem, two, stand_in)
 
     def test_work_counts(self) -> None:
         work = GEMM.work(GemmProblem(3, 5, 7, 2, a_align=1, b_align=1, out_align=1, batched=True))

@@ -166,6 +166,9 @@ class Multistage(DenseSchedule):
         stage_bytes = (c.tile_m + c.tile_n) * c.tile_k * ELEMENT_BYTES
         awaited = rate.barrier_us * pick(smaller(c.stages, 4), dict(enumerate(own.barrier, 2)))
 
+        def longer(one: Any, other: Any) -> Any:
+            return larger(one, other) + own.shown * smaller(one, other)
+
         def wave_us(together: Any) -> Any:
             """How long ``together`` CTAs on an SM take."""
             fed = mma_share(together * c.warps, *c.warp_tile)
@@ -175,9 +178,11 @@ class Multistage(DenseSchedule):
             fixed = (rate.dram_latency_us + search_us) / smaller(together, 2)  # the beginning and end of a CTA
             fixed = fixed + own.epilogue / rate.sm_bytes_per_us * c.tile_m * c.tile_n * together
             fixed = fixed * where(c.persistent, own.persistent, 1.0)
-            return k_tiles * larger(step, own.latency * rate.dram_latency_us / (c.stages - 1)) + fixed
+            latency = own.latency * rate.dram_latency_us / (c.stages - 1)
+            return k_tiles * longer(step, latency) + fixed
 
-        fit = resident_ctas(gpu, warps=c.warps, registers=registers_per_thread(p, c), smem=self.smem(c).total_bytes)
+        registers, smem = registers_per_thread(p, c) + read_ahead(c), self.smem(c).total_bytes
+        fit = resident_ctas(gpu, warps=c.warps, registers=registers, smem=smem)
         resident = where(c.persistent, 1, larger(c.ctas_per_sm, fit))
         at_once = gpu.sm_count * resident
         # Little's law: what is in flight bounds the bandwidth.
@@ -187,12 +192,9 @@ class Multistage(DenseSchedule):
         row_bytes = ELEMENT_BYTES * (c.tile_k if wider.k_major else smaller(across, 64))
         dram = moved / bytes_per_us * pick(row_bytes // 128, dict(enumerate(own.row_bytes)))
 
-        def longer(busy: Any, share: Any) -> Any:
-            return larger(busy, share * dram) + own.shown * smaller(busy, share * dram)
-
         full, rest = divmod(tiles, at_once)
-        last = longer(wave_us(larger(1, -(-rest // gpu.sm_count))), rest / tiles)
-        return rate.launch_us + full * longer(wave_us(resident), at_once / tiles) + where(rest > 0, last, 0.0)
+        last = longer(wave_us(larger(1, -(-rest // gpu.sm_count))), dram * rest / tiles)
+        return rate.launch_us + full * longer(wave_us(resident), dram * at_once / tiles) + where(rest > 0, last, 0.0)
 
     def text(self, p: GemmProblem, c: GemmConfig) -> str:
         return str(of_kernel(p, c))
@@ -250,6 +252,11 @@ def registers_per_thread(p: GemmProblem, c: GemmConfig) -> int:
     sides = zip((c.tile_m, c.tile_n), p.sides, strict=True)
     vectors = sum(tile * c.tile_k // side.align // (32 * c.warps) for tile, side in sides if side.align <= 2)
     return accumulators + fragments + 2 * vectors + OTHER_REGISTERS
+
+
+def read_ahead(c: GemmConfig) -> Any:
+    """Registers that a compiler takes beside those where it may: docs/notes/gemm.md#registers."""
+    return (c.tile_k // 16 - 2) * sum(c.warp_tile) // 8  # half of the fragments of a k-tile's further blocks
 
 
 def divides(rows: Any, columns: Any, along_columns: bool, align: int, threads: Any) -> Any:
