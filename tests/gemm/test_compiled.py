@@ -178,7 +178,7 @@ def changes_something(text: str, knob: str) -> bool:
     )
 
 
-def test_more_ctas_per_sm_take_fewer_registers() -> None:
+def test_more_ctas_per_sm_take_fewer_registers_and_longer_k_tiles_more() -> None:
     problem = GemmProblem.parse("m=4096 n=4096 k=4096")
     warps = [c for c in valid(str(problem)) if c.body == "multistage"]
     hungry = max(warps, key=lambda c: (c.warp_tile[0] * c.warp_tile[1], c.warps, str(c)))
@@ -186,7 +186,7 @@ def test_more_ctas_per_sm_take_fewer_registers() -> None:
     assert built(problem, crowded, "h200").facts.registers < built(problem, alone, "h200").facts.registers
     deep = GemmConfig.parse("tile_m=64 tile_n=128 tile_k=64 warps_m=1 warps_n=4 stages=3 raster=8 ctas_per_sm=1")
     needed, taken = registers_per_thread(problem, deep), built(problem, deep, "h200").facts.registers
-    assert needed < taken <= needed + read_ahead(deep), "fragments are read ahead, and count where CTAs share an SM"
+    assert needed < taken <= needed + read_ahead(deep)
 
 
 # ---- files ----------------------------------------------------------------------------------------------

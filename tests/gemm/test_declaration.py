@@ -277,7 +277,9 @@ class TestModel:
         assert times[1] * 10 < times[2]
 
     def test_models_know_what_an_sm_has(self) -> None:
-        """A warp has one tensor core of four; CTAs share what the SM that runs has, a stand-in's its own."""
+        """A warp has one tensor core of four; CTAs share what the SM that runs has, a stand-in's its own: with the
+        registers that are read ahead two of three to an SM, and a second wave.
+        """
         one, two, four, eight = (mma_share(warps, 64, 32) for warps in (1, 2, 4, 8))
         assert (4 * one, 2 * two, eight) == pytest.approx((four,) * 3)
         takes: dict[str, Any] = {"warps": 4, "registers": 128, "smem": 97 * 1024}
@@ -286,7 +288,7 @@ class TestModel:
         problem = GemmProblem(64, 37888, 3584, b_major="k")
         tile = "tile_m=64 tile_n=128 tile_k={} warps_m=1 warps_n=4 stages={} raster=1 ctas_per_sm=1"
         two, three = (GemmConfig.parse(tile.format(*each)) for each in ((64, 3), (32, 6)))
-        stand_in = gpu.lookup("h200-as-l40s")  # 101 and 90 us: a second wave (bench/sweeps/h200-as-l40s)
+        stand_in = gpu.lookup("h200-as-l40s")  # 101 and 90 us (bench/sweeps/h200-as-l40s)
         assert GEMM.estimate_us(problem, three, stand_in) < GEMM.estimate_us(problem, two, stand_in)
 
     def test_work_counts(self) -> None:

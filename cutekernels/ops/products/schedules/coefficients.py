@@ -25,7 +25,7 @@ class MultistageCosts:
     row_bytes: tuple[float, ...] = (1.13, 1.05, 1.0)  # DRAM's time: a k-tile loads 64 bytes of a row, 128, 256
     aligned: tuple[float, ...] = (0.3, 0.6, 0.85, 1.0)  # the MMAs' rate, guesses: rows aligned to 1 element, 2, 4, 8
     reuse: float = 5.0  # multiplications per element of a fragment at which the MMAs run at half their rate
-    shown: float = 0.002  # share of what hides behind DRAM or an SM's other work, a guess: settles ties
+    shown: float = 0.002  # share of the shorter of two times that overlap, a guess: settles ties
 
 
 @dataclass(frozen=True)

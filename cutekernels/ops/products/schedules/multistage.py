@@ -147,7 +147,8 @@ class Multistage(DenseSchedule):
         """Waves of CTAs, each k-tile as slow as tensor cores, L2 or latency, plus fixed costs; or its share of DRAM's
         time, if longer.
 
-        Where that is, most configs would tie: a little of what it hides counts, so that the least work is preferred.
+        Where that or latency is, most configs would tie: a little of what it hides counts, so that the least work is
+        preferred.
         It ranks configs, and is no substitute for measuring: docs/notes/gemm.md#multistage-model.
 
         Args:
@@ -167,6 +168,7 @@ class Multistage(DenseSchedule):
         awaited = rate.barrier_us * pick(smaller(c.stages, 4), dict(enumerate(own.barrier, 2)))
 
         def longer(one: Any, other: Any) -> Any:
+            """The longer time, and a little of what it hides."""
             return larger(one, other) + own.shown * smaller(one, other)
 
         def wave_us(together: Any) -> Any:
@@ -255,7 +257,7 @@ def registers_per_thread(p: GemmProblem, c: GemmConfig) -> int:
 
 
 def read_ahead(c: GemmConfig) -> Any:
-    """Registers that a compiler takes beside those where it may: docs/notes/gemm.md#registers."""
+    """Registers that the compiler takes beside those where nothing limits it: docs/notes/gemm.md#registers."""
     return (c.tile_k // 16 - 2) * sum(c.warp_tile) // 8  # half of the fragments of a k-tile's further blocks
 
 
