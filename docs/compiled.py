@@ -19,12 +19,12 @@ from cutekernels.backends import cubin
 from cutekernels.backends.chained import Chained
 from cutekernels.gpu import KIB, GpuSpec
 from cutekernels.ops import registry
+from cutekernels.ops.products.schedules.schedule import resident_ctas
 
 CARDS = {"a100": 32, "l40s": 24, "rtx5090": 24}  # blocks that an SM holds at most, by CUDA's programming guide
 PAGE = Path(__file__).parent / "cards.md"
 BEGIN, END = "<!-- compiled: written by python -m docs.compiled -->\n", "<!-- end -->\n"
 _THREADS = re.compile(r"EIATTR_REQNTID\s+Format:\s+EIFMT_SVAL\s+Value:\s+(0x\w+) (0x\w+) (0x\w+)")
-_REGISTERS = 256  # in which a warp's are allotted
 
 
 def threads(binary: bytes) -> int:
@@ -37,13 +37,6 @@ def threads(binary: bytes) -> int:
     return max(int(x, 16) * int(y, 16) * int(z, 16) for x, y, z in _THREADS.findall(told))
 
 
-def occupancy(gpu: GpuSpec, most: int, registers: int, smem_bytes: int, warps: int) -> int:
-    """Blocks that an SM holds, of ``most`` in all."""
-    by_registers = gpu.REGISTERS_PER_SM // (-(-32 * registers // _REGISTERS) * _REGISTERS * warps)
-    by_smem = gpu.smem_per_sm_bytes // (smem_bytes + gpu.SMEM_RESERVED_BYTES)
-    return min(most, by_registers, by_smem, gpu.max_warps // warps)
-
-
 def cell(op: Any, gpu: GpuSpec, most: int) -> str:
     """Registers, spills, shared memory and blocks on an SM of an op's default."""
     problem = min(map(op.Problem.parse, op.suite), key=lambda p: op.work(p).floor_us(gpu))
@@ -52,7 +45,7 @@ def cell(op: Any, gpu: GpuSpec, most: int) -> str:
         return "other ops'"
     binary = artifact.binary.cubin if artifact.backend == "triton" else artifact._function.artifacts.CUBIN
     facts, warps = artifact.facts, -(-threads(binary) // 32)
-    held = occupancy(gpu, most, facts.registers, facts.smem_bytes, warps)
+    held = min(most, resident_ctas(gpu, warps=warps, registers=facts.registers, smem=facts.smem_bytes))
     return f"{facts.registers}, {facts.stack_bytes} B, {facts.smem_bytes / KIB:.3g} KiB, {held} x {warps}"
 
 

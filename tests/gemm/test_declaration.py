@@ -277,8 +277,8 @@ class TestModel:
         assert times[1] * 10 < times[2]
 
     def test_models_know_what_an_sm_has(self) -> None:
-        """A warp has one tensor core of four; CTAs share what the SM that runs has, a stand-in's its own: with the
-        registers that are read ahead two of three to an SM, and a second wave.
+        """A warp has one tensor core of four; CTAs share what the SM that runs has, a stand-in's its own. Of
+        tiles of 64 x 128 two fit, since fragments are read ahead, not three: some are a second wave.
         """
         one, two, four, eight = (mma_share(warps, 64, 32) for warps in (1, 2, 4, 8))
         assert (4 * one, 2 * two, eight) == pytest.approx((four,) * 3)

@@ -148,8 +148,7 @@ class Multistage(DenseSchedule):
         time, if longer.
 
         Where that or latency is, most configs would tie: a little of what it hides counts, so that the least work is
-        preferred.
-        It ranks configs, and is no substitute for measuring: docs/notes/gemm.md#multistage-model.
+        preferred. It ranks configs, and is no substitute for measuring: docs/notes/gemm.md#multistage-model.
 
         Args:
             tiles: those of ``c`` that the product, or a batch of products like ``p``, has.
